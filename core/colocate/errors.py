@@ -1,0 +1,210 @@
+"""Every error that colocate raises: what happened, where, and what to do.
+
+All derive from `ColocateError` and from the nearest builtin, carry their facts as attributes, and survive pickling
+with attributes, cause and notes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import attrs
+
+
+class ColocateError(Exception):
+    """The root of all errors of colocate.
+
+    Attributes that the cause doesn't know are None (never a guess).
+    """
+
+    _facts: ClassVar[tuple[str, ...]] = (
+        "group",
+        "role",
+        "method",
+        "rank",
+        "node",
+        "pid",
+        "exitcode",
+        "signal",
+        "log_tail",
+        "remote_traceback",
+    )
+
+    group: str | None = None
+    role: str | None = None
+    method: str | None = None
+    rank: int | None = None
+    node: str | None = None
+    pid: int | None = None
+    exitcode: int | None = None
+    signal: str | None = None
+    log_tail: str | None = None
+    remote_traceback: str | None = None
+
+    def __init__(self, message: str, **facts: Any) -> None:
+        super().__init__(message)
+        for name, value in facts.items():
+            if not hasattr(type(self), name):
+                raise TypeError(f"{type(self).__name__} has no attribute {name!r}")
+            setattr(self, name, value)
+
+    @property
+    def message(self) -> str:
+        """The text without anything a subclass adds to it."""
+        return str(self.args[0])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        state = dict(self.__dict__)
+        if self.__cause__ is not None:
+            state["__cause__"] = self.__cause__
+        return _restore, (type(self), self.args, state)
+
+
+def _restore(cls: type[ColocateError], args: tuple[Any, ...], state: dict[str, Any]) -> ColocateError:
+    error = cls.__new__(cls, *args)
+    error.args = args
+    cause = state.pop("__cause__", None)
+    error.__dict__.update(state)
+    if cause is not None:
+        error.__cause__ = cause
+    return error
+
+
+class RoleError(ColocateError, RuntimeError):
+    """A role's method or constructor raised; `__cause__` is the original exception."""
+
+    def __str__(self) -> str:
+        text = self.message
+        if self.remote_traceback:
+            text += f"\n\nTraceback in the worker:\n{self.remote_traceback.rstrip()}"
+        return text
+
+
+class RoleStartError(ColocateError, RuntimeError):
+    """Roles could not be constructed; `errors` maps each failed rank to its `RoleError`."""
+
+    errors: Mapping[int, ColocateError] = {}
+
+
+class WorkerDied(ColocateError, RuntimeError):
+    """A worker process ended by itself; `detail` holds the engine's own words, `running` what it was doing."""
+
+    detail: str | None = None
+    running: str | None = None
+
+    def __str__(self) -> str:
+        text = self.message
+        if self.log_tail:
+            text += f"\n\nIts last lines:\n{self.log_tail.rstrip()}"
+        return text
+
+
+class GroupRestarted(WorkerDied):
+    """The group was rebuilt; what was pending belonged to its previous generation."""
+
+
+class CallTimeout(ColocateError, TimeoutError):
+    """A call outlived its timeout; `stacks` maps each late rank to its Python stack."""
+
+    stacks: Mapping[int, str] = {}
+
+    def __str__(self) -> str:
+        parts = [self.message]
+        parts += [f"rank {rank} is here:\n{stack.rstrip()}" for rank, stack in sorted(self.stacks.items())]
+        return "\n\n".join(parts)
+
+
+class PlacementError(ColocateError, RuntimeError):
+    """No placement can ever fit; `nodes` has a row per node: node, wanted, total, free."""
+
+    nodes: Sequence[Mapping[str, Any]] = ()
+
+    def __str__(self) -> str:
+        return "\n".join([self.message, *_table(self.nodes)])
+
+
+class PlacementTimeout(PlacementError, TimeoutError):
+    """A placement that could fit didn't become free in time."""
+
+
+class PluginError(ColocateError, ImportError):
+    """A plugin is missing, broken, or claims a taken name."""
+
+    name: str | None = None
+    distribution: str | None = None
+    hint: str | None = None
+
+
+@attrs.frozen
+class Mistake:
+    """One mistake in a config: where, what, and the nearest valid key."""
+
+    path: str
+    line: int | None
+    message: str
+    nearest: str | None = None
+
+    def __str__(self) -> str:
+        where = self.path if self.line is None else f"line {self.line}: {self.path}"
+        hint = f" (did you mean {self.nearest!r}?)" if self.nearest else ""
+        return f"{where}: {self.message}{hint}" if self.path else f"{self.message}{hint}"
+
+
+class ConfigError(ColocateError, ValueError):
+    """A config or a declaration is wrong; `mistakes` has all of them at once."""
+
+    mistakes: Sequence[Mistake] = ()
+
+    def __str__(self) -> str:
+        return "\n".join([self.message, *(f"  {mistake}" for mistake in self.mistakes)])
+
+
+class DispatchError(ColocateError, ValueError):
+    """Arguments don't fit how they should reach the ranks, or results how they should be joined."""
+
+    parameter: str | None = None
+
+
+class CapabilityError(ColocateError, NotImplementedError):
+    """An executor lacks what was asked; `executors` names those that have it."""
+
+    capability: str | None = None
+    executors: Sequence[str] = ()
+
+
+class SerializationError(ColocateError, TypeError):
+    """Something can't be sent: `argument` names it, `path` says where inside it the fault is."""
+
+    argument: str | None = None
+    path: str | None = None
+
+
+class BorrowedError(ColocateError, RuntimeError):
+    """Something can't be closed: `borrowers` still use it. `close(force=True)` breaks the borrows."""
+
+    borrowers: Sequence[str] = ()
+
+
+class ClosedError(ColocateError, RuntimeError):
+    """It is closed; `closed_by` says what closed it and where."""
+
+    closed_by: str | None = None
+
+
+class ForkedError(ColocateError, RuntimeError):
+    """A live object was used in a forked child, which owns nothing."""
+
+
+class PipelineError(ColocateError, RuntimeError):
+    """A call inside `group.pipeline()` that needs an answer before the pipeline has been sent."""
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The rows as aligned text columns, with a header."""
+    if not rows:
+        return []
+    columns = list(rows[0])
+    cells = [columns, *([str(row.get(column, "")) for column in columns] for row in rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+    return ["  " + "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)) for line in cells]
