@@ -1,0 +1,196 @@
+"""`ppo.actor`: the policy. It imitates demonstrations first, then answers questions and learns from the advantages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from colocate import Concat, First, Reduce, Role, Scatter, method
+from colocate_ppo import checkpoint, maths, parallel
+from colocate_ppo.critic import Estimates
+from colocate_ppo.generation import generate
+from colocate_ppo.model import (
+    Weights,
+    pretrained_model,
+    response_log_probs,
+    response_logits,
+    scratch_model,
+    small_llama,
+    weights_of,
+)
+from colocate_ppo.rollout import Rollout, encode_answers, encode_prompts, join, widen
+from colocate_ppo.task import Problem
+from colocate_ppo.tokenizer import character_tokenizer, pretrained_tokenizer
+
+
+class Actor(Role):
+    """The policy and its tokenizer.
+
+    Args:
+        model: A hub id or a local folder with a causal language model and its tokenizer; None makes a small Llama with
+            random weights that reads characters.
+        layers: Layers of the small Llama.
+        hidden: Its width.
+        heads: Its attention heads.
+        feed_forward: The width of its feed-forward layers.
+        phrases: Texts that it reads as one token each, such as what all questions begin with.
+        lr: Learning rate.
+        warm_up_lr: Learning rate of the supervised warm-up.
+        max_grad_norm: The norm to which gradients are clipped.
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        layers: int = 2,
+        hidden: int = 128,
+        heads: int = 4,
+        feed_forward: int = 256,
+        phrases: Sequence[str] = (),
+        lr: float = 1e-4,
+        warm_up_lr: float = 1e-3,
+        max_grad_norm: float = 1.0,
+    ) -> None:
+        if model is None:
+            self.tokenizer = character_tokenizer(phrases)
+            config = small_llama(self.tokenizer, layers, hidden, heads, feed_forward)
+            self.model = scratch_model(config, self.ctx.generator)
+        else:
+            self.tokenizer = pretrained_tokenizer(model)
+            self.model = pretrained_model(model)
+        self.model.to(self.ctx.device)
+        self.learner = parallel.Learner(self.model, lr, max_grad_norm)
+        self.imitator = parallel.Learner(self.model, warm_up_lr, max_grad_norm)
+
+    @method(collect=First())
+    def weights(self) -> Weights:
+        """A copy of the model, for other ranks and roles to `load`."""
+        return weights_of(self.model)
+
+    @method
+    def load(self, weights: Weights) -> None:
+        """Take over these weights."""
+        self.model.load_state_dict(weights["state"])
+
+    @method(dispatch=Scatter("problems"), collect=Reduce("sum"))
+    def warm_up(self, problems: list[Problem], lr_scale: float = 1.0) -> float:
+        """Learn to give the problems' own answers: one step.
+
+        Args:
+            problems: The demonstrations.
+            lr_scale: Multiplies the warm-up's learning rate.
+
+        Returns:
+            The cross-entropy of a token in nats, as the sum of the ranks' parts.
+        """
+        prompts = encode_prompts(self.tokenizer, problems, self.ctx.device)
+        answers = encode_answers(self.tokenizer, problems, self.ctx.device)
+        shown = join(prompts, answers, problems, [problem.answer for problem in problems])
+        logits = response_logits(self.model, shown["tokens"], shown["attention"], answers.tokens.shape[1])
+        surprise = -maths.token_log_probs(logits, answers.tokens)
+        loss = maths.token_mean(surprise, answers.mask, parallel.total(self.ctx)(answers.mask.sum()))
+        self.imitator.step(self.ctx, loss, lr_scale)
+        return loss.item()
+
+    @method(dispatch=Scatter("problems"), collect=Concat())
+    def generate(
+        self, problems: list[Problem], max_new_tokens: int, temperature: float = 1.0, greedy: bool = False
+    ) -> Rollout:
+        """Answer each problem.
+
+        Args:
+            problems: What to answer.
+            max_new_tokens: The longest answer, end token included.
+            temperature: Divides the logits before sampling.
+            greedy: Take the likeliest token each time instead of sampling.
+        """
+        prompts = encode_prompts(self.tokenizer, problems, self.ctx.device)
+        # As wide as the widest of all ranks, so that their parts make one batch.
+        prompts = widen(prompts, max(parallel.per_rank(self.ctx, prompts.tokens.shape[1])), self.tokenizer.pad_token_id)
+        responses = generate(
+            self.model,
+            prompts,
+            max_new_tokens=max_new_tokens,
+            end=self.tokenizer.eos_token_id,
+            pad=self.tokenizer.pad_token_id,
+            temperature=temperature,
+            generator=None if greedy else self.ctx.generator,
+        )
+        texts = self.tokenizer.batch_decode(responses.tokens, skip_special_tokens=True)
+        return join(prompts, responses, problems, [text.strip() for text in texts])
+
+    @method(dispatch=Scatter("rollout"), collect=Concat())
+    @torch.no_grad()
+    def log_probs(self, rollout: Rollout, temperature: float = 1.0) -> Tensor:
+        """The log-probability of each response token, `[B, R]`."""
+        return response_log_probs(self.model, rollout, temperature)
+
+    @method(dispatch=Scatter("rollout", "log_probs", "estimates"), collect=Reduce("sum"))
+    def update(
+        self,
+        rollout: Rollout,
+        log_probs: Tensor,
+        estimates: Estimates,
+        minibatch: int = 64,
+        epochs: int = 1,
+        clip: float = 0.2,
+        entropy_coefficient: float = 0.0,
+        temperature: float = 1.0,
+        lr_scale: float = 1.0,
+    ) -> dict[str, float]:
+        """Learn from the advantages.
+
+        Args:
+            rollout: The answers.
+            log_probs: `[B, R]`, what `log_probs` said of them before the update.
+            estimates: What the critic said of them.
+            minibatch: Rows of a minibatch over all ranks.
+            epochs: How often each row is used.
+            clip: How far the probability ratio may go from 1 to any gain.
+            entropy_coefficient: The weight of an entropy bonus.
+            temperature: That of the sampling.
+            lr_scale: Multiplies the learning rate.
+
+        Returns:
+            Means over the minibatches, as sums of the ranks' parts: `policy_loss`, `entropy`, `clip_fraction`,
+            `policy_grad_norm`.
+        """
+        self.imitator.optimizer.state.clear()  # the warm-up is over: its moments needn't take memory any longer
+        batches = parallel.minibatches(self.ctx, len(log_probs), minibatch, epochs)
+        means = parallel.Means(len(batches))
+        for rows in batches:
+            mask, tokens = rollout["mask"][rows], rollout["tokens"][rows]
+            logits = response_logits(self.model, tokens, rollout["attention"][rows], mask.shape[1], temperature)
+            now = maths.token_log_probs(logits, tokens[:, -mask.shape[1] :])
+            losses, clipped = maths.policy_loss(now, log_probs[rows], estimates["advantages"][rows], clip)
+            count = parallel.total(self.ctx)(mask.sum())
+            policy_loss = maths.token_mean(losses, mask, count)
+            entropy = maths.token_mean(maths.entropy(logits), mask, count)
+            norm = self.learner.step(self.ctx, policy_loss - entropy_coefficient * entropy, lr_scale)
+            means.add(
+                policy_loss=policy_loss,
+                entropy=entropy,
+                clip_fraction=maths.token_mean(clipped.float(), mask, count),
+                policy_grad_norm=norm / self.ctx.world_size,
+            )
+        return means.values
+
+    @method
+    def save(self, directory: str) -> None:
+        """Write what `restore` needs into a folder."""
+        state = {
+            "model": self.model.state_dict(),
+            "learner": self.learner.optimizer.state_dict(),
+            "imitator": self.imitator.optimizer.state_dict(),
+        }
+        checkpoint.save(self.ctx, directory, state)
+
+    @method
+    def restore(self, directory: str) -> None:
+        """Go on where `save` was called."""
+        state = checkpoint.restore(self.ctx, directory)
+        self.model.load_state_dict(state["model"])
+        self.learner.optimizer.load_state_dict(state["learner"])
+        self.imitator.optimizer.load_state_dict(state["imitator"])

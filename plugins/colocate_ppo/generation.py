@@ -1,0 +1,66 @@
+"""Answers from a causal language model: batched, with a key-value cache, sampled or greedy."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from colocate_ppo.model import positions
+from colocate_ppo.rollout import Padded
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module,
+    prompts: Padded,
+    *,
+    max_new_tokens: int,
+    end: int,
+    pad: int,
+    temperature: float = 1.0,
+    generator: torch.Generator | None = None,
+) -> Padded:
+    """Continue each prompt until its end token or `max_new_tokens`.
+
+    Args:
+        model: A causal language model.
+        prompts: `[B, P]`, padded on the left.
+        max_new_tokens: R; the result has this width however early all answers end.
+        end: The token that ends an answer.
+        pad: The token put after it.
+        temperature: Divides the logits before sampling.
+        generator: The source of randomness, on the model's device; None takes the likeliest token each time.
+
+    Returns:
+        The responses `[B, R]`, padded on the right after their end token.
+    """
+    inputs, attention = prompts.tokens, prompts.mask
+    responses = inputs.new_full((len(inputs), max_new_tokens), pad)
+    mask = torch.zeros_like(responses, dtype=torch.bool)
+    alive = torch.ones_like(attention[:, 0])
+    places, cache = positions(attention), None
+    for step in range(max_new_tokens):
+        output = model(
+            input_ids=inputs,
+            attention_mask=attention,
+            position_ids=places,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        token = _choose(output.logits[:, -1].float(), temperature, generator)
+        responses[:, step] = torch.where(alive, token, pad)
+        mask[:, step] = alive
+        alive = alive & (token != end)
+        if not alive.any():
+            break
+        cache, inputs, places = output.past_key_values, responses[:, step, None], places[:, -1:] + 1
+        # A finished row goes on with padding that nobody reads: cheaper than leaving it out.
+        attention = torch.cat([attention, torch.ones_like(attention[:, :1])], dim=1)
+    return Padded(responses, mask)
+
+
+def _choose(logits: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:
+    if generator is None:
+        return logits.argmax(dim=-1)
+    return torch.multinomial((logits / temperature).softmax(dim=-1), 1, generator=generator).squeeze(-1)

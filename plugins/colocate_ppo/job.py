@@ -1,0 +1,198 @@
+"""`ppo.train`: a supervised warm-up, then PPO. Between the roles everything goes by resident; the driver sees scalars."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from colocate_ppo.maths import KlEstimator
+from colocate_ppo.task import Task
+from colocate_ppo.team import Team
+
+_SHOWN = 8
+_PROGRESS = "progress.json"
+
+
+@attrs.define
+class Progress:
+    """How far the job is: what a checkpoint has besides the roles' own files.
+
+    Attributes:
+        warmed: Warm-up steps done.
+        step: PPO steps done.
+        position: Where the task's training stream goes on.
+        before: Answers to the shown problems between warm-up and PPO.
+    """
+
+    warmed: int = 0
+    step: int = 0
+    position: int = 0
+    before: list[str] = attrs.field(factory=list)
+
+
+def train(
+    run: Any,
+    *,
+    task: str = "spell_backward",
+    task_options: Mapping[str, Any] | None = None,
+    max_new_tokens: int | None = None,
+    warm_up_steps: int = 500,
+    warm_up_batch: int = 64,
+    warm_up_ramp: int = 20,
+    flawed: float = 0.7,
+    steps: int = 80,
+    batch: int = 256,
+    minibatch: int = 64,
+    epochs: int = 1,
+    temperature: float = 1.0,
+    gamma: float = 1.0,
+    lam: float = 0.95,
+    clip: float = 0.2,
+    value_clip: float = 0.5,
+    kl_coefficient: float = 0.01,
+    kl_estimator: KlEstimator = "k1",
+    entropy_coefficient: float = 0.0,
+    critic_only_steps: int = 5,
+    actor_ramp: int = 10,
+    shuffle_rewards: bool = False,
+    eval_every: int = 10,
+    eval_problems: int = 256,
+    checkpoint_every: int = 20,
+) -> None:
+    """Train an actor with PPO on a task of reasoning-gym, in a group with this plugin's four roles.
+
+    Args:
+        run: What the job is given: the group, the log, checkpoints.
+        task: The name of a reasoning-gym dataset.
+        task_options: Its options.
+        max_new_tokens: The longest answer; None for two more than the longest right one has characters.
+        warm_up_steps: Steps of supervised learning before PPO.
+        warm_up_batch: Demonstrations in each of them.
+        warm_up_ramp: Steps until the warm-up's learning rate is reached; from there it falls linearly to 0.
+        flawed: The fraction of demonstrations that are wrong on purpose, so that PPO has something to find.
+        steps: PPO steps.
+        batch: Problems in each of them.
+        minibatch: Answers in each step of the optimizers.
+        epochs: How often each answer is used.
+        temperature: Of the sampling.
+        gamma: Discount.
+        lam: GAE's lambda.
+        clip: How far a probability ratio may go from 1 to any gain.
+        value_clip: How far a value may move to any gain.
+        kl_coefficient: The weight of the KL to the reference in the rewards.
+        kl_estimator: The estimator of that KL.
+        entropy_coefficient: The weight of an entropy bonus.
+        critic_only_steps: PPO steps at the start that leave the actor as it is.
+        actor_ramp: PPO steps until the actor's learning rate is reached.
+        shuffle_rewards: A control: the scores of a batch change places, so that nothing can be learned from them.
+        eval_every: PPO steps between evaluations, which are greedy answers to held-out problems.
+        eval_problems: Problems in an evaluation.
+        checkpoint_every: PPO steps between checkpoints.
+    """
+    (group,) = run.groups.values()
+    team = Team.of(group)
+    actor, critic, reference, reward = team.actor, team.critic, team.reference, team.reward
+    problems = Task(task, task_options or {}, seed=run.runtime.seed)
+    held_out = problems.held_out(eval_problems)
+    shown = held_out[:_SHOWN]
+    max_new_tokens = max_new_tokens or max(len(problem.answer) for problem in held_out) + 2
+    progress = Progress()
+    run.total(steps)
+
+    def checkpoint() -> None:
+        progress.position = problems.position
+        with run.checkpoint(progress.step) as directory:
+            team.save(str(directory))
+            Path(directory, _PROGRESS).write_text(json.dumps(attrs.asdict(progress)))
+
+    if run.resumed is None:
+        team.align()
+    else:
+        team.restore(str(run.resumed))
+        progress = Progress(**json.loads(Path(run.resumed, _PROGRESS).read_text()))
+        problems.position = progress.position
+
+    with run.timed("warm_up"):
+        while progress.warmed < warm_up_steps and not run.stopping:
+            demonstrations = problems.demonstrate(warm_up_batch, flawed)
+            actor.warm_up(demonstrations, _warm_up_scale(progress.warmed, warm_up_ramp, warm_up_steps))
+            progress.warmed += 1
+
+    if not progress.before and not run.stopping:
+        team.align()
+        progress.before = team.answers(shown, max_new_tokens)
+        run.log(0, **team.evaluate(held_out, max_new_tokens))
+
+    while progress.step < steps and not run.stopping:
+        progress.step += 1
+        with team.scope():
+            with run.timed("rollout"):
+                rollout = actor.generate.keep(problems.draw(batch), max_new_tokens, temperature)
+                scores = reward.score.keep(rollout.ref)
+                if shuffle_rewards:
+                    scores = reward.shuffle.keep(scores.ref)
+                answered = reward.summary(rollout.ref, scores.ref)
+            with run.timed("estimates"):
+                log_probs = actor.log_probs.keep(rollout.ref, temperature)
+                reference_log_probs = reference.log_probs.keep(rollout.ref, temperature)
+                values = critic.values.keep(rollout.ref)
+                estimates = critic.advantages.keep(
+                    rollout.ref,
+                    scores.ref,
+                    values.ref,
+                    log_probs.ref,
+                    reference_log_probs.ref,
+                    gamma=gamma,
+                    lam=lam,
+                    kl_coefficient=kl_coefficient,
+                    kl_estimator=kl_estimator,
+                )
+                kl = reference.kl(rollout.ref, log_probs.ref, reference_log_probs.ref, kl_estimator)
+            with run.timed("critic_update"):
+                learned = critic.update(rollout.ref, values.ref, estimates.ref, minibatch, epochs, value_clip)
+            with run.timed("actor_update"):
+                learned |= actor.update(
+                    rollout.ref,
+                    log_probs.ref,
+                    estimates.ref,
+                    minibatch,
+                    epochs,
+                    clip,
+                    entropy_coefficient,
+                    temperature,
+                    lr_scale=_actor_scale(progress.step, critic_only_steps, actor_ramp),
+                )
+        metrics = {
+            "reward": answered["score"],
+            "accuracy": answered["accuracy"],
+            "length": answered["length"],
+            "kl": kl,
+        }
+        if progress.step % eval_every == 0 or progress.step == steps:
+            with run.timed("evaluate"):
+                metrics |= team.evaluate(held_out, max_new_tokens)
+        run.log(progress.step, **metrics, **learned)
+        if progress.step % checkpoint_every == 0:
+            checkpoint()
+
+    checkpoint()
+    if progress.before:
+        columns = zip(shown, progress.before, team.answers(shown, max_new_tokens), strict=True)
+        run.show(
+            "Answers to held-out problems",
+            [{"question": p.question, "right": p.answer, "before": b, "after": a} for p, b, a in columns],
+        )
+
+
+def _warm_up_scale(done: int, ramp: int, steps: int) -> float:
+    """Up to 1 in `ramp` steps, then linearly down to 0."""
+    return min((done + 1) / max(1, ramp), (steps - done) / max(1, steps - ramp))
+
+
+def _actor_scale(step: int, critic_only: int, ramp: int) -> float:
+    """0 while only the critic learns, then what a ramp up to 1 from the first step on has reached."""
+    return 0.0 if step <= critic_only else min(1.0, step / max(1, ramp))

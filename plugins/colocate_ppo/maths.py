@@ -1,0 +1,192 @@
+"""The mathematics of PPO at token level: plain functions over tensors, without models or roles.
+
+Shapes: B rows (answers), T response positions. Everything per token is `[B, T]`; `mask` is boolean, true on an answer's
+own tokens (its end token included), and an answer's tokens come first in its row. Floats are float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+KlEstimator = Literal["k1", "k2", "k3"]
+Total = Callable[[Tensor], Tensor]
+"""Sums a tensor over all ranks; the identity where there is one."""
+
+
+def alone(tensor: Tensor) -> Tensor:
+    """The `Total` of a single rank."""
+    return tensor
+
+
+def token_mean(values: Tensor, mask: Tensor, tokens: Tensor) -> Tensor:
+    """This rank's part of the mean over the tokens of all ranks: `sum(values * mask) / tokens`.
+
+    The sum of the parts over the ranks is the mean, and so is the sum of their gradients: a longer answer weighs more,
+    wherever it lies.
+
+    Args:
+        values: `[B, T]`.
+        mask: `[B, T]`, boolean.
+        tokens: A scalar, how many tokens all ranks have together.
+
+    Returns:
+        A scalar; 0 without any token.
+    """
+    return torch.where(mask, values, 0.0).sum() / tokens.clamp(min=1)
+
+
+def whiten(values: Tensor, mask: Tensor, total: Total = alone) -> Tensor:
+    """Shift and scale to mean 0 and variance 1 over the tokens of all ranks.
+
+    `(x - mean) / sqrt(variance + 1e-8)` with the unbiased variance, as in Ziegler et al. 2019 (arXiv:1909.08593).
+
+    Args:
+        values: `[B, T]`.
+        mask: `[B, T]`, boolean.
+        total: Sums over the ranks.
+
+    Returns:
+        `[B, T]`, 0 where the mask is false.
+    """
+    tokens = total(mask.sum())
+    centred = values - total(token_mean(values, mask, tokens))
+    # In two passes: the difference of two large sums would lose most of what float32 has.
+    variance = total(token_mean(centred.square(), mask, tokens - 1))
+    return torch.where(mask, centred * torch.rsqrt(variance + 1e-8), 0.0)
+
+
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimates (Schulman et al. 2015, arXiv:1506.02438, equation 16).
+
+    `delta_t = r_t + gamma * V_{t+1} - V_t` and `A_t = delta_t + gamma * lam * A_{t+1}`, where V and A are 0 past the end.
+
+    Args:
+        rewards: `[B, T]`, the reward of each token.
+        values: `[B, T]`, the critic's value of the state in which each token was chosen.
+        mask: `[B, T]`, boolean.
+        gamma: Discount.
+        lam: Between one-step differences (0) and whole returns (1).
+
+    Returns:
+        Advantages and returns (`advantages + values`), `[B, T]` each, 0 where the mask is false.
+    """
+    rewards, values = torch.where(mask, rewards, 0.0), torch.where(mask, values, 0.0)
+    advantage = next_value = torch.zeros_like(rewards[:, 0])
+    columns: list[Tensor] = []
+    for t in reversed(range(rewards.shape[1])):
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        advantage = delta + gamma * lam * advantage
+        next_value = values[:, t]
+        columns.append(advantage)
+    advantages = torch.where(mask, torch.stack(columns[::-1], dim=1), 0.0)
+    return advantages, advantages + values
+
+
+def kl_estimate(log_probs: Tensor, reference: Tensor, estimator: KlEstimator) -> Tensor:
+    """Estimates of KL(policy, reference) from sampled tokens (Schulman 2020, joschu.net/blog/kl-approx.html).
+
+    With `log r = reference - log_probs`: `k1 = -log r`, `k2 = (log r)^2 / 2`, `k3 = (r - 1) - log r`. k1 and k3 are
+    unbiased, k2 and k3 are never negative.
+
+    Args:
+        log_probs: `[B, T]`, of the sampled tokens under the policy that sampled them.
+        reference: `[B, T]`, of the same tokens under the reference.
+        estimator: Which one.
+
+    Returns:
+        `[B, T]`.
+    """
+    log_ratio = reference - log_probs
+    if estimator == "k1":
+        return -log_ratio
+    if estimator == "k2":
+        return log_ratio.square() / 2
+    if estimator == "k3":
+        return torch.expm1(log_ratio) - log_ratio
+    raise ValueError(f"unknown KL estimator {estimator!r}: there are k1, k2 and k3")
+
+
+def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coefficient: float) -> Tensor:
+    """The reward of each token: a penalty for leaving the reference, and the answer's score on its last token.
+
+    As in Ziegler et al. 2019 (arXiv:1909.08593, equation 2), at token level.
+
+    Args:
+        scores: `[B]`, the score of each answer.
+        kl: `[B, T]`, an estimate for each token.
+        mask: `[B, T]`, boolean; every row has at least one token.
+        kl_coefficient: The weight of the penalty.
+
+    Returns:
+        `[B, T]`, 0 where the mask is false.
+    """
+    rewards = torch.where(mask, -kl_coefficient * kl, 0.0)
+    last = mask.sum(dim=1, keepdim=True) - 1
+    return rewards.scatter_add(1, last, scores.to(rewards.dtype)[:, None])
+
+
+def token_log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Log-probabilities of given tokens: `logits[token] - logsumexp(logits)`.
+
+    Args:
+        logits: `[B, T, V]`.
+        tokens: `[B, T]`, int64.
+
+    Returns:
+        `[B, T]`.
+    """
+    return logits.gather(-1, tokens[..., None]).squeeze(-1) - logits.logsumexp(dim=-1)
+
+
+def entropy(logits: Tensor) -> Tensor:
+    """The entropy of each token's distribution in nats: `logsumexp(logits) - sum(p * logits)`.
+
+    Args:
+        logits: `[B, T, V]`.
+
+    Returns:
+        `[B, T]`.
+    """
+    return logits.logsumexp(dim=-1) - (logits.softmax(dim=-1) * logits).sum(dim=-1)
+
+
+def policy_loss(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, clip: float) -> tuple[Tensor, Tensor]:
+    """PPO's clipped objective, as a loss (Schulman et al. 2017, arXiv:1707.06347, equation 7).
+
+    `max(-A * ratio, -A * clamp(ratio, 1 - clip, 1 + clip))` with `ratio = exp(log_probs - old_log_probs)`.
+
+    Args:
+        log_probs: `[B, T]`, under the policy in training.
+        old_log_probs: `[B, T]`, under the policy that sampled.
+        advantages: `[B, T]`.
+        clip: How far the ratio may go from 1 to any gain.
+
+    Returns:
+        The loss of each token `[B, T]`, and where the clipped side was the larger one, `[B, T]` boolean.
+    """
+    ratio = torch.exp(log_probs - old_log_probs)
+    free = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - clip, 1 + clip)
+    return torch.maximum(free, clipped), clipped > free
+
+
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> Tensor:
+    """The clipped squared error of the critic, halved (OpenAI baselines' ppo2; Ziegler et al. 2019).
+
+    `max((V - R)^2, (clamp(V, V_old - clip, V_old + clip) - R)^2) / 2`.
+
+    Args:
+        values: `[B, T]`, of the critic in training.
+        old_values: `[B, T]`, of the critic when the advantages were made.
+        returns: `[B, T]`.
+        clip: How far a value may go from the old one to any gain.
+
+    Returns:
+        The loss of each token, `[B, T]`.
+    """
+    near = old_values + (values - old_values).clamp(-clip, clip)
+    return torch.maximum((values - returns).square(), (near - returns).square()) / 2

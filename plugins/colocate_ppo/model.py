@@ -1,0 +1,155 @@
+"""The networks: a causal language model as policy and reference, and the same backbone with one output as critic."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypedDict
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from colocate_ppo.maths import token_log_probs
+from colocate_ppo.rollout import Rollout
+
+
+class Weights(TypedDict):
+    """A language model as plain data: `config` says how to build it, `state` what it has learned."""
+
+    config: dict[str, Any]
+    state: dict[str, Tensor]
+
+
+def small_llama(
+    tokenizer: PreTrainedTokenizerBase, layers: int, hidden: int, heads: int, feed_forward: int
+) -> PreTrainedConfig:
+    """The architecture of a small Llama for the tokens of a tokenizer."""
+    return LlamaConfig(
+        vocab_size=len(tokenizer),
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        num_hidden_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        intermediate_size=feed_forward,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+    )
+
+
+def scratch_model(config: PreTrainedConfig, generator: torch.Generator) -> PreTrainedModel:
+    """A causal language model with random weights, all of which come from `generator`."""
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:  # the others are norms and biases, which start at one and zero
+                parameter.copy_(torch.randn(parameter.shape, generator=generator, device=generator.device))
+                parameter.mul_(getattr(config, "initializer_range", 0.02))
+    return _ready(model)
+
+
+def pretrained_model(name: str) -> PreTrainedModel:
+    """The causal language model of a hub id or a local folder, in float32."""
+    return _ready(AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32))
+
+
+def weights_of(model: PreTrainedModel) -> Weights:
+    """A copy of a model as plain data, which further training doesn't change."""
+    state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    return {"config": model.config.to_dict(), "state": state}
+
+
+def model_from(weights: Weights) -> PreTrainedModel:
+    """A model with a copy of these weights."""
+    model = AutoModelForCausalLM.from_config(config_from(weights["config"]))
+    model.load_state_dict(weights["state"])
+    return _ready(model)
+
+
+class ValueModel(nn.Module):
+    """The backbone of a language model with one output per token, which is zero at first."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__()
+        self.backbone: PreTrainedModel = AutoModel.from_config(config)
+        self.head = nn.Linear(config.hidden_size, 1, bias=False)
+        nn.init.zeros_(self.head.weight)
+        self.eval()
+
+    def forward(self, **inputs: Any) -> Tensor:
+        """The value of each position, `[B, L]`."""
+        hidden: Tensor = self.backbone(**inputs, use_cache=False).last_hidden_state
+        return self.head(hidden).squeeze(-1)  # type: ignore[no-any-return]
+
+
+def value_model_from(weights: Weights) -> ValueModel:
+    """A value model whose backbone is a copy of a language model's."""
+    model = ValueModel(config_from(weights["config"]))
+    prefix = f"{model.backbone.base_model_prefix}."
+    backbone = {name.removeprefix(prefix): t for name, t in weights["state"].items() if name.startswith(prefix)}
+    model.backbone.load_state_dict(backbone)
+    return model
+
+
+def response_logits(
+    model: nn.Module, tokens: Tensor, attention: Tensor, responses: int, temperature: float = 1.0
+) -> Tensor:
+    """The logits from which each response token was chosen, or would be.
+
+    Args:
+        model: A causal language model.
+        tokens: `[B, P + R]`, int64, padded on both sides.
+        attention: `[B, P + R]`, boolean; false on padding.
+        responses: R, the number of response positions.
+        temperature: Divides the logits, as in sampling.
+
+    Returns:
+        `[B, R, V]`, float32; the first come from the last prompt token.
+    """
+    logits: Tensor = model(
+        input_ids=tokens,
+        attention_mask=attention,
+        position_ids=positions(attention),
+        use_cache=False,
+        logits_to_keep=responses + 1,
+    ).logits
+    return logits[:, :-1].float() / temperature
+
+
+def response_log_probs(model: nn.Module, rollout: Rollout, temperature: float) -> Tensor:
+    """The log-probability of each response token, `[B, R]`."""
+    tokens, responses = rollout["tokens"], rollout["mask"].shape[1]
+    logits = response_logits(model, tokens, rollout["attention"], responses, temperature)
+    return token_log_probs(logits, tokens[:, -responses:])
+
+
+def response_values(model: ValueModel, tokens: Tensor, attention: Tensor, responses: int) -> Tensor:
+    """The value of the state in which each response token was chosen, `[B, R]`; arguments as of `response_logits`."""
+    values: Tensor = model(input_ids=tokens, attention_mask=attention, position_ids=positions(attention))
+    return values[:, -responses - 1 : -1].float()
+
+
+def positions(attention: Tensor) -> Tensor:
+    """The position of each token among its row's own tokens, so that left padding changes nothing."""
+    return (attention.long().cumsum(dim=-1) - 1).clamp(min=0)
+
+
+def config_from(fields: Mapping[str, Any]) -> PreTrainedConfig:
+    """The config that `to_dict` made these fields of."""
+    others = dict(fields)
+    return AutoConfig.for_model(others.pop("model_type"), **others)
+
+
+def _ready(model: PreTrainedModel) -> PreTrainedModel:
+    # Without dropout: PPO compares log-probabilities of the same weights, which must be the same numbers.
+    return model.eval()

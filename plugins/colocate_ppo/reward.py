@@ -1,0 +1,58 @@
+"""`ppo.reward`: the task's own scorer."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import reasoning_gym
+import torch
+from torch import Tensor
+
+from colocate import Concat, OnRank, Reduce, Role, Scatter, method
+from colocate_ppo import checkpoint
+from colocate_ppo.rollout import Rollout
+
+
+class Reward(Role):
+    """Scores answers with the scorer that reasoning-gym has for their problem."""
+
+    @method(dispatch=Scatter("rollout"), collect=Concat())
+    def score(self, rollout: Rollout) -> Tensor:
+        """The task's score of each answer, `[B]` float32, 0 to 1."""
+        pairs = zip(rollout["problems"], rollout["answers"], strict=True)
+        scores = [
+            _scorer(problem.entry["metadata"]["source_dataset"])(answer, problem.entry) for problem, answer in pairs
+        ]
+        return torch.tensor(scores, dtype=torch.float32, device=self.ctx.device)
+
+    @method(dispatch=OnRank(0))
+    def shuffle(self, scores: Tensor) -> Tensor:
+        """The scores of the whole batch in random order: a control, with which nothing can be learned."""
+        order = torch.randperm(len(scores), generator=self.ctx.generator, device=scores.device)
+        return scores[order]
+
+    @method(dispatch=Scatter("rollout", "scores"), collect=Reduce("mean"))
+    def summary(self, rollout: Rollout, scores: Tensor) -> dict[str, float]:
+        """Means over the answers: `score`, `accuracy` (the very string) and `length` in tokens."""
+        right = [p.answer == answer for p, answer in zip(rollout["problems"], rollout["answers"], strict=True)]
+        return {
+            "score": scores.mean().item(),
+            "accuracy": sum(right) / len(right),
+            "length": rollout["mask"].sum(dim=1).float().mean().item(),
+        }
+
+    @method
+    def save(self, directory: str) -> None:
+        """Write what `restore` needs into a folder: the shuffle's random numbers."""
+        checkpoint.save(self.ctx, directory, {})
+
+    @method
+    def restore(self, directory: str) -> None:
+        """Go on where `save` was called."""
+        checkpoint.restore(self.ctx, directory)
+
+
+@cache
+def _scorer(task: str) -> Any:
+    return reasoning_gym.get_score_answer_fn(task)

@@ -1,0 +1,108 @@
+"""Problems from reasoning-gym: a training stream, held-out problems that never occur in it, and demonstrations."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import attrs
+import reasoning_gym
+
+# A virtual dataset makes its items from `seed + index`: seeds this far apart give streams that share none.
+_ITEMS = 1 << 30
+_HELD_OUT_SEED = 1 << 60
+_HELD_OUT_PART = 10
+
+
+@attrs.frozen
+class Problem:
+    """One problem.
+
+    Attributes:
+        question: What the policy reads.
+        answer: The task's own answer; in a demonstration, the one to imitate.
+        entry: The item as reasoning-gym made it: its scorer wants it back.
+    """
+
+    question: str
+    answer: str
+    entry: Mapping[str, Any] = attrs.field(repr=False)
+
+
+@attrs.define(eq=False)
+class Task:
+    """A reasoning-gym task, split by question into training and held-out problems.
+
+    Attributes:
+        name: The name of the reasoning-gym dataset.
+        options: Its options, such as `max_word_len`.
+        seed: Decides the training stream; the held-out problems are the same for every seed.
+        position: The index of the training stream's next item: all there is to save and restore.
+    """
+
+    name: str = "spell_backward"
+    options: Mapping[str, Any] = attrs.field(factory=dict)
+    seed: int = 0
+    position: int = attrs.field(default=0, init=False)
+    _training: Any = attrs.field(init=False)
+
+    @_training.default
+    def _make_training(self) -> Any:
+        return self._dataset(self.seed * _ITEMS)
+
+    def _dataset(self, seed: int) -> Any:
+        return reasoning_gym.create_dataset(self.name, seed=seed, size=_ITEMS, **self.options)
+
+    def draw(self, count: int) -> list[Problem]:
+        """The next problems of the training stream."""
+        problems: list[Problem] = []
+        while len(problems) < count:
+            problem = _problem(self._training[self.position])
+            self.position += 1
+            if not is_held_out(problem.question):
+                problems.append(problem)
+        return problems
+
+    def demonstrate(self, count: int, flawed: float) -> list[Problem]:
+        """The next problems of the training stream with answers to imitate, some of them wrong on purpose.
+
+        Args:
+            count: How many.
+            flawed: The fraction of wrong answers. Half of these are the answer the wrong way round (the word itself,
+                where the task is to spell it backward), half have its characters in alphabetical order.
+        """
+        chance = random.Random(f"{self.seed}/{self.position}")
+        return [attrs.evolve(problem, answer=_flaw(problem.answer, chance, flawed)) for problem in self.draw(count)]
+
+    def held_out(self, count: int) -> list[Problem]:
+        """Distinct problems that are never drawn for training; fewer if a long search finds no more."""
+        dataset = self._dataset(_HELD_OUT_SEED)
+        candidates = (_problem(dataset[index]) for index in range(10 * _HELD_OUT_PART * count))
+        held_out = _distinct(problem for problem in candidates if is_held_out(problem.question))
+        return list(itertools.islice(held_out, count))
+
+
+def is_held_out(question: str) -> bool:
+    """Whether a question belongs to the tenth that is kept for evaluation; the same on every machine."""
+    return zlib.crc32(question.encode()) % _HELD_OUT_PART == 0
+
+
+def _problem(entry: Mapping[str, Any]) -> Problem:
+    return Problem(str(entry["question"]), str(entry["answer"]), entry)
+
+
+def _distinct(problems: Iterator[Problem]) -> Iterator[Problem]:
+    seen: set[str] = set()
+    for problem in problems:
+        if problem.question not in seen:
+            seen.add(problem.question)
+            yield problem
+
+
+def _flaw(answer: str, chance: random.Random, flawed: float) -> str:
+    if chance.random() >= flawed:
+        return answer
+    return answer[::-1] if chance.random() < 0.5 else "".join(sorted(answer))

@@ -1,0 +1,80 @@
+"""The four roles of one group, and what is done with them outside a PPO step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import attrs
+
+from colocate import ColocatedGroup
+from colocate_ppo.actor import Actor
+from colocate_ppo.critic import Critic
+from colocate_ppo.reference import Reference
+from colocate_ppo.reward import Reward
+from colocate_ppo.task import Problem
+
+
+@attrs.frozen(eq=False)
+class Team:
+    """The roles by name, as views of a group.
+
+    Attributes:
+        actor: `ppo.actor`.
+        critic: `ppo.critic`.
+        reference: `ppo.reference`.
+        reward: `ppo.reward`.
+        scope: The group's scope: what is kept inside it is freed at its end.
+    """
+
+    actor: Actor
+    critic: Critic
+    reference: Reference
+    reward: Reward
+    scope: Callable[[], AbstractContextManager[Any]]
+
+    @classmethod
+    def of(cls, group: ColocatedGroup) -> Team:
+        """The roles named actor, critic, reference and reward of a group."""
+        return cls(
+            group.role("actor", Actor),
+            group.role("critic", Critic),
+            group.role("reference", Reference),
+            group.role("reward", Reward),
+            group.scope,
+        )
+
+    def align(self) -> None:
+        """Start every model of every rank from the actor of the first rank, as it is now."""
+        with self.scope():
+            weights = self.actor.weights.keep()
+            self.actor.load(weights.ref)
+            self.reference.load(weights.ref)
+            self.critic.load(weights.ref)
+
+    def evaluate(self, problems: list[Problem], max_new_tokens: int) -> dict[str, float]:
+        """Greedy answers to some problems: `eval_accuracy` (the very string) and `eval_score` (the task's own)."""
+        with self.scope():
+            rollout = self.actor.generate.keep(problems, max_new_tokens, greedy=True)
+            scores = self.reward.score.keep(rollout.ref)
+            means = self.reward.summary(rollout.ref, scores.ref)
+        return {"eval_accuracy": means["accuracy"], "eval_score": means["score"]}
+
+    def answers(self, problems: list[Problem], max_new_tokens: int) -> list[str]:
+        """Greedy answers to some problems, as text."""
+        return self.actor.generate(problems, max_new_tokens, greedy=True)["answers"]
+
+    def save(self, directory: str) -> None:
+        """Let every role write its state into a folder."""
+        self.actor.save(directory)
+        self.critic.save(directory)
+        self.reference.save(directory)
+        self.reward.save(directory)
+
+    def restore(self, directory: str) -> None:
+        """Let every role go on where `save` was called."""
+        self.actor.restore(directory)
+        self.critic.restore(directory)
+        self.reference.restore(directory)
+        self.reward.restore(directory)
