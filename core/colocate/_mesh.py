@@ -1,0 +1,173 @@
+"""Meshes: named axes over the ranks of a role.
+
+Everything here is arithmetic on a few sizes: nothing is stored or done per rank, so ten thousand of them cost nothing.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from colocate.errors import ConfigError, DispatchError
+
+PIPELINE_AXIS = "pp"
+
+
+@attrs.frozen(init=False, repr=False)
+class Mesh:
+    """Named axes over ranks, row-major: the last axis is the fastest.
+
+    An axis that the mesh lacks counts as one of size 1.
+    """
+
+    axes: tuple[tuple[str, int], ...]
+    world_size: int = attrs.field(eq=False)
+    _strides: Mapping[str, tuple[int, int]] = attrs.field(eq=False)
+
+    def __init__(self, shape: Mapping[str, int]) -> None:
+        strides, stride = {}, 1
+        for axis, size in reversed(list(shape.items())):
+            strides[axis] = stride, size
+            stride *= size
+        self.__attrs_init__(tuple(shape.items()), stride, strides)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def __repr__(self) -> str:
+        return f"Mesh({self.shape})"
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """The size of each axis, in order."""
+        return dict(self.axes)
+
+    def size(self, axis: str) -> int:
+        """The size of an axis."""
+        return self._strides.get(axis, (1, 1))[1]
+
+    def coordinate(self, rank: int, axis: str) -> int:
+        """Where along the axis a rank is."""
+        stride, size = self._strides.get(axis, (1, 1))
+        return rank // stride % size
+
+    def line(self, rank: int, axis: str) -> range:
+        """The ranks that differ from this one along the axis only, itself among them, in order."""
+        stride, size = self._strides.get(axis, (1, 1))
+        start = rank - self.coordinate(rank, axis) * stride
+        return range(start, start + size * stride, stride)
+
+    def leaders(self, axis: str) -> range:
+        """One rank for each place along the axis: the first along the other axes, of the last pipeline stage."""
+        stage = 0
+        if axis != PIPELINE_AXIS:
+            stride, size = self._strides.get(PIPELINE_AXIS, (1, 1))
+            stage = (size - 1) * stride
+        return self.line(stage, axis)
+
+
+@attrs.frozen
+class Ranks:
+    """The ranks of one call, as dispatch and collect see them.
+
+    `meshes` maps names to meshes, an unnamed one has the name "". What is per rank below goes along `targets`.
+    """
+
+    world_size: int
+    meshes: Mapping[str, Mesh] = attrs.field(
+        default=attrs.Factory(lambda self: {"": Mesh({"dp": self.world_size})}, takes_self=True), repr=False
+    )
+    rows: Sequence[int | None] | None = None
+    """For a collect: the real rows that each rank worked on, None where they aren't known."""
+    padded: Sequence[int | None] | None = None
+    """For a collect: the rows that each rank was given, padding included, None where nothing was padded."""
+    targets: Sequence[int] | None = None
+    """The ranks that the call goes to, in order; None when it goes to all."""
+
+    def mesh(self, name: str | None = None) -> Mesh:
+        """The mesh of that name; without a name the unnamed or only one.
+
+        Raises:
+            DispatchError: There is no such mesh, or there are several and none was named.
+        """
+        found = self.meshes.get(name or "")
+        if found is not None:
+            return found
+        known = ", ".join(map(repr, self.meshes))
+        if name:
+            has = "no named one" if "" in self.meshes else known
+            raise DispatchError(f"the role has no mesh {name!r}{did_you_mean(name, self.meshes)}; it has {has}")
+        if len(self.meshes) == 1:
+            return next(iter(self.meshes.values()))
+        raise DispatchError(f"the role has several meshes ({known}): say which one with mesh=")
+
+    def pick(self, items: Sequence[Any], ranks: Sequence[int]) -> Sequence[Any]:
+        """The items, one per target, that belong to these ranks."""
+        if self.targets is None:
+            if isinstance(ranks, range) and ranks == range(self.world_size):
+                return items
+            return [items[rank] for rank in ranks]
+        places = {rank: place for place, rank in enumerate(self.targets)}
+        return [items[places[rank]] for rank in ranks]
+
+    def leaders(self, axis: str, mesh: str | None = None) -> Sequence[int]:
+        """As `Mesh.leaders`, of the ranks that the call goes to: places without any are left out."""
+        where = self.mesh(mesh)
+        if self.targets is None:
+            return where.leaders(axis)
+        best: dict[int, tuple[int, int]] = {}
+        for rank in self.targets:
+            stage = 0 if axis == PIPELINE_AXIS else where.coordinate(rank, PIPELINE_AXIS)
+            place, key = where.coordinate(rank, axis), (-stage, rank)
+            best[place] = min(best.get(place, key), key)
+        return [best[place][1] for place in sorted(best)]
+
+
+def parse_meshes(spec: Mapping[str, Any] | None, slots: int) -> dict[str, Mesh]:
+    """The meshes of a role from what was declared: nothing, one mesh, or several by name.
+
+    Args:
+        spec: None (one axis, `dp`), `{"dp": 2, "tp": 4}`, or `{"train": {"dp": 8}, "infer": {"dp": 2, "tp": 4}}`.
+        slots: The number of the role's slots.
+
+    Raises:
+        ConfigError: It is none of those, or a product isn't the number of slots.
+    """
+    if spec is None:
+        return {"": Mesh({"dp": slots})}
+    if not isinstance(spec, Mapping) or not spec:
+        raise ConfigError(f"mesh={spec!r}: a mesh is a mapping from axes to sizes, such as {{'dp': {slots}}}")
+    nested = [isinstance(value, Mapping) for value in spec.values()]
+    if any(nested) and not all(nested):
+        raise ConfigError(f"mesh={dict(spec)!r}: give either the axes of one mesh or several named meshes, not both")
+    if not any(nested):
+        return {"": _parse("mesh", spec, slots)}
+    for name, axes in spec.items():
+        if not isinstance(name, str) or not name or not axes:
+            raise ConfigError(f"mesh {name!r}: a mesh needs a name and at least one axis, such as {{'dp': {slots}}}")
+    return {name: _parse(f"mesh {name!r}", axes, slots) for name, axes in spec.items()}
+
+
+def _parse(where: str, axes: Mapping[Any, Any], slots: int) -> Mesh:
+    for axis, size in axes.items():
+        if not isinstance(axis, str) or not axis.isidentifier():
+            raise ConfigError(f"{where}: {axis!r} is no name for an axis; use a word, such as 'dp'")
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ConfigError(
+                f"{where}: the size of the axis {axis!r} is {size!r}; it has to be a whole number from 1 up"
+            )
+    product = math.prod(axes.values())
+    if product != slots:
+        shown = " x ".join(f"{axis}={size}" for axis, size in axes.items())
+        raise ConfigError(
+            f"{where}: {shown} makes {product} ranks, but the role has {slots} slots; change the sizes or the slots "
+            "so that they are equal"
+        )
+    return Mesh(axes)
+
+
+def did_you_mean(name: str, known: Sequence[str] | Mapping[str, Any]) -> str:
+    """A hint with the close matches, or nothing."""
+    close = difflib.get_close_matches(name, list(known))
+    return f" (did you mean {' or '.join(map(repr, close))}?)" if close else ""

@@ -1,0 +1,116 @@
+"""How rows lie over the parts that `Scatter` makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import Any, Literal
+
+import attrs
+
+from colocate._batch import Deferred, count_rows, even_sizes, leaf_deferred, leaf_splitter, padded_sizes, resolve
+from colocate._tree import take_apart
+from colocate.errors import DispatchError
+
+
+@attrs.frozen
+class Layout:
+    """What each of `count` parts along an axis gets.
+
+    `sizes` are the real rows of each part, None when only the workers will know. `each` is the rows of every part with
+    padding, None without padding or, again, when only the workers will know.
+    """
+
+    axis: str
+    mesh: str | None
+    count: int
+    padding: Literal["none", "even"]
+    sizes: Sequence[int] | None
+    each: int | None
+
+    def cut(self, values: Mapping[str, Any]) -> list[Any]:
+        """The parts of the values, one mapping per part."""
+        plain = None if self.sizes is None else leaf_splitter(self.sizes, self.each)
+
+        def leaf(value: Any) -> Sequence[Any]:
+            if isinstance(value, Deferred):
+                return self._cut_deferred(value)
+            if plain is None:
+                raise AssertionError("a layout without sizes is made for values without plain rows")
+            return plain(resolve(value, Deferred.whole) if isinstance(value, list) else value)
+
+        return take_apart(dict(values), self.count, leaf)
+
+    def _cut_deferred(self, value: Deferred) -> list[Any]:
+        if self.sizes is None or self.padding == "even":
+            parts = range(self.count)
+            return [value.part(index, self.count, self.axis, self.mesh, self.padding) for index in parts]
+        return [value.slice(start, stop) for start, stop in pairwise(accumulate(self.sizes, initial=0))]
+
+
+def lay_out(
+    values: Mapping[str, Any],
+    axis: str,
+    mesh: str | None,
+    count: int,
+    padding: Literal["none", "even"],
+    empty: Literal["error", "run"],
+) -> Layout:
+    """Work out who gets which rows.
+
+    Values on the driver are spread evenly. Where values in the workers are among them, the partition of the first of
+    those governs; where there are only such ones, the workers see to it.
+
+    Raises:
+        DispatchError: A parameter has no rows, parameters disagree, or there are too few rows.
+    """
+    name, total = _plain_rows(values)
+    deferred = [(owner, leaf) for owner, value in values.items() for leaf in leaf_deferred(value)]
+    if total is None:
+        return Layout(axis, mesh, count, padding, None, None)
+    sizes = even_sizes(total, count)
+    for place, (owner, leaf) in enumerate(deferred):
+        theirs = leaf.sizes(axis, mesh, count)
+        _same_rows(name, total, owner, sum(theirs))
+        if place == 0:
+            sizes = theirs
+    each = None
+    if padding == "even" and (total > 0 or empty == "error"):
+        each, sizes = padded_sizes(total, count)
+    if empty == "error" and (total == 0 or (each is None and 0 in sizes)):
+        raise _too_few(name, total, axis, count)
+    return Layout(axis, mesh, count, padding, sizes, each)
+
+
+def _plain_rows(values: Mapping[str, Any]) -> tuple[str, int | None]:
+    """The first parameter whose rows the driver knows, and these rows; the others agree with it."""
+    first: tuple[str, int | None] = "", None
+    for name, value in values.items():
+        try:
+            total = count_rows(value, name)
+        except DispatchError as error:
+            error.parameter = name
+            raise
+        if total is not None and first[1] is None:
+            first = name, total
+        elif total is not None and first[1] is not None:
+            _same_rows(first[0], first[1], name, total)
+    return first
+
+
+def _same_rows(first: str, rows: int, other: str, others: int) -> None:
+    if rows != others:
+        raise DispatchError(
+            f"the parameter {other!r} has {others} rows but {first!r} has {rows}: what is scattered together needs as "
+            "many rows each",
+            parameter=other,
+        )
+
+
+def _too_few(name: str, total: int, axis: str, count: int) -> DispatchError:
+    if total < count:
+        what = f"the parameter {name!r} has {total} rows for {count} ranks along {axis!r}"
+    else:
+        what = f"some of the {count} ranks along {axis!r} have none of the {total} rows of {name!r} where they lie now"
+    hint = "give more rows, or declare Scatter(empty='run')" + (" or pad=True" if total else "")
+    return DispatchError(f"{what}, and no rank is skipped: {hint}", parameter=name)
