@@ -1,0 +1,26 @@
+"""The wire: values as bytes, messages on authenticated sockets, one thread for any number of connections."""
+
+from colocate.wire.auth import KEY_BYTES, Listener, connect, listen, new_key
+from colocate.wire.codec import Packed, pack, unpack
+from colocate.wire.explain import explain
+from colocate.wire.framing import Frame, encode
+from colocate.wire.hub import Hub
+from colocate.wire.lane import SocketLane
+from colocate.wire.peer import PeerChannel
+
+__all__ = [
+    "KEY_BYTES",
+    "Frame",
+    "Hub",
+    "Listener",
+    "Packed",
+    "PeerChannel",
+    "SocketLane",
+    "connect",
+    "encode",
+    "explain",
+    "listen",
+    "new_key",
+    "pack",
+    "unpack",
+]

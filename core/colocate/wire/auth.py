@@ -1,0 +1,253 @@
+"""Connections between processes that prove to each other that they know one key, before anything else is read.
+
+The listener sends a nonce; the dialler answers with its own nonce and a proof; the listener proves itself. A proof is
+an HMAC-SHA256 over the side's name and both nonces, so that none can be replayed or reflected. All messages have a
+fixed size; no byte of a stranger is ever unpickled.
+
+Addresses are text: `unix:NAME`, a name in Linux's abstract namespace, and `tcp:127.0.0.1:PORT`. Abstract names vanish
+with their socket, also when the process is killed, where a socket in a directory would stay; what a directory's mode
+would do is done by asking the kernel for the other side's user: only one's own gets as far as the proof.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+import socket
+import struct
+import time
+from typing import Literal, TypeAlias
+
+from colocate.wire._forks import track_socket
+
+Kind: TypeAlias = Literal["unix", "tcp"]
+
+KEY_BYTES = 32
+_GREETING = b"colocate-wire-1\n"
+_NONCE_BYTES = 32
+_PROOF_BYTES = 32
+_SO_PEERCRED = socket.SO_PEERCRED
+# What waits for its turn when many workers dial at once.
+_BACKLOG = 1024
+_BUFFER_BYTES = 1 << 20
+
+
+def new_key() -> bytes:
+    """A fresh secret for one group of processes."""
+    return secrets.token_bytes(KEY_BYTES)
+
+
+class Listener:
+    """A listening socket; `Hub.listen` serves it.
+
+    Attributes:
+        address: What others pass to `connect`.
+    """
+
+    def __init__(self, sock: socket.socket, address: str) -> None:
+        self._sock = track_socket(sock)
+        self.address = address
+
+    def fileno(self) -> int:
+        """The descriptor; -1 when closed."""
+        return self._sock.fileno()
+
+    def accept(self) -> socket.socket | None:
+        """A waiting connection, not yet authenticated and non-blocking.
+
+        Returns:
+            The connection; None when the kernel says that its other side belongs to another user.
+
+        Raises:
+            BlockingIOError: Nobody waits.
+        """
+        sock, _ = self._sock.accept()
+        track_socket(sock)
+        if not _is_own_user(sock):
+            sock.close()
+            return None
+        sock.setblocking(False)
+        return sock
+
+    def close(self) -> None:
+        """Stop listening; the address is gone."""
+        self._sock.close()
+
+
+def listen(kind: Kind = "unix") -> Listener:
+    """Open a listening socket that only this machine reaches.
+
+    Args:
+        kind: `"unix"` (faster: large memory is passed, not copied) or `"tcp"` (loopback).
+
+    Returns:
+        The listener.
+    """
+    if kind == "unix":
+        sock = socket.socket(socket.AF_UNIX)
+        name = f"colocate-{secrets.token_hex(16)}"
+        sock.bind(f"\0{name}")
+        address = f"unix:{name}"
+    elif kind == "tcp":
+        sock = socket.socket(socket.AF_INET)
+        sock.bind(("127.0.0.1", 0))
+        address = f"tcp:127.0.0.1:{sock.getsockname()[1]}"
+    else:
+        raise ValueError(f"no kind of address is called {kind!r}: use 'unix' or 'tcp'")
+    sock.listen(_BACKLOG)
+    sock.setblocking(False)
+    return Listener(sock, address)
+
+
+def connect(address: str, key: bytes, timeout: float = 10.0) -> socket.socket:
+    """Connect to a listener and authenticate, both ways.
+
+    Args:
+        address: A listener's address.
+        key: The secret that both sides know.
+        timeout: Seconds for all of it.
+
+    Returns:
+        The connection, blocking.
+
+    Raises:
+        ConnectionError: Nobody listens there, or it is someone with another key.
+        TimeoutError: The other side didn't answer in time.
+    """
+    deadline = time.monotonic() + timeout
+    sock = dial(address, timeout)
+    try:
+        prove(sock, address, key, max(deadline - time.monotonic(), 0.001))
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def dial(address: str, timeout: float) -> socket.socket:
+    """The first half of `connect`: a connection that isn't authenticated yet."""
+    kind, _, place = address.partition(":")
+    if kind == "unix":
+        family, target = socket.AF_UNIX, f"\0{place}"
+    elif kind == "tcp":
+        host, _, port = place.rpartition(":")
+        family, target = socket.AF_INET, (host, int(port))
+    else:
+        raise ValueError(f"{address!r} is no address: it should begin with 'unix:' or 'tcp:'")
+    sock = track_socket(socket.socket(family))
+    try:
+        # Not settimeout: with it a Unix socket fails at once when many others are waiting to be accepted.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", int(timeout), _micros(timeout)))
+        sock.connect(target)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", 0, 0))
+    except (BlockingIOError, TimeoutError) as error:
+        sock.close()
+        raise TimeoutError(f"{address} didn't accept a connection within {timeout:g} s") from error
+    except OSError as error:
+        sock.close()
+        raise ConnectionRefusedError(f"nobody listens at {address}: {error.strerror or error}") from error
+    tune(sock)
+    return sock
+
+
+def prove(sock: socket.socket, address: str, key: bytes, timeout: float) -> None:
+    """The second half of `connect`: authenticate a dialled connection."""
+    _check_key(key)
+    if not _is_own_user(sock):
+        raise ConnectionRefusedError(f"{address} is served by another user's process: not connecting")
+    deadline = time.monotonic() + timeout
+    try:
+        hello = _receive(sock, len(_GREETING) + _NONCE_BYTES, deadline)
+        if not hello.startswith(_GREETING):
+            raise ConnectionRefusedError(f"what listens at {address} doesn't speak this version of colocate's wire")
+        nonces = hello[len(_GREETING) :] + secrets.token_bytes(_NONCE_BYTES)
+        sock.sendall(nonces[_NONCE_BYTES:] + _proof(key, b"dialler", nonces))
+        proof = _receive(sock, _PROOF_BYTES, deadline)
+    except TimeoutError as error:
+        raise TimeoutError(f"{address} accepted the connection but didn't answer within {timeout:g} s") from error
+    except (EOFError, ConnectionResetError, BrokenPipeError) as error:
+        raise ConnectionRefusedError(
+            f"{address} closed the connection before it was authenticated: the keys differ, or the process ended"
+        ) from error
+    if not hmac.compare_digest(proof, _proof(key, b"listener", nonces)):
+        raise ConnectionRefusedError(f"what listens at {address} doesn't know the key: not talking to it")
+    sock.settimeout(None)
+
+
+class Handshake:
+    """The listener's side of one connection's authentication, without blocking."""
+
+    def __init__(self, sock: socket.socket, key: bytes) -> None:
+        _check_key(key)
+        self.sock = sock
+        self._key = key
+        self._nonce = secrets.token_bytes(_NONCE_BYTES)
+        self._answer = bytearray()
+        self.since = time.monotonic()
+        tune(sock)
+        sock.send(_GREETING + self._nonce)
+
+    def advance(self) -> bool:
+        """Read what has come.
+
+        Returns:
+            Whether the other side is authenticated (the socket is ready for messages).
+
+        Raises:
+            BlockingIOError: Nothing has come.
+            ConnectionError: The other side has gone or doesn't know the key: close the socket.
+        """
+        # Never a byte more than the answer: what follows it belongs to the messages.
+        data = self.sock.recv(_NONCE_BYTES + _PROOF_BYTES - len(self._answer))
+        if not data:
+            raise ConnectionAbortedError("closed before it was authenticated")
+        self._answer += data
+        if len(self._answer) < _NONCE_BYTES + _PROOF_BYTES:
+            return False
+        nonces = self._nonce + self._answer[:_NONCE_BYTES]
+        if not hmac.compare_digest(self._answer[_NONCE_BYTES:], _proof(self._key, b"dialler", nonces)):
+            raise ConnectionRefusedError("the other side doesn't know the key")
+        self.sock.send(_proof(self._key, b"listener", nonces))
+        return True
+
+
+def tune(sock: socket.socket) -> None:
+    """Buffers and flags for messages: a small one goes out at once, a burst of them fits."""
+    if sock.family == socket.AF_UNIX:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
+    else:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def _proof(key: bytes, side: bytes, nonces: bytes | bytearray) -> bytes:
+    return hmac.digest(key, side + b"\0" + nonces, "sha256")
+
+
+def _check_key(key: bytes) -> None:
+    if len(key) != KEY_BYTES:
+        raise ValueError(f"a key has {KEY_BYTES} bytes, this one {len(key)}: use colocate.wire.new_key()")
+
+
+def _is_own_user(sock: socket.socket) -> bool:
+    if sock.family != socket.AF_UNIX:
+        return True
+    _pid, user, _group = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, _SO_PEERCRED, struct.calcsize("3i")))
+    return bool(user == os.geteuid())
+
+
+def _receive(sock: socket.socket, count: int, deadline: float) -> bytes:
+    """Exactly so many bytes, before the deadline however slowly they come."""
+    data = b""
+    while len(data) < count:
+        sock.settimeout(max(deadline - time.monotonic(), 0.001))
+        part = sock.recv(count - len(data))
+        if not part:
+            raise EOFError
+        data += part
+    return data
+
+
+def _micros(seconds: float) -> int:
+    # A timeout of zero would mean none.
+    return max(int(seconds % 1 * 1e6), 1)

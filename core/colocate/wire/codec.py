@@ -1,0 +1,219 @@
+"""Values to bytes and back: pickle protocol 5 in which tensors and arrays travel beside the pickle, uncopied.
+
+`pack` leaves large memory where it is and refers to it (`Packed.buffers`); whoever transports a `Packed` decides when
+to copy. `unpack` builds tensors and arrays directly on the memory that arrived.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+import threading
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import cloudpickle
+
+if TYPE_CHECKING:
+    import torch
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+
+# A smaller tensor is copied into the pickle: it costs less than a buffer of its own, and a small tensor that is kept
+# doesn't keep the memory of the whole message.
+_SMALL_BYTES = 2048
+_ATOMS = frozenset({type(None), bool, int, float, str})
+_PLAIN_ITEMS = 16
+
+_here = threading.local()  # .device: where unpack, on this thread, puts tensors that came from a device
+
+
+class Packed(NamedTuple):
+    """A value as bytes.
+
+    Attributes:
+        data: The pickle.
+        buffers: What it refers to: contiguous readable memory. After `pack` it is the value's own memory; after a
+            transport it is the receiver's, writable and shared with nobody.
+    """
+
+    data: Buffer
+    buffers: tuple[memoryview, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes it is, all together."""
+        return len(self.data) + sum(buffer.nbytes for buffer in self.buffers)
+
+    def copy(self) -> Packed:
+        """The same in memory of its own, as after a transport."""
+        return Packed(self.data, tuple(memoryview(bytearray(buffer)) for buffer in self.buffers))
+
+
+def pack(value: Any) -> Packed:
+    """Encode a value without copying the memory of its tensors and arrays.
+
+    Tensors come out detached and plain; those of a device are copied to the CPU and marked.
+
+    Args:
+        value: What cloudpickle can pickle.
+
+    Returns:
+        The pickle and the memory it refers to; that memory must not change before it has been transported.
+
+    Raises:
+        Exception: Whatever pickling raises; `explain` turns it into an error that says where the fault is.
+    """
+    if _is_plain(value, _PLAIN_ITEMS) >= 0:
+        return Packed(pickle.dumps(value, protocol=5))
+    file = io.BytesIO()
+    buffers: list[pickle.PickleBuffer] = []
+    # A value can only hold tensors if torch has been imported.
+    pickler = _TensorPickler if "torch" in sys.modules else cloudpickle.Pickler
+    pickler(file, protocol=5, buffer_callback=buffers.append).dump(value)
+    return Packed(file.getvalue(), tuple(buffer.raw() for buffer in buffers))
+
+
+def unpack(packed: Packed, device: str | torch.device | None = None) -> Any:
+    """Decode a value; its tensors and arrays are made on the packed memory, without a copy.
+
+    Args:
+        packed: What `pack` gave, after a transport (or after `Packed.copy`).
+        device: Where marked tensors (those that came from a device) are put; None leaves them on the CPU.
+
+    Returns:
+        The value.
+    """
+    if device is None:
+        return pickle.loads(packed.data, buffers=packed.buffers)
+    outer = getattr(_here, "device", None)
+    _here.device = device
+    try:
+        return pickle.loads(packed.data, buffers=packed.buffers)
+    finally:
+        _here.device = outer
+
+
+def _is_plain(value: Any, room: int) -> int:
+    """How much of `room` is left when the value is made of few small builtins; else negative."""
+    kind = type(value)
+    if kind in _ATOMS:
+        return room - 1
+    if kind is dict:
+        value = (*value, *value.values()) if len(value) <= room else None
+    elif kind is tuple or kind is list:
+        value = value if len(value) <= room else None
+    else:
+        return -1
+    if value is None:
+        return -1
+    for item in value:
+        room = _is_plain(item, room)
+        if room < 0:
+            return room
+    return room - 1
+
+
+class _TensorPickler(cloudpickle.Pickler):
+    """cloudpickle, with tensors out of band."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        torch = sys.modules["torch"]
+        if isinstance(obj, torch.Tensor):
+            return _reduce_tensor(obj)
+        if isinstance(obj, torch.nn.Module):
+            return self._reduce_module(obj)
+        if _is_tensordict(obj) and obj.device is not None and obj.device.type != "cpu":
+            # Its tensors will be where the receiver wants them: the device it was made on must not come along.
+            return _placed_tensordict, (obj.clone(recurse=False).clear_device_(),)
+        return super().reducer_override(obj)
+
+    def _reduce_module(self, module: Any) -> Any:
+        """As pickle would, but a module's parameters stay parameters (and tied ones stay tied)."""
+        reduced = module.__reduce_ex__(5)
+        if len(reduced) < 3 or not isinstance(reduced[2], dict) or not reduced[2].get("_parameters"):
+            return reduced
+        boxes = self.__dict__.setdefault("_boxes", {})
+        parameters = {
+            name: None if parameter is None else boxes.setdefault(id(parameter), _Boxed(parameter))
+            for name, parameter in reduced[2]["_parameters"].items()
+        }
+        return (*reduced[:2], {**reduced[2], "_parameters": parameters}, *reduced[3:])
+
+
+class _Boxed:
+    """A parameter that must arrive as one."""
+
+    def __init__(self, parameter: Any) -> None:
+        self.parameter = parameter
+
+    def __reduce__(self) -> Any:
+        return _parameter, (self.parameter.detach(), self.parameter.requires_grad)
+
+
+def _parameter(tensor: torch.Tensor, requires_grad: bool) -> Any:
+    import torch
+
+    return torch.nn.Parameter(tensor, requires_grad)
+
+
+def _is_tensordict(obj: Any) -> bool:
+    tensordict = sys.modules.get("tensordict")
+    return tensordict is not None and isinstance(obj, getattr(tensordict, "TensorDictBase", ()))
+
+
+def _placed_tensordict(tensordict: Any) -> Any:
+    return tensordict.to(getattr(_here, "device", None) or "cpu")
+
+
+def _reduce_tensor(tensor: Any) -> Any:
+    import torch
+
+    tensor = tensor.detach()
+    if type(tensor) is not torch.Tensor:
+        tensor = _unwrapped(tensor)
+    if tensor.layout is torch.jagged:
+        return _jagged, (tensor.values(), tensor.offsets(), tensor.lengths(), tensor._ragged_idx)
+    if type(tensor) is not torch.Tensor or not _is_dense(tensor):
+        return tensor.__reduce_ex__(5)
+    marked = _on_device(tensor)
+    if marked:
+        tensor = tensor.cpu()
+    flat = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
+    memory = pickle.PickleBuffer(flat) if flat.nbytes > _SMALL_BYTES else bytearray(flat)
+    return _tensor, (memory, str(tensor.dtype)[6:], tuple(tensor.shape), marked)
+
+
+def _unwrapped(tensor: Any) -> Any:
+    """A plain tensor for the subclasses that only say where memory lies; any other subclass as it is."""
+    tensordict = sys.modules.get("tensordict")
+    mapped = getattr(tensordict, "MemoryMappedTensor", ())
+    return tensor.as_subclass(sys.modules["torch"].Tensor) if isinstance(tensor, mapped) else tensor
+
+
+def _is_dense(tensor: Any) -> bool:
+    torch = sys.modules["torch"]
+    return not (tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta)
+
+
+def _on_device(tensor: Any) -> bool:
+    return not tensor.is_cpu
+
+
+def _tensor(memory: Any, dtype: str, shape: tuple[int, ...], marked: bool) -> Any:
+    import torch
+
+    kind = getattr(torch, dtype)
+    # frombuffer refuses empty memory.
+    tensor = torch.frombuffer(memory, dtype=kind).view(shape) if len(memory) else torch.empty(shape, dtype=kind)
+    if marked:
+        device = getattr(_here, "device", None)
+        if device is not None:
+            return tensor.to(device)
+    return tensor
+
+
+def _jagged(values: Any, offsets: Any, lengths: Any, ragged: int) -> Any:
+    import torch
+
+    return torch.nested.nested_tensor_from_jagged(values, offsets, lengths, jagged_dim=ragged)

@@ -1,0 +1,102 @@
+"""Say where inside a value the thing is that can't be sent."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from colocate.errors import SerializationError
+from colocate.wire.codec import pack
+
+# A value that is nested deeper, or has more items at a level, is searched only so far.
+_DEPTH = 50
+_ITEMS = 10_000
+
+
+def explain(value: Any, name: str, error: BaseException) -> SerializationError:
+    """Find the deepest thing inside a value that can't be pickled.
+
+    Args:
+        value: What `pack` failed on.
+        name: What the user calls it: the argument's name, or "result".
+        error: What `pack` raised.
+
+    Returns:
+        The error to raise, with `argument` and `path` (such as `batch['x'][2].lock`).
+    """
+    path, culprit, cause = name, value, error
+    seen: set[int] = set()
+    while len(seen) < _DEPTH and id(culprit) not in seen:
+        seen.add(id(culprit))
+        found = _first_failing(culprit)
+        if found is None:
+            break
+        step, culprit, cause = found
+        path += step
+    kind = type(culprit)
+    article = "an" if kind.__qualname__[:1].lower() in "aeiou" else "a"
+    why = str(cause) or type(cause).__name__
+    return SerializationError(
+        f"{path} can't be sent: it is {article} {kind.__module__}.{kind.__qualname__} ({why}). Send plain data and make "
+        "such a thing where it is needed, inside the role; or leave it out by the __getstate__ of what holds it.",
+        argument=name,
+        path=path,
+    )
+
+
+def _first_failing(value: Any) -> tuple[str, Any, BaseException] | None:
+    """The first part that can't be pickled itself: how it is reached, the part, and why."""
+    for count, (step, part) in enumerate(_parts(value)):
+        if count == _ITEMS:
+            return None
+        try:
+            pack(part)
+        except Exception as error:
+            return step, part, error
+    return None
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    """What pickling a value pickles, with how the part is reached."""
+    if isinstance(value, Mapping) and not isinstance(value, types.MappingProxyType):
+        yield from ((f".keys()[{i}]", key) for i, key in enumerate(value))
+        yield from ((f"[{key!r}]", item) for key, item in value.items())
+    elif isinstance(value, list | tuple):
+        yield from ((f"[{i}]", item) for i, item in enumerate(value))
+    elif isinstance(value, set | frozenset):
+        yield from ((f"[{i}]", item) for i, item in enumerate(value))
+    elif isinstance(value, types.FunctionType):
+        yield from _closed_over(value)
+    elif isinstance(value, types.MethodType):
+        yield ".__self__", value.__self__
+        yield ".__func__", value.__func__
+    if not isinstance(value, type | types.FunctionType | types.MethodType | types.ModuleType):
+        yield from _state(value)
+
+
+def _closed_over(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    try:
+        used = inspect.getclosurevars(function)
+    except ValueError:  # A variable that isn't set yet.
+        return
+    yield from ((f".__closure__[{name!r}]", item) for name, item in used.nonlocals.items())
+    yield from ((f".__globals__[{name!r}]", item) for name, item in used.globals.items())
+    yield ".__defaults__", function.__defaults__
+    yield ".__kwdefaults__", function.__kwdefaults__
+
+
+def _state(value: Any) -> Iterator[tuple[str, Any]]:
+    """The attributes that an object's pickle consists of."""
+    try:
+        reduced = value.__reduce_ex__(5)
+    except Exception:
+        return  # It can't be pickled itself.
+    if not isinstance(reduced, tuple) or len(reduced) < 2:
+        return
+    state = reduced[2] if len(reduced) > 2 else None
+    for part in state if isinstance(state, tuple) else (state,):
+        if isinstance(part, dict):
+            yield from ((f".{name}", item) for name, item in part.items())
+    yield from ((f".__reduce__()[1][{i}]", item) for i, item in enumerate(reduced[1]) if item is not type(value))

@@ -1,0 +1,313 @@
+"""Messages on a stream socket: a small head of builtins and, often, a `Packed` body.
+
+On the wire: a fixed prefix, the pickled head, the sizes of the body's segments (the pickle, then each buffer), the
+payload: the segments, each at a multiple of 64 bytes. A large payload lies in one sealed memory file. A Unix socket
+passes the file itself, so that a frame sent to many costs one copy and every receiver maps private memory; any other
+socket gets its bytes.
+"""
+
+from __future__ import annotations
+
+import array
+import errno
+import os
+import pickle
+import socket
+import struct
+import threading
+from collections import deque
+from types import TracebackType
+from typing import Any, TypeAlias
+
+from colocate.wire.codec import Buffer, Packed
+from colocate.wire.memory import map_private, memory_file
+
+Head: TypeAlias = tuple[Any, ...]
+Message: TypeAlias = tuple[Head, Packed | None]
+
+_VERSION = 1
+_BARE, _INLINE, _FILE = range(3)  # without a body; its payload follows; its payload is in the file passed along
+_PREFIX = struct.Struct("<BBxxIIQ")  # version, kind, length of the head, number of segments, length of the payload
+_ALIGN = 64
+_ZEROS = bytes(_ALIGN)
+
+# From here on, a file is faster than the socket's buffers (measured: they are equal at 256 KiB).
+FILE_BYTES = 256 << 10
+# What one call may write of a payload, so that nobody waits long for the lane's lock.
+_STRIDE_BYTES = 4 << 20
+SCRATCH_BYTES = 64 << 10
+_DIRECT_BYTES = 16 << 10
+
+
+class Frame:
+    """One encoded message, ready for any number of sockets. It holds a copy of the body.
+
+    Whoever encodes it closes it; sockets that are still sending keep its memory until they are through.
+    """
+
+    __slots__ = ("_file", "_holders", "_inline", "_lock", "_passed", "payload_bytes")
+
+    def __init__(self, passed: bytes, inline: bytes, file: int = -1, payload_bytes: int = 0) -> None:
+        self._passed = passed
+        self._inline = inline
+        self._file = file
+        self._holders = 1
+        self._lock = threading.Lock()
+        self.payload_bytes = payload_bytes
+
+    @property
+    def has_file(self) -> bool:
+        """Whether the payload lies in a file."""
+        return self._file >= 0
+
+    def hold(self) -> None:
+        """Keep the memory until `close` is called once more."""
+        with self._lock:
+            if not self._holders:
+                raise ValueError("the frame is closed: send it before closing it")
+            self._holders += 1
+
+    def close(self) -> None:
+        """Give up one hold; the last one frees the memory."""
+        with self._lock:
+            self._holders -= 1
+            if self._holders == 0 and self._file >= 0:
+                os.close(self._file)
+                self._file = -1
+
+    def abandon(self) -> None:
+        """Close the file whoever holds it: in a forked child, which inherited a copy of its descriptor."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def __enter__(self) -> Frame:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.abandon()
+
+
+def encode(head: Head, body: Packed | None = None) -> Frame:
+    """Make a frame. The body is copied: its memory may change afterwards.
+
+    Args:
+        head: Plain builtins, small.
+        body: What `pack` gave, or None.
+
+    Returns:
+        The frame; close it when it has been given to all lanes.
+    """
+    header = pickle.dumps(head, protocol=5)
+    if body is None:
+        start = _PREFIX.pack(_VERSION, _BARE, len(header), 0, 0) + header
+        return Frame(start, start)
+    sizes = [len(body.data), *[buffer.nbytes for buffer in body.buffers]]
+    pieces, length = _lay_out((body.data, *body.buffers), sizes)
+    table = struct.pack(f"<{len(sizes)}Q", *sizes)
+    inline = _PREFIX.pack(_VERSION, _INLINE, len(header), len(sizes), length)
+    if length < FILE_BYTES:
+        start = b"".join((inline, header, table, *pieces))
+        return Frame(start, start)
+    passed = _PREFIX.pack(_VERSION, _FILE, len(header), len(sizes), length)
+    return Frame(passed + header + table, inline + header + table, memory_file(pieces), length)
+
+
+def _lay_out(segments: tuple[Buffer, ...], sizes: list[int]) -> tuple[list[Buffer], int]:
+    """The segments with the gaps that align them, and how long they are together."""
+    if len(sizes) == 1:
+        return list(segments), sizes[0]
+    pieces: list[Buffer] = []
+    length = 0
+    for segment, size in zip(segments, sizes, strict=True):
+        if gap := -length % _ALIGN:
+            pieces.append(_ZEROS[:gap])
+        pieces.append(segment)
+        length += gap + size
+    return pieces, length
+
+
+def _split(payload: memoryview, sizes: tuple[int, ...]) -> Packed:
+    """The body that lies in the payload."""
+    segments = []
+    start = 0
+    for size in sizes:
+        start += -start % _ALIGN
+        segments.append(payload[start : start + size])
+        start += size
+    return Packed(segments[0], tuple(segments[1:]))
+
+
+class Sending:
+    """A frame on its way through one socket."""
+
+    __slots__ = ("_from", "_left", "_pass", "frame")
+
+    def __init__(self, frame: Frame, passes_files: bool) -> None:
+        self.frame = frame
+        self._pass = passes_files and frame.has_file
+        self._left: bytes | memoryview = frame._passed if self._pass else frame._inline
+        self._from = frame.payload_bytes if self._pass else 0
+
+    def write(self, sock: socket.socket) -> bool:
+        """Write on, a bounded amount.
+
+        Returns:
+            Whether all of it is written. False: call again.
+
+        Raises:
+            BlockingIOError: The socket takes no more for now.
+            OSError: The connection is broken.
+        """
+        if self._pass:
+            self._pass_file(sock)
+        while self._left:
+            written = sock.send(self._left)
+            if written == len(self._left):
+                self._left = b""
+            else:
+                self._left = memoryview(self._left)[written:]
+        frame = self.frame
+        until = min(frame.payload_bytes, self._from + _STRIDE_BYTES)
+        while self._from < until:
+            self._from += os.sendfile(sock.fileno(), frame._file, self._from, until - self._from)
+        return self._from == frame.payload_bytes
+
+    def _pass_file(self, sock: socket.socket) -> None:
+        """Send the first bytes with the file attached to them."""
+        rights = array.array("i", [self.frame._file])
+        try:
+            written = sock.sendmsg([self._left], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+            self._left = memoryview(self._left)[written:]
+        except OSError as error:
+            # Too many files are under way (the limit is that of open files): send the bytes instead.
+            if error.errno != errno.ETOOMANYREFS:
+                raise
+            self._left = self.frame._inline
+            self._from = 0
+        self._pass = False
+
+
+class Reader:
+    """The receiving end of one socket: turns what arrives into messages whose memory is the receiver's own."""
+
+    def __init__(self, passes_files: bool) -> None:
+        self._passes_files = passes_files
+        self._files: deque[int] = deque()
+        self._rest = bytearray()  # the beginning of a frame that hasn't arrived completely
+        self._head: Head = ()
+        self._sizes: tuple[int, ...] = ()
+        self._payload: memoryview | None = None  # being filled directly by the socket, when it is long
+        self._filled = 0
+
+    def read(self, sock: socket.socket, scratch: memoryview) -> list[Message]:
+        """Receive once, up to what the socket has.
+
+        Args:
+            sock: The socket.
+            scratch: Memory that may be overwritten.
+
+        Returns:
+            The messages that are complete now, in order; maybe none.
+
+        Raises:
+            BlockingIOError: There is nothing to read.
+            EOFError: The peer has closed.
+            OSError: The connection is broken.
+            ValueError: What arrives is no message.
+        """
+        if self._payload is not None:
+            return self._fill(sock, self._payload)
+        count = self._receive(sock, scratch)
+        if not count:
+            raise EOFError("closed in the middle of a message" if self._rest else "closed")
+        if not self._rest:
+            messages, used = self._parse(scratch[:count])
+            if used < count:
+                self._rest += scratch[used:count]
+            return messages
+        self._rest += scratch[:count]
+        with memoryview(self._rest) as view:
+            messages, used = self._parse(view)
+        del self._rest[:used]
+        return messages
+
+    def close(self) -> None:
+        """Drop what has arrived and wasn't complete."""
+        while self._files:
+            os.close(self._files.popleft())
+        self._rest = bytearray()
+        self._payload = None
+
+    def _receive(self, sock: socket.socket, scratch: memoryview) -> int:
+        if not self._passes_files:
+            return sock.recv_into(scratch)
+        count, extras, flags, _ = sock.recvmsg_into([scratch], _EXTRAS_BYTES, socket.MSG_CMSG_CLOEXEC)
+        for _level, kind, data in extras:
+            if kind == socket.SCM_RIGHTS:
+                self._files.extend(array.array("i", data[: len(data) - len(data) % 4]))
+        if flags & socket.MSG_CTRUNC:
+            raise OSError(errno.EMFILE, "no file descriptor is free for a message's memory: raise `ulimit -n`")
+        return count
+
+    def _parse(self, view: memoryview) -> tuple[list[Message], int]:
+        """The messages at the beginning of the view, and how many bytes they are."""
+        messages: list[Message] = []
+        at, end = 0, len(view)
+        while end - at >= _PREFIX.size:
+            version, kind, head_bytes, count, length = _PREFIX.unpack_from(view, at)
+            if version != _VERSION or kind > _FILE:
+                raise ValueError(f"no message of version {_VERSION}: do both sides run the same colocate?")
+            table = at + _PREFIX.size + head_bytes
+            start = table + 8 * count
+            if start > end or (kind == _INLINE and length < _DIRECT_BYTES and start + length > end):
+                break
+            head = pickle.loads(view[at + _PREFIX.size : table])
+            at = start
+            if kind == _BARE:
+                messages.append((head, None))
+                continue
+            sizes = struct.unpack_from(f"<{count}Q", view, table)
+            if kind == _FILE:
+                messages.append((head, _split(self._map_file(length), sizes)))
+                continue
+            at = min(start + length, end)
+            payload = memoryview(bytearray(view[start:at])) if start + length == at else None
+            if payload is None:
+                self._begin(head, sizes, length, view[start:at])
+            else:
+                messages.append((head, _split(payload, sizes)))
+        return messages, at
+
+    def _map_file(self, length: int) -> memoryview:
+        if not self._files:
+            raise ValueError("a message came without its memory")
+        file = self._files.popleft()
+        try:
+            return map_private(file, length)
+        finally:
+            os.close(file)
+
+    def _begin(self, head: Head, sizes: tuple[int, ...], length: int, first: memoryview) -> None:
+        self._head, self._sizes = head, sizes
+        self._payload = memoryview(bytearray(length))
+        self._payload[: len(first)] = first
+        self._filled = len(first)
+
+    def _fill(self, sock: socket.socket, payload: memoryview) -> list[Message]:
+        count = sock.recv_into(payload[self._filled :])
+        if not count:
+            raise EOFError("closed in the middle of a message")
+        self._filled += count
+        if self._filled < len(payload):
+            return []
+        self._payload = None
+        return [(self._head, _split(payload, self._sizes))]
+
+
+_EXTRAS_BYTES = socket.CMSG_SPACE(4)

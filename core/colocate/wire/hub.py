@@ -1,0 +1,324 @@
+"""A hub: one thread that does the input and output of any number of lanes."""
+
+from __future__ import annotations
+
+import errno
+import heapq
+import itertools
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from colocate.errors import ClosedError
+from colocate.wire._forks import track, track_socket
+from colocate.wire.auth import Handshake, Listener, tune
+from colocate.wire.framing import SCRATCH_BYTES
+from colocate.wire.lane import OnClosed, OnMessage, SocketLane, report_exception
+
+# A stranger that says nothing is dropped after this time, or earlier when so many are waiting.
+_HANDSHAKE_S = 10.0
+_HANDSHAKES = 64
+_ACCEPTS = 16
+_EVENTS = 256
+# How long a listener pauses when the process has no free descriptor.
+_PAUSE_S = 0.1
+_NO_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+
+
+class Hub:
+    """Serves lanes, listeners and any other descriptors on one thread.
+
+    All callbacks run on that thread, one at a time: they must not block. One that raises is reported
+    (`threading.excepthook`); its lane is closed, its descriptor no longer watched.
+    """
+
+    def __init__(self, name: str, own_thread: bool = True) -> None:
+        """Make a hub.
+
+        Args:
+            name: Its thread is called `colocate-NAME`.
+            own_thread: False: nothing happens until some thread calls `run`.
+        """
+        self.name = name
+        self._own_thread = own_thread
+        self._epoll = select.epoll()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._epoll.register(self._wake, select.EPOLLIN)
+        self._handlers: dict[int, Callable[[int], None]] = {self._wake: self._on_wake}
+        self._lanes: dict[int, SocketLane] = {}
+        self._doors: list[_Door] = []
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self._scratch = memoryview(bytearray(SCRATCH_BYTES))
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+        self._ending = False
+        self._ended = threading.Event()
+        track(self)
+
+    def attach(self, sock: socket.socket, on_message: OnMessage, on_closed: OnClosed) -> SocketLane:
+        """Make a lane of a connected, authenticated socket, which is the hub's from now on.
+
+        Args:
+            sock: The socket.
+            on_message: Gets each message's head and body, in order; may be called before this returns.
+            on_closed: Called once, last, with the reason.
+
+        Returns:
+            The lane.
+        """
+        track_socket(sock)
+        sock.setblocking(False)
+        tune(sock)
+        lane = SocketLane(self, sock, on_message, on_closed)
+        with self._lock:
+            self._lanes[sock.fileno()] = lane
+            self._register(sock.fileno(), lane._on_events)
+        return lane
+
+    def listen(self, listener: Listener, key: bytes, on_accept: Callable[[socket.socket], None]) -> None:
+        """Accept connections that know the key; the listener is the hub's from now on.
+
+        Strangers are given a bounded time and number; they hold up nobody.
+
+        Args:
+            listener: What `listen` gave.
+            key: The secret that both sides know.
+            on_accept: Gets each authenticated connection, and owns it.
+        """
+        door = _Door(self, listener, key, on_accept)
+        with self._lock:
+            self._doors.append(door)
+            self._register(listener.fileno(), door.on_events)
+
+    def watch(self, fd: int, callback: Callable[[], None]) -> None:
+        """Call back whenever a descriptor is readable (a log pipe, a pidfd); it stays the caller's.
+
+        Args:
+            fd: The descriptor.
+            callback: Must read, or unwatch; otherwise it is called again and again.
+        """
+
+        def on_events(_events: int) -> None:
+            try:
+                callback()
+            except Exception:
+                self.unwatch(fd)
+                report_exception()
+
+        with self._lock:
+            self._register(fd, on_events)
+
+    def unwatch(self, fd: int) -> None:
+        """Watch no longer; from another thread, a callback may still be under way. Before closing the descriptor."""
+        with self._lock:
+            if self._handlers.pop(fd, None) is not None and not self._ended.is_set():
+                self._epoll.unregister(fd)
+
+    def run(self) -> None:
+        """Serve on the calling thread until the hub is closed (`own_thread=False`)."""
+        with self._lock:
+            if self._thread is not None:
+                raise RuntimeError(f"hub {self.name!r} is served by {self._thread.name!r} already")
+            self._thread = threading.current_thread()
+        self._serve()
+
+    def close(self, timeout: float | None = None) -> bool:
+        """Close everything; each lane's `on_closed` is called. Idempotent.
+
+        On the hub's own thread this returns at once, and all is closed when the current callback has returned.
+
+        Args:
+            timeout: How long to wait for a callback that is under way.
+
+        Returns:
+            Whether everything is closed.
+        """
+        with self._lock:
+            self._stopping = True
+            thread = self._thread
+            if not self._ended.is_set():
+                os.eventfd_write(self._wake, 1)
+        if thread is None:
+            self._end()
+        elif thread is not threading.current_thread():
+            self._ended.wait(timeout)
+            if self._own_thread and self._ended.is_set():
+                thread.join()
+        return self._ended.is_set()
+
+    def forget(self) -> None:
+        """In a forked child: close what was inherited; the parent's connections stay as they are."""
+        if not self._ended.is_set():
+            for lane in list(self._lanes.values()):
+                lane._forget_fork()
+            # Not unregister: the child's epoll is the parent's.
+            self._epoll.close()
+            os.close(self._wake)
+        self._stopping = self._ending = True
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._ended.set()
+
+    # For lanes and doors:
+
+    def _interest(self, sock: socket.socket, events: int) -> None:
+        self._epoll.modify(sock, events)
+
+    def _forget(self, sock: socket.socket) -> None:
+        """Serve this socket no longer (before it is closed)."""
+        with self._lock:
+            self._lanes.pop(sock.fileno(), None)
+            if self._handlers.pop(sock.fileno(), None) is not None:
+                self._epoll.unregister(sock)
+
+    def _later(self, seconds: float, action: Callable[[], None]) -> None:
+        """Run an action on the hub's thread; only called there."""
+        heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._order), action))
+
+    def _register(self, fd: int, handler: Callable[[int], None]) -> None:
+        """With the lock held."""
+        if self._stopping:
+            raise ClosedError(f"hub {self.name!r} is closed: it serves nothing any more")
+        self._handlers[fd] = handler
+        self._epoll.register(fd, select.EPOLLIN)
+        if self._own_thread and self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name=f"colocate-{self.name}", daemon=True)
+            self._thread.start()
+
+    def _serve(self) -> None:
+        try:
+            while not self._stopping:
+                for fd, events in self._epoll.poll(self._patience(), _EVENTS):
+                    # An earlier callback of this round may have dropped it.
+                    if (handler := self._handlers.get(fd)) is not None:
+                        handler(events)
+        finally:
+            self._end()
+
+    def _patience(self) -> float:
+        """Run what is due; how long until the next is."""
+        while self._timers:
+            left = self._timers[0][0] - time.monotonic()
+            if left > 0:
+                return left
+            heapq.heappop(self._timers)[2]()
+        return -1
+
+    def _on_wake(self, _events: int) -> None:
+        os.eventfd_read(self._wake)
+
+    def _end(self) -> None:
+        with self._lock:
+            self._stopping = True
+            if self._ending:
+                return
+            self._ending = True
+        for door in self._doors:
+            door.close()
+        for lane in list(self._lanes.values()):
+            lane._finish("the hub was closed")
+        with self._lock:
+            self._ended.set()
+            self._handlers.clear()
+            self._epoll.close()
+            os.close(self._wake)
+
+
+class _Door:
+    """A listener and the connections that are still proving who they are."""
+
+    def __init__(self, hub: Hub, listener: Listener, key: bytes, on_accept: Callable[[socket.socket], None]) -> None:
+        self._hub = hub
+        self._listener = listener
+        self._key = key
+        self._on_accept = on_accept
+        self._pending: dict[int, Handshake] = {}  # by age
+        self._sweeping = False
+
+    def on_events(self, _events: int) -> None:
+        for _ in range(_ACCEPTS):
+            try:
+                sock = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno in _NO_ROOM:
+                    self._make_room()
+                    return
+                continue  # That connection has gone again.
+            if sock is not None:
+                self._greet(sock)
+
+    def close(self) -> None:
+        for handshake in list(self._pending.values()):
+            self._drop(handshake)
+        self._hub._forget(self._listener._sock)
+        self._listener.close()
+
+    def _greet(self, sock: socket.socket) -> None:
+        if len(self._pending) >= _HANDSHAKES:
+            self._drop(next(iter(self._pending.values())))
+        try:
+            handshake = Handshake(sock, self._key)
+        except OSError:
+            sock.close()
+            return
+        self._pending[sock.fileno()] = handshake
+        with self._hub._lock:
+            self._hub._register(sock.fileno(), lambda _events: self._advance(handshake))
+        if not self._sweeping:
+            self._sweep()
+
+    def _advance(self, handshake: Handshake) -> None:
+        try:
+            if not handshake.advance():
+                return
+        except BlockingIOError:
+            return
+        except OSError:
+            self._drop(handshake)
+            return
+        sock = handshake.sock
+        del self._pending[sock.fileno()]
+        self._hub._forget(sock)
+        try:
+            self._on_accept(sock)
+        except Exception:
+            sock.close()
+            report_exception()
+
+    def _drop(self, handshake: Handshake) -> None:
+        """Unless it has become a connection."""
+        sock = handshake.sock
+        if self._pending.get(sock.fileno()) is handshake:
+            del self._pending[sock.fileno()]
+            self._hub._forget(sock)
+            sock.close()
+
+    def _sweep(self) -> None:
+        """Drop those that have been silent too long; come back while there are others."""
+        oldest_allowed = time.monotonic() - _HANDSHAKE_S
+        for handshake in list(self._pending.values()):
+            if handshake.since > oldest_allowed:
+                break
+            self._drop(handshake)
+        self._sweeping = bool(self._pending)
+        if self._sweeping:
+            self._hub._later(_HANDSHAKE_S / 4, self._sweep)
+
+    def _make_room(self) -> None:
+        """No descriptor is free: drop the oldest stranger, or let those that dial wait a moment."""
+        if self._pending:
+            self._drop(next(iter(self._pending.values())))
+            return
+        self._hub._interest(self._listener._sock, 0)
+        self._hub._later(_PAUSE_S, self._resume)
+
+    def _resume(self) -> None:
+        if self._listener.fileno() >= 0:
+            self._hub._interest(self._listener._sock, select.EPOLLIN)

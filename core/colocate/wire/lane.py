@@ -1,0 +1,221 @@
+"""A lane: one connection that carries messages both ways, in order, and never makes a sender wait."""
+
+from __future__ import annotations
+
+import errno
+import select
+import socket
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeAlias
+
+from colocate.wire.codec import Packed
+from colocate.wire.framing import Frame, Head, Reader, Sending, encode
+
+if TYPE_CHECKING:
+    from colocate.wire.hub import Hub
+
+OnMessage: TypeAlias = Callable[[Head, Packed | None], None]
+OnClosed: TypeAlias = Callable[[str], None]
+
+_GONE = frozenset({errno.EPIPE, errno.ECONNRESET})
+
+
+class SocketLane:
+    """One connection of a hub; made by `Hub.attach`."""
+
+    def __init__(self, hub: Hub, sock: socket.socket, on_message: OnMessage, on_closed: OnClosed) -> None:
+        self._hub = hub
+        self._sock = sock
+        self._on_message = on_message
+        self._on_closed = on_closed
+        self._passes_files = sock.family == socket.AF_UNIX
+        self._reader = Reader(self._passes_files)
+        self._lock = threading.Lock()
+        self._empty = threading.Condition(self._lock)
+        self._queue: deque[Sending] = deque()
+        self._can_send = True
+        self._closing = False
+        self._finished = False
+        self._reason: str | None = None
+
+    @property
+    def closed(self) -> bool:
+        """Whether sending is over."""
+        return not self._can_send
+
+    def fileno(self) -> int:
+        """The socket's descriptor; -1 when closed."""
+        return self._sock.fileno()
+
+    def send(self, message: Frame | Head, body: Packed | None = None) -> bool:
+        """Send a message; from any thread, without ever blocking.
+
+        What the socket doesn't take at once is sent by the hub's thread. Messages of one lane arrive in the order in
+        which they were sent.
+
+        Args:
+            message: A frame, which stays the caller's to close, or a head.
+            body: With a head: its body, which is copied before this returns.
+
+        Returns:
+            False when the lane is closed. True is no promise that the message arrives: if it doesn't, the lane closes.
+        """
+        if isinstance(message, Frame):
+            return self._send(message)
+        if not self._can_send:
+            return False
+        frame = encode(message, body)
+        try:
+            return self._send(frame)
+        finally:
+            frame.close()
+
+    def close(self, reason: str = "closed on this side") -> None:
+        """Close the lane; from any thread. What isn't sent yet is dropped (see `drain`), and `on_closed` follows."""
+        with self._lock:
+            if self._finished:
+                return
+            self._closing = True
+            self._shut(reason)
+
+    def drain(self, timeout: float | None = None) -> bool:
+        """Wait until everything has been given to the kernel; not on the hub's thread.
+
+        Returns:
+            Whether it has been, before the timeout and before the lane closed.
+        """
+        with self._empty:
+            self._empty.wait_for(lambda: not (self._queue and self._can_send), timeout)
+            return not self._queue and self._can_send
+
+    def _send(self, frame: Frame) -> bool:
+        with self._lock:
+            if not self._can_send:
+                return False
+            sending = Sending(frame, self._passes_files)
+            if not self._queue:
+                try:
+                    if sending.write(self._sock):
+                        return True
+                except BlockingIOError:
+                    pass  # The hub's thread goes on when there is room.
+                except OSError as error:
+                    self._break(error)
+                    return False
+                self._hub._interest(self._sock, select.EPOLLIN | select.EPOLLOUT)
+            frame.hold()
+            self._queue.append(sending)
+            return True
+
+    # What follows runs on the hub's thread.
+
+    def _on_events(self, events: int) -> None:
+        if self._closing:
+            self._finish("closed on this side")
+            return
+        if events & select.EPOLLOUT:
+            self._flush()
+        if events & ~select.EPOLLOUT:
+            self._receive()
+
+    def _flush(self) -> None:
+        with self._lock:
+            try:
+                while self._queue:
+                    if not self._queue[0].write(self._sock):
+                        return
+                    self._queue.popleft().frame.close()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self._break(error)
+            if not self._finished:
+                self._hub._interest(self._sock, select.EPOLLIN)
+            self._empty.notify_all()
+
+    def _receive(self) -> None:
+        try:
+            messages = self._reader.read(self._sock, self._hub._scratch)
+        except BlockingIOError:
+            return
+        except EOFError as error:
+            self._finish(f"the other side {error}")
+            return
+        except OSError as error:
+            self._finish(f"the connection broke: {error.strerror or error}")
+            return
+        except Exception as error:
+            report_exception()
+            self._finish(f"a message could not be read: {type(error).__name__}: {error}")
+            return
+        for head, body in messages:
+            if self._closing:
+                return
+            try:
+                self._on_message(head, body)
+            except Exception as error:
+                report_exception()
+                self._finish(f"handling a message raised {type(error).__name__}: {error}")
+                return
+
+    def _finish(self, reason: str) -> None:
+        """Release everything and say so, once."""
+        with self._lock:
+            if self._finished:
+                return
+            self._finished = True
+            self._hub._forget(self._sock)
+            self._shut(reason)
+            self._reader.close()
+            self._sock.close()
+        try:
+            self._on_closed(self._reason or reason)
+        except Exception:
+            report_exception()
+
+    # With the lock held:
+
+    def _break(self, error: OSError) -> None:
+        """Sending failed. What the other side sent before is still read; then its end is found, and the lane ends."""
+        if error.errno in _GONE:
+            self._reason = self._reason or "the other side closed"
+            self._stop_sending()
+        else:
+            self._shut(f"the connection broke: {error.strerror or error}")
+
+    def _shut(self, reason: str) -> None:
+        """End the connection in both directions; the hub sees that and finishes the lane."""
+        self._reason = self._reason or reason
+        self._stop_sending()
+        try:
+            self._sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # It ended already, which the hub sees too.
+
+    def _stop_sending(self) -> None:
+        self._can_send = False
+        while self._queue:
+            self._queue.popleft().frame.close()
+        self._empty.notify_all()
+
+    def _forget_fork(self) -> None:
+        """In a forked child: close what was inherited, whatever state a lock was left in."""
+        self._lock = threading.Lock()
+        self._empty = threading.Condition(self._lock)
+        self._can_send = False
+        self._closing = self._finished = True
+        for sending in self._queue:
+            sending.frame.abandon()
+        self._queue.clear()
+        self._reader.close()
+        self._sock.close()
+
+
+def report_exception() -> None:
+    """Report the exception being handled as one that ended a thread would be."""
+    kind, value, trace = sys.exc_info()
+    if kind is not None:
+        threading.excepthook(threading.ExceptHookArgs((kind, value, trace, threading.current_thread())))

@@ -1,0 +1,275 @@
+"""Worker to worker: ask another process for something and wait for the answer."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import TypeAlias
+
+from colocate.errors import ClosedError, ForkedError
+from colocate.wire._forks import track
+from colocate.wire.auth import Kind, dial, listen, prove
+from colocate.wire.codec import Packed
+from colocate.wire.framing import Frame, Head, Message, Reader, Sending, encode
+from colocate.wire.hub import Hub
+from colocate.wire.lane import report_exception
+
+Handler: TypeAlias = Callable[[Head], tuple[Head, Packed | None]]
+
+_CONNECT_S = 10.0
+_SCRATCH_BYTES = 16 << 10
+
+
+class PeerChannel:
+    """Answers requests of other processes, and makes requests to them.
+
+    Every connection is authenticated. A connection carries one request at a time: threads that ask the same peer at
+    the same time have one each, so no answer waits for another; afterwards they are reused.
+    """
+
+    def __init__(self, key: bytes, handler: Handler, kind: Kind = "unix") -> None:
+        """Make a channel; nothing is opened before it is used.
+
+        Args:
+            key: The secret that all peers know.
+            handler: Answers a request's head by a head and a body; it runs on a thread of the asking connection and
+                may block.
+            kind: Which sockets to listen on; see `listen`.
+        """
+        self._key = key
+        self._handler = handler
+        self._kind = kind
+        self._lock = threading.Lock()
+        self._hub: Hub | None = None
+        self._address = ""
+        self._idle: dict[str, list[_Connection]] = {}
+        self._busy: set[_Connection] = set()
+        self._serving: dict[threading.Thread, _Connection] = {}
+        self._closed = False
+        self._pid = os.getpid()
+        track(self)
+
+    @property
+    def address(self) -> str:
+        """Where others reach this channel; it listens from the first use on."""
+        with self._lock:
+            self._check_open()
+            if self._hub is None:
+                listener = listen(self._kind)
+                self._hub = Hub("peer")
+                self._hub.listen(listener, self._key, self._accept)
+                self._address = listener.address
+            return self._address
+
+    def request(self, address: str, head: Head) -> Message:
+        """Ask a peer, and wait for as long as its handler takes.
+
+        Args:
+            address: The peer's address.
+            head: The question.
+
+        Returns:
+            The answer's head and body.
+
+        Raises:
+            ConnectionError: The peer is gone, doesn't know the key, failed to answer; or `abort` was called.
+        """
+        connection = self._take(address)
+        try:
+            with encode(head) as frame:
+                connection.send(frame)
+            (fine, *answer), body = connection.receive()
+        except (EOFError, OSError) as error:
+            self._drop(connection)
+            reason = connection.aborted or f"the connection ended before it answered ({error})"
+            raise ConnectionError(f"asking the peer at {address}: {reason}") from error
+        except BaseException:
+            self._drop(connection)
+            raise
+        self._give_back(connection)
+        if not fine:
+            raise ConnectionError(f"the peer at {address} could not answer: {answer[0]}")
+        return tuple(answer), body
+
+    def abort(self, reason: str) -> None:
+        """Make every request that is waiting fail at once; later ones use new connections.
+
+        Args:
+            reason: What their `ConnectionError` says.
+        """
+        with self._lock:
+            for connection in self._busy:
+                connection.abort(reason)
+            self._close_idle()
+
+    def close(self, timeout: float = 5.0) -> None:
+        """End all connections and threads. Idempotent.
+
+        Args:
+            timeout: How long to wait for a handler that is still at work.
+        """
+        deadline = time.monotonic() + timeout
+        with self._lock:
+            self._closed = True
+            hub, self._hub = self._hub, None
+        if hub is not None:
+            hub.close(timeout)
+        with self._lock:
+            self._close_idle()
+            for connection in (*self._busy, *self._serving.values()):
+                connection.abort("the channel was closed")
+            threads = list(self._serving)
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(max(deadline - time.monotonic(), 0))
+
+    def forget(self) -> None:
+        """In a forked child: refuse use (the sockets are closed with all others)."""
+        self._lock = threading.Lock()
+        self._closed = True
+        self._hub = None
+        self._idle.clear()
+        self._busy.clear()
+        self._serving.clear()
+
+    def __enter__(self) -> PeerChannel:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if self._pid != os.getpid():
+            raise ForkedError("a forked child can't use its parent's peer channel: ask from the process that made it")
+        if self._closed:
+            raise ClosedError("the peer channel is closed")
+
+    def _take(self, address: str) -> _Connection:
+        """A connection to the peer, for this request alone."""
+        with self._lock:
+            self._check_open()
+            idle = self._idle.get(address, [])
+            while idle:
+                connection = idle.pop()
+                if connection.is_quiet():
+                    self._busy.add(connection)
+                    return connection
+                connection.close()
+        try:
+            connection = _Connection(dial(address, _CONNECT_S), address)
+        except TimeoutError as error:
+            raise ConnectionError(str(error)) from error
+        with self._lock:
+            if self._closed:
+                connection.close()
+                self._check_open()
+            self._busy.add(connection)
+        try:
+            prove(connection.sock, address, self._key, _CONNECT_S)
+        except OSError as error:
+            self._drop(connection)
+            raise ConnectionError(connection.aborted or str(error)) from error
+        return connection
+
+    def _give_back(self, connection: _Connection) -> None:
+        with self._lock:
+            self._busy.discard(connection)
+            if self._closed or connection.aborted:
+                connection.close()
+            else:
+                self._idle.setdefault(connection.address, []).append(connection)
+
+    def _drop(self, connection: _Connection) -> None:
+        with self._lock:
+            self._busy.discard(connection)
+            connection.close()
+
+    def _close_idle(self) -> None:
+        for connections in self._idle.values():
+            for connection in connections:
+                connection.close()
+        self._idle.clear()
+
+    # The answering side:
+
+    def _accept(self, sock: socket.socket) -> None:
+        sock.setblocking(True)
+        connection = _Connection(sock, "")
+        thread = threading.Thread(target=self._serve, args=(connection,), name="colocate-peer-serve", daemon=True)
+        with self._lock:
+            if self._closed:
+                connection.close()
+                return
+            self._serving[thread] = connection
+            thread.start()
+
+    def _serve(self, connection: _Connection) -> None:
+        try:
+            while True:
+                head, _body = connection.receive()
+                with self._answer(head) as frame:
+                    connection.send(frame)
+        except (EOFError, OSError):
+            pass  # The asking side has gone, or this one closes.
+        finally:
+            with self._lock:
+                self._serving.pop(threading.current_thread(), None)
+                connection.close()
+
+    def _answer(self, head: Head) -> Frame:
+        try:
+            answer, body = self._handler(head)
+            return encode((True, *answer), body)
+        except Exception as error:
+            report_exception()
+            return encode((False, f"{type(error).__name__}: {error}"))
+
+
+class _Connection:
+    """A blocking connection, used by one thread at a time (but for `abort`)."""
+
+    def __init__(self, sock: socket.socket, address: str) -> None:
+        self.sock = sock
+        self.address = address
+        self.aborted: str | None = None
+        self._passes_files = sock.family == socket.AF_UNIX
+        self._reader = Reader(self._passes_files)
+        self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
+
+    def send(self, frame: Frame) -> None:
+        sending = Sending(frame, self._passes_files)
+        while not sending.write(self.sock):
+            pass
+
+    def receive(self) -> Message:
+        while True:
+            for message in self._reader.read(self.sock, self._scratch):
+                return message  # A connection never has two under way.
+
+    def is_quiet(self) -> bool:
+        """Whether it is open, with nothing to read, as it should be between two requests."""
+        try:
+            self.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return True
+        except OSError:
+            pass
+        return False
+
+    def abort(self, reason: str) -> None:
+        """Wake whoever waits on it; from any thread."""
+        self.aborted = self.aborted or reason
+        try:
+            self.sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # Closed already.
+
+    def close(self) -> None:
+        self._reader.close()
+        self.sock.close()
