@@ -1,0 +1,80 @@
+"""`launch`: a config's runtime, pools and groups, opened in order and closed with the block."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from colocate._role import RoleSpec, role
+from colocate.config.schema import Config, GroupConfig, PoolConfig, RoleConfig
+
+if TYPE_CHECKING:
+    from colocate._group import ColocatedGroup
+    from colocate._pool import Pool
+    from colocate._runtime import Runtime
+
+    from colocate._run import RunRecord
+    from colocate._screen import Screen
+
+
+@attrs.frozen(eq=False)
+class Launched:
+    """What a config describes, running.
+
+    Attributes:
+        config: The config.
+        runtime: Its runtime.
+        groups: Its groups by name.
+    """
+
+    config: Config
+    runtime: Runtime
+    groups: Mapping[str, ColocatedGroup]
+
+    def run(self, *, resume: bool = False, screen: Screen | None = None) -> RunRecord:
+        """Run the config's job to its end.
+
+        Args:
+            resume: Go on from the last complete checkpoint of a run of this name.
+            screen: What shows its progress; None for the terminal.
+
+        Raises:
+            ConfigError: There is no job, or nothing to resume.
+        """
+        from colocate._run import execute
+        from colocate._screen import Screen
+
+        return execute(self.config, self.runtime, self.groups, resume=resume, screen=screen or Screen())
+
+
+@contextlib.contextmanager
+def launch(config: Config) -> Iterator[Launched]:
+    """Open what a config describes: its runtime, then pools and groups in order; all of it closes with the block.
+
+    Args:
+        config: From `load_config`.
+    """
+    from colocate import connect
+
+    with connect(config.executor.use, seed=config.seed, **config.executor.with_) as runtime:
+        pools = {name: reserve_pool(runtime, pool) for name, pool in config.pools.items()}
+        groups = {name: _spawn(pools[group.pool], name, group) for name, group in config.groups.items()}
+        yield Launched(config, runtime, groups)
+
+
+def reserve_pool(runtime: Runtime, pool: PoolConfig) -> Pool:
+    """The pool that a config's entry describes."""
+    return runtime.reserve(**attrs.asdict(pool, recurse=False))
+
+
+def _spawn(pool: Pool, name: str, group: GroupConfig) -> ColocatedGroup:
+    roles: dict[str, RoleSpec[Any]] = {key: _role(entry) for key, entry in group.roles.items()}
+    return pool.spawn(roles, name=name, mesh=group.mesh, on_failure=group.on_failure)
+
+
+def _role(entry: RoleConfig) -> RoleSpec[Any]:
+    spec = role(entry.use, **entry.with_)
+    return spec.on(slots=entry.slots, mesh=entry.mesh, default_group=entry.default_group)

@@ -1,0 +1,252 @@
+"""One entry-point group: its plugins are found by metadata, imported one by one, and errors say whose fault it is."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import re
+import traceback
+from collections.abc import Collection
+from importlib.metadata import Distribution, EntryPoint, PackageNotFoundError, distribution, entry_points
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pluggy
+
+from colocate.errors import PluginError
+
+hookspec = pluggy.HookspecMarker("colocate")
+hookimpl = pluggy.HookimplMarker("colocate")
+
+
+@attrs.define(eq=False)
+class PluginGroup:
+    """One entry-point group with the manager of its imported plugins.
+
+    Attributes:
+        entry_group: The group's name in metadata.
+        noun: What one of its plugins is called in messages.
+        hooks: The class that specifies its hooks.
+    """
+
+    entry_group: str
+    noun: str
+    hooks: type
+    manager: pluggy.PluginManager = attrs.field(init=False)
+
+    @manager.default
+    def _new_manager(self) -> pluggy.PluginManager:
+        manager = pluggy.PluginManager("colocate")
+        manager.add_hookspecs(self.hooks)
+        return manager
+
+    def entries(self) -> list[EntryPoint]:
+        """The entry points there are now, imported or not, by name."""
+        return sorted(entry_points(group=self.entry_group), key=lambda entry: (entry.name, origin(entry)))
+
+    def find(self, name: str) -> EntryPoint:
+        """The one entry of this name.
+
+        Raises:
+            PluginError: There is none, or more than one.
+        """
+        entries = self.entries()
+        matching = [entry for entry in entries if entry.name == name]
+        if not matching:
+            raise self._unknown(name, sorted({entry.name for entry in entries}))
+        if len(matching) > 1:
+            raise self._claimed_twice(name, matching)
+        return matching[0]
+
+    def call(self, entry: EntryPoint, hook: str) -> Any:
+        """What the plugin's implementation of a hook returns; None when it has none. Imports this plugin only.
+
+        Raises:
+            PluginError: It can't be imported, isn't valid, or its hook raises.
+        """
+        plugin = self._load(entry)
+        found = [each for each in getattr(self.manager.hook, hook).get_hookimpls() if each.plugin is plugin]
+        if not found:
+            return None
+        try:
+            return found[0].function()
+        except Exception as error:
+            raise broken(self._plugin(entry), f"its hook {hook}() raised", error, entry) from error
+
+    def _plugin(self, entry: EntryPoint) -> str:
+        return f"the {self.noun} {entry.name!r} ({origin(entry)})"
+
+    def _load(self, entry: EntryPoint) -> object:
+        try:
+            plugin: object = entry.load()
+        except Exception as error:
+            raise broken(self._plugin(entry), "can't be imported", error, entry) from error
+        if self.manager.get_plugin(entry.name) is plugin:
+            return plugin
+        if self.manager.has_plugin(entry.name):
+            self.manager.unregister(name=entry.name)
+        try:
+            self.manager.register(plugin, entry.name)
+            self.manager.check_pending()
+        except (pluggy.PluginValidationError, ValueError) as error:
+            # What isn't valid must not stay: the next plugin's check would trip over it.
+            if self.manager.is_registered(plugin):
+                self.manager.unregister(plugin)
+            raise self._invalid(entry, plugin, error) from error
+        if self.manager.get_hookcallers(plugin):
+            return plugin
+        self.manager.unregister(plugin)
+        raise self._invalid(entry, plugin, None)
+
+    def _invalid(self, entry: EntryPoint, plugin: object, error: Exception | None) -> PluginError:
+        valid = [name for name in vars(self.hooks) if name.startswith("colocate_")]
+        present = [name for name in dir(plugin) if name.startswith("colocate_") and callable(getattr(plugin, name))]
+        marked = [name for name in dir(plugin) if self.manager.parse_hookimpl_opts(plugin, name) is not None]
+        for name in marked:
+            if name not in valid:
+                nearest = difflib.get_close_matches(name, valid, 1, 0)[0]
+                why = f"has a hook {name!r}, which doesn't exist; did you mean {nearest!r}?"
+                return entry_error(entry, f"{self._plugin(entry)} {why}")
+        if error is not None:
+            return entry_error(entry, f"{self._plugin(entry)} is not valid: {error}")
+        why = f"implements no hook; it needs {listed(valid, 'or')}, marked with @colocate.hookimpl"
+        if present:
+            why = f"has {present[0]}(), but it isn't marked with @colocate.hookimpl"
+        return entry_error(entry, f"{self._plugin(entry)} {why}")
+
+    def _unknown(self, name: str, known: list[str]) -> PluginError:
+        there = f"installed: {listed(known)}" if known else "none is installed"
+        message = f"no {self.noun} is called {name!r} ({there}){did_you_mean(name, known)}"
+        hint = None
+        if name in extras_of("colocate"):
+            hint = f"pip install 'colocate[{name}]'"
+            message += f"; install it: {hint}"
+        elif not close(name, known):
+            message += "; install the distribution that has it"
+        return PluginError(message, name=name, hint=hint)
+
+    def _claimed_twice(self, name: str, entries: list[EntryPoint]) -> PluginError:
+        last = entries[-1].dist
+        hint = f"pip uninstall {last.name}" if last is not None else None
+        message = f"the {self.noun} {name!r} is claimed by {listed([origin(entry) for entry in entries])}"
+        message += f"; keep one, for example: {hint}" if hint else "; keep one"
+        return PluginError(message, name=name, distribution=distribution_name(entries[0]), hint=hint)
+
+
+def origin(entry: EntryPoint) -> str:
+    """The distribution of an entry with its version."""
+    return f"{entry.dist.name} {entry.dist.version}" if entry.dist is not None else "no distribution"
+
+
+def distribution_name(entry: EntryPoint | None) -> str | None:
+    """The distribution's name, if there is one."""
+    return entry.dist.name if entry is not None and entry.dist is not None else None
+
+
+def entry_error(entry: EntryPoint, message: str, hint: str | None = None) -> PluginError:
+    """The error about one plugin."""
+    return PluginError(message, name=entry.name, distribution=distribution_name(entry), hint=hint)
+
+
+def broken(what: str, how: str, error: Exception, entry: EntryPoint | None) -> PluginError:
+    """The error for plugin code that raised: whose it is, what it said and where, and what to install."""
+    message = f"{what} {how}: {type(error).__name__}: {error}{_place(error)}"
+    hint = pip_line(entry, error) if entry is not None else None
+    if hint:
+        message += f"; install what it needs: {hint}"
+    name = entry.name if entry is not None else None
+    return PluginError(message, name=name, distribution=distribution_name(entry), hint=hint)
+
+
+def import_reference(reference: str, what: str, entry: EntryPoint | None) -> Any:
+    """The object that "module:name" stands for.
+
+    Raises:
+        PluginError: The module can't be imported, or has no such name.
+    """
+    module_name, _, path = reference.partition(":")
+    try:
+        found: Any = importlib.import_module(module_name)
+    except Exception as error:
+        raise broken(f"{what}: module {module_name}", "can't be imported", error, entry) from error
+    for name in path.split("."):
+        try:
+            found = getattr(found, name)
+        except AttributeError:
+            names = [each for each in dir(found) if not each.startswith("_")]
+            message = f"{what}: module {module_name} has no {name!r}{did_you_mean(name, names)}"
+            owner = distribution_name(entry)
+            raise PluginError(message, name=reference, distribution=owner) from None
+    return found
+
+
+def pip_line(entry: EntryPoint, error: BaseException) -> str | None:
+    """The command that installs what an ImportError of this plugin misses; None when metadata doesn't tell.
+
+    By convention an extra is named like the entry point; otherwise the requirement that fits the module is looked for.
+    """
+    missing = _missing_module(error)
+    if entry.dist is None or missing is None or missing == entry.module.partition(".")[0]:
+        return None
+    extras = extras_of(entry.dist)
+    if entry.name in extras:
+        return f"pip install '{entry.dist.name}[{entry.name}]'"
+    for requirement in entry.dist.requires or ():
+        if _project(requirement) == _normalized(missing):
+            extra = re.search(r"extra\s*==\s*['\"]([^'\"]+)['\"]", requirement)
+            return f"pip install '{entry.dist.name}[{extra[1]}]'" if extra else f"pip install {entry.dist.name}"
+    return None
+
+
+def extras_of(owner: Distribution | str) -> Collection[str]:
+    """The extras that a distribution declares."""
+    if isinstance(owner, str):
+        try:
+            owner = distribution(owner)
+        except PackageNotFoundError:
+            return ()
+    return owner.metadata.get_all("Provides-Extra") or ()
+
+
+def close(name: str, names: Collection[str]) -> str | None:
+    """The nearest of the names, if one is near."""
+    return next(iter(difflib.get_close_matches(name, names, 1)), None)
+
+
+def did_you_mean(name: str, names: Collection[str]) -> str:
+    """A question with the nearest name, or nothing."""
+    nearest = close(name, names)
+    return f"; did you mean {nearest!r}?" if nearest else ""
+
+
+def listed(names: Collection[str], last: str = "and") -> str:
+    """The names as a sentence lists them."""
+    words = list(names)
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} {last} {words[-1]}"
+
+
+def _missing_module(error: BaseException) -> str | None:
+    """The top-level module that an ImportError, or one of its causes, says is missing."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, ImportError) and seen.name:
+            return seen.name.partition(".")[0]
+        seen = seen.__cause__ or seen.__context__
+    return None
+
+
+def _place(error: Exception) -> str:
+    """Where it was raised, when that is a file of somebody's and not the import system itself."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<")]
+    frames = [f for f in frames if Path(f.filename).parent.name not in ("importlib", "metadata", "colocate")]
+    return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+
+
+def _project(requirement: str) -> str:
+    found = re.match(r"[A-Za-z0-9._-]+", requirement)
+    return _normalized(found[0]) if found else ""
+
+
+def _normalized(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()

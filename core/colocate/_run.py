@@ -1,0 +1,258 @@
+"""`run`: what a job gets to work with, and what remains of it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from colocate._calls import CallLog, Span, Total
+from colocate._plugins import find_job
+from colocate._run_folder import RunFolder
+from colocate._screen import Screen
+from colocate.config.schema import Config
+from colocate.errors import ConfigError
+
+if TYPE_CHECKING:
+    from colocate._group import ColocatedGroup
+    from colocate._runtime import Runtime
+
+Row = Mapping[str, Any]
+
+
+@attrs.frozen
+class RunRecord:
+    """A finished run, as the report and the last page on the screen show it.
+
+    Attributes:
+        name: The config's name.
+        directory: Its folder.
+        config: The config as run, in YAML.
+        metrics: What was logged, in order: `step`, scalars, and `seconds` per phase.
+        tables: What the job showed: rows by title.
+        totals: Calls and seconds per group, role and method.
+        spans: When each rank was busy with which call (of a long run: the last ones).
+        phases: Seconds per phase of the job.
+        tree: The ownership graph before closing, as a tree.
+        graph: The same as JSON.
+        environment: Versions and machine.
+        started: When it began (`time.time()`).
+        seconds: How long it took.
+        stopped: The signal that ended it early; None when it came to its own end.
+    """
+
+    name: str
+    directory: Path
+    config: str
+    metrics: Sequence[Row]
+    tables: Mapping[str, Sequence[Row]]
+    totals: Sequence[Total]
+    spans: Sequence[Span]
+    phases: Mapping[str, float]
+    tree: str
+    graph: str
+    environment: Mapping[str, str]
+    started: float
+    seconds: float
+    stopped: str | None = None
+
+
+@attrs.define(eq=False)
+class Run:
+    """What a job works with: `job(run, **options)`.
+
+    Attributes:
+        runtime: The runtime, seeded and connected.
+        groups: The config's groups by name.
+        directory: The run's folder, runs/<name>.
+        resumed: The folder of the checkpoint to go on from; None for a new run.
+    """
+
+    runtime: Runtime
+    groups: Mapping[str, ColocatedGroup]
+    directory: Path
+    resumed: Path | None
+    _folder: RunFolder
+    _screen: Screen
+    _signals: StopSignals
+    _metrics: list[Row]
+    _tables: dict[str, list[Row]] = attrs.field(factory=dict, init=False)
+    _seconds: dict[str, float] = attrs.field(factory=dict, init=False)
+    _phases: dict[str, float] = attrs.field(factory=dict, init=False)
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the user (Ctrl-C) or the system (SIGTERM) wants it to end: write a checkpoint and return."""
+        return self._signals.received is not None
+
+    def log(self, step: int, **scalars: float) -> None:
+        """Add a line to metrics.jsonl, and show it.
+
+        Args:
+            step: The step it belongs to.
+            **scalars: Numbers by name; a tensor or array of one element counts as a number.
+        """
+        seconds, self._seconds = self._seconds, {}
+        row: dict[str, Any] = {"step": step, **{name: _number(name, value) for name, value in scalars.items()}}
+        if seconds:
+            row["seconds"] = {phase: round(spent, 6) for phase, spent in seconds.items()}
+        self._folder.append(row)
+        self._metrics.append(row)
+        self._screen.logged(row)
+
+    def total(self, steps: int) -> None:
+        """Say how many steps there will be, for the progress bar."""
+        self._screen.total(steps)
+
+    def show(self, title: str, rows: Iterable[Row]) -> None:
+        """Keep a table for the end of the run and its report; the same title replaces."""
+        self._tables[title] = [dict(row) for row in rows]
+
+    @contextlib.contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Count the block's time as this phase's; the next `log` has the seconds of all phases since the last."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            spent = time.perf_counter() - start
+            for counts in (self._seconds, self._phases):
+                counts[phase] = counts.get(phase, 0.0) + spent
+
+    @contextlib.contextmanager
+    def checkpoint(self, step: int) -> Iterator[Path]:
+        """A folder to write a checkpoint into; it counts when the block ends well, and the last two are kept."""
+        with self._folder.checkpoint(step) as directory:
+            yield directory
+
+
+@attrs.define(eq=False)
+class StopSignals:
+    """While entered: a first Ctrl-C or SIGTERM is only noted, a second one raises KeyboardInterrupt.
+
+    Attributes:
+        received: The first signal's name.
+    """
+
+    _noticed: Callable[[str], None]
+    received: str | None = None
+    _previous: dict[int, Any] = attrs.field(factory=dict, init=False)
+
+    def __enter__(self) -> StopSignals:
+        # Python lets the main thread alone set handlers; a job run elsewhere is stopped by whoever runs it.
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous.clear()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.received is not None:
+            raise KeyboardInterrupt
+        self.received = signal.Signals(number).name
+        self._noticed(self.received)
+
+
+def execute(
+    config: Config, runtime: Runtime, groups: Mapping[str, ColocatedGroup], *, resume: bool, screen: Screen
+) -> RunRecord:
+    """Run a config's job and write everything that remains of it.
+
+    Raises:
+        ConfigError: The config has no job, or there is nothing to resume.
+    """
+    if config.job is None:
+        raise ConfigError(f"config {config.name!r} has no job to run; add one: `job: plugin.job`, or module:function")
+    function = find_job(config.job.use).load()
+    folder, step, metrics = _folder(config.name, resume)
+    folder.write("config.yaml", config.dump())
+    calls = CallLog(config)
+    runtime.observe(calls)
+    started = time.time()
+    signals = StopSignals(screen.stopping)
+    resumed = None if step is None else folder.checkpoints()[-1][1]
+    run = Run(runtime, groups, folder.path, resumed, folder, screen, signals, metrics)
+    with screen.running(config.name, folder.path, step), signals:
+        function(run, **config.job.with_)
+    record = RunRecord(
+        name=config.name,
+        directory=folder.path,
+        config=folder.config(),
+        metrics=tuple(run._metrics),
+        tables=run._tables,
+        totals=calls.totals(),
+        spans=calls.spans(),
+        phases=run._phases,
+        tree=runtime.graph.render("tree"),
+        graph=runtime.graph.render("json"),
+        environment=environment(),
+        started=started,
+        seconds=time.time() - started,
+        stopped=signals.received,
+    )
+    screen.finished(record)
+    screen.reported(_report(record))
+    return record
+
+
+def environment() -> dict[str, str]:
+    """Versions and machine, as people ask for them when numbers differ."""
+    found = {
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cpus": str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()),
+    }
+    for name in ("colocate", "torch", "numpy", "transformers", "ray", "distributed"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        found["gpus"] = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+    return found
+
+
+def _folder(name: str, resume: bool) -> tuple[RunFolder, int | None, list[Row]]:
+    root = Path("runs")
+    if not resume:
+        return RunFolder.create(name, root), None, []
+    folder = RunFolder.latest(name, root)
+    step, _ = folder.checkpoints()[-1]
+    return folder, step, [*folder.rewind(step)]
+
+
+def _report(record: RunRecord) -> Path | None:
+    """Write report.html; None where what draws it isn't installed."""
+    if any(importlib.util.find_spec(name) is None for name in ("jinja2", "matplotlib")):
+        return None
+    from colocate import report
+
+    path: Path = report.write(record.directory, record)
+    return path
+
+
+def _number(name: str, value: Any) -> int | float:
+    if isinstance(value, bool | int | float):
+        return value
+    try:
+        number = value.item()  # a tensor, an array or a NumPy scalar of one element
+    except (AttributeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"run.log: {name}={value!r} is not a number") from error
+    if not isinstance(number, bool | int | float):
+        raise TypeError(f"run.log: {name}={value!r} is not a number")
+    return number

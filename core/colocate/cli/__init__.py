@@ -1,0 +1,74 @@
+"""The command line: `colocate run / check / plugins / doctor`. Commands are imported when they are run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    name="colocate",
+    help="Several roles fused into one process per GPU, on Ray, on Dask or on your own machine.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+File = Annotated[Path, typer.Argument(help="The config, a YAML file.", show_default=False)]
+Executor = Annotated[
+    str | None, typer.Option("--executor", metavar="NAME", help="Another executor; replaces the config's whole entry.")
+]
+Changes = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="PATH=VALUE", help="Change the config, as in --set pools.main.slots=2."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+
+
+@app.command()
+def run(
+    file: File,
+    executor: Executor = None,
+    changes: Changes = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last complete checkpoint.")] = False,
+    json: Json = False,
+) -> None:
+    """Run the job of a config."""
+    from colocate.cli.run import run_job
+
+    raise typer.Exit(run_job(file, executor, changes or [], resume=resume, json=json))
+
+
+@app.command()
+def check(file: File, executor: Executor = None, changes: Changes = None, json: Json = False) -> None:
+    """Show what a config would start, or every mistake in it; starts nothing."""
+    from colocate.cli.check import show_plan
+
+    raise typer.Exit(show_plan(file, executor, changes or [], json=json))
+
+
+@app.command()
+def plugins(json: Json = False) -> None:
+    """List the executors, and the plugins that bring roles and jobs."""
+    from colocate.cli.plugins import show_plugins
+
+    raise typer.Exit(show_plugins(json=json))
+
+
+@app.command()
+def doctor(
+    file: Annotated[Path | None, typer.Argument(help="A config to check against this machine.")] = None,
+    executor: Executor = None,
+    changes: Changes = None,
+    json: Json = False,
+) -> None:
+    """Show versions, executors and devices, and what a config names that would not work here."""
+    from colocate.cli.doctor import examine
+
+    raise typer.Exit(examine(file, executor, changes or [], json=json))
+
+
+def main() -> None:
+    """The entry point of the `colocate` command."""
+    app()

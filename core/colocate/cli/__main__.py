@@ -1,0 +1,5 @@
+"""`python -m colocate.cli`."""
+
+from colocate.cli import main
+
+main()

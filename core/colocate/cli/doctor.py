@@ -1,0 +1,81 @@
+"""`colocate doctor`: versions, plugins and devices, and whether a config would work on this machine."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import attrs
+import psutil
+
+from colocate._launch import reserve_pool
+from colocate._plugins import PluginInfo, plugins
+from colocate._run import environment
+from colocate._screen import console, show_table
+from colocate.cli.output import error_data, leaves, load, print_errors, print_json
+from colocate.config import Config
+from colocate.errors import ColocateError
+
+
+def examine(file: Path | None, executor: str | None, changes: Iterable[str], *, json: bool) -> int:
+    """Show what there is; exit status 1 when a config is given that would not work here."""
+    devices = _devices()
+    found = [(plugin, plugin.fault()) for plugin in plugins()]
+    faults = [] if file is None else faults_of(file, executor, changes)
+    if json:
+        told = [{**attrs.asdict(plugin), "fault": fault and fault.message} for plugin, fault in found]
+        data = {"versions": environment(), "devices": devices, "plugins": told}
+        if file is not None:
+            data["config"] = {"file": str(file), "errors": [error_data(error) for error in faults]}
+        print_json(data)
+        return 1 if faults else 0
+    to = console()
+    show_table("versions", [{"": name, "version": text} for name, text in environment().items()], to)
+    show_table("devices", [{"": name, "found": text} for name, text in devices.items()], to)
+    show_table("plugins", [_row(plugin, fault) for plugin, fault in found], to)
+    if file is not None:
+        to.print(f"\n{file}: {'would not work here' if faults else 'works here'}", markup=False, soft_wrap=True)
+        print_errors(faults, as_json=False)
+    return 1 if faults else 0
+
+
+def faults_of(file: Path, executor: str | None, changes: Iterable[str]) -> list[ColocateError]:
+    """Why a config would not work on this machine: its mistakes, or what its executor says to its pools."""
+    try:
+        _reserve_all(load(file, executor, changes))
+    except ColocateError as error:
+        return [error]
+    except ExceptionGroup as group:
+        ours, others = group.split(ColocateError)
+        if ours is None or others is not None:
+            raise
+        return leaves(ours)
+    return []
+
+
+def _reserve_all(config: Config) -> None:
+    """Connect, and hold all pools together for a moment; no worker starts."""
+    from colocate import connect
+
+    with connect(config.executor.use, seed=config.seed, **config.executor.with_) as runtime:
+        for pool in config.pools.values():
+            reserve_pool(runtime, pool)
+
+
+def _row(plugin: PluginInfo, fault: ColocateError | None) -> dict[str, Any]:
+    state = "works" if fault is None else fault.message
+    return {"name": plugin.name, "kind": plugin.kind, "from": plugin.origin, "state": state}
+
+
+def _devices() -> dict[str, str]:
+    gpus = "unknown: torch is not installed; pip install 'colocate[torch]'"
+    if importlib.util.find_spec("torch") is not None:
+        import torch
+
+        count = torch.cuda.device_count()
+        gpus = f"{count} ({torch.cuda.get_device_name(0)})" if count else "none that torch can use"
+    memory = psutil.virtual_memory()
+    free, total = memory.available / 2**30, memory.total / 2**30
+    return {"CPUs": environment()["cpus"], "memory": f"{free:.1f} GiB free of {total:.1f} GiB", "GPUs": gpus}

@@ -1,0 +1,71 @@
+"""What the commands share: reading the config, printing, and errors as their message."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import attrs
+from rich.text import Text
+
+from colocate._screen import console
+from colocate.config import Config, load_config
+from colocate.errors import ColocateError, ConfigError
+
+
+def load(file: Path, executor: str | None, changes: Iterable[str]) -> Config:
+    """The config of a command. The modules beside it, and those in the current folder, can be imported from now on."""
+    for folder in (os.getcwd(), str(file.absolute().parent)):
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+    return load_config(file, executor=executor, set=changes)
+
+
+def guarded(command: Callable[[], int], *, as_json: bool) -> int:
+    """Run a command; an error of colocate is its message and exit status 1. Anything else is a bug and is raised."""
+    try:
+        return command()
+    except ColocateError as error:
+        found = [error]
+    except ExceptionGroup as group:
+        ours, others = group.split(ColocateError)
+        if ours is None or others is not None:
+            raise
+        found = leaves(ours)
+    print_errors(found, as_json=as_json)
+    return 1
+
+
+def leaves(group: BaseExceptionGroup[Any]) -> list[Any]:
+    """The exceptions of a group, those of groups inside it included."""
+    return [
+        leaf for each in group.exceptions for leaf in (leaves(each) if isinstance(each, BaseExceptionGroup) else [each])
+    ]
+
+
+def print_errors(errors: Iterable[ColocateError], *, as_json: bool) -> None:
+    """Errors as people or as scripts read them."""
+    if as_json:
+        print_json({"errors": [error_data(error) for error in errors]})
+        return
+    to = console(error=True)
+    for error in errors:
+        to.print(Text("error: ", "bold red").append(Text(str(error), "")), soft_wrap=True)
+
+
+def error_data(error: ColocateError) -> dict[str, Any]:
+    """An error as JSON."""
+    data: dict[str, Any] = {"type": type(error).__name__, "message": error.message}
+    if isinstance(error, ConfigError):
+        data["mistakes"] = [attrs.asdict(mistake) for mistake in error.mistakes]
+    return data
+
+
+def print_json(data: Any) -> None:
+    """One JSON value on standard output."""
+    sys.stdout.write(json.dumps(data, indent=2, default=str) + "\n")
+    sys.stdout.flush()

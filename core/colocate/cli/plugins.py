@@ -1,0 +1,25 @@
+"""`colocate plugins`: what is installed, by metadata; nothing is imported."""
+
+from __future__ import annotations
+
+import attrs
+
+from colocate._plugins import PluginInfo, plugins
+from colocate._screen import console, show_table
+from colocate.cli.output import print_json
+
+
+def show_plugins(*, json: bool) -> int:
+    """List all plugins. Exit status 1 when a name is claimed twice."""
+    found = plugins()
+    if json:
+        print_json([attrs.asdict(plugin) for plugin in found])
+    else:
+        show_table("plugins", [_row(plugin) for plugin in found], console())
+    return 1 if any(plugin.rivals for plugin in found) else 0
+
+
+def _row(plugin: PluginInfo) -> dict[str, str]:
+    rivals = f"; also claimed by {', '.join(plugin.rivals)}: uninstall one" if plugin.rivals else ""
+    kind = "executor" if plugin.kind == "executor" else "roles, jobs"
+    return {"name": plugin.name, "kind": kind, "from": plugin.origin + rivals, "object": plugin.value}

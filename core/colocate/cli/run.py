@@ -1,0 +1,62 @@
+"""`colocate run`: the job of a config, from launch to the last thing closed."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from colocate._launch import launch
+from colocate._run import RunRecord
+from colocate._screen import Screen
+from colocate.cli.output import guarded, load, print_json
+
+
+def run_job(file: Path, executor: str | None, changes: Iterable[str], *, resume: bool, json: bool) -> int:
+    """Run a config's job.
+
+    Returns:
+        0 when it came to its end; 128 + the signal's number, as shells have it, when a signal ended it; 1 for an error.
+    """
+
+    def command() -> int:
+        screen = Screen(quiet=json)
+        # What a job prints must not get between a script and the JSON it waits for.
+        with contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext():
+            with launch(load(file, executor, changes)) as job:
+                record = job.run(resume=resume, screen=screen)
+            screen.say(_closed(job.runtime))
+        if json:
+            print_json(_summary(record))
+        if record.stopped is None:
+            return 0
+        screen.say(f"stopped by {record.stopped}; go on with --resume")
+        return 128 + signal.Signals[record.stopped]
+
+    try:
+        return guarded(command, as_json=json)
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted: everything is closed, what came after the last checkpoint is lost\n")
+        return 128 + signal.SIGINT
+
+
+def _closed(runtime: Any) -> str:
+    return "everything is closed"
+
+
+def _summary(record: RunRecord) -> dict[str, Any]:
+    last: dict[str, Any] = {}
+    for row in record.metrics:
+        last.update(row)
+    last.pop("seconds", None)
+    return {
+        "name": record.name,
+        "directory": str(record.directory),
+        "last": last,
+        "seconds": round(record.seconds, 3),
+        "phases": {phase: round(seconds, 3) for phase, seconds in record.phases.items()},
+        "stopped": record.stopped,
+    }

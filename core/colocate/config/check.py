@@ -1,0 +1,118 @@
+"""What can only be checked when the whole config is known: references, plugins, and arguments against signatures."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from colocate._mesh import parse_meshes
+from colocate._plugins import find_executor, find_job, find_role
+from colocate.config.arguments import Arguments, arguments_of, connect_arguments
+from colocate.config.schema import Config, PoolConfig, RoleConfig
+from colocate.config.source import Document, Place
+from colocate.errors import ConfigError, PluginError
+
+
+def check(config: Config, document: Document) -> None:
+    """Note everything that is wrong between the parts of a config, each of which is right in itself."""
+    if not re.fullmatch(r"\w[\w.-]*", config.name):
+        document.wrong(("name",), f"{config.name!r} can't name a folder; use letters, digits, '-', '_' and '.'")
+    _executor(config, document)
+    for name, pool in config.pools.items():
+        _pool(pool, ("pools", name), document)
+    _groups(config, document)
+    _job(config, document)
+
+
+def _executor(config: Config, document: Document) -> None:
+    try:
+        arguments = connect_arguments(find_executor(config.executor.use))
+    except PluginError as error:
+        document.wrong(("executor", "use"), error.message)
+    else:
+        _with(arguments, config.executor.with_, ("executor",), document)
+
+
+def _job(config: Config, document: Document) -> None:
+    if config.job is None:
+        return
+    try:
+        function = find_job(config.job.use).load()
+    except PluginError as error:
+        document.wrong(("job", "use"), error.message)
+    else:
+        _with(arguments_of(function, f"job {config.job.use}", skip=1), config.job.with_, ("job",), document)
+
+
+def _pool(pool: PoolConfig, place: Place, document: Document) -> None:
+    for key, least in (("slots", 1), ("gpus", 0), ("cpus", 0), ("timeout", 0)):
+        if (number := getattr(pool, key)) < least:
+            document.wrong((*place, key), f"must be at least {least}, not {number}")
+
+
+def _groups(config: Config, document: Document) -> None:
+    declared = document.data.get("pools")
+    pools = list(declared) if isinstance(declared, dict) else []
+    taken: dict[str, str] = {}
+    for name, group in config.groups.items():
+        place: Place = ("groups", name)
+        if group.pool not in pools:
+            there = f"there are {', '.join(pools)}" if pools else "there is none"
+            near = next(iter(difflib.get_close_matches(group.pool, pools, 1)), None)
+            document.wrong((*place, "pool"), f"no pool is called {group.pool!r}; {there}", near)
+        elif group.pool in taken:
+            text = f"pool {group.pool!r} has group {taken[group.pool]!r} already: a slot takes one group at a time"
+            document.wrong((*place, "pool"), text)
+        taken.setdefault(group.pool, name)
+        if not document.data["groups"][name]["roles"]:
+            document.wrong((*place, "roles"), "a group needs at least one role")
+        pool = config.pools.get(group.pool)
+        if pool is not None:
+            _mesh(group.mesh, pool.slots, (*place, "mesh"), document)
+        for role_name, role in group.roles.items():
+            _role(role, pool, (*place, "roles", role_name), document)
+
+
+def _role(role: RoleConfig, pool: PoolConfig | None, place: Place, document: Document) -> None:
+    if pool is not None and _slots(role, pool, place, document):
+        count = pool.slots if role.slots is None else len(role.slots)
+        _mesh(role.mesh, count, (*place, "mesh"), document)
+    try:
+        cls = find_role(role.use).load()
+    except PluginError as error:
+        document.wrong((*place, "use"), error.message)
+    else:
+        _with(arguments_of(cls, role.use), role.with_, place, document)
+
+
+def _slots(role: RoleConfig, pool: PoolConfig, place: Place, document: Document) -> bool:
+    """Whether the slots of a role exist, each named once."""
+    if role.slots is None:
+        return True
+    if not role.slots:
+        document.wrong((*place, "slots"), "name at least one slot, or leave the key out for all")
+        return False
+    for i, slot in enumerate(role.slots):
+        if not 0 <= slot < pool.slots:
+            there = f"the pool has {pool.slots}, counted from 0" if pool.slots > 1 else "the pool has one, slot 0"
+            document.wrong((*place, "slots", i), f"there is no slot {slot}: {there}")
+            return False
+    if len(set(role.slots)) < len(role.slots):
+        document.wrong((*place, "slots"), f"{role.slots} names a slot twice")
+        return False
+    return True
+
+
+def _mesh(mesh: Mapping[str, Any] | None, slots: int, place: Place, document: Document) -> None:
+    try:
+        parse_meshes(mesh, slots)
+    except ConfigError as error:
+        document.wrong(place, error.message)
+
+
+def _with(arguments: Arguments, given: Mapping[str, Any], place: Place, document: Document) -> None:
+    for problem in arguments.problems(given):
+        at = (*place, "with", *problem.place) if problem.place else place
+        document.wrong(at, problem.message, problem.nearest)

@@ -1,0 +1,59 @@
+"""`load_config`: read, expand, change, structure, check; every mistake at once."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from colocate.config.check import check
+from colocate.config.edit import assign, expand, replace_executor
+from colocate.config.schema import Config
+from colocate.config.source import Document, read_dict, read_file
+from colocate.config.structure import structure
+
+
+def load_config(
+    source: str | os.PathLike[str] | Mapping[str, Any],
+    *,
+    executor: str | None = None,
+    set: Iterable[str] = (),
+) -> Config:
+    """Read a config and check all of it: names, types, references, and arguments against signatures.
+
+    Imports the plugins and roles that it names, and starts nothing.
+
+    Args:
+        source: A YAML file, or the same as a dict.
+        executor: The name of another executor, which replaces the whole entry.
+        set: Changes "path=value", applied in order; values are read as YAML.
+
+    Raises:
+        ConfigError: Something is wrong; its `mistakes` are all there are.
+    """
+    document = _read(source)
+    expand(document)
+    if executor is not None:
+        replace_executor(document, executor)
+    for change in set:
+        assign(document, change)
+        expand(document)
+    config = structure(document)
+    if config is not None:
+        check(config, document)
+    if document.mistakes or config is None:
+        raise document.error()
+    return config
+
+
+def _read(source: str | os.PathLike[str] | Mapping[str, Any]) -> Document:
+    if isinstance(source, Mapping):
+        document = read_dict(source, "config")
+        document.data.setdefault("name", "run")
+        return document
+    path = Path(source)
+    document = read_file(path)
+    document.data.setdefault("name", re.sub(r"[^\w.-]+", "-", path.stem) or "run")
+    return document

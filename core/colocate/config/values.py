@@ -1,0 +1,157 @@
+"""Whether a plain value fits an annotation: strict about scalars, silent about types that a config can't know."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal, NewType, Union, get_args, get_origin
+
+import attrs
+
+from colocate.config.source import Place
+
+_SCALARS: dict[Any, tuple[tuple[type, ...], str]] = {
+    int: ((int,), "an integer"),
+    float: ((float, int), "a number"),
+    str: ((str,), "text"),
+    bool: ((bool,), "true or false"),
+    None: ((types.NoneType,), "null"),
+    types.NoneType: ((types.NoneType,), "null"),
+}
+_LISTS = (list, Sequence)
+_MAPPINGS = (dict, Mapping)
+
+
+@attrs.frozen
+class Problem:
+    """What is wrong with a value, and where inside it."""
+
+    place: Place
+    message: str
+    nearest: str | None = None
+
+
+def problems(value: Any, annotation: Any, place: Place = ()) -> Iterator[Problem]:
+    """Everything about a value that doesn't fit an annotation; nothing for annotations that can't be judged."""
+    annotation = _bare(annotation)
+    origin = get_origin(annotation) or annotation
+    if annotation in _SCALARS:
+        yield from _scalar(value, annotation, place)
+    elif origin is Literal:
+        yield from _literal(value, get_args(annotation), place)
+    elif origin in (Union, types.UnionType):
+        yield from _union(value, annotation, place)
+    elif origin in _LISTS:
+        yield from _list(value, annotation, place)
+    elif origin in _MAPPINGS:
+        yield from _mapping(value, annotation, place)
+
+
+def describe(annotation: Any) -> str:
+    """What an annotation wants, in words."""
+    annotation = _bare(annotation)
+    origin = get_origin(annotation) or annotation
+    if annotation in _SCALARS:
+        return _SCALARS[annotation][1]
+    if origin is Literal:
+        return " or ".join(repr(each) for each in get_args(annotation))
+    if origin in (Union, types.UnionType):
+        return " or ".join(dict.fromkeys(describe(each) for each in get_args(annotation)))
+    if origin in _LISTS:
+        return "a list"
+    return "a mapping" if origin in _MAPPINGS else str(getattr(annotation, "__name__", annotation))
+
+
+def shown(value: Any) -> str:
+    """A value as a message shows it, with its kind."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, dict):
+        return "a mapping"
+    if isinstance(value, list):
+        return "a list"
+    return f"the text {value!r}" if isinstance(value, str) else repr(value)
+
+
+def _scalar(value: Any, annotation: Any, place: Place) -> Iterator[Problem]:
+    accepted, wanted = _SCALARS[annotation]
+    if type(value) in accepted:
+        return
+    hint = ""
+    if annotation is str and isinstance(value, int | float):
+        hint = "; put it in quotes"
+    elif isinstance(value, str) and annotation in (int, float) and _number(value):
+        hint = "; remove the quotes"
+    yield Problem(place, f"must be {wanted}, not {shown(value)}{hint}")
+
+
+def _literal(value: Any, choices: tuple[Any, ...], place: Place) -> Iterator[Problem]:
+    if any(value == choice and type(value) is type(choice) for choice in choices):
+        return
+    names = [choice for choice in choices if isinstance(choice, str)]
+    close = difflib.get_close_matches(value, names, 1) if isinstance(value, str) else []
+    message = f"must be {' or '.join(repr(choice) for choice in choices)}, not {shown(value)}"
+    yield Problem(place, message, close[0] if close else None)
+
+
+def _union(value: Any, annotation: Any, place: Place) -> Iterator[Problem]:
+    arms = get_args(annotation)
+    found = [list(problems(value, arm, place)) for arm in arms]
+    if not all(found):
+        return
+    # An arm of the value's own kind (a list, a mapping) knows best what is wrong inside it.
+    deeper = [each for each in found if all(problem.place != place for problem in each)]
+    if deeper:
+        yield from min(deeper, key=len)
+    elif len(real := [arm for arm in arms if arm is not types.NoneType]) == 1:
+        yield from problems(value, real[0], place)
+    else:
+        yield Problem(place, f"must be {describe(annotation)}, not {shown(value)}")
+
+
+def _list(value: Any, annotation: Any, place: Place) -> Iterator[Problem]:
+    if not isinstance(value, list):
+        yield Problem(place, f"must be a list, not {shown(value)}")
+        return
+    (item,) = get_args(annotation) or (Any,)
+    for i, each in enumerate(value):
+        yield from problems(each, item, (*place, i))
+
+
+def _mapping(value: Any, annotation: Any, place: Place) -> Iterator[Problem]:
+    if not isinstance(value, dict):
+        yield Problem(place, f"must be a mapping, not {shown(value)}")
+        return
+    _, item = get_args(annotation) or (Any, Any)
+    for key, each in value.items():
+        yield from problems(each, item, (*place, key))
+
+
+def _bare(annotation: Any) -> Any:
+    while True:
+        if get_origin(annotation) is Annotated:
+            annotation = get_args(annotation)[0]
+        elif isinstance(annotation, NewType):
+            annotation = annotation.__supertype__
+        else:
+            return Any if annotation is inspect.Parameter.empty or not _hashable(annotation) else annotation
+
+
+def _hashable(annotation: Any) -> bool:
+    try:
+        hash(annotation)
+    except TypeError:
+        return False
+    return True
+
+
+def _number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
