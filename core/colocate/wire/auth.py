@@ -27,7 +27,7 @@ KEY_BYTES = 32
 _GREETING = b"colocate-wire-1\n"
 _NONCE_BYTES = 32
 _PROOF_BYTES = 32
-_SO_PEERCRED = socket.SO_PEERCRED
+_UCRED = struct.Struct("3i")
 # What waits for its turn when many workers dial at once.
 _BACKLOG = 1024
 _BUFFER_BYTES = 1 << 20
@@ -128,6 +128,7 @@ def connect(address: str, key: bytes, timeout: float = 10.0) -> socket.socket:
 def dial(address: str, timeout: float) -> socket.socket:
     """The first half of `connect`: a connection that isn't authenticated yet."""
     kind, _, place = address.partition(":")
+    target: str | tuple[str, int]
     if kind == "unix":
         family, target = socket.AF_UNIX, f"\0{place}"
     elif kind == "tcp":
@@ -141,11 +142,10 @@ def dial(address: str, timeout: float) -> socket.socket:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", int(timeout), _micros(timeout)))
         sock.connect(target)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", 0, 0))
-    except (BlockingIOError, TimeoutError) as error:
-        sock.close()
-        raise TimeoutError(f"{address} didn't accept a connection within {timeout:g} s") from error
     except OSError as error:
         sock.close()
+        if isinstance(error, BlockingIOError | TimeoutError):
+            raise TimeoutError(f"{address} didn't accept a connection within {timeout:g} s") from error
         raise ConnectionRefusedError(f"nobody listens at {address}: {error.strerror or error}") from error
     tune(sock)
     return sock
@@ -232,7 +232,7 @@ def _check_key(key: bytes) -> None:
 def _is_own_user(sock: socket.socket) -> bool:
     if sock.family != socket.AF_UNIX:
         return True
-    _pid, user, _group = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, _SO_PEERCRED, struct.calcsize("3i")))
+    _pid, user, _group = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
     return bool(user == os.geteuid())
 
 

@@ -47,7 +47,7 @@ class Packed(NamedTuple):
 
     def copy(self) -> Packed:
         """The same in memory of its own, as after a transport."""
-        return Packed(self.data, tuple(memoryview(bytearray(buffer)) for buffer in self.buffers))
+        return Packed(bytes(self.data), tuple(memoryview(bytearray(buffer)) for buffer in self.buffers))
 
 
 def pack(value: Any) -> Packed:
@@ -68,8 +68,8 @@ def pack(value: Any) -> Packed:
         return Packed(pickle.dumps(value, protocol=5))
     file = io.BytesIO()
     buffers: list[pickle.PickleBuffer] = []
-    # A value can only hold tensors if torch has been imported.
-    pickler = _TensorPickler if "torch" in sys.modules else cloudpickle.Pickler
+    # A value can only hold tensors if torch has been imported (completely: another thread may be at it).
+    pickler = _TensorPickler if hasattr(sys.modules.get("torch"), "nn") else cloudpickle.Pickler
     pickler(file, protocol=5, buffer_callback=buffers.append).dump(value)
     return Packed(file.getvalue(), tuple(buffer.raw() for buffer in buffers))
 
@@ -114,7 +114,7 @@ def _is_plain(value: Any, room: int) -> int:
     return room - 1
 
 
-class _TensorPickler(cloudpickle.Pickler):
+class _TensorPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
     """cloudpickle, with tensors out of band."""
 
     def reducer_override(self, obj: Any) -> Any:
@@ -123,7 +123,7 @@ class _TensorPickler(cloudpickle.Pickler):
             return _reduce_tensor(obj)
         if isinstance(obj, torch.nn.Module):
             return self._reduce_module(obj)
-        if _is_tensordict(obj) and obj.device is not None and obj.device.type != "cpu":
+        if _is_tensordict(obj) and obj.device is not None and obj.device.type not in ("cpu", "meta"):
             # Its tensors will be where the receiver wants them: the device it was made on must not come along.
             return _placed_tensordict, (obj.clone(recurse=False).clear_device_(),)
         return super().reducer_override(obj)
@@ -167,8 +167,7 @@ def _placed_tensordict(tensordict: Any) -> Any:
 
 
 def _reduce_tensor(tensor: Any) -> Any:
-    import torch
-
+    torch = sys.modules["torch"]
     tensor = tensor.detach()
     if type(tensor) is not torch.Tensor:
         tensor = _unwrapped(tensor)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from colocate.errors import SerializationError
@@ -39,8 +39,8 @@ def explain(value: Any, name: str, error: BaseException) -> SerializationError:
     article = "an" if kind.__qualname__[:1].lower() in "aeiou" else "a"
     why = str(cause) or type(cause).__name__
     return SerializationError(
-        f"{path} can't be sent: it is {article} {kind.__module__}.{kind.__qualname__} ({why}). Send plain data and make "
-        "such a thing where it is needed, inside the role; or leave it out by the __getstate__ of what holds it.",
+        f"{path} can't be sent: it is {article} {kind.__module__}.{kind.__qualname__} ({why}). Send plain data and "
+        "make such a thing where it is needed, inside the role; or leave it out by the __getstate__ of what holds it.",
         argument=name,
         path=path,
     )
@@ -60,12 +60,10 @@ def _first_failing(value: Any) -> tuple[str, Any, BaseException] | None:
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     """What pickling a value pickles, with how the part is reached."""
-    if isinstance(value, Mapping) and not isinstance(value, types.MappingProxyType):
+    if isinstance(value, dict):
         yield from ((f".keys()[{i}]", key) for i, key in enumerate(value))
         yield from ((f"[{key!r}]", item) for key, item in value.items())
-    elif isinstance(value, list | tuple):
-        yield from ((f"[{i}]", item) for i, item in enumerate(value))
-    elif isinstance(value, set | frozenset):
+    elif isinstance(value, list | tuple | set | frozenset):
         yield from ((f"[{i}]", item) for i, item in enumerate(value))
     elif isinstance(value, types.FunctionType):
         yield from _closed_over(value)

@@ -42,7 +42,7 @@ class PeerChannel:
         """
         self._key = key
         self._handler = handler
-        self._kind = kind
+        self._kind: Kind = kind
         self._lock = threading.Lock()
         self._hub: Hub | None = None
         self._address = ""
@@ -78,12 +78,12 @@ class PeerChannel:
         Raises:
             ConnectionError: The peer is gone, doesn't know the key, failed to answer; or `abort` was called.
         """
+        frame = encode(head)
         connection = self._take(address)
         try:
-            with encode(head) as frame:
-                connection.send(frame)
+            connection.send(frame)
             (fine, *answer), body = connection.receive()
-        except (EOFError, OSError) as error:
+        except (EOFError, OSError, ValueError) as error:
             self._drop(connection)
             reason = connection.aborted or f"the connection ended before it answered ({error})"
             raise ConnectionError(f"asking the peer at {address}: {reason}") from error
@@ -215,7 +215,7 @@ class PeerChannel:
                 head, _body = connection.receive()
                 with self._answer(head) as frame:
                     connection.send(frame)
-        except (EOFError, OSError):
+        except (EOFError, OSError, ValueError):
             pass  # The asking side has gone, or this one closes.
         finally:
             with self._lock:

@@ -1,0 +1,412 @@
+"""Values to bytes and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tensordict import MemoryMappedTensor, NonTensorData, TensorDict, lazy_stack
+
+from colocate.errors import SerializationError
+from colocate.wire import Packed, explain, pack, unpack
+from colocate.wire import codec as codec_module
+
+LARGE = 1 << 14  # elements: always out of band
+
+DTYPES = [
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+]
+
+
+def there_and_back(value: Any, device: str | None = None) -> Any:
+    return unpack(pack(value).copy(), device)
+
+
+def address(buffer: Any) -> int:
+    return int(np.frombuffer(buffer, np.uint8).ctypes.data)
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (5,), (2, 3), (LARGE,), (64, 257)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tensors_of_every_dtype_and_shape(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = torch.randint(0, 2, shape).to(dtype)
+    result = there_and_back(tensor)
+    assert type(result) is torch.Tensor
+    assert (result.dtype, result.shape, bits(result)) == (dtype, tensor.shape, bits(tensor))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_encoding_copies_nothing_and_decoding_neither(dtype: torch.dtype) -> None:
+    tensor = torch.zeros(LARGE).to(dtype)
+    packed = pack({"x": [tensor]})
+    assert [address(b) for b in packed.buffers] == [tensor.data_ptr()]
+    assert len(packed.data) < 300
+    own = packed.copy()
+    assert unpack(own)["x"][0].data_ptr() == address(own.buffers[0])
+
+
+def test_what_arrives_is_writable_and_its_own() -> None:
+    tensor, array = torch.zeros(LARGE), np.zeros(LARGE)
+    small = torch.zeros(3)
+    got = there_and_back((tensor, array, small))
+    for item in got:
+        item += 1
+    assert not tensor.any()
+    assert not array.any()
+    assert not small.any()
+    assert all(item.all() for item in got)
+
+
+def test_layouts_that_are_not_contiguous() -> None:
+    base = torch.arange(2.0 * LARGE).reshape(2, LARGE)
+    complex_ = torch.randn(LARGE, dtype=torch.complex64)
+    for tensor in (
+        base.T,
+        base[:, ::3],
+        base[1],
+        base[:1].expand(4, LARGE),
+        complex_.conj(),
+        complex_.conj().imag,
+        torch.randn(2, 8, 40, 40).to(memory_format=torch.channels_last),
+    ):
+        result = there_and_back(tensor)
+        assert torch.equal(result, tensor)
+        assert result.is_contiguous()
+
+
+def test_a_slice_takes_only_its_own_bytes_along() -> None:
+    packed = pack(torch.zeros(100, LARGE)[3])
+    assert packed.nbytes < 4 * LARGE + 500
+
+
+def test_gradients_stay_behind() -> None:
+    leaf = torch.randn(LARGE, requires_grad=True)
+    for tensor in (leaf, leaf * 2, torch.nn.Parameter(torch.randn(3)), torch.nn.Parameter(torch.randn(LARGE))):
+        result = there_and_back(tensor)
+        assert type(result) is torch.Tensor
+        assert not result.requires_grad
+        assert result.grad_fn is None
+        assert torch.equal(result, tensor)
+
+
+def test_inference_tensors_arrive_as_ordinary_ones() -> None:
+    with torch.inference_mode():
+        tensor = torch.ones(LARGE)
+    result = there_and_back(tensor)
+    assert not result.is_inference()
+    assert torch.equal(result, tensor)
+
+
+def test_a_module_keeps_its_parameters_and_what_is_tied() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    model[1].weight = model[0].weight
+    model[0].bias.requires_grad_(False)
+    model[0].register_parameter("none", None)
+    result = there_and_back(model)
+    assert [(n, p.requires_grad) for n, p in result.named_parameters()] == [
+        (n, p.requires_grad) for n, p in model.named_parameters()
+    ]
+    assert result[1].weight is result[0].weight
+    assert isinstance(result[0].weight, torch.nn.Parameter)
+    assert "running_mean" in dict(result[2].named_buffers())
+    x = torch.randn(3, 4)
+    assert torch.equal(result.eval()(x), model.eval()(x))
+
+
+def test_jagged_tensors() -> None:
+    values, offsets = torch.randn(LARGE, 3), torch.tensor([0, 2, 2, LARGE])
+    first = torch.nested.nested_tensor_from_jagged(values, offsets)
+    packed = pack((first, first * 2))
+    assert values.data_ptr() in [address(b) for b in packed.buffers]
+    one, two = unpack(packed.copy())
+    assert one.layout is torch.jagged
+    assert torch.equal(one.values(), values)
+    assert torch.equal(one.offsets(), offsets)
+    assert torch.equal((one + two).values(), values * 3)  # They still have one ragged shape.
+
+
+def test_jagged_tensors_with_holes() -> None:
+    holes = torch.nested.nested_tensor_from_jagged(torch.arange(10.0), torch.tensor([0, 4, 10]), torch.tensor([2, 5]))
+    result = there_and_back(holes)
+    assert [t.tolist() for t in result.unbind()] == [[0, 1], [4, 5, 6, 7, 8]]
+
+
+def test_other_layouts_go_the_way_torch_pickles_them() -> None:
+    sparse = torch.eye(200).to_sparse().requires_grad_()
+    result = there_and_back(sparse)
+    assert result.layout is torch.sparse_coo
+    assert not result.requires_grad
+    assert torch.equal(result.to_dense(), torch.eye(200))
+    assert there_and_back(torch.empty(3, device="meta")).is_meta
+
+
+class Inner:
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+@dataclasses.dataclass
+class Data:
+    tensor: torch.Tensor
+    name: str
+
+
+@attrs.frozen
+class Frozen:
+    tensor: torch.Tensor
+    array: Any
+
+
+@pytest.mark.parametrize(
+    ("make", "reach"),
+    [
+        (Inner, lambda v: v.tensor),
+        (lambda t: Data(t, "a"), lambda v: v.tensor),
+        (lambda t: Frozen(t, np.zeros(3)), lambda v: v.tensor),
+        (lambda t: TensorDict({"x": t, "sub": {"y": t[:2]}}, batch_size=[]), lambda v: v["x"]),
+        (lambda t: TensorDict({"x": t}, batch_size=[]).lock_(), lambda v: v["x"]),
+        (lambda t: functools.partial(max, t), lambda v: v.args[0]),
+        (lambda t: (lambda: t), lambda v: v()),
+    ],
+    ids=["object", "dataclass", "attrs", "TensorDict", "locked TensorDict", "partial", "closure"],
+)
+def test_tensors_inside_objects_are_not_copied(make: Callable[[Any], Any], reach: Callable[[Any], Any]) -> None:
+    tensor = torch.arange(float(LARGE))
+    packed = pack(make(tensor))
+    assert tensor.data_ptr() in [address(b) for b in packed.buffers]
+    assert torch.equal(reach(unpack(packed.copy())), tensor)
+
+
+def test_tensordicts_keep_structure_and_batch() -> None:
+    batch = TensorDict(
+        {"x": torch.randn(4, 3), "sub": TensorDict({"y": torch.ones(4, 2)}, [4]), "text": NonTensorData("hi")}, [4]
+    ).lock_()
+    result = there_and_back(batch)
+    assert result.batch_size == torch.Size([4])
+    assert result.is_locked
+    assert result["text"] == "hi"
+    assert torch.equal(result["sub", "y"], batch["sub", "y"])
+    result["x"].zero_()
+    assert batch["x"].any()
+    stacked = there_and_back(lazy_stack([TensorDict({"x": torch.ones(n)}, []) for n in (2, 3)]))
+    assert [t["x"].shape[0] for t in stacked.unbind(0)] == [2, 3]
+
+
+def test_memory_mapped_tensors_arrive_in_memory_of_their_own() -> None:
+    mapped = MemoryMappedTensor.from_tensor(torch.zeros(LARGE))
+    result = there_and_back(mapped)
+    result += 1
+    assert type(result) is torch.Tensor
+    assert not mapped.any()
+
+
+def test_marked_tensors_go_to_the_receivers_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for a device: `meta` is one that every machine has."""
+    here, there = torch.ones(LARGE), torch.ones(LARGE, 2)
+    monkeypatch.setattr(codec_module, "_on_device", lambda tensor: tensor.ndim == 2)
+    packed = pack({"here": here, "there": there}).copy()
+    assert unpack(packed)["there"].is_cpu
+    placed = unpack(packed, "meta")
+    assert placed["here"].is_cpu
+    assert placed["there"].is_meta
+    assert unpack(packed, torch.device("meta"))["there"].is_meta
+    assert unpack(packed)["there"].is_cpu  # The device of one unpacking isn't that of the next.
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_cuda_tensors_travel_by_the_cpu() -> None:
+    x = torch.arange(LARGE, device="cuda")
+    packed = pack({"x": x, "td": TensorDict({"x": x, "sub": {"y": x}}, [], device="cuda"), "cpu": x.cpu()}).copy()
+    on_cpu, on_cuda = unpack(packed), unpack(packed, "cuda")
+    assert on_cpu["x"].is_cpu
+    assert on_cpu["td"].device == torch.device("cpu")
+    assert on_cuda["x"].is_cuda
+    assert on_cuda["td"]["sub", "y"].is_cuda
+    assert on_cuda["cpu"].is_cpu
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(LARGE),
+        np.asfortranarray(np.arange(600.0).reshape(20, 30)),
+        np.arange(600.0)[::2],
+        np.zeros((0, 3)),
+        np.float64(2.5),
+        np.array(3),
+        np.array(["2024-01-01"], dtype="datetime64[D]"),
+        np.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")]),
+        np.array(["text", None], dtype=object),
+    ],
+    ids=["large", "fortran", "strided", "empty", "scalar", "0-d", "dates", "records", "objects"],
+)
+def test_arrays(array: Any) -> None:
+    result = there_and_back(array)
+    assert result.dtype == array.dtype
+    np.testing.assert_array_equal(result, array)
+
+
+def test_arrays_are_not_copied() -> None:
+    array = np.arange(LARGE)
+    assert [address(b) for b in pack([array]).buffers] == [array.ctypes.data]
+
+
+def test_one_tensor_twice_stays_one() -> None:
+    tensor = torch.ones(LARGE)
+    one, two = there_and_back([tensor, tensor])
+    assert one is two
+
+
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.text(), inner, max_size=4)
+        | st.tuples(inner, inner)
+        | st.frozensets(st.integers())
+    ),
+)
+
+
+@given(plain)
+def test_plain_values(value: Any) -> None:
+    result = there_and_back(value)
+    assert result == value
+    assert type(result) is type(value)
+
+
+def test_code_of_a_script_goes_by_value() -> None:
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    exec("class Local:\n    def double(self, x):\n        return helper(x)\ndef helper(x):\n    return 2 * x", namespace)
+    packed = pack(namespace["Local"]())
+    code = f"import pickle; print(pickle.loads({packed.data!r}).double(21))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "42\n"
+
+
+def test_no_torch_is_imported_for_values_without_tensors() -> None:
+    code = (
+        "import sys; from colocate.wire import pack, unpack\n"
+        "class A: pass\n"
+        "assert unpack(pack({'a': [1, 2.0, A]}).copy())['a'][2] is A\n"
+        "assert not {'torch', 'numpy', 'tensordict'} & set(sys.modules), 'imported'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+class Holder:
+    def __init__(self, **parts: Any) -> None:
+        self.__dict__.update(parts)
+
+
+class Stateful(Holder):
+    """Its lock stays at home, so the fault lies elsewhere."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: part for name, part in self.__dict__.items() if name != "lock"}
+
+
+@attrs.define
+class Slotted:
+    part: Any
+
+
+def with_closure(lock: Any) -> Callable[[], Any]:
+    return lambda: lock
+
+
+def fault(value: Any) -> SerializationError:
+    try:
+        pack(value)
+    except Exception as error:
+        return explain(value, "batch", error)
+    raise AssertionError("it can be packed")
+
+
+@pytest.mark.parametrize(
+    ("make", "path"),
+    [
+        (lambda lock: lock, "batch"),
+        (lambda lock: {"y": 1, "x": [1, 2, Holder(a=1, lock=lock)]}, "batch['x'][2].lock"),
+        (lambda lock: (torch.zeros(LARGE), {3: lock}), "batch[1][3]"),
+        (lambda lock: Stateful(lock=lock, inner=Holder(deep=lock)), "batch.inner.deep"),
+        (lambda lock: Slotted(Slotted(lock)), "batch.part.part"),
+        (lambda lock: {lock: 1}, "batch.keys()[0]"),
+        (lambda lock: with_closure(lock), "batch.__closure__['lock']"),
+        (lambda lock: functools.partial(max, 1, lock), "batch"),
+        (lambda lock: TensorDict({"x": torch.ones(2)}, []).set_non_tensor("thing", lock), "batch"),
+    ],
+)
+def test_explain_finds_the_deepest_fault(make: Callable[[Any], Any], path: str) -> None:
+    error = fault(make(threading.Lock()))
+    assert error.argument == "batch"
+    assert error.path is not None
+    assert error.path.startswith(path)
+    assert error.path in str(error)
+    assert "_thread.lock" in str(error)
+    assert "cannot pickle" in str(error)
+    assert "Send plain data" in str(error)
+
+
+def test_explain_of_something_that_refuses_by_itself() -> None:
+    class Refuses:
+        def __reduce__(self) -> Any:
+            raise RuntimeError("views stay with the driver")
+
+    error = fault([Refuses()])
+    assert error.path == "batch[0]"
+    assert "views stay with the driver" in str(error)
+    assert "Refuses" in str(error)
+
+
+def test_explain_ends_on_endless_values() -> None:
+    loop: list[Any] = [threading.Lock()]
+    loop.insert(0, loop)
+    assert fault(loop).argument == "batch"
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    error = fault(deep)
+    assert "recursion" in str(error)
+    while deep:  # Or freeing it would itself recurse.
+        deep = deep[0]
+
+
+def test_packed_knows_its_size_and_survives_copying() -> None:
+    packed = pack([np.zeros(LARGE), b"abc"])
+    assert isinstance(packed, Packed)
+    assert packed.nbytes == len(packed.data) + 8 * LARGE
+    assert bytes(packed.copy().buffers[0]) == bytes(8 * LARGE)
+    assert pickle.loads(packed.data, buffers=packed.buffers)[1] == b"abc"
