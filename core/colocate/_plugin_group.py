@@ -72,7 +72,7 @@ class PluginGroup:
         try:
             return found[0].function()
         except Exception as error:
-            raise broken(self._plugin(entry), f"its hook {hook}() raised", error, entry) from error
+            raise broken(f"{self._plugin(entry)}:", f"its hook {hook}() raised", error, entry) from error
 
     def _plugin(self, entry: EntryPoint) -> str:
         return f"the {self.noun} {entry.name!r} ({origin(entry)})"
@@ -182,7 +182,7 @@ def import_reference(reference: str, what: str, entry: EntryPoint | None) -> Any
 
 
 def pip_line(entry: EntryPoint, error: BaseException) -> str | None:
-    """The command that installs what an ImportError of this plugin misses; None when metadata doesn't tell.
+    """The command that installs what an import error of this plugin misses; None when metadata doesn't tell.
 
     By convention an extra is named like the entry point; otherwise the requirement that fits the module is looked for.
     """
@@ -227,10 +227,10 @@ def listed(names: Collection[str], last: str = "and") -> str:
 
 
 def _missing_module(error: BaseException) -> str | None:
-    """The top-level module that an ImportError, or one of its causes, says is missing."""
+    """The top-level module that an import error, or one of its causes, says is missing."""
     seen: BaseException | None = error
     while seen is not None:
-        if isinstance(seen, ImportError) and seen.name:
+        if isinstance(seen, ModuleNotFoundError) and seen.name:
             return seen.name.partition(".")[0]
         seen = seen.__cause__ or seen.__context__
     return None

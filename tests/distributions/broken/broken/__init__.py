@@ -1,0 +1,1 @@
+"""Plugins that are wrong, each in its own way."""

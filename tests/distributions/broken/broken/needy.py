@@ -1,0 +1,1 @@
+import a_missing_library  # noqa: F401

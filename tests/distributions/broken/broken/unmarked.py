@@ -1,0 +1,2 @@
+def colocate_roles() -> dict[str, str]:
+    return {"reward": "broken.roles:Fine"}

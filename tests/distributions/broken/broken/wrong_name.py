@@ -1,0 +1,6 @@
+import colocate
+
+
+@colocate.hookimpl
+def colocate_roles() -> dict[str, str]:
+    return {"reward": "broken.roles.Fine"}

@@ -1,0 +1,6 @@
+import colocate
+
+
+@colocate.hookimpl
+def colocate_roles(config: object) -> dict[str, str]:
+    return {}

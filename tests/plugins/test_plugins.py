@@ -1,0 +1,251 @@
+"""Plugins by name, from distributions that pip has installed; messages as a user reads them."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from colocate._plugins import FoundRole, PluginInfo, find_executor, find_job, find_role, plugins
+from colocate.errors import PluginError
+
+Put = Callable[..., list[Path]]
+
+
+def message(find: Callable[[], object]) -> str:
+    with pytest.raises(PluginError) as caught:
+        find()
+    return str(caught.value)
+
+
+def test_a_role_is_found_by_name_and_loaded_only_when_asked(with_distributions: Put) -> None:
+    with_distributions("acme")
+    found = find_role("acme.reward")
+    assert found == FoundRole("acme.reward", "acme.reward:Reward", "acme", "1.0.0")
+    assert found.origin == "acme 1.0.0"
+    assert "acme.reward" not in sys.modules
+    assert found.load().__qualname__ == "Reward"
+    assert find_role("acme.reward").load() is found.load()
+
+
+def test_a_job_is_found_by_name(with_distributions: Put) -> None:
+    with_distributions("acme")
+    found = find_job("acme.tally")
+    assert (found.distribution, found.version) == ("acme", "1.0.0")
+    assert found.load().__name__ == "tally"
+
+
+def test_listing_imports_no_plugin(with_distributions: Put) -> None:
+    folders = with_distributions("acme", "broken")
+    code = (
+        "import sys; from colocate._plugins import plugins; names = {p.name for p in plugins()}\n"
+        "assert {'acme', 'raises', 'local', 'slow'} <= names, names\n"
+        "print([m for m in sys.modules if m.partition('.')[0] in ('acme', 'broken', 'colocate_local', 'torch')])"
+    )
+    path = [str(folder) for folder in folders]
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path[:0] = {path}\n{code}"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_listing_says_where_each_plugin_comes_from(with_distributions: Put) -> None:
+    with_distributions("acme", "acme_rival")
+    (acme,) = [plugin for plugin in plugins() if plugin.name == "acme"]
+    assert acme == PluginInfo("roles", "acme", "acme", "1.0.0", "acme.plugin", ("acme-rival 0.3",))
+
+
+def test_only_the_plugin_that_a_name_needs_is_imported(with_distributions: Put) -> None:
+    with_distributions("acme", "broken")  # every plugin of broken would raise
+    find_role("acme.reward").load()
+    assert not [name for name in sys.modules if name.startswith("broken")]
+    assert "acme.judge" not in sys.modules
+
+
+def test_a_reference_needs_no_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_roles.py").write_text(
+        "import colocate\nclass Outer:\n    class Mine:\n        @colocate.method\n        def go(self): ...\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = find_role("my_roles:Outer.Mine")
+    assert (found.distribution, found.origin) == (None, "module my_roles")
+    assert found.load().__name__ == "Mine"
+    assert message(find_role("my_roles:Outr").load) == (
+        "role 'my_roles:Outr': module my_roles has no 'Outr'; did you mean 'Outer'?"
+    )
+    assert message(find_role("my_rolls:Mine").load) == (
+        "role 'my_rolls:Mine': module my_rolls can't be imported: "
+        "ModuleNotFoundError: No module named 'my_rolls'"
+    )
+
+
+class TestMessages:
+    def test_an_unknown_namespace_with_the_nearest(self, with_distributions: Put) -> None:
+        with_distributions("acme")
+        text = message(lambda: find_role("acmee.reward"))
+        assert text.startswith("no role plugin is called 'acmee' (installed: acme")
+        assert text.endswith("; did you mean 'acme'?")
+
+    def test_an_unknown_role_with_those_there_are(self, with_distributions: Put) -> None:
+        with_distributions("acme")
+        assert message(lambda: find_role("acme.rewrad")) == (
+            "'acme' (acme 1.0.0) has no role 'rewrad': it has 'judge' and 'reward'; did you mean 'reward'?"
+        )
+        assert message(lambda: find_job("acme.tallly")) == (
+            "'acme' (acme 1.0.0) has no job 'tallly': it has 'tally'; did you mean 'tally'?"
+        )
+
+    def test_a_plugin_without_jobs(self, with_distributions: Put) -> None:
+        with_distributions("acme_newer")
+        assert message(lambda: find_job("acme.tally")) == (
+            "the role plugin 'acme' (acme 2.0.0) has no jobs: no hook colocate_jobs()"
+        )
+
+    def test_an_unknown_executor(self) -> None:
+        assert message(lambda: find_executor("locla")) == (
+            "no executor is called 'locla' (installed: local); did you mean 'local'?"
+        )
+
+    def test_a_name_that_is_an_extra_of_ours_says_the_pip_line(self) -> None:
+        # `all` stands for any extra: an executor that is one is found by its entry point when it is installed.
+        text = message(lambda: find_executor("all"))
+        assert text.endswith("; install it: pip install 'colocate[all]'")
+
+    def test_a_plain_word_is_no_name(self) -> None:
+        assert message(lambda: find_role("reward")) == (
+            "'reward' is not a role's name: write plugin.role, or module:Name"
+        )
+
+    def test_a_dotted_class(self) -> None:
+        text = message(lambda: find_role("my_package.roles.Reward"))
+        assert text.endswith("; a class of a module is named with a colon: my_package.roles:Reward")
+
+    def test_a_name_that_two_claim(self, with_distributions: Put) -> None:
+        with_distributions("acme", "acme_rival")
+        with pytest.raises(PluginError) as caught:
+            find_role("acme.reward")
+        assert str(caught.value) == (
+            "the role plugin 'acme' is claimed by acme 1.0.0 and acme-rival 0.3; "
+            "keep one, for example: pip uninstall acme-rival"
+        )
+        assert caught.value.hint == "pip uninstall acme-rival"
+
+    def test_a_plugin_that_raises_on_import(self, with_distributions: Put) -> None:
+        (folder,) = with_distributions("broken")
+        with pytest.raises(PluginError) as caught:
+            find_role("raises.reward")
+        error = caught.value
+        assert str(error) == (
+            "the role plugin 'raises' (broken 0.1) can't be imported: RuntimeError: the licence file is missing "
+            f"({folder}/broken/raises.py, line 1)"
+        )
+        assert (error.name, error.distribution) == ("raises", "broken")
+        assert isinstance(error.__cause__, RuntimeError)
+
+    def test_a_plugin_whose_extra_is_missing_says_the_pip_line(self, with_distributions: Put) -> None:
+        with_distributions("broken")
+        with pytest.raises(PluginError) as caught:
+            find_role("needy.reward")
+        assert caught.value.hint == "pip install 'broken[needy]'"
+        assert str(caught.value).endswith("; install what it needs: pip install 'broken[needy]'")
+
+    def test_a_role_whose_extra_is_missing_says_the_pip_line(self, with_distributions: Put) -> None:
+        (folder,) = with_distributions("acme")
+        assert message(find_role("acme.judge").load) == (
+            "role 'acme.judge' (acme 1.0.0): module acme.judge can't be imported: "
+            "ModuleNotFoundError: No module named 'acme_scoring_models' "
+            f"({folder}/acme/judge.py, line 1); install what it needs: pip install 'acme[acme]'"
+        )
+
+    def test_an_entry_point_of_a_module_that_is_not_there(self, with_distributions: Put) -> None:
+        with_distributions("broken")
+        assert message(lambda: find_role("gone.reward")) == (
+            "the role plugin 'gone' (broken 0.1) can't be imported: "
+            "ModuleNotFoundError: No module named 'broken.no_such_module'"
+        )
+
+    def test_a_misspelt_hook(self, with_distributions: Put) -> None:
+        with_distributions("broken")
+        assert message(lambda: find_role("misspelt.reward")) == (
+            "the role plugin 'misspelt' (broken 0.1) has a hook 'colocate_rolls', which doesn't exist; "
+            "did you mean 'colocate_roles'?"
+        )
+
+    def test_a_hook_without_its_marker(self, with_distributions: Put) -> None:
+        with_distributions("broken")
+        assert message(lambda: find_role("unmarked.reward")) == (
+            "the role plugin 'unmarked' (broken 0.1) has colocate_roles(), "
+            "but it isn't marked with @colocate.hookimpl"
+        )
+
+    def test_a_plugin_without_hooks(self, with_distributions: Put) -> None:
+        with_distributions("broken")
+        assert message(lambda: find_role("hookless.reward")) == (
+            "the role plugin 'hookless' (broken 0.1) implements no hook; it needs colocate_roles or colocate_jobs, "
+            "marked with @colocate.hookimpl"
+        )
+
+    def test_a_hook_that_raises(self, with_distributions: Put) -> None:
+        (folder,) = with_distributions("broken")
+        assert message(lambda: find_role("raising-hook.reward")) == (
+            "the role plugin 'raising-hook' (broken 0.1): its hook colocate_roles() raised: ValueError: no roles today "
+            f"({folder}/broken/raising_hook.py, line 6)"
+        )
+
+    def test_a_hook_that_returns_something_else(self, with_distributions: Put) -> None:
+        with_distributions("broken")
+        assert message(lambda: find_role("wrong-return.reward")) == (
+            "'wrong-return' (broken 0.1): its hook colocate_roles() returned ['reward'] (list), "
+            'not a dict of names to objects or "module:Name"'
+        )
+        assert message(lambda: find_role("wrong-name.reward")) == (
+            "'wrong-name' (broken 0.1): its hook colocate_roles() returned {'reward': 'broken.roles.Fine'} (dict), "
+            'not "module:Name" where it gives text'
+        )
+
+    def test_a_hook_with_parameters_it_does_not_get(self, with_distributions: Put) -> None:
+        with_distributions("broken")
+        text = message(lambda: find_role("wrong-signature.reward"))
+        assert text.startswith("the role plugin 'wrong-signature' (broken 0.1) is not valid: ")
+        assert "config" in text
+
+    def test_an_executor_that_is_none(self, with_distributions: Put) -> None:
+        with_distributions("broken")
+        assert message(lambda: find_executor("slow")) == (
+            "'slow' (broken 0.1): its hook colocate_executor() returned <class 'broken.executor.Slow'> (type), "
+            "not a subclass of colocate.executor.Executor"
+        )
+
+    def test_a_role_without_methods(self, with_distributions: Put) -> None:
+        with_distributions("broken")
+        assert message(find_role("roles.methodless").load) == (
+            "role 'roles.methodless' (broken 0.1): broken.roles.Methodless has no role methods; "
+            "decorate at least one with @colocate.method"
+        )
+
+    def test_a_role_that_is_no_class_and_a_job_that_is_no_function(self, with_distributions: Put) -> None:
+        with_distributions("broken")
+        text = message(find_role("roles.function").load)
+        assert text.startswith("role 'roles.function' (broken 0.1) is <function function")
+        assert text.endswith("which is not a class")
+        assert message(find_job("roles.number").load) == (
+            "job 'roles.number' (broken 0.1) is 'broken.roles', which can't be called"
+        )
+
+    def test_a_reference_of_a_plugin_to_nothing(self, with_distributions: Put) -> None:
+        with_distributions("broken")
+        assert message(find_role("roles.absent").load) == (
+            "role 'roles.absent' (broken 0.1): module broken.roles has no 'Methodles'; did you mean 'Methodless'?"
+        )
+
+
+def test_one_broken_plugin_does_not_break_the_next(with_distributions: Put) -> None:
+    """pluggy's manager keeps what was registered: what turned out invalid must not stay there."""
+    with_distributions("broken", "acme")
+    for name in ("misspelt", "wrong-signature", "hookless"):
+        with pytest.raises(PluginError):
+            find_role(f"{name}.reward")
+    assert find_role("acme.reward").load().__name__ == "Reward"
+    with pytest.raises(PluginError, match="colocate_rolls"):
+        find_role("misspelt.reward")
