@@ -13,7 +13,7 @@ from cattrs.cols import mapping_structure_factory
 from cattrs.gen import make_dict_structure_fn, override
 
 from colocate.config.schema import Config, key_of
-from colocate.config.source import Document, Place
+from colocate.config.source import Document, Place, path_text
 from colocate.config.values import Problem, problems, shown
 
 
@@ -22,8 +22,10 @@ def structure(document: Document) -> Config | None:
     data = copy.deepcopy(document.data)
     found = _try(data)
     if isinstance(found, list):
+        told = {mistake.path for mistake in document.mistakes}
         for problem in found:
-            document.wrong(problem.place, problem.message, problem.nearest)
+            if path_text(problem.place) not in told:  # what could not be read is null here
+                document.wrong(problem.place, problem.message, problem.nearest)
     # What is wrong is taken out and the rest is tried again, so that the checks of the whole see all that is right.
     while isinstance(found, list):
         for problem in found:

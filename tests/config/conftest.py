@@ -1,0 +1,65 @@
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROLES = """
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from colocate import Role, method
+
+if TYPE_CHECKING:
+    import nothing_like_this
+
+
+class Actor(Role):
+    def __init__(
+        self,
+        hidden: int,
+        lr: float = 1e-5,
+        kind: Literal["policy", "value"] = "policy",
+        sizes: list[int] | None = None,
+        names: dict[str, str] | None = None,
+        frozen: bool = False,
+        anything: Any = None,
+        unknown: nothing_like_this.Type | None = None,
+    ) -> None:
+        self.hidden = hidden
+
+    @method
+    def act(self) -> int:
+        return self.hidden
+
+
+class Open(Role):
+    def __init__(self, **options: Any) -> None: ...
+
+    @method
+    def act(self) -> int:
+        return 1
+
+
+def train(run: Any, *, steps: int = 3, shuffle: bool = False) -> None: ...
+
+
+def bare(run: Any) -> None: ...
+"""
+
+Write = Callable[[str], Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
+    """Write a config, with the module of its roles (`config_roles`) importable."""
+    (tmp_path / "config_roles.py").write_text(ROLES)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def file(text: str) -> Path:
+        path = tmp_path / "demo.yaml"
+        path.write_text(textwrap.dedent(text))
+        return path
+
+    return file

@@ -1,0 +1,266 @@
+"""What a wrong config is told: path, line, message, and the nearest key; everything at once."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from colocate.config import load_config
+from colocate.errors import ConfigError, Mistake
+
+Write = Callable[[str], Path]
+
+
+def mistakes(source: Path | dict[str, Any], **options: Any) -> Sequence[Mistake]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(source, **options)
+    return caught.value.mistakes
+
+
+def only(source: Path | dict[str, Any], **options: Any) -> str:
+    (mistake,) = mistakes(source, **options)
+    return str(mistake)
+
+
+def test_five_mistakes_are_shown_at_once_in_the_order_of_the_file(write: Write) -> None:
+    path = write(
+        """\
+        executor: {use: local, with: {procesess: true}}
+        pools:
+          main: {slots: "2"}
+          spare: {slots: 1, gpu: 1}
+        groups:
+          policy:
+            pool: sparre
+            roles:
+              actor: {use: "config_roles:Actor", with: {hidden: 4, lr: fast}}
+        """
+    )
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert str(caught.value) == (
+        f"{path}: 5 mistakes\n"
+        "  line 1: executor.with.procesess: executor 'local' has no parameter 'procesess' "
+        "(did you mean 'processes'?)\n"
+        "  line 3: pools.main.slots: must be an integer, not the text '2'; remove the quotes\n"
+        "  line 4: pools.spare.gpu: unknown key 'gpu' (did you mean 'gpus'?)\n"
+        "  line 7: groups.policy.pool: no pool is called 'sparre'; there are main, spare (did you mean 'spare'?)\n"
+        "  line 9: groups.policy.roles.actor.with.lr: must be a number, not the text 'fast'"
+    )
+    assert caught.value.mistakes[2] == Mistake("pools.spare.gpu", 4, "unknown key 'gpu'", "gpus")
+
+
+class TestSyntax:
+    def test_bad_yaml_has_its_line(self, write: Write) -> None:
+        text = only(write("seed: 1\npools: {main: {slots: 2}\n"))
+        assert text.startswith("not YAML: while parsing a flow mapping: expected ',' or '}'")
+        assert mistakes(write("seed: 1\n pools: 2"))[0].line == 2
+
+    def test_a_tab(self, write: Write) -> None:
+        text = only(write("pools:\n\tmain: {slots: 1}\n"))
+        assert text.startswith("not YAML: ")
+        assert "'\\t'" in text
+
+    def test_a_key_that_is_there_twice(self, write: Write) -> None:
+        path = write("seed: 1\npools:\n  a: {slots: 1}\n  a: {slots: 2}\nseed: 2\n")
+        assert [str(mistake) for mistake in mistakes(path)] == [
+            "line 4: pools.a: the key 'a' is there twice: first in line 3",
+            "line 5: seed: the key 'seed' is there twice: first in line 1",
+        ]
+
+    @pytest.mark.parametrize("text", ["", "# nothing\n", "- a\n- b\n", "text\n"])
+    def test_what_is_no_mapping(self, write: Write, text: str) -> None:
+        assert "a config is a mapping of keys to values" in only(write(text))
+
+    def test_several_documents(self, write: Write) -> None:
+        assert "expected a single document" in only(write("seed: 1\n---\nseed: 2\n"))
+
+    def test_a_tag(self, write: Write) -> None:
+        assert only(write("seed: !python/name:os.system 1")) == (
+            "line 1: seed: the tag !python/name:os.system is not known; a config has plain values only"
+        )
+
+    def test_an_alias_of_itself(self, write: Write) -> None:
+        assert "contains it" in str(mistakes(write("pools: &p {main: *p}"))[0])
+
+    def test_not_text(self, write: Write, tmp_path: Path) -> None:
+        path = tmp_path / "binary.yaml"
+        path.write_bytes(b"seed: \xff\n")
+        with pytest.raises(ConfigError, match="is not UTF-8 text"):
+            load_config(path)
+
+
+class TestTypes:
+    @pytest.mark.parametrize(
+        ("text", "told"),
+        [
+            ("seed: '2'", "seed: must be an integer, not the text '2'; remove the quotes"),
+            ("seed: 1.5", "seed: must be an integer, not 1.5"),
+            ("seed: true", "seed: must be an integer, not true"),
+            ("seed:", "seed: must be an integer, not null"),
+            ("name: 7", "name: must be text, not 7; put it in quotes"),
+            ("name: ../up", "name: '../up' can't name a folder; use letters, digits, '-', '_' and '.'"),
+            ("pools: [1]", "pools: must be a mapping, not a list"),
+            ("pools: {a: 3}", "pools.a: must be a mapping, not 3"),
+            ("pools: {a: {}}", "pools.a.slots: is missing"),
+            ("pools: {a: {slots: 0}}", "pools.a.slots: must be at least 1, not 0"),
+            ("pools: {a: {slots: 1, env: {N: 1}}}", "pools.a.env.N: must be text, not 1; put it in quotes"),
+            ("pools: {a: {slots: 1, host_memory: []}}", "must be an integer or text or null, not a list"),
+            ("pools: {a: {slots: 1, strategy: packed}}", "not the text 'packed' (did you mean 'pack'?)"),
+            ("executor: [local]", "executor: must be a mapping, not a list"),
+            ("job: {with: {}}", "job.use: is missing"),
+            ("poolz: {}", "poolz: unknown key 'poolz' (did you mean 'pools'?)"),
+            ("zzz: {}", "unknown key 'zzz'; known here: name, seed, executor, pools, groups, job"),
+        ],
+    )
+    def test_one(self, write: Write, text: str, told: str) -> None:
+        assert told in only(write(text))
+
+    def test_an_integer_is_a_number(self, write: Write) -> None:
+        assert load_config(write("pools: {a: {slots: 1, cpus: 2, timeout: 5}}")).pools["a"].cpus == 2
+
+    def test_what_a_dict_says_that_yaml_cannot(self) -> None:
+        assert only({"pools": {"a": {"slots": 1, "env": {"A": b"x"}}}}).startswith(
+            "pools.a.env.A: a config has plain values only (text, numbers, lists, dicts), not bytes"
+        )
+        assert str(mistakes({"pools": {1: {"slots": 1}}})[0]) == "pools: a key must be text, not 1"
+
+
+GROUP = """\
+pools: {main: {slots: 2}}
+groups:
+  policy:
+    pool: main
+    roles:
+      actor:
+        use: config_roles:Actor
+"""
+
+
+def role(write: Write, lines: str) -> list[str]:
+    text = GROUP + "".join(f"        {line}\n" for line in lines.splitlines())
+    return [str(mistake) for mistake in mistakes(write(text))]
+
+
+class TestRoles:
+    @pytest.mark.parametrize(
+        ("given", "told"),
+        [
+            ("lr: 1e-4", "line 6: groups.policy.roles.actor: config_roles:Actor needs 'hidden' (int)"),
+            ("hidden: 1, lrr: 1", "actor.with.lrr: config_roles:Actor has no parameter 'lrr' (did you mean 'lr'?)"),
+            ("hidden: '1'", "with.hidden: must be an integer, not the text '1'; remove the quotes"),
+            ("hidden: 1.0", "with.hidden: must be an integer, not 1.0"),
+            ("hidden: 1, lr: '1e-4'", "with.lr: must be a number, not the text '1e-4'; remove the quotes"),
+            ("hidden: 1, kind: polcy", "must be 'policy' or 'value', not the text 'polcy' (did you mean 'policy'?)"),
+            ("hidden: 1, sizes: 3", "with.sizes: must be a list, not 3"),
+            ("hidden: 1, sizes: [1, x]", "with.sizes[1]: must be an integer, not the text 'x'"),
+            ("hidden: 1, names: {a: 1}", "with.names.a: must be text, not 1; put it in quotes"),
+            ("hidden: 1, frozen: 1", "with.frozen: must be true or false, not 1"),
+        ],
+    )
+    def test_with_is_checked_against_the_constructor(self, write: Write, given: str, told: str) -> None:
+        (found,) = role(write, f"with: {{{given}}}")
+        assert found.endswith(told)
+
+    @pytest.mark.parametrize(
+        "given",
+        ["lr: 1", "sizes: null", "sizes: []", "anything: {a: [b]}", "unknown: 3", "kind: value", "names: {a: b}"],
+    )
+    def test_what_fits_or_cannot_be_judged_is_accepted(self, write: Write, given: str) -> None:
+        load_config(write(f"{GROUP}        with: {{hidden: 1, {given}}}\n"))
+
+    def test_a_constructor_that_takes_any_name_is_given_any(self, write: Write) -> None:
+        load_config(write(GROUP.replace("Actor", "Open") + "        with: {what: ever}\n"))
+
+    @pytest.mark.parametrize(
+        ("given", "told"),
+        [
+            ("slots: [0, 2]", "actor.slots[1]: there is no slot 2: the pool has 2, counted from 0"),
+            ("slots: [-1]", "actor.slots[0]: there is no slot -1: the pool has 2, counted from 0"),
+            ("slots: []", "actor.slots: name at least one slot, or leave the key out for all"),
+            ("slots: [1, 1]", "actor.slots: [1, 1] names a slot twice"),
+            ("slots: 0", "actor.slots: must be a list, not 0"),
+            ("default_group: 1", "actor.default_group: must be true or false, not 1"),
+        ],
+    )
+    def test_placement(self, write: Write, given: str, told: str) -> None:
+        (found,) = role(write, f"with: {{hidden: 1}}\n{given}")
+        assert found.endswith(told)
+
+    def test_a_mesh_that_does_not_fit_its_slots(self, write: Write) -> None:
+        (found,) = role(write, "with: {hidden: 1}\nmesh: {dp: 3}")
+        assert found.startswith("line 9: groups.policy.roles.actor.mesh: ")
+        assert "3" in found
+        assert "2" in found
+
+    def test_plugin_errors_are_mistakes_like_the_others(self, write: Write) -> None:
+        text = GROUP.replace("config_roles:Actor", "config_roles:Actr") + "      judge: nowhere.judge\n"
+        assert [str(mistake).partition("(installed")[0] for mistake in mistakes(write(text))] == [
+            "line 7: groups.policy.roles.actor.use: role 'config_roles:Actr': module config_roles has no 'Actr'; "
+            "did you mean 'Actor'?",
+            "line 8: groups.policy.roles.judge.use: no role plugin is called 'nowhere' ",
+        ]
+
+
+class TestWhole:
+    def test_a_pool_takes_one_group(self, write: Write) -> None:
+        text = GROUP + "        with: {hidden: 1}\n  second: {pool: main, roles: {a: 'config_roles:Open'}}\n"
+        assert only(write(text)) == (
+            "line 9: groups.second.pool: pool 'main' has group 'policy' already: a slot takes one group at a time"
+        )
+
+    def test_a_group_without_roles(self, write: Write) -> None:
+        assert only(write("pools: {main: {slots: 1}}\ngroups: {g: {pool: main, roles: {}}}")) == (
+            "line 2: groups.g.roles: a group needs at least one role"
+        )
+
+    def test_a_pool_that_is_wrong_is_still_known_by_its_name(self, write: Write) -> None:
+        text = GROUP.replace("slots: 2", "slots: two") + "        with: {hidden: 1}\n        slots: [7]\n"
+        assert only(write(text)) == "line 1: pools.main.slots: must be an integer, not the text 'two'"
+
+    def test_job_options(self, write: Write) -> None:
+        path = write("job: {use: 'config_roles:train', with: {step: 1, shuffle: 'no'}}")
+        assert [str(mistake) for mistake in mistakes(path)] == [
+            "line 1: job.with.step: job config_roles:train has no parameter 'step' (did you mean 'steps'?)",
+            "line 1: job.with.shuffle: must be true or false, not the text 'no'",
+        ]
+        assert only(write("job: {use: 'config_roles:bare', with: {steps: 1}}")).endswith("it takes none")
+
+    def test_an_unknown_executor(self, write: Write) -> None:
+        assert only(write("executor: locl")) == (
+            "line 1: executor.use: no executor is called 'locl' (installed: local); did you mean 'local'?"
+        )
+
+    def test_seed_is_no_option_of_an_executor(self, write: Write) -> None:
+        assert "executor 'local' has no parameter 'seed'" in only(write("executor: {use: local, with: {seed: 1}}"))
+
+
+class TestChanges:
+    def test_a_mistake_names_the_option_that_made_it(self, write: Write) -> None:
+        assert only(write(GROUP + "        with: {hidden: 1}"), set=["groups.policy.roles.actor.with.lr=fast"]) == (
+            "groups.policy.roles.actor.with.lr: must be a number, not the text 'fast' "
+            "(from --set groups.policy.roles.actor.with.lr=fast)"
+        )
+        assert "(from --executor locl)" in only(write("seed: 1"), executor="locl")
+
+    @pytest.mark.parametrize(
+        ("change", "told"),
+        [
+            ("seed", "write --set path=value, as in --set pools.main.slots=2"),
+            ("=1", "write --set path=value"),
+            ("pools..slots=1", "write --set path=value"),
+            ("seed=[1", "the value '[1': not YAML: "),
+            ("seed.x=1", "seed is 1, which has no keys"),
+            ("pools.main[0]=1", "pools.main is not a list"),
+            ("pols.main.slots=1", "unknown key 'pols'"),
+        ],
+    )
+    def test_a_change_that_cannot_be_made(self, write: Write, change: str, told: str) -> None:
+        text = only(write("seed: 1\npools: {main: {slots: 1}}"), set=[change])
+        assert told in text
+        assert f"(from --set {change})" in text
+
+    def test_an_index_beyond_a_list(self, write: Write) -> None:
+        path = write(GROUP + "        with: {hidden: 1}\n        slots: [0]")
+        assert "is a list of 1" in only(path, set=["groups.policy.roles.actor.slots[1]=1"])
