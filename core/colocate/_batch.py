@@ -13,10 +13,13 @@ from typing import Any, Literal, TypeVar
 import attrs
 
 from colocate._leaves import Kind, Memo, Registered, kind_of, register
-from colocate._tree import Label, check_alike, is_container, leaves, map_leaves, rebuild_dict, rebuild_tuple, take_apart
+from colocate._tree import Label, check_alike, is_container, leaves, rebuild_dict, rebuild_tuple, take_apart
+from colocate._tree import map_leaves as map_leaves  # of a piece with what is here
 from colocate.errors import DispatchError
 
 B = TypeVar("B")
+
+_PLAIN = frozenset({int, float, str, bool, bytes, type(None)})  # what long lists are made of
 
 Padding = Literal["none", "even"]
 
@@ -206,6 +209,8 @@ def find_deferred(value: Any) -> list[Deferred]:
     stack = [value]
     while stack:
         item = stack.pop()
+        if type(item) in _PLAIN:
+            continue
         if isinstance(item, (list, tuple, dict)):
             if item and id(item) not in seen:
                 seen.add(id(item))

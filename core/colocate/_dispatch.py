@@ -248,12 +248,12 @@ def plan(dispatch: Dispatch, arguments: Arguments, ranks: Ranks, select: Sequenc
         ranks = attrs.evolve(ranks, targets=_check_select(dispatch, select, ranks))
     if not dispatch.accepts_deferred:
         arguments = resolve(arguments, lambda leaf: leaf.fetch())
-    parts = dispatch.split(arguments, ranks)
+    made = dispatch.split(arguments, ranks)
+    parts, valid, padded = (made.items, made.valid, made.padded) if isinstance(made, Parts) else (made, None, None)
     _check_parts(dispatch, parts, ranks)
     targets = dispatch.targets(ranks)
     if targets is None:
         targets = ranks.targets
-    valid, padded = (parts.valid, parts.padded) if isinstance(parts, Parts) else (None, None)
     unknown: list[int | None] = [None] * len(parts)
     if targets is None:
         return Plan(parts, range(ranks.world_size), valid or unknown, padded or unknown)
@@ -264,7 +264,7 @@ def plan(dispatch: Dispatch, arguments: Arguments, ranks: Ranks, select: Sequenc
 
 def whole(value: Any) -> Any:
     """The value with placeholders for what isn't on the driver."""
-    return resolve(value, Deferred.whole)
+    return resolve(value, lambda leaf: leaf.whole())
 
 
 def check_place(what: str, axis: str, mesh: str | None) -> None:
@@ -342,9 +342,9 @@ def _check_parts(dispatch: Dispatch, parts: Any, ranks: Ranks) -> None:
     if not isinstance(parts, Sequence) or len(parts) != ranks.world_size:
         got = f"{len(parts)} mappings" if isinstance(parts, Sequence) else f"a {type(parts).__name__}"
         raise DispatchError(f"{dispatch!r}: split gave {got} for {ranks.world_size} ranks; it has to give one for each")
-    for rank, part in enumerate(parts):
-        if not isinstance(part, Mapping):
+    for cls in set(map(type, parts)):
+        if not issubclass(cls, Mapping):
             raise DispatchError(
-                f"{dispatch!r}: split gave a {type(part).__name__} for rank {rank}; it has to give a mapping from "
+                f"{dispatch!r}: split gave a {cls.__name__} for a rank; it has to give a mapping from "
                 "parameters to values"
             )

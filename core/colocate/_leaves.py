@@ -15,7 +15,7 @@ from typing import Any
 
 import attrs
 
-from colocate.errors import ConfigError
+from colocate.errors import ConfigError, DispatchError
 
 
 @attrs.define(eq=False)
@@ -221,8 +221,12 @@ class Registered(Kind):
 
     def split(self, value: Any, sizes: Sequence[int], memo: Memo) -> list[Any]:
         parts = list(self.cut(value, list(sizes)))
-        if len(parts) != len(sizes):
-            raise ValueError(f"its registered split made {len(parts)} parts where {len(sizes)} were asked for")
+        made = [self.count(part) for part in parts]
+        if made != list(sizes):
+            raise DispatchError(
+                f"{type(value).__qualname__}: the split given to register_batch made parts of {made} rows where "
+                f"{list(sizes)} were asked for"
+            )
         return parts
 
 

@@ -37,7 +37,7 @@ class Layout:
                 return self._cut_deferred(value)
             if plain is None:
                 raise AssertionError("a layout without sizes is made for values without plain rows")
-            return plain(resolve(value, Deferred.whole) if isinstance(value, list) else value)
+            return plain(resolve(value, lambda item: item.whole()) if isinstance(value, list) else value)
 
         return take_apart(dict(values), self.count, leaf)
 

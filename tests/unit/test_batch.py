@@ -1,0 +1,436 @@
+"""Rows of values: splitting and joining are inverses, padding changes nothing that was there, errors have paths."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import subprocess
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import attrs
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import NonTensorStack, TensorDict, lazy_stack, tensorclass
+
+from colocate import _batch
+from colocate._leaves import kind_of
+from colocate.errors import ConfigError, DispatchError
+
+LAWS = settings(deadline=None, max_examples=60)
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+class Text:
+    """A type that nobody but `register_batch` knows the rows of."""
+
+    def __init__(self, lines: str) -> None:
+        self.lines = lines
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and isinstance(other, Text) and other.lines == self.lines
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class LongText(Text):
+    pass
+
+
+def cut_text(value: Text, sizes: Sequence[int]) -> list[Text]:
+    bounds = np.cumsum([0, *sizes])
+    return [type(value)(value.lines[a:b]) for a, b in itertools.pairwise(bounds)]
+
+
+def join_text(parts: Sequence[Text]) -> Text:
+    return type(parts[0])("".join(part.lines for part in parts))
+
+
+def text_length(value: Text) -> int:
+    return len(value.lines)
+
+
+_batch.register_batch(Text, length=text_length, split=cut_text, concat=join_text)
+
+
+@tensorclass
+class Sample:
+    tokens: torch.Tensor
+    name: str
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Whether two values are the same: types, dtypes, order and contents."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        if a.is_nested:
+            pieces = zip(a.unbind(), b.unbind(), strict=True)
+            return a.dtype == b.dtype and a.size(0) == b.size(0) and all(equal(x, y) for x, y in pieces)
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, np.ma.MaskedArray):
+        return bool((a.mask == b.mask).all()) and bool((a.compressed() == b.compressed()).all())
+    if isinstance(a, np.ndarray):
+        return a.dtype == b.dtype and np.array_equal(a, b)
+    if isinstance(a, TensorDict):
+        keys = list(a.keys(True, True))
+        return (
+            a.batch_size == b.batch_size and keys == list(b.keys(True, True)) and all(equal(a[k], b[k]) for k in keys)
+        )
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(equal(x, y) for x, y in zip(a, b, strict=True))
+    return bool(a == b)
+
+
+def jagged(lengths: Sequence[int], width: int | None = 2) -> torch.Tensor:
+    offsets = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int64)
+    values = torch.arange(int(offsets[-1]) * (width or 1), dtype=torch.float32)
+    return torch.nested.nested_tensor_from_jagged(values.view(-1, width) if width else values, offsets=offsets)
+
+
+@st.composite
+def leaves(draw: st.DrawFn, rows: int) -> Any:
+    kind = draw(st.sampled_from(["tensor", "jagged", "array", "masked", "list", "text", "td", "none"]))
+    if kind == "tensor":
+        dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool]))
+        width = draw(st.sampled_from([(), (3,), (2, 0)]))
+        return torch.arange(rows * int(np.prod(width))).reshape(rows, *width).to(dtype)
+    if kind == "jagged":
+        return jagged(draw(st.lists(st.integers(0, 3), min_size=rows, max_size=rows)), draw(st.sampled_from([None, 2])))
+    if kind == "array":
+        return np.arange(rows * 2).reshape(rows, 2).astype(draw(st.sampled_from(["f4", "i2", "U3", "O"])))
+    if kind == "masked":
+        return np.ma.masked_array(np.arange(rows), mask=draw(st.lists(st.booleans(), min_size=rows, max_size=rows)))
+    if kind == "list":
+        return draw(st.lists(st.one_of(st.integers(), st.text(), st.none()), min_size=rows, max_size=rows))
+    if kind == "text":
+        return draw(st.sampled_from([Text, LongText]))("abcdefghijklmnop"[:rows])
+    if kind == "td":
+        inner = TensorDict({"b": torch.ones(rows, 2)}, [rows])
+        found = TensorDict({"a": torch.arange(rows), "in": inner}, [rows])
+        if draw(st.booleans()):
+            found["in", "ragged"] = jagged([1] * rows)
+        return found.lock_() if draw(st.booleans()) else found
+    return None
+
+
+@st.composite
+def values(draw: st.DrawFn, rows: int) -> Any:
+    """A value with so many rows in every leaf that isn't None."""
+
+    def nest(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+        keys = st.one_of(st.text(max_size=3), st.integers())
+        return st.one_of(
+            st.lists(inner, max_size=3).map(tuple),
+            st.builds(Pair, inner, inner),
+            st.dictionaries(keys, inner, max_size=3),
+            st.dictionaries(keys, inner, max_size=3).map(collections.OrderedDict),
+            st.dictionaries(keys, inner, max_size=3).map(lambda items: collections.defaultdict(list, items)),
+        )
+
+    return draw(st.recursive(leaves(rows), nest, max_leaves=5))
+
+
+@st.composite
+def values_and_sizes(draw: st.DrawFn) -> tuple[Any, list[int]]:
+    sizes = draw(st.lists(st.integers(0, 4), min_size=1, max_size=4))
+    return draw(values(sum(sizes))), sizes
+
+
+@LAWS
+@given(values_and_sizes())
+def test_split_then_concat_is_the_identity(case: tuple[Any, list[int]]) -> None:
+    value, sizes = case
+    before = _batch.map_leaves(value, lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf)
+    parts = _batch.split(value, sizes, "value")
+    assert len(parts) == len(sizes)
+    for part, size in zip(parts, sizes, strict=True):
+        assert _batch.count_rows(part, "part") in (size, None)
+    assert equal(_batch.concat(parts, "value"), before)
+    assert equal(value, before)
+
+
+@LAWS
+@given(values_and_sizes(), st.integers(-2, 18), st.integers(-2, 18))
+def test_slices_are_the_rows_in_between(case: tuple[Any, list[int]], start: int, stop: int) -> None:
+    value, sizes = case
+    total = sum(sizes)
+    low = min(max(start, 0), total)
+    high = min(max(stop, low), total)
+    expected = _batch.split(value, [low, high - low, total - high], "value")[1]
+    assert equal(_batch.slice_rows(value, start, stop), expected)
+
+
+@LAWS
+@given(values_and_sizes(), st.integers(0, 4))
+def test_padding_repeats_the_last_row_and_leaves_the_rest(case: tuple[Any, list[int]], more: int) -> None:
+    value, sizes = case
+    total = sum(sizes)
+    if not total or _batch.count_rows(value, "value") is None:
+        with pytest.raises(DispatchError):
+            _batch.pad(value, total + 1)
+        return
+    padded = _batch.pad(value, total + more)
+    assert _batch.rows(padded, "padded") == total + more
+    assert equal(_batch.slice_rows(padded, 0, total), value)
+    last = _batch.slice_rows(value, total - 1, total)
+    for row in range(total, total + more):
+        assert equal(_batch.slice_rows(padded, row, row + 1), last)
+
+
+@LAWS
+@given(values_and_sizes(), st.integers(1, 5))
+def test_a_share_is_the_part_of_an_even_split(case: tuple[Any, list[int]], count: int) -> None:
+    value, sizes = case
+    total = sum(sizes)
+    if _batch.count_rows(value, "value") is None:
+        return
+    even = _batch.even_sizes(total, count)
+    assert sum(even) == total
+    assert max(even) - min(even) <= 1
+    parts = _batch.split(value, even, "value")
+    for index, (part, size) in enumerate(zip(parts, even, strict=True)):
+        own, real = _batch.share(value, index, count)
+        assert real == size
+        assert equal(own, part)
+
+
+@LAWS
+@given(values_and_sizes(), st.integers(1, 5))
+def test_padded_shares_without_their_padding_are_the_value(case: tuple[Any, list[int]], count: int) -> None:
+    value, sizes = case
+    total = sum(sizes)
+    if not total or _batch.count_rows(value, "value") is None:
+        return
+    shares = [_batch.share(value, index, count, "even") for index in range(count)]
+    each, real = _batch.padded_sizes(total, count)
+    assert {_batch.rows(part, "part") for part, _ in shares} == {each}
+    assert [size for _, size in shares] == real
+    assert equal(_batch.concat([_batch.slice_rows(part, 0, size) for part, size in shares], "value"), value)
+
+
+def test_jagged_tensors_that_compute_together_still_do() -> None:
+    """Torch allows arithmetic of jagged tensors only when they hold the same offsets."""
+    a = jagged([2, 0, 3, 1])
+    value = {"a": a, "b": a * 2, "td": TensorDict({"c": a + 1}, [4])}
+    parts = _batch.split(value, [1, 3], "value")
+    for part in [*parts, _batch.concat(parts, "value"), _batch.pad(value, 6), _batch.slice_rows(value, 1, 3)]:
+        assert equal((part["a"] + part["b"]).values(), part["a"].values() * 3)
+        assert equal((part["a"] + part["td"]["c"]).values(), part["a"].values() * 2 + 1)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_jagged_tensors_with_holes_lose_the_holes_only(transposed: bool) -> None:
+    dense = torch.arange(30.0).view(3, 5, 2)
+    value = torch.nested.narrow(dense, 1, torch.tensor([0, 1, 4]), torch.tensor([2, 0, 1]), layout=torch.jagged)
+    value = value.transpose(1, 2) if transposed else value
+    parts = _batch.split(value, [1, 2], "value")
+    assert sum(part.values().numel() for part in parts) == 6
+    joined = _batch.concat(parts, "value")
+    assert all(torch.equal(x, y) for x, y in zip(joined.unbind(), value.unbind(), strict=True))
+
+
+def test_gradients_flow_through_parts() -> None:
+    value = torch.ones(4, requires_grad=True)
+    _batch.concat(_batch.split(value, [1, 3], "value"), "value").sum().backward()
+    assert value.grad is not None
+    assert value.grad.tolist() == [1, 1, 1, 1]
+
+
+def test_tensordict_rows_of_other_kinds() -> None:
+    mixed = TensorDict({"a": torch.arange(4), "n": NonTensorStack("p", "q", "r", "s")}, [4])
+    parts = _batch.split(mixed, [1, 3], "value")
+    assert list(parts[1]["n"]) == ["q", "r", "s"]
+    assert list(_batch.concat(parts, "value")["n"]) == ["p", "q", "r", "s"]
+    lazy = lazy_stack([TensorDict({"a": torch.zeros(n)}, []) for n in (1, 2, 3)])
+    parts = _batch.split(lazy, [2, 1], "value")
+    assert [item["a"].shape[0] for item in _batch.concat(parts, "value").unbind(0)] == [1, 2, 3]
+    sample = Sample(tokens=torch.arange(4), name="x", batch_size=[4])  # type: ignore[call-arg]
+    parts = _batch.split(sample, [1, 3], "value")
+    assert [type(part) for part in parts] == [Sample, Sample]
+    assert torch.equal(_batch.concat(parts, "value").tokens, sample.tokens)
+
+
+def test_what_is_whole_is_handed_on_as_it_is() -> None:
+    """A group of one rank pays nothing for its batches."""
+    value = {"a": torch.ones(3), "b": [1, 2, 3]}
+    part = _batch.split(value, [3], "value")[0]
+    assert part["a"] is value["a"]
+    assert part["b"] is value["b"]
+    assert _batch.concat([value], "value") is value
+    assert _batch.pad(value, 3) is value
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"ids": torch.ones(4), "lr": 0.1}, "batch['lr'] (float) has no rows"),
+        ({"x": (torch.ones(2), torch.tensor(1.0))}, "batch['x'][1] (0-d Tensor) has no rows"),
+        ({"x": np.array(1)}, "batch['x'] (0-d ndarray) has no rows"),
+        ("prompts", "batch (str) has no rows"),
+        (None, "batch is None, which has no rows"),
+        ({"x": None}, "batch (dict) holds nothing but None"),
+        (TensorDict({"a": torch.ones(3)}, []), "batch (0-d TensorDict) has no rows"),
+        ({"a": [1, 2], "b": (torch.ones(3),)}, "batch['a'] has 2 rows but batch['b'][0] has 3"),
+        (object(), "colocate.register_batch"),
+    ],
+)
+def test_values_without_rows_are_refused_with_their_path(value: Any, message: str) -> None:
+    with pytest.raises(DispatchError) as caught:
+        _batch.rows(value, "batch")
+    assert message in str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_strided_nested_tensors_are_refused() -> None:
+    with pytest.raises(DispatchError, match="strided nested tensor"):
+        _batch.rows(torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]), "batch")
+
+
+def test_sizes_have_to_add_up() -> None:
+    for sizes in ([1, 1], [4, -1], []):
+        with pytest.raises(DispatchError, match="batch has 3 rows"):
+            _batch.split([1, 2, 3], sizes, "batch")
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ([], "there are no parts"),
+        ([{"a": [1]}, {"b": [1]}], "part 0 has the keys ['a'] and part 1 has the keys ['b']"),
+        ([{"a": [1]}, [1]], "part 0 has the keys ['a'] and part 1 has a list"),
+        ([([1],), ([1], [2])], "part 0 has a tuple of 1 items and part 1 has one of 2"),
+        ([None, [1]], "that of part 0 is None and that of part 1 is not"),
+        ([{"a": [1]}, {"a": None}], "x['a']: that of part 0 is a list and that of part 1 is None"),
+        ([[1], torch.ones(1)], "that of part 0 is a list and that of part 1 is Tensor"),
+        ([{"a": 1.0}, {"a": 2.0}], "x['a'] (float) has no rows"),
+        ([torch.tensor(1.0)] * 2, "x (0-d Tensor) has no rows"),
+        ([torch.ones(2, 3), torch.ones(2, 4)], "their shapes are (2, 3), (2, 4); make them alike"),
+        ([torch.ones(2, 3), torch.ones(0)], "their shapes are (2, 3), (0,)"),
+        ([np.ones((2, 3)), np.ones((2, 4))], "can't be joined"),
+        ([jagged([1]), torch.ones(1, 1, 2)], "some of them are jagged tensors and some are not"),
+        ([jagged([1]), jagged([1]).transpose(1, 2)], "jagged in different dimensions"),
+    ],
+)
+def test_parts_that_differ_are_refused(parts: list[Any], message: str) -> None:
+    with pytest.raises(DispatchError) as caught:
+        _batch.concat(parts, "x")
+    assert message in str(caught.value)
+
+
+def test_registering_twice() -> None:
+    """The same again is allowed, since modules get imported again; anything else is not."""
+    again = {"length": text_length, "split": cut_text, "concat": join_text}
+    _batch.register_batch(Text, **again)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="registered already with other functions"):
+        _batch.register_batch(Text, length=lambda value: 0, split=cut_text, concat=join_text)
+    for known in (list, dict, tuple, np.ndarray, torch.Tensor):
+        with pytest.raises(ConfigError, match="colocate itself says"):
+            _batch.register_batch(known, **again)  # type: ignore[arg-type]
+
+
+def test_the_nearest_registered_class_decides() -> None:
+    class Shout(LongText):
+        pass
+
+    assert kind_of(Shout) is kind_of(Text)
+    _batch.register_batch(Shout, length=lambda value: 7, split=cut_text, concat=join_text)  # type: ignore[arg-type]
+    assert _batch.rows(Shout("abc"), "x") == 7
+    assert _batch.rows(LongText("abc"), "x") == 3
+
+
+def test_a_registered_split_that_miscounts_is_found_out() -> None:
+    class Odd(Text):
+        pass
+
+    _batch.register_batch(Odd, length=text_length, split=lambda value, sizes: [value], concat=join_text)  # type: ignore[arg-type]
+    with pytest.raises(DispatchError, match=r"parts of \[3\] rows where \[1, 2\] were asked for"):
+        _batch.split({"x": Odd("abc")}, [1, 2], "batch")
+
+
+@attrs.frozen
+class Away(_batch.Deferred):
+    """A value that is elsewhere."""
+
+    value: Any = None
+
+    def sizes(self, axis: str, mesh: str | None, count: int) -> list[int]:
+        return _batch.even_sizes(len(self.value), count)
+
+    def part(self, index: int, count: int, axis: str, mesh: str | None, padding: _batch.Padding) -> Any:
+        return _batch.share(self.value, index, count, padding)[0]
+
+    def slice(self, start: int, stop: int) -> Any:
+        return self.value[start:stop]
+
+    def whole(self) -> Any:
+        return self.value
+
+    def fetch(self) -> Any:
+        return self.value
+
+
+def test_deferred_leaves_are_found_once_each_in_order() -> None:
+    a, b, c = Away([1]), Away([2]), Away([3])
+    loop: list[Any] = [a]
+    loop.append(loop)
+    assert _batch.find_deferred({"x": [1, (a, "s")], "y": {"z": b}, "l": loop, "c": c, "a": a}) == [a, b, c]
+    assert _batch.leaf_deferred(([a], {"x": b})) == [b]
+
+
+def test_mapping_leaves_keeps_what_did_not_change() -> None:
+    unchanged = {"list": [1, 2], "pair": Pair(1, (2,))}
+    value = {"same": unchanged, "new": Pair(Away([5]), 1), "ordered": collections.OrderedDict(a=Away([6]), b=2)}
+    mapped = _batch.map_leaves(value, lambda leaf: leaf.whole() if isinstance(leaf, Away) else leaf)
+    assert mapped["same"] is unchanged
+    assert mapped["new"] == Pair([5], 1)
+    assert mapped["ordered"] == collections.OrderedDict(a=[6], b=2)
+    assert type(mapped["ordered"]) is collections.OrderedDict
+    assert _batch.map_leaves(value, lambda leaf: leaf) is value
+
+
+def test_lists_and_numpy_need_no_torch_and_nothing_is_imported_unasked() -> None:
+    code = """
+        import sys
+        sys.modules["torch"] = sys.modules["tensordict"] = None  # importing either fails
+
+        from colocate import _batch
+        from colocate._collect import Concat, Reduce
+        from colocate._dispatch import Scatter, plan
+        from colocate._mesh import Ranks
+
+        ranks = Ranks(2)
+        made = plan(Scatter("x", pad=True), {"x": {"a": [1, 2, 3], "b": None}}, ranks)
+        assert [part["x"]["a"] for part in made.arguments] == [[1, 2], [3, 3]], made
+        parts = [part["x"] for part in made.arguments]
+        joined = Concat().join(parts, Ranks(2, rows=made.valid, padded=made.padded))
+        assert joined == {"a": [1, 2, 3], "b": None}
+        assert Reduce("mean").join([1, 2], Ranks(2, rows=[3, 1])) == 1.25
+        assert "numpy" not in sys.modules
+        import numpy
+        parts = _batch.split(numpy.arange(5), [2, 3], "x")
+        assert _batch.concat(parts, "x").tolist() == [0, 1, 2, 3, 4]
+        assert Reduce("sum").join([numpy.ones(2)] * 2, ranks).tolist() == [2, 2]
+        try:
+            _batch.rows(1.0, "x")
+        except ValueError as error:
+            assert "has no rows" in str(error)
+        else:
+            raise AssertionError("a number has no rows")
+    """
+    core = Path(_batch.__file__).parents[1]
+    program = f"import sys; sys.path.insert(0, {str(core)!r})\n" + textwrap.dedent(code)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

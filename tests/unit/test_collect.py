@@ -1,0 +1,301 @@
+"""Collect: results become one value, each part of the work once and weighted by its rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import attrs
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from colocate._collect import Collect, Concat, First, Gather, Reduce, check, check_meshes
+from colocate._dispatch import Broadcast, Scatter, plan
+from colocate._mesh import Mesh, Ranks
+from colocate.errors import ConfigError, DispatchError
+
+LAWS = settings(deadline=None, max_examples=80)
+
+
+class Stats(NamedTuple):
+    loss: Any
+    counts: Any
+
+
+@st.composite
+def ranks_and_rows(draw: st.DrawFn) -> tuple[Ranks, list[int]]:
+    """Ranks on a mesh, and the rows of each place along dp (at least one in all)."""
+    mesh = Mesh({axis: draw(st.integers(1, 3)) for axis in draw(st.permutations(["dp", "tp", "pp"]))})
+    rows = draw(st.lists(st.integers(0, 4), min_size=mesh.size("dp"), max_size=mesh.size("dp")).filter(any))
+    each = [rows[mesh.coordinate(rank, "dp")] for rank in range(mesh.world_size)]
+    return Ranks(mesh.world_size, {"": mesh}, rows=each), rows
+
+
+@LAWS
+@given(ranks_and_rows(), st.integers(0, 1000))
+def test_means_of_means_are_the_mean_over_all_rows(case: tuple[Ranks, list[int]], seed: int) -> None:
+    """Whatever the mesh and the split; what ranks without rows return doesn't count."""
+    ranks, rows = case
+    batch = torch.randn(sum(rows), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    parts = torch.split(batch, rows)
+    mesh = ranks.mesh()
+    results = []
+    for rank in range(ranks.world_size):
+        part = parts[mesh.coordinate(rank, "dp")]
+        mean = part.mean() if len(part) else torch.tensor(math.nan, dtype=torch.float64)
+        results.append({"number": mean.item(), "tensor": mean, "nested": [Stats(mean.numpy(), None)]})
+    found = Reduce("mean").join(results, ranks)
+    for value in (found["number"], found["tensor"], found["nested"][0].loss):
+        assert float(value) == pytest.approx(batch.mean().item())
+    assert type(found["nested"][0]) is Stats
+    assert found["nested"][0].counts is None
+
+
+@LAWS
+@given(ranks_and_rows(), st.integers(0, 1000))
+def test_sums_and_extremes_count_each_part_once(case: tuple[Ranks, list[int]], seed: int) -> None:
+    ranks, rows = case
+    mesh = ranks.mesh()
+    places = [mesh.coordinate(rank, "dp") for rank in range(ranks.world_size)]
+    numbers = np.random.default_rng(seed).integers(-9, 9, len(rows)).tolist()
+    counted = [number for number, own in zip(numbers, rows, strict=True) if own]
+    for operation, expected in (("sum", sum(counted)), ("max", max(counted)), ("min", min(counted))):
+        collect = Reduce(operation)  # type: ignore[arg-type]
+        assert collect.join([numbers[place] for place in places], ranks) == expected
+        assert collect.join([torch.tensor([numbers[place]]) for place in places], ranks).tolist() == [expected]
+        assert collect.join([np.array([numbers[place]]) for place in places], ranks).tolist() == [expected]
+
+
+@LAWS
+@given(ranks_and_rows(), st.sampled_from([Gather(), Concat(), First(), Reduce("mean"), Reduce("max")]))
+def test_only_the_sources_are_looked_at(case: tuple[Ranks, list[int]], collect: Collect) -> None:
+    ranks, _ = case
+    results: list[Any] = [[rank] if isinstance(collect, Concat) else rank for rank in range(ranks.world_size)]
+    sources = collect.sources(ranks)
+    some = [result if rank in sources else None for rank, result in enumerate(results)]
+    assert collect.join(some, ranks) == collect.join(results, ranks)
+
+
+@LAWS
+@given(ranks_and_rows())
+def test_concat_and_first_take_the_last_stage(case: tuple[Ranks, list[int]]) -> None:
+    ranks, _ = case
+    mesh = ranks.mesh()
+    last = [rank for rank in range(ranks.world_size) if mesh.coordinate(rank, "pp") == mesh.size("pp") - 1]
+    assert First().join(list(range(ranks.world_size)), ranks) == min(last)
+    joined = Concat().join([[rank] for rank in range(ranks.world_size)], ranks)
+    firsts = [min(r for r in last if mesh.coordinate(r, "dp") == place) for place in range(mesh.size("dp"))]
+    assert joined == firsts
+
+
+def test_gather_is_a_list_whatever_the_mesh() -> None:
+    assert Gather().join([3, 1, 2, 0], Ranks(4, {"": Mesh({"pp": 2, "dp": 2})})) == [3, 1, 2, 0]
+
+
+def test_named_meshes() -> None:
+    ranks = Ranks(4, {"train": Mesh({"dp": 4}), "infer": Mesh({"dp": 2, "tp": 2})})
+    results = [[0], [1], [2], [3]]
+    assert Concat(mesh="train").join(results, ranks) == [0, 1, 2, 3]
+    assert Concat(mesh="infer").join(results, ranks) == [0, 2]
+    assert Reduce("sum", mesh="infer").join([0, 1, 2, 3], ranks) == 2
+    assert Reduce("sum", axis="tp", mesh="infer").join([0, 1, 2, 3], ranks) == 1
+    with pytest.raises(DispatchError, match="say which one with mesh="):
+        Concat().join(results, ranks)
+
+
+def test_results_of_some_ranks() -> None:
+    """`results` goes along the ranks that the call went to."""
+    ranks = Ranks(8, {"": Mesh({"dp": 4, "tp": 2})}, targets=[6, 3, 2])
+    assert Gather().join(["g", "d", "c"], ranks) == ["g", "d", "c"]
+    assert Concat().join([["g"], ["d"], ["c"]], ranks) == ["c", "g"]
+    assert First().join(["g", "d", "c"], ranks) == "c"
+    assert Reduce("sum").join([100, 10, 1], ranks) == 101
+    weighted = attrs.evolve(ranks, rows=[3, 9, 1])
+    assert Reduce("mean").join([4, 10, 8], weighted) == 5
+    assert First().join(["x"], Ranks(2, {"a": Mesh({"dp": 2}), "b": Mesh({"tp": 2})}, targets=[1])) == "x"
+
+
+def test_padding_is_trimmed_or_the_rank_is_named() -> None:
+    ranks = Ranks(3, rows=[2, 1, 0], padded=[2, 2, 2])
+    results = [torch.tensor([1, 2]), torch.tensor([3, 3]), torch.tensor([3, 3])]
+    assert Concat().join(results, ranks).tolist() == [1, 2, 3]
+    with pytest.raises(DispatchError, match="rank 1 was given 2 rows, padding included, and returned 1") as caught:
+        Concat().join([results[0], results[1][:1], results[2]], ranks)
+    assert caught.value.rank == 1
+
+
+def test_results_without_rows_do_not_spoil_the_shape() -> None:
+    """A rank that ran on nothing often returns nothing of another shape or type."""
+    results = [torch.ones(2, 4, dtype=torch.int64), torch.ones(0), torch.ones(1, 4, dtype=torch.int64)]
+    assert Concat().join(results, Ranks(3)).shape == (3, 4)
+    assert Concat().join([[], []], Ranks(2)) == []
+
+
+@pytest.mark.parametrize(
+    ("results", "message"),
+    [
+        ([[1], 0.5], "Concat can't join what rank 1 returned: result (float) has no rows"),
+        ([[1], None], "what rank 1 returned: result is None"),
+        ([{"a": [1], "loss": 0.5}] * 2, "what rank 0 returned: result['loss'] (float) has no rows"),
+        ([{"a": [1], "b": [1, 2]}] * 2, "result['a'] has 1 rows but result['b'] has 2"),
+        ([torch.ones(1, 2), torch.ones(1, 3)], "their shapes are (1, 2), (1, 3)"),
+        ([{"a": [1]}, {"b": [1]}], "rank 0 has the keys ['a'] and rank 1 has the keys ['b']"),
+    ],
+)
+def test_results_that_cannot_be_joined(results: list[Any], message: str) -> None:
+    with pytest.raises(DispatchError) as caught:
+        Concat().join(results, Ranks(2))
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("rows", [None, [3, 1], [None, 1]])
+def test_weights_of_a_mean(rows: Sequence[int | None] | None) -> None:
+    ranks = Ranks(2, rows=rows)
+    assert Reduce("mean").join([1, 5], ranks) == (2 if rows == [3, 1] else 3)
+    assert Reduce("mean", None).join([1, 5], ranks) == 3
+    assert Reduce("sum").join([1, 5], ranks) == 6
+
+
+def test_nothing_to_reduce() -> None:
+    for world, rows in ((1, [0]), (2, [0, 0])):
+        with pytest.raises(DispatchError, match="no rank worked on any rows"):
+            Reduce("sum").join([1] * world, Ranks(world, rows=rows))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_what_comes_out_does_not_depend_on_the_number_of_ranks(world: int) -> None:
+    """What works on one rank works on many, and gives values of the same types."""
+    ranks = Ranks(world)
+
+    def all_ranks(operation: Any, value: Any) -> Any:
+        return Reduce(operation).join([value] * world, ranks)
+
+    assert isinstance(all_ranks("mean", 3), float)
+    assert all_ranks("mean", True) == 1.0
+    assert isinstance(all_ranks("max", True), bool)
+    assert isinstance(all_ranks("mean", Fraction(1, 3)), Fraction)
+    assert isinstance(all_ranks("mean", np.float32(0.5)), np.floating)
+    assert all_ranks("mean", torch.tensor([1, 2])).dtype == torch.float32
+    assert all_ranks("mean", torch.ones(2, dtype=torch.bfloat16)).dtype == torch.bfloat16
+    assert all_ranks("sum", torch.tensor([True])).tolist() == [world]
+    assert all_ranks("max", torch.tensor([1, 2])).dtype == torch.int64
+    assert all_ranks("mean", np.arange(2)).dtype == np.float64
+    assert all_ranks("mean", np.ones(2, np.float16)).dtype == np.float16
+    assert all_ranks("sum", np.array([True])).tolist() == [world]
+    assert all_ranks("mean", np.array(2)).shape == ()
+    assert not all_ranks("mean", torch.ones(1, requires_grad=True)).requires_grad
+    for wrong in ("text", {"a": object()}, torch.nested.nested_tensor([torch.ones(1)], layout=torch.jagged)):
+        with pytest.raises(DispatchError, match="can be reduced"):
+            all_ranks("mean", wrong)
+
+
+def test_what_was_not_a_number_stays_so() -> None:
+    for values in ([math.nan, 1.0], [1.0, math.nan]):
+        for operation in ("max", "min", "sum", "mean"):
+            for kind in (float, np.array, torch.tensor):
+                found = Reduce(operation).join([kind(value) for value in values], Ranks(2))
+                assert math.isnan(found), (operation, kind)
+
+
+def test_halves_are_added_up_in_full() -> None:
+    values = [torch.full((1,), 1.0, dtype=torch.bfloat16)] * 300
+    assert Reduce("mean").join(values, Ranks(300)).item() == 1.0
+
+
+@pytest.mark.parametrize(
+    ("results", "message"),
+    [
+        ([{"a": 1}, {"b": 1}], "rank 0 has the keys ['a'] and rank 1 has the keys ['b']"),
+        ([[1], [1, 2]], "rank 0 has a list of 1 items and rank 1 has one of 2"),
+        ([{"a": None}, {"a": 1}], "['a']: that of rank 0 is None and that of rank 1 is not"),
+        ([1, torch.ones(1)], "rank 1 has a Tensor, where rank 0 has a int"),
+        ([1, None], "rank 1 has None, where rank 0 has a int"),
+        ([torch.ones(2), torch.ones(1)], "the shapes are (2,) on rank 0 and (1,) on rank 1"),
+        ([1j, 2j], "no max can be made of complex"),
+        ([np.array(["a"]), np.array(["b"])], "no max can be made of ndarray"),
+    ],
+)
+def test_results_that_cannot_be_reduced(results: list[Any], message: str) -> None:
+    with pytest.raises(DispatchError) as caught:
+        Reduce("max").join(results, Ranks(2))
+    assert message in str(caught.value)
+
+
+def test_the_results_given_stay_as_they_are() -> None:
+    for make in (torch.ones, np.ones):
+        results = [make(2), make(2) * 2]
+        for operation in ("mean", "sum", "max", "min"):
+            Reduce(operation).join(results, Ranks(2))
+        assert [result.tolist() for result in results] == [[1, 1], [2, 2]]
+
+
+def test_a_users_collect_gets_the_results_and_the_rows() -> None:
+    class Total(Collect):
+        def join(self, results: Sequence[Any], ranks: Ranks) -> Any:
+            return sum(results), ranks.rows
+
+    made = plan(Scatter("x"), {"x": [1, 2, 3]}, Ranks(2))
+    collect = Total()
+    assert list(collect.sources(Ranks(2))) == [0, 1]
+    assert collect.join([len(part["x"]) for part in made.arguments], Ranks(2, rows=made.valid)) == (3, [2, 1])
+
+
+def test_padding_needs_a_collect_that_can_take_it_out() -> None:
+    class Mine(Collect):
+        def join(self, results: Sequence[Any], ranks: Ranks) -> Any:
+            return results
+
+    class Aligned(Mine):
+        row_aligned = True
+
+    for collect in (Gather(), First(), Reduce("mean"), Mine()):
+        with pytest.raises(
+            DispatchError, match=r"Actor\.update: .*padding would show.*collect=Concat\(\).*pad='masked'"
+        ):
+            check(Scatter("x", pad=True), collect, "Actor.update")
+        check(Scatter("x", pad="masked"), collect, "Actor.update")
+        check(Scatter("x"), collect, "Actor.update")
+    for aligned in (Concat(), Aligned()):
+        check(Scatter("x", pad=True), aligned, "Actor.update")
+
+
+def test_classes_in_place_of_values() -> None:
+    with pytest.raises(DispatchError, match=r"is no Dispatch; write dispatch=Scatter\(\.\.\.\)"):
+        check(Scatter, Gather(), "Actor.update")
+    with pytest.raises(DispatchError, match=r"is no Collect; write collect=a Collect"):
+        check(Broadcast(), "mean", "Actor.update")
+
+
+def test_meshes_are_checked_where_the_role_gets_them() -> None:
+    ranks = Ranks(4, {"train": Mesh({"dp": 4}), "infer": Mesh({"dp": 2, "shard": 2})})
+    check_meshes(Scatter("x", axis="shard", mesh="infer"), Concat(axis="tp", mesh="train"), ranks, "Actor.m")
+    with pytest.raises(DispatchError, match=r"names the mesh 'inferr'.*did you mean 'infer'"):
+        check_meshes(Scatter("x", mesh="inferr"), Gather(), ranks, "Actor.m")
+    with pytest.raises(DispatchError, match=r"names the axis 'shrd'.*did you mean 'shard'"):
+        check_meshes(Broadcast(), Concat(axis="shrd", mesh="infer"), ranks, "Actor.m")
+
+
+def test_collects_are_values_that_read_as_written() -> None:
+    written = [
+        "Gather()",
+        "Concat()",
+        "Concat(axis='tp', mesh='infer')",
+        "First()",
+        "First(mesh='infer')",
+        "Reduce('mean')",
+        "Reduce('max', weight=None, axis='tp', mesh='infer')",
+    ]
+    for text in written:
+        collect = eval(text)
+        assert repr(collect) == text
+        assert (collect, hash(collect)) == (eval(text), hash(eval(text)))
+    for make in (lambda: Reduce("avg"), lambda: Reduce("mean", weight="tokens"), lambda: Concat(mesh=1)):  # type: ignore[arg-type]
+        with pytest.raises(ConfigError):
+            make()
+    with pytest.raises(DispatchError):
+        Concat(axis="")

@@ -1,0 +1,396 @@
+"""Dispatch: who gets which rows, what stays whole, and what is refused before anything is sent."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import pickle
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from colocate import _batch
+from colocate._collect import Concat
+from colocate._dispatch import Broadcast, Dispatch, OnRank, Parts, PerRank, Plan, Scatter, plan
+from colocate._mesh import Mesh, Ranks
+from colocate.errors import ConfigError, DispatchError
+
+LAWS = settings(deadline=None, max_examples=80)
+
+
+@attrs.frozen(eq=False)
+class Asked:
+    """A placeholder that says what was asked of a deferred value."""
+
+    what: tuple[Any, ...]
+    value: Any
+
+
+@attrs.frozen(eq=False)
+class Away(_batch.Deferred):
+    """A list that lies in the workers in parts of these sizes."""
+
+    value: list[Any]
+    partition: list[int] | None = None
+
+    def sizes(self, axis: str, mesh: str | None, count: int) -> list[int]:
+        matches = self.partition is not None and len(self.partition) == count
+        return list(self.partition or []) if matches else _batch.even_sizes(len(self.value), count)
+
+    def part(self, index: int, count: int, axis: str, mesh: str | None, padding: _batch.Padding) -> Any:
+        if padding == "even":
+            found = _batch.share(self.value, index, count, padding)[0]
+        else:
+            found = _batch.split(self.value, Away.sizes(self, axis, mesh, count), "value")[index]
+        return Asked(("part", index, count, axis, mesh, padding), found)
+
+    def slice(self, start: int, stop: int) -> Any:
+        return Asked(("slice", start, stop), self.value[start:stop])
+
+    def whole(self) -> Any:
+        return Asked(("whole",), self.value)
+
+    def fetch(self) -> Any:
+        return self.value
+
+
+def in_worker(value: Any) -> Any:
+    """What a worker makes of the placeholders."""
+    return _batch.map_leaves(value, lambda leaf: leaf.value if isinstance(leaf, Asked) else leaf)
+
+
+def received(made: Plan) -> list[dict[str, Any]]:
+    return [in_worker(dict(part)) for part in made.arguments]
+
+
+@st.composite
+def meshes(draw: st.DrawFn) -> Mesh:
+    axes = draw(st.permutations(["dp", "tp", "pp"]))
+    return Mesh({axis: draw(st.integers(1, 3)) for axis in axes})
+
+
+def ranks_of(mesh: Mesh) -> Ranks:
+    return Ranks(mesh.world_size, {"": mesh})
+
+
+@LAWS
+@given(meshes(), st.integers(0, 12), st.sampled_from([False, True, "masked"]), st.sampled_from(["dp", "tp", "cp"]))
+def test_scatter_spreads_over_its_axis_and_repeats_along_the_others(
+    mesh: Mesh, total: int, pad: Any, axis: str
+) -> None:
+    ranks, size = ranks_of(mesh), mesh.size(axis)
+    arguments = {"flag": 7, "x": list(range(total)), "y": {"t": torch.arange(total), "none": None}}
+    made = plan(Scatter("x", "y", axis=axis, pad=pad, empty="run"), arguments, ranks)
+    assert list(made.targets) == list(range(mesh.world_size))
+    each = math.ceil(total / size)
+    seen: dict[int, Mapping[str, Any]] = {}
+    for rank, part in enumerate(made.arguments):
+        place = mesh.coordinate(rank, axis)
+        assert seen.setdefault(place, part) is part  # copies are one object, encoded once
+        assert list(part) == ["flag", "x", "y"]
+        assert part["flag"] == 7
+        assert part["y"]["t"].tolist() == part["x"]
+        assert part["y"]["none"] is None
+        padded = made.padded[rank]
+        assert len(part["x"]) == (made.valid[rank] if padded is None else padded)
+        if pad and total:
+            assert made.padded[rank] == each
+            assert made.valid[rank] == min(max(total - place * each, 0), each)
+            assert set(part["x"][made.valid[rank] :]) <= {total - 1}
+        else:
+            assert made.padded[rank] is None
+    rows = [seen[place]["x"][: made.valid[mesh.line(0, axis)[place]]] for place in range(size)]
+    assert list(itertools.chain(*rows)) == list(range(total))
+    sizes = [len(part) for part in rows]
+    assert pad or max(sizes) - min(sizes) <= 1
+    assert arguments["x"] == list(range(total))
+
+
+@LAWS
+@given(meshes(), st.integers(1, 12), st.sampled_from([False, True, "masked"]), st.integers(0, 3))
+def test_what_comes_back_is_what_was_sent(mesh: Mesh, total: int, pad: Any, seed: int) -> None:
+    """Scatter then Concat of a row-wise method is the method on the whole batch: padding never shows."""
+    x = torch.arange(total * 2).view(total, 2) + seed
+    ranks = ranks_of(mesh)
+    made = plan(Scatter("x", pad=pad, empty="run"), {"x": x}, ranks)
+    results = [{"square": part["x"] ** 2, "list": part["x"].sum(1).tolist()} for part in made.arguments]
+    after = attrs.evolve(ranks, rows=made.valid, padded=made.padded)
+    joined = Concat().join(results, after)
+    assert torch.equal(joined["square"], x**2)
+    assert joined["list"] == x.sum(1).tolist()
+    needed = set(Concat().sources(after))
+    only = [result if rank in needed else None for rank, result in enumerate(results)]
+    assert torch.equal(Concat().join(only, after)["square"], x**2)
+
+
+@LAWS
+@given(meshes(), st.lists(st.integers(0, 4), min_size=1, max_size=3), st.data(), st.booleans())
+def test_a_deferred_value_reaches_the_ranks_as_the_value_would(
+    mesh: Mesh, partition: list[int], data: st.DataObject, pad: bool
+) -> None:
+    total = sum(partition)
+    x, y = list(range(total)), [str(row) for row in range(total)]
+    plain: dict[str, Any] = {"x": x, "y": {"k": y}, "z": 1}
+    wrap = {name: data.draw(st.booleans()) for name in plain}
+    away = {
+        "x": Away(x, partition) if wrap["x"] else x,
+        "y": {"k": Away(y, partition) if wrap["y"] else y},
+        "z": Away([1]) if wrap["z"] else [1],
+    }
+    dispatch = Scatter("x", "y", pad=pad, empty="run")
+    made = plan(dispatch, away, ranks_of(mesh))
+    size = mesh.size("dp")
+    if pad and total:
+        sizes = _batch.padded_sizes(total, size)[1]
+        expected = [_batch.share(x, place, size, "even")[0] for place in range(size)]
+    elif pad and wrap["x"] and wrap["y"]:
+        return  # only the workers find out that there are no rows to pad with
+    else:
+        follows = (wrap["x"] or wrap["y"]) and len(partition) == size
+        sizes = partition if follows else _batch.even_sizes(total, size)
+        expected = _batch.split(x, sizes, "x")
+    known = not (wrap["x"] and wrap["y"])
+    for rank, got in enumerate(received(made)):
+        place = mesh.coordinate(rank, "dp")
+        assert got["x"] == expected[place]
+        assert got["y"]["k"] == [str(row) for row in expected[place]]
+        assert got["z"] == [1]
+        assert made.valid[rank] == (sizes[place] if known else None)
+
+
+def test_deferred_values_alone_block_nobody() -> None:
+    """The driver does not wait to know their rows."""
+
+    class Unknown(Away):
+        def sizes(self, axis: str, mesh: str | None, count: int) -> list[int]:
+            raise AssertionError("this would block")
+
+    made = plan(
+        Scatter("x", "y", axis="tp", mesh="m"), {"x": Unknown([1, 2]), "y": None}, Ranks(2, {"m": Mesh({"tp": 2})})
+    )
+    assert [part["x"].what for part in made.arguments] == [("part", i, 2, "tp", "m", "none") for i in (0, 1)]
+    assert list(made.valid) == [None, None]
+
+
+def test_mixed_parts_follow_the_first_deferred_one() -> None:
+    made = plan(Scatter("x", "y"), {"x": [1, 2, 3, 4], "y": Away([5, 6, 7, 8], [1, 3])}, Ranks(2))
+    assert [part["y"].what for part in made.arguments] == [("slice", 0, 1), ("slice", 1, 4)]
+    assert [part["x"] for part in made.arguments] == [[1], [2, 3, 4]]
+    assert list(made.valid) == [1, 3]
+
+
+@pytest.mark.parametrize("dispatch", [Broadcast(), OnRank(1), PerRank("items"), Scatter("rows")])
+def test_deferred_values_elsewhere_are_whole(dispatch: Dispatch) -> None:
+    arguments = {"items": [1, Away([2])], "rows": [3, {"deep": Away([4])}], "other": (Away([5]),)}
+    made = plan(dispatch, arguments, Ranks(2))
+    leaves: list[Any] = []
+    for part in made.arguments:
+        assert not _batch.find_deferred(dict(part))
+        _batch.map_leaves(dict(part), leaves.append)
+    assert {leaf.what for leaf in leaves if isinstance(leaf, Asked)} == {("whole",)}
+    assert isinstance(arguments["items"][1], Away)
+
+
+def test_a_users_dispatch_never_sees_a_deferred_value() -> None:
+    seen: list[Any] = []
+
+    class Mine(Dispatch):
+        def split(self, arguments: Mapping[str, Any], ranks: Ranks) -> Sequence[Mapping[str, Any]]:
+            seen.append(arguments)
+            return [arguments] * ranks.world_size
+
+    class MyScatter(Scatter):
+        def split(self, arguments: Mapping[str, Any], ranks: Ranks) -> Sequence[Mapping[str, Any]]:
+            seen.append(arguments)
+            return super().split(arguments, ranks)
+
+    for dispatch in (Mine(), MyScatter("x")):
+        made = plan(dispatch, {"x": Away([1, 2]), "y": [Away([3])]}, Ranks(2))
+        assert seen.pop() == {"x": [1, 2], "y": [[3]]}
+    assert list(made.valid) == [1, 1]
+
+
+def test_broadcast_and_on_rank_send_one_mapping() -> None:
+    arguments = {"x": [1, 2], "y": None}
+    made = plan(Broadcast(), arguments, Ranks(4))
+    assert all(part is arguments for part in made.arguments)
+    assert list(made.targets) == [0, 1, 2, 3]
+    assert list(made.valid) == list(made.padded) == [None] * 4
+    made = plan(OnRank(2), arguments, Ranks(4))
+    assert (list(made.targets), list(made.arguments), list(made.valid)) == ([2], [arguments], [None])
+
+
+def test_per_rank_sends_item_i_to_rank_i() -> None:
+    made = plan(PerRank("x", "y"), {"z": [0, 0], "x": ["a", "b"], "y": None}, Ranks(2))
+    assert [dict(part) for part in made.arguments] == [
+        {"z": [0, 0], "x": "a", "y": None},
+        {"z": [0, 0], "x": "b", "y": None},
+    ]
+    assert [list(part) for part in made.arguments] == [["z", "x", "y"]] * 2
+    made = plan(PerRank("x"), {"x": Away(["a", "b"])}, Ranks(2))
+    assert [part["x"] for part in made.arguments] == ["a", "b"]
+
+
+def test_a_call_can_name_its_ranks() -> None:
+    for dispatch, expected in [
+        (Broadcast(), [["a", "b"], ["a", "b"]]),
+        (PerRank("x"), ["a", "b"]),
+    ]:
+        made = plan(dispatch, {"x": ["a", "b"]}, Ranks(4), [3, 1])
+        assert list(made.targets) == [3, 1]
+        assert [part["x"] for part in made.arguments] == expected
+        assert list(made.valid) == [None, None]
+    made = plan(OnRank(0), {"x": 1}, Ranks(4), [2])
+    assert list(made.targets) == [2]
+
+
+@pytest.mark.parametrize(
+    ("dispatch", "select", "message"),
+    [
+        (Scatter("x"), [0], "only Broadcast, PerRank and OnRank take options(ranks=...)"),
+        (Broadcast(), [4], "goes to rank 4, but the role has 4, from 0 to 3"),
+        (Broadcast(), [-1], "goes to rank -1"),
+        (Broadcast(), [], "name at least one"),
+        (Broadcast(), [1, 1], "none twice"),
+        (OnRank(0), [1, 2], "goes to one rank, but the call names 2"),
+        (OnRank(7), None, "OnRank(7) goes to rank 7, but the role has 4"),
+        (PerRank("x"), [1], "has 2 items for 1 ranks"),
+    ],
+)
+def test_ranks_that_are_not_there(dispatch: Dispatch, select: Sequence[int] | None, message: str) -> None:
+    with pytest.raises(DispatchError) as caught:
+        plan(dispatch, {"x": [1, 2]}, Ranks(4), select)
+    assert message in str(caught.value)
+
+
+def test_nothing_to_scatter_sends_everything_everywhere() -> None:
+    """None goes to every rank as it is, and so does what the caller left to its default."""
+    for arguments in ({"x": None, "y": 1}, {"y": 1}, {"x": {}, "y": 1}):
+        made = plan(Scatter("x"), arguments, Ranks(3))
+        assert [dict(part) for part in made.arguments] == [arguments] * 3
+        assert list(made.valid) == [None] * 3
+
+
+@pytest.mark.parametrize(
+    ("dispatch", "arguments", "parameter", "message"),
+    [
+        (
+            Scatter("x"),
+            {"x": [1, 2]},
+            "x",
+            "'x' has 2 rows for 3 ranks along 'dp', and no rank is skipped: give more rows",
+        ),
+        (Scatter("x", pad=True), {"x": []}, "x", "'x' has 0 rows for 3 ranks"),
+        (Scatter("x", "y"), {"x": [1] * 4, "y": [1] * 3}, "y", "'y' has 3 rows but 'x' has 4"),
+        (Scatter("x", "y"), {"x": None, "y": [1] * 2}, "y", "'y' has 2 rows for 3 ranks"),
+        (Scatter("x"), {"x": {"a": [1] * 4, "b": 0.5}}, "x", "x['b'] (float) has no rows"),
+        (Scatter("x"), {"x": {"a": [1] * 4, "b": [1] * 5}}, "x", "x['a'] has 4 rows but x['b'] has 5"),
+        (Scatter("x"), {"x": "prompt"}, "x", "x (str) has no rows"),
+        (Scatter("x", "y"), {"x": [1] * 4, "y": Away([1] * 5)}, "y", "'y' has 5 rows but 'x' has 4"),
+        (
+            Scatter("x", "y"),
+            {"x": [1] * 4, "y": Away([1] * 4, [4, 0, 0])},
+            "x",
+            "some of the 3 ranks along 'dp' have none",
+        ),
+        (PerRank("x"), {"x": [1, 2]}, "x", "'x' is dispatched PerRank and has 2 items for 3 ranks"),
+        (PerRank("x"), {"x": 5}, "x", "has to be a list with one item for each of the 3 ranks, not a int"),
+        (Scatter("x", mesh="infer"), {"x": [1] * 3}, None, "no mesh 'infer'"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(
+    dispatch: Dispatch, arguments: dict[str, Any], parameter: str | None, message: str
+) -> None:
+    with pytest.raises(DispatchError) as caught:
+        plan(dispatch, arguments, Ranks(3))
+    assert message in str(caught.value)
+    assert caught.value.parameter == parameter
+
+
+def test_too_few_rows_can_run_empty() -> None:
+    made = plan(Scatter("x", empty="run"), {"x": torch.ones(2, 5)}, Ranks(3))
+    assert [part["x"].shape for part in made.arguments] == [(1, 5), (1, 5), (0, 5)]
+    assert list(made.valid) == [1, 1, 0]
+    made = plan(Scatter("x", empty="run", pad=True), {"x": []}, Ranks(2))
+    assert [part["x"] for part in made.arguments] == [[], []]
+    assert list(made.valid) == [0, 0]
+
+
+def test_a_users_split_is_checked() -> None:
+    @attrs.frozen
+    class Fixed(Dispatch):
+        given: Any
+        only: tuple[int, ...] | None = None
+
+        def split(self, arguments: Mapping[str, Any], ranks: Ranks) -> Any:
+            return self.given
+
+        def targets(self, ranks: Ranks) -> Sequence[int] | None:
+            return self.only
+
+    made = plan(Fixed(Parts([{"x": 1}, {"x": 2}], [3, 4]), (1,)), {}, Ranks(2))
+    assert (list(made.arguments), list(made.targets), list(made.valid)) == ([{"x": 2}], [1], [4])
+    mistakes: list[tuple[Any, Any, str]] = [
+        ([{}], None, "split gave 1 mappings for 2 ranks"),
+        (None, None, "split gave a NoneType for 2 ranks"),
+        ([{}, 5], None, "split gave a int for a rank"),
+        ([{}, {}], (2,), "goes to rank 2, but the role has 2"),
+        ([{}, {}], (), "name at least one"),
+    ]
+    for wrong, only, message in mistakes:
+        with pytest.raises(DispatchError) as caught:
+            plan(Fixed(wrong, only), {}, Ranks(2))
+        assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("dispatch", [Scatter("prmpts"), PerRank("prmpts")])
+def test_an_unknown_parameter_is_refused_when_declared(dispatch: Dispatch) -> None:
+    with pytest.raises(
+        DispatchError, match=r"names 'prmpts'.*did you mean 'prompts'\?.*'prompts', 'temperature'"
+    ) as caught:
+        dispatch.declare(["prompts", "temperature"], "Actor.generate")
+    assert caught.value.parameter == "prmpts"
+    assert caught.value.method == "Actor.generate"
+    dispatch.declare(["prmpts"], "Actor.generate")
+
+
+@pytest.mark.parametrize(
+    ("make", "error"),
+    [
+        (lambda: Scatter(), ConfigError),
+        (lambda: Scatter("x", "x"), ConfigError),
+        (lambda: Scatter("x", pad="mask"), ConfigError),  # type: ignore[arg-type]
+        (lambda: Scatter("x", empty="skip"), ConfigError),  # type: ignore[arg-type]
+        (lambda: Scatter("x", axis="d p"), DispatchError),
+        (lambda: Scatter("x", mesh=Mesh({"dp": 1})), ConfigError),  # type: ignore[arg-type]
+        (lambda: PerRank(), ConfigError),
+        (lambda: PerRank(0), ConfigError),  # type: ignore[arg-type]
+        (lambda: OnRank(-1), ConfigError),
+        (lambda: OnRank("0"), ConfigError),  # type: ignore[arg-type]
+    ],
+)
+def test_declarations_that_cannot_be_meant(make: Any, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        make()
+
+
+def test_dispatches_are_values_that_read_as_written() -> None:
+    written = [
+        "Broadcast()",
+        "OnRank(3)",
+        "PerRank('a', 'b')",
+        "Scatter('x')",
+        "Scatter('x', 'y', axis='tp', pad='masked', empty='run', mesh='infer')",
+    ]
+    for text in written:
+        dispatch = eval(text)
+        assert repr(dispatch) == text
+        assert dispatch == eval(text)
+        assert hash(dispatch) == hash(eval(text))
+        assert pickle.loads(pickle.dumps(dispatch)) == dispatch
+    assert Scatter("x") != Scatter("x", pad=True)
