@@ -4,32 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
-from typing import Any, Protocol
 
 import attrs
 
 from colocate._plugins import hookimpl
+from colocate._records import CallRecord
 from colocate.config.schema import Config
 
 KEPT_SPANS = 100_000  # a long run keeps its last hours in its report, and all of it in the totals
-
-
-class FinishedCall(Protocol):
-    """What the hook `colocate_call_finished` tells of a call; times are those of `time.time()`."""
-
-    @property
-    def group(self) -> str: ...
-    @property
-    def role(self) -> str | None: ...
-    @property
-    def method(self) -> str: ...
-    @property
-    def submitted(self) -> float: ...
-    @property
-    def finished(self) -> float: ...
-    @property
-    def spans(self) -> Sequence[tuple[int, float, float]]: ...
 
 
 @attrs.frozen
@@ -73,17 +55,16 @@ class CallLog:
     _lock: threading.Lock = attrs.field(factory=threading.Lock, init=False)
 
     @hookimpl
-    def colocate_call_finished(self, record: FinishedCall) -> None:
+    def colocate_call_finished(self, record: CallRecord) -> None:
         """Count a call. Comes on the runtime's thread."""
-        role = record.role or ""
-        key = (record.group, role, record.method)
+        key = (record.group, record.role, record.method)
         longest = max((end - start for _, start, end in record.spans), default=0.0)
         with self._lock:
             calls, seconds = self._totals.get(key, (0, 0.0))
             self._totals[key] = calls + 1, seconds + longest
             for rank, start, end in record.spans:
-                slot = self._slot(record.group, role, rank)
-                self._spans.append(Span(record.group, slot, role, record.method, start, end))
+                slot = self._slot(record.group, record.role, rank)
+                self._spans.append(Span(record.group, slot, record.role, record.method, start, end))
 
     def totals(self) -> tuple[Total, ...]:
         """Per method, in the order of their first calls."""
@@ -96,6 +77,7 @@ class CallLog:
             return tuple(self._spans)
 
     def _slot(self, group: str, role: str, rank: int) -> int:
-        found: Any = self._config.groups.get(group)
-        found = found.roles.get(role) if found is not None else None
-        return found.slots[rank] if found is not None and found.slots is not None else rank
+        if group not in self._config.groups:  # one that the job made itself
+            return rank
+        found = self._config.groups[group].roles.get(role)
+        return rank if found is None or found.slots is None else found.slots[rank]

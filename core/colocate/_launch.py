@@ -12,10 +12,10 @@ from colocate._role import RoleSpec, role
 from colocate.config.schema import Config, GroupConfig, PoolConfig, RoleConfig
 
 if TYPE_CHECKING:
-    from colocate._group import ColocatedGroup
     from colocate._pool import Pool
     from colocate._runtime import Runtime
 
+    from colocate._group import ColocatedGroup
     from colocate._run import RunRecord
     from colocate._screen import Screen
 

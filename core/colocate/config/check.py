@@ -53,29 +53,39 @@ def _pool(pool: PoolConfig, place: Place, document: Document) -> None:
 
 
 def _groups(config: Config, document: Document) -> None:
-    declared = document.data.get("pools")
-    pools = list(declared) if isinstance(declared, dict) else []
     taken: dict[str, str] = {}
     for name, group in config.groups.items():
         place: Place = ("groups", name)
-        if group.pool not in pools:
-            there = f"there are {', '.join(pools)}" if pools else "there is none"
-            near = next(iter(difflib.get_close_matches(group.pool, pools, 1)), None)
-            document.wrong((*place, "pool"), f"no pool is called {group.pool!r}; {there}", near)
-        elif group.pool in taken:
-            text = f"pool {group.pool!r} has group {taken[group.pool]!r} already: a slot takes one group at a time"
-            document.wrong((*place, "pool"), text)
-        taken.setdefault(group.pool, name)
+        _pool_of(group.pool, taken.setdefault(group.pool, name), place, document)
         if not document.data["groups"][name]["roles"]:
             document.wrong((*place, "roles"), "a group needs at least one role")
         pool = config.pools.get(group.pool)
         if pool is not None:
             _mesh(group.mesh, pool.slots, (*place, "mesh"), document)
         for role_name, role in group.roles.items():
-            _role(role, pool, (*place, "roles", role_name), document)
+            _role(role_name, role, pool, (*place, "roles", role_name), document)
+        if len(wanting := [key for key, role in group.roles.items() if role.default_group]) > 1:
+            text = f"{' and '.join(wanting)} both want torch's default group; one role of a group can"
+            document.wrong((*place, "roles", wanting[-1], "default_group"), text)
 
 
-def _role(role: RoleConfig, pool: PoolConfig | None, place: Place, document: Document) -> None:
+def _pool_of(pool: str, first: str, place: Place, document: Document) -> None:
+    """Whether the pool of a group exists and is its own."""
+    declared = document.data.get("pools", {})
+    if not isinstance(declared, dict):
+        return  # said already, and what it should have been can't be known
+    if pool not in declared:
+        there = f"there are {', '.join(declared)}" if declared else "there is none"
+        near = next(iter(difflib.get_close_matches(pool, declared, 1)), None)
+        document.wrong((*place, "pool"), f"no pool is called {pool!r}; {there}", near)
+    elif first != place[-1]:
+        text = f"pool {pool!r} has group {first!r} already: a slot takes one group at a time"
+        document.wrong((*place, "pool"), text)
+
+
+def _role(name: str, role: RoleConfig, pool: PoolConfig | None, place: Place, document: Document) -> None:
+    if not name.isidentifier():
+        document.wrong(place, f"{name!r} can't be a role's name: use letters, digits and _")
     if pool is not None and _slots(role, pool, place, document):
         count = pool.slots if role.slots is None else len(role.slots)
         _mesh(role.mesh, count, (*place, "mesh"), document)
