@@ -1,0 +1,110 @@
+"""A run's folder: names, metrics, checkpoints that are complete or not there."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from colocate._run_folder import RunFolder
+from colocate.errors import ConfigError
+
+
+def make(root: Path, name: str, *steps: int) -> RunFolder:
+    folder = RunFolder.create(name, root)
+    folder.write("config.yaml", f"name: {name}\nseed: 0\n")
+    for step in steps:
+        with folder.checkpoint(step) as directory:
+            (directory / "state").write_text(str(step))
+    return folder
+
+
+def test_a_new_run_never_takes_a_folder_that_is_there(tmp_path: Path) -> None:
+    paths = [RunFolder.create("demo", tmp_path / "runs").path for _ in range(3)]
+    assert [path.name for path in paths] == ["demo", "demo-2", "demo-3"]
+    assert all(path.is_absolute() for path in paths)
+
+
+class TestCheckpoints:
+    def test_it_counts_when_its_block_has_ended(self, tmp_path: Path) -> None:
+        folder = make(tmp_path, "demo")
+        with folder.checkpoint(7) as directory:
+            (directory / "state").write_text("7")
+            assert folder.checkpoints() == []
+        assert folder.checkpoints() == [(7, folder.path / "checkpoints" / "step-000007")]
+        assert (folder.checkpoints()[0][1] / "state").read_text() == "7"
+
+    def test_the_last_two_stay_in_the_order_of_their_steps(self, tmp_path: Path) -> None:
+        folder = make(tmp_path, "demo", 8, 9, 10, 1_000_000, 1_000_001)
+        assert [step for step, _ in folder.checkpoints()] == [1_000_000, 1_000_001]
+
+    def test_one_that_fails_leaves_nothing_and_the_last_stays(self, tmp_path: Path) -> None:
+        folder = make(tmp_path, "demo", 1)
+
+        def fail() -> None:
+            with folder.checkpoint(2) as directory:
+                (directory / "half").write_text("")
+                raise OSError("disk full")
+
+        with pytest.raises(OSError, match="disk full"):
+            fail()
+        assert [path.name for path in (folder.path / "checkpoints").iterdir()] == ["step-000001"]
+
+    def test_what_a_killed_run_left_half_is_no_checkpoint_and_goes(self, tmp_path: Path) -> None:
+        folder = make(tmp_path, "demo", 1)
+        half = folder.path / "checkpoints" / ".part-step-000002"
+        half.mkdir()
+        (half / "half").write_text("")
+        assert [step for step, _ in folder.checkpoints()] == [1]
+        with folder.checkpoint(2) as directory:
+            assert list(directory.iterdir()) == []
+        assert sorted(path.name for path in (folder.path / "checkpoints").iterdir()) == ["step-000001", "step-000002"]
+
+    def test_the_same_step_is_replaced(self, tmp_path: Path) -> None:
+        folder = make(tmp_path, "demo", 1)
+        with folder.checkpoint(1) as directory:
+            (directory / "other").write_text("")
+        ((_, path),) = folder.checkpoints()
+        assert [each.name for each in path.iterdir()] == ["other"]
+
+
+class TestResuming:
+    def test_the_newest_folder_with_a_complete_checkpoint(self, tmp_path: Path) -> None:
+        make(tmp_path, "demo", 1)
+        second = make(tmp_path, "demo", 2)
+        make(tmp_path, "demo")
+        assert RunFolder.latest("demo", tmp_path).path == second.path
+
+    def test_a_folder_of_a_config_that_is_called_like_a_second_run(self, tmp_path: Path) -> None:
+        first = make(tmp_path, "demo", 1)
+        other = make(tmp_path, "demo-2", 5)
+        assert RunFolder.latest("demo", tmp_path).path == first.path
+        assert RunFolder.latest("demo-2", tmp_path).path == other.path
+
+    def test_nothing_to_resume(self, tmp_path: Path) -> None:
+        make(tmp_path, "demo")
+        with pytest.raises(ConfigError) as caught:
+            RunFolder.latest("demo", tmp_path)
+        assert str(caught.value) == (
+            f"nothing to resume: no complete checkpoint of 'demo' in {tmp_path}; run it without --resume"
+        )
+        with pytest.raises(ConfigError, match="nothing to resume"):
+            RunFolder.latest("demo", tmp_path / "nowhere")
+
+    def test_metrics_after_the_checkpoint_go(self, tmp_path: Path) -> None:
+        folder = make(tmp_path, "demo")
+        for step in range(4):
+            folder.append({"step": step, "reward": step / 2})
+        with (folder.path / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 4, "rew')  # killed while writing
+        assert folder.rewind(2) == [{"step": step, "reward": step / 2} for step in range(3)]
+        folder.append({"step": 3, "reward": 9})
+        lines = (folder.path / "metrics.jsonl").read_text().splitlines()
+        assert [json.loads(line)["reward"] for line in lines] == [0, 0.5, 1, 9]
+
+
+def test_metrics_are_strict_json(tmp_path: Path) -> None:
+    folder = make(tmp_path, "demo")
+    folder.append({"step": 1, "loss": float("nan"), "kl": float("inf"), "seconds": {"a": 0.5}})
+    assert (
+        folder.path / "metrics.jsonl"
+    ).read_text() == '{"step": 1, "loss": null, "kl": null, "seconds": {"a": 0.5}}\n'

@@ -1,0 +1,145 @@
+"""What a run shows, on a terminal and elsewhere."""
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from colocate._calls import CallLog, Span, Total
+from colocate._records import CallRecord
+from colocate._run import RunRecord
+from colocate._screen import PLAIN_WIDTH, Screen, show_table
+from colocate.config import Config, GroupConfig, PoolConfig, RoleConfig
+
+
+def plain() -> tuple[Console, io.StringIO]:
+    out = io.StringIO()
+    return Console(file=out, width=PLAIN_WIDTH, highlight=False), out
+
+
+def terminal() -> tuple[Console, io.StringIO]:
+    out = io.StringIO()
+    return Console(file=out, width=100, force_terminal=True, highlight=False), out
+
+
+def record(**changes: object) -> RunRecord:
+    fields = {
+        "name": "demo",
+        "directory": Path("runs/demo"),
+        "config": "name: demo\n",
+        "metrics": (),
+        "tables": {"answers": [{"question": "[bold]cat", "after": "tac"}]},
+        "totals": (Total("policy", "actor", "generate", 4, 2.0),),
+        "spans": (),
+        "phases": {"rollout": 7.5, "update": 2.5},
+        "tree": "runtime local\n└ pool main",
+        "graph": "{}",
+        "environment": {},
+        "started": 0.0,
+        "seconds": 10.0,
+    }
+    return RunRecord(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def test_plain_lines_where_there_is_no_terminal() -> None:
+    console, out = plain()
+    screen = Screen(console)
+    with screen.running("demo", Path("/elsewhere/demo"), None):
+        screen.total(80)
+        screen.logged({"step": 1, "reward": 0.123456, "kl": 1e-5, "seconds": {"rollout": 0.5}})
+        screen.logged({"step": 2, "reward": 1})
+    assert out.getvalue().splitlines() == [
+        "demo: running in /elsewhere/demo",
+        "step 1/80  reward 0.1235  kl 1e-05  rollout 0.50s",
+        "step 2/80  reward 1",
+    ]
+
+
+def test_a_bar_with_the_last_numbers_on_a_terminal() -> None:
+    console, out = terminal()
+    screen = Screen(console)
+    with screen.running("demo", Path("/elsewhere/demo"), 3):
+        screen.total(80)
+        screen.logged({"step": 4, "reward": 0.5, "eval_accuracy": 0.25, "seconds": {"rollout": 0.5}})
+        screen.logged({"step": 5, "reward": 0.75, "seconds": {"rollout": 0.25}})
+    shown = out.getvalue()
+    assert "going on after step 3" in shown
+    last = shown[shown.rindex("reward") :]
+    assert last.startswith("reward 0.75  eval_accuracy 0.25")  # the last known, though this step had none
+    assert "rollout 0.25s" in last
+    assert "5/80" in shown
+
+
+def test_a_quiet_screen_shows_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    screen = Screen(quiet=True)
+    with screen.running("demo", Path("demo"), None):
+        screen.total(2)
+        screen.logged({"step": 1, "reward": 1})
+        screen.stopping("SIGINT")
+    screen.finished(record())
+    screen.reported(None)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_noted_signal_is_said_at_once(capfd: pytest.CaptureFixture[str]) -> None:
+    console, _ = plain()
+    Screen(console).stopping("SIGTERM")
+    assert capfd.readouterr().err == "SIGTERM: stopping after a checkpoint (a second one ends it at once)\n"
+
+
+def test_the_end_shows_tables_times_and_owners() -> None:
+    console, out = plain()
+    Screen(console).finished(record())
+    assert out.getvalue() == (
+        "\nanswers\nquestion   after\n[bold]cat  tac\n"
+        "\ntime per phase\nphase    seconds  share\nrollout      7.5  75%\nupdate       2.5  25%\n"
+        "\ntime per role\ngroup   role   method    calls  seconds  per call (ms)\n"
+        "policy  actor  generate      4        2            500\n"
+        "\nruntime local\n└ pool main\n"
+    )
+
+
+def test_where_the_report_is_or_what_it_needs() -> None:
+    console, out = plain()
+    screen = Screen(console)
+    screen.reported(Path.cwd() / "runs" / "demo" / "report.html")
+    screen.reported(None)
+    assert out.getvalue().split("\n\n") == [
+        "\nreport: runs/demo/report.html",
+        "no report.html: it needs jinja2 and matplotlib; pip install 'colocate[ppo]'\n",
+    ]
+
+
+@pytest.mark.parametrize("make", [plain, terminal])
+def test_long_cells_are_shown_whole(make: object) -> None:
+    console, out = make()  # type: ignore[operator]
+    text = "x" * 300
+    show_table("table", [{"a": text, "b": 1}], console)
+    assert out.getvalue().count("x") == 300
+
+
+def call(role: str, method: str, spans: Sequence[tuple[int, float, float]], group: str = "policy") -> CallRecord:
+    ranks = tuple(rank for rank, _, _ in spans)
+    return CallRecord(group, role, method, ranks, 0.0, 9.0, tuple(spans), False, None)
+
+
+def test_calls_are_counted_by_method_and_kept_by_slot() -> None:
+    config = Config(
+        "demo",
+        pools={"main": PoolConfig(3)},
+        groups={"policy": GroupConfig("main", {"wide": RoleConfig("a:A"), "narrow": RoleConfig("a:A", slots=[2])})},
+    )
+    calls = CallLog(config)
+    calls.colocate_call_finished(call("wide", "go", [(0, 1.0, 2.0), (1, 1.0, 4.0)]))
+    calls.colocate_call_finished(call("narrow", "go", [(0, 2.0, 3.0)]))
+    calls.colocate_call_finished(call("wide", "go", [(0, 5.0, 6.0)]))
+    calls.colocate_call_finished(call("any", "go", [(1, 5.0, 6.0)], group="made by the job"))
+    assert calls.totals() == (
+        Total("policy", "wide", "go", 2, 4.0),  # as long as the slowest rank
+        Total("policy", "narrow", "go", 1, 1.0),
+        Total("made by the job", "any", "go", 1, 1.0),
+    )
+    assert calls.spans()[2] == Span("policy", 2, "narrow", "go", 2.0, 3.0)
+    assert [span.slot for span in calls.spans()] == [0, 1, 2, 0, 1]
