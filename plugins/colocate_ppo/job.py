@@ -1,4 +1,4 @@
-"""`ppo.train`: a supervised warm-up, then PPO. Between the roles everything goes by resident; the driver sees scalars."""
+"""`ppo.train`: a supervised warm-up, then PPO. Between roles everything goes by resident; the driver sees scalars."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def train(
     warm_up_batch: int = 64,
     warm_up_ramp: int = 20,
     flawed: float = 0.7,
-    steps: int = 80,
+    steps: int = 100,
     batch: int = 256,
     minibatch: int = 64,
     epochs: int = 1,
@@ -58,6 +58,7 @@ def train(
     entropy_coefficient: float = 0.0,
     critic_only_steps: int = 5,
     actor_ramp: int = 10,
+    actor_decay: float = 0.5,
     shuffle_rewards: bool = False,
     eval_every: int = 10,
     eval_problems: int = 256,
@@ -88,6 +89,7 @@ def train(
         entropy_coefficient: The weight of an entropy bonus.
         critic_only_steps: PPO steps at the start that leave the actor as it is.
         actor_ramp: PPO steps until the actor's learning rate is reached.
+        actor_decay: The part of all PPO steps, at their end, in which the actor's learning rate falls linearly to 0.
         shuffle_rewards: A control: the scores of a batch change places, so that nothing can be learned from them.
         eval_every: PPO steps between evaluations, which are greedy answers to held-out problems.
         eval_problems: Problems in an evaluation.
@@ -164,7 +166,7 @@ def train(
                     clip,
                     entropy_coefficient,
                     temperature,
-                    lr_scale=_actor_scale(progress.step, critic_only_steps, actor_ramp),
+                    lr_scale=_actor_scale(progress.step, steps, critic_only_steps, actor_ramp, actor_decay),
                 )
         metrics = {
             "reward": answered["score"],
@@ -193,6 +195,8 @@ def _warm_up_scale(done: int, ramp: int, steps: int) -> float:
     return min((done + 1) / max(1, ramp), (steps - done) / max(1, steps - ramp))
 
 
-def _actor_scale(step: int, critic_only: int, ramp: int) -> float:
-    """0 while only the critic learns, then what a ramp up to 1 from the first step on has reached."""
-    return 0.0 if step <= critic_only else min(1.0, step / max(1, ramp))
+def _actor_scale(step: int, steps: int, critic_only: int, ramp: int, decay: float) -> float:
+    """0 while only the critic learns; up to 1 in `ramp` steps; linearly to 0 in the last part, of size `decay`."""
+    if step <= critic_only:
+        return 0.0
+    return min(1.0, step / max(1, ramp), (steps - step + 1) / max(1.0, decay * steps))

@@ -62,7 +62,7 @@ def whiten(values: Tensor, mask: Tensor, total: Total = alone) -> Tensor:
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimates (Schulman et al. 2015, arXiv:1506.02438, equation 16).
 
-    `delta_t = r_t + gamma * V_{t+1} - V_t` and `A_t = delta_t + gamma * lam * A_{t+1}`, where V and A are 0 past the end.
+    `delta_t = r_t + gamma * V_{t+1} - V_t` and `A_t = delta_t + gamma * lam * A_{t+1}`; past the end, V and A are 0.
 
     Args:
         rewards: `[B, T]`, the reward of each token.
