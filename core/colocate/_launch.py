@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from colocate._role import RoleSpec, role
-from colocate.config.schema import Config, GroupConfig, PoolConfig, RoleConfig
+from colocate.config.schema import Config, RoleConfig
 
 if TYPE_CHECKING:
-    from colocate._pool import Pool
-    from colocate._runtime import Runtime
-
     from colocate._group import ColocatedGroup
+    from colocate._pool import Pool
     from colocate._run import RunRecord
+    from colocate._runtime import Runtime
     from colocate._screen import Screen
 
 
@@ -60,19 +59,25 @@ def launch(config: Config) -> Iterator[Launched]:
     from colocate import connect
 
     with connect(config.executor.use, seed=config.seed, **config.executor.with_) as runtime:
-        pools = {name: reserve_pool(runtime, pool) for name, pool in config.pools.items()}
-        groups = {name: _spawn(pools[group.pool], name, group) for name, group in config.groups.items()}
+        runtime.line = config.lines.get("executor", runtime.line)
+        pools = {name: reserve_pool(runtime, name, config) for name in config.pools}
+        groups = {name: _spawn(pools[group.pool], name, config) for name, group in config.groups.items()}
         yield Launched(config, runtime, groups)
 
 
-def reserve_pool(runtime: Runtime, pool: PoolConfig) -> Pool:
-    """The pool that a config's entry describes."""
-    return runtime.reserve(**attrs.asdict(pool, recurse=False))
+def reserve_pool(runtime: Runtime, name: str, config: Config) -> Pool:
+    """Reserve a pool as the config's entry describes it."""
+    pool = runtime.reserve(name=name, **attrs.asdict(config.pools[name], recurse=False))
+    pool.line = config.lines.get(f"pools.{name}", pool.line)
+    return pool
 
 
-def _spawn(pool: Pool, name: str, group: GroupConfig) -> ColocatedGroup:
-    roles: dict[str, RoleSpec[Any]] = {key: _role(entry) for key, entry in group.roles.items()}
-    return pool.spawn(roles, name=name, mesh=group.mesh, on_failure=group.on_failure)
+def _spawn(pool: Pool, name: str, config: Config) -> ColocatedGroup:
+    entry = config.groups[name]
+    roles: dict[str, RoleSpec[Any]] = {key: _role(role) for key, role in entry.roles.items()}
+    group = pool.spawn(roles, name=name, mesh=entry.mesh, on_failure=entry.on_failure)
+    group.line = config.lines.get(f"groups.{name}", group.line)
+    return group
 
 
 def _role(entry: RoleConfig) -> RoleSpec[Any]:

@@ -190,6 +190,7 @@ def execute(
     run = Run(runtime, groups, folder.path, resumed, folder, screen, signals, metrics)
     with screen.running(config.name, folder.path, step), signals:
         function(run, **config.job.with_)
+    _settle(runtime)
     record = RunRecord(
         name=config.name,
         directory=folder.path,
@@ -234,6 +235,13 @@ def _folder(name: str, resume: bool) -> tuple[RunFolder, int | None, list[Row]]:
     folder = RunFolder.latest(name, root)
     step, _ = folder.checkpoints()[-1]
     return folder, step, [*folder.rewind(step)]
+
+
+def _settle(runtime: Runtime) -> None:
+    """Wait until observers have been told of every call that has ended."""
+    told = threading.Event()
+    runtime.dispatcher.soon(told.set)
+    told.wait()
 
 
 def _report(record: RunRecord) -> Path | None:

@@ -1,7 +1,10 @@
+import os
+import subprocess
 import sys
-from collections.abc import Callable
+import textwrap
 from pathlib import Path
 
+import attrs
 import pytest
 from tests.distributions.install import Installed
 
@@ -12,16 +15,32 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     return Installed(tmp_path_factory.mktemp("installed"))
 
 
+@attrs.frozen
+class CommandLine:
+    """The `colocate` command as a user runs it: in a folder, in a process of its own, with distributions installed."""
+
+    folder: Path
+    installed: Installed
+
+    def __call__(self, *args: str, distributions: tuple[str, ...] = ()) -> "subprocess.CompletedProcess[str]":
+        """Run it to its end."""
+        command, environment = self.command(*args, distributions=distributions)
+        return subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True, check=False)
+
+    def command(self, *args: str, distributions: tuple[str, ...] = ()) -> tuple[list[str], dict[str, str]]:
+        """What to start, and its environment."""
+        path = [str(self.installed(name)) for name in distributions]
+        path += [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path), "COLUMNS": "200"}
+        return [sys.executable, "-W", "error", "-m", "colocate.cli", *args], environment
+
+    def write(self, name: str, text: str) -> Path:
+        """Write a file into the folder."""
+        path = self.folder / name
+        path.write_text(textwrap.dedent(text))
+        return path
+
+
 @pytest.fixture
-def with_distributions(installed: Installed, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Path]]:
-    """Put installed distributions on sys.path, as if they had been there when Python started."""
-
-    def put(*names: str) -> list[Path]:
-        folders = [installed(name) for name in names]
-        for module in [name for name in sys.modules if name.partition(".")[0] in ("acme", "acme_rival", "broken")]:
-            monkeypatch.delitem(sys.modules, module)
-        for folder in reversed(folders):
-            monkeypatch.syspath_prepend(str(folder))
-        return folders
-
-    return put
+def colocate(tmp_path: Path, installed: Installed) -> CommandLine:
+    return CommandLine(tmp_path, installed)

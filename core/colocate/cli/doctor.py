@@ -60,8 +60,8 @@ def _reserve_all(config: Config) -> None:
     from colocate import connect
 
     with connect(config.executor.use, seed=config.seed, **config.executor.with_) as runtime:
-        for pool in config.pools.values():
-            reserve_pool(runtime, pool)
+        for name in config.pools:
+            reserve_pool(runtime, name, config)
 
 
 def _row(plugin: PluginInfo, fault: ColocateError | None) -> dict[str, Any]:

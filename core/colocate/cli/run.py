@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json as json_module
 import signal
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,7 @@ def run_job(file: Path, executor: str | None, changes: Iterable[str], *, resume:
         with contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext():
             with launch(load(file, executor, changes)) as job:
                 record = job.run(resume=resume, screen=screen)
-            screen.say(_closed(job.runtime))
+            screen.say(_closed(record))
         if json:
             print_json(_summary(record))
         if record.stopped is None:
@@ -43,8 +45,16 @@ def run_job(file: Path, executor: str | None, changes: Iterable[str], *, resume:
         return 128 + signal.SIGINT
 
 
-def _closed(runtime: Any) -> str:
-    return "everything is closed"
+def _closed(record: RunRecord) -> str:
+    """What the block has closed, counted in the ownership graph of before."""
+    counts: Counter[str] = Counter()
+    nodes = [json_module.loads(record.graph)]
+    while nodes:
+        node = nodes.pop()
+        counts[node["kind"]] += 1
+        nodes += node["children"]
+    listed = [f"{count} {kind}{'s' if count > 1 else ''}" for kind, count in counts.items()]
+    return f"everything is closed: {', '.join(listed)}"
 
 
 def _summary(record: RunRecord) -> dict[str, Any]:

@@ -11,7 +11,8 @@ from typing import Any
 
 import attrs
 
-from colocate.config.values import Problem, problems
+from colocate.config.values import Problem, path_text, problems
+from colocate.errors import Mistake
 
 
 @attrs.frozen
@@ -66,6 +67,18 @@ def arguments_of(target: Callable[..., Any], owner: str, skip: int = 0) -> Argum
     named = {parameter.name: parameter for parameter in parameters if parameter.kind in by_name}
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
     return Arguments(owner, named, _hints(target, named), takes_any)
+
+
+def check_arguments(target: Callable[..., Any], given: Mapping[str, Any], owner: str) -> list[Mistake]:
+    """What doesn't fit when a function is called with these arguments by name.
+
+    Args:
+        target: The class or function.
+        given: The arguments.
+        owner: What messages call it.
+    """
+    found = arguments_of(target, owner).problems(given)
+    return [Mistake(path_text(problem.place), None, problem.message, problem.nearest) for problem in found]
 
 
 def connect_arguments(executor: type) -> Arguments:

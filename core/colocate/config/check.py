@@ -7,11 +7,13 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from colocate._bytes import parse_bytes
 from colocate._mesh import parse_meshes
 from colocate._plugins import find_executor, find_job, find_role
 from colocate.config.arguments import Arguments, arguments_of, connect_arguments
 from colocate.config.schema import Config, PoolConfig, RoleConfig
-from colocate.config.source import Document, Place
+from colocate.config.source import Document
+from colocate.config.values import Place
 from colocate.errors import ConfigError, PluginError
 
 
@@ -47,6 +49,11 @@ def _job(config: Config, document: Document) -> None:
 
 
 def _pool(pool: PoolConfig, place: Place, document: Document) -> None:
+    if pool.host_memory is not None:
+        try:
+            parse_bytes(pool.host_memory, "host_memory")
+        except ConfigError as error:
+            document.wrong((*place, "host_memory"), error.message)
     for key, least in (("slots", 1), ("gpus", 0), ("cpus", 0), ("timeout", 0)):
         if (number := getattr(pool, key)) < least:
             document.wrong((*place, key), f"must be at least {least}, not {number}")

@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from colocate.config.source import Document, Place, path_text, read_value
+from colocate.config.source import Document, read_value
+from colocate.config.values import Place, path_text
 from colocate.errors import Mistake
 
 

@@ -6,13 +6,14 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from colocate.config.check import check
-from colocate.config.edit import assign, expand, replace_executor
+import attrs
+
 from colocate.config.schema import Config
-from colocate.config.source import Document, read_dict, read_file
-from colocate.config.structure import structure
+
+if TYPE_CHECKING:
+    from colocate.config.source import Document
 
 
 def load_config(
@@ -33,6 +34,11 @@ def load_config(
     Raises:
         ConfigError: Something is wrong; its `mistakes` are all there are.
     """
+    # Imported when it is used: `import colocate` and `connect` need neither YAML nor cattrs.
+    from colocate.config.check import check
+    from colocate.config.edit import assign, expand, replace_executor
+    from colocate.config.structure import structure
+
     document = _read(source)
     expand(document)
     if executor is not None:
@@ -45,10 +51,12 @@ def load_config(
         check(config, document)
     if document.mistakes or config is None:
         raise document.error()
-    return config
+    return attrs.evolve(config, lines=document.file_lines())
 
 
 def _read(source: str | os.PathLike[str] | Mapping[str, Any]) -> Document:
+    from colocate.config.source import read_dict, read_file
+
     if isinstance(source, Mapping):
         document = read_dict(source, "config")
         document.data.setdefault("name", "run")

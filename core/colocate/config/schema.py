@@ -62,7 +62,7 @@ class GroupConfig:
     pool: str
     roles: dict[str, RoleConfig]
     mesh: Mesh | None = None
-    on_failure: Literal["fail", "restart"] = "fail"
+    on_failure: Literal["fail"] = "fail"
 
 
 @attrs.frozen
@@ -89,6 +89,7 @@ class Config:
         pools: Slots to reserve, by name, in order.
         groups: Groups to spawn, by name, in order.
         job: What to run; None for a config that is only launched.
+        lines: File and line of each pool and group, and of the executor ("pools.main"), for the ownership graph.
     """
 
     name: str
@@ -97,12 +98,18 @@ class Config:
     pools: dict[str, PoolConfig] = attrs.field(factory=dict)
     groups: dict[str, GroupConfig] = attrs.field(factory=dict)
     job: JobConfig | None = None
+    lines: Mapping[str, tuple[str, int]] = attrs.field(factory=dict, eq=False, repr=False, metadata={"key": False})
 
     def dump(self) -> str:
         """The config as YAML, every short form and default written out; `load_config` of it gives an equal one."""
         from colocate.config.source import write_yaml
 
         return write_yaml(_plain(self))
+
+
+def keys(cls: type[attrs.AttrsInstance]) -> list[attrs.Attribute[Any]]:
+    """The fields of one of these classes that are keys in YAML."""
+    return [field for field in attrs.fields(cls) if field.metadata.get("key", True)]
 
 
 def key_of(field: str) -> str:
@@ -112,7 +119,7 @@ def key_of(field: str) -> str:
 
 def _plain(value: Any) -> Any:
     if attrs.has(type(value)):
-        return {key_of(field.name): _plain(getattr(value, field.name)) for field in attrs.fields(type(value))}
+        return {key_of(field.name): _plain(getattr(value, field.name)) for field in keys(type(value))}
     if isinstance(value, Mapping):
         return {key: _plain(each) for key, each in value.items()}
     return [_plain(each) for each in value] if isinstance(value, list) else value

@@ -5,16 +5,15 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import attrs
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
+from colocate.config.values import Place, path_text
 from colocate.errors import ConfigError, Mistake
-
-Place: TypeAlias = tuple[str | int, ...]
 
 _MERGE = "tag:yaml.org,2002:merge"
 _PLAIN_TAGS = tuple(f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "float", "str"))
@@ -66,6 +65,14 @@ class Document:
         message = f"{self.name}: {count} mistake{'s' if count > 1 else ''}"
         return ConfigError(message, mistakes=tuple(ordered))
 
+    def file_lines(self) -> dict[str, tuple[str, int]]:
+        """File and line of the executor and of each pool and group, by path."""
+        if not self.lines:
+            return {}
+        entries = [place for place in self.lines if len(place) == 2 and place[0] in ("pools", "groups")]
+        found = {path_text(place): (self.name, self.lines[place]) for place in entries}
+        return {**found, "executor": (self.name, self.lines.get(("executor",), 1))}
+
     def _source(self, place: Place) -> tuple[int | None, str | None]:
         for length in range(len(place), -1, -1):
             if (option := self.origins.get(place[:length])) is not None:
@@ -73,12 +80,6 @@ class Document:
             if (line := self.lines.get(place[:length])) is not None:
                 return line, None
         return None, None
-
-
-def path_text(place: Place) -> str:
-    """A place as people write it: `groups.policy.roles.actor.slots[0]`."""
-    text = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in place)
-    return text.removeprefix(".")
 
 
 def read_file(path: Path) -> Document:

@@ -12,9 +12,9 @@ from cattrs import ClassValidationError, Converter, ForbiddenExtraKeysError, Ite
 from cattrs.cols import mapping_structure_factory
 from cattrs.gen import make_dict_structure_fn, override
 
-from colocate.config.schema import Config, key_of
-from colocate.config.source import Document, Place, path_text
-from colocate.config.values import Problem, problems, shown
+from colocate.config.schema import Config, key_of, keys
+from colocate.config.source import Document
+from colocate.config.values import Place, Problem, path_text, problems, shown
 
 
 def structure(document: Document) -> Config | None:
@@ -81,7 +81,7 @@ def _problems(error: BaseException, place: Place, owner: Any) -> Iterator[Proble
         for other in plain:
             yield from _problems(other, place, owner)
     elif isinstance(error, ForbiddenExtraKeysError):
-        valid = [key_of(field.name) for field in attrs.fields(error.cl)]
+        valid = [key_of(field.name) for field in keys(error.cl)]
         for key in sorted(error.extra_fields):
             yield _unknown_key(key, valid, place)
     elif isinstance(error, _Misfit):
@@ -107,8 +107,9 @@ def _holds_class(annotation: Any) -> bool:
 
 
 def _of_class(annotation: Any, converter: Converter) -> Callable[[Any, Any], Any]:
-    renamed = {f.name: override(rename=key_of(f.name)) for f in attrs.fields(annotation) if f.name != key_of(f.name)}
-    inner = make_dict_structure_fn(annotation, converter, **renamed)  # type: ignore[arg-type]  # overrides by name
+    fields: dict[str, Any] = {field.name: override(omit=True) for field in attrs.fields(annotation)}
+    fields.update({field.name: override(rename=key_of(field.name)) for field in keys(annotation)})
+    inner = make_dict_structure_fn(annotation, converter, **fields)
     return _mappings_only(inner)
 
 

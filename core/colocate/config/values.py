@@ -6,11 +6,12 @@ import difflib
 import inspect
 import types
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal, NewType, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NewType, TypeAlias, Union, get_args, get_origin
 
 import attrs
 
-from colocate.config.source import Place
+Place: TypeAlias = tuple[str | int, ...]
+"""Where in a config something is: keys and indices from its top."""
 
 _SCALARS: dict[Any, tuple[tuple[type, ...], str]] = {
     int: ((int,), "an integer"),
@@ -31,6 +32,12 @@ class Problem:
     place: Place
     message: str
     nearest: str | None = None
+
+
+def path_text(place: Place) -> str:
+    """A place as people write it: `groups.policy.roles.actor.slots[0]`."""
+    text = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in place)
+    return text.removeprefix(".")
 
 
 def problems(value: Any, annotation: Any, place: Place = ()) -> Iterator[Problem]:
@@ -79,7 +86,7 @@ def shown(value: Any) -> str:
 
 def _scalar(value: Any, annotation: Any, place: Place) -> Iterator[Problem]:
     accepted, wanted = _SCALARS[annotation]
-    if type(value) in accepted:
+    if isinstance(value, accepted) and (annotation is bool or not isinstance(value, bool)):
         return
     hint = ""
     if annotation is str and isinstance(value, int | float):

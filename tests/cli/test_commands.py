@@ -1,0 +1,196 @@
+"""`colocate plugins`, `check` and `doctor`, each as a user runs it."""
+
+import json
+import subprocess
+import sys
+
+from tests.cli.conftest import CommandLine
+
+ACME = """
+    pools:
+      main: {slots: 2}
+    groups:
+      policy:
+        pool: main
+        roles:
+          reward: {use: acme.reward, with: {wanted: 4}}
+          second: {use: "beside:Beside", slots: [1]}
+    job: {use: acme.tally, with: {steps: 2}}
+"""
+
+BESIDE = """
+    import colocate
+
+    class Beside:
+        @colocate.method
+        def go(self): ...
+"""
+
+
+def test_help_imports_only_what_it_needs() -> None:
+    code = (
+        "import sys; sys.argv = ['colocate', '--help']\nfrom colocate.cli import main\n"
+        "try: main()\nexcept SystemExit as end: assert not end.code\n"
+        "print([m for m in ('torch', 'numpy', 'cattrs', 'ruamel.yaml', 'psutil') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "check" in done.stdout
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+class TestPlugins:
+    def test_they_are_listed_with_their_distributions(self, colocate: CommandLine) -> None:
+        done = colocate("plugins", distributions=("acme", "broken"))
+        assert (done.returncode, done.stderr) == (0, "")
+        lines = [line.split() for line in done.stdout.splitlines()]
+        assert ["acme", "roles,", "jobs", "acme", "1.0.0", "acme.plugin"] in lines
+        assert ["raises", "executor", "broken", "0.1", "broken.raises"] in lines
+
+    def test_a_name_that_two_claim_is_shown(self, colocate: CommandLine) -> None:
+        done = colocate("plugins", distributions=("acme", "acme_rival"))
+        assert done.returncode == 1
+        assert "acme 1.0.0; also claimed by acme-rival 0.3: uninstall one" in done.stdout
+
+    def test_as_json(self, colocate: CommandLine) -> None:
+        found = json.loads(colocate("plugins", "--json", distributions=("acme",)).stdout)
+        (acme,) = [plugin for plugin in found if plugin["name"] == "acme"]
+        assert acme == {
+            "kind": "roles",
+            "name": "acme",
+            "distribution": "acme",
+            "version": "1.0.0",
+            "value": "acme.plugin",
+            "rivals": [],
+        }
+
+
+class TestCheck:
+    def test_the_plan_is_shown_and_nothing_started(self, colocate: CommandLine) -> None:
+        colocate.write("demo.yaml", ACME)
+        colocate.write("beside.py", BESIDE)
+        done = colocate("check", "demo.yaml", distributions=("acme",))
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.startswith("demo: the plan is sound (seed 0; nothing was started)\n")
+        tables = done.stdout.split("\n\n")
+        assert tables[-2].splitlines() == [
+            "group policy in pool main: roles",
+            "role    use            from           with      slots  mesh",
+            "reward  acme.reward    acme 1.0.0     wanted=4  all    dp=2",
+            "second  beside:Beside  module beside            1      dp=1",
+        ]
+        assert tables[-1].splitlines() == [
+            "group policy: roles per slot",
+            "slot  roles",
+            "0     reward",
+            "1     reward, second",
+        ]
+        assert not (colocate.folder / "runs").exists()
+
+    def test_modules_beside_the_config_and_in_the_current_folder_are_found(self, colocate: CommandLine) -> None:
+        (colocate.folder / "configs").mkdir()
+        colocate.write("configs/demo.yaml", ACME)
+        colocate.write("configs/beside.py", BESIDE)
+        assert colocate("check", "configs/demo.yaml", distributions=("acme",)).returncode == 0
+        colocate.write("beside.py", BESIDE)
+        (colocate.folder / "configs" / "beside.py").unlink()
+        assert colocate("check", "configs/demo.yaml", distributions=("acme",)).returncode == 0
+
+    def test_a_thousand_equal_slots_are_one_row(self, colocate: CommandLine) -> None:
+        colocate.write("demo.yaml", ACME)
+        colocate.write("beside.py", BESIDE)
+        done = colocate("check", "demo.yaml", "--set", "pools.main.slots=1000", distributions=("acme",))
+        assert done.stdout.splitlines()[-3:] == ["0      reward", "1      reward, second", "2-999  reward"]
+
+    def test_as_json(self, colocate: CommandLine) -> None:
+        colocate.write("demo.yaml", ACME)
+        colocate.write("beside.py", BESIDE)
+        plan = json.loads(colocate("check", "demo.yaml", "--json", distributions=("acme",)).stdout)
+        assert plan["groups"]["policy"]["slots"] == [["reward"], ["reward", "second"]]
+        assert plan["job"] == {"use": "acme.tally", "from": "acme 1.0.0", "with": {"steps": 2}}
+
+    def test_all_mistakes_at_once(self, colocate: CommandLine) -> None:
+        colocate.write("demo.yaml", ACME.replace("wanted: 4", "wanted: four").replace("pool: main", "pool: man"))
+        colocate.write("beside.py", BESIDE)
+        done = colocate("check", "demo.yaml", "--executor", "rey", "--set", "job.with.step=1", distributions=("acme",))
+        assert (done.returncode, done.stdout) == (1, "")
+        assert done.stderr.splitlines() == [
+            "error: demo.yaml: 4 mistakes",
+            "  line 6: groups.policy.pool: no pool is called 'man'; there are main (did you mean 'main'?)",
+            "  line 8: groups.policy.roles.reward.with.wanted: must be an integer, not the text 'four'",
+            "  executor.use: no executor is called 'rey' (installed: local); install the distribution that has it "
+            "(from --executor rey)",
+            "  job.with.step: job acme.tally has no parameter 'step' (from --set job.with.step=1) "
+            "(did you mean 'steps'?)",
+        ]
+
+    def test_mistakes_as_json(self, colocate: CommandLine) -> None:
+        colocate.write("demo.yaml", "seed: x\n")
+        done = colocate("check", "demo.yaml", "--json")
+        assert (done.returncode, done.stderr) == (1, "")
+        (error,) = json.loads(done.stdout)["errors"]
+        assert error == {
+            "type": "ConfigError",
+            "message": "demo.yaml: 1 mistake",
+            "mistakes": [
+                {"path": "seed", "line": 1, "message": "must be an integer, not the text 'x'", "nearest": None}
+            ],
+        }
+
+    def test_a_file_that_is_not_there(self, colocate: CommandLine) -> None:
+        done = colocate("check", "nope.yaml")
+        assert (done.returncode, done.stdout) == (1, "")
+        assert done.stderr == "error: can't read the config nope.yaml: No such file or directory\n"
+
+    def test_a_bug_keeps_its_traceback(self, colocate: CommandLine) -> None:
+        """What a role's module raises while it is imported is its plugin's fault; what a signature does, is not."""
+        colocate.write("demo.yaml", "job: 'beside:job'\n")
+        colocate.write(
+            "beside.py",
+            """
+            class Signature:
+                def __get__(self, instance, owner=None):
+                    raise LookupError("a bug")
+
+            class Job:
+                __signature__ = Signature()
+
+                def __call__(self, run): ...
+
+            job = Job()
+            """,
+        )
+        done = colocate("check", "demo.yaml")
+        assert done.returncode == 1
+        assert "Traceback (most recent call last)" in done.stderr
+        assert done.stderr.endswith("LookupError: a bug\n")
+
+
+class TestDoctor:
+    def test_versions_devices_and_plugins(self, colocate: CommandLine) -> None:
+        done = colocate("doctor", distributions=("acme", "broken"))
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "python" in done.stdout
+        assert "CPUs" in done.stdout
+        assert "pip install 'broken[needy]'" in done.stdout
+
+    def test_a_config_that_works(self, colocate: CommandLine) -> None:
+        colocate.write("demo.yaml", ACME)
+        colocate.write("beside.py", BESIDE)
+        done = colocate("doctor", "demo.yaml", distributions=("acme",))
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.endswith("\ndemo.yaml: works here\n")
+
+    def test_a_config_that_names_what_is_broken(self, colocate: CommandLine) -> None:
+        colocate.write("demo.yaml", "pools: {main: {slots: 1}}\ngroups: {g: {pool: main, roles: {a: acme.judge}}}\n")
+        done = colocate("doctor", "demo.yaml", distributions=("acme",))
+        assert done.returncode == 1
+        assert "demo.yaml: would not work here" in done.stdout
+        assert "install what it needs: pip install 'acme[acme]'" in done.stderr
+
+    def test_a_pool_that_this_machine_cannot_hold(self, colocate: CommandLine) -> None:
+        colocate.write("demo.yaml", "pools: {main: {slots: 1, gpus: 99}}\n")
+        done = colocate("doctor", "demo.yaml", "--json")
+        assert (done.returncode, done.stderr) == (1, "")
+        (error,) = json.loads(done.stdout)["config"]["errors"]
+        assert error["type"] == "PlacementError"
+        assert "99" in error["message"]

@@ -1,0 +1,173 @@
+"""`colocate run`: a job of an installed distribution, its folder, its end, resuming, and being stopped."""
+
+import json
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from tests.cli.conftest import CommandLine
+
+from colocate.config import load_config
+
+ACME = """
+    executor: {use: local, with: {processes: false}}
+    pools:
+      main: {slots: 2}
+    groups:
+      policy:
+        pool: main
+        roles:
+          reward: {use: acme.reward, with: {wanted: 4}}
+    job: {use: acme.tally, with: {steps: 3}}
+"""
+
+
+def metrics(folder: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("processes", ["false", "true"])
+def test_a_job_runs_to_its_end(colocate: CommandLine, processes: str) -> None:
+    colocate.write("demo.yaml", ACME)
+    done = colocate("run", "demo.yaml", "--set", f"executor.with.processes={processes}", distributions=("acme",))
+    assert (done.returncode, done.stderr) == (0, "")
+    folder = colocate.folder / "runs" / "demo"
+
+    rows = metrics(folder)
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert [row["reward"] for row in rows] == [pytest.approx(each) for each in (-4 / 3, -1.0, -4 / 3)] or rows
+    assert all(set(row) == {"step", "reward", "seconds"} and set(row["seconds"]) == {"score"} for row in rows)
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-000002", "step-000003"]
+    assert load_config(folder / "config.yaml").executor.with_ == {"processes": processes == "true"}
+
+    lines = done.stdout.splitlines()
+    assert lines[0] == "demo: running in runs/demo"
+    assert lines[1].startswith("step 1/3  reward -1.333  score ")
+    assert "scores" in lines
+    (row,) = [line.split() for line in lines if line.startswith("policy  reward  score")]
+    assert row[3] == "4"
+    assert "everything is closed" in lines[-1]
+
+
+def test_each_run_has_a_folder_of_its_own(colocate: CommandLine) -> None:
+    colocate.write("demo.yaml", ACME)
+    for _ in range(2):
+        colocate("run", "demo.yaml", distributions=("acme",))
+    assert sorted(path.name for path in (colocate.folder / "runs").iterdir()) == ["demo", "demo-2"]
+
+
+def test_json_and_nothing_else(colocate: CommandLine) -> None:
+    colocate.write("demo.yaml", ACME.replace("acme.tally", "beside:noisy").replace(", with: {steps: 3}", ""))
+    colocate.write("beside.py", "def noisy(run):\n    print('noise')\n    run.log(1, x=float('nan'))\n")
+    done = colocate("run", "demo.yaml", "--json", distributions=("acme",))
+    assert done.returncode == 0
+    summary = json.loads(done.stdout)
+    assert summary["last"] == {"step": 1, "x": None}
+    assert summary["stopped"] is None
+    assert Path(summary["directory"]) == colocate.folder / "runs" / "demo"
+
+
+def test_resume_goes_on_where_the_last_checkpoint_is(colocate: CommandLine) -> None:
+    colocate.write("demo.yaml", ACME)
+    colocate("run", "demo.yaml", "--set", "job.with.checkpoint_every=2", distributions=("acme",))
+    folder = colocate.folder / "runs" / "demo"
+    changes = ("--set", "job.with.steps=5")
+    done = colocate("run", "demo.yaml", "--resume", *changes, distributions=("acme",))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("demo: running in runs/demo, going on after step 3\nstep 4/5 ")
+    assert [row["step"] for row in metrics(folder)] == [1, 2, 3, 4, 5]
+    assert [path.name for path in (colocate.folder / "runs").iterdir()] == ["demo"]
+    assert load_config(folder / "config.yaml").job.with_["steps"] == 5  # type: ignore[union-attr]
+
+
+def test_nothing_to_resume(colocate: CommandLine) -> None:
+    colocate.write("demo.yaml", ACME)
+    done = colocate("run", "demo.yaml", "--resume", distributions=("acme",))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("error: nothing to resume: no complete checkpoint of 'demo' in ")
+
+
+@pytest.mark.parametrize("processes", ["false", "true"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_with_a_checkpoint(colocate: CommandLine, number: signal.Signals, processes: str) -> None:
+    colocate.write("demo.yaml", ACME)
+    changes = ("--set", "job.with.steps=1000000", "--set", f"executor.with.processes={processes}")
+    command, environment = colocate.command("run", "demo.yaml", *changes, distributions=("acme",))
+    with subprocess.Popen(
+        command,
+        cwd=colocate.folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as running:
+        assert running.stdout is not None
+        assert running.stderr is not None
+        next(line for line in running.stdout if line.startswith("step 2/"))
+        # As a terminal does it: the whole group gets the signal, workers included.
+        signal_group(running, number)
+        out, err = running.communicate()
+    assert running.returncode == 128 + number
+    assert err == f"{number.name}: stopping after a checkpoint (a second one ends it at once)\n"
+    assert "everything is closed" in out
+    assert out.splitlines()[-1] == f"stopped by {number.name}; go on with --resume"
+    folder = colocate.folder / "runs" / "demo"
+    last = max(path.name for path in (folder / "checkpoints").iterdir())
+    assert last == f"step-{metrics(folder)[-1]['step']:06d}"
+
+
+def signal_group(running: "subprocess.Popen[str]", number: signal.Signals) -> None:
+    import os
+
+    os.killpg(running.pid, number)
+
+
+class TestErrors:
+    def run(self, colocate: CommandLine, job: str, *args: str) -> "subprocess.CompletedProcess[str]":
+        colocate.write("demo.yaml", ACME.replace("acme.tally", "beside:job").replace(", with: {steps: 3}", ""))
+        colocate.write("beside.py", job)
+        return colocate("run", "demo.yaml", *args, distributions=("acme",))
+
+    def test_a_bug_in_the_job_keeps_its_traceback(self, colocate: CommandLine) -> None:
+        done = self.run(colocate, "def job(run):\n    return 1 / 0\n")
+        assert done.returncode == 1
+        assert done.stderr.startswith("Traceback (most recent call last)")
+        assert done.stderr.endswith("ZeroDivisionError: division by zero\n")
+
+    def test_an_error_of_a_role_is_its_message_with_the_traceback_of_the_worker(self, colocate: CommandLine) -> None:
+        done = self.run(colocate, "def job(run):\n    run.groups['policy']['reward'].score([1, 2])\n")
+        assert done.returncode == 1
+        assert done.stderr.startswith("error: ")
+        assert "Traceback in the worker:" in done.stderr
+        assert "object of type 'int' has no len()" in done.stderr
+        assert "colocate/cli" not in done.stderr
+
+    def test_errors_as_json(self, colocate: CommandLine) -> None:
+        done = self.run(colocate, "def job(run):\n    run.groups['policy']['reward'].score([1, 2])\n", "--json")
+        assert done.returncode == 1
+        (error,) = json.loads(done.stdout)["errors"]
+        assert error["type"] == "RoleError"
+
+    def test_a_number_that_is_none(self, colocate: CommandLine) -> None:
+        done = self.run(colocate, "def job(run):\n    run.log(1, reward='high')\n")
+        assert done.stderr.endswith("TypeError: run.log: reward='high' is not a number\n")
+
+    def test_a_config_without_a_job(self, colocate: CommandLine) -> None:
+        colocate.write("demo.yaml", "seed: 1\n")
+        done = colocate("run", "demo.yaml")
+        assert (done.returncode, done.stderr) == (
+            1,
+            "error: config 'demo' has no job to run; add one: `job: plugin.job`, or module:function\n",
+        )
+
+    def test_another_version_in_the_worker(self, colocate: CommandLine) -> None:
+        colocate.write("demo.yaml", ACME)
+        newer = colocate.installed("acme_newer")
+        changes = ("--set", "executor.with.processes=true", "--set", f"pools.main.env.PYTHONPATH={newer}")
+        done = colocate("run", "demo.yaml", *changes, distributions=("acme",))
+        assert done.returncode == 1
+        assert done.stderr.startswith("error: ")
+        assert "1.0.0" in done.stderr
+        assert "2.0.0" in done.stderr
