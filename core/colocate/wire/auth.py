@@ -165,7 +165,7 @@ def prove(sock: socket.socket, address: str, key: bytes, timeout: float) -> None
         sock.sendall(nonces[_NONCE_BYTES:] + _proof(key, b"dialler", nonces))
         proof = _receive(sock, _PROOF_BYTES, deadline)
     except TimeoutError as error:
-        raise TimeoutError(f"{address} accepted the connection but didn't answer within {timeout:g} s") from error
+        raise TimeoutError(f"{address} accepted the connection but didn't answer in time") from error
     except (EOFError, ConnectionResetError, BrokenPipeError) as error:
         raise ConnectionRefusedError(
             f"{address} closed the connection before it was authenticated: the keys differ, or the process ended"

@@ -94,7 +94,9 @@ def _state(value: Any) -> Iterator[tuple[str, Any]]:
     if not isinstance(reduced, tuple) or len(reduced) < 2:
         return
     state = reduced[2] if len(reduced) > 2 else None
-    for part in state if isinstance(state, tuple) else (state,):
+    for i, part in enumerate(state if isinstance(state, tuple) else (state,)):
         if isinstance(part, dict):
             yield from ((f".{name}", item) for name, item in part.items())
+        else:
+            yield f".__reduce__()[2][{i}]", part
     yield from ((f".__reduce__()[1][{i}]", item) for i, item in enumerate(reduced[1]) if item is not type(value))

@@ -287,11 +287,10 @@ class Reader:
     def _map_file(self, length: int) -> memoryview:
         if not self._files:
             raise ValueError("a message came without its memory")
-        file = self._files.popleft()
         try:
-            return map_private(file, length)
+            return map_private(self._files[0], length)
         finally:
-            os.close(file)
+            os.close(self._files.popleft())
 
     def _begin(self, head: Head, sizes: tuple[int, ...], length: int, first: memoryview) -> None:
         self._head, self._sizes = head, sizes

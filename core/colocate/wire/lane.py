@@ -91,6 +91,15 @@ class SocketLane:
             self._empty.wait_for(lambda: not (self._queue and self._can_send), timeout)
             return not self._queue and self._can_send
 
+    def finish(self, reason: str) -> None:
+        """Take what has arrived, then close: the other process is known to be gone. On the hub's thread only.
+
+        Its end of the connection may still be open in a child that it forked, so there may be no end of file.
+        """
+        while not self._finished and select.select([self._sock], [], [], 0)[0]:
+            self._on_events(select.EPOLLIN)
+        self._finish(reason)
+
     def _send(self, frame: Frame) -> bool:
         with self._lock:
             if not self._can_send:

@@ -1,0 +1,220 @@
+"""`Call`: one method call on its ranks, as the driver holds it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import Any, Generic, NoReturn, TypeVar
+
+from colocate.errors import ColocateError
+
+C = TypeVar("C")
+_MISSING: Any = object()
+
+
+class Call(Generic[C]):
+    """A submitted call. The value is collected by whoever asks first, never on a worker's or an I/O thread."""
+
+    __slots__ = ("_callbacks", "_error", "_gate", "_joiner", "_raw", "_settled", "_value", "label")
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+        # The gate is a lock held until the call is settled: the cheapest thing a thread can wait on with a timeout.
+        # Once settled it guards the one collection of the value.
+        self._gate = threading.Lock()
+        self._gate.acquire()
+        self._settled = False
+        self._raw: Any = None
+        self._joiner: Callable[[Any], Any] | None = None
+        self._value: Any = _MISSING
+        self._error: BaseException | None = None
+        self._callbacks: list[Callable[[Call[C]], object]] = []
+
+    def __repr__(self) -> str:
+        state = "pending" if not self._settled else "failed" if self._error is not None else "done"
+        return f"<Call {self.label} {state}>"
+
+    def done(self) -> bool:
+        """True once it has a result or an error."""
+        return self._settled
+
+    def result(self, timeout: float | None = None) -> C:
+        """Wait for the collected value.
+
+        Args:
+            timeout: Seconds to wait at most; None waits for ever.
+
+        Raises:
+            TimeoutError: It isn't done yet; the call goes on.
+            ColocateError: What went wrong with the call.
+        """
+        self._wait(timeout)
+        try:
+            if self._value is _MISSING and self._error is None:
+                self._collect()
+            if self._error is not None:
+                raise self._error
+            value: C = self._value
+            return value
+        finally:
+            self._gate.release()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait, and return the error instead of raising it; None when there is none."""
+        try:
+            self.result(timeout)
+        except TimeoutError:
+            if not self._settled:
+                raise
+        except BaseException as error:
+            if error is not self._error:  # an interrupt of the waiting thread isn't the call's
+                raise
+        return self._error
+
+    def add_done_callback(self, callback: Callable[[Call[C]], object]) -> None:
+        """Run `callback(call)` once it is done, on the runtime's dispatcher thread."""
+        self._callbacks.append(callback)
+        # Settling takes the list after it set the flag: one of the two sees the callback, and `_pop` gives it out once.
+        if self._settled:
+            self._run_callbacks()
+
+    def __await__(self) -> Generator[Any, None, C]:
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[None] = loop.create_future()
+
+        def wake() -> None:
+            if not future.done():
+                future.set_result(None)
+
+        def notify(call: Call[C]) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(wake)
+
+        self.add_done_callback(notify)
+        yield from future
+        return self.result()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"{self!r} lives on the driver and can't be sent; pass its result(), or keep it and pass .ref")
+
+    # -- for the group that settles it
+
+    def _wait(self, timeout: float | None) -> None:
+        if not self._gate.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
+            raise TimeoutError(f"{self.label} isn't done after {timeout} s; the call goes on")
+
+    def _collect(self) -> None:
+        if self._joiner is None:
+            self._value = self._raw
+            return
+        try:
+            self._value = self._joiner(self._raw)
+        except Exception as error:
+            self._error = error
+        self._raw = self._joiner = None
+
+    def _settle(self, raw: Any, joiner: Callable[[Any], Any] | None = None) -> bool:
+        """Give it its results; False when it was settled already. The caller holds the lock that orders settling."""
+        if self._settled:
+            return False
+        self._raw, self._joiner, self._settled = raw, joiner, True
+        self._gate.release()
+        if self._callbacks:
+            self._run_callbacks()
+        return True
+
+    def _fail(self, error: BaseException) -> bool:
+        """Give it its error; False when it was settled already. The caller holds the lock that orders settling."""
+        if self._settled:
+            return False
+        self._error, self._settled = error, True
+        self._gate.release()
+        if self._callbacks:
+            self._run_callbacks()
+        return True
+
+    def _run_callbacks(self) -> None:
+        while self._callbacks:
+            try:
+                callback = self._callbacks.pop(0)
+            except IndexError:  # another thread took the last one
+                return
+            self._dispatch(callback)
+
+    def _dispatch(self, callback: Callable[[Call[C]], object]) -> None:
+        callback(self)
+
+
+def settled(label: str, value: C) -> Call[C]:
+    """A call that is done."""
+    call: Call[C] = Call(label)
+    call._settle(value)
+    return call
+
+
+def failed(label: str, error: BaseException) -> Call[Any]:
+    """A call that has failed."""
+    call: Call[Any] = Call(label)
+    call._fail(error)
+    return call
+
+
+def wait(calls: Iterable[Call[Any]], timeout: float | None = None) -> tuple[set[Call[Any]], set[Call[Any]]]:
+    """Wait until all calls are done, or the time is up.
+
+    Args:
+        calls: The calls.
+        timeout: Seconds to wait at most; None waits for ever.
+
+    Returns:
+        The calls that are done, and those that aren't.
+    """
+    everything = list(calls)
+    deadline = None if timeout is None else time.monotonic() + timeout
+    for call in everything:
+        try:
+            call._wait(None if deadline is None else deadline - time.monotonic())
+        except TimeoutError:
+            break
+        call._gate.release()
+    return {c for c in everything if c.done()}, {c for c in everything if not c.done()}
+
+
+def as_completed(calls: Iterable[Call[C]], timeout: float | None = None) -> Iterator[Call[C]]:
+    """The calls in the order in which they are done.
+
+    Args:
+        calls: The calls; each is given once.
+        timeout: Seconds to wait at most, over all of them.
+
+    Raises:
+        TimeoutError: Some aren't done in time; the calls go on.
+    """
+    pending = set(calls)
+    ready = threading.Condition()
+    finished: list[Call[C]] = []
+
+    def notify(call: Call[C]) -> None:
+        with ready:
+            finished.append(call)
+            ready.notify()
+
+    for call in pending:
+        call.add_done_callback(notify)
+    deadline = None if timeout is None else time.monotonic() + timeout
+    for _ in range(len(pending)):
+        with ready:
+            left = None if deadline is None else deadline - time.monotonic()
+            if not ready.wait_for(lambda: finished, left):
+                raise TimeoutError(f"{len(pending)} calls aren't done after {timeout} s; they go on")
+            call = finished.pop(0)
+        pending.discard(call)
+        yield call
+
+
+def unsettled_error(call: Call[Any]) -> ColocateError | None:
+    """The error of a call that has failed, without waiting."""
+    error = call._error
+    return error if isinstance(error, ColocateError) else None

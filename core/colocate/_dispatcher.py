@@ -1,0 +1,90 @@
+"""The runtime's dispatcher: one thread for callbacks and timers, so that neither runs on a worker's or an I/O thread."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+import attrs
+
+
+@attrs.define(eq=False)
+class Timer:
+    """A job for later; `cancel` keeps it from running."""
+
+    job: Callable[[], None] | None
+
+    def cancel(self) -> None:
+        """Forget it; harmless when it has run."""
+        self.job = None
+
+
+class Dispatcher:
+    """Runs jobs soon or later, in order, on one thread."""
+
+    def __init__(self, name: str) -> None:
+        self._jobs: deque[Callable[[], None]] = deque()
+        self._timers: list[tuple[float, int, Timer]] = []
+        self._order = itertools.count()
+        self._news = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
+        self._thread.start()
+
+    def soon(self, job: Callable[[], None]) -> None:
+        """Run a job as soon as the earlier ones are done."""
+        with self._news:
+            self._jobs.append(job)
+            self._news.notify()
+
+    def after(self, delay_s: float, job: Callable[[], None]) -> Timer:
+        """Run a job after a delay."""
+        timer = Timer(job)
+        with self._news:
+            heapq.heappush(self._timers, (time.monotonic() + delay_s, next(self._order), timer))
+            if self._timers[0][2] is timer:
+                self._news.notify()
+        return timer
+
+    def close(self) -> None:
+        """Run what is queued, drop the timers, end the thread."""
+        with self._news:
+            self._closed = True
+            self._news.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _main(self) -> None:
+        while (job := self._next()) is not None:
+            try:
+                job()
+            except Exception as error:
+                # A user's callback: reported as Python reports what nobody can catch, and the others still run.
+                sys.excepthook(type(error), error, error.__traceback__)
+            del job
+
+    def _next(self) -> Callable[[], None] | None:
+        with self._news:
+            while True:
+                if self._jobs:
+                    return self._jobs.popleft()
+                if self._closed:
+                    return None
+                delay = None
+                while self._timers:
+                    due, _, timer = self._timers[0]
+                    job = timer.job
+                    if job is None:
+                        heapq.heappop(self._timers)
+                    elif due <= time.monotonic():
+                        heapq.heappop(self._timers)
+                        return job
+                    else:
+                        delay = due - time.monotonic()
+                        break
+                self._news.wait(None if delay is None else max(0.0, delay))

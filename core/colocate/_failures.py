@@ -1,0 +1,125 @@
+"""What a failure in a worker becomes for the caller: the words of the error table."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+from colocate.errors import CallTimeout, ColocateError, DispatchError, RoleError, SerializationError, WorkerDied
+from colocate.executor import Exit
+
+if TYPE_CHECKING:
+    from colocate._order import Link, PendingCall
+
+
+def failure_error(link: Link, call: PendingCall, slot: int, told: tuple[Any, ...], body: Any) -> ColocateError:
+    """The error for a call that raised on a rank."""
+    kind, text, trace, host, _secondary, role = told
+    rank = call.index_of(slot)
+    original = _original(link, body, kind, text)
+    if host and isinstance(original, DispatchError | SerializationError):
+        # Arguments that don't fit, or a result that can't be sent: colocate's own words are the error.
+        found = copy.copy(original)
+        found.group, found.role, found.method, found.rank = link.name, role, call.method, rank
+        return found
+    where = f"{role or call.role}.{call.method}" if call.method != "__init__" else f"the constructor of role {role!r}"
+    states = _states(call, slot)
+    error = RoleError(
+        f"{where} raised {kind} on rank {rank} of group {link.name!r} (node {link.node(slot)}): {text}{states}",
+        group=link.name,
+        role=role or call.role,
+        method=call.method,
+        rank=rank,
+        node=link.node(slot),
+        remote_traceback=trace,
+    )
+    error.__cause__ = original
+    return error
+
+
+def _original(link: Link, body: Any, kind: str, text: str) -> BaseException:
+    if body is not None:
+        try:
+            value = link.unpack(body)
+        except Exception as fault:
+            return RuntimeError(f"{kind}: {text} (it can't be unpickled here: {type(fault).__name__}: {fault})")
+        if isinstance(value, BaseException):
+            return value
+    return RuntimeError(f"{kind}: {text} (the exception itself can't be pickled)")
+
+
+def _states(call: PendingCall, failed: int) -> str:
+    others = [slot for slot in call.targets if slot != failed]
+    if not others:
+        return ""
+    missing = set(call.missing())
+    done = [str(call.index_of(slot)) for slot in others if slot not in missing]
+    busy = [str(call.index_of(slot)) for slot in others if slot in missing]
+    said = ([f"done on rank {', '.join(done[:16])}"] if done else []) + (
+        [f"not back from rank {', '.join(busy[:16])}"] if busy else []
+    )
+    return f" [{'; '.join(said)}]"
+
+
+def later_error(error: ColocateError, root: ColocateError | None) -> ColocateError:
+    """The error of a later call that failed on a rank which had begun it before the first failure was known."""
+    if root is None:
+        return error
+    found = RoleError(
+        f"{error.message} (it was begun before an earlier call had failed: {root.message})",
+        **{name: getattr(error, name) for name in ("group", "role", "method", "rank", "node", "remote_traceback")},
+    )
+    found.__cause__ = root
+    return found
+
+
+def timeout_error(link: Link, call: PendingCall, timeout: float, stacks: dict[int, str]) -> CallTimeout:
+    """The error of a call that outlived its timeout."""
+    late = call.missing()
+    by_rank = {call.index_of(slot): stacks.get(slot, "no answer (the GIL may be held)") for slot in late}
+    return CallTimeout(
+        f"{call.label} of group {link.name!r} isn't done after {timeout} s: rank "
+        f"{', '.join(str(rank) for rank in by_rank)} of {len(call.targets)} late",
+        group=link.name,
+        role=call.role,
+        method=call.method,
+        rank=min(by_rank, default=None),
+        node=link.node(late[0]) if late else None,
+        stacks=by_rank,
+    )
+
+
+def hung_error(link: Link, slot: int, cause: ColocateError | None, stack: str | None) -> ColocateError:
+    """The error of a group one of whose ranks didn't come back after a failed call."""
+    error = RoleError(
+        f"group {link.name!r} failed: slot {slot} (node {link.node(slot)}) did not come back within {link.grace:g} s "
+        f"after a failed call; it is here:\n{stack or 'no answer (the GIL may be held)'}",
+        group=link.name,
+        rank=slot,
+        node=link.node(slot),
+    )
+    error.__cause__ = cause
+    return error
+
+
+def death_error(link: Link, slot: int, pid: int | None, exit: Exit, running: str | None) -> WorkerDied:
+    """The error of a group one of whose workers is gone."""
+    if exit.signal is not None:
+        how = f"was killed by {exit.signal}"
+    elif exit.exitcode is not None:
+        how = f"exited with code {exit.exitcode}"
+    else:
+        how = exit.detail or "is gone"
+    doing = f" while it ran {running}" if running else ""
+    return WorkerDied(
+        f"worker {slot} of group {link.name!r} (pid {pid}, node {link.node(slot)}) {how}{doing}",
+        group=link.name,
+        rank=slot,
+        node=link.node(slot),
+        pid=pid,
+        exitcode=exit.exitcode,
+        signal=exit.signal,
+        log_tail=exit.log_tail,
+        detail=exit.detail,
+        running=running,
+    )

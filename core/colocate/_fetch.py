@@ -1,0 +1,77 @@
+"""Fetches: values of residents on their way from the workers to the driver."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+
+from colocate.errors import ColocateError
+
+
+@attrs.define(eq=False)
+class _Fetch:
+    slots: list[int]
+    answers: dict[int, tuple[tuple[Any, ...], Any]] = attrs.field(factory=dict)
+    error: ColocateError | None = None
+    done: threading.Event = attrs.field(factory=threading.Event)
+
+
+class Fetches:
+    """Asks workers for parts of residents and waits for all of them."""
+
+    def __init__(self, ask: Callable[[int, tuple[Any, ...]], None]) -> None:
+        """Args: ask: Sends a head to a slot's worker."""
+        self._ask = ask
+        self._tokens = itertools.count(1)
+        self._pending: dict[int, _Fetch] = {}
+        self._failed: ColocateError | None = None
+        self._lock = threading.Lock()
+
+    def get(self, slots: Sequence[int], key: int, contents: bool) -> list[tuple[tuple[Any, ...], Any]]:
+        """The answers of some slots, in their order; each is (rows, structure) and a body.
+
+        Raises:
+            ColocateError: A part isn't to be had.
+        """
+        fetch = _Fetch(list(slots))
+        with self._lock:
+            if self._failed is not None:
+                raise self._failed
+            token = next(self._tokens)
+            self._pending[token] = fetch
+        try:
+            for slot in slots:
+                self._ask(slot, ("fetch", token, key, contents))
+            fetch.done.wait()
+        finally:
+            self._pending.pop(token, None)
+        if fetch.error is not None:
+            raise fetch.error
+        return [fetch.answers[slot] for slot in slots]
+
+    def answered(self, slot: int, head: tuple[Any, ...], body: Any) -> None:
+        """A worker has answered."""
+        _, token, rows, error, structure = head
+        fetch = self._pending.get(token)
+        if fetch is None:
+            return
+        if error is not None:
+            fetch.error = ColocateError(error)
+            fetch.done.set()
+            return
+        fetch.answers[slot] = (rows, structure), body
+        if len(fetch.answers) == len(fetch.slots):
+            fetch.done.set()
+
+    def fail(self, error: ColocateError) -> None:
+        """No answer will come any more."""
+        with self._lock:
+            self._failed = error
+            pending = list(self._pending.values())
+        for fetch in pending:
+            fetch.error = error
+            fetch.done.set()

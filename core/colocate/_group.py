@@ -1,0 +1,434 @@
+"""`ColocatedGroup`: one worker per slot that holds every role of its slot, and the calls and residents it owns."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast, overload
+
+from colocate._dispatch import Plan
+from colocate._fetch import Fetches
+from colocate._mesh import Ranks
+from colocate._method import MethodSpec
+from colocate._order import CallOrder, PendingCall
+from colocate._owned import Owned, caller
+from colocate._questions import Questions
+from colocate._records import CallRecord
+from colocate._resident import Kept, Reference, ResidentSpec
+from colocate._spawn import Declared
+from colocate._view import RoleInfo, RoleView
+from colocate._workforce import Workforce
+from colocate.errors import ClosedError, ColocateError, ConfigError
+from colocate.executor import Place
+from colocate.worker.uses import Source
+
+if TYPE_CHECKING:
+    from colocate._pool import Pool
+
+R = TypeVar("R")
+_QUIET_S = 0.1  # a dropped resident's release waits this long for a message to ride on
+
+
+class ColocatedGroup(Owned):
+    """Several roles in one worker per slot. Made by `pool.spawn`; a context manager that closes it."""
+
+    grace: float = 10.0
+
+    def __init__(self, pool: Pool, places: Sequence[Place], declared: Declared, name: str) -> None:
+        """Use `pool.spawn`."""
+        super().__init__("group", name, pool)
+        self.state = "starting"
+        self.pool = pool
+        self.runtime = pool.runtime
+        self.generation = 0
+        self.declared = declared
+        self.failure: ColocateError | None = None
+        self.order = CallOrder(self, self.runtime.dispatcher)
+        self.workforce = Workforce(self, places)
+        self.questions = Questions(self)
+        self.leases: dict[int, weakref.ref[Any]] = {}
+        self._roles = declared.infos
+        self._views: dict[str, RoleView] = {}
+        self._kept: dict[int, Kept] = {}
+        self._released: deque[int] = deque()
+        self._flushing = False
+        self._borrows: dict[int, str] = {}
+        self._fetches = Fetches(self.workforce.tell)
+        self._scopes = threading.local()
+        self._finished = threading.Event()
+
+    # -- views
+
+    @overload
+    def role(self, name: str) -> Any: ...
+    @overload
+    def role(self, name: str, cls: Callable[..., R]) -> R: ...
+    def role(self, name: str, cls: Any = None) -> Any:
+        """The view of a role. With its class it is typed as that class, so type checkers check calls.
+
+        Args:
+            name: The role's name.
+            cls: Its class.
+
+        Raises:
+            ConfigError: There is no such role, or it is of another class.
+        """
+        info = self._roles.get(name)
+        if info is None:
+            raise ConfigError(f"group {self.name!r} has no role {name!r}: it has {', '.join(self._roles)}")
+        if cls is not None and cls is not info.cls and not issubclass(info.cls, cls):
+            raise ConfigError(
+                f"role {name!r} of group {self.name!r} is a {info.cls.__qualname__}, not a {cls.__qualname__}"
+            )
+        view = self._views.get(name)
+        if view is None:
+            view = self._views[name] = RoleView(self, info)
+        return view
+
+    @overload
+    def __getitem__(self, key: str) -> Any: ...
+    @overload
+    def __getitem__(self, key: Callable[..., R]) -> R: ...
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, str):
+            return self.role(key)
+        found = [name for name, info in self._roles.items() if issubclass(info.cls, key)]
+        if len(found) != 1:
+            has = ", ".join(f"{name} ({info.cls.__qualname__})" for name, info in self._roles.items())
+            raise ConfigError(
+                f"group {self.name!r} has {len(found) or 'no'} roles of class {key.__qualname__}: it has {has}; "
+                "use group.role(name, cls)"
+            )
+        return self.role(found[0])
+
+    def __getattr__(self, name: str) -> Any:
+        roles = self.__dict__.get("_roles", {})
+        if name in roles:
+            raise AttributeError(
+                f"a group has no attribute {name!r}; for the view of that role use group.role({name!r})"
+            )
+        raise AttributeError(f"a group has no attribute {name!r}")
+
+    @property
+    def roles(self) -> dict[str, RoleInfo]:
+        """Its roles by name."""
+        return dict(self._roles)
+
+    # -- calls
+
+    def check(self) -> None:
+        """Raise unless it can be called: it is closed, or has failed."""
+        if self.failure is not None and self.closed_by is None:
+            self.workforce.failure_seen = True
+            raise self.failure
+        super().check()
+
+    def submit(
+        self,
+        call: PendingCall,
+        role: RoleInfo,
+        spec: MethodSpec,
+        planned: Plan,
+        uses: list[Reference],
+        timeout: float | None,
+        keep: bool,
+    ) -> PendingCall:
+        """Send a call to its ranks. Everything that can't be sent is found out before anything is."""
+        executor = self.runtime.executor
+        codec = executor.codec
+        bodies: dict[int, Any] = {}
+        for arguments in planned.arguments:
+            if id(arguments) not in bodies:
+                bodies[id(arguments)] = codec.pack_arguments(cast("dict[str, Any]", arguments), call.label)
+        call.uses = uses
+        call.line = caller()
+        call._joiner = _Joiner(self, role, spec, planned)
+        key = call.keep = self.runtime.new_key() if keep else None
+        if self.runtime.observers or uses:
+            call.on_end = self._ended
+        workers = self.workforce.workers
+        with self.order.lock:
+            self.check()
+            seq = self.order.enter(call)
+            for use in uses:
+                use._kept.group.lend(call, use._kept, self)
+            frees = self._take_released() if self._released and len(call.targets) == len(workers) else ()
+            last: tuple[Any, Any] = (None, None)
+            frame: Any = None
+            for slot, arguments, valid in zip(call.targets, planned.arguments, planned.valid, strict=True):
+                if frame is None or last != (id(arguments), valid):
+                    if frame is not None:
+                        executor.discard(frame)
+                    last = (id(arguments), valid)
+                    head = ("call", seq, role.name, spec.name, key, valid, bool(uses), frees)
+                    frame = executor.frame(head, bodies[id(arguments)])
+                workers[slot].host.send(frame)
+            executor.discard(frame)
+        if timeout is not None:
+            self.order.watch(call, timeout)
+        return call
+
+    def kept(self, call: PendingCall, role: RoleInfo, spec: MethodSpec) -> Kept:
+        """The record of a kept call's resident."""
+        assert call.keep is not None
+        ranks = role.ranks
+        if len(call.targets) != len(role.slots):
+            ranks = Ranks(ranks.world_size, ranks.meshes, targets=[role.slots.index(slot) for slot in call.targets])
+        source = Source(call.keep, self.name, role.slots_short, ranks, spec.collect, call.label)
+        kept = Kept(source, self, call, call.line)
+        self._kept[call.keep] = kept
+        if not self._flushing:
+            self._flushing = True
+            self.runtime.dispatcher.after(_QUIET_S, self._flush)
+        for scope in getattr(self._scopes, "open", ()):
+            scope.append(kept)
+        return kept
+
+    def done(self, slot: int, seq: int, rows: int | None, start: float, end: float, size: Any, body: Any) -> None:
+        """A rank has finished a call."""
+        if seq == 0:
+            self.workforce.built(slot, None)
+            return
+        self.order.done(slot, seq, rows, start, end, size if body is None else body)
+
+    def _ended(self, call: PendingCall) -> None:
+        """A call is about to be settled."""
+        for use in call.uses:
+            use._kept.group._borrows.pop(id(call), None)
+        call.uses = ()
+        if self.runtime.observers:
+            self.runtime.dispatcher.soon(lambda: self._observe(call))
+
+    def _observe(self, call: PendingCall) -> None:
+        spans = tuple(sorted(call.spans))
+        error = call._error
+        record = CallRecord(
+            self.name,
+            call.role,
+            call.method,
+            tuple(rank for rank, _, _ in spans),
+            call.submitted,
+            max((end for _, _, end in spans), default=call.submitted),
+            spans,
+            call.keep is not None,
+            None if error is None else str(error).partition("\n")[0],
+        )
+        self.runtime.observers.tell("colocate_call_finished", record)
+
+    # -- residents
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        """Free what this thread keeps inside the block; raise the failure of a kept call that nobody has used."""
+        inside: list[Kept] = []
+        stack = self._scopes.__dict__.setdefault("open", [])
+        stack.append(inside)
+        try:
+            yield
+        finally:
+            stack.remove(inside)
+            for kept in inside:
+                if kept.freed_by is None:
+                    kept.freed_by = "the end of its scope"
+                    self.lease_ended(kept)
+        self._raise_unseen([kept for kept in inside if kept.call.done()])
+
+    def _raise_unseen(self, keeps: Sequence[Kept]) -> None:
+        errors = [error for kept in keeps if (error := kept.call._error) is not None and not kept.used]
+        for kept in keeps:
+            kept.used = kept.used or kept.call._error is not None
+        if len(errors) == 1:
+            raise errors[0]
+        if errors:
+            raise BaseExceptionGroup(f"kept calls of group {self.name!r} failed and were never used", errors)
+
+    def unseen(self) -> list[BaseException]:
+        """Failures of kept calls that nobody has used."""
+        found = [k for k in list(self._kept.values()) if k.call._error is not None and not k.used]
+        return list(dict.fromkeys(cast("BaseException", kept.call._error) for kept in found))
+
+    def lease_ended(self, kept: Kept) -> None:
+        """Nobody names a resident any more. Runs in `__del__`: it takes no lock."""
+        self._released.append(kept.source.key)
+
+    def lend(self, call: PendingCall, kept: Kept, borrower: ColocatedGroup) -> None:
+        """A call of another group uses a resident of this one until it ends."""
+        if borrower is not self:
+            self._borrows[id(call)] = (
+                f"{call.label} of group {borrower.name!r} uses the resident of {kept.source.label}"
+            )
+
+    def borrowers(self) -> list[str]:
+        """Unfinished uses of its residents by other groups."""
+        return list(self._borrows.values())
+
+    def _take_released(self) -> tuple[int, ...]:
+        keys = []
+        while self._released:
+            key = self._released.popleft()
+            kept = self._kept.get(key)
+            if kept is not None and kept.call.done() and (kept.call._error is None or kept.used):
+                del self._kept[key]
+            keys.append(key)
+            self.leases.pop(key, None)
+        return tuple(keys)
+
+    def _flush(self) -> None:
+        """After a while of quiet: release what no message has carried."""
+        if self._released and self.alive:
+            with self.order.lock:
+                keys = self._take_released()
+                self.send(self.live(), ("free", keys))
+        self._flushing = bool(self._kept) and self.alive
+        if self._flushing:
+            self.runtime.dispatcher.after(_QUIET_S, self._flush)
+
+    def fetch(self, kept: Kept) -> Any:
+        """The collected value of a resident, on the driver."""
+        kept.call._wait(None)
+        kept.call._gate.release()
+        kept.check()
+        source = kept.source
+        wanted = list(source.collect.sources(source.ranks))
+        answers = dict(zip(wanted, self._fetches.get([source.slot(r) for r in wanted], source.key, True), strict=True))
+        parts = [self.unpack(answers[rank][1]) if rank in answers else None for rank in source.holders]
+        ranks = Ranks(source.ranks.world_size, source.ranks.meshes, kept.call.rows, None, source.ranks.targets)
+        return source.collect.join(parts, ranks)
+
+    def spec_of(self, kept: Kept) -> ResidentSpec:
+        """What a resident holds."""
+        kept.call._wait(None)
+        kept.call._gate.release()
+        kept.check()
+        source = kept.source
+        ((_, structure), _) = self._fetches.get([source.slot(source.holders[0])], source.key, False)[0]
+        sizes = tuple(size[0] for size in kept.call.bodies)
+        return ResidentSpec(structure, sizes, tuple(kept.call.rows))
+
+    def rows_of(self, kept: Kept) -> list[int]:
+        """Rows of each part of a resident, in the order in which they are joined; waits for them."""
+        kept.call._wait(None)
+        kept.call._gate.release()
+        kept.check()
+        source = kept.source
+        counts = source.ranks.pick([size[1] for size in kept.call.bodies], source.collect.sources(source.ranks))
+        if any(count is None for count in counts):
+            raise ColocateError(f"the resident of {source.label} has no rows that could be scattered")
+        return list(counts)
+
+    def fetched(self, slot: int, head: tuple[Any, ...], body: Any) -> None:
+        """A worker has sent a part of a resident."""
+        self._fetches.answered(slot, head, body)
+
+    # -- what its calls and workers need
+
+    def send(self, slots: Sequence[int], head: tuple[Any, ...], body: Any = None) -> None:
+        """Send one message to some workers."""
+        executor = self.runtime.executor
+        frame = executor.frame(head, body)
+        for slot in slots:
+            host = self.workforce.workers[slot].host
+            if host is not None:
+                host.send(frame)
+        executor.discard(frame)
+
+    def node(self, slot: int) -> str:
+        """The node of a slot."""
+        return self.workforce.workers[slot].boot.node
+
+    def live(self) -> list[int]:
+        """The slots whose workers run."""
+        return [worker.slot for worker in self.workforce.workers if worker.exit is None]
+
+    def unpack(self, body: Any) -> Any:
+        """The value of a body."""
+        return None if body is None else self.runtime.executor.codec.unpack(body, None)
+
+    def fail(self, error: ColocateError) -> None:
+        """It can't go on: every pending call ends with this error, every worker is ended."""
+        with self.order.lock:
+            if self.failure is not None or self.closed_by is not None or self.state == "starting":
+                return
+            self.failure = error
+            self.state = "failed"
+            self.workforce.failure_seen = any(call.keep is None for call in self.order.pending.values())
+            self.order.fail_all(error)
+        self._fetches.fail(error)
+        self.workforce.kill()
+
+    # -- the end
+
+    def close(self, grace: float = 10.0, force: bool = False) -> None:
+        """Close it: new calls are refused, running ones have `grace` seconds, then its workers are ended.
+
+        Args:
+            grace: Seconds that running calls have to finish.
+            force: Close it although other groups use its residents; their calls fail with a clear error.
+
+        Raises:
+            BorrowedError: Another group uses one of its residents (without `force`).
+            ExceptionGroup: What went wrong, after everything has been freed.
+        """
+        self.close_for(None, grace, force)
+
+    def close_for(self, by: str | None, grace: float, force: bool) -> None:
+        """Close it on behalf of `by` (None: of its caller)."""
+        if self.forked:
+            self.check()
+        if not force and self.closed_by is None:
+            self.refuse_if_borrowed()
+        if not self.mark_closed(by):
+            self._finished.wait()
+            return
+        try:
+            self.state = "closing"
+            errors = self.workforce.end(grace)
+            error = ClosedError(f"group {self.name!r} was closed by {self.closed_by}", closed_by=self.closed_by)
+            self.order.fail_all(error)
+            self._fetches.fail(error)
+            errors += self.unseen()
+        finally:
+            self.state = "closed"
+            self.disown()
+            self.pool.vacate(self)
+            self._finished.set()
+        if self.runtime.observers:
+            self.runtime.observers.tell("colocate_group_closed", self.name)
+        if errors:
+            raise BaseExceptionGroup(f"group {self.name!r} was closed, and this had gone wrong", errors)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self.forked:
+            self.close_for(
+                f"leaving its with block at {self.line[0]}:{self.line[1]}", 10.0 if error is None else 2.0, True
+            )
+
+
+class _Joiner:
+    """Makes a call's value of its ranks' results, for whoever asks first."""
+
+    __slots__ = ("_group", "_planned", "_role", "_spec")
+
+    def __init__(self, group: ColocatedGroup, role: RoleInfo, spec: MethodSpec, planned: Plan) -> None:
+        self._group = group
+        self._role = role
+        self._spec = spec
+        self._planned = planned
+
+    def __call__(self, call: PendingCall) -> Any:
+        if call.keep is not None:
+            return None
+        unpack = self._group.unpack
+        results = [unpack(body) for body in call.bodies]
+        role = self._role.ranks
+        targets = None if len(results) == role.world_size else self._planned.targets
+        return self._spec.collect.join(results, Ranks(role.world_size, role.meshes, call.rows, None, targets))

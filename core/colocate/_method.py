@@ -1,0 +1,245 @@
+"""`@method`: what makes a function of a class a role's method, typed for the driver that calls it."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, overload
+
+import attrs
+
+from colocate._collect import Collect, Concat, First, Gather, Reduce
+from colocate._collect import check as check_collect
+from colocate._context import current
+from colocate._dispatch import Broadcast, Dispatch, OnRank
+from colocate.errors import DispatchError
+
+if TYPE_CHECKING:
+    from colocate._call import Call
+    from colocate._resident import Resident
+
+P = ParamSpec("P")
+T = TypeVar("T")
+C = TypeVar("C")
+C_co = TypeVar("C_co", covariant=True)
+
+
+class RoleCall(Protocol[P, T, C_co]):
+    """A role's method as the driver sees it: call it, submit it, or keep its result in the workers."""
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> C_co:
+        """Run on the ranks, wait, and return the collected value."""
+        ...
+
+    def submit(self, *args: P.args, **kwargs: P.kwargs) -> Call[C_co]:
+        """Send it and return at once; the `Call` stands for the collected value."""
+        ...
+
+    def keep(self, *args: P.args, **kwargs: P.kwargs) -> Resident[C_co]:
+        """Send it and return at once; the results stay in the workers."""
+        ...
+
+    def options(self, *, timeout: float | None = None, ranks: Sequence[int] | None = None) -> RoleCall[P, T, C_co]:
+        """The same method with a deadline, or on some ranks only.
+
+        Args:
+            timeout: Seconds until the call is given up with `CallTimeout`.
+            ranks: The ranks it runs on (with Broadcast, PerRank and OnRank only).
+        """
+        ...
+
+
+@attrs.frozen(eq=False)
+class MethodSpec:
+    """A role method as declared."""
+
+    name: str
+    function: Callable[..., Any]
+    dispatch: Dispatch
+    collect: Collect
+    signature: inspect.Signature
+    is_async: bool
+    concurrency: int
+    readonly: tuple[str, ...]
+    simple: tuple[str, ...] | None = attrs.field(init=False)
+
+    @simple.default
+    def _names_of_simple_parameters(self) -> tuple[str, ...] | None:
+        # Binding by hand is several times faster than Signature.bind and serves nearly every method.
+        parameters = self.signature.parameters.values()
+        if any(p.kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD for p in parameters):
+            return None
+        return tuple(p.name for p in parameters)
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments by name; TypeError as Python raises it when they don't fit."""
+        names = self.simple
+        if names is not None and len(args) <= len(names):
+            bound = dict(zip(names, args, strict=False))
+            if kwargs.keys().isdisjoint(bound) and kwargs.keys() <= set(names):
+                bound.update(kwargs)
+                if len(bound) == len(names) or all(
+                    name in bound or self.signature.parameters[name].default is not inspect.Parameter.empty
+                    for name in names
+                ):
+                    return bound
+        try:
+            found = self.signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{self.name}{self.signature}: {error}") from None
+        return dict(found.arguments)
+
+    def call(self, instance: object, arguments: dict[str, Any]) -> Any:
+        """Run the function itself on an instance, with what `bind` made of the arguments."""
+        if self.simple is not None:
+            return self.function(instance, **arguments)
+        bound = inspect.BoundArguments(self.signature, arguments)  # type: ignore[arg-type]  # any mapping serves
+        return self.function(instance, *bound.args, **bound.kwargs)
+
+
+class RoleMethod(Generic[P, T, C]):
+    """What `@method` leaves in the class.
+
+    On an instance it is the plain bound method inside role code, and a `RoleCall` of one rank outside any worker.
+    """
+
+    def __init__(self, spec: MethodSpec) -> None:
+        self.spec = spec
+        self.__name__ = spec.name
+        self.__doc__ = spec.function.__doc__
+        self.__wrapped__ = spec.function
+
+    @overload
+    def __get__(self, instance: None, owner: type, /) -> RoleMethod[P, T, C]: ...
+    @overload
+    def __get__(self, instance: object, owner: type | None = None, /) -> RoleCall[P, T, C]: ...
+    def __get__(self, instance: object | None, owner: type | None = None, /) -> Any:
+        if instance is None:
+            return self
+        ctx = getattr(instance, "_colocate_ctx", None)
+        if current() is not None or (ctx is not None and ctx.hosted):
+            return types.MethodType(self.spec.function, instance)
+        from colocate._standalone import StandaloneCall
+
+        return StandaloneCall(instance, self.spec)
+
+    def __repr__(self) -> str:
+        return f"<role method {self.spec.function.__qualname__}>"
+
+
+class _Same(Protocol):
+    """A decorator whose collected value has the type that the method returns."""
+
+    @overload
+    def __call__(self, f: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], /) -> RoleMethod[P, T, T]: ...
+    @overload
+    def __call__(self, f: Callable[Concatenate[Any, P], T], /) -> RoleMethod[P, T, T]: ...
+
+
+class _List(Protocol):
+    """A decorator whose collected value is a list with an item per rank."""
+
+    @overload
+    def __call__(self, f: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], /) -> RoleMethod[P, T, list[T]]: ...
+    @overload
+    def __call__(self, f: Callable[Concatenate[Any, P], T], /) -> RoleMethod[P, T, list[T]]: ...
+
+
+class _Custom(Protocol):
+    """A decorator whose collected value is what a user's `Collect` makes of it."""
+
+    @overload
+    def __call__(self, f: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], /) -> RoleMethod[P, T, Any]: ...
+    @overload
+    def __call__(self, f: Callable[Concatenate[Any, P], T], /) -> RoleMethod[P, T, Any]: ...
+
+
+@overload
+def method(f: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], /) -> RoleMethod[P, T, list[T]]: ...
+@overload
+def method(f: Callable[Concatenate[Any, P], T], /) -> RoleMethod[P, T, list[T]]: ...
+@overload
+def method(
+    *, dispatch: OnRank, collect: None = ..., concurrency: int = ..., readonly: Sequence[str] = ...
+) -> _Same: ...
+@overload
+def method(
+    *,
+    dispatch: Dispatch = ...,
+    collect: Concat | First | Reduce,
+    concurrency: int = ...,
+    readonly: Sequence[str] = ...,
+) -> _Same: ...
+@overload
+def method(
+    *, dispatch: Dispatch = ..., collect: Gather | None = ..., concurrency: int = ..., readonly: Sequence[str] = ...
+) -> _List: ...
+@overload
+def method(
+    *, dispatch: Dispatch = ..., collect: Collect, concurrency: int = ..., readonly: Sequence[str] = ...
+) -> _Custom: ...
+def method(
+    f: Callable[..., Any] | None = None,
+    /,
+    *,
+    dispatch: Dispatch | None = None,
+    collect: Collect | None = None,
+    concurrency: int = 1,
+    readonly: Sequence[str] = (),
+) -> Any:
+    """Make a function of a class a method of the role.
+
+    Args:
+        f: The function, when used without parentheses.
+        dispatch: How the arguments reach the ranks (default: `Broadcast()`).
+        collect: How the ranks' results become one value (default: `Gather()`, a list; with `OnRank`, that rank's).
+        concurrency: How many calls of an `async def` method may overlap.
+        readonly: Parameters that it only reads, which allows an executor to hand them over without a copy.
+
+    Raises:
+        DispatchError: An unknown parameter name, or a dispatch and a collect that don't go together.
+    """
+
+    def decorate(function: Callable[..., Any]) -> RoleMethod[Any, Any, Any]:
+        return RoleMethod(_declare(function, dispatch, collect, concurrency, tuple(readonly)))
+
+    return decorate if f is None else decorate(f)
+
+
+def _declare(
+    function: Callable[..., Any],
+    dispatch: Dispatch | None,
+    collect: Collect | None,
+    concurrency: int,
+    readonly: tuple[str, ...],
+) -> MethodSpec:
+    where = function.__qualname__
+    for given, kind in ((dispatch, Dispatch), (collect, Collect)):
+        if given is not None and not isinstance(given, kind):
+            raise DispatchError(f"{where}: {given!r} is not a {kind.__name__}; did you forget its parentheses?")
+    dispatch = dispatch if dispatch is not None else Broadcast()
+    collect = collect if collect is not None else First() if isinstance(dispatch, OnRank) else Gather()
+    full = inspect.signature(function)
+    parameters = list(full.parameters.values())
+    if not parameters:
+        raise DispatchError(f"{where}: a role method's first parameter is self")
+    signature = full.replace(parameters=parameters[1:])
+    names = list(signature.parameters)
+    dispatch.declare(names, where)
+    check_collect(dispatch, collect, where)
+    if unknown := [name for name in readonly if name not in names]:
+        raise DispatchError(f"{where}: readonly names {unknown[0]!r}, but its parameters are {', '.join(names)}")
+    is_async = inspect.iscoroutinefunction(function)
+    if concurrency < 1 or (concurrency > 1 and not is_async):
+        raise DispatchError(f"{where}: concurrency={concurrency}; it is at least 1, and above 1 for async methods only")
+    return MethodSpec(
+        name=function.__name__,
+        function=function,
+        dispatch=dispatch,
+        collect=collect,
+        signature=signature,
+        is_async=is_async,
+        concurrency=concurrency,
+        readonly=readonly,
+    )

@@ -1,0 +1,366 @@
+"""Order and the hold, the driver's half: one total order of a group's calls, and what follows when one of them fails.
+
+After a failure no rank takes up a further call until all are back (see `worker/lane.py` for their half). Then the failed
+call is withdrawn from the ranks that had not begun it, and so is any later one that failed on a rank which had begun it;
+everything else goes on. A rank that doesn't come back within the grace period fails the group.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import attrs
+
+from colocate._call import Call
+from colocate._dispatcher import Dispatcher, Timer
+from colocate._failures import failure_error, hung_error, later_error, timeout_error
+from colocate.errors import ColocateError
+
+_STACKS_WITHIN_S = 0.5
+_ALIVE_WITHIN_S = 1.0
+
+
+class PendingCall(Call[Any]):
+    """A call on its way: what has come back from which rank."""
+
+    __slots__ = (
+        "bodies",
+        "dispatcher",
+        "keep",
+        "line",
+        "method",
+        "on_end",
+        "remaining",
+        "role",
+        "rows",
+        "seq",
+        "spans",
+        "submitted",
+        "targets",
+        "timer",
+        "uses",
+    )
+
+    def __init__(self, label: str, role: str, method: str, targets: Sequence[int]) -> None:
+        """Targets are slots of the group, in order of rank."""
+        super().__init__(label)
+        self.seq = -1
+        self.role = role
+        self.method = method
+        self.targets = targets
+        self.bodies: list[Any] = [None] * len(targets)
+        self.rows: list[int | None] = [None] * len(targets)
+        self.spans: list[tuple[int, float, float]] = []
+        self.remaining = len(targets)
+        self.keep: int | None = None
+        self.uses: Sequence[Any] = ()
+        self.timer: Timer | None = None
+        self.submitted = time.time()
+        self.line: tuple[str, int] = ("", 0)
+        self.on_end: Callable[[PendingCall], None] | None = None
+        self.dispatcher: Dispatcher | None = None
+
+    def _collect(self) -> None:
+        try:
+            self._value = self._joiner(self) if self._joiner is not None else None
+        except Exception as error:
+            self._error = error
+        self._joiner = None
+        self.bodies = self.bodies if self.keep is not None else []
+
+    def _dispatch(self, callback: Callable[[Call[Any]], object]) -> None:
+        if self.dispatcher is None:
+            callback(self)
+        else:
+            self.dispatcher.soon(lambda: callback(self))
+
+    def index_of(self, slot: int) -> int:
+        """The index among its ranks of the rank on a slot."""
+        targets = self.targets
+        if slot < len(targets) and targets[slot] == slot:
+            return slot
+        return targets.index(slot)
+
+    def missing(self) -> list[int]:
+        """The slots that haven't answered."""
+        answered = {rank for rank, _, _ in self.spans}
+        return [slot for index, slot in enumerate(self.targets) if index not in answered]
+
+
+class Link(Protocol):
+    """What the sequence needs of its group."""
+
+    name: str
+    grace: float
+
+    def send(self, slots: Sequence[int], head: tuple[Any, ...], body: Any = None) -> None:
+        """Send one message to some workers."""
+
+    def node(self, slot: int) -> str:
+        """The node of a slot."""
+
+    def live(self) -> list[int]:
+        """The slots whose workers run."""
+
+    def fail(self, error: ColocateError) -> None:
+        """The group can't go on."""
+
+    def unpack(self, body: Any) -> Any:
+        """The value of a body."""
+
+
+@attrs.define(eq=False)
+class _Hold:
+    """A hold under way."""
+
+    number: int
+    failed: int
+    waiting: set[int]
+    silent: set[int]
+    withdrawn: set[int] = attrs.field(factory=set)
+    root: ColocateError | None = None
+    suspected: ColocateError | None = None
+    later: list[tuple[PendingCall, ColocateError]] = attrs.field(factory=list)
+    timer: Timer | None = None
+
+
+class CallOrder:
+    """The calls of one group. All methods may be called from any thread."""
+
+    def __init__(self, link: Link, dispatcher: Dispatcher) -> None:
+        self.lock = threading.RLock()
+        self.pending: dict[int, PendingCall] = {}
+        self._link = link
+        self._dispatcher = dispatcher
+        self._next = 1  # 0 is the construction of the roles
+        self._resumed = 0
+        self._hold: _Hold | None = None
+        self._stacks: dict[int, tuple[set[int], dict[int, str], Callable[[dict[int, str]], None]]] = {}
+        self._token = 0
+
+    # -- submission
+
+    def enter(self, call: PendingCall) -> int:
+        """Give a call its place in the order. The lock is held, and the call is sent before it is released."""
+        call.seq = self._next
+        call.dispatcher = self._dispatcher
+        self._next += 1
+        self.pending[call.seq] = call
+        return call.seq
+
+    def watch(self, call: PendingCall, timeout: float) -> None:
+        """Give up on a call after `timeout` seconds."""
+        call.timer = self._dispatcher.after(timeout, lambda: self._late(call, timeout))
+
+    # -- what workers say
+
+    def done(self, slot: int, seq: int, rows: int | None, start: float, end: float, body: Any) -> None:
+        """A rank has finished a call."""
+        with self.lock:
+            call = self.pending.get(seq)
+            if call is None:  # it has failed elsewhere already
+                return
+            index = call.index_of(slot)
+            call.bodies[index] = body
+            call.rows[index] = rows
+            call.spans.append((index, start, end))
+            call.remaining -= 1
+            if call.remaining == 0:
+                self._end(call)
+                call._settle(None, call._joiner)
+
+    def failed(self, slot: int, seq: int, told: tuple[Any, ...], body: Any) -> None:
+        """A call has raised on a rank, which has stopped itself."""
+        with self.lock:
+            call = self.pending.get(seq)
+            hold = self._hold
+            if call is None and hold is None:
+                # Its caller has been told already (another rank failed first, and that hold is over).
+                self._begin_hold(seq, known=slot)
+                return
+            if hold is None:
+                hold = self._begin_hold(seq, known=slot)
+            if call is None:
+                return
+            call.spans.append((call.index_of(slot), 0.0, 0.0))
+            error = failure_error(self._link, call, slot, told, body)
+            hold.withdrawn.add(seq)
+            if seq > hold.failed and (hold.root or hold.suspected):
+                hold.later.append((call, error))
+            elif not told[4]:
+                self._tell_root(hold, call, error)
+            elif hold.suspected is None:
+                # A lost connection is a consequence: its cause is on its way, as a failure or as a death.
+                hold.suspected = error
+                self._dispatcher.after(_ALIVE_WITHIN_S, lambda: self._settle_suspicion(hold, call))
+                self._check_suspicion(hold, call)
+
+    def alive(self, slot: int, number: int) -> None:
+        """A rank has heard of a hold."""
+        with self.lock:
+            hold = self._hold
+            if hold is not None and hold.number == number:
+                hold.silent.discard(slot)
+                call = self.pending.get(hold.failed)
+                if hold.suspected is not None and call is not None:
+                    self._check_suspicion(hold, call)
+
+    def held(self, slot: int, number: int, begun: int, holders: Sequence[str]) -> None:
+        """A rank is back: it runs nothing and takes up nothing."""
+        with self.lock:
+            hold = self._hold
+            if hold is None or hold.number != number:
+                return
+            hold.waiting.discard(slot)
+            hold.silent.discard(slot)
+            if holders:
+                cause = hold.root or hold.suspected
+                error = ColocateError(
+                    f"group {self._link.name!r}: role {holders[0]!r} on slot {slot} still holds the process group of "
+                    "before the failed call, which can't be used any more; ask ctx.process_group() in each call",
+                    group=self._link.name,
+                    role=holders[0],
+                )
+                error.__cause__ = cause
+                self._link.fail(error)
+            elif not hold.waiting:
+                self._resume(hold)
+
+    def stacks(self, slot: int, token: int, text: str) -> None:
+        """A rank has said what it is doing."""
+        with self.lock:
+            asked = self._stacks.get(token)
+            if asked is None:
+                return
+            waiting, found, then = asked
+            found[slot] = text
+            waiting.discard(slot)
+            if not waiting:
+                del self._stacks[token]
+                self._dispatcher.soon(lambda: then(found))
+
+    def gone(self, slot: int) -> None:
+        """A rank has ended; nobody waits for it any more."""
+        with self.lock:
+            if self._hold is not None:
+                self._hold.waiting.discard(slot)
+                self._hold.silent.discard(slot)
+
+    def fail_all(self, error: ColocateError) -> bool:
+        """End every pending call with the same error; whether there was one."""
+        with self.lock:
+            calls = list(self.pending.values())
+            for call in calls:
+                self._end(call)
+                call._fail(error)
+            if self._hold is not None and self._hold.timer is not None:
+                self._hold.timer.cancel()
+            self._hold = None
+            return bool(calls)
+
+    # -- the hold
+
+    def _begin_hold(self, failed: int, known: int | None, cut: bool = False) -> _Hold:
+        live = self._link.live()
+        hold = _Hold(self._resumed + 1, failed, set(live), set(live) - {known})
+        hold.withdrawn.add(failed)
+        self._hold = hold
+        hold.timer = self._dispatcher.after(self._link.grace, lambda: self._overdue(hold))
+        self._link.send([slot for slot in live if slot != known], ("hold", hold.number, failed, cut))
+        return hold
+
+    def _tell_root(self, hold: _Hold, call: PendingCall, error: ColocateError) -> None:
+        if hold.root is None:
+            hold.root = error
+        self._end(call)
+        call._fail(error)
+
+    def _check_suspicion(self, hold: _Hold, call: PendingCall) -> None:
+        if not hold.silent:
+            self._settle_suspicion(hold, call)
+
+    def _settle_suspicion(self, hold: _Hold, call: PendingCall) -> None:
+        with self.lock:
+            if hold.suspected is not None and hold.root is None and not call.done():
+                self._tell_root(hold, call, hold.suspected)
+
+    def _resume(self, hold: _Hold) -> None:
+        call = self.pending.get(hold.failed)
+        if call is not None and hold.suspected is not None:
+            self._tell_root(hold, call, hold.suspected)
+        for later, error in hold.later:
+            self._end(later)
+            later._fail(later_error(error, hold.root))
+        if hold.timer is not None:
+            hold.timer.cancel()
+        self._resumed = hold.number
+        self._hold = None
+        self._link.send(self._link.live(), ("resume", hold.number, sorted(hold.withdrawn)))
+
+    def _overdue(self, hold: _Hold) -> None:
+        with self.lock:
+            if self._hold is not hold:
+                return
+            # A rank that is still in an earlier call is late with that one, which has no deadline of its own.
+            busy = {slot for seq, call in self.pending.items() if seq < hold.failed for slot in call.missing()}
+            stuck = sorted(hold.waiting - busy)
+            if not stuck:
+                hold.timer = self._dispatcher.after(self._link.grace, lambda: self._overdue(hold))
+                return
+        self.ask_stacks(stuck, lambda found: self._give_up(hold, stuck, found))
+
+    def _give_up(self, hold: _Hold, stuck: list[int], stacks: dict[int, str]) -> None:
+        with self.lock:
+            still = [slot for slot in stuck if slot in hold.waiting]
+            if self._hold is hold and still:
+                self._link.fail(hung_error(self._link, still[0], hold.root or hold.suspected, stacks.get(still[0])))
+
+    # -- deadlines
+
+    def _late(self, call: PendingCall, timeout: float) -> None:
+        if call.done():
+            return
+        self.ask_stacks(call.missing(), lambda found: self._time_out(call, timeout, found))
+
+    def _time_out(self, call: PendingCall, timeout: float, stacks: dict[int, str]) -> None:
+        with self.lock:
+            if call.done():
+                return
+            error = timeout_error(self._link, call, timeout, stacks)
+            if self._hold is None:
+                self._begin_hold(call.seq, known=None, cut=True)
+            assert self._hold is not None
+            self._hold.withdrawn.add(call.seq)
+            self._tell_root(self._hold, call, error)
+
+    def ask_stacks(self, slots: list[int], then: Callable[[dict[int, str]], None]) -> None:
+        """Ask what some ranks are doing; those that can't answer in time (the GIL is held) are left out."""
+        with self.lock:
+            asked = [slot for slot in slots if slot in set(self._link.live())]
+            self._token += 1
+            token = self._token
+            found: dict[int, str] = {}
+            if not asked:
+                self._dispatcher.soon(lambda: then(found))
+                return
+            self._stacks[token] = (set(asked), found, then)
+            self._dispatcher.after(_STACKS_WITHIN_S, lambda: self._stop_asking(token))
+            self._link.send(asked, ("stack", token))
+
+    def _stop_asking(self, token: int) -> None:
+        with self.lock:
+            asked = self._stacks.pop(token, None)
+        if asked is not None:
+            asked[2](asked[1])
+
+    def _end(self, call: PendingCall) -> None:
+        """Take a call out of the books; it is settled next."""
+        self.pending.pop(call.seq, None)
+        if call.timer is not None:
+            call.timer.cancel()
+        if call.on_end is not None:
+            call.on_end(call)
+            call.on_end = None

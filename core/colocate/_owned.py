@@ -1,0 +1,140 @@
+"""The ownership law: everything that lives has one owner, is closed in order, and says what closed it.
+
+`Owned` is the base of runtime, pool, group and resident. Its states, and who may close what, are decided here.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from types import FrameType
+from typing import Any, NoReturn
+
+from colocate.errors import BorrowedError, ClosedError, ForkedError
+
+_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_forks = 0
+
+
+def _count_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+os.register_at_fork(after_in_child=_count_fork)
+
+
+def caller() -> tuple[str, int]:
+    """File and line of the user's code that called into colocate."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(_HERE) and "contextlib" not in name:
+            return name, frame.f_lineno
+        frame = frame.f_back
+    return "?", 0
+
+
+class Owned:
+    """A node of the ownership graph.
+
+    Attributes:
+        kind: runtime, pool, group or resident.
+        name: Its name.
+        owner: The node that closes it at the latest; None for a runtime.
+        state: What it is doing.
+        children: The nodes it owns, in the order in which they were made.
+        line: File and line that made it.
+        created: When, in seconds of time.time().
+        closed_by: What closed it, and where.
+    """
+
+    def __init__(self, kind: str, name: str, owner: Owned | None) -> None:
+        self.kind = kind
+        self.name = name
+        self.owner = owner
+        self.state = "ready"
+        self.children: dict[int, Owned] = {}
+        self.line = caller()
+        self.created = time.time()
+        self.closed_by: str | None = None
+        self._born_after = _forks
+        self._closing = threading.Lock()
+        if owner is not None:
+            owner.children[id(self)] = self
+
+    def __repr__(self) -> str:
+        return f"<{self.kind} {self.name!r} {self.state}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"{self!r} lives on the driver and can't be sent to a worker or pickled")
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can be used."""
+        return self.closed_by is None and self._born_after == _forks
+
+    def check(self) -> None:
+        """Raise unless it can be used.
+
+        Raises:
+            ForkedError: This is a forked child, which owns nothing.
+            ClosedError: It has been closed.
+        """
+        if self._born_after != _forks:
+            raise ForkedError(
+                f"{self.kind} {self.name!r} belongs to the process that made it; a forked child can't use it. "
+                "Start the child with the spawn method and connect there"
+            )
+        if self.closed_by is not None:
+            raise ClosedError(f"{self.kind} {self.name!r} was closed by {self.closed_by}", closed_by=self.closed_by)
+
+    @property
+    def forked(self) -> bool:
+        """Whether this is a forked child of the process that made it."""
+        return self._born_after != _forks
+
+    def mark_closed(self, by: str | None) -> bool:
+        """Note what closes it; False when something has done so before."""
+        with self._closing:
+            if self.closed_by is not None:
+                return False
+            if by is None:
+                file, number = caller()
+                by = f"{self.kind}.close() at {file}:{number}"
+            self.closed_by = by
+            return True
+
+    def disown(self) -> None:
+        """Take it out of the graph."""
+        if self.owner is not None:
+            self.owner.children.pop(id(self), None)
+
+    def borrowers(self) -> list[str]:
+        """Who uses it and would be broken by closing it."""
+        return [name for child in list(self.children.values()) for name in child.borrowers()]
+
+    def refuse_if_borrowed(self) -> None:
+        """Raise BorrowedError when closing it would break somebody's use."""
+        found = self.borrowers()
+        if found:
+            raise BorrowedError(
+                f"{self.kind} {self.name!r} can't be closed: {'; '.join(found)}. Wait for them, or close(force=True)",
+                borrowers=tuple(found),
+            )
+
+    def describe(self) -> dict[str, Any]:
+        """What the graph shows of it."""
+        return {
+            "kind": self.kind,
+            "name": self.name,
+            "state": self.state,
+            "age_s": round(time.time() - self.created, 3),
+            "line": f"{self.line[0]}:{self.line[1]}",
+        }
+
+    def leaves(self) -> list[dict[str, Any]]:
+        """Nodes it owns that are no objects of their own: workers, role instances, calls."""
+        return []

@@ -1,0 +1,235 @@
+"""`Pool`: slots reserved together, and the groups that live on them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, overload
+
+import attrs
+
+from colocate._group import ColocatedGroup
+from colocate._owned import Owned
+from colocate._role import RoleSpec
+from colocate._spawn import declare
+from colocate.errors import ColocateError, ConfigError
+from colocate.executor import Place, Request, Reservation
+
+if TYPE_CHECKING:
+    from colocate._runtime import Runtime
+
+
+@attrs.frozen
+class Slot:
+    """One slot of a pool.
+
+    Attributes:
+        index: Its index in the pool.
+        node: Name of the machine.
+        devices: Indices of its GPUs there.
+        state: "free", or the name of the group that has it.
+    """
+
+    index: int
+    node: str
+    devices: tuple[int, ...]
+    state: str
+
+
+@attrs.frozen(eq=False)
+class PoolPart:
+    """Some slots of a pool, to spawn on. A name: it owns nothing and decides no lifetime."""
+
+    pool: Pool
+    indices: tuple[int, ...]
+
+    @property
+    def slots(self) -> list[Slot]:
+        """Its slots."""
+        return [self.pool.slots[index] for index in self.indices]
+
+    def spawn(
+        self,
+        roles: Mapping[str, RoleSpec[Any]],
+        name: str | None = None,
+        mesh: Mapping[str, Any] | None = None,
+        on_failure: str = "fail",
+        timeout: float | None = None,
+    ) -> ColocatedGroup:
+        """As `Pool.spawn`, on these slots."""
+        return self.pool._spawn(self.indices, roles, name, mesh, on_failure, timeout)
+
+
+class Pool(Owned):
+    """Slots reserved together, all or none. Made by `runtime.reserve`; a context manager that closes it."""
+
+    def __init__(self, runtime: Runtime, name: str, request: Request, env: Mapping[str, str]) -> None:
+        """Use `runtime.reserve`."""
+        super().__init__("pool", name, runtime)
+        self.runtime = runtime
+        self.request = request
+        self.env = dict(env)
+        self.reservation: Reservation | None = None
+        self._taken: dict[int, ColocatedGroup] = {}
+        self._lock = threading.Lock()
+        self._finished = threading.Event()
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """Where its slots lie."""
+        return self.reservation.places if self.reservation is not None else ()
+
+    @property
+    def slots(self) -> list[Slot]:
+        """Its slots: node, devices, and the group on each."""
+        return [
+            Slot(index, place.node, place.devices, self._taken[index].name if index in self._taken else "free")
+            for index, place in enumerate(self.places)
+        ]
+
+    @property
+    def groups(self) -> dict[str, ColocatedGroup]:
+        """The groups on it by name."""
+        return {group.name: group for group in list(self._taken.values())}
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    @overload
+    def __getitem__(self, key: int) -> PoolPart: ...
+    @overload
+    def __getitem__(self, key: slice) -> PoolPart: ...
+    def __getitem__(self, key: int | slice) -> PoolPart:
+        """Some of its slots, to spawn on."""
+        everything = range(len(self))
+        picked: Sequence[int] = everything[key] if isinstance(key, slice) else [everything[key]]
+        if not picked:
+            raise ConfigError(f"pool {self.name!r} has {len(self)} slots; {key!r} picks none of them")
+        return PoolPart(self, tuple(picked))
+
+    def spawn(
+        self,
+        roles: Mapping[str, RoleSpec[Any]],
+        name: str | None = None,
+        mesh: Mapping[str, Any] | None = None,
+        on_failure: str = "fail",
+        timeout: float | None = None,
+    ) -> ColocatedGroup:
+        """Start one worker per slot and construct the roles in it; returns when every role of every rank is there.
+
+        Args:
+            roles: The roles by name, as `colocate.role(...)` declares them; constructed in this order.
+            name: Name of the group, unique in the runtime.
+            mesh: Mesh of the roles that live on all slots and name none of their own.
+            on_failure: What happens when the group fails: "fail".
+            timeout: Seconds that starting may take at most; None for no limit.
+
+        Raises:
+            ConfigError: The declaration is wrong; says all mistakes.
+            RoleStartError: A role could not be constructed; `errors` names each rank. Nothing is left running.
+        """
+        return self._spawn(tuple(range(len(self))), roles, name, mesh, on_failure, timeout)
+
+    def _spawn(
+        self,
+        indices: tuple[int, ...],
+        roles: Mapping[str, RoleSpec[Any]],
+        name: str | None,
+        mesh: Mapping[str, Any] | None,
+        on_failure: str,
+        timeout: float | None,
+    ) -> ColocatedGroup:
+        self.check()
+        if on_failure != "fail":
+            raise ConfigError(f"on_failure={on_failure!r}: this version knows 'fail'")
+        declared = declare(roles, len(indices), mesh)
+        group = self._occupy(indices, declared, name)
+        try:
+            group.workforce.start(timeout)
+        except BaseException:
+            group.close_for("its failed start", grace=0.0, force=True)
+            raise
+        group.state = "ready"
+        if self.runtime.observers:
+            self.runtime.observers.tell("colocate_group_spawned", group)
+        return group
+
+    def _occupy(self, indices: tuple[int, ...], declared: Any, name: str | None) -> ColocatedGroup:
+        with self._lock:
+            self.check()
+            busy = {index: self._taken[index].name for index in indices if index in self._taken}
+            if busy:
+                index, holder = next(iter(busy.items()))
+                raise ColocateError(
+                    f"slot {index} of pool {self.name!r} is taken by group {holder!r}: a slot takes one group at a time. "
+                    "Put the roles into one group, close the other one, or spawn on a part: pool[a:b].spawn(...)"
+                )
+            chosen = self.runtime.group_name(name)
+            group = ColocatedGroup(self, [self.places[index] for index in indices], declared, chosen)
+            self.runtime.groups[chosen] = group
+            for index in indices:
+                self._taken[index] = group
+            return group
+
+    def vacate(self, group: ColocatedGroup) -> None:
+        """A group has gone: its slots are free."""
+        with self._lock:
+            self._taken = {index: other for index, other in self._taken.items() if other is not group}
+            self.runtime.groups.pop(group.name, None)
+
+    def close(self, grace: float = 10.0, force: bool = False) -> None:
+        """Close its groups, the newest first, and give its slots back.
+
+        Args:
+            grace: Seconds that running calls have to finish.
+            force: Close it although groups elsewhere use residents of its groups.
+
+        Raises:
+            BorrowedError: A group elsewhere uses a resident (without `force`).
+            ExceptionGroup: What went wrong, after everything has been freed.
+        """
+        self.close_for(None, grace, force)
+
+    def close_for(self, by: str | None, grace: float, force: bool) -> None:
+        """Close it on behalf of `by` (None: of its caller)."""
+        if self.forked:
+            self.check()
+        if not force and self.closed_by is None:
+            self.refuse_if_borrowed()
+        if not self.mark_closed(by):
+            self._finished.wait()
+            return
+        self.state = "closing"
+        try:
+            errors = close_children(self, grace)
+        finally:
+            if self.reservation is not None:
+                self.runtime.executor.release(self.reservation)
+            self.state = "closed"
+            self.disown()
+            self._finished.set()
+        if errors:
+            raise BaseExceptionGroup(f"pool {self.name!r} was closed, and this had gone wrong", errors)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self.forked:
+            self.close_for(
+                f"leaving its with block at {self.line[0]}:{self.line[1]}", 10.0 if error is None else 2.0, True
+            )
+
+
+def close_children(owner: Owned, grace: float) -> list[BaseException]:
+    """Close what a node owns, the newest first; what went wrong."""
+    errors: list[BaseException] = []
+    for child in reversed(list(owner.children.values())):
+        try:
+            child.close_for(f"closing {owner.kind} {owner.name!r} ({owner.closed_by})", grace, force=True)
+        except BaseExceptionGroup as group:
+            errors += group.exceptions
+    return errors

@@ -1,0 +1,59 @@
+"""What observers are told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+
+
+@attrs.frozen
+class CallRecord:
+    """One finished call.
+
+    Attributes:
+        group: Name of the group.
+        role: Name of the role.
+        method: Name of the method.
+        ranks: The ranks that it ran on.
+        submitted: When it was submitted, in seconds of time.time().
+        finished: When its last answer came.
+        spans: For each rank that answered: rank, start and end in the worker.
+        kept: Whether the result stayed in the workers.
+        error: The error's first line; None when it went well.
+    """
+
+    group: str
+    role: str
+    method: str
+    ranks: tuple[int, ...]
+    submitted: float
+    finished: float
+    spans: tuple[tuple[int, float, float], ...]
+    kept: bool
+    error: str | None
+
+
+class Observers:
+    """Plugins that are told what happens. Costs nothing while there is none."""
+
+    def __init__(self) -> None:
+        self._plugins: list[Any] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._plugins)
+
+    def add(self, plugin: Any) -> None:
+        """Tell this plugin from now on."""
+        self._plugins.append(plugin)
+
+    def remove(self, plugin: Any) -> None:
+        """Tell it no longer."""
+        self._plugins.remove(plugin)
+
+    def tell(self, hook: str, *args: Any) -> None:
+        """Call a hook of every plugin that has it."""
+        for plugin in list(self._plugins):
+            function = getattr(plugin, hook, None)
+            if function is not None:
+                function(*args)

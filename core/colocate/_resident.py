@@ -1,0 +1,266 @@
+"""`Resident`: a result that stays in the workers. The group owns the bytes; the handle on the driver is the lease."""
+
+from __future__ import annotations
+
+import abc
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, TypeVar, cast
+
+import attrs
+
+from colocate._batch import Deferred, even_sizes
+from colocate._collect import Concat
+from colocate._mesh import Mesh
+from colocate.errors import ClosedError, ColocateError
+from colocate.worker.uses import Part, Rows, Source, Use
+
+if TYPE_CHECKING:
+    from colocate._batch import Padding
+    from colocate._group import ColocatedGroup
+    from colocate._order import PendingCall
+
+T = TypeVar("T")
+
+
+@attrs.frozen
+class ResidentSpec:
+    """What a resident holds, without its contents.
+
+    Attributes:
+        structure: The value of the first rank with shapes and dtypes in place of tensors.
+        bytes_per_rank: Bytes of tensors and arrays on each rank.
+        rows_per_rank: Rows that the call worked on, on each rank; None where nothing was scattered.
+    """
+
+    structure: Any
+    bytes_per_rank: tuple[int, ...]
+    rows_per_rank: tuple[int | None, ...]
+
+
+class Resident(abc.ABC, Generic[T]):
+    """A kept result. Pass `.ref` (or the resident) as an argument; a context manager that frees it at the end."""
+
+    @property
+    @abc.abstractmethod
+    def ref(self) -> T:
+        """Stands for the value as an argument of any role's method."""
+
+    @property
+    @abc.abstractmethod
+    def spec(self) -> ResidentSpec:
+        """Its structure, shapes, dtypes and bytes; waits until it is there."""
+
+    @abc.abstractmethod
+    def fetch(self) -> T:
+        """The collected value, on the driver."""
+
+    @abc.abstractmethod
+    def free(self) -> None:
+        """Let go of it. Idempotent; using it afterwards raises ClosedError."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.free()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"{self!r} lives on the driver and can't be sent; pass it (or its .ref) as a call's argument")
+
+
+class LocalResident(Resident[T]):
+    """The resident of a role object outside any worker: it is the value."""
+
+    def __init__(self, value: T) -> None:
+        self._value: T | None = value
+        self._freed = False
+
+    @property
+    def ref(self) -> T:
+        """The value itself."""
+        return self.fetch()
+
+    @property
+    def spec(self) -> ResidentSpec:
+        """Its structure, shapes, dtypes and bytes."""
+        from colocate._values import describe, tensor_bytes
+
+        return ResidentSpec(describe(self._value), (tensor_bytes(self._value),), (None,))
+
+    def fetch(self) -> T:
+        """The value itself."""
+        if self._freed:
+            raise ClosedError("this resident was freed")
+        return cast("T", self._value)
+
+    def free(self) -> None:
+        """Let go of it."""
+        self._value, self._freed = None, True
+
+
+@attrs.define(eq=False, slots=True, weakref_slot=True)
+class Kept:
+    """What driver-side code shares of one resident: its source, the call that makes it, and what ends the lease."""
+
+    source: Source
+    group: ColocatedGroup
+    call: PendingCall
+    line: tuple[str, int]
+    used: bool = False
+    freed_by: str | None = None
+    bytes_per_rank: list[int] = attrs.field(factory=list)
+
+    def check(self) -> None:
+        """Raise unless it can be used: freed, or made by a call that failed, or its group is closed."""
+        if self.freed_by is not None:
+            raise ClosedError(f"resident of {self.source.label} was freed by {self.freed_by}", closed_by=self.freed_by)
+        error = self.call._error
+        if error is not None:
+            self.used = True
+            raise error
+        self.group.check()
+
+    def use(self) -> None:
+        """It becomes an argument."""
+        self.check()
+        self.used = True
+
+
+class Reference(Deferred):
+    """A resident in a call's arguments. Typed as its value; at run time a placeholder with no use of its own."""
+
+    __slots__ = ("_consumer", "_kept", "_lease")
+
+    def __init__(self, kept: Kept, lease: object, consumer: Consumer | None = None) -> None:
+        self._kept = kept
+        self._lease = lease  # the value lives as long as anybody can still name it
+        self._consumer = consumer
+
+    def bound(self, consumer: Consumer) -> Reference:
+        """The same reference, as seen by the role that uses it."""
+        return Reference(self._kept, self._lease, consumer)
+
+    def sizes(self, axis: str, mesh: str | None, count: int) -> list[int]:
+        """Rows of each part; waits for the call that makes it."""
+        sizes = self._kept.group.rows_of(self._kept)
+        return sizes if self._own(axis, mesh, count) else even_sizes(sum(sizes), count)
+
+    def part(self, index: int, count: int, axis: str, mesh: str | None, padding: Padding) -> Any:
+        """A placeholder for one part."""
+        return Part(self._kept.source, index, count, padding == "even", self._own(axis, mesh, count))
+
+    def slice(self, start: int, stop: int) -> Any:
+        """A placeholder for some rows."""
+        return Rows(self._kept.source, start, stop)
+
+    def whole(self) -> Any:
+        """A placeholder for the value."""
+        return Use(self._kept.source)
+
+    def fetch(self) -> Any:
+        """The value, on the driver."""
+        return self._kept.group.fetch(self._kept)
+
+    def _own(self, axis: str, mesh: str | None, count: int) -> bool:
+        """Whether each rank of the consumer finds its part in its own worker: same slots, same partition."""
+        source, consumer = self._kept.source, self._consumer
+        collect = source.collect
+        if consumer is None or not isinstance(collect, Concat) or source.ranks.targets is not None:
+            return False
+        if (source.group, source.slots) != (consumer.group, consumer.slots):
+            return False
+        made, wanted = source.ranks.mesh(collect.mesh), consumer.mesh(mesh)
+        if made.size(collect.axis) != count or "pp" in made.shape:
+            return False
+        world = source.ranks.world_size
+        if count == world:
+            return True
+        return all(made.coordinate(rank, collect.axis) == wanted.coordinate(rank, axis) for rank in range(world))
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"a resident's .ref stands for the value of {self._kept.source.label} as an argument of a call; it has no "
+            f"{name!r} here. Use .fetch() to get the value"
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"the .ref of {self._kept.source.label} can't be pickled: pass it as an argument, or inside lists, tuples "
+            "and dicts, of a role's method"
+        )
+
+    def __repr__(self) -> str:
+        return f"<reference to {self._kept.source.label}>"
+
+
+@attrs.frozen
+class Consumer:
+    """The role that uses a resident, as far as partitions go."""
+
+    group: str
+    slots: tuple[int, ...] | int
+    mesh: Callable[[str | None], Mesh]
+
+
+class KeptResident(Resident[T]):
+    """The handle of a kept result. Dropping it ends the lease; its group is told with the next message."""
+
+    def __init__(self, kept: Kept) -> None:
+        self._kept = kept
+        self._lease = _Lease(kept)
+
+    def __repr__(self) -> str:
+        return f"<Resident of {self._kept.source.label} in group {self._kept.source.group!r}>"
+
+    @property
+    def ref(self) -> T:
+        """Stands for the value as an argument; another name of it keeps it alive as the handle does."""
+        return cast("T", Reference(self._kept, self._lease))
+
+    @property
+    def spec(self) -> ResidentSpec:
+        """Its structure, shapes, dtypes and bytes; waits until it is there."""
+        self._kept.use()
+        return self._kept.group.spec_of(self._kept)
+
+    def fetch(self) -> T:
+        """The collected value, on the driver; waits until it is there."""
+        self._kept.use()
+        value: T = self._kept.group.fetch(self._kept)
+        return value
+
+    def free(self) -> None:
+        """Let go of it. Calls that use it already still get it."""
+        self._lease.end("free()")
+
+
+class _Lease:
+    """Ends when nobody names the resident any more, or when somebody says so."""
+
+    __slots__ = ("__weakref__", "_kept")
+
+    def __init__(self, kept: Kept) -> None:
+        self._kept = kept
+        kept.group.leases[kept.source.key] = weakref.ref(self)
+
+    def end(self, by: str) -> None:
+        kept = self._kept
+        if kept.freed_by is None:
+            kept.freed_by = by
+            kept.group.lease_ended(kept)
+
+    def __del__(self) -> None:
+        # May run at any point of any thread, so it takes no lock: `lease_ended` only appends.
+        self.end("dropping its handle")
+
+
+def check_same_runtime(kept: Kept, runtime: object) -> None:
+    """A resident can be used by groups of its own runtime only."""
+    if kept.group.runtime is not runtime:
+        raise ColocateError(
+            f"resident of {kept.source.label} belongs to another runtime; fetch() it and pass the value"
+        )

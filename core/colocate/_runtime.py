@@ -1,0 +1,265 @@
+"""`connect` and `Runtime`: a connection to one executor, the root of the ownership graph."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import os
+import secrets
+import sys
+import threading
+import warnings
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self
+
+from colocate._bytes import parse_bytes
+from colocate._dispatcher import Dispatcher
+from colocate._graph import Graph
+from colocate._group import ColocatedGroup
+from colocate._owned import Owned
+from colocate._plugins import find_executor, plugins
+from colocate._pool import Pool, close_children
+from colocate._records import Observers
+from colocate._slow import SlowCalls
+from colocate.config.arguments import arguments_of
+from colocate.errors import CapabilityError, ConfigError, Mistake
+from colocate.executor import Executor, OwnProcess, Request
+
+_live: dict[int, Runtime] = {}
+_numbers = itertools.count(1)
+
+
+def connect(executor: str = "local", *, seed: int = 0, strict: bool = False, **options: Any) -> Runtime:
+    """Connect to an executor.
+
+    Args:
+        executor: Its name: "local", or that of another installed executor plugin.
+        seed: What every `ctx.generator` is derived from.
+        strict: Check what is otherwise trusted: values go through the wire format even between threads, and residents
+            are checked for writes by their contents.
+        **options: The executor's own options.
+
+    Returns:
+        The runtime; a context manager that closes everything in it.
+
+    Raises:
+        PluginError: There is no such executor, or it can't be imported.
+        ConfigError: It has no such option.
+    """
+    cls = find_executor(executor)
+    if strict:
+        options["strict"] = True
+    return Runtime(executor, _connected(executor, cls, options), seed, strict)
+
+
+def _connected(name: str, cls: type[Executor], options: dict[str, Any]) -> Executor:
+    accepted = arguments_of(cls.connect, f"executor {name!r}")
+    if "strict" not in accepted.parameters:
+        options.pop("strict", None)  # its workers are processes, where everything goes through the wire format anyway
+    problems = list(accepted.problems(options))
+    if problems:
+        mistakes = tuple(Mistake(".".join(p.path), None, p.message, p.nearest) for p in problems)
+        raise ConfigError(f"connect({name!r}, ...): the options don't fit", mistakes=mistakes)
+    return cls.connect(**options)
+
+
+class Runtime(Owned):
+    """A connection to one executor. Made by `connect`; a context manager that closes everything in it."""
+
+    def __init__(self, name: str, executor: Executor, seed: int, strict: bool) -> None:
+        """Use `connect`."""
+        super().__init__("runtime", name, None)
+        self.executor = executor
+        self.seed = seed
+        self.strict = strict
+        self.id = f"{os.getpid()}-{next(_numbers)}"
+        self.secret = secrets.token_bytes(32)
+        self.path = tuple(entry or os.getcwd() for entry in sys.path)
+        self.dispatcher = Dispatcher(f"colocate-dispatcher-{self.id}")
+        self.observers = Observers()
+        self.groups: dict[str, ColocatedGroup] = {}
+        self._keys = itertools.count(1)
+        self._names = itertools.count(1)
+        self._finished = threading.Event()
+        self._slow = SlowCalls(self)
+        _live[id(self)] = self
+
+    @property
+    def graph(self) -> Graph:
+        """Everything that it owns: `runtime.graph.render("tree")`."""
+        return Graph(self)
+
+    def observe(self, plugin: Any) -> None:
+        """Tell an object what happens, by the hooks that it has.
+
+        Hooks are `colocate_group_spawned(group)`, `colocate_call_finished(record)`, `colocate_worker_died(error)` and
+        `colocate_group_closed(name)`; the record is a `CallRecord`.
+        """
+        self.observers.add(plugin)
+
+    def reserve(
+        self,
+        slots: int = 1,
+        gpus: int = 0,
+        cpus: float = 1,
+        host_memory: str | int | None = None,
+        strategy: str = "pack",
+        timeout: float = 60.0,
+        env: Mapping[str, str] | None = None,
+        detachable: bool = False,
+        name: str | None = None,
+    ) -> Pool:
+        """Reserve slots together, all or none.
+
+        Args:
+            slots: How many.
+            gpus: GPUs of each.
+            cpus: CPUs of each.
+            host_memory: Memory of each ("8GiB" or bytes), where the executor counts it.
+            strategy: "pack" on as few nodes as possible, or "spread" over as many.
+            timeout: Seconds to wait while they could fit but don't now.
+            env: Environment variables, set in the workers before torch or a role is imported.
+            detachable: Whether the pool may be given to the cluster later.
+            name: Name of the pool.
+
+        Raises:
+            PlacementError: It can never fit; has a table of the nodes.
+            PlacementTimeout: It doesn't fit now.
+            CapabilityError: The executor lacks what was asked.
+        """
+        self.check()
+        _check_request(slots, gpus, cpus, strategy)
+        if env:
+            self._require(OwnProcess, "set the environment of a worker (env=)")
+        if detachable:
+            raise CapabilityError(f"executor {self.name!r} can't detach pools", capability="Detachable", executors=())
+        memory = None if host_memory is None else parse_bytes(host_memory, "host_memory")
+        chosen = name or f"pool-{next(self._names)}"
+        request = Request(slots, gpus, cpus, memory, strategy, timeout, chosen)
+        pool = Pool(self, chosen, request, {key: str(value) for key, value in (env or {}).items()})
+        try:
+            pool.reservation = self.executor.reserve(request)
+        except BaseException:
+            pool.mark_closed("its failed reservation")
+            pool.disown()
+            raise
+        return pool
+
+    def _require(self, capability: type, what: str) -> None:
+        if not isinstance(self.executor, capability):
+            having = having_capability(capability)
+            raise CapabilityError(
+                f"executor {self.name!r} can't {what}: it lacks {capability.__name__}; "
+                f"these have it: {', '.join(having) or 'no installed one'}",
+                capability=capability.__name__,
+                executors=having,
+            )
+
+    def new_key(self) -> int:
+        """An id for a resident."""
+        return next(self._keys)
+
+    def group_name(self, wanted: str | None) -> str:
+        """A name for a group, unique among the living ones."""
+        if wanted is None:
+            return f"group-{next(self._names)}"
+        if wanted in self.groups:
+            raise ConfigError(
+                f"there is a group {wanted!r} already, made at {_at(self.groups[wanted])}; names are unique"
+            )
+        return wanted
+
+    def close(self, grace: float = 10.0, force: bool = False) -> None:
+        """Close its pools, the newest first, and disconnect.
+
+        Args:
+            grace: Seconds that running calls have to finish.
+            force: Close it although somebody else borrows from it.
+
+        Raises:
+            ExceptionGroup: What went wrong, after everything has been freed.
+        """
+        self.close_for(None, grace, force)
+
+    def close_for(self, by: str | None, grace: float, force: bool) -> None:
+        """Close it on behalf of `by` (None: of its caller)."""
+        if self.forked:
+            self.check()
+        if not self.mark_closed(by):
+            self._finished.wait()
+            return
+        self.state = "closing"
+        errors: list[BaseException] = []
+        try:
+            errors = close_children(self, grace)
+        finally:
+            self._slow.close()
+            self.executor.close()
+            self.dispatcher.close()
+            self.state = "closed"
+            _live.pop(id(self), None)
+            self._finished.set()
+        if errors:
+            raise BaseExceptionGroup(f"runtime {self.name!r} was closed, and this had gone wrong", errors)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self.forked:
+            self.close_for(
+                f"leaving its with block at {self.line[0]}:{self.line[1]}", 10.0 if error is None else 2.0, True
+            )
+
+
+def _at(node: Owned) -> str:
+    return f"{node.line[0]}:{node.line[1]}"
+
+
+def having_capability(capability: type) -> tuple[str, ...]:
+    """Names of the installed executors that have a capability."""
+    found = []
+    for info in plugins():
+        if info.kind != "executor":
+            continue
+        try:
+            cls = find_executor(info.name)
+        except ImportError:  # one that can't be imported here can't be recommended
+            continue
+        if issubclass(cls, capability) or capability.__name__ in getattr(cls, "variants", {}):
+            found.append(getattr(cls, "variants", {}).get(capability.__name__, info.name))
+    return tuple(found)
+
+
+def _check_request(slots: int, gpus: int, cpus: float, strategy: str) -> None:
+    mistakes = []
+    if slots < 1:
+        mistakes.append(Mistake("slots", None, f"is {slots}; at least 1"))
+    if gpus < 0:
+        mistakes.append(Mistake("gpus", None, f"is {gpus}; 0 or more"))
+    if cpus < 0:
+        mistakes.append(Mistake("cpus", None, f"is {cpus}; 0 or more"))
+    if strategy not in ("pack", "spread"):
+        mistakes.append(Mistake("strategy", None, f"is {strategy!r}; 'pack' or 'spread'"))
+    if mistakes:
+        raise ConfigError("reserve(...) was asked for what can't be", mistakes=tuple(mistakes))
+
+
+@atexit.register
+def _close_what_is_left() -> None:
+    """At interpreter exit: report what nobody has closed, and close it."""
+    for runtime in list(_live.values()):
+        if runtime.forked:
+            continue
+        for node in [runtime, *runtime.children.values()]:
+            warnings.warn(
+                f"{node.kind} {node.name!r} made at {_at(node)} was never closed", ResourceWarning, stacklevel=1
+            )
+            break
+        try:
+            runtime.close_for("interpreter exit", 2.0, True)
+        except BaseExceptionGroup as errors:
+            sys.excepthook(type(errors), errors, errors.__traceback__)

@@ -1,0 +1,147 @@
+"""From declared roles to constructed ones: what is checked before anything starts, and what each worker is told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from colocate._collect import check_meshes
+from colocate._mesh import parse_meshes
+from colocate._method import MethodSpec
+from colocate._plugins import find_role
+from colocate._role import RoleSpec, check_role
+from colocate._ship import ship
+from colocate._view import RoleInfo
+from colocate.errors import ColocateError, ConfigError, Mistake, RoleError, RoleStartError
+from colocate.worker.build import RoleBuild
+
+if TYPE_CHECKING:
+    from colocate._codec import Codec
+
+
+@attrs.frozen
+class Declared:
+    """The roles of a group before it starts."""
+
+    infos: Mapping[str, RoleInfo]
+    specs: Mapping[str, RoleSpec[Any]]
+    distributions: Mapping[str, tuple[str | None, str | None]]
+    default_role: str | None
+
+
+def declare(roles: Mapping[str, RoleSpec[Any]], slots: int, mesh: Mapping[str, Any] | None) -> Declared:
+    """Check the roles of a group against its slots.
+
+    Args:
+        roles: The roles by name.
+        slots: How many slots the group has.
+        mesh: The mesh of roles that name none of their own and live on all slots.
+
+    Raises:
+        ConfigError: All mistakes at once.
+        PluginError: A role's plugin is missing or broken.
+    """
+    if not roles:
+        raise ConfigError("a group needs at least one role: pool.spawn({'actor': colocate.role(Actor)})")
+    mistakes: list[Mistake] = []
+    infos: dict[str, RoleInfo] = {}
+    distributions: dict[str, tuple[str | None, str | None]] = {}
+    for name, spec in roles.items():
+        if not isinstance(spec, RoleSpec):
+            mistakes.append(Mistake(f"roles.{name}", None, f"is {spec!r}; wrap the class: colocate.role(...)"))
+            continue
+        try:
+            infos[name], distributions[name] = _declare_one(name, spec, slots, mesh)
+        except ConfigError as error:
+            mistakes.append(Mistake(f"roles.{name}", None, error.message))
+    defaults = [name for name, spec in roles.items() if isinstance(spec, RoleSpec) and spec.default_group]
+    if len(defaults) > 1:
+        mistakes.append(Mistake("roles", None, f"{' and '.join(defaults)} both want torch's default group; one can"))
+    if mistakes:
+        raise ConfigError("the group can't be spawned:", mistakes=tuple(mistakes))
+    return Declared(infos, dict(roles), distributions, defaults[0] if defaults else None)
+
+
+def _declare_one(
+    name: str, spec: RoleSpec[Any], slots: int, mesh: Mapping[str, Any] | None
+) -> tuple[RoleInfo, tuple[str | None, str | None]]:
+    if not name.isidentifier():
+        raise ConfigError(f"{name!r} can't be a role's name: use letters, digits and _")
+    cls: type
+    if isinstance(spec.target, str):
+        found = find_role(spec.target)
+        cls, origin = found.load(), found.origin
+        distribution = found.distribution, found.version
+    else:
+        cls, origin, distribution = spec.target, spec.target.__module__, (None, None)
+    methods = check_role(name, cls)
+    if spec.slots is not None and max(spec.slots) >= slots:
+        raise ConfigError(f"slot {max(spec.slots)} is named, but the group has {slots} (from 0)")
+    places: tuple[int, ...] | range = range(slots)
+    if spec.slots is not None and tuple(spec.slots) != tuple(range(slots)):
+        places = spec.slots
+    declared = spec.mesh if spec.mesh is not None else mesh if isinstance(places, range) else None
+    info = RoleInfo(name, cls, methods, places, parse_meshes(declared, len(places)), origin)
+    _check_methods(methods, info)
+    return info, distribution
+
+
+def _check_methods(methods: Mapping[str, MethodSpec], info: RoleInfo) -> None:
+    for method, spec in methods.items():
+        check_meshes(spec.dispatch, spec.collect, info.ranks, f"{info.name}.{method}")
+
+
+def builds(declared: Declared, codec: Codec, group: str, seed: int, generation: int, in_process: bool) -> Any:
+    """What the workers need to construct the roles, as one message body for all of them.
+
+    Raises:
+        SerializationError: A class or a constructor argument can't be sent.
+    """
+    made = []
+    for name, info in declared.infos.items():
+        spec = declared.specs[name]
+        arguments = None
+        if spec.args or spec.kwargs:
+            given = {**{f"argument {index}": value for index, value in enumerate(spec.args)}, **spec.kwargs}
+            what = f"the constructor of role {name!r}"
+            try:
+                arguments = codec.pack((spec.args, dict(spec.kwargs)))
+            except Exception:
+                codec.pack_arguments(given, what)  # names the argument
+                raise
+        distribution, version = declared.distributions[name]
+        shipped = ship(info.cls, in_process=in_process, distribution=distribution, version=version)
+        made.append(RoleBuild(name, shipped, arguments, info.slots, info.meshes, group, seed, generation))
+    return codec.pack(made)
+
+
+class BuildErrors:
+    """Collects what went wrong while the roles were constructed, from every rank."""
+
+    def __init__(self, group: str) -> None:
+        self._group = group
+        self.errors: dict[int, ColocateError] = {}
+
+    def add(self, slot: int, error: ColocateError) -> None:
+        """A rank has failed."""
+        self.errors.setdefault(slot, error)
+
+    def error(self) -> RoleStartError:
+        """All of them as one."""
+        first = self.errors[min(self.errors)]
+        lines = [f"  rank {rank}: {error.message}" for rank, error in sorted(self.errors.items())]
+        found = RoleStartError(
+            f"group {self._group!r} could not start: {len(self.errors)} rank(s) failed\n" + "\n".join(lines),
+            errors=dict(sorted(self.errors.items())),
+            group=self._group,
+            role=first.role,
+            method=first.method,
+            rank=min(self.errors),
+            node=first.node,
+            pid=first.pid,
+            remote_traceback=first.remote_traceback,
+        )
+        found.__cause__ = first.__cause__ if isinstance(first, RoleError) else first
+        return found

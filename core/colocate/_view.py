@@ -1,0 +1,198 @@
+"""Views: the driver's name for one role of one group. A view owns nothing and has no methods but the role's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import attrs
+
+from colocate import _context
+from colocate._call import Call
+from colocate._dispatch import Plan, plan
+from colocate._mesh import Mesh, Ranks
+from colocate._method import MethodSpec
+from colocate._order import PendingCall
+from colocate._resident import Consumer, KeptResident, Reference, Resident, check_same_runtime
+from colocate._role import no_such_method
+from colocate._tree import map_leaves
+from colocate.errors import ColocateError
+
+if TYPE_CHECKING:
+    from colocate._group import ColocatedGroup
+
+
+@attrs.frozen(eq=False)
+class RoleInfo:
+    """One role of a group, as the driver knows it.
+
+    Attributes:
+        name: Its name.
+        cls: Its class.
+        methods: Its methods by name.
+        slots: Its slots in order of rank.
+        meshes: Its meshes by name.
+        origin: Where its class comes from.
+    """
+
+    name: str
+    cls: type
+    methods: Mapping[str, MethodSpec]
+    slots: tuple[int, ...] | range
+    meshes: Mapping[str, Mesh]
+    origin: str
+    ranks: Ranks = attrs.field(init=False)
+
+    @ranks.default
+    def _ranks(self) -> Ranks:
+        return Ranks(len(self.slots), self.meshes)
+
+    @property
+    def slots_short(self) -> tuple[int, ...] | int:
+        """The slots; an int n for 0 .. n-1, whatever the number."""
+        return len(self.slots) if isinstance(self.slots, range) else self.slots
+
+
+class RoleView:
+    """The driver's name for one role of one group; `colocate.inspect(view)` tells more."""
+
+    __slots__ = ("__dict__", "__weakref__")
+
+    def __init__(self, group: ColocatedGroup, role: RoleInfo) -> None:
+        self.__dict__["_colocate_view"] = group, role
+
+    def __getattr__(self, name: str) -> ViewCall:
+        group, role = self.__dict__["_colocate_view"]
+        spec = role.methods.get(name)
+        if spec is None:
+            raise no_such_method(role.name, name, role.methods)
+        call = ViewCall(group, role, spec)
+        self.__dict__[name] = call  # found directly from now on
+        return call
+
+    def __setattr__(self, name: str, value: Any) -> NoReturn:
+        raise AttributeError(
+            f"a view can't be written to: role {self.__dict__['_colocate_view'][1].name!r} lives in workers"
+        )
+
+    def __dir__(self) -> list[str]:
+        return sorted(self.__dict__["_colocate_view"][1].methods)
+
+    def __repr__(self) -> str:
+        group, role = self.__dict__["_colocate_view"]
+        return f"<view of role {role.name!r} ({role.cls.__qualname__}) of group {group.name!r}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"{self!r} lives on the driver and can't be sent; in a worker use ctx.sibling(name, cls)")
+
+
+@attrs.frozen
+class Inspection:
+    """What `colocate.inspect(view)` tells."""
+
+    group: str
+    role: str
+    cls: type
+    ranks: int
+    slots: tuple[int, ...]
+    meshes: Mapping[str, Mapping[str, int]]
+    methods: Mapping[str, str]
+
+
+def inspect(view: Any) -> Inspection:
+    """Group, role, ranks, meshes and methods (with signatures) of a view."""
+    found = getattr(view, "__dict__", {}).get("_colocate_view")
+    if found is None:
+        raise ColocateError(f"{view!r} is no view; views come from group.role(name)")
+    group, role = found
+    return Inspection(
+        group=group.name,
+        role=role.name,
+        cls=role.cls,
+        ranks=len(role.slots),
+        slots=tuple(role.slots),
+        meshes={name: mesh.shape for name, mesh in role.meshes.items()},
+        methods={name: f"{name}{spec.signature}" for name, spec in sorted(role.methods.items())},
+    )
+
+
+class ViewCall:
+    """One method of a role, on its ranks."""
+
+    __slots__ = ("_consumer", "_group", "_label", "_ranks", "_role", "_spec", "_timeout")
+
+    def __init__(
+        self,
+        group: ColocatedGroup,
+        role: RoleInfo,
+        spec: MethodSpec,
+        timeout: float | None = None,
+        ranks: Sequence[int] | None = None,
+    ) -> None:
+        self._group = group
+        self._role = role
+        self._spec = spec
+        self._timeout = timeout
+        self._ranks = ranks
+        self._label = f"{role.name}.{spec.name}"
+        self._consumer = Consumer(group.name, role.slots_short, role.ranks.mesh)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run on the ranks, wait, and return the collected value."""
+        return self._submit(args, kwargs, keep=False).result()
+
+    def submit(self, *args: Any, **kwargs: Any) -> Call[Any]:
+        """Send it and return at once."""
+        return self._submit(args, kwargs, keep=False)
+
+    def keep(self, *args: Any, **kwargs: Any) -> Resident[Any]:
+        """Send it and return at once; the results stay in the workers."""
+        return KeptResident(self._group.kept(self._submit(args, kwargs, keep=True), self._role, self._spec))
+
+    def options(self, *, timeout: float | None = None, ranks: Sequence[int] | None = None) -> ViewCall:
+        """The same method with a deadline, or on some ranks only."""
+        return ViewCall(self._group, self._role, self._spec, timeout, ranks)
+
+    def __repr__(self) -> str:
+        return f"<{self._label}{self._spec.signature} of group {self._group.name!r}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"{self!r} lives on the driver and can't be sent; in a worker use ctx.sibling(name, cls)")
+
+    def _submit(self, args: tuple[Any, ...], kwargs: dict[str, Any], keep: bool) -> PendingCall:
+        group, spec = self._group, self._spec
+        group.check()
+        if (inside := _context.current()) is not None and inside.hosted:
+            raise ColocateError(
+                f"role {inside.role!r} called {self._label} of group {group.name!r} from inside a worker: it would wait "
+                "for a lane that waits for it. Call it from the driver, or use ctx.sibling(...) for a role of this slot"
+            )
+        arguments = spec.bind(args, kwargs)
+        uses: list[Reference] = []
+        if arguments:
+            arguments = self._with_references(arguments, uses)
+        planned = plan(spec.dispatch, arguments, self._role.ranks, self._ranks)
+        return group.submit(self._call(planned), self._role, spec, planned, uses, self._timeout, keep)
+
+    def _call(self, planned: Plan) -> PendingCall:
+        slots = self._role.slots
+        if len(planned.targets) == len(slots):
+            targets: Sequence[int] = slots
+        else:
+            targets = [slots[rank] for rank in planned.targets]
+        return PendingCall(self._label, self._role.name, self._spec.name, targets)
+
+    def _with_references(self, arguments: dict[str, Any], uses: list[Reference]) -> dict[str, Any]:
+        def leaf(item: Any) -> Any:
+            if isinstance(item, Resident):
+                item = item.ref
+            if isinstance(item, Reference):
+                item._kept.use()
+                check_same_runtime(item._kept, self._group.runtime)
+                item = item.bound(self._consumer)
+                uses.append(item)
+            elif isinstance(item, RoleView | Call):
+                raise TypeError(f"{self._label}: {item!r} lives on the driver and can't be an argument")
+            return item
+
+        return {name: map_leaves(value, leaf) for name, value in arguments.items()}

@@ -1,0 +1,229 @@
+"""The workers of one group: started together, and ended in a bounded time whatever they do."""
+
+from __future__ import annotations
+
+import platform
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import colocate
+from colocate._failures import death_error, failure_error
+from colocate._order import PendingCall
+from colocate._spawn import BuildErrors, builds
+from colocate._worker import Worker
+from colocate.errors import ColocateError, RoleError
+from colocate.executor import Boot, Place
+
+if TYPE_CHECKING:
+    from colocate._group import ColocatedGroup
+
+_AFTER_END_S = 5.0  # a worker whose lane has ended leaves by itself, unless a role's thread or exit handler keeps it
+_AFTER_KILL_S = 10.0
+
+
+class Workforce:
+    """Starts, watches and ends the workers of a group."""
+
+    def __init__(self, group: ColocatedGroup, places: Sequence[Place]) -> None:
+        self._group = group
+        self._news = threading.Condition()
+        self._built: dict[int, ColocateError | None] = {}
+        self.failure_seen = False
+        runtime, pool = group.runtime, group.pool
+        self.workers = [
+            Worker(
+                group,
+                slot,
+                Boot(
+                    worker=f"{runtime.id}/{group.name}/{slot}",
+                    group=group.name,
+                    slot=slot,
+                    node=place.node,
+                    device=place.device,
+                    cpus=pool.request.cpus,
+                    env=pool.env,
+                    secret=runtime.secret,
+                    path=runtime.path,
+                ),
+            )
+            for slot, place in enumerate(places)
+        ]
+        self._places = places
+
+    # -- start
+
+    def start(self, timeout: float | None) -> None:
+        """Start the workers and construct the roles.
+
+        Raises:
+            RoleStartError: A worker didn't start, or a role wasn't constructed; everything is ended.
+        """
+        group = self._group
+        deadline = None if timeout is None else time.monotonic() + timeout
+        executor = group.runtime.executor
+        body = builds(
+            group.declared,
+            executor.codec,
+            group.name,
+            group.runtime.seed,
+            group.generation,
+            executor.in_process,
+        )
+        for worker, place in zip(self.workers, self._places, strict=True):
+            worker.host = executor.launch(place, worker.boot, worker)
+        if self._wait(lambda: all(w.hello is not None or w.exit is not None for w in self.workers), deadline):
+            self._check_versions()
+        if not self._built:
+            live = group.live()
+            group.send(live, ("build", 0, group.generation, group.declared.default_role), body)
+            self._wait(lambda: len(self._built) == len(self.workers) or any(self._built.values()), deadline)
+            if any(self._built.values()):
+                # The others are told by a hold, and have as long as after any failed call.
+                self._wait(lambda: len(self._built) == len(self.workers), time.monotonic() + group.grace)
+        errors = BuildErrors(group.name)
+        for worker in self.workers:
+            error = self._built.get(worker.slot, self._late(worker))
+            if error is not None:
+                errors.add(worker.slot, error)
+        if errors.errors:
+            raise errors.error()
+
+    def built(self, slot: int, error: ColocateError | None) -> None:
+        """A worker has constructed its roles, or has failed to."""
+        with self._news:
+            self._built.setdefault(slot, error)
+            self._news.notify_all()
+
+    def build_failed(self, slot: int, told: tuple[Any, ...], body: Any) -> None:
+        """A constructor has raised."""
+        role = told[5]
+        call = PendingCall(f"the constructor of {role}", role, "__init__", [worker.slot for worker in self.workers])
+        self.built(slot, failure_error(self._group, call, slot, told, body))
+
+    def news(self) -> None:
+        """A worker has said hello, or its lane has ended."""
+        with self._news:
+            self._news.notify_all()
+
+    def _late(self, worker: Worker) -> ColocateError:
+        what = "did not start" if worker.hello is None else "did not construct its roles"
+        return RoleError(
+            f"worker {worker.slot} of group {self._group.name!r} (node {worker.boot.node}, pid {worker.pid}) {what} in time",
+            group=self._group.name,
+            rank=worker.slot,
+            node=worker.boot.node,
+            pid=worker.pid,
+        )
+
+    def _check_versions(self) -> None:
+        here = {"python": platform.python_version().rpartition(".")[0], "colocate": colocate.__version__}
+        for worker in self.workers:
+            for what, version in here.items():
+                there = (worker.hello or here)[what]
+                if there != version:
+                    self.built(
+                        worker.slot,
+                        RoleError(
+                            f"worker {worker.slot} of group {self._group.name!r} on node {worker.boot.node} has {what} "
+                            f"{there}, the driver {version}: install the same in both",
+                            group=self._group.name,
+                            rank=worker.slot,
+                            node=worker.boot.node,
+                        ),
+                    )
+
+    def _wait(self, ready: Callable[[], bool], deadline: float | None) -> bool:
+        with self._news:
+            return self._news.wait_for(ready, None if deadline is None else max(0.0, deadline - time.monotonic()))
+
+    # -- while it runs
+
+    def tell(self, slot: int, head: tuple[Any, ...]) -> None:
+        """Send a message to one worker."""
+        self.workers[slot].send(head)
+
+    def exited(self, worker: Worker) -> None:
+        """A worker is gone."""
+        assert worker.exit is not None
+        group = self._group
+        group.order.gone(worker.slot)
+        if group.state in ("ready", "failed"):
+            with group.order.lock:
+                running = next(
+                    (call.label for call in list(group.order.pending.values()) if worker.slot in call.missing()), None
+                )
+            error = death_error(group, worker.slot, worker.pid, worker.exit, running)
+            if group.failure is None and group.closed_by is None:
+                group.fail(error)
+                if group.runtime.observers:
+                    group.runtime.dispatcher.soon(lambda: group.runtime.observers.tell("colocate_worker_died", error))
+        elif group.state == "starting":
+            running = "the constructors of its roles" if worker.hello is not None else None
+            self.built(worker.slot, death_error(group, worker.slot, worker.pid, worker.exit, running))
+        self.news()
+
+    def kill(self) -> None:
+        """End all of them now."""
+        for worker in self.workers:
+            if worker.host is not None and worker.exit is None:
+                worker.host.kill()
+
+    # -- the end
+
+    def end(self, grace: float) -> list[BaseException]:
+        """End all of them: the lanes after what they run, at most `grace` seconds; then whatever is left.
+
+        Returns:
+            What went wrong.
+        """
+        group = self._group
+        errors: list[BaseException] = []
+        if group.failure is not None and not self.failure_seen:
+            errors.append(group.failure)
+        launched = [worker for worker in self.workers if worker.host is not None]
+        try:
+            for worker in launched:
+                worker.send(("close", f"group {group.name!r} is closing"))
+            if not self._wait(
+                lambda: all(w.lane_ended or w.exit is not None for w in launched), time.monotonic() + grace
+            ):
+                errors += self._hung([w for w in launched if not w.lane_ended and w.exit is None], grace)
+            self._wait(
+                lambda: all(w.exit is not None for w in launched if w.lane_ended), time.monotonic() + _AFTER_END_S
+            )
+        finally:
+            self.kill()
+            gone = self._wait(lambda: all(w.exit is not None for w in launched), time.monotonic() + _AFTER_KILL_S)
+        if not gone:
+            left = [w for w in launched if w.exit is None]
+            errors += [
+                ColocateError(f"worker {w.slot} of group {group.name!r} (pid {w.pid}) did not go when killed")
+                for w in left
+            ]
+        return errors
+
+    def _hung(self, workers: list[Worker], grace: float) -> list[BaseException]:
+        if self._group.state == "starting" or self._group.failure is not None:
+            return []  # what went wrong has been said
+        told: dict[int, str] = {}
+        answered = threading.Event()
+
+        def note(found: dict[int, str]) -> None:
+            told.update(found)
+            answered.set()
+
+        self._group.order.ask_stacks([worker.slot for worker in workers], note)
+        answered.wait()
+        return [
+            RoleError(
+                f"worker {w.slot} of group {self._group.name!r} (pid {w.pid}) did not end within {grace:g} s and was ended; "
+                f"it was here:\n{told.get(w.slot, 'no answer (the GIL may be held)')}",
+                group=self._group.name,
+                rank=w.slot,
+                node=w.boot.node,
+                pid=w.pid,
+            )
+            for w in workers
+        ]

@@ -1,0 +1,219 @@
+"""The seam to an engine: transport and placement, nothing else. Read this page to write an executor.
+
+Core decides what a call means, who owns what and what an error is. An executor says what its nodes offer, reserves
+slots, starts a *host* (the worker side, `colocate.worker`) in each, carries ordered messages to and from it, and
+reports when it is gone. `colocate.testing.executors` is the suite that an executor passes.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Protocol
+
+import attrs
+
+from colocate import wire
+from colocate._codec import BY_VALUE, Codec
+from colocate.errors import CapabilityError
+
+
+@attrs.frozen
+class Node:
+    """A machine that an executor can place workers on. `cpus` None: not counted."""
+
+    name: str
+    cpus: float | None = None
+    gpus: int = 0
+    host_memory_bytes: int | None = None
+
+
+@attrs.frozen
+class Request:
+    """Slots wanted together, all or none.
+
+    Attributes:
+        slots: How many.
+        gpus: Whole GPUs of each.
+        cpus: CPUs of each.
+        host_memory_bytes: Memory of each, where the executor counts it; None for any.
+        strategy: "pack" (as few nodes as possible) or "spread" (as many).
+        timeout: Seconds to wait while they could fit but don't now.
+        owner: Name of the pool, for the engine's own listings.
+    """
+
+    slots: int
+    gpus: int = 0
+    cpus: float = 1
+    host_memory_bytes: int | None = None
+    strategy: str = "pack"
+    timeout: float = 60.0
+    owner: str = ""
+
+
+@attrs.frozen
+class Place:
+    """Where one slot lies.
+
+    Attributes:
+        node: Name of the machine.
+        devices: Indices of its GPUs there.
+        device: What torch calls the slot's device inside the worker.
+        handle: Whatever the executor needs to find it again.
+    """
+
+    node: str
+    devices: tuple[int, ...] = ()
+    device: str = "cpu"
+    handle: Any = None
+
+
+@attrs.frozen(eq=False)
+class Reservation:
+    """Slots that are held, sorted by node and device. `handle` is the executor's own."""
+
+    places: tuple[Place, ...]
+    handle: Any = None
+
+
+@attrs.frozen
+class Boot:
+    """What a host must know before any role is imported; plain data that pickles without colocate's help.
+
+    Attributes:
+        worker: Id of the worker, unique in its runtime.
+        group: Name of the group.
+        slot: Index of the slot in its group.
+        node: Name of the machine.
+        device: What torch calls the slot's device in the worker.
+        cpus: CPUs of the slot, from which torch's thread count is set; None leaves torch alone.
+        env: Environment variables, set before torch or a role is imported.
+        secret: The runtime's key, which authenticates worker-to-worker channels.
+        path: Entries of the driver's `sys.path` that the worker lacks are appended.
+    """
+
+    worker: str
+    group: str
+    slot: int
+    node: str
+    device: str = "cpu"
+    cpus: float | None = None
+    env: Mapping[str, str] = attrs.field(factory=dict)
+    secret: bytes = attrs.field(default=b"", repr=False)
+    path: tuple[str, ...] = ()
+
+
+@attrs.frozen
+class Exit:
+    """How a worker ended, as far as the engine tells; None where it doesn't (never a guess)."""
+
+    exitcode: int | None = None
+    signal: str | None = None
+    detail: str | None = None
+    log_tail: str | None = None
+
+
+class HostEvents(Protocol):
+    """What core wants to hear of one host. Any thread may call; calls for one host come in order."""
+
+    def received(self, head: tuple[Any, ...], body: Any) -> None:
+        """A message from the worker, in the order in which it was sent."""
+
+    def exited(self, exit: Exit) -> None:
+        """It is gone. Said exactly once, also after `kill`; nothing is received afterwards."""
+
+
+class Host(abc.ABC):
+    """The driver's end of one worker."""
+
+    pid: int | None = None
+
+    @abc.abstractmethod
+    def send(self, frame: Any) -> None:
+        """Send what `Executor.frame` made: ordered, from any thread, never blocking. A dead host swallows it."""
+
+    @abc.abstractmethod
+    def kill(self) -> None:
+        """End it now, whatever it does; `exited` follows. Returns at once; harmless when it is gone."""
+
+
+class Executor(abc.ABC):
+    """An engine that runs workers. Core makes one per runtime, with the options given to `connect`.
+
+    The constructor connects and raises what a user can act on; after a failure nothing is left behind. The keyword
+    parameters of `connect` are the options that a config may give.
+    """
+
+    name: ClassVar[str]
+
+    @classmethod
+    def connect(cls, **options: Any) -> Executor:
+        """Make one with the user's options. An executor with several variants picks one here."""
+        return cls(**options)
+
+    @abc.abstractmethod
+    def nodes(self) -> Sequence[Node]:
+        """What there is, whether free or not."""
+
+    @abc.abstractmethod
+    def reserve(self, request: Request) -> Reservation:
+        """Hold all slots, or none.
+
+        Raises:
+            PlacementError: It can never fit (at once).
+            PlacementTimeout: It doesn't fit now; nothing stays pending.
+        """
+
+    @abc.abstractmethod
+    def launch(self, place: Place, boot: Boot, events: HostEvents) -> Host:
+        """Start `colocate.worker` in a slot and return at once; its first message is `hello`.
+
+        What goes wrong later is said by `events.exited`.
+        """
+
+    @abc.abstractmethod
+    def release(self, reservation: Reservation) -> None:
+        """Give slots back; when it returns they can be reserved again. All their hosts have exited or been killed."""
+
+    @abc.abstractmethod
+    def running(self) -> Sequence[str]:
+        """The ids of the workers that the engine runs for this runtime (for the audit)."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Disconnect. Ends what this executor started itself, and nothing else."""
+
+    codec: Codec = BY_VALUE  # how values travel: an executor in the driver's own process may hand them over as they are
+
+    in_process: ClassVar[bool] = False  # whether workers are threads of the driver, which share its classes
+
+    def frame(self, head: tuple[Any, ...], body: Any = None) -> Any:
+        """A message for `Host.send`, encoded once for any number of hosts. Later changes to the value don't show."""
+        return wire.encode(head, body)
+
+    def discard(self, frame: Any) -> None:
+        """The frame has been given to all its hosts: what it holds may go once they have it."""
+        frame.close()
+
+
+class OwnProcess:
+    """Capability: each worker is a process of its own, which can be killed and has an environment."""
+
+
+class MultiNode:
+    """Capability: slots may lie on several machines."""
+
+
+class Detachable:
+    """Capability: a pool can outlive its driver."""
+
+
+def require(executor: Executor, capability: type, what: str, having: Sequence[str]) -> None:
+    """Raise `CapabilityError` unless the executor has a capability."""
+    if not isinstance(executor, capability):
+        raise CapabilityError(
+            f"executor {executor.name!r} can't do {what}: it lacks {capability.__name__}; "
+            f"executors that have it: {', '.join(having)}",
+            capability=capability.__name__,
+            executors=tuple(having),
+        )

@@ -1,0 +1,139 @@
+"""A ledger of nodes, for executors whose engine keeps none: all or nothing, at once or within a time, never half."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import attrs
+
+from colocate.errors import PlacementError, PlacementTimeout
+from colocate.executor import Node, Place, Request, Reservation
+
+
+@attrs.define(eq=False)
+class _Account:
+    node: Node
+    cpus: float
+    devices: list[int]
+    memory: float
+
+    @classmethod
+    def of(cls, node: Node) -> _Account:
+        infinite = float("inf")
+        cpus = infinite if node.cpus is None else node.cpus
+        memory = infinite if node.host_memory_bytes is None else node.host_memory_bytes
+        return cls(node, cpus, list(range(node.gpus)), memory)
+
+    def fits(self, request: Request) -> int:
+        """How many slots of a request fit here now."""
+        counts = [
+            self.cpus / request.cpus if request.cpus else float("inf"),
+            len(self.devices) // request.gpus if request.gpus else float("inf"),
+            self.memory / request.host_memory_bytes if request.host_memory_bytes else float("inf"),
+        ]
+        return int(min(min(counts), request.slots))
+
+    def take(self, request: Request, device: Callable[[tuple[int, ...]], str]) -> Place:
+        self.cpus -= request.cpus
+        self.memory -= request.host_memory_bytes or 0
+        devices = tuple(self.devices[: request.gpus])
+        del self.devices[: request.gpus]
+        return Place(self.node.name, devices, device(devices))
+
+    def give(self, place: Place, request: Request) -> None:
+        self.cpus += request.cpus
+        self.memory += request.host_memory_bytes or 0
+        self.devices = sorted([*self.devices, *place.devices])
+
+
+class Ledger:
+    """What some nodes offer and who holds it. Thread-safe."""
+
+    def __init__(self, nodes: Sequence[Node], device: Callable[[tuple[int, ...]], str]) -> None:
+        """Make a ledger.
+
+        Args:
+            nodes: The nodes.
+            device: What torch calls the device of a slot with these device indices, in the worker.
+        """
+        self._accounts = [_Account.of(node) for node in nodes]
+        self._nodes = list(nodes)
+        self._device = device
+        self._news = threading.Condition()
+
+    def reserve(self, request: Request) -> Reservation:
+        """Take all slots of a request, waiting up to its timeout.
+
+        Raises:
+            PlacementError: It could never fit.
+            PlacementTimeout: It didn't fit in time.
+        """
+        if self._assign([_Account.of(node) for node in self._nodes], request) is None:
+            raise PlacementError(self._words(request, "can never fit"), nodes=self._table(request))
+        deadline = time.monotonic() + request.timeout
+        with self._news:
+            while True:
+                chosen = self._assign(self._accounts, request)
+                if chosen is not None:
+                    places = [account.take(request, self._device) for account in chosen]
+                    order = {node.name: index for index, node in enumerate(self._nodes)}
+                    return Reservation(tuple(sorted(places, key=lambda p: (order[p.node], p.devices))), request)
+                left = deadline - time.monotonic()
+                if left <= 0 or not self._news.wait(left):
+                    raise PlacementTimeout(
+                        self._words(request, f"did not become free within {request.timeout:g} s"),
+                        nodes=self._table(request),
+                    )
+
+    def release(self, reservation: Reservation) -> None:
+        """Give slots back."""
+        request: Request = reservation.handle
+        by_name = {account.node.name: account for account in self._accounts}
+        with self._news:
+            for place in reservation.places:
+                by_name[place.node].give(place, request)
+            self._news.notify_all()
+
+    def _assign(self, accounts: Sequence[_Account], request: Request) -> list[_Account] | None:
+        """An account for each slot, or None."""
+        room = {id(account): account.fits(request) for account in accounts}
+        if sum(room.values()) < request.slots:
+            return None
+        chosen: list[_Account] = []
+        if request.strategy == "pack":
+            # As few nodes as possible: those with most room first.
+            for account in sorted(accounts, key=lambda account: -room[id(account)]):
+                chosen += [account] * min(room[id(account)], request.slots - len(chosen))
+            return chosen
+        while len(chosen) < request.slots:
+            for account in accounts:
+                if room[id(account)] and len(chosen) < request.slots:
+                    room[id(account)] -= 1
+                    chosen.append(account)
+        return chosen
+
+    def _words(self, request: Request, how: str) -> str:
+        each = [f"{request.cpus:g} CPU"] + ([f"{request.gpus} GPU"] if request.gpus else [])
+        if request.host_memory_bytes:
+            each.append(f"{request.host_memory_bytes / 2**30:.1f} GiB")
+        return f"{request.owner or 'a pool'} of {request.slots} slots with {' and '.join(each)} each {how}:"
+
+    def _table(self, request: Request) -> tuple[dict[str, str], ...]:
+        rows = []
+        for account in self._accounts:
+            node = account.node
+            rows.append(
+                {
+                    "node": node.name,
+                    "wanted": _amounts(request.cpus * request.slots, request.gpus * request.slots),
+                    "total": _amounts(node.cpus, node.gpus),
+                    "free": _amounts(None if node.cpus is None else account.cpus, len(account.devices)),
+                }
+            )
+        return tuple(rows)
+
+
+def _amounts(cpus: float | None, gpus: int) -> str:
+    return f"{'any' if cpus is None else f'{cpus:g}'} CPU, {gpus} GPU"

@@ -1,0 +1,1 @@
+"""What runs inside a slot; the same for every executor."""

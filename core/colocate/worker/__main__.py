@@ -1,0 +1,5 @@
+"""Entry point of worker processes."""
+
+from colocate.worker.main import main
+
+main()

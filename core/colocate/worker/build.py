@@ -1,0 +1,137 @@
+"""Roles on their way into a worker: described by the driver, constructed on the lane."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import pickle
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from colocate._codec import Codec
+from colocate._context import Context, MeshPlace, derive_seed, reset_current, set_current
+from colocate._mesh import Mesh
+from colocate._role import check_role
+from colocate.errors import PluginError
+
+if TYPE_CHECKING:
+    from colocate.worker.host import HostedRole, WorkerHost
+
+
+@attrs.frozen
+class Shipped:
+    """A class on its way: by name from an installed distribution, by value, or as it is within one process.
+
+    Attributes:
+        name: "module:qualified.name".
+        data: The class by value; None when it goes by name.
+        cls: The class itself, within one process.
+        distribution: Where the driver has it from.
+        version: The version there.
+    """
+
+    name: str
+    data: bytes | None = None
+    cls: type | None = None
+    distribution: str | None = None
+    version: str | None = None
+
+    def load(self) -> type:
+        """The class in this process.
+
+        Raises:
+            PluginError: Another version of its distribution is installed here.
+        """
+        if self.cls is not None:
+            return self.cls
+        if self.data is not None:
+            found: type = pickle.loads(self.data)
+            return found
+        self._compare_versions()
+        module, _, path = self.name.partition(":")
+        value: Any = importlib.import_module(module)
+        for part in path.split("."):
+            value = getattr(value, part)
+        cls: type = value
+        return cls
+
+    def _compare_versions(self) -> None:
+        if self.distribution is None:
+            return
+        try:
+            here = importlib.metadata.version(self.distribution)
+        except importlib.metadata.PackageNotFoundError:
+            here = None
+        if here != self.version:
+            has = "doesn't have it" if here is None else f"has {here}"
+            raise PluginError(
+                f"{self.name} comes from {self.distribution} {self.version} on the driver, but the worker "
+                f"({sys.executable}) {has}: install the same version in both",
+                name=self.name,
+                distribution=self.distribution,
+                hint=f"pip install '{self.distribution}=={self.version}'",
+            )
+
+
+@attrs.frozen
+class RoleBuild:
+    """One role to construct. `args` is a packed (args, kwargs)."""
+
+    name: str
+    shipped: Shipped
+    arguments: Any
+    slots: tuple[int, ...] | range
+    meshes: Mapping[str, Mesh]
+    group: str
+    seed: int
+    generation: int
+
+
+def construct(build: RoleBuild, host: WorkerHost) -> HostedRole:
+    """Make the role's instance in this worker. What its constructor raises comes through."""
+    from colocate.worker.host import HostedRole
+
+    rank = build.slots.index(host.boot.slot)
+    ctx = Context(
+        rank=rank,
+        world_size=len(build.slots),
+        slot=host.boot.slot,
+        node=host.boot.node,
+        role=build.name,
+        group=build.group,
+        generation=build.generation,
+        seed=derive_seed(build.seed, build.group, build.name, rank),
+        meshes={name: MeshPlace(mesh, rank) for name, mesh in build.meshes.items()},
+        device=host.boot.device,
+        siblings=host.instances,
+        process_group=host.groups.get,
+        report=host.report,
+    )
+    token = set_current(ctx)
+    try:
+        cls = build.shipped.load()
+        methods = check_role(build.name, cls)
+        args, kwargs = _unpack(host.codec, build.arguments, host.boot.device)
+        instance = cls(*args, **kwargs)
+        _attach(instance, ctx)
+    finally:
+        reset_current(token)
+    return HostedRole(build.name, instance, methods, ctx)
+
+
+def _unpack(codec: Codec, body: Any, device: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if body is None:
+        return (), {}
+    args, kwargs = codec.unpack(body, device)
+    return args, kwargs
+
+
+def _attach(instance: Any, ctx: Context) -> None:
+    # So that threads which the role starts itself find it too.
+    try:
+        instance._colocate_ctx = ctx
+    except AttributeError:  # a plain class with __slots__: it has colocate.context() on the lane
+        return

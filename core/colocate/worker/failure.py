@@ -1,0 +1,87 @@
+"""An exception in role code as data: what can be sent is sent, what can't becomes text."""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import attrs
+
+from colocate._codec import Codec
+
+_OWN = str(Path(__file__).parent)
+
+
+@attrs.frozen
+class Failure:
+    """One failed call on one rank.
+
+    Attributes:
+        type: Qualified name of the exception's type.
+        text: Its message.
+        traceback: The traceback in the worker, from the role's own code on.
+        host: Whether colocate raised it (arguments that don't fit, a result that can't be sent), not the role.
+        secondary: Whether a peer's connection had been lost before: then another rank's failure is the cause.
+        role: Name of the role.
+    """
+
+    type: str
+    text: str
+    traceback: str
+    host: bool
+    secondary: bool
+    role: str | None
+
+    def head(self) -> tuple[Any, ...]:
+        """As plain data."""
+        return attrs.astuple(self)
+
+
+def describe(error: BaseException, *, role: str | None, host: bool, secondary: bool) -> Failure:
+    """The exception as data."""
+    kind = type(error)
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    try:
+        text = str(error)
+    except Exception as fault:
+        text = f"<its __str__ raised {type(fault).__name__}>"
+    lines = traceback.format_exception(kind, error, _from_role_code(error.__traceback__))
+    return Failure(name, text, "".join(lines), host, secondary, role)
+
+
+def sendable(error: BaseException, codec: Codec) -> Any:
+    """A message body with the exception, or None when it doesn't survive pickling (then its text has to do)."""
+    bare = error.with_traceback(None)
+    bare.__context__ = None  # frames that it refers to hold tensors, files and process groups
+    bare.__cause__ = None
+    if codec.name == "reference":
+        return bare
+    try:
+        again = pickle.loads(pickle.dumps(bare))
+    except Exception:
+        return _by_cloudpickle(bare, codec)
+    return codec.pack(bare) if type(again) is type(bare) else None
+
+
+def _by_cloudpickle(error: BaseException, codec: Codec) -> Any:
+    """Exceptions of classes that go by value with their role; anything a constructor refuses stays text."""
+    try:
+        body = codec.pack(error)
+        again = codec.unpack(body, None)
+    except Exception:
+        return None
+    return body if type(again).__qualname__ == type(error).__qualname__ else None
+
+
+def _from_role_code(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback without the frames of the worker itself, unless there are no others."""
+    found = trace
+    while found is not None and found.tb_frame.f_code.co_filename.startswith(_OWN):
+        found = found.tb_next
+    # MethodSpec.call lies between the worker and the role.
+    while found is not None and found.tb_frame.f_code.co_filename.endswith("colocate/_method.py"):
+        found = found.tb_next
+    return found or trace

@@ -1,0 +1,385 @@
+"""The worker: receives messages, constructs roles, runs their methods on the lane, and answers. The same on every executor.
+
+Messages are `(head, body)`; a head's first item says what it is. To the worker: build, call, free, hold, resume, cancel,
+stack, fetch, listen, answer, close. From it: hello, done, failed, held, alive, stacks, fetched, address, ask, progress,
+closed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+import attrs
+
+from colocate import _batch
+from colocate._codec import Codec
+from colocate._collect import Concat
+from colocate._context import Context, reset_current, running_call, set_current
+from colocate._dispatch import Scatter
+from colocate._method import MethodSpec
+from colocate._values import describe, ordinary, tensor_bytes
+from colocate.errors import ColocateError, DispatchError, RoleError, SerializationError
+from colocate.executor import Boot
+from colocate.worker import failure
+from colocate.worker.build import RoleBuild, construct
+from colocate.worker.lane import Lane, Work
+from colocate.worker.process_groups import ProcessGroups
+from colocate.worker.store import Store
+from colocate.worker.transfer import Transfer
+from colocate.worker.uses import Peers, Resolver
+
+Send = Callable[[tuple[Any, ...], Any], None]
+_HOST_ERRORS = (DispatchError, SerializationError)
+
+
+@attrs.define(eq=False)
+class HostedRole:
+    """A role instance and what is needed to run its methods."""
+
+    name: str
+    instance: Any
+    methods: Mapping[str, MethodSpec]
+    ctx: Context
+
+
+class WorkerHost:
+    """One worker: its lane, its residents, its roles.
+
+    Args:
+        boot: Who it is.
+        codec: How values travel.
+        send: Sends a message to the driver; ordered, callable from any thread.
+        peers: Makes the access to other workers' residents, given this host.
+        strict: Whether contents of residents are checked for writes.
+        on_end: Called once its lane has ended after `close`.
+    """
+
+    def __init__(
+        self,
+        boot: Boot,
+        codec: Codec,
+        send: Send,
+        peers: Callable[[WorkerHost], Peers],
+        *,
+        strict: bool = False,
+        on_end: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.boot = boot
+        self.codec = codec
+        self.store = Store(strict)
+        self.roles: dict[str, HostedRole] = {}
+        self.instances: dict[str, object] = {}
+        self.ended = False
+        self._send = send
+        self._strict = strict
+        self._on_end = on_end
+        self._asks: dict[int, Future[Any]] = {}
+        self._tokens = itertools.count(1)
+        self.groups = ProcessGroups(self.ask)
+        self.peers = peers(self)
+        self._transfer = Transfer(f"colocate-transfer-{boot.worker}")
+        self.lane = Lane(f"colocate-lane-{boot.worker}", self._held)
+        self._handlers: dict[str, Callable[..., None]] = {
+            "build": self._on_build,
+            "call": self._on_call,
+            "free": self._on_free,
+            "hold": self._on_hold,
+            "resume": self._on_resume,
+            "cancel": self._on_cancel,
+            "stack": self._on_stack,
+            "fetch": self._on_fetch,
+            "listen": self._on_listen,
+            "answer": self._on_answer,
+            "close": self._on_close,
+        }
+
+    # -- messages, on the receiving thread: nothing here blocks or runs role code
+
+    def receive(self, head: tuple[Any, ...], body: Any) -> None:
+        """Take a message."""
+        self._handlers[head[0]](head, body)
+
+    def _on_build(self, head: tuple[Any, ...], body: Any) -> None:
+        self.lane.put(Work(0, partial(self._build, head, body), "build"))
+
+    def _on_call(self, head: tuple[Any, ...], body: Any) -> None:
+        _, seq, role, method, keep, _valid, _uses, frees = head
+        if frees:
+            self.store.free(frees)
+        spec = self.roles[role].methods[method]
+        concurrency = spec.concurrency if spec.is_async else 0
+        work = Work(seq, partial(self._call, head, body), f"{role}.{method}", concurrency)
+        if keep is not None:
+            self.store.expect(keep)
+            work.on_drop = partial(self.store.fail, keep, f"{work.label} was withdrawn after a failure")
+        self.lane.put(work)
+
+    def _on_free(self, head: tuple[Any, ...], body: Any) -> None:
+        self.store.free(head[1])
+
+    def _on_hold(self, head: tuple[Any, ...], body: Any) -> None:
+        _, number, failed, cut = head
+        self._send(("alive", number), None)
+        self.lane.hold(number, failed)
+        if cut:
+            self.groups.cut()
+        self._break_waits(f"a call of group {self.boot.group!r} failed on another rank")
+
+    def _on_resume(self, head: tuple[Any, ...], body: Any) -> None:
+        _, number, withdrawn = head
+        self.lane.resume(number, frozenset(withdrawn))
+
+    def _on_cancel(self, head: tuple[Any, ...], body: Any) -> None:
+        self.lane.cancel(head[1])
+
+    def _on_stack(self, head: tuple[Any, ...], body: Any) -> None:
+        self._send(("stacks", head[1], self.stack()), None)
+
+    def _on_fetch(self, head: tuple[Any, ...], body: Any) -> None:
+        _, token, key, contents = head
+        self._transfer.put(partial(self._fetch, token, key, contents))
+
+    def _on_listen(self, head: tuple[Any, ...], body: Any) -> None:
+        self._send(("address", self.peers.address), None)
+
+    def _on_answer(self, head: tuple[Any, ...], body: Any) -> None:
+        _, token, answer, error = head
+        waiting = self._asks.pop(token, None)
+        if waiting is not None and not waiting.done():
+            if error is None:
+                waiting.set_result(answer)
+            else:
+                waiting.set_exception(ColocateError(error))
+
+    def _on_close(self, head: tuple[Any, ...], body: Any) -> None:
+        self.close(head[1] if len(head) > 1 else "the group is closing")
+
+    def close(self, reason: str) -> None:
+        """End the lane after what runs now; `on_end` follows. What waits for other workers is told the reason."""
+        self.store.close(reason)
+        self._break_waits(reason)
+        self.groups.cut()
+        self.lane.close()
+        self._transfer.put(self._end)
+
+    def _end(self) -> None:
+        self.lane.thread.join()
+        self._transfer.close()
+        self.peers.close()
+        self.ended = True
+        self._send(("closed",), None)
+        self._on_end()
+
+    def _break_waits(self, reason: str) -> None:
+        self.peers.abort(reason)
+        for token in list(self._asks):
+            waiting = self._asks.pop(token, None)
+            if waiting is not None and not waiting.done():
+                waiting.set_exception(ColocateError(reason))
+
+    # -- what the lane and roles ask the driver
+
+    def ask(self, *question: Any) -> Any:
+        """Ask the driver something and wait. Raises ColocateError with its words, or when a hold or the end breaks it."""
+        token = next(self._tokens)
+        waiting: Future[Any] = Future()
+        self._asks[token] = waiting
+        self._send(("ask", token, *question), None)
+        return waiting.result()
+
+    def stack(self) -> str:
+        """What the lane is doing, as a Python stack."""
+        frame = sys._current_frames().get(self.lane.thread.ident or 0)
+        running = ", ".join(work.label for work in list(self.lane.running.values())) or "nothing"
+        if frame is None:
+            return f"running {running}; its lane has ended"
+        return f"running {running}\n" + "".join(traceback.format_stack(frame))
+
+    # -- on the lane
+
+    def _held(self, number: int, begun: int) -> None:
+        self._send(("held", number, begun, self.groups.renew(number)), None)
+
+    def _build(self, head: tuple[Any, ...], body: Any, work: Work) -> bool:
+        _, seq, self.groups.generation, self.groups.default_role = head
+        start = time.time()
+        builds: list[RoleBuild] = self.codec.unpack(body, None)
+        for build in builds:
+            if self.boot.slot not in build.slots:
+                continue
+            try:
+                self.roles[build.name] = construct(build, self)
+            except BaseException as error:
+                self._failed(seq, None, build.name, error)
+                return False
+            self.instances[build.name] = self.roles[build.name].instance
+        self._send(("done", seq, None, start, time.time(), None), None)
+        return True
+
+    def _call(self, head: tuple[Any, ...], body: Any, work: Work) -> Any:
+        _, seq, role_name, method, keep, valid, uses, _ = head
+        role = self.roles[role_name]
+        spec = role.methods[method]
+        start = time.time()
+        tokens = set_current(role.ctx), running_call.set(work.state)
+        role.ctx.last_call = work.state
+        try:
+            resolver = Resolver(self.peers, self.boot.group, self.boot.slot)
+            arguments = self._arguments(body, uses, resolver, role, spec)
+            work.state.valid_rows = valid if valid is not None else resolver.valid
+            work.rows = _padded_rows(spec, arguments)
+            result = spec.call(role.instance, arguments)
+            if spec.is_async:
+                return self._finish_async(result, head, work, role, resolver, start)
+            self._finish(result, head, work, role, resolver, start)
+        except BaseException as error:  # whatever role code raises is the caller's to see, SystemExit included
+            self._failed(seq, keep, role_name, error)
+            return False
+        finally:
+            running_call.reset(tokens[1])
+            reset_current(tokens[0])
+        return True
+
+    async def _finish_async(
+        self, coroutine: Any, head: tuple[Any, ...], work: Work, role: HostedRole, resolver: Resolver, start: float
+    ) -> bool:
+        # A task has a context of its own, in which nothing has to be reset.
+        set_current(role.ctx)
+        running_call.set(work.state)
+        try:
+            self._finish(await coroutine, head, work, role, resolver, start)
+        except BaseException as error:
+            self._failed(head[1], head[4], role.name, error)
+            return False
+        return True
+
+    def _arguments(
+        self, body: Any, uses: bool, resolver: Resolver, role: HostedRole, spec: MethodSpec
+    ) -> dict[str, Any]:
+        if body is None:
+            return {}
+        arguments: dict[str, Any] = self.codec.unpack(body, self.boot.device)
+        if not uses:
+            return arguments
+        arguments = resolver.resolve(arguments)
+        for key, maker in self.store.written(resolver.keys):
+            raise RoleError(f"resident {key}, returned by {maker}, was changed in place after that; it can't be used")
+        dispatch = spec.dispatch
+        if resolver.valid == 0 and isinstance(dispatch, Scatter) and dispatch.empty == "error" and not dispatch.pad:
+            raise DispatchError(
+                f"{role.name}.{spec.name}: rank {role.ctx.rank} has no rows of {dispatch.parameters[0]!r} (a resident "
+                'keeps its producer\'s partition); declare Scatter(..., empty="run") or pass the fetched value',
+                parameter=dispatch.parameters[0],
+            )
+        return arguments
+
+    def _finish(
+        self, result: Any, head: tuple[Any, ...], work: Work, role: HostedRole, resolver: Resolver, start: float
+    ) -> None:
+        _, seq, _, method, keep, _, _, _ = head
+        result = ordinary(result)
+        label = f"{role.name}.{method}"
+        if work.rows is not None:
+            result = _without_padding(result, work.rows, work.state.valid_rows, label)
+        if len(self.store):
+            self._check_writes(label, role, resolver)
+        valid = work.state.valid_rows
+        if keep is None:
+            body = None if result is None else self._packed(result, label)
+            self._send(("done", seq, valid, start, time.time(), None), body)
+        else:
+            self.store.put(keep, result, label, valid)
+            rows = _rows_to_join(result, role.methods[method])
+            self._send(("done", seq, valid, start, time.time(), (tensor_bytes(result), rows)), None)
+
+    def _packed(self, result: Any, label: str) -> Any:
+        return self.codec.pack_named(result, "result", f"the result of {label}")
+
+    def _check_writes(self, label: str, role: HostedRole, resolver: Resolver) -> None:
+        # A role may write into what it got now, or into what it returned before and still refers to.
+        keys = None if self._strict else [*resolver.keys, *self.store.made_by(role.name)]
+        for key, maker in self.store.written(keys):
+            raise RoleError(
+                f"{label} changed in place a value that {maker} had returned (resident {key}); "
+                "a role method changes neither its arguments nor what it has returned: clone it first"
+            )
+
+    def _failed(self, seq: int, keep: int | None, role: str, error: BaseException) -> None:
+        host = isinstance(error, _HOST_ERRORS) and not _raised_by_role(error)
+        told = failure.describe(error, role=role, host=host, secondary=self.groups.lost_a_peer())
+        if keep is not None:
+            self.store.fail(keep, f"{told.type}: {told.text}")
+        self._send(("failed", seq, told.head()), failure.sendable(error, self.codec))
+        del error
+        self.groups.cut()
+
+    # -- on the transfer thread
+
+    def _fetch(self, token: int, key: int, contents: bool) -> None:
+        try:
+            entry = self.store.wait(key)
+            body = self._packed(entry.value, entry.maker) if contents else None
+            structure = None if contents else describe(entry.value)
+        except Exception as error:
+            self._send(("fetched", token, None, f"{type(error).__name__}: {error}", None), None)
+            return
+        self._send(("fetched", token, entry.rows, None, structure), body)
+
+    def part(self, key: int) -> Any:
+        """This worker's part of a resident, once it is there."""
+        return self.store.wait(key).value
+
+    def part_rows(self, key: int) -> int:
+        """How many rows it has."""
+        return _batch.rows(self.part(key), f"resident {key}")
+
+    def part_weight(self, key: int) -> int | None:
+        """How many rows the call that made it worked on."""
+        return self.store.wait(key).rows
+
+    def report(self, ctx: Context, done: int, total: int | None) -> None:
+        """A role's progress."""
+        self._send(("progress", ctx.role, done, total), None)
+
+
+def _rows_to_join(result: Any, spec: MethodSpec) -> int | None:
+    """Rows of a kept result, where others may ask for some of them."""
+    if not isinstance(spec.collect, Concat):
+        return None
+    return _batch.rows(result, f"the result of {spec.name}")
+
+
+def _padded_rows(spec: MethodSpec, arguments: Mapping[str, Any]) -> int | None:
+    """How many rows a method gets whose result must have as many, since some may be padding; None without padding."""
+    dispatch = spec.dispatch
+    if not isinstance(dispatch, Scatter) or dispatch.pad is not True:
+        return None
+    first = dispatch.parameters[0]
+    return _batch.rows(arguments[first], first)
+
+
+def _without_padding(result: Any, rows: int, valid: int | None, label: str) -> Any:
+    found = _batch.rows(result, f"the result of {label}")
+    if found != rows:
+        raise DispatchError(
+            f"{label} got {rows} rows, padding included, and returned {found}: with pad=True it returns a row for each"
+        )
+    return result if valid is None or valid == rows else _batch.slice_rows(result, 0, valid)
+
+
+def _raised_by_role(error: BaseException) -> bool:
+    """Whether role code raised one of colocate's own errors itself: then it is the role's failure."""
+    trace = error.__traceback__
+    while trace is not None:
+        module = trace.tb_frame.f_globals.get("__name__", "")
+        if not module.startswith("colocate."):
+            return True
+        trace = trace.tb_next
+    return False

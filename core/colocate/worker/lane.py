@@ -1,0 +1,212 @@
+"""The lane: the one thread on which a worker runs role code, in order; and the worker's half of the hold.
+
+After a failed call no rank takes up a further call until all ranks are back. This rank stops itself when a call fails
+here, and on the driver's word when one failed elsewhere. Holds are numbered; the lane is held while the highest hold
+that it knows of hasn't been resumed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import attrs
+
+from colocate._context import CallState
+
+
+@attrs.define(eq=False)
+class Work:
+    """One call for the lane. `run` returns True when it went well; for an async method it returns a coroutine of that."""
+
+    seq: int
+    run: Callable[[Work], bool | Coroutine[Any, Any, bool]]
+    label: str
+    concurrency: int = 0  # 0: a sync method, which waits for everything before it and is waited for
+    state: CallState = attrs.field(factory=CallState)
+    rows: int | None = None
+    on_drop: Callable[[], None] | None = None
+
+
+@attrs.frozen
+class _Resume:
+    hold: int
+    withdrawn: frozenset[int]
+
+
+_NUDGE = _Resume(-1, frozenset())
+
+
+class Lane:
+    """Runs work in order on a thread of its own; `hold` and `resume` come from the thread that receives messages."""
+
+    def __init__(self, name: str, on_held: Callable[[int, int], None]) -> None:
+        """Start the thread.
+
+        Args:
+            name: Name of the thread.
+            on_held: Called on the lane with (hold, highest call begun) once this rank is back.
+        """
+        self._queue: queue.SimpleQueue[Work | _Resume | None] = queue.SimpleQueue()
+        self._waiting: deque[Work] = deque()  # taken from the queue, not begun yet
+        self._on_held = on_held
+        self._held = self._resumed = self._reported = 0
+        self._begun = -1
+        self._closing = False
+        self.running: dict[int, Work] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._wake: asyncio.Event | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.thread = threading.Thread(target=self._main, name=name, daemon=True)
+        self.thread.start()
+
+    # -- from the receiving thread
+
+    def put(self, work: Work) -> None:
+        """Queue work."""
+        self._put(work)
+
+    def hold(self, number: int, failed: int) -> None:
+        """Take up no further work after what runs now; nobody waits for the failed call any more."""
+        self._held = max(self._held, number)
+        self.cancel(failed)
+        self._put(_NUDGE)  # wakes the lane, so that it reports even when it idles
+
+    def cancel(self, seq: int) -> None:
+        """Tell a running call, if it looks, that nobody waits for it."""
+        work = self.running.get(seq)
+        if work is not None:
+            work.state.cancelled = True
+
+    def resume(self, number: int, withdrawn: frozenset[int]) -> None:
+        """Go on after a hold, without the withdrawn calls."""
+        self._put(_Resume(number, withdrawn))
+
+    def close(self) -> None:
+        """End the thread after what runs now; queued work is dropped."""
+        self._closing = True
+        for work in list(self.running.values()):
+            work.state.cancelled = True
+        self._put(None)
+
+    def _put(self, item: Work | _Resume | None) -> None:
+        self._queue.put(item)
+        loop, wake = self._loop, self._wake
+        if self._tasks and loop is not None and wake is not None:
+            loop.call_soon_threadsafe(wake.set)
+
+    # -- on the lane
+
+    def _main(self) -> None:
+        try:
+            while (work := self._next()) is not None:
+                if work.concurrency:
+                    self._start(work)
+                else:
+                    self._run(work)
+        finally:
+            if self._loop is not None:
+                self._loop.close()
+
+    def _next(self) -> Work | None:
+        """The next call to begin, or None to end."""
+        while True:
+            if self._closing and not self._tasks:
+                return None
+            if self._held > self._resumed:
+                if self._held > self._reported and not self._tasks:
+                    self._reported = self._held
+                    self._on_held(self._held, self._begun)
+            elif self._waiting and not self._closing and self._may_begin(self._waiting[0]):
+                return self._waiting.popleft()
+            self._take()
+
+    def _may_begin(self, work: Work) -> bool:
+        # Async methods overlap up to their own limit; a sync one is a barrier, whose turn comes when nothing runs.
+        return len(self._tasks) < max(1, work.concurrency)
+
+    def _take(self) -> None:
+        """Wait for something to happen and take note of it."""
+        if self._tasks:
+            self._pump()
+            return
+        item = self._queue.get()
+        while True:
+            self._note(item)
+            try:
+                item = self._queue.get_nowait()
+            except queue.Empty:
+                return
+
+    def _note(self, item: Work | _Resume | None) -> None:
+        if isinstance(item, Work):
+            self._waiting.append(item)
+        elif isinstance(item, _Resume) and item.hold > self._resumed:
+            self._resumed = item.hold
+            dropped = [work for work in self._waiting if work.seq in item.withdrawn]
+            for work in dropped:
+                self._waiting.remove(work)
+                if work.on_drop is not None:
+                    work.on_drop()
+
+    def _run(self, work: Work) -> None:
+        self._begun = work.seq
+        self.running[work.seq] = work
+        try:
+            if not work.run(work):
+                self._stop()
+        finally:
+            del self.running[work.seq]
+
+    def _stop(self) -> None:
+        # The hold that this failure will lead to is the next one, unless one is under way already.
+        self._held = max(self._held, self._resumed + 1)
+
+    # -- async methods
+
+    def _start(self, work: Work) -> None:
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            self._wake = asyncio.Event()
+        self._begun = work.seq
+        self.running[work.seq] = work
+        coroutine = work.run(work)
+        if isinstance(coroutine, bool):  # it failed before there was anything to await
+            del self.running[work.seq]
+            if not coroutine:
+                self._stop()
+            return
+        task = self._loop.create_task(self._await(work, coroutine))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        self._loop.run_until_complete(asyncio.sleep(0))  # up to its first await: async calls start in order
+
+    async def _await(self, work: Work, coroutine: Coroutine[Any, Any, bool]) -> None:
+        try:
+            if not await coroutine:
+                self._stop()
+        finally:
+            del self.running[work.seq]
+
+    def _pump(self) -> None:
+        """Run the tasks until one is done or something is in the queue; then take what is there."""
+        assert self._loop is not None
+        self._loop.run_until_complete(self._until_news())
+        while True:
+            try:
+                self._note(self._queue.get_nowait())
+            except queue.Empty:
+                return
+
+    async def _until_news(self) -> None:
+        assert self._wake is not None
+        self._wake.clear()
+        if not self._tasks or not self._queue.empty():
+            return
+        wake = asyncio.ensure_future(self._wake.wait())
+        await asyncio.wait([*self._tasks, wake], return_when=asyncio.FIRST_COMPLETED)
+        wake.cancel()

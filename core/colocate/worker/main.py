@@ -1,0 +1,94 @@
+"""A worker process: `python -m colocate.worker FD DRIVER_PID`, with its end of the lane as an inherited descriptor.
+
+It lives as long as its driver: it ends when the lane does, and the kernel kills it when the driver's launching thread
+ends, even while role code holds the GIL.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import platform
+import signal
+import socket
+import sys
+from typing import Any
+
+from colocate import wire
+from colocate._codec import BY_VALUE
+from colocate.executor import Boot
+from colocate.worker.host import WorkerHost
+from colocate.worker.peers import ChannelPeers
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Serve one lane until it is closed."""
+    fd, driver = int(sys.argv[1]), int(sys.argv[2])
+    die_with(driver)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to handle
+    faulthandler.enable()
+    serve(socket.socket(fileno=fd))
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent's launching thread ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it was gone before the kernel had been told
+        os._exit(0)
+
+
+def serve(sock: socket.socket) -> None:
+    """Be the worker at the other end of a connected, authenticated socket; the first message is the boot."""
+    hub = wire.Hub("worker", own_thread=False)
+    state: dict[str, WorkerHost] = {}
+
+    def received(head: tuple[Any, ...], body: Any) -> None:
+        if head[0] == "boot":
+            state["host"] = start(wire.unpack(body), head[1], lane, hub)
+        else:
+            state["host"].receive(head, body)
+
+    def closed(reason: str) -> None:
+        # Without the driver nothing here has an owner; role code that still runs must not keep the process.
+        if "host" not in state or not state["host"].ended:
+            os._exit(0)
+
+    lane = hub.attach(sock, received, closed)
+    hub.run()
+
+
+def start(boot: Boot, strict: bool, lane: wire.SocketLane, hub: wire.Hub) -> WorkerHost:
+    """Set the process up as the boot says, and start the host."""
+    os.environ.update(boot.env)
+    sys.path.extend(entry for entry in boot.path if entry not in sys.path)
+    _limit_threads(boot.cpus)
+
+    def leave() -> None:
+        lane.drain(1.0)
+        hub.close()
+
+    host = WorkerHost(boot, BY_VALUE, lane.send, ChannelPeers, strict=strict, on_end=leave)
+    lane.send(("hello", hello()))
+    return host
+
+
+def hello() -> dict[str, Any]:
+    """What a worker says of itself first."""
+    import colocate
+
+    return {
+        "pid": os.getpid(),
+        "python": platform.python_version().rpartition(".")[0],
+        "colocate": colocate.__version__,
+    }
+
+
+def _limit_threads(cpus: float | None) -> None:
+    if cpus is None:
+        return
+    # torch and its libraries read this when they are first imported, which is after now.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, int(cpus))))

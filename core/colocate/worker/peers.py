@@ -1,0 +1,123 @@
+"""How a worker reads residents: from its own store, from another worker of its process, or through a peer channel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from colocate import _batch, wire
+from colocate.errors import ColocateError
+from colocate.worker.uses import Peers, Source
+
+if TYPE_CHECKING:
+    from colocate.worker.host import WorkerHost
+
+Find = Callable[[str, int], "WorkerHost"]
+
+
+class LocalPeers(Peers):
+    """All workers are in this process: parts are handed over by reference."""
+
+    def __init__(self, find: Find) -> None:
+        """Args: find: The host of a group's slot."""
+        self._find = find
+
+    @property
+    def address(self) -> None:
+        """They need none."""
+        return
+
+    def part(self, source: Source, rank: int) -> Any:
+        """The whole part of a rank."""
+        return self._find(source.group, source.slot(rank)).part(source.key)
+
+    def rows(self, source: Source, rank: int) -> int:
+        """How many rows it has."""
+        return self._find(source.group, source.slot(rank)).part_rows(source.key)
+
+    def weight(self, source: Source, rank: int) -> int | None:
+        """How many rows the call that made it worked on there."""
+        return self._find(source.group, source.slot(rank)).part_weight(source.key)
+
+    def slice(self, source: Source, rank: int, start: int, stop: int) -> Any:
+        """Some of its rows."""
+        return _batch.slice_rows(self.part(source, rank), start, stop)
+
+    def abort(self, reason: str) -> None:
+        """Nothing is under way that its store's end doesn't wake."""
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+class ChannelPeers(Peers):
+    """Workers are processes: parts travel worker to worker on authenticated sockets."""
+
+    def __init__(self, host: WorkerHost, kind: str = "unix") -> None:
+        self._host = host
+        self._channel = wire.PeerChannel(host.boot.secret, self._answer, "tcp" if kind == "tcp" else "unix")
+        self._addresses: dict[tuple[str, int], str] = {}
+
+    @property
+    def address(self) -> str:
+        """Where other workers reach this one; it listens from now on."""
+        return self._channel.address
+
+    def part(self, source: Source, rank: int) -> Any:
+        """The whole part of a rank."""
+        if self._is_here(source, rank):
+            return self._host.part(source.key)
+        return self._ask(source, rank, "part", source.key)[1]
+
+    def rows(self, source: Source, rank: int) -> int:
+        """How many rows it has."""
+        if self._is_here(source, rank):
+            return self._host.part_rows(source.key)
+        count: int = self._ask(source, rank, "rows", source.key)[0][0]
+        return count
+
+    def weight(self, source: Source, rank: int) -> int | None:
+        """How many rows the call that made it worked on there."""
+        if self._is_here(source, rank):
+            return self._host.part_weight(source.key)
+        count: int | None = self._ask(source, rank, "weight", source.key)[0][0]
+        return count
+
+    def slice(self, source: Source, rank: int, start: int, stop: int) -> Any:
+        """Some of its rows."""
+        if self._is_here(source, rank):
+            return _batch.slice_rows(self._host.part(source.key), start, stop)
+        return self._ask(source, rank, "slice", source.key, start, stop)[1]
+
+    def abort(self, reason: str) -> None:
+        """Fail what is under way."""
+        self._channel.abort(reason)
+
+    def close(self) -> None:
+        """End its threads and sockets."""
+        self._channel.close(0.5)
+
+    def _is_here(self, source: Source, rank: int) -> bool:
+        return source.group == self._host.boot.group and source.slot(rank) == self._host.boot.slot
+
+    def _ask(self, source: Source, rank: int, *question: Any) -> tuple[tuple[Any, ...], Any]:
+        where = source.group, source.slot(rank)
+        address = self._addresses.get(where)
+        if address is None:
+            address = self._addresses[where] = self._host.ask("locate", *where)
+        try:
+            head, body = self._channel.request(address, question)
+        except ConnectionError as error:
+            raise ColocateError(
+                f"the resident of {source.label} can't be had from worker {where[1]} of group {where[0]!r}: {error}"
+            ) from error
+        return head, None if body is None else self._host.codec.unpack(body, self._host.boot.device)
+
+    def _answer(self, question: tuple[Any, ...]) -> tuple[tuple[Any, ...], wire.Packed | None]:
+        what, key, *bounds = question
+        if what == "rows":
+            return (self._host.part_rows(key),), None
+        if what == "weight":
+            return (self._host.part_weight(key),), None
+        value = self._host.part(key)
+        return (), wire.pack(value if what == "part" else _batch.slice_rows(value, *bounds))

@@ -1,0 +1,215 @@
+"""torch.distributed groups of a role's ranks: set up without a port race, cut when a call fails, renewed after a hold.
+
+Rank 0 of the group binds a free loopback or node port itself and posts it on the driver's board, where the others wait
+for it. A gloo group whose rank has raised is cut by shutting its sockets down, which frees peers that wait in a
+collective at once (destroying the group frees nobody while a reference lives).
+"""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import os
+import select
+import socket
+import threading
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from colocate._context import Context
+from colocate.errors import ColocateError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_TIMEOUT = datetime.timedelta(minutes=30)
+_alone_lock = threading.Lock()
+_alone: list[ProcessGroup] = []
+
+
+@attrs.define(eq=False)
+class _Made:
+    """A group and duplicates of its connected sockets, which outlive gloo's own."""
+
+    group: ProcessGroup
+    role: str | None
+    sockets: list[socket.socket]
+    default: bool
+
+
+class ProcessGroups:
+    """The groups of one worker, by role and axis. Used on the lane; `cut` from any thread."""
+
+    def __init__(self, ask: Callable[..., Any]) -> None:
+        self._ask = ask
+        self._made: dict[tuple[Any, ...], _Made] = {}
+        self._epoch = 0
+        self.generation = 0
+        self.default_role: str | None = None
+
+    @property
+    def used(self) -> bool:
+        """Whether there are groups now."""
+        return bool(self._made)
+
+    def get(self, ctx: Context, axis: str | None) -> ProcessGroup:
+        """The group of the role's ranks along an axis; made when all of them ask."""
+        members, index, name = _members(ctx, axis)
+        key = (ctx.role, axis)
+        found = self._made.get(key)
+        if found is None:
+            found = self._made[key] = self._make(ctx, members, index, name)
+        return found.group
+
+    def _make(self, ctx: Context, members: int, index: int, name: str) -> _Made:
+        # Imported here: only a role that asks for a group has torch.
+        import torch.distributed as dist
+
+        default = axis_free(name) and self.default_role == ctx.role
+        if members == 1 and not default:
+            return _Made(single_rank_group(), ctx.role, [], default=False)
+        board = f"{ctx.group}/{self.generation}/{self._epoch}/{name}"
+        store = self._store(dist, board, index, members)
+        before = _connected_sockets()
+        backend = "nccl" if str(ctx.device).startswith("cuda") else "gloo"
+        if default:
+            dist.init_process_group(backend, store=store, rank=index, world_size=members, timeout=_TIMEOUT)
+            group: Any = dist.group.WORLD
+        else:
+            group = _new_group(dist, store, index, members, board, backend)
+        sockets = [_duplicate(fd) for fd in _connected_sockets() - before]
+        return _Made(group, ctx.role, sockets, default)
+
+    def _store(self, dist: Any, board: str, index: int, members: int) -> Any:
+        if members == 1:
+            return dist.HashStore()
+        if index == 0:
+            listener = socket.create_server((_address(), 0))
+            host, port = listener.getsockname()[:2]
+            store = dist.TCPStore(
+                host, port, members, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+            )
+            self._ask("post", board, (host, port))
+        else:
+            host, port = self._ask("get", board)
+            store = dist.TCPStore(host, port, members, is_master=False, wait_for_workers=False)
+        return dist.PrefixStore(board, store)
+
+    def lost_a_peer(self) -> bool:
+        """Whether the other end of a group's connection is gone: then this rank's failure is only a consequence."""
+        poll = select.poll()
+        for made in list(self._made.values()):
+            for connection in made.sockets:
+                poll.register(connection, select.POLLRDHUP | select.POLLHUP | select.POLLERR)
+        return bool(poll.poll(0))
+
+    def cut(self) -> None:
+        """Free the peers that wait in a collective with this rank."""
+        for made in list(self._made.values()):
+            for connection in made.sockets:
+                try:
+                    connection.shutdown(socket.SHUT_RDWR)
+                except OSError:  # the peer has closed it already
+                    pass
+
+    def renew(self, hold: int) -> list[str]:
+        """Drop all groups, so that the next ones are new; the names of roles that still hold an old one."""
+        self._epoch = hold
+        if not self._made:
+            return []
+        self.cut()
+        old = [(weakref.ref(made.group), made.role) for made in self._made.values() if made.group not in _alone]
+        while self._made:
+            _, made = self._made.popitem()
+            _forget(made)
+            del made
+        gc.collect()  # a role's frames may be part of cycles
+        return sorted({role or "group.run" for group, role in old if group() is not None})
+
+
+def axis_free(name: str) -> bool:
+    """Whether a group's name is that of all ranks of a role."""
+    return name.endswith("/*")
+
+
+def single_rank_group() -> ProcessGroup:
+    """A group of this process alone, shared by all who ask."""
+    import torch.distributed as dist
+
+    with _alone_lock:
+        if not _alone:
+            _alone.append(_new_group(dist, dist.HashStore(), 0, 1, "colocate/alone", "gloo"))
+        return _alone[0]
+
+
+def _members(ctx: Context, axis: str | None) -> tuple[int, int, str]:
+    """How many share the group, which of them this rank is, and a name that they agree on."""
+    if axis is None:
+        return ctx.world_size, ctx.rank, f"{ctx.role}/*"
+    places = [place for place in ctx.meshes.values() if axis in place.shape]
+    if len(places) > 1:
+        raise ColocateError(f"several meshes of role {ctx.role!r} have an axis {axis!r}")
+    if not places:
+        return 1, 0, f"{ctx.role}/{axis}/{ctx.rank}"
+    place = places[0]
+    others = [f"{other}={place.rank(other)}" for other in place.shape if other != axis]
+    return place.size(axis), place.rank(axis), f"{ctx.role}/{axis}/{','.join(others)}"
+
+
+def _new_group(dist: Any, store: Any, rank: int, size: int, name: str, backend: str) -> ProcessGroup:
+    # The public API makes groups only inside the default one, which colocate leaves to the user. This is what
+    # init_process_group itself does, and what makes get_rank(group) and broadcast(group_src=) work.
+    from torch.distributed import distributed_c10d as c10d
+
+    made, _ = c10d._new_process_group_helper(
+        size, rank, [], dist.Backend(backend), store, group_name=c10d.GroupName(name), timeout=_TIMEOUT
+    )
+    c10d._world.pg_group_ranks[made] = {index: index for index in range(size)}
+    group: ProcessGroup = made
+    return group
+
+
+def _forget(made: _Made) -> None:
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d as c10d
+
+    for connection in made.sockets:
+        connection.close()
+    if made.group in _alone:
+        return
+    if made.default:
+        dist.destroy_process_group()
+        return
+    world = c10d._world
+    for table in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config, world.pg_to_tag):
+        table.pop(made.group, None)
+    for tag, tagged in list(world.tags_to_pg.items()):
+        world.tags_to_pg[tag] = [group for group in tagged if group is not made.group]
+
+
+def _address() -> str:
+    """The address on which this machine's peers reach it; loopback unless torch is told otherwise."""
+    return os.environ.get("COLOCATE_HOST", "127.0.0.1")
+
+
+def _connected_sockets() -> set[int]:
+    """Descriptors of this process's connected TCP sockets."""
+    found = set()
+    for entry in os.listdir("/proc/self/fd"):
+        try:
+            if not os.readlink(f"/proc/self/fd/{entry}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(entry))) as probe:
+                if probe.family in (socket.AF_INET, socket.AF_INET6) and probe.type == socket.SOCK_STREAM:
+                    probe.getpeername()
+                    found.add(int(entry))
+        except OSError:  # closed meanwhile, or not connected
+            continue
+    return found
+
+
+def _duplicate(fd: int) -> socket.socket:
+    return socket.socket(fileno=os.dup(fd))

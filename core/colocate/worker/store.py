@@ -1,0 +1,110 @@
+"""Residents: results that stay in the worker, by the id of the handle on the driver."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+import attrs
+
+from colocate._values import Fingerprint, fingerprint
+from colocate.errors import ColocateError
+
+
+@attrs.define(eq=False)
+class Entry:
+    """One rank's part of a resident: pending until its call has run, then a value or a failure."""
+
+    value: Any = None
+    rows: int | None = None
+    error: str | None = None
+    ready: bool = False
+    maker: str = ""
+    mark: Fingerprint | None = None
+
+
+class Store:
+    """The parts that this worker holds. The lane puts and uses them; transfer threads wait for them and read them."""
+
+    def __init__(self, strict: bool) -> None:
+        self._strict = strict
+        self._entries: dict[int, Entry] = {}
+        self._news = threading.Condition()
+        self._closed: str | None = None
+
+    def expect(self, key: int) -> None:
+        """A call is queued here whose result will be kept."""
+        with self._news:
+            self._entries[key] = Entry()
+
+    def put(self, key: int, value: Any, maker: str, rows: int | None) -> None:
+        """Keep a value; dropped at once if it was freed before it was made."""
+        mark = fingerprint(value, self._strict)
+        with self._news:
+            entry = self._entries.get(key)
+            if entry is not None:
+                entry.value, entry.maker, entry.mark, entry.rows, entry.ready = value, maker, mark, rows, True
+                self._news.notify_all()
+
+    def fail(self, key: int, error: str) -> None:
+        """Its call failed or was withdrawn: whoever waits for it is told."""
+        with self._news:
+            entry = self._entries.get(key)
+            if entry is not None and not entry.ready:
+                entry.error, entry.ready = error, True
+                self._news.notify_all()
+
+    def free(self, keys: Iterable[int]) -> None:
+        """Forget parts."""
+        with self._news:
+            for key in keys:
+                self._entries.pop(key, None)
+            self._news.notify_all()
+
+    def local(self, key: int) -> Entry | None:
+        """The part as it is, for role code on the lane; None when this worker has no such part."""
+        return self._entries.get(key)
+
+    def wait(self, key: int) -> Entry:
+        """The part once its call has run.
+
+        Raises:
+            ColocateError: It failed, or the worker is closing.
+        """
+        with self._news:
+            while True:
+                entry = self._entries.get(key)
+                if self._closed is not None:
+                    raise ColocateError(f"resident {key} isn't to be had any more: {self._closed}")
+                # A part that isn't known is on its way: it is never freed while a call that uses it is unfinished.
+                if entry is not None and entry.ready:
+                    if entry.error is not None:
+                        raise ColocateError(entry.error)
+                    return entry
+                self._news.wait()
+
+    def close(self, reason: str) -> None:
+        """Forget everything and wake whoever waits."""
+        with self._news:
+            self._closed = reason
+            self._entries.clear()
+            self._news.notify_all()
+
+    def written(self, keys: Iterable[int] | None = None) -> Iterable[tuple[int, str]]:
+        """The residents (of those named, or all) that somebody has written into since they were made: (key, maker)."""
+        for key in list(self._entries) if keys is None else keys:
+            entry = self._entries.get(key)
+            if entry is None or entry.mark is None:
+                continue
+            now = fingerprint(entry.value, self._strict)
+            if now != entry.mark:
+                entry.mark = now  # named once, with the method that did it
+                yield key, entry.maker
+
+    def made_by(self, role: str) -> list[int]:
+        """The residents that a role has returned."""
+        return [key for key, entry in self._entries.items() if entry.maker.partition(".")[0] == role]
+
+    def __len__(self) -> int:
+        return len(self._entries)

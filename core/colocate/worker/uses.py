@@ -1,0 +1,216 @@
+"""Residents as arguments: the placeholders that travel, and what they become on the rank that uses them.
+
+Using a resident gives what using its collected value gives. The value never has to exist: a rank takes the rows that it
+needs from the parts that hold them, its own first.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from colocate import _batch
+from colocate._batch import even_sizes, padded_sizes
+from colocate._collect import Collect, Concat
+from colocate._mesh import Ranks
+from colocate._tree import map_leaves
+from colocate.errors import DispatchError
+
+
+@attrs.frozen(eq=False)
+class Source:
+    """A resident as others know it: where its parts lie and how they make up the value. Small, whatever the group's size.
+
+    Attributes:
+        key: Its id, unique in the runtime.
+        group: The group that keeps it.
+        slots: The slots of its role, in order of rank; an int n stands for 0 .. n-1.
+        ranks: The ranks of the call that made it.
+        collect: How the parts become the value.
+        label: What errors call it.
+    """
+
+    key: int
+    group: str
+    slots: tuple[int, ...] | int
+    ranks: Ranks
+    collect: Collect
+    label: str
+
+    def slot(self, rank: int) -> int:
+        """The slot of a rank."""
+        return rank if isinstance(self.slots, int) else self.slots[rank]
+
+    @property
+    def holders(self) -> Sequence[int]:
+        """The ranks that have a part, in the order in which results are joined."""
+        return range(self.ranks.world_size) if self.ranks.targets is None else self.ranks.targets
+
+
+@attrs.frozen(eq=False)
+class Use:
+    """Stands for a resident's value, or some of its rows, in the arguments of a call."""
+
+    source: Source
+
+
+@attrs.frozen(eq=False)
+class Part(Use):
+    """Part `index` of `count` along an axis.
+
+    With `own` the producer's partition is the consumer's: each rank takes what lies in its own worker.
+    """
+
+    index: int
+    count: int
+    padding: bool
+    own: bool
+
+
+@attrs.frozen(eq=False)
+class Rows(Use):
+    """Rows [start, stop) of the value."""
+
+    start: int
+    stop: int
+
+
+class Peers(abc.ABC):
+    """How a worker reads parts, its own and others'. Every method blocks until the part exists."""
+
+    @property
+    @abc.abstractmethod
+    def address(self) -> str | None:
+        """Where other workers reach this one; None when they needn't ask."""
+
+    @abc.abstractmethod
+    def part(self, source: Source, rank: int) -> Any:
+        """The whole part of a rank."""
+
+    @abc.abstractmethod
+    def rows(self, source: Source, rank: int) -> int:
+        """How many rows it has."""
+
+    @abc.abstractmethod
+    def weight(self, source: Source, rank: int) -> int | None:
+        """How many rows the call that made it worked on there; None when nothing was scattered."""
+
+    @abc.abstractmethod
+    def slice(self, source: Source, rank: int, start: int, stop: int) -> Any:
+        """Some of its rows."""
+
+    @abc.abstractmethod
+    def abort(self, reason: str) -> None:
+        """Fail what is under way; later uses work again."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """End what it holds."""
+
+
+class Resolver:
+    """Replaces the placeholders in one call's arguments, on the rank that runs it."""
+
+    def __init__(self, peers: Peers, own_group: str, own_slot: int) -> None:
+        self._peers = peers
+        self._group = own_group
+        self._slot = own_slot
+        self.keys: list[int] = []  # the residents used, to be checked for writes afterwards
+        self.valid: int | None = None  # real rows of the first part taken
+        self._first: tuple[Part, int] | None = None
+
+    def resolve(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments with values in place of placeholders."""
+        return {name: map_leaves(value, self._leaf) for name, value in arguments.items()}
+
+    def _leaf(self, item: Any) -> Any:
+        if not isinstance(item, Use):
+            return item
+        self.keys.append(item.source.key)
+        if isinstance(item, Part):
+            return self._part(item)
+        if isinstance(item, Rows):
+            return self._range(item.source, item.start, item.stop)
+        return self._whole(item.source)
+
+    def _whole(self, source: Source) -> Any:
+        ranks = source.ranks
+        wanted = set(source.collect.sources(ranks))
+        parts = [self._peers.part(source, rank) if rank in wanted else None for rank in source.holders]
+        rows = None
+        if len(parts) > 1:
+            rows = [self._peers.weight(source, rank) if rank in wanted else None for rank in source.holders]
+        return source.collect.join(parts, attrs.evolve(ranks, rows=rows))
+
+    def _part(self, part: Part) -> Any:
+        if not part.own or part.padding:
+            return self._even_part(part)
+        value = self._peers.part(part.source, self._rank_here(part.source))
+        rows = _batch.rows(value, part.source.label)
+        if self._first is None:
+            self._first = part, rows
+            self.valid = rows
+            return value
+        return value if rows == self._first[1] else self._aligned(part)
+
+    def _aligned(self, part: Part) -> Any:
+        """The rows that go with the first parameter's, which lie elsewhere: the partitions differ."""
+        assert self._first is not None
+        first, rows = self._first
+        sizes = self._sizes(first.source)
+        total, mine = sum(sizes), sum(self._sizes(part.source))
+        if total != mine:
+            raise DispatchError(
+                f"{part.source.label} has {mine} rows, but {first.source.label} has {total}: parameters that are "
+                "scattered together have as many rows"
+            )
+        start = sum(sizes[: first.index])
+        return self._range(part.source, start, start + rows)
+
+    def _even_part(self, part: Part) -> Any:
+        """As `share` of the whole value, which needn't be put together for it."""
+        total = self._total(part.source)
+        sizes = padded_sizes(total, part.count)[1] if part.padding else even_sizes(total, part.count)
+        start = sum(sizes[: part.index])
+        stop = start + sizes[part.index]
+        if self._first is None:
+            self._first = part, stop - start
+            self.valid = stop - start
+        if not part.padding:
+            return self._range(part.source, start, stop)
+        width = max(sizes)
+        # A part of padding only repeats the value's last row.
+        value = self._range(part.source, start, stop) if start < stop else self._range(part.source, total - 1, total)
+        return _batch.pad(value, width) if width else value
+
+    def _total(self, source: Source) -> int:
+        if isinstance(source.collect, Concat):
+            return sum(self._sizes(source))
+        return _batch.rows(self._whole(source), source.label)
+
+    def _sizes(self, source: Source) -> list[int]:
+        return [self._peers.rows(source, rank) for rank in source.collect.sources(source.ranks)]
+
+    def _range(self, source: Source, start: int, stop: int) -> Any:
+        if not isinstance(source.collect, Concat):
+            return _batch.slice_rows(self._whole(source), start, stop)
+        pieces: list[Any] = []
+        offset = 0
+        holders = source.collect.sources(source.ranks)
+        for rank, size in zip(holders, self._sizes(source), strict=True):
+            low, high = max(start, offset), min(stop, offset + size)
+            if low < high or (start == stop and not pieces and offset <= start <= offset + size):
+                whole = low == offset and high == offset + size
+                pieces.append(
+                    self._peers.part(source, rank)
+                    if whole
+                    else self._peers.slice(source, rank, low - offset, high - offset)
+                )
+            offset += size
+        return pieces[0] if len(pieces) == 1 else _batch.concat(pieces, source.label)
+
+    def _rank_here(self, source: Source) -> int:
+        return self._slot if isinstance(source.slots, int) else source.slots.index(self._slot)

@@ -1,0 +1,1 @@
+"""The embedded executor: slots are threads of this process, or processes on this machine. No server."""

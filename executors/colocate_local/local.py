@@ -1,0 +1,70 @@
+"""What both variants of the embedded executor share: this machine as one node, and its slots."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import ClassVar
+
+from colocate.executor import Executor, Node, Request, Reservation
+from colocate.placement import Ledger
+
+
+class Local(Executor):
+    """Slots on this machine: threads of the driver, or with `processes=True` a process each."""
+
+    name = "local"
+    variants: ClassVar[dict[str, str]] = {"OwnProcess": "local with processes=True"}
+
+    @classmethod
+    def connect(
+        cls,
+        *,
+        processes: bool = False,
+        cpus: float | None = None,
+        gpus: int | None = None,
+        strict: bool = False,
+    ) -> Executor:
+        """Start it.
+
+        Args:
+            processes: A spawned process per slot instead of a thread.
+            cpus: CPUs to hand out; None doesn't count them.
+            gpus: GPUs to hand out; None for this machine's.
+            strict: Send everything through the wire format, on threads too.
+        """
+        from colocate_local.processes import LocalProcesses
+        from colocate_local.threads import LocalThreads
+
+        node = Node(platform.node(), cpus, count_gpus() if gpus is None else gpus)
+        return LocalProcesses(node, strict) if processes else LocalThreads(node, strict)
+
+    def __init__(self, node: Node, strict: bool) -> None:
+        """Use `connect`."""
+        self._node = node
+        self._strict = strict
+        self._ledger = Ledger([node], self._device)
+
+    @staticmethod
+    def _device(devices: tuple[int, ...]) -> str:
+        """What torch calls a slot's device in its worker."""
+        return f"cuda:{devices[0]}" if devices else "cpu"
+
+    def nodes(self) -> Sequence[Node]:
+        """This machine."""
+        return [self._node]
+
+    def reserve(self, request: Request) -> Reservation:
+        """Take slots."""
+        return self._ledger.reserve(request)
+
+    def release(self, reservation: Reservation) -> None:
+        """Give them back."""
+        self._ledger.release(reservation)
+
+
+def count_gpus() -> int:
+    """NVIDIA GPUs of this machine, without importing anything that would initialise them."""
+    folder = Path("/proc/driver/nvidia/gpus")
+    return len(list(folder.iterdir())) if folder.is_dir() else 0

@@ -1,0 +1,109 @@
+"""Slots as threads of the driver: a breakpoint works, nothing is copied, start-up takes milliseconds."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from colocate._codec import BY_REFERENCE, STRICT
+from colocate.errors import ColocateError
+from colocate.executor import Boot, Exit, Host, HostEvents, Node, Place
+from colocate.worker.host import WorkerHost
+from colocate.worker.main import hello
+from colocate.worker.peers import LocalPeers
+from colocate_local.local import Local
+
+
+class LocalThreads(Local):
+    """One thread per slot. A hung one can't be ended: it is freed logically and its thread never used again."""
+
+    in_process = True
+
+    def __init__(self, node: Node, strict: bool) -> None:
+        """Use `Local.connect`."""
+        super().__init__(node, strict)
+        self.codec = STRICT if strict else BY_REFERENCE
+        self._hosts: dict[tuple[str, int], ThreadHost] = {}
+
+    def launch(self, place: Place, boot: Boot, events: HostEvents) -> Host:
+        """Start a worker as a thread."""
+        host = ThreadHost(self, boot, events)
+        self._hosts[boot.group, boot.slot] = host
+        host.start()
+        return host
+
+    def frame(self, head: tuple[Any, ...], body: Any = None) -> Any:
+        """Messages are handed over as they are."""
+        return head, body
+
+    def discard(self, frame: Any) -> None:
+        """Nothing to free."""
+
+    def find(self, group: str, slot: int) -> WorkerHost:
+        """The worker on a slot of a group."""
+        host = self._hosts.get((group, slot))
+        if host is None:
+            raise ColocateError(f"worker {slot} of group {group!r} is gone")
+        return host.worker
+
+    def forget(self, boot: Boot) -> None:
+        """A worker has ended."""
+        self._hosts.pop((boot.group, boot.slot), None)
+
+    def running(self) -> Sequence[str]:
+        """The ids of the workers."""
+        return [host.boot.worker for host in list(self._hosts.values())]
+
+    def close(self) -> None:
+        """There is nothing to disconnect."""
+
+    @property
+    def strict(self) -> bool:
+        """Whether contents of residents are checked."""
+        return self._strict
+
+
+class ThreadHost(Host):
+    """The driver's end of a worker in the same process."""
+
+    def __init__(self, executor: LocalThreads, boot: Boot, events: HostEvents) -> None:
+        self.boot = boot
+        self._executor = executor
+        self._events = events
+        self._lock = threading.Lock()
+        self._over = False
+        self.worker = WorkerHost(
+            boot,
+            executor.codec,
+            self._say,
+            lambda host: LocalPeers(executor.find),
+            strict=executor.strict,
+            on_end=lambda: self._exit(None),
+        )
+
+    def start(self) -> None:
+        """Say hello."""
+        self._say(("hello", hello()), None)
+
+    def _say(self, head: tuple[Any, ...], body: Any) -> None:
+        if not self._over:
+            self._events.received(head, body)
+
+    def send(self, frame: Any) -> None:
+        """Hand a message over."""
+        if not self._over:
+            self.worker.receive(*frame)
+
+    def kill(self) -> None:
+        """A thread can't be ended: its slot is freed, and whatever it still says is ignored."""
+        self._exit("ended with its group; a thread can't be killed and may still run")
+        self.worker.close("the worker was ended")
+
+    def _exit(self, detail: str | None) -> None:
+        with self._lock:
+            if self._over:
+                return
+            self._over = True
+        self._executor.forget(self.boot)
+        self._events.exited(Exit(detail=detail))
