@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from colocate_ppo.maths import KlEstimator
 from colocate_ppo.task import Task
 from colocate_ppo.team import Team
+
+if TYPE_CHECKING:
+    from colocate._run import Run
 
 _SHOWN = 8
 _PROGRESS = "progress.json"
@@ -35,7 +38,7 @@ class Progress:
 
 
 def train(
-    run: Any,
+    run: Run,
     *,
     task: str = "spell_backward",
     task_options: Mapping[str, Any] | None = None,

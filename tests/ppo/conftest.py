@@ -1,0 +1,46 @@
+"""What the tests of the PPO plugin share."""
+
+from __future__ import annotations
+
+import random
+import string
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from colocate_ppo.actor import Actor
+from colocate_ppo.task import Problem
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small tensors gain nothing from more threads, and results are the same to the last bit."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def problems() -> list[Problem]:
+    """Twelve problems of different lengths, whose answers are scored as reasoning-gym does."""
+    chance = random.Random(0)
+    words = ["".join(chance.choices(string.ascii_lowercase, k=chance.randint(2, 6))) for _ in range(12)]
+    return [
+        Problem(
+            f"{word} backward", word[::-1], {"answer": word[::-1], "metadata": {"source_dataset": "spell_backward"}}
+        )
+        for word in words
+    ]
+
+
+@pytest.fixture
+def actor() -> Actor:
+    """A tiny actor outside any worker, with weights large enough for answers that differ."""
+    actor = Actor(layers=2, hidden=32, heads=2, feed_forward=64, lr=1e-3, warm_up_lr=1e-2)
+    with torch.no_grad():
+        for parameter in actor.model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(8.0)
+    return actor

@@ -1,0 +1,114 @@
+"""Generation: cache, padding, sampling, ends."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from colocate_ppo.actor import Actor
+from colocate_ppo.generation import generate
+from colocate_ppo.rollout import Padded, encode_prompts, widen
+from colocate_ppo.task import Problem
+
+CPU = torch.device("cpu")
+R = 9
+
+
+def prompts(actor: Actor, problems: list[Problem]) -> Padded:
+    return encode_prompts(actor.tokenizer, problems, CPU)
+
+
+def greedy(actor: Actor, prompts: Padded) -> Padded:
+    pad, end = actor.tokenizer.pad_token_id, actor.tokenizer.eos_token_id
+    return generate(actor.model, prompts, max_new_tokens=R, end=end, pad=pad)
+
+
+def by_hand(actor: Actor, prompt: list[int]) -> list[int]:
+    """The likeliest token each time, from the whole text so far: no cache, no padding, no batch."""
+    tokens = list(prompt)
+    for _ in range(R):
+        with torch.no_grad():
+            logits = actor.model(input_ids=torch.tensor([tokens])).logits
+        tokens.append(int(logits[0, -1].argmax()))
+        if tokens[-1] == actor.tokenizer.eos_token_id:
+            break
+    return tokens[len(prompt) :]
+
+
+def test_greedy_is_the_argmax_step_by_step(actor: Actor, problems: list[Problem]) -> None:
+    batch = prompts(actor, problems)
+    answers = greedy(actor, batch)
+    assert len(set(batch.mask.sum(1).tolist())) > 1  # or the padding would prove nothing
+    for row in range(len(problems)):
+        expected = by_hand(actor, batch.tokens[row][batch.mask[row]].tolist())
+        assert answers.tokens[row][answers.mask[row]].tolist() == expected
+
+
+def test_left_padding_changes_nothing(actor: Actor, problems: list[Problem]) -> None:
+    batch = prompts(actor, problems)
+    wider = widen(batch, batch.tokens.shape[1] + 5, actor.tokenizer.pad_token_id)
+    one, other = greedy(actor, batch), greedy(actor, wider)
+    assert one.tokens.equal(other.tokens)
+    assert one.mask.equal(other.mask)
+
+
+def test_after_its_end_an_answer_is_padding(actor: Actor, problems: list[Problem]) -> None:
+    end, pad = actor.tokenizer.eos_token_id, actor.tokenizer.pad_token_id
+    generator = torch.Generator().manual_seed(0)
+    answers = generate(
+        actor.model,
+        prompts(actor, problems * 20),
+        max_new_tokens=R,
+        end=end,
+        pad=pad,
+        temperature=8.0,
+        generator=generator,
+    )
+    lengths = answers.mask.sum(1)
+    assert answers.tokens.shape == answers.mask.shape == (240, R)
+    assert (lengths < R).any()
+    for row, length in enumerate(lengths.tolist()):
+        assert answers.mask[row].tolist() == [True] * length + [False] * (R - length)
+        assert answers.tokens[row, length:].eq(pad).all()
+        ends = answers.tokens[row].eq(end).nonzero().flatten().tolist()
+        assert ends == ([length - 1] if length < R else ends[:1])
+
+
+def test_generation_stops_when_every_answer_has_ended(actor: Actor, problems: list[Problem]) -> None:
+    batch = prompts(actor, problems[:1])
+    (first,) = greedy(actor, batch).tokens[:, 0].tolist()
+    answers = generate(actor.model, batch, max_new_tokens=R, end=first, pad=actor.tokenizer.pad_token_id)
+    assert answers.tokens.tolist() == [[first] + [actor.tokenizer.pad_token_id] * (R - 1)]
+    assert answers.mask.sum() == 1
+
+
+def test_samples_follow_the_distribution(actor: Actor, problems: list[Problem]) -> None:
+    batch = prompts(actor, problems[:1])
+    many = Padded(batch.tokens.expand(20_000, -1), batch.mask.expand(20_000, -1))
+    generator = torch.Generator().manual_seed(0)
+    pad, end = actor.tokenizer.pad_token_id, actor.tokenizer.eos_token_id
+    sampled = generate(
+        actor.model, many, max_new_tokens=1, end=end, pad=pad, temperature=0.5, generator=generator
+    ).tokens
+    with torch.no_grad():
+        expected = (actor.model(input_ids=batch.tokens).logits[0, -1] / 0.5).softmax(dim=-1)
+    found = sampled.flatten().bincount(minlength=len(expected)) / len(sampled)
+    assert (found - expected).abs().max().item() < 0.01
+    assert expected.max().item() > 0.1
+
+
+@pytest.mark.parametrize("other_seed", [0, 1])
+def test_samples_depend_on_the_generator_alone(actor: Actor, problems: list[Problem], other_seed: int) -> None:
+    def sample(seed: int) -> torch.Tensor:
+        return generate(
+            actor.model,
+            prompts(actor, problems),
+            max_new_tokens=R,
+            end=actor.tokenizer.eos_token_id,
+            pad=actor.tokenizer.pad_token_id,
+            temperature=4.0,
+            generator=torch.Generator().manual_seed(seed),
+        ).tokens
+
+    torch.manual_seed(other_seed)
+    assert sample(0).equal(sample(other_seed)) is (other_seed == 0)

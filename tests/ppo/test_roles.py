@@ -1,0 +1,238 @@
+"""The roles outside any worker: what each says, and what an update changes."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import attrs
+import pytest
+import torch
+from torch import Tensor
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from colocate_ppo import maths
+from colocate_ppo.actor import Actor
+from colocate_ppo.critic import Critic, Estimates
+from colocate_ppo.reference import Reference
+from colocate_ppo.reward import Reward
+from colocate_ppo.rollout import Rollout
+from colocate_ppo.task import Problem
+from colocate_ppo.tokenizer import character_tokenizer
+
+
+@attrs.frozen(eq=False)
+class Case:
+    """One batch on its way through the four roles."""
+
+    actor: Actor
+    critic: Critic
+    reference: Reference
+    rollout: Rollout
+    scores: Tensor
+    log_probs: Tensor
+    values: Tensor
+    estimates: Estimates
+
+
+@pytest.fixture
+def case(actor: Actor, problems: list[Problem]) -> Case:
+    critic, reference, reward = Critic(lr=1e-2), Reference(), Reward()
+    weights = actor.weights()
+    critic.load(weights)
+    reference.load(weights)
+    torch.nn.init.normal_(critic.model.head.weight, generator=torch.Generator().manual_seed(0))
+    rollout = actor.generate(problems, max_new_tokens=6)
+    scores, log_probs, values = reward.score(rollout), actor.log_probs(rollout), critic.values(rollout)
+    estimates = critic.advantages(rollout, scores, values, log_probs, reference.log_probs(rollout))
+    return Case(actor, critic, reference, rollout, scores, log_probs, values, estimates)
+
+
+def parameters(model: torch.nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).clone()
+
+
+def test_log_probs_are_those_of_each_answer_by_itself(case: Case) -> None:
+    """Padding on both sides and the other rows change nothing."""
+    rollout, model = case.rollout, case.actor.model
+    width = rollout["mask"].shape[1]
+    for row in range(len(rollout["problems"])):
+        tokens = rollout["tokens"][row][rollout["attention"][row]]
+        length = int(rollout["mask"][row].sum())
+        with torch.no_grad():
+            logits = model(input_ids=tokens[None]).logits[0, -length - 1 : -1]
+        expected = torch.distributions.Categorical(logits=logits).log_prob(tokens[-length:])
+        torch.testing.assert_close(case.log_probs[row, :length], expected, rtol=1e-4, atol=1e-4)
+    assert case.log_probs.shape == (12, width)
+
+
+def test_the_reference_is_the_actor_as_it_was(case: Case) -> None:
+    before = case.reference.log_probs(case.rollout)
+    torch.testing.assert_close(before, case.log_probs)
+    assert case.reference.kl(case.rollout, case.log_probs, before) == pytest.approx(0.0, abs=1e-6)
+    case.actor.update(case.rollout, case.log_probs, case.estimates, minibatch=4)
+    assert case.reference.log_probs(case.rollout).equal(before)
+    after = case.actor.log_probs(case.rollout)
+    assert case.reference.kl(case.rollout, after, before, "k3") > 0
+
+
+def test_a_fresh_critic_values_everything_at_0(actor: Actor, problems: list[Problem]) -> None:
+    critic = Critic()
+    critic.load(actor.weights())
+    assert critic.values(actor.generate(problems, max_new_tokens=4)).eq(0).all()
+
+
+def test_values_are_of_the_state_before_each_token(case: Case) -> None:
+    """Another token at one place changes the values of later places only."""
+    other: Rollout = {**case.rollout, "tokens": case.rollout["tokens"].clone()}
+    place = other["tokens"].shape[1] - 3
+    other["tokens"][:, place] = (other["tokens"][:, place] + 1) % len(case.actor.tokenizer)
+    changed = (case.critic.values(other) - case.values).abs() > 1e-6
+    width = other["mask"].shape[1]
+    assert not changed[:, : width - 2].any()
+    whole = case.rollout["mask"].all(dim=1)
+    assert whole.any()
+    assert changed[whole, width - 2 :].all()
+
+
+def test_an_update_of_the_actor_makes_good_answers_likelier(case: Case) -> None:
+    critic_before, before = parameters(case.critic.model), parameters(case.actor.model)
+    metrics = case.actor.update(case.rollout, case.log_probs, case.estimates, minibatch=12, epochs=3)
+    assert parameters(case.critic.model).equal(critic_before)
+    assert not parameters(case.actor.model).equal(before)
+    mask = case.rollout["mask"]
+    change = case.actor.log_probs(case.rollout) - case.log_probs
+    assert (change * case.estimates["advantages"])[mask].mean().item() > 0
+    assert metrics.keys() == {"policy_loss", "entropy", "clip_fraction", "policy_grad_norm"}
+    assert metrics["entropy"] > 0
+
+
+def test_without_a_learning_rate_the_actor_stays_as_it_is(case: Case) -> None:
+    before = parameters(case.actor.model)
+    case.actor.update(case.rollout, case.log_probs, case.estimates, minibatch=4, lr_scale=0.0)
+    assert parameters(case.actor.model).equal(before)
+
+
+def test_the_first_policy_loss_is_the_negative_mean_advantage(case: Case) -> None:
+    """The ratio is 1 before the first step, and the mean of whitened advantages is 0."""
+    metrics = case.actor.update(case.rollout, case.log_probs, case.estimates, minibatch=12)
+    assert metrics["policy_loss"] == pytest.approx(0.0, abs=1e-5)
+    assert metrics["clip_fraction"] == 0
+
+
+def test_an_entropy_bonus_raises_entropy(case: Case) -> None:
+    nothing: Estimates = {name: torch.zeros_like(case.values) for name in ("advantages", "returns")}  # type: ignore[assignment]
+    first = case.actor.update(case.rollout, case.log_probs, nothing, minibatch=12, entropy_coefficient=1.0)
+    second = case.actor.update(case.rollout, case.log_probs, nothing, minibatch=12, entropy_coefficient=1.0)
+    assert second["entropy"] > first["entropy"]
+
+
+def test_an_update_of_the_critic_brings_it_nearer_to_the_returns(case: Case) -> None:
+    actor_before = parameters(case.actor.model)
+    mask, returns = case.rollout["mask"], case.estimates["returns"]
+    before = (case.values - returns)[mask].square().mean()
+    case.critic.update(case.rollout, case.values, case.estimates, minibatch=6, epochs=4, clip=100.0)
+    after = (case.critic.values(case.rollout) - returns)[mask].square().mean()
+    assert after < before / 2
+    assert parameters(case.actor.model).equal(actor_before)
+
+
+def test_updates_change_neither_arguments_nor_earlier_results(case: Case) -> None:
+    """The law of residency: what was handed out stays as it was."""
+    weights = case.actor.weights()
+    tensors = {name: value for name, value in case.rollout.items() if isinstance(value, Tensor)}
+    given = [tensors, case.log_probs, case.values, dict(case.estimates), weights["state"]]
+    before = copy.deepcopy(given)
+    case.critic.update(case.rollout, case.values, case.estimates, minibatch=4)
+    case.actor.update(case.rollout, case.log_probs, case.estimates, minibatch=4)
+    case.actor.warm_up(case.rollout["problems"])
+    torch.testing.assert_close(given, before, rtol=0, atol=0)
+
+
+def test_warm_up_learns_the_demonstrations(actor: Actor, problems: list[Problem]) -> None:
+    losses = [actor.warm_up(problems) for _ in range(60)]
+    assert losses[-1] < losses[0] / 4
+
+
+def test_scores_are_those_of_the_task(problems: list[Problem]) -> None:
+    problem = attrs.evolve(problems[0], answer="dcba", entry={**problems[0].entry, "answer": "dcba"})
+    answers = ["dcba", "dcab", "", "abcd"]
+    rollout: Rollout = {
+        "tokens": torch.zeros(4, 6, dtype=torch.long),
+        "attention": torch.ones(4, 6, dtype=torch.bool),
+        "mask": torch.tensor([[True, True, True]] * 3 + [[True, False, False]]),
+        "problems": [problem] * 4,
+        "answers": answers,
+    }
+    reward = Reward()
+    scores = reward.score(rollout)
+    assert scores.tolist() == [1.0, 0.5, 0.0, 0.0]
+    assert reward.summary(rollout, scores) == {"score": 0.375, "accuracy": 0.25, "length": 2.5}
+
+
+def test_shuffled_scores_are_the_same_in_another_order() -> None:
+    scores = torch.arange(50.0)
+    shuffled = Reward().shuffle(scores)
+    assert not shuffled.equal(scores)
+    assert shuffled.sort().values.equal(scores)
+
+
+def test_roles_go_on_where_they_were_saved(case: Case, tmp_path: Path) -> None:
+    """Weights, moments of the optimizers and random numbers: the next step is the same to the last bit."""
+
+    def step(actor: Actor, critic: Critic) -> tuple[Tensor, Tensor, Rollout]:
+        critic.update(case.rollout, case.values, case.estimates, minibatch=4)
+        actor.update(case.rollout, case.log_probs, case.estimates, minibatch=4)
+        return parameters(actor.model), parameters(critic.model), actor.generate(case.rollout["problems"], 6)
+
+    step(case.actor, case.critic)
+    for saved in (case.actor, case.critic, case.reference):
+        saved.save(str(tmp_path))
+    expected = step(case.actor, case.critic)
+
+    actor = Actor(layers=2, hidden=32, heads=2, feed_forward=64, lr=1e-3, warm_up_lr=1e-2)
+    critic, reference = Critic(lr=1e-2), Reference()
+    for restored in (actor, critic, reference):
+        restored.restore(str(tmp_path))
+    found = step(actor, critic)
+    assert found[0].equal(expected[0])
+    assert found[1].equal(expected[1])
+    assert found[2]["answers"] == expected[2]["answers"]
+    assert reference.log_probs(case.rollout).equal(case.reference.log_probs(case.rollout))
+
+
+def test_a_model_from_a_folder(tmp_path: Path, problems: list[Problem]) -> None:
+    """Any causal language model of transformers, with its own tokenizer."""
+    tokenizer = character_tokenizer()
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    model = Qwen2ForCausalLM(Qwen2Config(vocab_size=len(tokenizer), tie_word_embeddings=True, **sizes, **heads))
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+
+    actor, critic, reference, reward = Actor(model=str(tmp_path)), Critic(), Reference(), Reward()
+    weights = actor.weights()
+    critic.load(weights)
+    reference.load(weights)
+    rollout = actor.generate(problems, max_new_tokens=4)
+    log_probs, values = actor.log_probs(rollout), critic.values(rollout)
+    torch.testing.assert_close(reference.log_probs(rollout), log_probs)
+    estimates = critic.advantages(rollout, reward.score(rollout), values, log_probs, log_probs)
+    before = parameters(actor.model)
+    actor.update(rollout, log_probs, estimates)
+    critic.update(rollout, values, estimates)
+    assert not parameters(actor.model).equal(before)
+    assert critic.values(rollout).ne(0).any()
+
+
+def test_the_kl_penalty_lowers_the_returns(case: Case) -> None:
+    far = case.log_probs - 1.0
+    near = case.critic.advantages(case.rollout, case.scores, case.values, case.log_probs, case.log_probs)
+    penalised = case.critic.advantages(
+        case.rollout, case.scores, case.values, case.log_probs, far, kl_coefficient=0.5, lam=1.0
+    )
+    mask = case.rollout["mask"]
+    undiscounted = maths.gae(torch.full_like(far, 0.5), torch.zeros_like(far), mask, 1.0, 1.0)[1]
+    plain = case.critic.advantages(case.rollout, case.scores, case.values, case.log_probs, case.log_probs, lam=1.0)
+    torch.testing.assert_close((plain["returns"] - penalised["returns"])[mask], undiscounted[mask])
+    assert near["advantages"][mask].mean().item() == pytest.approx(0.0, abs=1e-5)

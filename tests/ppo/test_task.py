@@ -1,0 +1,65 @@
+"""Tasks: the split, the stream, demonstrations."""
+
+from __future__ import annotations
+
+import pytest
+
+from colocate_ppo.task import Task, is_held_out
+
+SHORT = {"min_word_len": 3, "max_word_len": 4}
+
+
+def words(questions: list[str]) -> set[str]:
+    return {question.rsplit(" ", 1)[1] for question in questions}
+
+
+def test_no_held_out_word_is_ever_drawn() -> None:
+    task = Task(options=SHORT)
+    held_out = words([problem.question for problem in task.held_out(256)])
+    drawn = words([problem.question for problem in task.draw(5000)])
+    assert len(held_out) == 256
+    assert len(drawn) > 2000
+    assert not held_out & drawn
+
+
+def test_the_split_is_by_question_and_fixed() -> None:
+    """A tenth of all words: as many of the task's 3 to 5 letter words as the recipe counted."""
+    dataset = Task(options={"min_word_len": 3, "max_word_len": 5})._training
+    question = "Spell this word backward (example: sun -> nus): {}".format
+    assert len(dataset.words) == 16772
+    assert sum(is_held_out(question(word)) for word in dataset.words) == 1713
+
+
+def test_held_out_problems_are_the_same_for_every_seed() -> None:
+    first, second = Task(options=SHORT, seed=1), Task(options=SHORT, seed=2)
+    assert first.held_out(20) == second.held_out(20)
+    assert first.draw(20) != second.draw(20)
+
+
+def test_held_out_problems_end_where_there_are_no_more() -> None:
+    found = Task(options={"min_word_len": 3, "max_word_len": 3}).held_out(400)
+    assert 0 < len(found) < 400
+    assert len({problem.question for problem in found}) == len(found)
+
+
+def test_a_stream_goes_on_at_its_position() -> None:
+    whole, first, second = Task(options=SHORT), Task(options=SHORT), Task(options=SHORT)
+    head = [*first.demonstrate(7, flawed=0.5), *first.draw(5)]
+    second.position = first.position
+    assert [*whole.demonstrate(7, flawed=0.5), *whole.draw(5), *whole.draw(9)] == [*head, *second.draw(9)]
+
+
+@pytest.mark.parametrize("flawed", [0.0, 0.7, 1.0])
+def test_so_many_demonstrations_are_wrong_on_purpose(flawed: float) -> None:
+    shown = Task().demonstrate(1000, flawed)
+    right = [problem.answer == problem.entry["answer"] for problem in shown]
+    # A palindrome or a word in alphabetical order comes out right in spite of it.
+    assert 1 - sum(right) / len(right) == pytest.approx(flawed, abs=0.05)
+    assert all(sorted(problem.answer) == sorted(problem.entry["answer"]) for problem in shown)
+
+
+def test_other_tasks_are_selected_by_name_and_options() -> None:
+    task = Task("chain_sum", {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1})
+    (problem,) = task.draw(1)
+    assert problem.entry["metadata"]["source_dataset"] == "chain_sum"
+    assert problem.answer.lstrip("-").isdigit()
