@@ -62,7 +62,7 @@ def _to_device(value: Any, device: str | None) -> Any:
 
 def _owned(body: Any, device: str | None) -> Any:
     # In one process the buffers of a packed value are still the sender's memory.
-    return wire.unpack(wire.Packed(body.data, tuple(bytearray(buffer) for buffer in body.buffers)), device)
+    return wire.unpack(wire.Packed(body.data, tuple(memoryview(bytearray(b)) for b in body.buffers)), device)
 
 
 BY_VALUE = Codec("value", wire.pack, wire.unpack)

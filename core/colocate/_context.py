@@ -75,10 +75,12 @@ class Context:
     seed: int
     meshes: Mapping[str, MeshPlace]
     hosted: bool = True
-    _device: str = "cpu"
-    _siblings: Mapping[str, object] = attrs.field(factory=dict)
-    _process_group: Callable[[Context, str | None], ProcessGroup] | None = None
-    _report: Callable[[Context, int, int | None], None] | None = None
+    _device: str = attrs.field(default="cpu", alias="device")
+    _siblings: Mapping[str, object] = attrs.field(factory=dict, alias="siblings")
+    _process_group: Callable[[Context, str | None], ProcessGroup] | None = attrs.field(
+        default=None, alias="process_group"
+    )
+    _report: Callable[[Context, int, int | None], None] | None = attrs.field(default=None, alias="report")
     _generator: torch.Generator | None = attrs.field(default=None, init=False)
     last_call: CallState = attrs.field(factory=CallState, init=False)
 

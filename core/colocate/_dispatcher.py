@@ -1,4 +1,4 @@
-"""The runtime's dispatcher: one thread for callbacks and timers, so that neither runs on a worker's or an I/O thread."""
+"""The runtime's dispatcher: one thread for callbacks and timers, which so never run on a worker's or I/O thread."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Dispatcher:
     """Runs jobs soon or later, in order, on one thread."""
 
     def __init__(self, name: str) -> None:
-        self._jobs: deque[Callable[[], None]] = deque()
+        self._jobs: deque[Callable[[], object]] = deque()
         self._timers: list[tuple[float, int, Timer]] = []
         self._order = itertools.count()
         self._news = threading.Condition()
@@ -36,7 +36,7 @@ class Dispatcher:
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._thread.start()
 
-    def soon(self, job: Callable[[], None]) -> None:
+    def soon(self, job: Callable[[], object]) -> None:
         """Run a job as soon as the earlier ones are done."""
         with self._news:
             self._jobs.append(job)
@@ -68,7 +68,7 @@ class Dispatcher:
                 sys.excepthook(type(error), error, error.__traceback__)
             del job
 
-    def _next(self) -> Callable[[], None] | None:
+    def _next(self) -> Callable[[], object] | None:
         with self._news:
             while True:
                 if self._jobs:

@@ -118,11 +118,11 @@ def _label(data: dict[str, Any]) -> str:
 
 
 def _size(count: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            break
+    units = ["B", "KiB", "MiB", "GiB"]
+    while count >= 1024 and len(units) > 1:
         count /= 1024
-    return f"{count:.1f} {unit}" if unit != "B" else f"{count:.0f} B"
+        del units[0]
+    return f"{count:.0f} B" if units[0] == "B" else f"{count:.1f} {units[0]}"
 
 
 def _tree(data: dict[str, Any], lead: str, branch: str) -> Iterator[str]:

@@ -1,8 +1,8 @@
 """Order and the hold, the driver's half: one total order of a group's calls, and what follows when one of them fails.
 
-After a failure no rank takes up a further call until all are back (see `worker/lane.py` for their half). Then the failed
-call is withdrawn from the ranks that had not begun it, and so is any later one that failed on a rank which had begun it;
-everything else goes on. A rank that doesn't come back within the grace period fails the group.
+After a failure no rank takes up a further call until all are back (see `worker/lane.py` for their half). Then the
+failed call is withdrawn from the ranks that had not begun it, and so is any later one that failed on a rank which had
+begun it; everything else goes on. A rank that doesn't come back within the grace period fails the group.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import attrs
@@ -75,7 +76,7 @@ class PendingCall(Call[Any]):
         if self.dispatcher is None:
             callback(self)
         else:
-            self.dispatcher.soon(lambda: callback(self))
+            self.dispatcher.soon(partial(callback, self))
 
     def index_of(self, slot: int) -> int:
         """The index among its ranks of the rank on a slot."""
@@ -101,9 +102,11 @@ class Link(Protocol):
 
     def node(self, slot: int) -> str:
         """The node of a slot."""
+        ...
 
     def live(self) -> list[int]:
         """The slots whose workers run."""
+        ...
 
     def fail(self, error: ColocateError) -> None:
         """The group can't go on."""

@@ -125,6 +125,10 @@ class Owned:
                 borrowers=tuple(found),
             )
 
+    def close_for(self, by: str | None, grace: float, force: bool) -> None:
+        """Close it on behalf of `by` (None: of its caller); each kind says how."""
+        raise TypeError(f"a {self.kind} is closed by its owner")
+
     def describe(self) -> dict[str, Any]:
         """What the graph shows of it."""
         return {

@@ -162,8 +162,8 @@ class Pool(Owned):
             if busy:
                 index, holder = next(iter(busy.items()))
                 raise ColocateError(
-                    f"slot {index} of pool {self.name!r} is taken by group {holder!r}: a slot takes one group at a time. "
-                    "Put the roles into one group, close the other one, or spawn on a part: pool[a:b].spawn(...)"
+                    f"slot {index} of pool {self.name!r} is taken by group {holder!r}: a slot takes one group at a "
+                    "time. Put the roles into one group, close the other one, or spawn on a part: pool[a:b].spawn(...)"
                 )
             chosen = self.runtime.group_name(name)
             group = ColocatedGroup(self, [self.places[index] for index in indices], declared, chosen)

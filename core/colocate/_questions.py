@@ -27,7 +27,7 @@ class Questions:
             worker.send(("answer", token, answer, error))
 
         if what == "locate":
-            self._locate(*details, tell)
+            self._locate(details[0], details[1], tell)
             return
         with self._group.order.lock:
             if what == "post":

@@ -117,7 +117,8 @@ def check_role(name: str, cls: type) -> Mapping[str, MethodSpec]:
     methods = methods_of(cls)
     if not methods:
         raise ConfigError(
-            f"role {name!r}: {cls.__module__}.{cls.__qualname__} has no role methods; decorate one with @colocate.method"
+            f"role {name!r}: {cls.__module__}.{cls.__qualname__} has no role methods; decorate one with "
+            "@colocate.method"
         )
     return methods
 

@@ -78,7 +78,7 @@ class RunFolder:
     def append(self, row: Mapping[str, Any]) -> None:
         """Add one object to metrics.jsonl. JSON has no NaN and no infinity: they become null."""
         with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(_finite(row), allow_nan=False) + "\n")
+            file.write(json.dumps(finite(row), allow_nan=False) + "\n")
 
     def rewind(self, step: int) -> list[dict[str, Any]]:
         """Take out of metrics.jsonl what comes after a step, and return the rest."""
@@ -124,9 +124,12 @@ class RunFolder:
             shutil.rmtree(path)
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """The value as JSON can say it, which has no NaN and no infinity: they become null."""
     if isinstance(value, Mapping):
-        return {key: _finite(each) for key, each in value.items()}
+        return {key: finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -23,6 +23,7 @@ from colocate._pool import Pool, close_children
 from colocate._records import Observers
 from colocate._slow import SlowCalls
 from colocate.config.arguments import arguments_of
+from colocate.config.values import path_text
 from colocate.errors import CapabilityError, ConfigError, Mistake
 from colocate.executor import Executor, OwnProcess, Request
 
@@ -59,7 +60,7 @@ def _connected(name: str, cls: type[Executor], options: dict[str, Any]) -> Execu
         options.pop("strict", None)  # its workers are processes, where everything goes through the wire format anyway
     problems = list(accepted.problems(options))
     if problems:
-        mistakes = tuple(Mistake(".".join(p.path), None, p.message, p.nearest) for p in problems)
+        mistakes = tuple(Mistake(path_text(p.place), None, p.message, p.nearest) for p in problems)
         raise ConfigError(f"connect({name!r}, ...): the options don't fit", mistakes=mistakes)
     return cls.connect(**options)
 

@@ -41,11 +41,9 @@ class RoleInfo:
     slots: tuple[int, ...] | range
     meshes: Mapping[str, Mesh]
     origin: str
-    ranks: Ranks = attrs.field(init=False)
-
-    @ranks.default
-    def _ranks(self) -> Ranks:
-        return Ranks(len(self.slots), self.meshes)
+    ranks: Ranks = attrs.field(
+        init=False, default=attrs.Factory(lambda self: Ranks(len(self.slots), self.meshes), takes_self=True)
+    )
 
     @property
     def slots_short(self) -> tuple[int, ...] | int:
@@ -164,8 +162,8 @@ class ViewCall:
         group.check()
         if (inside := _context.current()) is not None and inside.hosted:
             raise ColocateError(
-                f"role {inside.role!r} called {self._label} of group {group.name!r} from inside a worker: it would wait "
-                "for a lane that waits for it. Call it from the driver, or use ctx.sibling(...) for a role of this slot"
+                f"role {inside.role!r} called {self._label} of group {group.name!r} from inside a worker: it would "
+                "wait for a lane that waits for it. Call it from the driver, or use ctx.sibling(...) for a role of this slot"
             )
         arguments = spec.bind(args, kwargs)
         uses: list[Reference] = []

@@ -110,7 +110,8 @@ class Workforce:
     def _late(self, worker: Worker) -> ColocateError:
         what = "did not start" if worker.hello is None else "did not construct its roles"
         return RoleError(
-            f"worker {worker.slot} of group {self._group.name!r} (node {worker.boot.node}, pid {worker.pid}) {what} in time",
+            f"worker {worker.slot} of group {self._group.name!r} (node {worker.boot.node}, pid {worker.pid}) "
+            f"{what} in time",
             group=self._group.name,
             rank=worker.slot,
             node=worker.boot.node,
@@ -218,8 +219,8 @@ class Workforce:
         answered.wait()
         return [
             RoleError(
-                f"worker {w.slot} of group {self._group.name!r} (pid {w.pid}) did not end within {grace:g} s and was ended; "
-                f"it was here:\n{told.get(w.slot, 'no answer (the GIL may be held)')}",
+                f"worker {w.slot} of group {self._group.name!r} (pid {w.pid}) did not end within {grace:g} s and was "
+                f"ended; it was here:\n{told.get(w.slot, 'no answer (the GIL may be held)')}",
                 group=self._group.name,
                 rank=w.slot,
                 node=w.boot.node,

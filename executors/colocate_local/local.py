@@ -18,7 +18,7 @@ class Local(Executor):
     variants: ClassVar[dict[str, str]] = {"OwnProcess": "local with processes=True"}
 
     @classmethod
-    def connect(
+    def connect(  # type: ignore[override]  # its options are the user's to see
         cls,
         *,
         processes: bool = False,

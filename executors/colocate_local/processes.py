@@ -179,7 +179,8 @@ class ProcessHost(Host):
 
     def _ended(self) -> None:
         process, lane = self._process, self._lane
-        assert process is not None and lane is not None
+        assert process is not None
+        assert lane is not None
         code = process.wait()
         self._hub.unwatch(self._pidfd)
         os.close(self._pidfd)

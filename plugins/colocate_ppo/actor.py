@@ -56,11 +56,10 @@ class Actor(Role):
         if model is None:
             self.tokenizer = character_tokenizer(phrases)
             config = small_llama(self.tokenizer, layers, hidden, heads, feed_forward)
-            self.model = scratch_model(config, self.ctx.generator)
+            self.model = scratch_model(config, self.ctx.generator, self.ctx.device)
         else:
             self.tokenizer = pretrained_tokenizer(model)
-            self.model = pretrained_model(model)
-        self.model.to(self.ctx.device)
+            self.model = pretrained_model(model, self.ctx.device)
         self.learner = parallel.Learner(self.model, lr, max_grad_norm)
         self.imitator = parallel.Learner(self.model, warm_up_lr, max_grad_norm)
 

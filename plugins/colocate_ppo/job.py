@@ -181,7 +181,7 @@ def train(
             with run.timed("evaluate"):
                 metrics |= team.evaluate(held_out, max_new_tokens)
         run.log(progress.step, **metrics, **learned)
-        if progress.step % checkpoint_every == 0:
+        if progress.step % checkpoint_every == 0 and progress.step < steps:
             checkpoint()
 
     checkpoint()

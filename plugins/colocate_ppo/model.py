@@ -47,20 +47,20 @@ def small_llama(
     )
 
 
-def scratch_model(config: PreTrainedConfig, generator: torch.Generator) -> PreTrainedModel:
+def scratch_model(config: PreTrainedConfig, generator: torch.Generator, device: torch.device) -> PreTrainedModel:
     """A causal language model with random weights, all of which come from `generator`."""
-    model = AutoModelForCausalLM.from_config(config)
+    model = _empty(AutoModelForCausalLM, config)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:  # the others are norms and biases, which start at one and zero
                 parameter.copy_(torch.randn(parameter.shape, generator=generator, device=generator.device))
                 parameter.mul_(getattr(config, "initializer_range", 0.02))
-    return _ready(model)
+    return _ready(model, device)
 
 
-def pretrained_model(name: str) -> PreTrainedModel:
+def pretrained_model(name: str, device: torch.device) -> PreTrainedModel:
     """The causal language model of a hub id or a local folder, in float32."""
-    return _ready(AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32))
+    return _ready(AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32), device)
 
 
 def weights_of(model: PreTrainedModel) -> Weights:
@@ -69,11 +69,11 @@ def weights_of(model: PreTrainedModel) -> Weights:
     return {"config": model.config.to_dict(), "state": state}
 
 
-def model_from(weights: Weights) -> PreTrainedModel:
+def model_from(weights: Weights, device: torch.device) -> PreTrainedModel:
     """A model with a copy of these weights."""
-    model = AutoModelForCausalLM.from_config(config_from(weights["config"]))
+    model = _empty(AutoModelForCausalLM, config_from(weights["config"]))
     model.load_state_dict(weights["state"])
-    return _ready(model)
+    return _ready(model, device)
 
 
 class ValueModel(nn.Module):
@@ -81,7 +81,7 @@ class ValueModel(nn.Module):
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__()
-        self.backbone: PreTrainedModel = AutoModel.from_config(config)
+        self.backbone = _empty(AutoModel, config)
         self.head = nn.Linear(config.hidden_size, 1, bias=False)
         nn.init.zeros_(self.head.weight)
         self.eval()
@@ -150,6 +150,13 @@ def config_from(fields: Mapping[str, Any]) -> PreTrainedConfig:
     return AutoConfig.for_model(others.pop("model_type"), **others)
 
 
-def _ready(model: PreTrainedModel) -> PreTrainedModel:
+def _empty(kind: Any, config: PreTrainedConfig) -> PreTrainedModel:
+    model: PreTrainedModel = kind.from_config(config)
+    return model
+
+
+def _ready(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
     # Without dropout: PPO compares log-probabilities of the same weights, which must be the same numbers.
-    return model.eval()
+    module: nn.Module = model
+    module.to(device).eval()
+    return model

@@ -82,7 +82,7 @@ class Learner:
             The norm of the gradient before clipping.
         """
         self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        torch.autograd.backward(loss)
         if ctx.world_size > 1:
             _sum_gradients(ctx, self.parameters)
         norm = nn.utils.clip_grad_norm_(self.parameters, self.max_norm)
@@ -97,7 +97,7 @@ def _sum_gradients(ctx: Context, parameters: Iterable[Tensor]) -> None:
     gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
     flat = torch.cat([gradient.flatten() for gradient in gradients])
     dist.all_reduce(flat, group=ctx.process_group())
-    parts = flat.split([gradient.numel() for gradient in gradients])
+    parts = torch.split(flat, [gradient.numel() for gradient in gradients])
     for parameter, part in zip(parameters, parts, strict=True):
         parameter.grad = part.view_as(parameter)
 

@@ -17,7 +17,7 @@ class Reference(Role):
     @method
     def load(self, weights: Weights) -> None:
         """Become a copy of these weights."""
-        self.model = model_from(weights).to(self.ctx.device).requires_grad_(False)
+        self.model = model_from(weights, self.ctx.device).requires_grad_(False)
 
     @method(dispatch=Scatter("rollout"), collect=Concat())
     @torch.no_grad()
@@ -41,4 +41,5 @@ class Reference(Role):
     @method
     def restore(self, directory: str) -> None:
         """Go on where `save` was called."""
-        self.load(checkpoint.restore(self.ctx, directory))
+        state = checkpoint.restore(self.ctx, directory)
+        self.load({"config": state["config"], "state": state["state"]})

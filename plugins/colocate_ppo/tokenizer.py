@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -12,7 +12,7 @@ _SPECIAL = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "u
 _CHARACTERS = "\n" + " " + string.ascii_letters + string.digits + string.punctuation
 
 
-def character_tokenizer(phrases: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+def character_tokenizer(phrases: Sequence[str] = ()) -> PreTrainedTokenizerBase:
     """A tokenizer with a token for each printable ASCII character and the newline.
 
     Args:
@@ -21,7 +21,8 @@ def character_tokenizer(phrases: Sequence[str] = ()) -> PreTrainedTokenizerFast:
     vocabulary = {token: index for index, token in enumerate([*_SPECIAL.values(), *_CHARACTERS])}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=_SPECIAL["unk_token"]))
     backend.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, padding_side="left", **_SPECIAL)
+    make: Callable[..., PreTrainedTokenizerBase] = PreTrainedTokenizerFast
+    tokenizer = make(tokenizer_object=backend, padding_side="left", **_SPECIAL)
     tokenizer.add_tokens([AddedToken(phrase, normalized=False) for phrase in phrases])
     return tokenizer
 

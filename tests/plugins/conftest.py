@@ -3,7 +3,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
 from tests.distributions.install import Installed
 
 

@@ -75,8 +75,7 @@ def test_a_reference_needs_no_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "role 'my_roles:Outr': module my_roles has no 'Outr'; did you mean 'Outer'?"
     )
     assert message(find_role("my_rolls:Mine").load) == (
-        "role 'my_rolls:Mine': module my_rolls can't be imported: "
-        "ModuleNotFoundError: No module named 'my_rolls'"
+        "role 'my_rolls:Mine': module my_rolls can't be imported: ModuleNotFoundError: No module named 'my_rolls'"
     )
 
 
@@ -175,8 +174,7 @@ class TestMessages:
     def test_a_hook_without_its_marker(self, with_distributions: Put) -> None:
         with_distributions("broken")
         assert message(lambda: find_role("unmarked.reward")) == (
-            "the role plugin 'unmarked' (broken 0.1) has colocate_roles(), "
-            "but it isn't marked with @colocate.hookimpl"
+            "the role plugin 'unmarked' (broken 0.1) has colocate_roles(), but it isn't marked with @colocate.hookimpl"
         )
 
     def test_a_plugin_without_hooks(self, with_distributions: Put) -> None:

@@ -97,7 +97,7 @@ def test_unbiased_estimators_average_to_the_divergence(estimator: maths.KlEstima
 
 
 def test_an_unknown_estimator_is_refused_with_those_there_are() -> None:
-    with pytest.raises(ValueError, match="'k4'.*k1, k2 and k3"):
+    with pytest.raises(ValueError, match=r"'k4'.*k1, k2 and k3"):
         maths.kl_estimate(torch.zeros(1, 1), torch.zeros(1, 1), "k4")  # type: ignore[arg-type]
 
 

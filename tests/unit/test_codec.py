@@ -198,7 +198,7 @@ class Frozen:
         (lambda t: TensorDict({"x": t, "sub": {"y": t[:2]}}, batch_size=[]), lambda v: v["x"]),
         (lambda t: TensorDict({"x": t}, batch_size=[]).lock_(), lambda v: v["x"]),
         (lambda t: functools.partial(max, t), lambda v: v.args[0]),
-        (lambda t: (lambda: t), lambda v: v()),
+        (lambda t: lambda: t, lambda v: v()),
     ],
     ids=["object", "dataclass", "attrs", "TensorDict", "locked TensorDict", "partial", "closure"],
 )
@@ -310,7 +310,7 @@ def test_plain_values(value: Any) -> None:
 
 def test_code_of_a_script_goes_by_value() -> None:
     namespace: dict[str, Any] = {"__name__": "__main__"}
-    exec("class Local:\n    def double(self, x):\n        return helper(x)\ndef helper(x):\n    return 2 * x", namespace)
+    exec("class Local:\n def double(self, x):\n  return helper(x)\ndef helper(x):\n return 2 * x", namespace)
     packed = pack(namespace["Local"]())
     code = f"import pickle; print(pickle.loads({packed.data!r}).double(21))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "42\n"
@@ -365,8 +365,11 @@ def fault(value: Any) -> SerializationError:
         (lambda lock: Slotted(Slotted(lock)), "batch.part.part"),
         (lambda lock: {lock: 1}, "batch.keys()[0]"),
         (lambda lock: with_closure(lock), "batch.__closure__['lock']"),
-        (lambda lock: functools.partial(max, 1, lock), "batch"),
-        (lambda lock: TensorDict({"x": torch.ones(2)}, []).set_non_tensor("thing", lock), "batch"),
+        (lambda lock: functools.partial(max, 1, lock), "batch.__reduce__()[2][1][1]"),
+        (
+            lambda lock: TensorDict({"x": torch.ones(2)}, []).set_non_tensor("thing", lock),
+            "batch._tensordict['thing'].",
+        ),
     ],
 )
 def test_explain_finds_the_deepest_fault(make: Callable[[Any], Any], path: str) -> None:

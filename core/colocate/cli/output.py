@@ -12,6 +12,7 @@ from typing import Any
 import attrs
 from rich.text import Text
 
+from colocate._run_folder import finite
 from colocate._screen import console
 from colocate.config import Config, load_config
 from colocate.errors import ColocateError, ConfigError
@@ -67,5 +68,5 @@ def error_data(error: ColocateError) -> dict[str, Any]:
 
 def print_json(data: Any) -> None:
     """One JSON value on standard output."""
-    sys.stdout.write(json.dumps(data, indent=2, default=str) + "\n")
+    sys.stdout.write(json.dumps(finite(data), indent=2, default=str, allow_nan=False) + "\n")
     sys.stdout.flush()

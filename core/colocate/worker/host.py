@@ -1,8 +1,8 @@
-"""The worker: receives messages, constructs roles, runs their methods on the lane, and answers. The same on every executor.
+"""The worker: receives messages, constructs roles, runs their methods on the lane, answers. The same everywhere.
 
-Messages are `(head, body)`; a head's first item says what it is. To the worker: build, call, free, hold, resume, cancel,
-stack, fetch, listen, answer, close. From it: hello, done, failed, held, alive, stacks, fetched, address, ask, progress,
-closed.
+Messages are `(head, body)`; a head's first item says what it is. To the worker: build, call, free, hold, resume,
+cancel, stack, fetch, listen, answer, close. From it: hello, done, failed, held, alive, stacks, fetched, address, ask,
+progress, closed.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ class WorkerHost:
     # -- what the lane and roles ask the driver
 
     def ask(self, *question: Any) -> Any:
-        """Ask the driver something and wait. Raises ColocateError with its words, or when a hold or the end breaks it."""
+        """Ask the driver something and wait; ColocateError says its refusal, or what broke the wait (a hold, the end)."""
         token = next(self._tokens)
         waiting: Future[Any] = Future()
         self._asks[token] = waiting

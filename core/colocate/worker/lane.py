@@ -21,7 +21,7 @@ from colocate._context import CallState
 
 @attrs.define(eq=False)
 class Work:
-    """One call for the lane. `run` returns True when it went well; for an async method it returns a coroutine of that."""
+    """One call for the lane. `run` says whether it went well; for an async method it returns a coroutine of that."""
 
     seq: int
     run: Callable[[Work], bool | Coroutine[Any, Any, bool]]

@@ -13,6 +13,7 @@ import platform
 import signal
 import socket
 import sys
+from functools import partial
 from typing import Any
 
 from colocate import wire
@@ -71,9 +72,13 @@ def start(boot: Boot, strict: bool, lane: wire.SocketLane, hub: wire.Hub) -> Wor
         lane.drain(1.0)
         hub.close()
 
-    host = WorkerHost(boot, BY_VALUE, lane.send, ChannelPeers, strict=strict, on_end=leave)
+    host = WorkerHost(boot, BY_VALUE, partial(_say, lane), ChannelPeers, strict=strict, on_end=leave)
     lane.send(("hello", hello()))
     return host
+
+
+def _say(lane: wire.SocketLane, head: tuple[Any, ...], body: Any) -> None:
+    lane.send(head, body)
 
 
 def hello() -> dict[str, Any]:

@@ -85,7 +85,7 @@ class ProcessGroups:
 
     def _store(self, dist: Any, board: str, index: int, members: int) -> Any:
         if members == 1:
-            return dist.HashStore()
+            return _hash_store()
         if index == 0:
             listener = socket.create_server((_address(), 0))
             host, port = listener.getsockname()[:2]
@@ -141,7 +141,7 @@ def single_rank_group() -> ProcessGroup:
 
     with _alone_lock:
         if not _alone:
-            _alone.append(_new_group(dist, dist.HashStore(), 0, 1, "colocate/alone", "gloo"))
+            _alone.append(_new_group(dist, _hash_store(), 0, 1, "colocate/alone", "gloo"))
         return _alone[0]
 
 
@@ -188,6 +188,12 @@ def _forget(made: _Made) -> None:
         table.pop(made.group, None)
     for tag, tagged in list(world.tags_to_pg.items()):
         world.tags_to_pg[tag] = [group for group in tagged if group is not made.group]
+
+
+def _hash_store() -> Any:
+    from torch.distributed import distributed_c10d as c10d
+
+    return c10d.HashStore()  # type: ignore[attr-defined]  # torch has it here without saying so
 
 
 def _address() -> str:

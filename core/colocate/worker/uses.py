@@ -22,7 +22,7 @@ from colocate.errors import DispatchError
 
 @attrs.frozen(eq=False)
 class Source:
-    """A resident as others know it: where its parts lie and how they make up the value. Small, whatever the group's size.
+    """A resident as others know it: where its parts lie and how they make up the value. Small in groups of any size.
 
     Attributes:
         key: Its id, unique in the runtime.
