@@ -21,13 +21,13 @@ import attrs
 from colocate._calls import CallLog, Span, Total
 from colocate._plugins import find_job
 from colocate._run_folder import RunFolder
-from colocate._screen import Screen
 from colocate.config.schema import Config
 from colocate.errors import ConfigError
 
 if TYPE_CHECKING:
     from colocate._group import ColocatedGroup
     from colocate._runtime import Runtime
+    from colocate._screen import Screen
 
 Row = Mapping[str, Any]
 
