@@ -1,0 +1,303 @@
+"""Who may connect: only those that know the key, and nobody can hold up the others."""
+
+from __future__ import annotations
+
+import errno
+import os
+import queue
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+
+from colocate.errors import ClosedError
+from colocate.wire import Hub, Listener, connect, listen, new_key
+from colocate.wire import auth as auth_module
+from colocate.wire import hub as hub_module
+from colocate.wire.auth import Kind, dial
+
+KEY, OTHER = new_key(), new_key()
+KINDS: list[Kind] = ["unix", "tcp"]
+WAIT_S = 20  # How long a test waits for what should come at once.
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    threads, files = set(threading.enumerate()), sorted(os.listdir("/proc/self/fd"))
+    yield
+    assert set(threading.enumerate()) == threads
+    assert sorted(os.listdir("/proc/self/fd")) == files
+
+
+class Server:
+    """A hub that puts every authenticated connection into a queue."""
+
+    def __init__(self, kind: Kind, listener: Listener | None = None) -> None:
+        self.accepted: queue.Queue[socket.socket] = queue.Queue()
+        listener = listener or listen(kind)
+        self.address = listener.address
+        self.hub = Hub("test")
+        self.hub.listen(listener, KEY, self.accepted.put)
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self.hub.close(WAIT_S)
+
+    def works(self) -> bool:
+        with connect(self.address, KEY) as there, self.accepted.get(timeout=WAIT_S) as here:
+            there.sendall(b"hello")
+            here.settimeout(WAIT_S)
+            return here.recv(5) == b"hello"
+
+
+@pytest.fixture(params=KINDS)
+def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    with Server(request.param) as server:
+        yield server
+
+
+def strangers(server: Server, count: int) -> list[socket.socket]:
+    return [dial(server.address, WAIT_S) for _ in range(count)]
+
+
+def is_turned_away(sock: socket.socket) -> bool:
+    """Whether the other side closes, after the greeting that everyone gets."""
+    sock.settimeout(WAIT_S)
+    try:
+        while sock.recv(1000):
+            pass
+    except ConnectionResetError:
+        pass
+    return True
+
+
+def test_the_right_key_connects(server: Server) -> None:
+    assert server.works()
+    assert server.works()
+
+
+def test_another_key_is_refused_and_says_so(server: Server) -> None:
+    with pytest.raises(ConnectionRefusedError, match="the keys differ"):
+        connect(server.address, OTHER)
+    assert server.accepted.empty()
+    assert server.works()
+
+
+def test_a_key_has_one_size(server: Server) -> None:
+    with pytest.raises(ValueError, match="32 bytes"):
+        connect(server.address, b"short")
+    assert server.works()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_who_listens_must_know_the_key_too(kind: Kind) -> None:
+    """An impostor can relay nothing: it gets a proof, but has none to give."""
+    listener = listen(kind)
+    seen = bytearray()
+
+    def impostor() -> None:
+        sock = wait_accept(listener)
+        with sock:
+            sock.sendall(auth_module._GREETING + bytes(32))
+            while len(seen) < 64:
+                seen.extend(sock.recv(64))
+            sock.sendall(seen[32:])  # The dialler's own proof, reflected.
+
+    thread = threading.Thread(target=impostor)
+    thread.start()
+    with pytest.raises(ConnectionRefusedError, match="doesn't know the key"):
+        connect(listener.address, KEY)
+    thread.join()
+    listener.close()
+    assert KEY not in seen
+
+
+def wait_accept(listener: Listener) -> socket.socket:
+    listener._sock.settimeout(WAIT_S)
+    sock = listener.accept()
+    assert sock is not None
+    sock.settimeout(WAIT_S)
+    return sock
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [b"", b"x", b"GET / HTTP/1.1\r\n\r\n", bytes(64), b"\x80\x05cos\nsystem\n." * 100, os.urandom(5000)],
+    ids=["nothing", "a byte", "http", "zeros", "a pickle", "noise"],
+)
+def test_a_stranger_is_turned_away_and_its_bytes_are_never_unpickled(
+    server: Server, garbage: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: Any, **__: Any) -> None:
+        raise AssertionError("unpickled a stranger's bytes")
+
+    monkeypatch.setattr("pickle.loads", never)
+    with dial(server.address, WAIT_S) as stranger:
+        try:
+            stranger.sendall(garbage)
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+        assert server.works()
+        if len(garbage) >= 64:
+            assert is_turned_away(stranger)
+    assert server.works()
+    assert server.accepted.empty()
+
+
+def test_a_replayed_proof_is_worthless(server: Server) -> None:
+    """What a successful dialler said doesn't work a second time: the listener's nonce is new."""
+    said = bytearray()
+    with dial(server.address, WAIT_S) as sock:
+        spy = Spy(sock, said)
+        auth_module.prove(spy, server.address, KEY, WAIT_S)  # type: ignore[arg-type]
+        server.accepted.get(timeout=WAIT_S).close()
+    with dial(server.address, WAIT_S) as sock:
+        sock.sendall(said)
+        assert is_turned_away(sock)
+    assert server.accepted.empty()
+
+
+class Spy:
+    def __init__(self, sock: socket.socket, said: bytearray) -> None:
+        self._sock, self._said = sock, said
+
+    def sendall(self, data: bytes) -> None:
+        self._said += data
+        self._sock.sendall(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sock, name)
+
+
+def test_silent_strangers_hold_up_nobody(server: Server) -> None:
+    crowd = strangers(server, 3 * hub_module._HANDSHAKES)
+    assert server.works()
+    # Only so many are kept; the oldest had to go.
+    assert all(is_turned_away(sock) for sock in crowd[: hub_module._HANDSHAKES])
+    for sock in crowd:
+        sock.close()
+    assert server.works()
+
+
+def test_a_silent_stranger_is_dropped_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_module, "_HANDSHAKE_S", 0.05)
+    with Server("unix") as server, dial(server.address, WAIT_S) as first, dial(server.address, WAIT_S) as second:
+        assert is_turned_away(first)
+        assert is_turned_away(second)
+        assert server.works()
+
+
+def test_no_free_descriptor_only_delays(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Starved(Listener):
+        refusals = 2
+
+        def accept(self) -> socket.socket | None:
+            if self.refusals:
+                self.refusals -= 1
+                raise OSError(errno.EMFILE, "Too many open files")
+            return super().accept()
+
+    monkeypatch.setattr(hub_module, "_PAUSE_S", 0.01)
+    listener = listen("unix")
+    with Server("unix", Starved(listener._sock, listener.address)) as server:
+        assert server.works()
+
+
+def test_another_users_process_is_not_talked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Server("unix") as server:
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+        with dial(server.address, WAIT_S) as stranger:
+            assert stranger.recv(1) == b""  # Not even a greeting.
+        with pytest.raises(ConnectionRefusedError, match="another user's"):
+            connect(server.address, KEY)
+        monkeypatch.undo()
+        assert server.works()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nobody_listens(kind: Kind) -> None:
+    listener = listen(kind)
+    listener.close()
+    with pytest.raises(ConnectionRefusedError, match=f"nobody listens at {kind}:"):
+        connect(listener.address, KEY)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_listener_that_never_answers(kind: Kind) -> None:
+    late = pytest.raises(TimeoutError, match="accepted the connection but didn't answer in time")
+    with closing(listen(kind)) as listener, late:
+        connect(listener.address, KEY, timeout=0.05)
+
+
+def test_a_full_queue_is_a_timeout_not_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auth_module, "_BACKLOG", 0)
+    late = pytest.raises(TimeoutError, match="didn't accept a connection")
+    with closing(listen("unix")) as listener, dial(listener.address, WAIT_S), late:
+        connect(listener.address, KEY, timeout=0.05)
+
+
+def test_something_else_listens() -> None:
+    listener = listen("tcp")
+
+    def greet() -> None:
+        with wait_accept(listener) as sock:
+            sock.sendall(b"220 mail.example.org ESMTP ready, and a good deal more to say")
+
+    thread = threading.Thread(target=greet)
+    thread.start()
+    with pytest.raises(ConnectionRefusedError, match="doesn't speak this version"):
+        connect(listener.address, KEY)
+    thread.join()
+    listener.close()
+
+
+def test_wrong_addresses_and_kinds() -> None:
+    with pytest.raises(ValueError, match="is no address"):
+        connect("http://example.org", KEY)
+    with pytest.raises(ValueError, match="'unix' or 'tcp'"):
+        listen("pipe")  # type: ignore[arg-type]
+
+
+def test_an_address_leaves_nothing_behind() -> None:
+    with Server("unix") as server:
+        assert server.works()
+        name = server.address.removeprefix("unix:")
+        assert not os.path.exists(name)
+        with open("/proc/net/unix") as table:
+            assert f"@{name}" in table.read()
+    with open("/proc/net/unix") as table:
+        assert name not in table.read()
+
+
+def test_an_on_accept_that_raises_closes_only_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    reported: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", reported.append)
+    listener = listen("unix")
+    hub = Hub("test")
+    calls = iter([True, False])
+    good: queue.Queue[socket.socket] = queue.Queue()
+
+    def on_accept(sock: socket.socket) -> None:
+        if next(calls):
+            raise KeyError("no room")
+        good.put(sock)
+
+    hub.listen(listener, KEY, on_accept)
+    with connect(listener.address, KEY) as first:
+        assert is_turned_away(first)
+    with connect(listener.address, KEY):
+        good.get(timeout=WAIT_S).close()
+    assert hub.close(WAIT_S)
+    assert [hook.exc_type for hook in reported] == [KeyError]
+
+
+def test_a_closed_hub_listens_no_more() -> None:
+    hub = Hub("test")
+    assert hub.close()
+    with closing(listen()) as listener, pytest.raises(ClosedError, match="serves nothing any more"):
+        hub.listen(listener, KEY, lambda sock: None)

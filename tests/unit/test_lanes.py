@@ -1,0 +1,635 @@
+"""Messages between two ends: whole, in order, in memory of the receiver's own, and without ever blocking a sender."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from colocate.errors import ClosedError
+from colocate.wire import Frame, Hub, Packed, SocketLane, encode, framing, memory, pack, unpack
+from colocate.wire.framing import FILE_BYTES, Reader, Sending
+
+WAIT_S = 20  # How long a test waits for what should come at once.
+KINDS = ["unix", "tcp"]
+LARGE = FILE_BYTES // 2  # int64 elements: travels as a file where it can
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    threads, before = set(threading.enumerate()), resources()
+    yield
+    assert set(threading.enumerate()) == threads
+    if resources() != before:
+        gc.collect()  # A failed or exceptional path may have left a cycle.
+    assert resources() == before
+
+
+def resources() -> tuple[list[str], int]:
+    """The open descriptors, and how many mappings of message memory there are."""
+    with open("/proc/self/maps") as maps:
+        return sorted(os.listdir("/proc/self/fd")), maps.read().count("memfd:colocate")
+
+
+def socket_pair(kind: str) -> tuple[socket.socket, socket.socket]:
+    if kind == "unix":
+        return socket.socketpair()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        one = socket.create_connection(server.getsockname())
+        return one, server.accept()[0]
+
+
+class End:
+    """One end of a connection: what it receives goes into a queue, and its end into another."""
+
+    def __init__(self, hub: Hub, sock: socket.socket) -> None:
+        self.messages: queue.Queue[tuple[tuple[Any, ...], Packed | None]] = queue.Queue()
+        self.ends: queue.Queue[str] = queue.Queue()
+        self.lane: SocketLane = hub.attach(sock, self.on_message, self.ends.put)
+
+    def on_message(self, head: tuple[Any, ...], body: Packed | None) -> None:
+        self.messages.put((head, body))
+
+    def get(self) -> tuple[tuple[Any, ...], Any]:
+        head, body = self.messages.get(timeout=WAIT_S)
+        return head, None if body is None else unpack(body)
+
+    def end(self) -> str:
+        return self.ends.get(timeout=WAIT_S)
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    hub = Hub("test")
+    yield hub
+    assert hub.close(WAIT_S)
+
+
+@pytest.fixture(params=KINDS)
+def ends(request: pytest.FixtureRequest, hub: Hub) -> tuple[End, End]:
+    one, other = socket_pair(request.param)
+    return End(hub, one), End(hub, other)
+
+
+@pytest.fixture(params=KINDS)
+def half(request: pytest.FixtureRequest, hub: Hub) -> Iterator[tuple[End, socket.socket]]:
+    """An end, and the bare socket of the other side, which a test can neglect."""
+    one, other = socket_pair(request.param)
+    with other:
+        yield End(hub, one), other
+
+
+# Frames
+
+
+bodies = st.none() | st.lists(
+    st.binary(max_size=3000).map(bytearray) | st.integers(0, 40_000).map(bytearray), max_size=8
+)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.tuples(st.text(), st.integers()), bodies), max_size=5), st.data())
+def test_frames_survive_any_cutting(messages: list[tuple[Any, Any]], data: st.DataObject) -> None:
+    stream = b""
+    for head, buffers in messages:
+        body = None if buffers is None else Packed(b"data", tuple(memoryview(b) for b in buffers))
+        with encode(head, body) as frame:
+            stream += bytes(frame._inline)
+    reader, scratch = Reader(passes_files=False), memoryview(bytearray(data.draw(st.integers(1, 100_000))))
+    one, other = socket.socketpair()
+    got: list[tuple[Any, Any]] = []
+    with one, other:
+        other.setblocking(False)
+        while stream:
+            cut = data.draw(st.integers(1, 100_000))
+            one.sendall(stream[:cut])
+            stream = stream[cut:]
+            try:
+                while True:
+                    got += reader.read(other, scratch)
+            except BlockingIOError:
+                pass
+    assert [(head, None if body is None else [bytes(b) for b in body.buffers]) for head, body in got] == [
+        (head, None if buffers is None else [bytes(b) for b in buffers]) for head, buffers in messages
+    ]
+    assert all(body is None or (body.data == b"data" and not any(b.readonly for b in body.buffers)) for _, body in got)
+
+
+def test_lengths_beyond_four_gigabytes() -> None:
+    """Five gigabytes that nobody has touched take no memory."""
+    length = 5 << 30
+    file = os.memfd_create("colocate-sparse", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.truncate(file, length)
+    os.pwrite(file, b"end", length - 3)
+    memory.fcntl.fcntl(file, memory._F_ADD_SEALS, memory._ALL_SEALS)
+    prefix = framing._PREFIX.pack(framing._VERSION, framing._FILE, 2, 2, length)
+    start = prefix + b"N." + framing.struct.pack("<2Q", 64, length - 64)
+    one, other = socket.socketpair()
+    with one, other, Frame(start, start, file, length) as frame:
+        assert Sending(frame, passes_files=True).write(one)
+        [(head, body)] = Reader(passes_files=True).read(other, memoryview(bytearray(1000)))
+    assert head is None
+    assert body is not None
+    assert body.nbytes == length
+    assert bytes(body.buffers[0][-3:]) == b"end"
+
+
+def test_many_small_buffers_go_into_one_file(ends: tuple[End, End]) -> None:
+    arrays = [np.full(i % 50, i) for i in range(5000)]
+    assert ends[0].lane.send(("many",), pack(arrays))
+    _, got = ends[1].get()
+    assert all(np.array_equal(a, b) for a, b in zip(arrays, got, strict=True))
+
+
+def test_memory_files_are_written_whole_however_little_a_write_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.pwritev
+    monkeypatch.setattr(os, "pwritev", lambda file, views, at: write(file, [views[0][:1000]], at))
+    pieces = [bytes([i]) * (700 * i) for i in range(20)]
+    file = memory.memory_file(pieces)
+    monkeypatch.undo()
+    mapped = memory.map_private(file, sum(map(len, pieces)))
+    os.close(file)
+    assert bytes(mapped) == b"".join(pieces)
+
+
+def test_memory_that_could_change_or_is_short_is_refused() -> None:
+    file = os.memfd_create("open", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.truncate(file, 100)
+    with pytest.raises(ValueError, match="isn't sealed"):
+        memory.map_private(file, 100)
+    os.close(file)
+    file = memory.memory_file([b"short"])
+    with pytest.raises(ValueError, match="too short"):
+        memory.map_private(file, 100)
+    with pytest.raises(PermissionError):
+        os.pwrite(file, b"x", 0)
+    os.close(file)
+
+
+def test_a_frame_keeps_its_memory_while_someone_holds_it() -> None:
+    body = pack(np.arange(LARGE))
+    frame = encode(("x",), body)
+    file = frame._file
+    assert frame.has_file
+    frame.hold()
+    frame.close()
+    assert os.fstat(file).st_size == frame.payload_bytes
+    frame.close()
+    with pytest.raises(OSError, match="Bad file"):
+        os.fstat(file)
+    with pytest.raises(ValueError, match="send it before closing it"):
+        frame.hold()
+
+
+class Crowded(socket.socket):
+    """A socket when too many files are on their way already."""
+
+    def sendmsg(self, *_: Any) -> int:
+        raise OSError(errno.ETOOMANYREFS, "Too many references")
+
+
+def test_bytes_are_sent_when_no_more_files_can_be() -> None:
+    one, other = socket.socketpair()
+    array, reader, scratch = np.arange(LARGE), Reader(passes_files=True), memoryview(bytearray(1000))
+    got: list[Any] = []
+
+    def read() -> None:
+        while not got:
+            got.extend(reader.read(other, scratch))
+
+    thread = threading.Thread(target=read)
+    with Crowded(fileno=one.detach()) as crowded, other, encode(("x",), pack(array)) as frame:
+        thread.start()
+        sending = Sending(frame, passes_files=True)
+        while not sending.write(crowded):
+            pass
+        thread.join()
+    assert np.array_equal(unpack(got[0][1]), array)
+
+
+# Lanes
+
+
+@pytest.mark.parametrize("size", [0, 1, 100, 5000, FILE_BYTES // 8 - 100, FILE_BYTES // 8 + 1, 1 << 20])
+def test_messages_both_ways(ends: tuple[End, End], size: int) -> None:
+    value = {"x": np.arange(size), "y": [np.ones(3), "text"]}
+    for sender, receiver in (ends, ends[::-1]):
+        assert sender.lane.send(("call", 7, None))
+        assert sender.lane.send(("call", 8), pack(value))
+        assert receiver.get() == (("call", 7, None), None)
+        head, got = receiver.get()
+        assert head == ("call", 8)
+        np.testing.assert_array_equal(got["x"], value["x"])
+        assert got["y"][1] == "text"
+
+
+def test_what_is_sent_is_what_was_there_at_that_moment(half: tuple[End, socket.socket], hub: Hub) -> None:
+    """The sender may change its memory at once, also when nothing could be written yet."""
+    end, other = half
+    array = np.zeros(LARGE)
+    count = 40
+    for i in range(count):
+        array[:] = i
+        assert end.lane.send((i,), pack(array))
+    far = End(hub, other)
+    for i in range(count):
+        head, got = far.get()
+        assert head == (i,)
+        assert (got == i).all()
+
+
+def test_order_holds_whatever_the_sizes(ends: tuple[End, End]) -> None:
+    sizes = [(0, 10, 3_000_000, 100, 300_000, 5)[i % 6] for i in range(60)]
+    for i, size in enumerate(sizes):
+        assert ends[0].lane.send((i,), pack(bytes(size)))
+    for i, size in enumerate(sizes):
+        head, got = ends[1].get()
+        assert (head, len(got)) == ((i,), size)
+    assert ends[0].lane.drain(WAIT_S)
+
+
+def test_many_threads_can_send_on_one_lane(ends: tuple[End, End]) -> None:
+    def send(thread: int) -> None:
+        for i in range(300):
+            assert ends[0].lane.send((thread, i), pack(bytes(i * 30)))
+
+    threads = [threading.Thread(target=send, args=(t,)) for t in range(4)]
+    for thread in threads:
+        thread.start()
+    got = [ends[1].get() for _ in range(1200)]
+    for thread in threads:
+        thread.join()
+    for t in range(4):
+        assert [head[1] for head, _ in got if head[0] == t] == list(range(300))
+    assert all(len(body) == head[1] * 30 for head, body in got)
+
+
+@pytest.mark.parametrize("size", [10_000, 1 << 20], ids=["small", "large"])
+def test_a_receiver_that_does_not_read_blocks_no_sender(half: tuple[End, socket.socket], hub: Hub, size: int) -> None:
+    end, other = half
+    sent = 400 if size < FILE_BYTES else 30
+    for i in range(sent):
+        assert end.lane.send((i,), pack(bytes(size)))
+    far = End(hub, other)
+    assert [far.get()[0][0] for _ in range(sent)] == list(range(sent))
+    assert end.lane.drain(WAIT_S)
+
+
+def test_a_broadcast_is_one_copy_and_each_receiver_has_its_own(hub: Hub) -> None:
+    pairs = [[End(hub, sock) for sock in socket_pair(kind)] for kind in ("unix", "unix", "tcp")]
+    array = np.zeros(LARGE)
+    with encode(("all",), pack(array)) as frame:
+        for one, _ in pairs:
+            assert one.lane.send(frame)
+    received = [other.get()[1] for _, other in pairs]
+    for i, got in enumerate(received):
+        assert not got.any()
+        got[:] = i + 1
+    assert [got[0] for got in received] == [1, 2, 3]
+    assert not array.any()
+
+
+def test_received_memory_keeps_no_descriptor_and_goes_with_its_last_array(hub: Hub) -> None:
+    one, other = (End(hub, sock) for sock in socket_pair("unix"))
+    files, mappings = resources()
+    one.lane.send(("x",), pack([np.arange(LARGE), np.arange(LARGE)]))
+    _, (first, second) = other.get()
+    assert resources() == (files, mappings + 1)
+    del first
+    gc.collect()
+    assert resources() == (files, mappings + 1)
+    assert second.sum() == np.arange(LARGE).sum()
+    del second
+    gc.collect()
+    assert resources() == (files, mappings)
+
+
+def test_closing_tells_both_sides_once(ends: tuple[End, End]) -> None:
+    one, other = ends
+    one.lane.close("enough")
+    one.lane.close("again")
+    assert one.end() == "enough"
+    assert other.end() == "the other side closed"
+    assert one.lane.closed
+    assert other.lane.closed
+    for end in ends:
+        assert end.lane.send(("late",)) is False
+        assert end.lane.send(("late",), pack(np.arange(LARGE))) is False
+        with encode(("late",)) as frame:
+            assert end.lane.send(frame) is False
+        assert end.lane.drain(WAIT_S) is False
+        assert end.ends.empty()
+
+
+def test_what_was_sent_before_closing_still_arrives(ends: tuple[End, End]) -> None:
+    one, other = ends
+    for i in range(50):
+        one.lane.send((i,), pack(np.arange(LARGE // 4)))
+    assert one.lane.drain(WAIT_S)
+    one.lane.close()
+    assert [other.get()[0][0] for _ in range(50)] == list(range(50))
+    assert other.end() == "the other side closed"
+
+
+def test_last_words_are_heard_although_sending_fails(half: tuple[End, socket.socket]) -> None:
+    end, other = half
+    with encode(("last words",)) as frame:
+        other.sendall(frame._inline)
+    other.close()
+    while end.lane.send(("hello?",)):
+        pass
+    assert end.get()[0] == ("last words",)
+    assert "closed" in (reason := end.end()) or "reset" in reason
+
+
+@pytest.mark.parametrize("where", [3, 25, 100_000])
+def test_the_other_side_ends_in_the_middle_of_a_message(half: tuple[End, socket.socket], where: int) -> None:
+    end, other = half
+    with encode(("x",), pack(bytes(200_000))) as frame:
+        other.sendall(frame._inline[:where])
+    other.close()
+    assert end.end() == "the other side closed in the middle of a message"
+    assert end.messages.empty()
+
+
+def test_garbage_ends_the_lane(half: tuple[End, socket.socket]) -> None:
+    end, other = half
+    reported = []
+    hook, threading.excepthook = threading.excepthook, reported.append
+    try:
+        other.sendall(b"GET / HTTP/1.1\r\n\r\n" * 3)
+        assert "do both sides run the same colocate?" in end.end()
+    finally:
+        threading.excepthook = hook
+    assert [report.exc_type for report in reported] == [ValueError]
+
+
+def test_a_message_whose_file_is_missing_ends_the_lane(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    one, other = socket.socketpair()
+    end = End(hub, one)
+    with other, encode(("x",), pack(np.arange(LARGE))) as frame:
+        other.sendall(frame._passed)
+        assert "came without its memory" in end.end()
+
+
+def test_a_callback_that_raises_ends_its_lane_only(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    reported: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", reported.append)
+    bad, good = ([End(hub, sock) for sock in socket_pair("unix")] for _ in range(2))
+    bad[0].lane._on_message = lambda head, body: {}[head[0]]
+    bad[1].lane.send(("missing",))
+    assert bad[0].end() == "handling a message raised KeyError: 'missing'"
+    assert bad[1].end() == "the other side closed"
+    good[1].lane.send(("fine",))
+    assert good[0].get()[0] == ("fine",)
+    good[0].lane._on_closed = lambda reason: {}[reason]
+    good[1].lane.close()
+    assert good[1].end() == "closed on this side"
+    assert hub.close(WAIT_S)
+    assert [report.exc_type for report in reported] == [KeyError, KeyError]
+    assert all(report.thread.name == "colocate-test" for report in reported)
+
+
+def test_a_lane_can_be_closed_and_made_in_its_own_callback(hub: Hub) -> None:
+    one, other = socket_pair("unix")
+    far = End(hub, other)
+    made: queue.Queue[Any] = queue.Queue()
+    lane: list[SocketLane] = []
+
+    def on_message(head: tuple[Any, ...], body: Packed | None) -> None:
+        if head == ("first",):
+            lane[0].close("had enough")
+            near = End(hub, (pair := socket_pair("unix"))[0])
+            made.put((near, End(hub, pair[1])))
+        else:
+            made.put("a message after closing")
+
+    ended: queue.Queue[str] = queue.Queue()
+    lane.append(hub.attach(one, on_message, ended.put))
+    with encode(("first",)) as first, encode(("second",)) as second:
+        far.lane.send(Frame(first._inline + second._inline, first._inline + second._inline))
+    assert ended.get(timeout=WAIT_S) == "had enough"
+    near, other_end = made.get(timeout=WAIT_S)
+    near.lane.send(("works",))
+    assert other_end.get()[0] == ("works",)
+    assert made.empty()
+
+
+def test_unsent_frames_are_freed_when_the_lane_ends(half: tuple[End, socket.socket]) -> None:
+    end, other = half
+    files, _ = resources()
+    for i in range(60):
+        assert end.lane.send((i,), pack(bytes(1 << 20)))
+    other.close()
+    end.end()
+    # Both sockets and nothing else have gone.
+    assert len(resources()[0]) == len(files) - 2
+
+
+# Hubs
+
+
+def test_a_hub_can_run_on_the_calling_thread() -> None:
+    hub = Hub("test", own_thread=False)
+    one, other = (End(hub, sock) for sock in socket_pair("unix"))
+    seen: list[Any] = []
+
+    def on_message(head: tuple[Any, ...], body: Packed | None) -> None:
+        seen.append((head, threading.current_thread()))
+        assert hub.close() is False  # On its own thread it only asks for it.
+
+    other.lane._on_message = on_message
+    one.lane.send(("stop",))
+    hub.run()
+    assert seen == [(("stop",), threading.current_thread())]
+    assert (one.end(), other.end()) == ("the hub was closed",) * 2
+    assert hub.close()
+
+
+def test_a_hub_that_never_ran_closes_too() -> None:
+    hub = Hub("test", own_thread=False)
+    one, other = (End(hub, sock) for sock in socket_pair("unix"))
+    assert hub.close()
+    assert (one.end(), other.end()) == ("the hub was closed",) * 2
+    hub.run()
+    with pytest.raises(RuntimeError, match="is served by"):
+        hub.run()
+
+
+def test_a_closed_hub_takes_nothing_any_more(hub: Hub) -> None:
+    assert hub.close(WAIT_S)
+    assert hub.close(WAIT_S)
+    one, other = socket.socketpair()
+    with one, other, pytest.raises(ClosedError, match="hub 'test' is closed"):
+        End(hub, one)
+
+
+def test_watching_other_descriptors(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    reported: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", reported.append)
+    read, write = os.pipe()
+    lines: queue.Queue[bytes] = queue.Queue()
+
+    def on_readable() -> None:
+        if data := os.read(read, 1000):
+            lines.put(data)
+        else:
+            hub.unwatch(read)
+            lines.put(b"the end")
+
+    hub.watch(read, on_readable)
+    os.write(write, b"one")
+    assert lines.get(timeout=WAIT_S) == b"one"
+    os.close(write)
+    assert lines.get(timeout=WAIT_S) == b"the end"
+    hub.unwatch(read)
+    os.close(read)
+
+    read, write = os.pipe()
+    hub.watch(read, lambda: {}["raises"])
+    os.write(write, b"x")
+    one, other = (End(hub, sock) for sock in socket_pair("unix"))
+    one.lane.send(("still",))
+    assert other.get()[0] == ("still",)
+    assert hub.close(WAIT_S)
+    assert [report.exc_type for report in reported] == [KeyError]
+    os.close(read)
+    os.close(write)
+
+
+def test_a_process_end_can_be_watched(hub: Hub) -> None:
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
+        pidfd = os.pidfd_open(process.pid)
+        ended = threading.Event()
+
+        def on_exit() -> None:
+            hub.unwatch(pidfd)
+            ended.set()
+
+        hub.watch(pidfd, on_exit)
+        process.kill()
+        assert ended.wait(WAIT_S)
+        os.close(pidfd)
+
+
+# Other processes
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_killed_peer_ends_the_lane_and_frees_everything(hub: Hub, kind: str) -> None:
+    here, there = socket_pair(kind)
+    code = f"import socket, time; sock = socket.socket(fileno={there.fileno()}); print(flush=True); time.sleep(1000)"
+    with subprocess.Popen([sys.executable, "-c", code], pass_fds=[there.fileno()], stdout=subprocess.PIPE) as process:
+        there.close()
+        assert process.stdout is not None
+        process.stdout.readline()
+        end = End(hub, here)
+        for i in range(30):
+            assert end.lane.send((i,), pack(bytes(1 << 20)))
+        process.send_signal(signal.SIGKILL)
+        reason = end.end()
+    assert "closed" in reason or "reset" in reason
+
+
+def in_fork(action: Callable[[], bool], meanwhile: Callable[[], None] = lambda: None) -> bool:
+    """Whether the action is true in a forked child; it ends after what the parent does meanwhile."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            fine = action()
+            os.close(write)
+            os.read(read, 1)  # Until the parent has closed its end.
+            os._exit(0 if fine else 1)
+        finally:
+            os._exit(2)
+    try:
+        os.close(read)
+        meanwhile()
+    finally:
+        os.close(write)
+        _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status) == 0
+
+
+def test_a_forked_child_keeps_no_lane_alive_and_disturbs_none(ends: tuple[End, End], hub: Hub) -> None:
+    one, other = ends
+    for i in range(40):  # Some of it is still queued in the parent when it forks.
+        one.lane.send((i,), pack(bytes(1 << 20)))
+    inherited = {one.lane.fileno(), other.lane.fileno(), hub._wake, hub._epoll.fileno()}
+
+    def child() -> bool:
+        gone = all(not os.path.exists(f"/proc/self/fd/{fd}") for fd in inherited)
+        refuses = not one.lane.send(("from the child",)) and not other.lane.drain()
+        one.lane.close()
+        return gone and refuses and hub.close()
+
+    def meanwhile() -> None:
+        assert [other.get()[0][0] for _ in range(40)] == list(range(40))
+        other.lane.send(("alive",))
+        assert one.get() == (("alive",), None)
+        one.lane.close()
+        assert one.end() == "closed on this side"
+        assert other.end() == "the other side closed"  # While the child still lives.
+
+    assert in_fork(child, meanwhile)
+
+
+def test_a_forked_child_keeps_no_unsent_memory() -> None:
+    hub = Hub("test", own_thread=False)
+    one, other = socket_pair("unix")
+    with other:
+        end = End(hub, one)
+        while not end.lane._queue:
+            end.lane.send(("x",), pack(bytes(100_000)))
+        end.lane.send(("x",), pack(bytes(1 << 20)))
+        assert any("memfd" in name for name in open_files())
+        assert in_fork(lambda: not any("memfd" in name for name in open_files()))
+        assert hub.close()
+
+
+def open_files() -> list[str]:
+    names = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            names.append(os.readlink(f"/proc/self/fd/{fd}"))
+        except FileNotFoundError:
+            pass  # The descriptor that listed the others.
+    return names
+
+
+def test_a_fork_while_the_locks_are_held(ends: tuple[End, End], hub: Hub) -> None:
+    one, _ = ends
+
+    def child() -> bool:
+        one.lane.close()
+        return hub.close() and not one.lane.send(("x",))
+
+    with one.lane._lock, hub._lock:
+        assert in_fork(child)
+
+
+def test_a_forked_child_can_have_a_hub_of_its_own(ends: tuple[End, End]) -> None:
+    assert ends[0].lane.send(("the parent's hub runs",))
+
+    def child() -> bool:
+        own = Hub("child")
+        one, other = (End(own, sock) for sock in socket_pair("unix"))
+        one.lane.send(("x",), pack(np.arange(LARGE)))
+        return len(other.get()[1]) == LARGE and own.close(WAIT_S)
+
+    assert in_fork(child)
