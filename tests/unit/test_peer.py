@@ -1,0 +1,266 @@
+"""Worker to worker: requests that wait for their answer, and never for ever."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from colocate.errors import ClosedError, ForkedError
+from colocate.wire import Packed, PeerChannel, new_key, pack, unpack
+from colocate.wire.auth import Kind
+
+KEY = new_key()
+KINDS: list[Kind] = ["unix", "tcp"]
+WAIT_S = 20
+SIZE = 1 << 17
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    threads, files = set(threading.enumerate()), sorted(os.listdir("/proc/self/fd"))
+    yield
+    assert set(threading.enumerate()) == threads
+    assert sorted(os.listdir("/proc/self/fd")) == files
+
+
+class Store:
+    """Values that others ask for; `hold` is one that isn't ready before `ready` is set."""
+
+    def __init__(self) -> None:
+        self.ready = threading.Event()
+        self.asked: queue.Queue[threading.Thread] = queue.Queue()
+
+    def __call__(self, head: tuple[Any, ...]) -> tuple[tuple[Any, ...], Packed | None]:
+        what, *args = head
+        self.asked.put(threading.current_thread())
+        if what == "hold":
+            self.ready.wait(WAIT_S)
+        if what == "array":
+            return ("fine", *args), pack(np.full(SIZE, args[0]))
+        if what == "fail":
+            raise KeyError(args[0])
+        return ("fine", *args), None
+
+
+@pytest.fixture
+def store() -> Store:
+    return Store()
+
+
+@pytest.fixture(params=KINDS)
+def peers(request: pytest.FixtureRequest, store: Store) -> Iterator[tuple[PeerChannel, PeerChannel]]:
+    """One that answers from the store, and one that asks."""
+    with PeerChannel(KEY, store, request.param) as answering, PeerChannel(KEY, store, request.param) as asking:
+        yield answering, asking
+        store.ready.set()
+
+
+class Asking:
+    """A request on a thread of its own."""
+
+    def __init__(self, channel: PeerChannel, address: str, head: tuple[Any, ...]) -> None:
+        self.result: Any = None
+        self._thread = threading.Thread(target=self._ask, args=(channel, address, head))
+        self._thread.start()
+
+    def _ask(self, channel: PeerChannel, address: str, head: tuple[Any, ...]) -> None:
+        try:
+            self.result = channel.request(address, head)
+        except Exception as error:
+            self.result = error
+
+    def get(self) -> Any:
+        self._thread.join(WAIT_S)
+        return self.result
+
+
+def test_answers_with_and_without_a_body(peers: tuple[PeerChannel, PeerChannel]) -> None:
+    answering, asking = peers
+    assert asking.request(answering.address, ("x", 1)) == (("fine", 1), None)
+    for i in range(3):
+        head, body = asking.request(answering.address, ("array", i))
+        assert head == ("fine", i)
+        assert body is not None
+        array = unpack(body)
+        assert (array == i).all()
+        array += 1  # It is the asking side's own.
+
+
+def test_nothing_is_opened_before_it_is_used(store: Store) -> None:
+    files = os.listdir("/proc/self/fd")
+    channel = PeerChannel(KEY, store)
+    assert os.listdir("/proc/self/fd") == files
+    address = channel.address
+    assert channel.address == address
+    channel.close()
+
+
+def test_a_channel_can_ask_itself(peers: tuple[PeerChannel, PeerChannel]) -> None:
+    channel, _ = peers
+    assert channel.request(channel.address, ("x", 1)) == (("fine", 1), None)
+
+
+def test_requests_one_after_the_other_share_a_connection(peers: tuple[PeerChannel, PeerChannel], store: Store) -> None:
+    answering, asking = peers
+    for i in range(5):
+        asking.request(answering.address, ("x", i))
+    assert len({store.asked.get(timeout=WAIT_S) for _ in range(5)}) == 1
+
+
+def test_an_answer_that_is_not_ready_holds_up_no_other(peers: tuple[PeerChannel, PeerChannel], store: Store) -> None:
+    answering, asking = peers
+    slow = Asking(asking, answering.address, ("hold", 1))
+    store.asked.get(timeout=WAIT_S)
+    assert asking.request(answering.address, ("x", 2)) == (("fine", 2), None)
+    assert slow.result is None
+    store.ready.set()
+    assert slow.get() == (("fine", 1), None)
+
+
+def test_many_threads_ask(peers: tuple[PeerChannel, PeerChannel]) -> None:
+    answering, asking = peers
+    address = answering.address
+    wrong: list[Any] = []
+
+    def ask(thread: int) -> None:
+        for i in range(20):
+            head, body = asking.request(address, ("array", thread * 100 + i))
+            if body is None or not (unpack(body) == thread * 100 + i).all() or head[1] != thread * 100 + i:
+                wrong.append((thread, i))
+
+    threads = [threading.Thread(target=ask, args=(t,)) for t in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_a_handler_that_raises_fails_its_request_only(
+    peers: tuple[PeerChannel, PeerChannel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reported: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", reported.append)
+    answering, asking = peers
+    with pytest.raises(ConnectionError, match="could not answer: KeyError: 'lost'"):
+        asking.request(answering.address, ("fail", "lost"))
+    assert asking.request(answering.address, ("x", 1)) == (("fine", 1), None)
+    assert [report.exc_type for report in reported] == [KeyError]
+
+
+def test_abort_wakes_all_and_later_requests_work(peers: tuple[PeerChannel, PeerChannel], store: Store) -> None:
+    answering, asking = peers
+    waiting = [Asking(asking, answering.address, ("hold", i)) for i in range(3)]
+    for _ in waiting:
+        store.asked.get(timeout=WAIT_S)
+    asking.abort("the call was cancelled")
+    for one in waiting:
+        error = one.get()
+        assert isinstance(error, ConnectionError)
+        assert "the call was cancelled" in str(error)
+        assert answering.address in str(error)
+    assert asking.request(answering.address, ("x", 1)) == (("fine", 1), None)
+    store.ready.set()
+
+
+def test_closing_the_asking_side_wakes_its_requests(store: Store) -> None:
+    with PeerChannel(KEY, store) as answering:
+        asking = PeerChannel(KEY, store)
+        waiting = Asking(asking, answering.address, ("hold", 1))
+        store.asked.get(timeout=WAIT_S)
+        asking.close()
+        assert "the channel was closed" in str(waiting.get())
+        with pytest.raises(ClosedError, match="is closed"):
+            asking.request(answering.address, ("x", 1))
+        with pytest.raises(ClosedError, match="is closed"):
+            _ = asking.address
+        asking.close()
+        store.ready.set()
+
+
+def test_closing_the_answering_side_fails_what_waits_for_it(
+    peers: tuple[PeerChannel, PeerChannel], store: Store
+) -> None:
+    answering, asking = peers
+    address = answering.address
+    asking.request(address, ("x", 1))
+    waiting = Asking(asking, address, ("hold", 1))
+    for _ in range(2):
+        store.asked.get(timeout=WAIT_S)
+    answering.close(timeout=0)
+    error = waiting.get()
+    assert isinstance(error, ConnectionError)
+    assert "ended before it answered" in str(error)
+    with pytest.raises(ConnectionError, match="nobody listens"):
+        asking.request(address, ("x", 1))
+    store.ready.set()
+    for thread in threading.enumerate():
+        if thread.name == "colocate-peer-serve":
+            thread.join(WAIT_S)
+
+
+def test_another_key_gets_no_answer(peers: tuple[PeerChannel, PeerChannel], store: Store) -> None:
+    answering, asking = peers
+    with PeerChannel(new_key(), store) as stranger, pytest.raises(ConnectionError, match="the keys differ"):
+        stranger.request(answering.address, ("x", 1))
+    assert store.asked.empty()
+    assert asking.request(answering.address, ("x", 1)) == (("fine", 1), None)
+
+
+SERVER = """
+import sys, threading
+from colocate.wire import PeerChannel
+def handler(head):
+    print("asked", flush=True)
+    threading.Event().wait() if head[0] == "hold" else None
+    return ("fine",), None
+channel = PeerChannel(bytes.fromhex(sys.argv[1]), handler, sys.argv[2])
+print(channel.address, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_peer_that_is_killed(store: Store, kind: Kind) -> None:
+    command = [sys.executable, "-c", SERVER, KEY.hex(), kind]
+    with (
+        PeerChannel(KEY, store) as asking,
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process,
+    ):
+        assert process.stdout is not None
+        address = process.stdout.readline().strip()
+        assert asking.request(address, ("x",)) == (("fine",), None)
+        waiting = Asking(asking, address, ("hold",))
+        assert [process.stdout.readline() for _ in range(2)] == ["asked\n"] * 2
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert isinstance(waiting.get(), ConnectionError)
+        with pytest.raises(ConnectionError, match="nobody listens"):
+            asking.request(address, ("x",))
+
+
+def test_a_forked_child_refuses(peers: tuple[PeerChannel, PeerChannel]) -> None:
+    answering, asking = peers
+    address = answering.address
+    asking.request(address, ("x", 1))
+    child = os.fork()
+    if child == 0:
+        try:
+            asking.request(address, ("x", 2))
+        except ForkedError:
+            answering.close()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert asking.request(address, ("x", 3)) == (("fine", 3), None)
