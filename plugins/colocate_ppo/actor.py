@@ -20,9 +20,9 @@ from colocate_ppo.model import (
     small_llama,
     weights_of,
 )
-from colocate_ppo.rollout import Rollout, encode_answers, encode_prompts, join, widen
+from colocate_ppo.rollout import Rollout, join, widen
 from colocate_ppo.task import Problem
-from colocate_ppo.tokenizer import character_tokenizer, pretrained_tokenizer
+from colocate_ppo.tokenizer import Padded, character_tokenizer, pretrained_tokenizer
 
 
 class Actor(Role):
@@ -84,9 +84,9 @@ class Actor(Role):
         Returns:
             The cross-entropy of a token in nats, as the sum of the ranks' parts.
         """
-        prompts = encode_prompts(self.tokenizer, problems, self.ctx.device)
-        answers = encode_answers(self.tokenizer, problems, self.ctx.device)
-        shown = join(prompts, answers, problems, [problem.answer for problem in problems])
+        texts = [problem.answer for problem in problems]
+        prompts, answers = self._prompts(problems), self.tokenizer.answers(texts, self.ctx.device)
+        shown = join(prompts, answers, problems, texts)
         logits = response_logits(self.model, shown["tokens"], shown["attention"], answers.tokens.shape[1])
         surprise = -maths.token_log_probs(logits, answers.tokens)
         loss = maths.token_mean(surprise, answers.mask, parallel.total(self.ctx)(answers.mask.sum()))
@@ -105,20 +105,19 @@ class Actor(Role):
             temperature: Divides the logits before sampling.
             greedy: Take the likeliest token each time instead of sampling.
         """
-        prompts = encode_prompts(self.tokenizer, problems, self.ctx.device)
+        prompts = self._prompts(problems)
         # As wide as the widest of all ranks, so that their parts make one batch.
-        prompts = widen(prompts, max(parallel.per_rank(self.ctx, prompts.tokens.shape[1])), self.tokenizer.pad_token_id)
+        prompts = widen(prompts, max(parallel.per_rank(self.ctx, prompts.tokens.shape[1])), self.tokenizer.pad)
         responses = generate(
             self.model,
             prompts,
             max_new_tokens=max_new_tokens,
-            end=self.tokenizer.eos_token_id,
-            pad=self.tokenizer.pad_token_id,
+            end=self.tokenizer.end,
+            pad=self.tokenizer.pad,
             temperature=temperature,
             generator=None if greedy else self.ctx.generator,
         )
-        texts = self.tokenizer.batch_decode(responses.tokens, skip_special_tokens=True)
-        return join(prompts, responses, problems, [text.strip() for text in texts])
+        return join(prompts, responses, problems, self.tokenizer.texts(responses))
 
     @method(dispatch=Scatter("rollout"), collect=Concat())
     @torch.no_grad()
@@ -193,3 +192,6 @@ class Actor(Role):
         self.model.load_state_dict(state["model"])
         self.learner.optimizer.load_state_dict(state["learner"])
         self.imitator.optimizer.load_state_dict(state["imitator"])
+
+    def _prompts(self, problems: list[Problem]) -> Padded:
+        return self.tokenizer.prompts([problem.question for problem in problems], self.ctx.device)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from colocate_ppo.model import positions
-from colocate_ppo.rollout import Padded
+from colocate_ppo.tokenizer import Padded
 
 
 @torch.no_grad()

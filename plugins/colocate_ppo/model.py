@@ -14,11 +14,11 @@ from transformers import (
     LlamaConfig,
     PreTrainedConfig,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
 )
 
 from colocate_ppo.maths import token_log_probs
 from colocate_ppo.rollout import Rollout
+from colocate_ppo.tokenizer import Tokenizer
 
 
 class Weights(TypedDict):
@@ -28,15 +28,12 @@ class Weights(TypedDict):
     state: dict[str, Tensor]
 
 
-def small_llama(
-    tokenizer: PreTrainedTokenizerBase, layers: int, hidden: int, heads: int, feed_forward: int
-) -> PreTrainedConfig:
+def small_llama(tokenizer: Tokenizer, layers: int, hidden: int, heads: int, feed_forward: int) -> PreTrainedConfig:
     """The architecture of a small Llama for the tokens of a tokenizer."""
     return LlamaConfig(
-        vocab_size=len(tokenizer),
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
+        vocab_size=tokenizer.size,
+        pad_token_id=tokenizer.pad,
+        eos_token_id=tokenizer.end,
         num_hidden_layers=layers,
         hidden_size=hidden,
         num_attention_heads=heads,
@@ -157,6 +154,6 @@ def _empty(kind: Any, config: PreTrainedConfig) -> PreTrainedModel:
 
 def _ready(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
     # Without dropout: PPO compares log-probabilities of the same weights, which must be the same numbers.
-    module: nn.Module = model
-    module.to(device).eval()
+    nn.Module.to(model, device)
+    model.train(False)
     return model

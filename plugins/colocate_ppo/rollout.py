@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TypedDict
 
-import attrs
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import PreTrainedTokenizerBase
 
 from colocate_ppo.task import Problem
+from colocate_ppo.tokenizer import Padded
 
 
 class Rollout(TypedDict):
@@ -34,25 +32,6 @@ class Rollout(TypedDict):
     answers: list[str]
 
 
-@attrs.frozen(eq=False)
-class Padded:
-    """Rows of tokens, padded on one side: `tokens` int64 and `mask`, which is false on padding."""
-
-    tokens: Tensor
-    mask: Tensor
-
-
-def encode_prompts(tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem], device: torch.device) -> Padded:
-    """The questions, a line each, padded on the left."""
-    return _encode(tokenizer, [f"{problem.question}\n" for problem in problems], device, side="left", special=True)
-
-
-def encode_answers(tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem], device: torch.device) -> Padded:
-    """The problems' own answers with an end token, padded on the right."""
-    texts = [f"{problem.answer}{tokenizer.eos_token}" for problem in problems]
-    return _encode(tokenizer, texts, device, side="right", special=False)
-
-
 def widen(prompts: Padded, width: int, pad: int) -> Padded:
     """The same prompts, padded on the left to a width."""
     missing = width - prompts.tokens.shape[1]
@@ -70,10 +49,3 @@ def join(prompts: Padded, responses: Padded, problems: list[Problem], answers: l
         "problems": problems,
         "answers": answers,
     }
-
-
-def _encode(
-    tokenizer: PreTrainedTokenizerBase, texts: list[str], device: torch.device, side: str, special: bool
-) -> Padded:
-    encoded = tokenizer(texts, return_tensors="pt", padding=True, padding_side=side, add_special_tokens=special)
-    return Padded(encoded["input_ids"].to(device), encoded["attention_mask"].to(device).bool())

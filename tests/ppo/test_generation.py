@@ -7,19 +7,19 @@ import torch
 
 from colocate_ppo.actor import Actor
 from colocate_ppo.generation import generate
-from colocate_ppo.rollout import Padded, encode_prompts, widen
+from colocate_ppo.rollout import widen
 from colocate_ppo.task import Problem
+from colocate_ppo.tokenizer import Padded
 
-CPU = torch.device("cpu")
 R = 9
 
 
 def prompts(actor: Actor, problems: list[Problem]) -> Padded:
-    return encode_prompts(actor.tokenizer, problems, CPU)
+    return actor.tokenizer.prompts([problem.question for problem in problems], torch.device("cpu"))
 
 
 def greedy(actor: Actor, prompts: Padded) -> Padded:
-    pad, end = actor.tokenizer.pad_token_id, actor.tokenizer.eos_token_id
+    pad, end = actor.tokenizer.pad, actor.tokenizer.end
     return generate(actor.model, prompts, max_new_tokens=R, end=end, pad=pad)
 
 
@@ -30,7 +30,7 @@ def by_hand(actor: Actor, prompt: list[int]) -> list[int]:
         with torch.no_grad():
             logits = actor.model(input_ids=torch.tensor([tokens])).logits
         tokens.append(int(logits[0, -1].argmax()))
-        if tokens[-1] == actor.tokenizer.eos_token_id:
+        if tokens[-1] == actor.tokenizer.end:
             break
     return tokens[len(prompt) :]
 
@@ -46,14 +46,14 @@ def test_greedy_is_the_argmax_step_by_step(actor: Actor, problems: list[Problem]
 
 def test_left_padding_changes_nothing(actor: Actor, problems: list[Problem]) -> None:
     batch = prompts(actor, problems)
-    wider = widen(batch, batch.tokens.shape[1] + 5, actor.tokenizer.pad_token_id)
+    wider = widen(batch, batch.tokens.shape[1] + 5, actor.tokenizer.pad)
     one, other = greedy(actor, batch), greedy(actor, wider)
     assert one.tokens.equal(other.tokens)
     assert one.mask.equal(other.mask)
 
 
 def test_after_its_end_an_answer_is_padding(actor: Actor, problems: list[Problem]) -> None:
-    end, pad = actor.tokenizer.eos_token_id, actor.tokenizer.pad_token_id
+    end, pad = actor.tokenizer.end, actor.tokenizer.pad
     generator = torch.Generator().manual_seed(0)
     answers = generate(
         actor.model,
@@ -77,8 +77,8 @@ def test_after_its_end_an_answer_is_padding(actor: Actor, problems: list[Problem
 def test_generation_stops_when_every_answer_has_ended(actor: Actor, problems: list[Problem]) -> None:
     batch = prompts(actor, problems[:1])
     (first,) = greedy(actor, batch).tokens[:, 0].tolist()
-    answers = generate(actor.model, batch, max_new_tokens=R, end=first, pad=actor.tokenizer.pad_token_id)
-    assert answers.tokens.tolist() == [[first] + [actor.tokenizer.pad_token_id] * (R - 1)]
+    answers = generate(actor.model, batch, max_new_tokens=R, end=first, pad=actor.tokenizer.pad)
+    assert answers.tokens.tolist() == [[first] + [actor.tokenizer.pad] * (R - 1)]
     assert answers.mask.sum() == 1
 
 
@@ -86,7 +86,7 @@ def test_samples_follow_the_distribution(actor: Actor, problems: list[Problem]) 
     batch = prompts(actor, problems[:1])
     many = Padded(batch.tokens.expand(20_000, -1), batch.mask.expand(20_000, -1))
     generator = torch.Generator().manual_seed(0)
-    pad, end = actor.tokenizer.pad_token_id, actor.tokenizer.eos_token_id
+    pad, end = actor.tokenizer.pad, actor.tokenizer.end
     sampled = generate(
         actor.model, many, max_new_tokens=1, end=end, pad=pad, temperature=0.5, generator=generator
     ).tokens
@@ -104,8 +104,8 @@ def test_samples_depend_on_the_generator_alone(actor: Actor, problems: list[Prob
             actor.model,
             prompts(actor, problems),
             max_new_tokens=R,
-            end=actor.tokenizer.eos_token_id,
-            pad=actor.tokenizer.pad_token_id,
+            end=actor.tokenizer.end,
+            pad=actor.tokenizer.pad,
             temperature=4.0,
             generator=torch.Generator().manual_seed(seed),
         ).tokens

@@ -86,7 +86,7 @@ def test_values_are_of_the_state_before_each_token(case: Case) -> None:
     """Another token at one place changes the values of later places only."""
     other: Rollout = {**case.rollout, "tokens": case.rollout["tokens"].clone()}
     place = other["tokens"].shape[1] - 3
-    other["tokens"][:, place] = (other["tokens"][:, place] + 1) % len(case.actor.tokenizer)
+    other["tokens"][:, place] = (other["tokens"][:, place] + 1) % case.actor.tokenizer.size
     changed = (case.critic.values(other) - case.values).abs() > 1e-6
     width = other["mask"].shape[1]
     assert not changed[:, : width - 2].any()
@@ -206,9 +206,9 @@ def test_a_model_from_a_folder(tmp_path: Path, problems: list[Problem]) -> None:
     tokenizer = character_tokenizer()
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    model = Qwen2ForCausalLM(Qwen2Config(vocab_size=len(tokenizer), tie_word_embeddings=True, **sizes, **heads))
+    model = Qwen2ForCausalLM(Qwen2Config(vocab_size=tokenizer.size, tie_word_embeddings=True, **sizes, **heads))
     model.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
+    tokenizer.inner.save_pretrained(tmp_path)
 
     actor, critic, reference, reward = Actor(model=str(tmp_path)), Critic(), Reference(), Reward()
     weights = actor.weights()
