@@ -11,10 +11,11 @@ from typing import Any, Generic, NoReturn, TypeVar
 from colocate.errors import ColocateError
 
 C = TypeVar("C")
+C_co = TypeVar("C_co", covariant=True)
 _MISSING: Any = object()
 
 
-class Call(Generic[C]):
+class Call(Generic[C_co]):
     """A submitted call. The value is collected by whoever asks first, never on a worker's or an I/O thread."""
 
     __slots__ = ("_callbacks", "_error", "_gate", "_joiner", "_raw", "_settled", "_value", "label")
@@ -30,7 +31,7 @@ class Call(Generic[C]):
         self._joiner: Callable[[Any], Any] | None = None
         self._value: Any = _MISSING
         self._error: BaseException | None = None
-        self._callbacks: list[Callable[[Call[C]], object]] = []
+        self._callbacks: list[Callable[[Call[C_co]], object]] = []
 
     def __repr__(self) -> str:
         state = "pending" if not self._settled else "failed" if self._error is not None else "done"
@@ -40,7 +41,7 @@ class Call(Generic[C]):
         """True once it has a result or an error."""
         return self._settled
 
-    def result(self, timeout: float | None = None) -> C:
+    def result(self, timeout: float | None = None) -> C_co:
         """Wait for the collected value.
 
         Args:
@@ -56,7 +57,7 @@ class Call(Generic[C]):
                 self._collect()
             if self._error is not None:
                 raise self._error
-            value: C = self._value
+            value: C_co = self._value
             return value
         finally:
             self._gate.release()
@@ -73,14 +74,14 @@ class Call(Generic[C]):
                 raise
         return self._error
 
-    def add_done_callback(self, callback: Callable[[Call[C]], object]) -> None:
+    def add_done_callback(self, callback: Callable[[Call[C_co]], object]) -> None:
         """Run `callback(call)` once it is done, on the runtime's dispatcher thread."""
         self._callbacks.append(callback)
         # Settling takes the list after it set the flag: one of the two sees the callback, and `_pop` gives it out once.
         if self._settled:
             self._run_callbacks()
 
-    def __await__(self) -> Generator[Any, None, C]:
+    def __await__(self) -> Generator[Any, None, C_co]:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
 
@@ -88,7 +89,7 @@ class Call(Generic[C]):
             if not future.done():
                 future.set_result(None)
 
-        def notify(call: Call[C]) -> None:
+        def notify(call: Call[C_co]) -> None:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(wake)
 
@@ -143,7 +144,7 @@ class Call(Generic[C]):
                 return
             self._dispatch(callback)
 
-    def _dispatch(self, callback: Callable[[Call[C]], object]) -> None:
+    def _dispatch(self, callback: Callable[[Call[C_co]], object]) -> None:
         callback(self)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import types
+from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, overload
 
@@ -25,7 +26,7 @@ C = TypeVar("C")
 C_co = TypeVar("C_co", covariant=True)
 
 
-class RoleCall(Protocol[P, T, C_co]):
+class RoleCall(Protocol[P, C_co]):
     """A role's method as the driver sees it: call it, submit it, or keep its result in the workers."""
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> C_co:
@@ -40,7 +41,7 @@ class RoleCall(Protocol[P, T, C_co]):
         """Send it and return at once; the results stay in the workers."""
         ...
 
-    def options(self, *, timeout: float | None = None, ranks: Sequence[int] | None = None) -> RoleCall[P, T, C_co]:
+    def options(self, *, timeout: float | None = None, ranks: Sequence[int] | None = None) -> RoleCall[P, C_co]:
         """The same method with a deadline, or on some ranks only.
 
         Args:
@@ -62,15 +63,9 @@ class MethodSpec:
     is_async: bool
     concurrency: int
     readonly: tuple[str, ...]
-    simple: tuple[str, ...] | None = attrs.field(init=False)
-
-    @simple.default
-    def _names_of_simple_parameters(self) -> tuple[str, ...] | None:
-        # Binding by hand is several times faster than Signature.bind and serves nearly every method.
-        parameters = self.signature.parameters.values()
-        if any(p.kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD for p in parameters):
-            return None
-        return tuple(p.name for p in parameters)
+    simple: tuple[str, ...] | None = attrs.field(
+        init=False, default=attrs.Factory(lambda self: _simple_names(self.signature), takes_self=True)
+    )
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments by name; TypeError as Python raises it when they don't fit."""
@@ -94,11 +89,20 @@ class MethodSpec:
         """Run the function itself on an instance, with what `bind` made of the arguments."""
         if self.simple is not None:
             return self.function(instance, **arguments)
-        bound = inspect.BoundArguments(self.signature, arguments)  # type: ignore[arg-type]  # any mapping serves
+        bound = inspect.BoundArguments(self.signature, OrderedDict(arguments))
         return self.function(instance, *bound.args, **bound.kwargs)
 
 
-class RoleMethod(Generic[P, T, C]):
+def _simple_names(signature: inspect.Signature) -> tuple[str, ...] | None:
+    """The names of the parameters when all can be given by position and by name, otherwise None."""
+    # Binding by hand is several times faster than Signature.bind and serves nearly every method.
+    parameters = signature.parameters.values()
+    if any(p.kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD for p in parameters):
+        return None
+    return tuple(p.name for p in parameters)
+
+
+class RoleMethod(Generic[P, C]):
     """What `@method` leaves in the class.
 
     On an instance it is the plain bound method inside role code, and a `RoleCall` of one rank outside any worker.
@@ -111,9 +115,9 @@ class RoleMethod(Generic[P, T, C]):
         self.__wrapped__ = spec.function
 
     @overload
-    def __get__(self, instance: None, owner: type, /) -> RoleMethod[P, T, C]: ...
+    def __get__(self, instance: None, owner: type, /) -> RoleMethod[P, C]: ...
     @overload
-    def __get__(self, instance: object, owner: type | None = None, /) -> RoleCall[P, T, C]: ...
+    def __get__(self, instance: object, owner: type | None = None, /) -> RoleCall[P, C]: ...
     def __get__(self, instance: object | None, owner: type | None = None, /) -> Any:
         if instance is None:
             return self
@@ -132,35 +136,37 @@ class _Same(Protocol):
     """A decorator whose collected value has the type that the method returns."""
 
     @overload
-    def __call__(self, f: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], /) -> RoleMethod[P, T, T]: ...
+    def __call__(self, f: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], /) -> RoleMethod[P, T]: ...
     @overload
-    def __call__(self, f: Callable[Concatenate[Any, P], T], /) -> RoleMethod[P, T, T]: ...
+    def __call__(self, f: Callable[Concatenate[Any, P], T], /) -> RoleMethod[P, T]: ...
 
 
 class _List(Protocol):
     """A decorator whose collected value is a list with an item per rank."""
 
     @overload
-    def __call__(self, f: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], /) -> RoleMethod[P, T, list[T]]: ...
+    def __call__(self, f: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], /) -> RoleMethod[P, list[T]]: ...
     @overload
-    def __call__(self, f: Callable[Concatenate[Any, P], T], /) -> RoleMethod[P, T, list[T]]: ...
+    def __call__(self, f: Callable[Concatenate[Any, P], T], /) -> RoleMethod[P, list[T]]: ...
 
 
 class _Custom(Protocol):
     """A decorator whose collected value is what a user's `Collect` makes of it."""
 
     @overload
-    def __call__(self, f: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], /) -> RoleMethod[P, T, Any]: ...
+    def __call__(self, f: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], /) -> RoleMethod[P, Any]: ...
     @overload
-    def __call__(self, f: Callable[Concatenate[Any, P], T], /) -> RoleMethod[P, T, Any]: ...
+    def __call__(self, f: Callable[Concatenate[Any, P], T], /) -> RoleMethod[P, Any]: ...
 
 
 @overload
-def method(f: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], /) -> RoleMethod[P, T, list[T]]: ...
+def method(f: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], /) -> RoleMethod[P, list[T]]: ...
 @overload
-def method(f: Callable[Concatenate[Any, P], T], /) -> RoleMethod[P, T, list[T]]: ...
+def method(f: Callable[Concatenate[Any, P], T], /) -> RoleMethod[P, list[T]]: ...
+# An OnRank is a Dispatch: one behind a variable that is typed as any Dispatch is taken for the usual kind, whose results
+# are a list. The alternative would be Any for every dispatch of the user's own.
 @overload
-def method(
+def method(  # type: ignore[overload-overlap]  # pyright: ignore[reportOverlappingOverload]
     *, dispatch: OnRank, collect: None = ..., concurrency: int = ..., readonly: Sequence[str] = ...
 ) -> _Same: ...
 @overload
@@ -201,7 +207,7 @@ def method(
         DispatchError: An unknown parameter name, or a dispatch and a collect that don't go together.
     """
 
-    def decorate(function: Callable[..., Any]) -> RoleMethod[Any, Any, Any]:
+    def decorate(function: Callable[..., Any]) -> RoleMethod[..., Any]:
         return RoleMethod(_declare(function, dispatch, collect, concurrency, tuple(readonly)))
 
     return decorate if f is None else decorate(f)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from colocate._group import ColocatedGroup
     from colocate._order import PendingCall
 
-T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 
 @attrs.frozen
@@ -39,12 +39,12 @@ class ResidentSpec:
     rows_per_rank: tuple[int | None, ...]
 
 
-class Resident(abc.ABC, Generic[T]):
+class Resident(abc.ABC, Generic[T_co]):
     """A kept result. Pass `.ref` (or the resident) as an argument; a context manager that frees it at the end."""
 
     @property
     @abc.abstractmethod
-    def ref(self) -> T:
+    def ref(self) -> T_co:
         """Stands for the value as an argument of any role's method."""
 
     @property
@@ -53,7 +53,7 @@ class Resident(abc.ABC, Generic[T]):
         """Its structure, shapes, dtypes and bytes; waits until it is there."""
 
     @abc.abstractmethod
-    def fetch(self) -> T:
+    def fetch(self) -> T_co:
         """The collected value, on the driver."""
 
     @abc.abstractmethod
@@ -72,15 +72,15 @@ class Resident(abc.ABC, Generic[T]):
         raise TypeError(f"{self!r} lives on the driver and can't be sent; pass it (or its .ref) as a call's argument")
 
 
-class LocalResident(Resident[T]):
+class LocalResident(Resident[T_co]):
     """The resident of a role object outside any worker: it is the value."""
 
-    def __init__(self, value: T) -> None:
-        self._value: T | None = value
+    def __init__(self, value: T_co) -> None:
+        self._value: T_co | None = value
         self._freed = False
 
     @property
-    def ref(self) -> T:
+    def ref(self) -> T_co:
         """The value itself."""
         return self.fetch()
 
@@ -91,11 +91,11 @@ class LocalResident(Resident[T]):
 
         return ResidentSpec(describe(self._value), (tensor_bytes(self._value),), (None,))
 
-    def fetch(self) -> T:
+    def fetch(self) -> T_co:
         """The value itself."""
         if self._freed:
             raise ClosedError("this resident was freed")
-        return cast("T", self._value)
+        return cast("T_co", self._value)
 
     def free(self) -> None:
         """Let go of it."""
@@ -206,7 +206,7 @@ class Consumer:
     mesh: Callable[[str | None], Mesh]
 
 
-class KeptResident(Resident[T]):
+class KeptResident(Resident[T_co]):
     """The handle of a kept result. Dropping it ends the lease; its group is told with the next message."""
 
     def __init__(self, kept: Kept) -> None:
@@ -217,9 +217,9 @@ class KeptResident(Resident[T]):
         return f"<Resident of {self._kept.source.label} in group {self._kept.source.group!r}>"
 
     @property
-    def ref(self) -> T:
+    def ref(self) -> T_co:
         """Stands for the value as an argument; another name of it keeps it alive as the handle does."""
-        return cast("T", Reference(self._kept, self._lease))
+        return cast("T_co", Reference(self._kept, self._lease))
 
     @property
     def spec(self) -> ResidentSpec:
@@ -227,10 +227,10 @@ class KeptResident(Resident[T]):
         self._kept.use()
         return self._kept.group.spec_of(self._kept)
 
-    def fetch(self) -> T:
+    def fetch(self) -> T_co:
         """The collected value, on the driver; waits until it is there."""
         self._kept.use()
-        value: T = self._kept.group.fetch(self._kept)
+        value: T_co = self._kept.group.fetch(self._kept)
         return value
 
     def free(self) -> None:
