@@ -35,11 +35,9 @@ class PluginGroup:
     hooks: type
     manager: pluggy.PluginManager = attrs.field(init=False)
 
-    @manager.default
-    def _new_manager(self) -> pluggy.PluginManager:
-        manager = pluggy.PluginManager("colocate")
-        manager.add_hookspecs(self.hooks)
-        return manager
+    def __attrs_post_init__(self) -> None:
+        self.manager = pluggy.PluginManager("colocate")
+        self.manager.add_hookspecs(self.hooks)
 
     def entries(self) -> list[EntryPoint]:
         """The entry points there are now, imported or not, by name."""

@@ -72,12 +72,10 @@ class Screen:
     _seconds: Mapping[str, float] = attrs.field(factory=dict, init=False)
     _total: int | None = attrs.field(default=None, init=False)
 
-    @_bar.default
-    def _new_bar(self) -> Progress:
+    def __attrs_post_init__(self) -> None:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        bar = Progress(*columns, TextColumn("left"), TimeRemainingColumn(), console=self.console)
-        bar.add_task("starting", total=None)
-        return bar
+        self._bar = Progress(*columns, TextColumn("left"), TimeRemainingColumn(), console=self.console)
+        self._bar.add_task("starting", total=None)
 
     @contextlib.contextmanager
     def running(self, name: str, directory: Path, step: int | None) -> Iterator[None]:

@@ -172,3 +172,53 @@ class TestErrors:
         assert done.stderr.startswith("error: ")
         assert "1.0.0" in done.stderr
         assert "2.0.0" in done.stderr
+
+
+HANGING = """
+    import threading
+
+    import colocate
+
+    class Hanging:
+        @colocate.method
+        def hang(self):
+            threading.Event().wait()
+
+    def job(run):
+        run.log(1, x=1)
+        run.groups["policy"]["hanging"].hang()
+"""
+
+
+def test_a_second_signal_ends_what_hangs(colocate: CommandLine) -> None:
+    colocate.write("beside.py", HANGING)
+    colocate.write(
+        "demo.yaml",
+        """
+        executor: {use: local, with: {processes: true}}
+        pools: {main: {slots: 2}}
+        groups: {policy: {pool: main, roles: {hanging: "beside:Hanging"}}}
+        job: beside:job
+        """,
+    )
+    command, environment = colocate.command("run", "demo.yaml")
+    with subprocess.Popen(
+        command,
+        cwd=colocate.folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as running:
+        assert running.stdout is not None
+        assert running.stderr is not None
+        next(line for line in running.stdout if line.startswith("step 1"))
+        running.send_signal(signal.SIGINT)
+        assert running.stderr.readline().startswith("SIGINT: stopping after a checkpoint")
+        running.send_signal(signal.SIGINT)
+        _, err = running.communicate()
+    assert running.returncode == 128 + signal.SIGINT, err
+    assert err.startswith("interrupted: ")
+    with pytest.raises(ProcessLookupError):  # nobody of its session is left
+        os.killpg(running.pid, 0)

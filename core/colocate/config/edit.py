@@ -49,24 +49,29 @@ def _make_way(document: Document, place: Place, option: str) -> bool:
     """See that the parent of a place exists; False, with a mistake, where it can't."""
     here: Any = document.data
     for depth, key in enumerate(place):
-        last = depth == len(place) - 1
-        above = path_text(place[:depth])
-        if isinstance(here, list):
-            if not isinstance(key, int) or key >= len(here):
-                _wrong(document, path_text(place), option, f"{above} is a list of {len(here)}: write {above}[0] …")
-                return False
-        elif isinstance(key, int):
-            _wrong(document, path_text(place), option, f"{above or 'the config'} is not a list")
+        if obstacle := _obstacle(here, key, path_text(place[:depth]) or "the config"):
+            _wrong(document, path_text(place), option, obstacle)
             return False
-        elif not isinstance(here, dict):
-            _wrong(document, path_text(place), option, f"{above} is {here!r}, which has no keys")
-            return False
-        elif not last and here.get(key) is None:
-            here[key] = {}
-            document.origins[place[: depth + 1]] = option
-        if not last:
-            here = here[key]
+        if depth < len(place) - 1:
+            here = _below(here, key, place[: depth + 1], document, option)
     return True
+
+
+def _obstacle(here: Any, key: str | int, name: str) -> str | None:
+    """Why a key can't be set in a value, if it can't."""
+    if isinstance(here, list):
+        known = isinstance(key, int) and key < len(here)
+        return None if known else f"{name} is a list of {len(here)}: write {name}[0] …"
+    if isinstance(key, int):
+        return f"{name} is not a list"
+    return None if isinstance(here, dict) else f"{name} is {here!r}, which has no keys"
+
+
+def _below(here: Any, key: str | int, place: Place, document: Document, option: str) -> Any:
+    """The value of a key, made when it is missing."""
+    if isinstance(here, dict) and here.get(key) is None:
+        document.put(place, {}, option)
+    return here[key]
 
 
 def _wrong(document: Document, path: str, option: str, message: str) -> None:
