@@ -255,11 +255,9 @@ def _close_what_is_left() -> None:
     for runtime in list(_live.values()):
         if runtime.forked:
             continue
-        for node in [runtime, *runtime.children.values()]:
-            warnings.warn(
-                f"{node.kind} {node.name!r} made at {_at(node)} was never closed", ResourceWarning, stacklevel=1
-            )
-            break
+        # What it owns is closed by it, and needs no report of its own.
+        text = f"runtime {runtime.name!r} made at {_at(runtime)} was never closed"
+        warnings.warn(text, ResourceWarning, stacklevel=1)
         try:
             runtime.close_for("interpreter exit", 2.0, True)
         except BaseExceptionGroup as errors:

@@ -19,6 +19,7 @@ from typing import Any
 from colocate import wire
 from colocate._codec import BY_VALUE
 from colocate.executor import Boot
+from colocate.worker.guard import start_guard
 from colocate.worker.host import WorkerHost
 from colocate.worker.peers import ChannelPeers
 
@@ -31,6 +32,7 @@ def main() -> None:
     die_with(driver)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to handle
     faulthandler.enable()
+    start_guard()
     serve(socket.socket(fileno=fd))
 
 
