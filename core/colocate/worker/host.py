@@ -187,7 +187,7 @@ class WorkerHost:
     # -- what the lane and roles ask the driver
 
     def ask(self, *question: Any) -> Any:
-        """Ask the driver something and wait; ColocateError says its refusal, or what broke the wait (a hold, the end)."""
+        """Ask the driver something and wait; ColocateError says its refusal, or what broke the wait."""
         token = next(self._tokens)
         waiting: Future[Any] = Future()
         self._asks[token] = waiting

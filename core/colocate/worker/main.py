@@ -68,7 +68,9 @@ def start(boot: Boot, strict: bool, lane: wire.SocketLane, hub: wire.Hub) -> Wor
     """Set the process up as the boot says, and start the host."""
     os.environ.update(boot.env)
     sys.path.extend(entry for entry in boot.path if entry not in sys.path)
-    _limit_threads(boot.cpus)
+    if boot.cpus is not None and "OMP_NUM_THREADS" not in boot.env:
+        # torch and its libraries read this when they are first imported, which is after now.
+        os.environ["OMP_NUM_THREADS"] = str(max(1, int(boot.cpus)))
 
     def leave() -> None:
         lane.drain(1.0)
@@ -93,9 +95,3 @@ def hello() -> dict[str, Any]:
         "colocate": colocate.__version__,
     }
 
-
-def _limit_threads(cpus: float | None) -> None:
-    if cpus is None:
-        return
-    # torch and its libraries read this when they are first imported, which is after now.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, int(cpus))))
