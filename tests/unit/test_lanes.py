@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import gc
 import os
 import queue
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -92,6 +94,10 @@ def half(request: pytest.FixtureRequest, hub: Hub) -> Iterator[tuple[End, socket
         yield End(hub, one), other
 
 
+def raising(*_: Any) -> None:
+    raise KeyError("raised")
+
+
 # Frames
 
 
@@ -134,9 +140,9 @@ def test_lengths_beyond_four_gigabytes() -> None:
     file = os.memfd_create("colocate-sparse", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.truncate(file, length)
     os.pwrite(file, b"end", length - 3)
-    memory.fcntl.fcntl(file, memory._F_ADD_SEALS, memory._ALL_SEALS)
+    fcntl.fcntl(file, memory._F_ADD_SEALS, memory._ALL_SEALS)
     prefix = framing._PREFIX.pack(framing._VERSION, framing._FILE, 2, 2, length)
-    start = prefix + b"N." + framing.struct.pack("<2Q", 64, length - 64)
+    start = prefix + b"N." + struct.pack("<2Q", 64, length - 64)
     one, other = socket.socketpair()
     with one, other, Frame(start, start, file, length) as frame:
         assert Sending(frame, passes_files=True).write(one)
@@ -367,7 +373,7 @@ def test_the_other_side_ends_in_the_middle_of_a_message(half: tuple[End, socket.
 
 def test_garbage_ends_the_lane(half: tuple[End, socket.socket]) -> None:
     end, other = half
-    reported = []
+    reported: list[Any] = []
     hook, threading.excepthook = threading.excepthook, reported.append
     try:
         other.sendall(b"GET / HTTP/1.1\r\n\r\n" * 3)
@@ -390,13 +396,13 @@ def test_a_callback_that_raises_ends_its_lane_only(hub: Hub, monkeypatch: pytest
     reported: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", reported.append)
     bad, good = ([End(hub, sock) for sock in socket_pair("unix")] for _ in range(2))
-    bad[0].lane._on_message = lambda head, body: {}[head[0]]
+    bad[0].lane._on_message = raising
     bad[1].lane.send(("missing",))
-    assert bad[0].end() == "handling a message raised KeyError: 'missing'"
+    assert bad[0].end() == "handling a message raised KeyError: 'raised'"
     assert bad[1].end() == "the other side closed"
     good[1].lane.send(("fine",))
     assert good[0].get()[0] == ("fine",)
-    good[0].lane._on_closed = lambda reason: {}[reason]
+    good[0].lane._on_closed = raising
     good[1].lane.close()
     assert good[1].end() == "closed on this side"
     assert hub.close(WAIT_S)
@@ -500,7 +506,7 @@ def test_watching_other_descriptors(hub: Hub, monkeypatch: pytest.MonkeyPatch) -
     os.close(read)
 
     read, write = os.pipe()
-    hub.watch(read, lambda: {}["raises"])
+    hub.watch(read, raising)
     os.write(write, b"x")
     one, other = (End(hub, sock) for sock in socket_pair("unix"))
     one.lane.send(("still",))

@@ -117,7 +117,7 @@ class PeerChannel:
             self._closed = True
             hub, self._hub = self._hub, None
         if hub is not None:
-            hub.close(timeout)
+            hub.close()  # No handler runs there, so this doesn't wait for one.
         with self._lock:
             self._close_idle()
             for connection in (*self._busy, *self._serving.values()):
