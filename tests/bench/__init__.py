@@ -1,0 +1,1 @@
+"""`python -m tests.bench`: the project's numbers in one table."""

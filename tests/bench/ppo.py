@@ -1,0 +1,130 @@
+"""What the framework adds to a PPO step: the demo's own job and group, whose roles only return what they once did.
+
+A first run of a few steps is recorded, role by role and method by method. Then the same job runs on roles of the same
+methods, which return the recorded values: same calls, same residents, no work.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from rich.console import Console
+from tests.bench.rows import Row
+
+import colocate
+from colocate._calls import CallLog
+from colocate._method import MethodSpec
+from colocate._role import methods_of
+from colocate._run import Run, StopSignals
+from colocate._run_folder import RunFolder
+from colocate._screen import Screen
+from colocate_ppo.actor import Actor
+from colocate_ppo.critic import Critic
+from colocate_ppo.job import train
+from colocate_ppo.reference import Reference
+from colocate_ppo.reward import Reward
+from colocate_ppo.task import Task
+
+_PART = "framework time per PPO step"
+_CONFIG = Path(__file__).parents[2] / "docs" / "examples" / "ppo.yaml"
+_NAMES = ("Actor", "Critic", "Reference", "Reward")
+_STEPS = 200
+_BAR_MS = 3.0
+_SMALL = [f"groups.policy.roles.actor.with.{size}" for size in ("hidden=32", "feed_forward=32", "layers=1")]
+# One evaluation at the beginning, of as many answers as a step has: a recorded score fits both.
+_JOB = {"warm_up_steps": 0, "batch": 256, "eval_problems": 256, "eval_every": 10**6, "checkpoint_every": 10**6}
+
+_recorded: dict[tuple[str, str, int], Any] = {}
+_begun: list[float] = []
+
+
+def _rows_asked(arguments: dict[str, Any]) -> int:
+    return len(arguments.get("problems", ()))
+
+
+def _record(cls: type, spec: MethodSpec) -> Callable[..., Any]:
+    @functools.wraps(spec.function)
+    def body(self: Any, **arguments: Any) -> Any:
+        result = spec.function(self, **arguments)
+        _recorded[cls.__name__, spec.name, _rows_asked(arguments)] = result
+        return result
+
+    return body
+
+
+def _replay(cls: type, spec: MethodSpec) -> Callable[..., Any]:
+    @functools.wraps(spec.function)
+    def body(self: Any, **arguments: Any) -> Any:
+        if spec.name == "generate":
+            _begun.append(time.perf_counter())
+        return _recorded[cls.__name__, spec.name, _rows_asked(arguments)]
+
+    return body
+
+
+def _with_bodies(cls: type, make: Callable[[type, MethodSpec], Callable[..., Any]]) -> type:
+    """The same role with other method bodies."""
+    methods = {
+        name: colocate.method(dispatch=spec.dispatch, collect=spec.collect)(make(cls, spec))
+        for name, spec in methods_of(cls).items()
+    }
+    return type(cls.__name__, (cls,), {**methods, "__module__": __name__})
+
+
+class Recording:
+    """The roles, which note what they return."""
+
+    Actor = _with_bodies(Actor, _record)
+    Critic = _with_bodies(Critic, _record)
+    Reference = _with_bodies(Reference, _record)
+    Reward = _with_bodies(Reward, _record)
+
+
+class Replaying:
+    """The roles, which return what was noted."""
+
+    Actor = _with_bodies(Actor, _replay)
+    Critic = _with_bodies(Critic, _replay)
+    Reference = _with_bodies(Reference, _replay)
+    Reward = _with_bodies(Reward, _replay)
+
+
+def rows() -> Iterator[Row]:
+    """The time from step to step."""
+    problems: list[Any] = []
+    draw = Task.draw
+
+    def drawn(task: Task, count: int) -> list[Any]:
+        problems.extend(draw(task, count - len(problems)) if len(problems) < count else ())
+        return problems[:count]
+
+    with mock.patch.object(Task, "draw", drawn):
+        _train("Recording", 1)
+        _train("Replaying", _STEPS)
+    seconds = [end - start for start, end in pairwise(_begun[-_STEPS:])]
+    yield Row(_PART, "threads, 1 slot", statistics.median(seconds) * 1e3, "ms", _BAR_MS)
+    yield Row(_PART, "threads, 1 slot, the fastest tenth", statistics.quantiles(seconds, n=10)[0] * 1e3, "ms")
+
+
+def _train(roles: str, steps: int) -> None:
+    """Run the demo's job on other roles, without a screen and without a report."""
+    changes = [f"groups.policy.roles.{name.lower()}.use={__name__}:{roles}.{name}" for name in _NAMES]
+    config = colocate.load_config(_CONFIG, set=[*changes, *_SMALL])
+    assert config.job is not None
+    with tempfile.TemporaryDirectory() as directory, colocate.launch(config) as launched:
+        launched.runtime.observe(CallLog(config))
+        folder = RunFolder.create(config.name, Path(directory))
+        screen = Screen(Console(file=io.StringIO()), quiet=True)
+        run = Run(
+            launched.runtime, launched.groups, folder.path, None, folder, screen, StopSignals(screen.stopping), []
+        )
+        train(run, **{**config.job.with_, **_JOB, "steps": steps})

@@ -1,0 +1,84 @@
+"""An executor without workers: its hosts answer at once, in the thread that asks. What is left is the driver's work."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from colocate.executor import Boot, Executor, Exit, Host, HostEvents, Node, Place, Request, Reservation
+from colocate.worker.main import hello
+
+
+class StubExecutor(Executor):
+    """One node with room for any number of slots."""
+
+    name = "stub"
+
+    def __init__(self) -> None:
+        """Connect to nothing."""
+        self._running: dict[str, StubHost] = {}
+        self._hello = ("hello", hello())
+
+    def nodes(self) -> Sequence[Node]:
+        """The one node."""
+        return [Node("stub")]
+
+    def reserve(self, request: Request) -> Reservation:
+        """Any number of slots."""
+        return Reservation((Place("stub"),) * request.slots)
+
+    def launch(self, place: Place, boot: Boot, events: HostEvents) -> Host:
+        """A host that has said hello."""
+        host = self._running[boot.worker] = StubHost(self, boot, events)
+        events.received(self._hello, None)
+        return host
+
+    def frame(self, head: tuple[Any, ...], body: Any = None) -> Any:
+        """The message as it is sent, with its head for the stub to read."""
+        return head, super().frame(head, body)
+
+    def discard(self, frame: Any) -> None:
+        """Free it."""
+        super().discard(frame[1])
+
+    def release(self, reservation: Reservation) -> None:
+        """There is nothing to free."""
+
+    def running(self) -> Sequence[str]:
+        """The workers' ids."""
+        return list(self._running)
+
+    def close(self) -> None:
+        """There is nothing to disconnect."""
+
+    def ended(self, boot: Boot) -> None:
+        """A host has ended."""
+        del self._running[boot.worker]
+
+
+class StubHost(Host):
+    """A worker that has done what it is told when `send` returns."""
+
+    def __init__(self, executor: StubExecutor, boot: Boot, events: HostEvents) -> None:
+        self._executor = executor
+        self._boot = boot
+        self._events = events
+        self._alive = True
+
+    def send(self, frame: Any) -> None:
+        """Answer."""
+        head = frame[0]
+        if head[0] in ("build", "call"):
+            now = time.time()
+            self._events.received(("done", head[1], None, now, now, None), None)
+        elif head[0] == "close":
+            self._events.received(("closed",), None)
+            self.kill()
+
+    def kill(self) -> None:
+        """End."""
+        if self._alive:
+            self._alive = False
+            self._executor.ended(self._boot)
+            self._events.exited(Exit(0))
