@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 T = TypeVar("T")
-C = TypeVar("C")
 C_co = TypeVar("C_co", covariant=True)
 
 
@@ -102,7 +101,7 @@ def _simple_names(signature: inspect.Signature) -> tuple[str, ...] | None:
     return tuple(p.name for p in parameters)
 
 
-class RoleMethod(Generic[P, C]):
+class RoleMethod(Generic[P, C_co]):
     """What `@method` leaves in the class.
 
     On an instance it is the plain bound method inside role code, and a `RoleCall` of one rank outside any worker.
@@ -113,11 +112,12 @@ class RoleMethod(Generic[P, C]):
         self.__name__ = spec.name
         self.__doc__ = spec.function.__doc__
         self.__wrapped__ = spec.function
+        self.__isabstractmethod__ = getattr(spec.function, "__isabstractmethod__", False)
 
     @overload
-    def __get__(self, instance: None, owner: type, /) -> RoleMethod[P, C]: ...
+    def __get__(self, instance: None, owner: type, /) -> RoleMethod[P, C_co]: ...
     @overload
-    def __get__(self, instance: object, owner: type | None = None, /) -> RoleCall[P, C]: ...
+    def __get__(self, instance: object, owner: type | None = None, /) -> RoleCall[P, C_co]: ...
     def __get__(self, instance: object | None, owner: type | None = None, /) -> Any:
         if instance is None:
             return self
@@ -163,8 +163,8 @@ class _Custom(Protocol):
 def method(f: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], /) -> RoleMethod[P, list[T]]: ...
 @overload
 def method(f: Callable[Concatenate[Any, P], T], /) -> RoleMethod[P, list[T]]: ...
-# An OnRank is a Dispatch: one behind a variable that is typed as any Dispatch is taken for the usual kind, whose results
-# are a list. The alternative would be Any for every dispatch of the user's own.
+# An OnRank is a Dispatch: one behind a variable that is typed as any Dispatch is taken for the usual kind, whose result
+# is a list. The alternative would be Any for every dispatch of the user's own.
 @overload
 def method(  # type: ignore[overload-overlap]  # pyright: ignore[reportOverlappingOverload]
     *, dispatch: OnRank, collect: None = ..., concurrency: int = ..., readonly: Sequence[str] = ...

@@ -1,0 +1,128 @@
+"""Role methods can be overridden, generic, abstract, and of plain classes."""
+
+import abc
+from typing import Generic, TypeVar, assert_type
+
+import colocate
+from colocate import Concat, First, Gather, Role, RoleCall, Scatter, method
+
+T = TypeVar("T")
+
+
+class Animal:
+    pass
+
+
+class Dog(Animal):
+    pass
+
+
+class Base(Role):
+    @method(collect=First())
+    def make(self, name: str) -> Animal:
+        return Animal()
+
+    @method
+    def each(self, name: str) -> Animal:
+        return Animal()
+
+    @method(dispatch=Scatter("x"), collect=Concat())
+    def spread(self, x: list[int]) -> list[int]:
+        return x
+
+    @method(collect=First())
+    async def later(self, name: str) -> Animal:
+        return Animal()
+
+
+class Same(Base):
+    @method(collect=First())
+    def make(self, name: str) -> Animal:
+        return Animal()
+
+    @method(collect=Gather())
+    def each(self, name: str) -> Animal:
+        return Animal()
+
+    @method(dispatch=Scatter("x"), collect=Concat("tp"))
+    def spread(self, x: list[int]) -> list[int]:
+        return x
+
+    @method(collect=First())
+    def later(self, name: str) -> Animal:
+        return Animal()
+
+
+class Narrower(Base):
+    @method(collect=First())
+    def make(self, name: str) -> Dog:
+        return Dog()
+
+
+class Fewer(Base):
+    @method(collect=First())
+    def make(self, name: int) -> Animal:  # E: it takes other arguments
+        return Animal()
+
+
+class Elsewhere(Base):
+    @method(collect=First())
+    def each(self, name: str) -> Animal:  # E: it gives one, not a list
+        return Animal()
+
+
+class Abstract(Role, abc.ABC):
+    @method(collect=First())
+    @abc.abstractmethod
+    def score(self, text: str) -> float: ...
+
+
+class Concrete(Abstract):
+    @method(collect=First())
+    def score(self, text: str) -> float:
+        return 1.0
+
+
+class Plain:
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    @method(dispatch=Scatter("x"), collect=Concat())
+    def times(self, x: list[float]) -> list[float]:
+        return [value * self.scale for value in x]
+
+
+class Holder(Role, Generic[T]):
+    def __init__(self, value: T) -> None:
+        self.value = value
+
+    @method(collect=First())
+    def get(self) -> T:
+        return self.value
+
+
+def calls(group: colocate.ColocatedGroup) -> None:
+    assert_type(group[Same].make("a"), Animal)
+    assert_type(group[Narrower].make("a"), Dog)
+    assert_type(group[Narrower].make.submit("a"), colocate.Call[Dog])
+    assert_type(group[Narrower].each("a"), list[Animal])
+    assert_type(group.role("score", Concrete).score("a"), float)
+    assert_type(group[Plain].times([1.0]), list[float])
+    group[Plain].times("a")  # E: a str is no list
+
+
+def wider(base: Base) -> None:
+    assert_type(base.make("a"), Animal)
+    wider(Narrower())
+
+
+def takes(call: RoleCall[[str], Animal]) -> Animal:
+    return call("a")
+
+
+def passed(narrower: Narrower, base: Base, plain: Plain) -> None:
+    """A role's method can be handed on, as what it gives or wider."""
+    takes(base.make)
+    takes(narrower.make)
+    takes(base.each)  # E: it gives a list
+    takes(plain.times)  # E: it takes a list
