@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
@@ -74,12 +75,14 @@ class Run:
     """What a job works with: `job(run, **options)`.
 
     Attributes:
+        name: The config's name.
         runtime: The runtime, seeded and connected.
         groups: The config's groups by name.
         directory: The run's folder, runs/<name>.
         resumed: The folder of the checkpoint to go on from; None for a new run.
     """
 
+    name: str
     runtime: Runtime
     groups: Mapping[str, ColocatedGroup]
     directory: Path
@@ -187,29 +190,37 @@ def execute(
     started = time.time()
     signals = StopSignals(screen.stopping)
     resumed = None if step is None else folder.checkpoints()[-1][1]
-    run = Run(runtime, groups, folder.path, resumed, folder, screen, signals, metrics)
-    with screen.running(config.name, folder.path, step), signals:
-        function(run, **config.job.with_)
-    _settle(runtime)
-    record = RunRecord(
-        name=config.name,
-        directory=folder.path,
-        config=folder.config(),
+    run = Run(config.name, runtime, groups, folder.path, resumed, folder, screen, signals, metrics)
+    try:
+        with screen.running(config.name, folder.path, step), signals:
+            function(run, **config.job.with_)
+    except Exception as error:
+        _report_failure(run, calls, started, error)
+        raise
+    record = _record(run, calls, started)
+    screen.finished(record)
+    screen.reported(_report(record))
+    return record
+
+
+def _record(run: Run, calls: CallLog, started: float) -> RunRecord:
+    _settle(run.runtime)
+    return RunRecord(
+        name=run.name,
+        directory=run.directory,
+        config=run._folder.config(),
         metrics=tuple(run._metrics),
         tables=run._tables,
         totals=calls.totals(),
         spans=calls.spans(),
         phases=run._phases,
-        tree=runtime.graph.render("tree"),
-        graph=runtime.graph.render("json"),
+        tree=run.runtime.graph.render("tree"),
+        graph=run.runtime.graph.render("json"),
         environment=environment(),
         started=started,
         seconds=time.time() - started,
-        stopped=signals.received,
+        stopped=run._signals.received,
     )
-    screen.finished(record)
-    screen.reported(_report(record))
-    return record
 
 
 def environment() -> dict[str, str]:
@@ -239,19 +250,28 @@ def _folder(name: str, resume: bool) -> tuple[RunFolder, int | None, list[Row]]:
 
 def _settle(runtime: Runtime) -> None:
     """Wait until observers have been told of every call that has ended."""
+    if not runtime.alive:  # a job may close what it was given, and closing has told them
+        return
     told = threading.Event()
     runtime.dispatcher.soon(told.set)
     told.wait()
 
 
-def _report(record: RunRecord) -> Path | None:
-    """Write report.html; None where what draws it isn't installed."""
-    if any(importlib.util.find_spec(name) is None for name in ("jinja2", "matplotlib")):
+def _report(record: RunRecord, error: str | None = None) -> Path | None:
+    """Write report.html; None where what makes it isn't installed."""
+    if importlib.util.find_spec("jinja2") is None:
         return None
     from colocate import report
 
-    path: Path = report.write(record.directory, record)
-    return path
+    return report.write(record.directory, record, error=error)
+
+
+def _report_failure(run: Run, calls: CallLog, started: float, error: Exception) -> None:
+    """Write the report of a job that failed; what goes wrong in that is a note on its error, not in its place."""
+    try:
+        _report(_record(run, calls, started), "".join(traceback.format_exception_only(error)).strip())
+    except Exception as other:
+        error.add_note(f"its report could not be written: {type(other).__name__}: {other}")
 
 
 def _number(name: str, value: Any) -> int | float:

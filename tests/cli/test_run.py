@@ -136,6 +136,7 @@ class TestErrors:
         assert done.returncode == 1
         assert done.stderr.startswith("Traceback (most recent call last)")
         assert done.stderr.endswith("ZeroDivisionError: division by zero\n")
+        assert "division by zero" in (colocate.folder / "runs" / "demo" / "report.html").read_text()
 
     def test_an_error_of_a_role_is_its_message_with_the_traceback_of_the_worker(self, colocate: CommandLine) -> None:
         done = self.run(colocate, "def job(run):\n    run.groups['policy']['reward'].score([1, 2])\n")

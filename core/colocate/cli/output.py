@@ -55,7 +55,9 @@ def print_errors(errors: Iterable[ColocateError], *, as_json: bool) -> None:
         return
     to = console(error=True)
     for error in errors:
-        to.print(Text("error: ", "bold red").append(Text(str(error), "")), soft_wrap=True)
+        # Notes tell what else went wrong, mostly while closing.
+        text = "\n".join([str(error), *getattr(error, "__notes__", ())])
+        to.print(Text("error: ", "bold red").append(Text(text, "")), soft_wrap=True)
 
 
 def error_data(error: ColocateError) -> dict[str, Any]:
