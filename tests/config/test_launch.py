@@ -1,0 +1,152 @@
+"""A config in Python: `load_config`, `launch`, `job.run()`."""
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import colocate
+from colocate._launch import Launched
+from colocate._run import Run, RunRecord
+from colocate._screen import Screen
+from colocate.config import Config
+from colocate.errors import ClosedError, ConfigError, PlacementError, RoleStartError
+
+Write = Callable[[str], Path]
+
+MODULE = """
+import colocate
+
+class Worker(colocate.Role):
+    def __init__(self, fails: bool = False) -> None:
+        if fails:
+            raise OSError("no weights here")
+
+    @colocate.method(collect=colocate.Gather())
+    def place(self) -> tuple[int, int]:
+        return self.ctx.slot, self.ctx.world_size
+
+def job(run, *, steps: int = 2):
+    for step in range(steps):
+        with run.timed("calls"):
+            run.groups["group"]["worker"].place()
+            run.groups["group"]["some"].place()
+        run.log(step, value=step / 2)
+    run.show("rows", [{"a": 1}])
+"""
+
+CONFIG = """\
+seed: 3
+pools:
+  main: {slots: 3}
+groups:
+  group:
+    pool: main
+    roles:
+      worker: launch_module:Worker
+      some: {use: "launch_module:Worker", slots: [2, 0]}
+job: {use: "launch_module:job", with: {steps: 2}}
+"""
+
+
+@pytest.fixture
+def load(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Config]:
+    (tmp_path / "launch_module.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+
+    def load(text: str = CONFIG, **options: Any) -> Config:
+        return colocate.load_config(write(text), **options)
+
+    return load
+
+
+def run_quietly(job: Launched, **options: bool) -> RunRecord:
+    return job.run(screen=Screen(quiet=True), **options)
+
+
+def test_everything_is_open_in_the_block_and_closed_after_it(load: Callable[..., Config]) -> None:
+    with colocate.launch(load()) as job:
+        assert job.runtime.seed == 3
+        assert list(job.groups) == ["group"]
+        assert job.groups["group"]["some"].place() == [(2, 2), (0, 2)]
+    with pytest.raises(ClosedError):
+        job.groups["group"]["worker"].place()
+    assert not job.runtime.children
+
+
+def test_the_graph_names_the_lines_of_the_config(load: Callable[..., Config]) -> None:
+    with colocate.launch(load()) as job:
+        runtime, pool, group = job.runtime.graph.render("tree").splitlines()[:3]
+    assert "demo.yaml:1" in runtime
+    assert "demo.yaml:3" in pool
+    assert "demo.yaml:5" in group
+
+
+def test_what_was_opened_is_closed_when_the_next_cannot_be(load: Callable[..., Config]) -> None:
+    closed: list[str] = []
+    with pytest.raises(PlacementError), colocate.launch(load(set=["pools.second={slots: 1, gpus: 99}"])):
+        closed.append("never")
+    with pytest.raises(RoleStartError, match="no weights here"):  # noqa: SIM117
+        with colocate.launch(load(set=["groups.group.roles.worker.with.fails=true"])):
+            closed.append("never")
+    assert closed == []
+
+
+def test_a_run_leaves_its_record(load: Callable[..., Config], tmp_path: Path) -> None:
+    config = load()
+    with colocate.launch(config) as job:
+        record = run_quietly(job)
+    assert record.directory == tmp_path / "runs" / "demo"
+    assert record.config == config.dump() == (record.directory / "config.yaml").read_text()
+    assert [(row["step"], row["value"]) for row in record.metrics] == [(0, 0.0), (1, 0.5)]
+    assert all(set(row["seconds"]) == {"calls"} for row in record.metrics)
+    assert record.tables == {"rows": [{"a": 1}]}
+    assert [(total.role, total.method, total.calls) for total in record.totals] == [
+        ("worker", "place", 2),
+        ("some", "place", 2),
+    ]
+    assert sorted(span.slot for span in record.spans if span.role == "some") == [0, 0, 2, 2]
+    assert sum(span.end - span.start for span in record.spans) >= 0
+    assert record.tree.startswith("runtime local")
+    assert record.stopped is None
+
+
+def test_it_can_be_run_again_and_counts_for_itself(load: Callable[..., Config]) -> None:
+    with colocate.launch(load()) as job:
+        first, second = run_quietly(job), run_quietly(job)
+    assert [first.directory.name, second.directory.name] == ["demo", "demo-2"]
+    assert [[total.calls for total in record.totals] for record in (first, second)] == [[2, 2], [2, 2]]
+
+
+def test_a_config_without_a_job_can_be_launched_but_not_run(load: Callable[..., Config]) -> None:
+    with colocate.launch(load("pools: {main: {slots: 1}}")) as job, pytest.raises(ConfigError, match="has no job"):
+        run_quietly(job)
+
+
+@pytest.mark.parametrize("value", ["1", None, [1.0], object()])
+def test_what_is_no_number_is_not_logged(load: Callable[..., Config], value: object) -> None:
+    def job(run: Run) -> None:
+        run.log(1, value=value)  # type: ignore[arg-type]
+
+    with pytest.raises(TypeError, match=r"run\.log: value=.* is not a number"):
+        _run(load, job)
+
+
+def test_scalars_of_numpy_and_torch_are_numbers(load: Callable[..., Config]) -> None:
+    numpy = pytest.importorskip("numpy")
+    torch = pytest.importorskip("torch")
+
+    def job(run: Run) -> None:
+        run.log(1, a=numpy.float32(0.5), b=torch.tensor(2), c=True, d=torch.tensor([0.25]))
+
+    assert dict(_run(load, job).metrics[0]) == {"step": 1, "a": 0.5, "b": 2, "c": True, "d": 0.25}
+
+
+def _run(load: Callable[..., Config], job: Callable[[Run], None]) -> RunRecord:
+    importlib.import_module("launch_module").given = job  # type: ignore[attr-defined]
+    with colocate.launch(
+        load(CONFIG.replace('{use: "launch_module:job", with: {steps: 2}}', "launch_module:given"))
+    ) as it:
+        return run_quietly(it)
