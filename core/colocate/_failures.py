@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def failure_error(link: Link, call: PendingCall, slot: int, told: tuple[Any, ...], body: Any) -> ColocateError:
     """The error for a call that raised on a rank."""
     kind, text, trace, host, _secondary, role = told
-    rank = call.index_of(slot)
+    rank = call.rank_of(slot)
     original = _original(link, body, kind, text)
     if host and isinstance(original, DispatchError | SerializationError):
         # Arguments that don't fit, or a result that can't be sent: colocate's own words are the error.
@@ -53,8 +53,8 @@ def _states(call: PendingCall, failed: int) -> str:
     if not others:
         return ""
     missing = set(call.missing())
-    done = [str(call.index_of(slot)) for slot in others if slot not in missing]
-    busy = [str(call.index_of(slot)) for slot in others if slot in missing]
+    done = [str(call.rank_of(slot)) for slot in others if slot not in missing]
+    busy = [str(call.rank_of(slot)) for slot in others if slot in missing]
     said = ([f"done on rank {', '.join(done[:16])}"] if done else []) + (
         [f"not back from rank {', '.join(busy[:16])}"] if busy else []
     )
@@ -76,7 +76,7 @@ def later_error(error: ColocateError, root: ColocateError | None) -> ColocateErr
 def timeout_error(link: Link, call: PendingCall, timeout: float, stacks: dict[int, str]) -> CallTimeout:
     """The error of a call that outlived its timeout."""
     late = call.missing()
-    by_rank = {call.index_of(slot): stacks.get(slot, "no answer (the GIL may be held)") for slot in late}
+    by_rank = {call.rank_of(slot): stacks.get(slot, "no answer (the GIL may be held)") for slot in late}
     return CallTimeout(
         f"{call.label} of group {link.name!r} isn't done after {timeout} s: rank "
         f"{', '.join(str(rank) for rank in by_rank)} of {len(call.targets)} late",

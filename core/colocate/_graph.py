@@ -95,7 +95,7 @@ def _residents(group: ColocatedGroup) -> Iterator[dict[str, Any]]:
 
 def _calls(group: ColocatedGroup) -> Iterator[dict[str, Any]]:
     for call in list(group.order.pending.values()):
-        missing = [call.index_of(slot) for slot in call.missing()]
+        missing = [call.rank_of(slot) for slot in call.missing()]
         yield {
             "kind": "call",
             "name": call.label,

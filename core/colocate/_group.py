@@ -146,7 +146,7 @@ class ColocatedGroup(Owned):
                 bodies[id(arguments)] = codec.pack_arguments(cast("dict[str, Any]", arguments), call.label)
         call.uses = uses
         call.line = caller()
-        call._joiner = _Joiner(self, role, spec, planned)
+        call._joiner = _Joiner(self, role, spec)
         key = call.keep = self.runtime.new_key() if keep else None
         if self.runtime.observers or uses:
             call.on_end = self._ended
@@ -176,8 +176,8 @@ class ColocatedGroup(Owned):
         """The record of a kept call's resident."""
         assert call.keep is not None
         ranks = role.ranks
-        if len(call.targets) != len(role.slots):
-            ranks = Ranks(ranks.world_size, ranks.meshes, targets=[role.slots.index(slot) for slot in call.targets])
+        if call.targets is not role.slots:
+            ranks = Ranks(ranks.world_size, ranks.meshes, targets=call.ranks)
         source = Source(call.keep, self.name, role.slots_short, ranks, spec.collect, call.label)
         kept = Kept(source, self, call, call.line)
         self._kept[call.keep] = kept
@@ -204,7 +204,7 @@ class ColocatedGroup(Owned):
             self.runtime.dispatcher.soon(lambda: self._observe(call))
 
     def _observe(self, call: PendingCall) -> None:
-        spans = tuple(sorted(call.spans))
+        spans = tuple(sorted((call.ranks[index], start, end) for index, start, end in call.spans))
         error = call._error
         record = CallRecord(
             self.name,
@@ -416,13 +416,12 @@ class ColocatedGroup(Owned):
 class _Joiner:
     """Makes a call's value of its ranks' results, for whoever asks first."""
 
-    __slots__ = ("_group", "_planned", "_role", "_spec")
+    __slots__ = ("_group", "_role", "_spec")
 
-    def __init__(self, group: ColocatedGroup, role: RoleInfo, spec: MethodSpec, planned: Plan) -> None:
+    def __init__(self, group: ColocatedGroup, role: RoleInfo, spec: MethodSpec) -> None:
         self._group = group
         self._role = role
         self._spec = spec
-        self._planned = planned
 
     def __call__(self, call: PendingCall) -> Any:
         if call.keep is not None:
@@ -430,5 +429,5 @@ class _Joiner:
         unpack = self._group.unpack
         results = [unpack(body) for body in call.bodies]
         role = self._role.ranks
-        targets = None if len(results) == role.world_size else self._planned.targets
+        targets = None if call.targets is self._role.slots else call.ranks
         return self._spec.collect.join(results, Ranks(role.world_size, role.meshes, call.rows, None, targets))

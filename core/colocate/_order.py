@@ -34,6 +34,7 @@ class PendingCall(Call[Any]):
         "line",
         "method",
         "on_end",
+        "ranks",
         "remaining",
         "role",
         "rows",
@@ -45,13 +46,16 @@ class PendingCall(Call[Any]):
         "uses",
     )
 
-    def __init__(self, label: str, role: str, method: str, targets: Sequence[int]) -> None:
-        """Targets are slots of the group, in order of rank."""
+    def __init__(
+        self, label: str, role: str, method: str, targets: Sequence[int], ranks: Sequence[int] | None = None
+    ) -> None:
+        """Targets are slots of the group; ranks are those of the role on them (default: 0, 1, ...)."""
         super().__init__(label)
         self.seq = -1
         self.role = role
         self.method = method
         self.targets = targets
+        self.ranks = range(len(targets)) if ranks is None else ranks
         self.bodies: list[Any] = [None] * len(targets)
         self.rows: list[int | None] = [None] * len(targets)
         self.spans: list[tuple[int, float, float]] = []
@@ -84,6 +88,10 @@ class PendingCall(Call[Any]):
         if slot < len(targets) and targets[slot] == slot:
             return slot
         return targets.index(slot)
+
+    def rank_of(self, slot: int) -> int:
+        """The rank on a slot."""
+        return self.ranks[self.index_of(slot)]
 
     def missing(self) -> list[int]:
         """The slots that haven't answered."""

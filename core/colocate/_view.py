@@ -13,6 +13,7 @@ from colocate._dispatch import Plan, plan
 from colocate._mesh import Mesh, Ranks
 from colocate._method import MethodSpec
 from colocate._order import PendingCall
+from colocate._owned import Owned
 from colocate._resident import Consumer, KeptResident, Reference, Resident, check_same_runtime
 from colocate._role import no_such_method
 from colocate._tree import map_leaves
@@ -174,11 +175,11 @@ class ViewCall:
 
     def _call(self, planned: Plan) -> PendingCall:
         slots = self._role.slots
-        if len(planned.targets) == len(slots):
+        if isinstance(planned.targets, range):  # all ranks in order, as opposed to those that the call names
             targets: Sequence[int] = slots
         else:
             targets = [slots[rank] for rank in planned.targets]
-        return PendingCall(self._label, self._role.name, self._spec.name, targets)
+        return PendingCall(self._label, self._role.name, self._spec.name, targets, planned.targets)
 
     def _with_references(self, arguments: dict[str, Any], uses: list[Reference]) -> dict[str, Any]:
         def leaf(item: Any) -> Any:
@@ -189,7 +190,7 @@ class ViewCall:
                 check_same_runtime(item._kept, self._group.runtime)
                 item = item.bound(self._consumer)
                 uses.append(item)
-            elif isinstance(item, RoleView | Call):
+            elif isinstance(item, RoleView | ViewCall | Call | Owned):
                 raise TypeError(f"{self._label}: {item!r} lives on the driver and can't be an argument")
             return item
 
