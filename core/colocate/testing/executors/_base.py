@@ -1,0 +1,146 @@
+"""What every area of the executor suite stands on: the connection, shared groups, capabilities."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar, Protocol, TypeVar
+
+import attrs
+import pytest
+
+import colocate
+from colocate import ColocatedGroup, Pool, RoleSpec, Runtime
+from colocate.testing import leaks
+from colocate.testing.probes.faulty import Faulty
+from colocate.testing.probes.plain import Axes, Echo, Log, Own, Rows
+from colocate.testing.probes.tensors import Tensors
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def needs(capability: type) -> Callable[[F], F]:
+    """Mark a test that an executor without a capability can't pass: it is skipped with the capability's name."""
+
+    def mark(test: F) -> F:
+        test.__dict__["capability"] = capability
+        return test
+
+    return mark
+
+
+class Spawn(Protocol):
+    """What the fixture `spawn` gives."""
+
+    def __call__(self, roles: Mapping[str, RoleSpec[Any]], *, slots: int = 2, **options: Any) -> ColocatedGroup:
+        """A group of the test's own, on a pool of its own; both are closed when the test is over."""
+        ...
+
+
+@attrs.define(eq=False)
+class Shared:
+    """A group that many tests use. One that a test has broken is replaced, so that each test fails for itself."""
+
+    runtime: Runtime
+    roles: Mapping[str, RoleSpec[Any]]
+    slots: int
+    mesh: Mapping[str, Any] | None = None
+    warm_up: Callable[[ColocatedGroup], object] = lambda group: None
+    _pool: Pool | None = None
+    _group: ColocatedGroup | None = None
+
+    def get(self) -> ColocatedGroup:
+        """The group, made now if there is none that works."""
+        if self._group is None or self._group.failure is not None or not self._group.alive:
+            with leaks.shared():
+                if self._pool is not None:
+                    with contextlib.suppress(BaseExceptionGroup):  # what broke it was told to the test that broke it
+                        self._pool.close(grace=0, force=True)
+                self._pool = self.runtime.reserve(self.slots, cpus=0)
+                self._group = self._pool.spawn(self.roles, mesh=self.mesh)
+                self.warm_up(self._group)
+        return self._group
+
+
+def _warm_up(group: ColocatedGroup) -> None:
+    """Have everything made that is made when it is first needed, so that no test seems to leak it."""
+    group.role("log", Log).async_add.submit("warm").result()
+    group.role("log", Log).clear()
+    group.role("left", Rows).seen([1])
+    group.role("rows", Rows).produce.keep(1).fetch()
+
+
+class ExecutorCase:
+    """Base of the areas. A subclass says how to connect; the suite does the rest.
+
+    Attributes:
+        executor: The name to connect to.
+        options: The options to connect with.
+    """
+
+    executor: ClassVar[str] = "local"
+    options: ClassVar[Mapping[str, Any]] = {}
+
+    def connect(self, **more: Any) -> Runtime:
+        """Connect to the executor with its options and some more (such as `seed=`, or `cpus=` of a private engine)."""
+        return colocate.connect(self.executor, **{**self.options, **more})
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def runtime(cls, no_leaks_of_class: None) -> Iterator[Runtime]:
+        """A runtime for all tests of the class."""
+        with cls().connect() as runtime:
+            yield runtime
+
+    @pytest.fixture(autouse=True)
+    def _capabilities(self, request: pytest.FixtureRequest, runtime: Runtime) -> None:
+        capability = getattr(request.function, "capability", None)
+        if capability is not None and not isinstance(runtime.executor, capability):
+            pytest.skip(f"executor {runtime.name!r} lacks {capability.__name__}")
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def shared_pair(cls, runtime: Runtime) -> Shared:
+        """Two slots with one of each kind of role."""
+        roles = {
+            "echo": colocate.role(Echo, "the tag", extra={"a": 1}),
+            "other": colocate.role(Echo, "another"),
+            "rows": colocate.role(Rows),
+            "log": colocate.role(Log),
+            "own": colocate.role(Own),
+            "faulty": colocate.role(Faulty),
+            "tensors": colocate.role(Tensors),
+            "left": colocate.role(Rows).on(slots=[0]),
+            "right": colocate.role(Rows).on(slots=[1]),
+        }
+        return Shared(runtime, roles, 2, warm_up=_warm_up)
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def shared_square(cls, runtime: Runtime) -> Shared:
+        """Four slots as a mesh of two by two."""
+        return Shared(runtime, {"axes": colocate.role(Axes)}, 4, mesh={"dp": 2, "tp": 2})
+
+    @pytest.fixture
+    def pair(self, no_leaks: None, shared_pair: Shared) -> ColocatedGroup:
+        """A group of two slots that the test leaves as it was."""
+        return shared_pair.get()
+
+    @pytest.fixture
+    def square(self, no_leaks: None, shared_square: Shared) -> ColocatedGroup:
+        """A group of four slots, dp=2 by tp=2, that the test leaves as it was."""
+        return shared_square.get()
+
+    @pytest.fixture
+    def spawn(self, no_leaks: None, runtime: Runtime) -> Iterator[Spawn]:
+        """Makes groups that the test may break."""
+        pools: list[Pool] = []
+
+        def make(roles: Mapping[str, RoleSpec[Any]], *, slots: int = 2, **options: Any) -> ColocatedGroup:
+            pools.append(runtime.reserve(slots, cpus=0))
+            return pools[-1].spawn(roles, **options)
+
+        yield make
+        for pool in reversed(pools):
+            with contextlib.suppress(BaseExceptionGroup):  # a test that cares for it closes its group itself
+                pool.close(grace=1, force=True)

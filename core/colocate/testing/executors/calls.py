@@ -1,0 +1,328 @@
+"""Calls: views, submitting, waiting, options, async methods."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import threading
+from typing import Any
+
+import pytest
+
+import colocate
+from colocate import Call, ColocatedGroup, ColocateError
+from colocate.errors import ConfigError, DispatchError, RoleError
+from colocate.testing.executors._base import ExecutorCase, Spawn
+from colocate.testing.gate import Gate
+from colocate.testing.probes.faulty import Faulty
+from colocate.testing.probes.plain import Echo, Log, Own, Plain, Rows
+from colocate.testing.waiting import PATIENCE_S, wait_until
+
+
+class Calls(ExecutorCase):
+    """What a view gives, and what becomes of a call."""
+
+    def test_plain_call(self, pair: ColocatedGroup) -> None:
+        """A call blocks and returns the collected value: by default a list with an item per rank."""
+        echo = pair.role("echo", Echo)
+        assert echo.noop() == [None, None]
+        assert echo.echo({"x": (1, "two", 3.0)}) == [{"x": (1, "two", 3.0)}] * 2
+        assert echo.first("a") == "a"
+
+    def test_constructor_arguments(self, pair: ColocatedGroup) -> None:
+        """Roles are constructed with their arguments, and the context is there in the constructor."""
+        assert pair.role("echo", Echo).made_with() == [("the tag", {"a": 1}, 0), ("the tag", {"a": 1}, 1)]
+
+    def test_plain_class(self, spawn: Spawn) -> None:
+        """A class without colocate's base is a role too; the context is `colocate.context()`."""
+        group = spawn({"plain": colocate.role(Plain, 10)})
+        assert group[Plain].value() == [10, 11]
+
+    def test_role_of_a_function(self, spawn: Spawn) -> None:
+        """A class that exists inside a function only goes to the workers by value."""
+
+        class Local(colocate.Role):
+            @colocate.method
+            def rank(self) -> int:
+                return self.ctx.rank
+
+        assert spawn({"local": colocate.role(Local)}).role("local", Local).rank() == [0, 1]
+
+    def test_roles_of_one_class(self, pair: ColocatedGroup) -> None:
+        """Two roles of one class are two instances, in one worker per slot."""
+        echo, other = pair.role("echo", Echo), pair.role("other", Echo)
+        assert [tag for tag, _ in echo.tag_and_rank()] == ["the tag"] * 2
+        assert [tag for tag, _ in other.tag_and_rank()] == ["another"] * 2
+        assert echo.place() == other.place()
+
+    def test_lane(self, pair: ColocatedGroup) -> None:
+        """Role code runs on one thread per worker, never on the process's main one."""
+        places = {tuple(pair.role("echo", Echo).place()) for _ in range(3)}
+        assert len(places) == 1
+        (first, second) = places.pop()
+        assert first[:2] != second[:2]
+        assert not first[2] and not second[2]
+
+    def test_submit(self, pair: ColocatedGroup) -> None:
+        """`submit` returns at once with a Call, which tells its result, its error, and whether it is done."""
+        log = pair.role("log", Log)
+        with Gate() as gate:
+            call = log.add_at.submit(gate.address, "x")
+            gate.wait_for(2)
+            assert not call.done()
+            with pytest.raises(TimeoutError, match=r"log\.add_at isn't done after 0 s; the call goes on"):
+                call.result(0)
+            with pytest.raises(TimeoutError):
+                call.exception(timeout=0)
+        assert call.result(PATIENCE_S) == [None, None]
+        assert call.done()
+        assert call.exception() is None
+        log.clear()
+
+    def test_result_many_times(self, pair: ColocatedGroup) -> None:
+        """A call's value is collected once, for whoever asks, from any thread."""
+        call = pair.role("echo", Echo).echo.submit([1])
+        found: list[Any] = []
+        threads = [threading.Thread(target=lambda: found.append(call.result(PATIENCE_S))) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert all(value is found[0] for value in found)
+
+    def test_exception(self, pair: ColocatedGroup) -> None:
+        """A failed call gives the same error by `result` and `exception`, every time."""
+        call = pair.role("faulty", Faulty).fail.submit()
+        error = call.exception(PATIENCE_S)
+        assert isinstance(error, RoleError)
+        with pytest.raises(RoleError) as caught:
+            call.result()
+        assert caught.value is error
+        assert call.done()
+
+    def test_done_callback(self, pair: ColocatedGroup) -> None:
+        """Callbacks run once each, with the call, on the runtime's dispatcher thread; late ones run too."""
+        heard: list[tuple[Call[Any], int]] = []
+
+        def note(call: Call[Any]) -> None:
+            heard.append((call, threading.get_ident()))
+
+        with Gate() as gate:
+            call = pair.role("faulty", Faulty).wait.submit(gate.address)
+            call.add_done_callback(note)
+            assert heard == []
+        call.result(PATIENCE_S)
+        wait_until(lambda: len(heard) == 1, "the callback has run")
+        call.add_done_callback(note)
+        wait_until(lambda: len(heard) == 2, "the late callback has run")
+        assert [known for known, _ in heard] == [call, call]
+        assert heard[0][1] == heard[1][1] != threading.get_ident()
+
+    def test_callback_may_call(self, pair: ColocatedGroup) -> None:
+        """A callback may submit further calls, and wait for its own."""
+        echo = pair.role("echo", Echo)
+        second: list[Call[Any]] = []
+        echo.first.submit("one").add_done_callback(lambda call: second.append(echo.first.submit(call.result() + " two")))
+        wait_until(lambda: second, "the callback has run")
+        assert second[0].result(PATIENCE_S) == "one two"
+
+    def test_await(self, pair: ColocatedGroup) -> None:
+        """A call can be awaited, in any event loop; its error is raised there."""
+
+        async def main() -> list[Any]:
+            echo, faulty = pair.role("echo", Echo), pair.role("faulty", Faulty)
+            values = await asyncio.gather(*(_await(echo.first.submit(index)) for index in range(3)))
+            with pytest.raises(RoleError, match="a plain one"):
+                await faulty.fail.submit()
+            return values
+
+        assert asyncio.run(main()) == [0, 1, 2]
+
+    def test_abandoned_await(self, pair: ColocatedGroup) -> None:
+        """An event loop that ends before the call does it no harm."""
+        with Gate() as gate:
+            call = pair.role("faulty", Faulty).wait.submit(gate.address)
+
+            async def main() -> None:
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(_await(call), 0.01)
+
+            asyncio.run(main())
+        assert call.result(PATIENCE_S) == [0, 1]
+
+    def test_wait(self, pair: ColocatedGroup) -> None:
+        """`colocate.wait` returns what is done and what isn't."""
+        echo, faulty = pair.role("echo", Echo), pair.role("faulty", Faulty)
+        with Gate() as gate:
+            done = [echo.noop.submit(), faulty.fine.submit()]
+            late = faulty.wait.submit(gate.address)
+            assert colocate.wait(done, timeout=PATIENCE_S) == (set(done), set())
+            assert colocate.wait([*done, late], timeout=0) == (set(done), {late})
+        assert colocate.wait([late], timeout=PATIENCE_S) == ({late}, set())
+
+    def test_as_completed(self, pair: ColocatedGroup) -> None:
+        """`colocate.as_completed` gives each call once, as it is done, and says when time is up."""
+        left, right = pair.role("left", Rows), pair.role("right", Rows)
+        log = pair.role("log", Log)
+        with Gate() as gate:
+            calls = [right.produce.submit(1), left.produce.submit(1)]
+            late = log.add_at.submit(gate.address, "late")
+            seen = colocate.as_completed([*calls, late], timeout=PATIENCE_S)
+            assert {next(seen), next(seen)} == set(calls)
+            with pytest.raises(TimeoutError):
+                next(colocate.as_completed([late], timeout=0))
+            gate.open()
+            assert list(seen) == [late]
+        log.clear()
+
+    def test_ranks(self, pair: ColocatedGroup) -> None:
+        """`options(ranks=…)` runs on these ranks only, in the order given; the result has an item for each."""
+        rows, echo = pair.role("rows", Rows), pair.role("echo", Echo)
+        assert [fact["rank"] for fact in echo.who.options(ranks=[1])()] == [1]
+        assert [fact["rank"] for fact in echo.who.options(ranks=[1, 0])()] == [1, 0]
+        assert rows.each.options(ranks=[1])(["for one"]) == [(1, "for one", None)]
+        assert rows.each.options(ranks=[1, 0])(["for one", "for zero"]) == [(1, "for one", None), (0, "for zero", None)]
+        assert rows.on_one.options(ranks=[0])("moved") == (0, "moved")
+        assert echo.first.options(ranks=[1]).submit("b").result(PATIENCE_S) == "b"
+        with echo.echo.options(ranks=[1]).keep("c") as kept:
+            assert kept.fetch() == ["c"]
+
+    @pytest.mark.parametrize("ranks", [[2], [-1], [0, 0], []])
+    def test_wrong_ranks(self, pair: ColocatedGroup, ranks: list[int]) -> None:
+        """Ranks that the role doesn't have, or twice, or none, are an error before anything is sent."""
+        with pytest.raises(DispatchError, match="rank"):
+            pair.role("echo", Echo).noop.options(ranks=ranks)()
+
+    def test_ranks_of_rows(self, pair: ColocatedGroup) -> None:
+        """A method that scatters can't be sent to some ranks: none is skipped."""
+        with pytest.raises(DispatchError, match="Broadcast, PerRank and OnRank"):
+            pair.role("rows", Rows).double.options(ranks=[0])([1, 2])
+
+    def test_role_on_some_slots(self, pair: ColocatedGroup) -> None:
+        """A role on some slots has ranks from 0 and a world of its own."""
+        left, right = pair.role("left", Rows), pair.role("right", Rows)
+        assert left.produce(2) == right.produce(2) == [0, 1]
+        assert colocate.inspect(right).slots == (1,)
+        assert left.double([1, 2, 3]) == [2, 4, 6]
+
+    def test_signatures(self, pair: ColocatedGroup) -> None:
+        """Methods may have every kind of parameter that Python knows; wrong arguments are a TypeError at once."""
+        own = pair.role("own", Own)
+        assert own.signature(1, c=3) == (1, 2, (), 3, {})
+        assert own.signature(1, 5, 6, 7, c=3, d=4) == (1, 5, (6, 7), 3, {"d": 4})
+        with pytest.raises(TypeError, match="missing a required"):
+            own.signature(1)
+        with pytest.raises(TypeError, match=r"add.*got an unexpected keyword argument 'wrong'"):
+            pair.role("log", Log).add(1, wrong=2)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+
+    def test_wrong_method(self, pair: ColocatedGroup) -> None:
+        """What is no role method of the class isn't there on the view; the message lists what is."""
+        with pytest.raises(AttributeError, match=r"role 'echo' has no method 'ecko'.*did you mean 'echo'"):
+            pair.role("echo").ecko()
+        with pytest.raises(AttributeError, match="made_with, noop"):
+            _ = pair.role("echo").tag
+
+    def test_views_are_names(self, pair: ColocatedGroup) -> None:
+        """A view has the role's methods and nothing else; it can't be written to, and tells of itself by inspect."""
+        view = pair.role("log", Log)
+        assert view is pair["log"] is pair[Log]
+        assert set(dir(view)) == set(colocate.inspect(view).methods) >= {"add", "read"}
+        with pytest.raises(AttributeError, match="can't be written to"):
+            view.entries = []
+        found = colocate.inspect(pair.role("right"))
+        assert (found.group, found.role, found.cls, found.ranks) == (pair.name, "right", Rows, 1)
+        assert found.meshes == {"": {"dp": 1}}
+        assert "double(batch" in found.methods["double"]
+
+    def test_wrong_role(self, pair: ColocatedGroup) -> None:
+        """A role that isn't there, is of another class, or isn't the only one of its class, is an error that says so."""
+        with pytest.raises(ConfigError, match="has no role 'ecko': it has echo, other"):
+            pair.role("ecko")
+        with pytest.raises(ConfigError, match="role 'echo' .* is a Echo, not a Rows"):
+            pair.role("echo", Rows)
+        with pytest.raises(ConfigError, match="2 roles of class Echo"):
+            pair[Echo]
+
+    def test_nothing_is_sent_by_accident(self, pair: ColocatedGroup) -> None:
+        """Views, calls and residents refuse pickling with a hint, and calls with them as arguments are refused."""
+        echo = pair.role("echo", Echo)
+        call = echo.noop.submit()
+        with echo.echo.keep(1) as kept:
+            for thing in (echo, echo.noop, call, kept, kept.ref, pair, pair.pool, pair.runtime):
+                with pytest.raises(TypeError, match=r"can't be (sent|pickled)"):
+                    pickle.dumps(thing)
+        for thing in (echo, echo.noop, call, pair, pair.pool, pair.runtime):
+            with pytest.raises(TypeError, match="lives on the driver and can't be an argument"):
+                echo.echo([{"inside": thing}])
+
+    def test_call_from_a_worker(self, pair: ColocatedGroup) -> None:
+        """A role that calls a view from inside a worker is refused: it would wait for a lane that waits for it."""
+        with pytest.raises(RoleError, match="from inside a worker") as caught:
+            pair.role("echo", Echo).call_a_view()
+        assert isinstance(caught.value.__cause__, ColocateError)
+
+    def test_async_overlap(self, pair: ColocatedGroup) -> None:
+        """Calls of an async method overlap up to its concurrency: here each of two needs the other to end."""
+        log = pair.role("log", Log)
+        first, second = log.meet.submit("a"), log.meet.submit("b")
+        assert first.result(PATIENCE_S) == ["waited"] * 2
+        assert second.result(PATIENCE_S) == ["woke the other"] * 2
+        assert log.read() == [["a", "b"]] * 2
+        log.clear()
+
+    def test_async_limit(self, pair: ColocatedGroup) -> None:
+        """No more overlap than the concurrency allows, and they start in order."""
+        log = pair.role("log", Log)
+        with Gate() as gate:
+            calls = [log.peak.submit(gate.address) for _ in range(4)]
+            gate.wait_for(4)  # two on each of two ranks
+        colocate.wait(calls, timeout=PATIENCE_S)
+        for entries in log.read():
+            running = [entries[: index + 1].count("in") - entries[: index + 1].count("out") for index in range(8)]
+            assert max(running) == 2
+        log.clear()
+
+    def test_sync_is_a_barrier(self, pair: ColocatedGroup) -> None:
+        """A sync method waits for the async ones before it, and those after it wait for it."""
+        log = pair.role("log", Log)
+        with Gate() as gate:
+            log.async_add.submit("a", gate.address)
+            log.add.submit("b")
+            last = log.async_add.submit("c")
+            gate.wait_for(2)
+        last.result(PATIENCE_S)
+        assert log.read() == [["begin a", "end a", "b", "begin c", "end c"]] * 2
+        log.clear()
+
+    def test_async_default(self, pair: ColocatedGroup) -> None:
+        """Without a concurrency, async calls run one after the other."""
+        log = pair.role("log", Log)
+        colocate.wait([log.async_add.submit("a"), log.async_add.submit("b")], timeout=PATIENCE_S)
+        assert log.read() == [["begin a", "end a", "begin b", "end b"]] * 2
+        log.clear()
+
+    def test_async_failure(self, pair: ColocatedGroup) -> None:
+        """An async method that raises is a failed call like any other, and the group goes on."""
+        log = pair.role("log", Log)
+        with pytest.raises(RoleError, match="async failure") as caught:
+            log.async_raise()
+        assert isinstance(caught.value.__cause__, LookupError)
+        assert "async_raise" in str(caught.value.remote_traceback)
+        assert log.read() == [[], []]
+
+    def test_async_context(self, pair: ColocatedGroup) -> None:
+        """Overlapping async calls each keep their own context."""
+        log = pair.role("log", Log)
+        short, long = log.async_rows.submit([1, 2]), log.async_rows.submit([1, 2, 3, 4])
+        assert short.result(PATIENCE_S) == [([1], 1, 0), ([2], 1, 1)]
+        assert long.result(PATIENCE_S) == [([1, 2], 2, 0), ([3, 4], 2, 1)]
+
+    def test_many_calls(self, pair: ColocatedGroup) -> None:
+        """Hundreds of calls can be on their way at once; each gets its own answer."""
+        echo = pair.role("echo", Echo)
+        calls = [echo.echo.submit(index) for index in range(300)]
+        assert [call.result(PATIENCE_S) for call in calls] == [[index, index] for index in range(300)]
+
+
+async def _await(call: Call[Any]) -> Any:
+    return await call

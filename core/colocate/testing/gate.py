@@ -1,0 +1,77 @@
+"""A gate that role code waits at until the test opens it: in threads, processes and on other machines alike."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from types import TracebackType
+from typing import Self
+
+from colocate.testing.waiting import PATIENCE_S
+
+Address = tuple[str, int]
+
+
+class Gate:
+    """Made closed by a test, which opens it at its end at the latest; a context manager that does so."""
+
+    def __init__(self) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=64)
+        self._listener.settimeout(PATIENCE_S)
+        self._waiting: list[socket.socket] = []
+        host, port = self._listener.getsockname()[:2]
+        self.address: Address = (host, port)
+
+    def wait_for(self, count: int = 1) -> None:
+        """Wait until so many more have come to the gate."""
+        for _ in range(count):
+            self._waiting.append(self._listener.accept()[0])
+
+    def open(self) -> None:
+        """Let everybody through, from now on."""
+        self._listener.close()  # who hasn't been accepted is reset, who comes later is refused
+        for waiting in self._waiting:
+            waiting.close()
+        self._waiting.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.open()
+
+
+def pass_gate(address: Address) -> None:
+    """Wait at a gate until it is open."""
+    with contextlib.suppress(ConnectionError), socket.create_connection(address) as connection:
+        if not _to_itself(connection):
+            connection.recv(1)
+
+
+async def pass_gate_async(address: Address) -> None:
+    """As `pass_gate`, without keeping the lane."""
+    with contextlib.suppress(ConnectionError):
+        reader, writer = await asyncio.open_connection(*address)
+        try:
+            if not _to_itself(writer.get_extra_info("socket")):
+                await reader.read(1)
+        finally:
+            writer.close()
+
+
+def is_open(address: Address) -> bool:
+    """Whether a gate has been opened already."""
+    try:
+        with socket.create_connection(address) as connection:
+            return _to_itself(connection)
+    except ConnectionError:
+        return True
+
+
+def _to_itself(connection: socket.socket) -> bool:
+    # TCP may connect a socket to itself when nobody listens on a port of the range it takes its own from.
+    to_itself: bool = connection.getsockname() == connection.getpeername()
+    return to_itself

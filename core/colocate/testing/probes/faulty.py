@@ -1,0 +1,163 @@
+"""Roles that fail in every way a role can."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+from typing import Any, NoReturn
+
+from colocate import Gather, PerRank, Role, method
+from colocate.testing.gate import Address, pass_gate
+
+
+class TwoArguments(Exception):
+    """An exception that the usual pickling can't rebuild: its constructor wants two arguments."""
+
+    def __init__(self, what: str, why: str) -> None:
+        super().__init__(f"{what} because {why}")
+        self.what = what
+        self.why = why
+
+
+class Unpicklable(Exception):
+    """An exception that holds what can't be pickled."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.lock = threading.Lock()
+
+
+class Stubborn:
+    """Something that can't be pickled."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+
+class Mute(Exception):
+    """An exception whose text can't be had."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+_RAISE: dict[str, Any] = {
+    "value": lambda: ValueError("a plain one", 42),
+    "two": lambda: TwoArguments("it broke", "it was old"),
+    "unpicklable": lambda: Unpicklable("it holds a lock"),
+    "mute": Mute,
+    "exit": lambda: SystemExit(3),
+    "interrupt": KeyboardInterrupt,
+    "generator": GeneratorExit,
+    "stop": lambda: StopIteration("no more"),
+}
+
+
+def deep_inside(kind: str) -> NoReturn:
+    """Where the traceback should end."""
+    raise _RAISE[kind]()
+
+
+class Faulty(Role):
+    """Raises, returns what can't be sent, dies."""
+
+    @method(collect=Gather())
+    def fail(self, kind: str = "value", ranks: tuple[int, ...] | None = None) -> int:
+        """Raise on some ranks, or all."""
+        if ranks is None or self.ctx.rank in ranks:
+            deep_inside(kind)
+        return self.ctx.rank
+
+    @method
+    def fail_from(self) -> None:
+        """Raise with a cause."""
+        try:
+            raise KeyError("the cause")
+        except KeyError as error:
+            raise ValueError("the effect") from error
+
+    @method(dispatch=PerRank("gate"))
+    def fail_after(self, gate: Address | None, failing: int) -> int:
+        """Each rank waits at its gate, if it has one; one of them raises then."""
+        if gate is not None:
+            pass_gate(gate)
+        if self.ctx.rank == failing:
+            raise ValueError(f"rank {failing} was told to raise")
+        return self.ctx.rank
+
+    @method
+    def return_lock(self, nested: bool = False) -> Any:
+        """A result that can't be sent."""
+        return {"fine": 1, "bad": [0, Stubborn()]} if nested else threading.Lock()
+
+    @method
+    def fine(self) -> int:
+        """The rank: the group still works."""
+        return self.ctx.rank
+
+    @method
+    def kill(self, number: int = signal.SIGKILL, ranks: tuple[int, ...] = (0,)) -> int:
+        """Die by a signal."""
+        if self.ctx.rank in ranks:
+            os.kill(os.getpid(), number)
+            threading.Event().wait()
+        return self.ctx.rank
+
+    @method
+    def exit(self, code: int, last_words: str, ranks: tuple[int, ...] = (0,)) -> int:
+        """Leave without a word to Python, after a line on stderr."""
+        if self.ctx.rank in ranks:
+            print(last_words, file=sys.stderr, flush=True)
+            os._exit(code)
+        return self.ctx.rank
+
+    @method
+    def wait(self, gate: Address) -> int:
+        """Wait at a gate."""
+        pass_gate(gate)
+        return self.ctx.rank
+
+    @method
+    def hold_the_gil(self, gate: Address) -> None:
+        """Come to a gate and then keep the interpreter's lock for ever."""
+        pass_gate(gate)
+        ctypes.PyDLL(None).pause()
+
+
+class FailsToStart(Role):
+    """Its constructor raises on some ranks."""
+
+    def __init__(self, ranks: tuple[int, ...], kind: str = "value") -> None:
+        if self.ctx.rank in ranks:
+            deep_inside(kind)
+
+    @method
+    def noop(self) -> None:
+        """Do nothing."""
+
+
+class HangsAtStart(Role):
+    """Its constructor waits at a gate, on some ranks."""
+
+    def __init__(self, gate: Address, ranks: tuple[int, ...] = (0,)) -> None:
+        if self.ctx.rank in ranks:
+            pass_gate(gate)
+
+    @method
+    def noop(self) -> None:
+        """Do nothing."""
+
+
+class DiesAtStart(Role):
+    """Its constructor ends the process, on some ranks."""
+
+    def __init__(self, code: int, ranks: tuple[int, ...] = (0,)) -> None:
+        if self.ctx.rank in ranks:
+            os._exit(code)
+
+    @method
+    def noop(self) -> None:
+        """Do nothing."""

@@ -1,0 +1,266 @@
+"""Roles on tensors: memory, autograd, writes in place, random numbers, collectives. Each needs torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from colocate import Concat, First, Gather, OnRank, PerRank, Reduce, Role, Scatter, method
+from colocate.testing.gate import Address, pass_gate
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+
+
+class Tensors(Role):
+    """Makes tensors, keeps them, writes where it shouldn't."""
+
+    def __init__(self) -> None:
+        self.returned: Any = None
+        self.given: Any = None
+
+    @method(collect=Concat())
+    def make(self, rows: int, fill: float | None = None) -> torch.Tensor:
+        """So many rows on each rank, all different unless filled."""
+        import torch
+
+        self.returned = torch.arange(float(rows)) + 100.0 * self.ctx.rank if fill is None else torch.full((rows,), fill)
+        return self.returned
+
+    @method(dispatch=PerRank("rows"), collect=Concat())
+    def make_each(self, rows: int) -> torch.Tensor:
+        """As `make`, with a number for each rank."""
+        import torch
+
+        return torch.arange(float(rows)) + 100.0 * self.ctx.rank
+
+    @method(dispatch=OnRank(0))
+    def make_on_one(self, rows: int) -> torch.Tensor:
+        """On one rank."""
+        import torch
+
+        return torch.arange(float(rows))
+
+    @method(dispatch=Scatter("x"), collect=Concat())
+    def add(self, x: torch.Tensor, y: float = 1.0) -> torch.Tensor:
+        """Row by row."""
+        return x + y
+
+    @method(dispatch=Scatter("x"), collect=Gather())
+    def seen(self, x: torch.Tensor) -> list[float]:
+        """What each rank gets of a scattered tensor."""
+        return [float(item) for item in x]
+
+    @method(collect=Gather())
+    def whole(self, x: torch.Tensor) -> list[float]:
+        """What each rank gets of a tensor for all."""
+        return [float(item) for item in x]
+
+    @method(dispatch=Scatter("x", pad=True), collect=Concat())
+    def padded(self, x: torch.Tensor) -> torch.Tensor:
+        """Each row beside how many rows this rank got."""
+        import torch
+
+        return torch.stack([x, torch.full_like(x, float(len(x)))], dim=1)
+
+    @method(dispatch=Scatter("x"), collect=Reduce("mean"))
+    def mean(self, x: torch.Tensor) -> dict[str, float]:
+        """The mean of the rows."""
+        return {"mean": float(x.mean())}
+
+    @method(collect=First())
+    def echo(self, value: Any) -> Any:
+        """Give back what it gets."""
+        return value
+
+    @method(collect=Gather())
+    def facts(self, x: torch.Tensor) -> dict[str, Any]:
+        """What a tensor is like here."""
+        return {
+            "requires_grad": x.requires_grad,
+            "inference": x.is_inference(),
+            "device": str(x.device) == str(self.ctx.device),
+            "dtype": str(x.dtype),
+        }
+
+    @method(collect=Concat())
+    def under_inference_mode(self, rows: int) -> torch.Tensor:
+        """An inference tensor, as it leaves the method."""
+        import torch
+
+        with torch.inference_mode():
+            return torch.arange(float(rows)) * 2
+
+    @method(collect=Concat())
+    def with_gradient(self, rows: int) -> dict[str, torch.Tensor]:
+        """A tensor that hangs on a graph, and a parameter."""
+        import torch
+
+        weight = torch.nn.Parameter(torch.arange(float(rows)))
+        return {"made": weight * 3, "weight": weight}
+
+    @method(collect=Gather())
+    def train_on(self, x: torch.Tensor) -> float:
+        """Use a tensor where gradients flow."""
+        import torch
+
+        scale = torch.ones((), requires_grad=True)
+        (x * scale).sum().backward()
+        assert scale.grad is not None
+        return float(scale.grad)
+
+    @method(dispatch=Scatter("x"), collect=Gather())
+    def write_into(self, x: torch.Tensor) -> None:
+        """What no method may do: change its argument in place."""
+        x.add_(1.0)
+
+    @method(dispatch=Scatter("x"), collect=Gather())
+    def hold_on_to(self, x: torch.Tensor) -> None:
+        """Remember an argument."""
+        self.given = x
+
+    @method
+    def write_into_what_it_returned(self) -> None:
+        """What no method may do either."""
+        self.returned.add_(1.0)
+
+    @method
+    def write_behind_the_version(self) -> None:
+        """A write that torch's version counter doesn't see."""
+        self.returned.numpy()[:] = -1.0
+
+    @method
+    def address(self, x: torch.Tensor) -> int:
+        """Where a tensor lies in memory."""
+        return x.untyped_storage().data_ptr()
+
+    @method
+    def own_address(self) -> int:
+        """Where the tensor lies that it returned last."""
+        address: int = self.returned.untyped_storage().data_ptr()
+        return address
+
+    @method
+    def keep_and_write(self, x: torch.Tensor, on_rank: int) -> list[float]:
+        """One rank changes its copy of an argument, to see who notices. Every rank then says what it has."""
+        self.given = x
+        if self.ctx.rank == on_rank:
+            x.zero_()
+        return [float(item) for item in x]
+
+    @method
+    def still_has(self) -> list[float]:
+        """The argument that it was given before."""
+        return [float(item) for item in self.given]
+
+    @method(readonly=("x",))
+    def sum_readonly(self, x: torch.Tensor) -> float:
+        """Only reads its argument."""
+        return float(x.sum())
+
+    @method(collect=Concat())
+    def random(self, rows: int) -> torch.Tensor:
+        """Drawn from the context's generator."""
+        import torch
+
+        return torch.rand(rows, generator=self.ctx.generator, device=self.ctx.device)
+
+    @method
+    def device(self) -> tuple[str, int]:
+        """The device, and torch's number of threads."""
+        import torch
+
+        return str(self.ctx.device), torch.get_num_threads()
+
+    @method
+    def fail(self) -> None:
+        """Raise."""
+        raise ValueError("no tensor today")
+
+    @method(collect=Concat())
+    def make_or_fail(self, rows: int, failing: int | None) -> torch.Tensor:
+        """Rows, except on one rank."""
+        import torch
+
+        if self.ctx.rank == failing:
+            raise ValueError(f"rank {failing} makes nothing")
+        return torch.ones(rows)
+
+    @method(collect=Concat())
+    def make_at(self, rows: int, gate: Address) -> torch.Tensor:
+        """Wait, then make rows."""
+        import torch
+
+        pass_gate(gate)
+        return torch.arange(float(rows)) + 100.0 * self.ctx.rank
+
+
+class Collective(Role):
+    """Uses process groups, rightly and wrongly."""
+
+    def __init__(self) -> None:
+        self.kept: ProcessGroup | None = None
+
+    @method
+    def sum(self, value: float, axis: str | None = None) -> float:
+        """The sum over the ranks."""
+        return self._sum(value, self.ctx.process_group(axis))
+
+    @method(dispatch=PerRank("value"))
+    def sum_each(self, value: float, axis: str | None = None) -> float:
+        """The sum over the ranks of a number for each."""
+        return self._sum(value, self.ctx.process_group(axis))
+
+    @method
+    def facts(self, axis: str | None = None) -> tuple[int, int]:
+        """Rank and size in the group, as torch tells them."""
+        import torch.distributed as dist
+
+        group = self.ctx.process_group(axis)
+        return dist.get_rank(group), dist.get_world_size(group)
+
+    @method
+    def same_twice(self) -> bool:
+        """Between two holds it is one group."""
+        return self.ctx.process_group() is self.ctx.process_group()
+
+    @method
+    def is_default(self) -> tuple[bool, bool]:
+        """Whether torch's default group is set, and whether it is this role's."""
+        import torch.distributed as dist
+
+        if not dist.is_initialized():
+            self.ctx.process_group()
+        return dist.is_initialized(), dist.is_initialized() and dist.group.WORLD is self.ctx.process_group()
+
+    @method
+    def sum_unless(self, value: float, failing: int | None) -> float:
+        """One rank raises before the collective in which the others wait."""
+        group = self.ctx.process_group()
+        if self.ctx.rank == failing:
+            raise ValueError(f"rank {failing} left before the collective")
+        return self._sum(value, group)
+
+    @method(dispatch=PerRank("gate"))
+    def sum_at(self, gate: Address | None, value: float, failing: int) -> float:
+        """As `sum_unless`, where each rank first waits at its gate, if it has one."""
+        group = self.ctx.process_group()
+        if gate is not None:
+            pass_gate(gate)
+        if self.ctx.rank == failing:
+            raise ValueError(f"rank {failing} left before the collective")
+        return self._sum(value, group)
+
+    @method
+    def keep_group(self) -> float:
+        """What a role must not do: keep the group for later calls."""
+        self.kept = self.ctx.process_group()
+        return self._sum(1.0, self.kept)
+
+    def _sum(self, value: float, group: ProcessGroup) -> float:
+        import torch
+        import torch.distributed as dist
+
+        tensor = torch.tensor([value])
+        dist.all_reduce(tensor, group=group)
+        return float(tensor)

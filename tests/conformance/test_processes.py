@@ -1,0 +1,7 @@
+from colocate.testing.executors import ExecutorSuite
+
+
+class TestProcesses(ExecutorSuite):
+    """Slots are processes of this machine."""
+
+    options = {"processes": True}
