@@ -10,12 +10,11 @@ from torch import Tensor
 from colocate import Concat, First, Reduce, Role, Scatter, method
 from colocate_ppo import checkpoint, maths, parallel
 from colocate_ppo.critic import Estimates
+from colocate_ppo.forward import response_log_probs, response_logits
 from colocate_ppo.generation import generate
 from colocate_ppo.model import (
     Weights,
     pretrained_model,
-    response_log_probs,
-    response_logits,
     scratch_model,
     small_llama,
     weights_of,
@@ -70,8 +69,10 @@ class Actor(Role):
 
     @method
     def load(self, weights: Weights) -> None:
-        """Take over these weights."""
+        """Start from these weights, with fresh optimizers."""
         self.model.load_state_dict(weights["state"])
+        self.learner.forget()
+        self.imitator.forget()
 
     @method(dispatch=Scatter("problems"), collect=Reduce("sum"))
     def warm_up(self, problems: list[Problem], lr_scale: float = 1.0) -> float:
@@ -155,8 +156,8 @@ class Actor(Role):
             Means over the minibatches, as sums of the ranks' parts: `policy_loss`, `entropy`, `clip_fraction`,
             `policy_grad_norm`.
         """
-        self.imitator.optimizer.state.clear()  # the warm-up is over: its moments needn't take memory any longer
-        batches = parallel.minibatches(self.ctx, len(log_probs), minibatch, epochs)
+        counts = parallel.per_rank(self.ctx, len(log_probs))
+        batches = parallel.minibatches(counts, self.ctx.rank, minibatch, epochs)
         means = parallel.Means(len(batches))
         for rows in batches:
             mask, tokens = rollout["mask"][rows], rollout["tokens"][rows]

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from colocate import Concat, Reduce, Role, Scatter, method
 from colocate_ppo import checkpoint, maths, parallel
-from colocate_ppo.model import ValueModel, Weights, config_from, response_values, value_model_from
+from colocate_ppo.forward import response_values
+from colocate_ppo.model import ValueModel, Weights, config_from, value_model_from
 from colocate_ppo.rollout import Rollout
 
 
@@ -98,7 +99,8 @@ class Critic(Role):
         Returns:
             Means over the minibatches, as sums of the ranks' parts: `value_loss`, `value_grad_norm`.
         """
-        batches = parallel.minibatches(self.ctx, len(values), minibatch, epochs)
+        counts = parallel.per_rank(self.ctx, len(values))
+        batches = parallel.minibatches(counts, self.ctx.rank, minibatch, epochs)
         means = parallel.Means(len(batches))
         for rows in batches:
             mask = rollout["mask"][rows]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from colocate_ppo.model import positions
+from colocate_ppo.forward import positions
 from colocate_ppo.tokenizer import Padded
 
 

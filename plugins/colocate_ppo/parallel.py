@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -32,25 +32,24 @@ def per_rank(ctx: Context, number: int) -> list[int]:
     return [int(n) for n in total(ctx)(numbers)]
 
 
-def minibatches(ctx: Context, rows: int, size: int, epochs: int) -> list[Tensor]:
-    """This rank's rows of each minibatch, for every rank the same number of minibatches.
+def minibatches(counts: Sequence[int], rank: int, size: int, epochs: int) -> list[Tensor]:
+    """One rank's rows of each minibatch; for every rank the same number of minibatches.
 
     Which rows make a minibatch is defined by their numbers in the whole batch, so it doesn't depend on the number of
     ranks. With k minibatches an epoch, of each k consecutive rows every minibatch has one, hence ranks with contiguous
     parts do equal work; in each epoch other rows meet. No shuffling: the batch was drawn at random.
 
     Args:
-        ctx: The role's context.
-        rows: How many rows this rank has; they are contiguous in the batch, in the order of the ranks.
+        counts: How many rows each rank has; they are contiguous in the batch, in the order of the ranks.
+        rank: Whose rows.
         size: Rows of a minibatch over all ranks.
         epochs: How often each row is used.
 
     Returns:
-        Local row numbers, int64, maybe none; for each minibatch in turn.
+        Row numbers within the rank's part, int64, maybe none; for each minibatch in turn.
     """
-    counts = per_rank(ctx, rows)
     k = -(-sum(counts) // size)
-    number = torch.arange(rows, device=ctx.device) + sum(counts[: ctx.rank])
+    number = torch.arange(counts[rank]) + sum(counts[:rank])
     turns = [(number + epoch * (number // k)) % k for epoch in range(epochs)]
     return [torch.nonzero(turn == index).flatten() for turn in turns for index in range(k)]
 
@@ -69,6 +68,10 @@ class Learner:
         self.optimizer = torch.optim.AdamW(self.parameters, lr=lr, weight_decay=0.0)
         self.lr = lr
         self.max_norm = max_norm
+
+    def forget(self) -> None:
+        """Drop the moments of all steps so far, and their memory."""
+        self.optimizer.state.clear()
 
     def step(self, ctx: Context, loss: Tensor, lr_scale: float = 1.0) -> float:
         """Go one step down.

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from colocate import Concat, Reduce, Role, Scatter, method
 from colocate_ppo import checkpoint, maths, parallel
-from colocate_ppo.model import Weights, model_from, response_log_probs, weights_of
+from colocate_ppo.forward import response_log_probs
+from colocate_ppo.model import Weights, model_from, weights_of
 from colocate_ppo.rollout import Rollout
 
 

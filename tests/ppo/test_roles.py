@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from pathlib import Path
 
 import attrs
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers.utils import logging
 
 from colocate_ppo import maths
 from colocate_ppo.actor import Actor
@@ -201,6 +203,15 @@ def test_roles_go_on_where_they_were_saved(case: Case, tmp_path: Path) -> None:
     assert reference.log_probs(case.rollout).equal(case.reference.log_probs(case.rollout))
 
 
+@pytest.fixture
+def no_progress_bars() -> Iterator[None]:
+    """They would leave a thread and a semaphore."""
+    logging.disable_progress_bar()
+    yield
+    logging.enable_progress_bar()
+
+
+@pytest.mark.usefixtures("no_progress_bars")
 def test_a_model_from_a_folder(tmp_path: Path, problems: list[Problem]) -> None:
     """Any causal language model of transformers, with its own tokenizer."""
     tokenizer = character_tokenizer()

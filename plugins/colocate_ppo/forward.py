@@ -1,0 +1,53 @@
+"""Forward passes over rollouts: what the models say of every response token, in one pass."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from colocate_ppo.maths import token_log_probs
+from colocate_ppo.model import ValueModel
+from colocate_ppo.rollout import Rollout
+
+
+def response_logits(
+    model: nn.Module, tokens: Tensor, attention: Tensor, responses: int, temperature: float = 1.0
+) -> Tensor:
+    """The logits from which each response token was chosen, or would be.
+
+    Args:
+        model: A causal language model.
+        tokens: `[B, P + R]`, int64, padded on both sides.
+        attention: `[B, P + R]`, boolean; false on padding.
+        responses: R, the number of response positions.
+        temperature: Divides the logits, as in sampling.
+
+    Returns:
+        `[B, R, V]`, float32; the first come from the last prompt token.
+    """
+    logits: Tensor = model(**_inputs(tokens, attention), use_cache=False, logits_to_keep=responses + 1).logits
+    return logits[: len(tokens), :-1].float() / temperature
+
+
+def response_log_probs(model: nn.Module, rollout: Rollout, temperature: float) -> Tensor:
+    """The log-probability of each response token, `[B, R]`."""
+    tokens, responses = rollout["tokens"], rollout["mask"].shape[1]
+    logits = response_logits(model, tokens, rollout["attention"], responses, temperature)
+    return token_log_probs(logits, tokens[:, -responses:])
+
+
+def response_values(model: ValueModel, tokens: Tensor, attention: Tensor, responses: int) -> Tensor:
+    """The value of the state in which each response token was chosen, `[B, R]`; arguments as of `response_logits`."""
+    values: Tensor = model(**_inputs(tokens, attention))
+    return values[: len(tokens), -responses - 1 : -1].float()
+
+
+def positions(attention: Tensor) -> Tensor:
+    """The position of each token among its row's own tokens, so that left padding changes nothing."""
+    return (attention.long().cumsum(dim=-1) - 1).clamp(min=0)
+
+
+def _inputs(tokens: Tensor, attention: Tensor) -> dict[str, Tensor]:
+    if not len(tokens):
+        # A rank may have no row of a minibatch, but transformers can't run on none: one row, whose output is cut off.
+        tokens, attention = (tensor.new_ones(1, tensor.shape[1]) for tensor in (tokens, attention))
+    return {"input_ids": tokens, "attention_mask": attention, "position_ids": positions(attention)}

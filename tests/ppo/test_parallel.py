@@ -1,0 +1,122 @@
+"""Data parallelism: how a batch is shared out doesn't change what is learned from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import attrs
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import colocate
+from colocate_ppo import parallel
+from colocate_ppo.actor import Actor
+from colocate_ppo.critic import Critic
+from colocate_ppo.model import Weights
+from colocate_ppo.reference import Reference
+from colocate_ppo.reward import Reward
+from colocate_ppo.task import Problem
+from colocate_ppo.team import Team
+
+SMALL = {"layers": 1, "hidden": 32, "heads": 2, "feed_forward": 64}
+sizes = st.lists(st.integers(0, 20), min_size=1, max_size=5).filter(any)
+
+
+def rows_of(counts: list[int], size: int, epochs: int) -> list[list[int]]:
+    """The rows of each minibatch by their numbers in the whole batch."""
+    shares = [parallel.minibatches(counts, rank, size, epochs) for rank in range(len(counts))]
+    starts = [sum(counts[:rank]) for rank in range(len(counts))]
+    together = zip(*shares, strict=True)
+    return [[start + int(row) for start, rows in zip(starts, parts, strict=True) for row in rows] for parts in together]
+
+
+@given(sizes, st.integers(1, 30), st.integers(1, 4))
+def test_minibatches_do_not_depend_on_the_ranks(counts: list[int], size: int, epochs: int) -> None:
+    assert rows_of(counts, size, epochs) == rows_of([sum(counts)], size, epochs)
+
+
+@given(st.integers(1, 100), st.integers(1, 30), st.integers(1, 4))
+def test_every_epoch_uses_every_row_once(count: int, size: int, epochs: int) -> None:
+    batches = rows_of([count], size, epochs)
+    k = -(-count // size)
+    assert len(batches) == k * epochs
+    for epoch in range(epochs):
+        assert sorted(row for batch in batches[epoch * k : (epoch + 1) * k] for row in batch) == list(range(count))
+
+
+@given(st.integers(1, 8), st.integers(1, 8), st.integers(1, 4))
+def test_minibatches_are_full_where_the_batch_allows(k: int, size: int, epochs: int) -> None:
+    assert {len(batch) for batch in rows_of([k * k * size], k * size, epochs)} == {k * size}
+
+
+def test_other_rows_meet_in_the_next_epoch() -> None:
+    first, *others = rows_of([64], 16, 2)
+    assert all(len(set(first) & set(batch)) <= 4 for batch in others)
+
+
+@attrs.frozen(eq=False)
+class Learned:
+    """What one step of everything gives."""
+
+    losses: dict[str, float]
+    actor: Weights
+    log_probs: torch.Tensor
+    values: torch.Tensor
+
+
+def learn(team: Team, problems: list[Problem], weights: Weights, minibatch: int) -> Learned:
+    """A greedy rollout and one update from given weights: nothing in it is random."""
+    team.actor.load(weights)
+    warm_up = team.actor.warm_up(problems)
+    for role in (team.actor, team.critic, team.reference):
+        role.load(weights)
+    with team.scope():
+        rollout = team.actor.generate.keep(problems, max_new_tokens=6, greedy=True)
+        scores = team.reward.score.keep(rollout.ref)
+        summary = team.reward.summary(rollout.ref, scores.ref)
+        log_probs = team.actor.log_probs.keep(rollout.ref)
+        reference = team.reference.log_probs.keep(rollout.ref)
+        values = team.critic.values.keep(rollout.ref)
+        estimates = team.critic.advantages.keep(rollout.ref, scores.ref, values.ref, log_probs.ref, reference.ref)
+        kl = team.reference.kl(rollout.ref, log_probs.ref, reference.ref)
+        losses = team.critic.update(rollout.ref, values.ref, estimates.ref, minibatch=minibatch, epochs=2)
+        losses |= team.actor.update(rollout.ref, log_probs.ref, estimates.ref, minibatch=minibatch, epochs=2)
+        after = team.actor.log_probs(rollout.ref), team.critic.values(rollout.ref)
+    return Learned({**losses, **summary, "warm_up": warm_up, "kl": kl}, team.actor.weights(), *after)
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Iterator[Team]:
+    """The four roles in two processes, whose actors begin with random weights of their own."""
+    with colocate.connect("local", processes=True) as runtime, runtime.reserve(slots=2) as pool:
+        roles = {
+            "actor": colocate.role(Actor, **SMALL),
+            "critic": colocate.role(Critic),
+            "reference": colocate.role(Reference),
+            "reward": colocate.role(Reward),
+        }
+        yield Team.of(pool.spawn(roles, name="policy"))
+
+
+@pytest.mark.parametrize(
+    ("rows", "minibatch"),
+    [(12, 4), (11, 4), (3, 1)],  # equal parts; unequal ones; a rank without any row of some minibatches
+)
+def test_two_ranks_learn_what_one_learns(two_ranks: Team, problems: list[Problem], rows: int, minibatch: int) -> None:
+    alone = Team(Actor(**SMALL), Critic(), Reference(), Reward(), two_ranks.scope)
+    weights = alone.actor.weights()
+    expected = learn(alone, problems[:rows], weights, minibatch)
+    found = learn(two_ranks, problems[:rows], weights, minibatch)
+    assert found.losses == pytest.approx(expected.losses, rel=1e-3, abs=1e-5)
+    torch.testing.assert_close(found.log_probs, expected.log_probs, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(found.values, expected.values, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(found.actor["state"], expected.actor["state"], rtol=1e-3, atol=1e-5)
+
+
+def test_aligned_ranks_are_equal_and_stay_so(two_ranks: Team, problems: list[Problem]) -> None:
+    two_ranks.align()
+    two_ranks.actor.warm_up(problems)
+    one, other = (two_ranks.actor.weights.options(ranks=[rank])()["state"] for rank in (0, 1))
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
