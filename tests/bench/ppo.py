@@ -6,6 +6,7 @@ methods, which return the recorded values: same calls, same residents, no work.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import statistics
@@ -21,15 +22,11 @@ from rich.console import Console
 from tests.bench.rows import Row
 
 import colocate
-from colocate._calls import CallLog
 from colocate._method import MethodSpec
 from colocate._role import methods_of
-from colocate._run import Run, StopSignals
-from colocate._run_folder import RunFolder
 from colocate._screen import Screen
 from colocate_ppo.actor import Actor
 from colocate_ppo.critic import Critic
-from colocate_ppo.job import train
 from colocate_ppo.reference import Reference
 from colocate_ppo.reward import Reward
 from colocate_ppo.task import Task
@@ -116,15 +113,10 @@ def rows() -> Iterator[Row]:
 
 
 def _train(roles: str, steps: int) -> None:
-    """Run the demo's job on other roles, without a screen and without a report."""
+    """Run the demo's job on other roles, in a folder that goes away, without a screen."""
     changes = [f"groups.policy.roles.{name.lower()}.use={__name__}:{roles}.{name}" for name in _NAMES]
-    config = colocate.load_config(_CONFIG, set=[*changes, *_SMALL])
-    assert config.job is not None
-    with tempfile.TemporaryDirectory() as directory, colocate.launch(config) as launched:
-        launched.runtime.observe(CallLog(config))
-        folder = RunFolder.create(config.name, Path(directory))
-        screen = Screen(Console(file=io.StringIO()), quiet=True)
-        run = Run(
-            launched.runtime, launched.groups, folder.path, None, folder, screen, StopSignals(screen.stopping), []
-        )
-        train(run, **{**config.job.with_, **_JOB, "steps": steps})
+    changes += [*_SMALL, *(f"job.with.{name}={value}" for name, value in _JOB.items()), f"job.with.steps={steps}"]
+    config = colocate.load_config(_CONFIG, set=changes)
+    screen = Screen(Console(file=io.StringIO()), quiet=True)
+    with tempfile.TemporaryDirectory() as directory, contextlib.chdir(directory), colocate.launch(config) as launched:
+        launched.run(screen=screen)
