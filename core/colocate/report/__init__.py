@@ -1,0 +1,38 @@
+"""`report.html`: one page that shows a finished run. It needs no network, no script and no other file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from colocate._run import RunRecord
+
+__all__ = ["write"]
+
+
+def write(directory: Path, record: RunRecord, *, error: str | None = None) -> Path:
+    """Write a run's page.
+
+    Args:
+        directory: The folder that gets `report.html`; a page that is there is replaced, all of it or nothing.
+        record: What the page shows.
+        error: What ended the run before its time; None when nothing failed.
+
+    Returns:
+        The page's path.
+
+    Raises:
+        ImportError: Jinja isn't installed.
+    """
+    try:
+        import jinja2  # noqa: F401
+    except ImportError as missing:
+        raise ImportError("report.html is made by jinja2; pip install 'colocate[report]'") from missing
+    from colocate.report.page import render
+
+    path = directory / "report.html"
+    part = directory / ".report.html.part"
+    part.write_text(render(record, error), encoding="utf-8")
+    part.replace(path)
+    return path

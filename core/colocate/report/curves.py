@@ -1,0 +1,242 @@
+"""The learning curves: what a run logged, as lines over its steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from colocate.report.scale import Axis, number, percent, words
+
+WIDTH, HEIGHT = 2000, 1000  # units of a plot; the page stretches it
+LARGE_LINES = 4
+SMALL_CHARTS = 24
+DOTTED = 60  # lines of up to so many points show each of them
+
+Point = tuple[int, float | None]
+
+
+@attrs.frozen
+class Series:
+    """One metric: a point for each step that logged it, None where it was no finite number."""
+
+    name: str
+    points: tuple[Point, ...]
+
+    @property
+    def label(self) -> str:
+        """Its name for people."""
+        return words(self.name)
+
+    @property
+    def values(self) -> list[float]:
+        """Its finite values in order."""
+        return [value for _, value in self.points if value is not None]
+
+
+@attrs.frozen
+class Line:
+    """A series as drawn.
+
+    Attributes:
+        label: What it shows.
+        path: Its line, an SVG path.
+        dots: Its points as zero-length strokes, an SVG path; empty when they are too many.
+        first: Its first value, as text.
+        last: Its last value, as text.
+        end: Where the last value lies: from the left and from the top, in %.
+        strong: Whether it is a result on held-out data, drawn bolder.
+    """
+
+    label: str
+    path: str
+    dots: str
+    first: str
+    last: str
+    end: tuple[float, float]
+    strong: bool
+
+
+@attrs.frozen
+class Hover:
+    """A strip of a plot that shows its values to a pointer: left edge and width in %, and text."""
+
+    left: float
+    width: float
+    text: str
+
+
+@attrs.frozen
+class Chart:
+    """A plot.
+
+    Attributes:
+        title: What it shows.
+        lines: What is drawn.
+        x_ticks: Steps: place in %, label.
+        y_ticks: Values: place in % from the top, label.
+        hovers: What a pointer is shown.
+        summary: The plot in words, for those who don't see it.
+    """
+
+    title: str
+    lines: tuple[Line, ...]
+    x_ticks: tuple[tuple[float, str], ...]
+    y_ticks: tuple[tuple[float, str], ...]
+    hovers: tuple[Hover, ...]
+    summary: str
+
+
+@attrs.frozen
+class Curves:
+    """All charts of a run: the important ones, the small ones, and what found no room (name, first, last, min, max)."""
+
+    large: tuple[Chart, ...]
+    small: tuple[Chart, ...]
+    rest: tuple[tuple[str, str, str, str, str], ...]
+
+
+def series_of(rows: Iterable[Mapping[str, Any]]) -> list[Series]:
+    """What the rows have, in the order in which names came up; names without any finite number are left out."""
+    found: dict[str, list[Point]] = {}
+    for row in rows:
+        for name, value in row.items():
+            if name != "step" and (value is None or isinstance(value, bool | int | float)):
+                found.setdefault(name, []).append((int(row["step"]), _finite(value)))
+    series = (Series(name, tuple(sorted(points, key=lambda point: point[0]))) for name, points in found.items())
+    return [each for each in series if each.values]
+
+
+def headline(series: Sequence[Series]) -> list[Series]:
+    """The series that say whether a run has learned: held-out results, then rewards, then other successes."""
+    ranked = sorted((each for each in series if _rank(each.name) < 9), key=lambda each: _rank(each.name))
+    return ranked[:LARGE_LINES] or list(series[:1])
+
+
+def curves(rows: Iterable[Mapping[str, Any]]) -> Curves:
+    """The charts of what a run logged."""
+    series = series_of(rows)
+    leading = headline(series)
+    others = [each for each in series if each not in leading]
+    shown, rest = others[:SMALL_CHARTS], others[SMALL_CHARTS:]
+    # Values between 0 and 1 share an axis: comparing them is the point. Others would flatten each other.
+    fractions = [each for each in leading if 0 <= min(each.values) and max(each.values) <= 1]
+    large = [fractions] if fractions else []
+    large += [[each] for each in leading if each not in fractions]
+    span = _span(series)
+    return Curves(
+        tuple(_chart(group, span, large=True) for group in large),
+        tuple(_chart([each], span, large=False) for each in shown),
+        tuple(_extremes(each) for each in rest[:200]),
+    )
+
+
+def _rank(name: str) -> int:
+    parts = set(name.lower().replace("/", "_").split("_"))
+    held_out = bool(parts & {"eval", "val", "validation", "test"})
+    if parts & {"accuracy", "success", "acc"}:
+        return 0 if held_out else 3
+    if parts & {"reward", "return", "score"}:
+        return 1 if held_out else 2
+    return 4 if held_out else 9
+
+
+def _finite(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else float(value)
+
+
+def _span(series: Sequence[Series]) -> tuple[int, int]:
+    steps = [each.points[0][0] for each in series] + [each.points[-1][0] for each in series]
+    return (min(steps), max(steps)) if steps else (0, 0)
+
+
+def _extremes(series: Series) -> tuple[str, str, str, str, str]:
+    values = series.values
+    return (series.label, *(number(value) for value in (values[0], values[-1], min(values), max(values))))
+
+
+def _chart(group: Sequence[Series], span: tuple[int, int], *, large: bool) -> Chart:
+    values = [value for each in group for value in each.values]
+    low, high = min(values), max(values)
+    if 0 <= low < high / 2:
+        low = 0.0  # near enough to show it, and slopes then tell the truth
+    if large and len(group) > 1 and high > 0.6:
+        high = 1.0
+    x = Axis.within(*span, 8 if large else 4, whole=True)
+    y = Axis.around(low, high, 5 if large else 3)
+    lines = tuple(_line(each, x, y, 400 if large else 200) for each in group)
+    said = [f"{line.label} from {line.first} to {line.last}" for line in lines]
+    return Chart(
+        title=", ".join(line.label for line in lines),
+        lines=lines,
+        x_ticks=tuple((percent(x.at(tick)), label) for tick, label in zip(x.ticks, x.labels(), strict=True)),
+        y_ticks=tuple((percent(1 - y.at(tick)), label) for tick, label in zip(y.ticks, y.labels(), strict=True)),
+        hovers=tuple(_hovers(group, x, 100 if large else 50)),
+        summary=f"Steps {span[0]} to {span[1]}: {'; '.join(said)}.",
+    )
+
+
+def _line(series: Series, x: Axis, y: Axis, columns: int) -> Line:
+    points = _thin(series.points, x, columns)
+    places = [
+        None if value is None else (round(x.at(step) * WIDTH), round((1 - y.at(value)) * HEIGHT))
+        for step, value in points
+    ]
+    values = series.values
+    real = [place for place in places if place is not None]
+    return Line(
+        label=series.label,
+        path=_path(places),
+        dots="".join(f"M{left} {top}h0" for left, top in real) if len(real) <= DOTTED else "",
+        first=number(values[0]),
+        last=number(values[-1]),
+        end=(percent(real[-1][0] / WIDTH), percent(real[-1][1] / HEIGHT)),
+        strong=_rank(series.name) in (0, 1, 4),
+    )
+
+
+def _path(places: Sequence[tuple[int, int] | None]) -> str:
+    """A line through the places, broken where there is none."""
+    text, pen = [], "M"
+    for place in places:
+        if place is None:
+            pen = "M"
+        else:
+            text.append(f"{pen}{place[0]} {place[1]}")
+            pen = "L"
+    return "".join(text)
+
+
+def _thin(points: Sequence[Point], x: Axis, columns: int) -> list[Point]:
+    """No more points than can be seen: of each of the columns its first, lowest, highest and last."""
+    if len(points) <= 2 * columns:
+        return list(points)
+    buckets: dict[int, list[int]] = {}
+    for index, (step, _) in enumerate(points):
+        buckets.setdefault(min(columns - 1, int(x.at(step) * columns)), []).append(index)
+    kept: set[int] = set()
+    for bucket in buckets.values():
+        finite = [index for index in bucket if points[index][1] is not None]
+        kept |= {bucket[0], bucket[-1]}
+        if finite:
+            kept |= {min(finite, key=lambda index: points[index][1] or 0.0)}
+            kept |= {max(finite, key=lambda index: points[index][1] or 0.0)}
+    return [points[index] for index in sorted(kept)]
+
+
+def _hovers(group: Sequence[Series], x: Axis, limit: int) -> Iterable[Hover]:
+    """A strip around each step that has a value, or around every n-th."""
+    finite = [{step: value for step, value in each.points if value is not None} for each in group]
+    steps = sorted(set().union(*finite))
+    steps = steps[:: -(-len(steps) // limit)]
+    for index, step in enumerate(steps):
+        before, after = steps[max(0, index - 1)], steps[min(len(steps) - 1, index + 1)]
+        left, right = x.at((before + step) / 2), x.at((step + after) / 2)
+        said = [
+            f"{each.label} {number(values[step])}"
+            for each, values in zip(group, finite, strict=True)
+            if step in values
+        ]
+        yield Hover(percent(left), percent(right - left), "\n".join([f"step {step:,}", *said]))
