@@ -24,6 +24,7 @@ R = TypeVar("R")
 class CallState:
     """What one running call knows of itself."""
 
+    seq: int = 0
     valid_rows: int | None = None
     cancelled: bool = False
 

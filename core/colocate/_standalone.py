@@ -55,7 +55,7 @@ class StandaloneCall:
 
     def _run(self, planned: Plan) -> Any:
         ctx = _context_of(self._instance)
-        state = CallState(planned.valid[0])
+        state = CallState(valid_rows=planned.valid[0])
         token, call_token = set_current(ctx), running_call.set(state)
         try:
             result = self._spec.call(self._instance, dict(planned.arguments[0]))

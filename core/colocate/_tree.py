@@ -29,20 +29,32 @@ def leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield from leaves(item, f"{path}[{key!r}]")
 
 
-def map_leaves(value: Any, leaf: Callable[[Any], Any]) -> Any:
+def map_leaves(value: Any, leaf: Callable[[Any], Any], matters: Callable[[type], bool] | None = None) -> Any:
     """The value with each leaf of its nested lists, tuples and dicts replaced by `leaf(it)`.
 
     What nothing changed in is the same object as before.
+
+    Args:
+        value: The value.
+        leaf: What becomes of each leaf.
+        matters: Whether `leaf` may change a leaf of this type. Long lists of what doesn't matter are then cheap.
     """
     if isinstance(value, dict):
-        changed = {key: new for key, old in value.items() if (new := map_leaves(old, leaf)) is not old}
+        changed = {key: new for key, old in value.items() if (new := map_leaves(old, leaf, matters)) is not old}
         return rebuild_dict(value, changed) if changed else value
     if isinstance(value, (list, tuple)):
-        items = [map_leaves(item, leaf) for item in value]
+        if matters is not None and not may_hold(value, matters):
+            return value
+        items = [map_leaves(item, leaf, matters) for item in value]
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
         return rebuild_tuple(value, items) if isinstance(value, tuple) else items
     return leaf(value)
+
+
+def may_hold(items: Iterable[Any], matters: Callable[[type], bool]) -> bool:
+    """Whether something that matters may be among the items, or inside one: decided by their types alone."""
+    return any(issubclass(kind, (dict, list, tuple)) or matters(kind) for kind in set(map(type, items)))
 
 
 def take_apart(value: Any, count: int, leaf: Callable[[Any], Sequence[Any]]) -> list[Any]:

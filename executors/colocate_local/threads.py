@@ -77,7 +77,7 @@ class ThreadHost(Host):
             boot,
             executor.codec,
             self._say,
-            lambda host: LocalPeers(executor.find),
+            lambda host: LocalPeers(host, executor.find),
             strict=executor.strict,
             on_end=lambda: self._exit(None),
         )

@@ -3,7 +3,7 @@
 from colocate.wire.auth import KEY_BYTES, Listener, connect, listen, new_key
 from colocate.wire.codec import Packed, pack, unpack
 from colocate.wire.explain import explain
-from colocate.wire.framing import Frame, encode
+from colocate.wire.framing import Frame, Head, Message, encode
 from colocate.wire.hub import Hub
 from colocate.wire.lane import SocketLane
 from colocate.wire.peer import PeerChannel
@@ -11,8 +11,10 @@ from colocate.wire.peer import PeerChannel
 __all__ = [
     "KEY_BYTES",
     "Frame",
+    "Head",
     "Hub",
     "Listener",
+    "Message",
     "Packed",
     "PeerChannel",
     "SocketLane",

@@ -178,7 +178,8 @@ def _reduce_tensor(tensor: Any) -> Any:
     marked = _on_device(tensor)
     if marked:
         tensor = tensor.cpu()
-    flat = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
+    tensor = tensor.resolve_conj().resolve_neg().contiguous()
+    flat = (tensor if tensor.ndim == 1 else tensor.reshape(-1)).view(torch.uint8).numpy()
     memory = pickle.PickleBuffer(flat) if flat.nbytes > _SMALL_BYTES else bytearray(flat)
     return _tensor, (memory, str(tensor.dtype)[6:], tuple(tensor.shape), marked)
 
@@ -204,7 +205,9 @@ def _tensor(memory: Any, dtype: str, shape: tuple[int, ...], marked: bool) -> An
 
     kind = getattr(torch, dtype)
     # frombuffer refuses empty memory.
-    tensor = torch.frombuffer(memory, dtype=kind).view(shape) if len(memory) else torch.empty(shape, dtype=kind)
+    tensor = torch.frombuffer(memory, dtype=kind) if len(memory) else torch.empty(shape, dtype=kind)
+    if len(shape) != 1:
+        tensor = tensor.view(shape)
     if marked:
         device = getattr(_here, "device", None)
         if device is not None:

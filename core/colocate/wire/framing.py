@@ -60,11 +60,15 @@ class Frame:
         """Whether the payload lies in a file."""
         return self._file >= 0
 
+    def check_open(self) -> None:
+        """Raise ValueError when its memory is gone."""
+        if not self._holders:
+            raise ValueError("the frame is closed: send it before closing it")
+
     def hold(self) -> None:
         """Keep the memory until `close` is called once more."""
         with self._lock:
-            if not self._holders:
-                raise ValueError("the frame is closed: send it before closing it")
+            self.check_open()
             self._holders += 1
 
     def close(self) -> None:
@@ -149,6 +153,7 @@ class Sending:
     __slots__ = ("_from", "_left", "_pass", "frame")
 
     def __init__(self, frame: Frame, passes_files: bool) -> None:
+        frame.check_open()
         self.frame = frame
         self._pass = passes_files and frame.has_file
         self._left: bytes | memoryview = frame._passed if self._pass else frame._inline

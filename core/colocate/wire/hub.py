@@ -76,8 +76,8 @@ class Hub:
         tune(sock)
         lane = SocketLane(self, sock, on_message, on_closed)
         with self._lock:
-            self._lanes[sock.fileno()] = lane
             self._register(sock.fileno(), lane._on_events)
+            self._lanes[sock.fileno()] = lane
         return lane
 
     def listen(self, listener: Listener, key: bytes, on_accept: Callable[[socket.socket], None]) -> None:
@@ -184,8 +184,8 @@ class Hub:
         """With the lock held."""
         if self._stopping:
             raise ClosedError(f"hub {self.name!r} is closed: it serves nothing any more")
-        self._handlers[fd] = handler
         self._epoll.register(fd, select.EPOLLIN)
+        self._handlers[fd] = handler
         if self._own_thread and self._thread is None:
             self._thread = threading.Thread(target=self._serve, name=f"colocate-{self.name}", daemon=True)
             self._thread.start()

@@ -114,6 +114,10 @@ class SocketLane:
                 except OSError as error:
                     self._break(error)
                     return False
+                except BaseException:
+                    # Ctrl-C, say. Nobody knows how much was written, and half a message would garble all others.
+                    self._shut("interrupted in the middle of sending a message")
+                    raise
                 self._hub._interest(self._sock, select.EPOLLIN | select.EPOLLOUT)
             frame.hold()
             self._queue.append(sending)
@@ -154,7 +158,7 @@ class SocketLane:
             self._finish(f"the other side {error}")
             return
         except OSError as error:
-            self._finish(f"the connection broke: {error.strerror or error}")
+            self._finish(_reason(error))
             return
         except Exception as error:
             report_exception()
@@ -190,10 +194,10 @@ class SocketLane:
     def _break(self, error: OSError) -> None:
         """Sending failed. What the other side sent before is still read; then its end is found, and the lane ends."""
         if error.errno in _GONE:
-            self._reason = self._reason or "the other side closed"
+            self._reason = self._reason or _reason(error)
             self._stop_sending()
         else:
-            self._shut(f"the connection broke: {error.strerror or error}")
+            self._shut(_reason(error))
 
     def _shut(self, reason: str) -> None:
         """End the connection in both directions; the hub sees that and finishes the lane."""
@@ -221,6 +225,11 @@ class SocketLane:
         self._queue.clear()
         self._reader.close()
         self._sock.close()
+
+
+def _reason(error: OSError) -> str:
+    """A reset is how a close looks when not everything had been read."""
+    return "the other side closed" if error.errno in _GONE else f"the connection broke: {error.strerror or error}"
 
 
 def report_exception() -> None:

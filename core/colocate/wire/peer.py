@@ -50,6 +50,7 @@ class PeerChannel:
         self._busy: set[_Connection] = set()
         self._serving: dict[threading.Thread, _Connection] = {}
         self._closed = False
+        self.aborts = 0  # how often `abort` has been called
         self._pid = os.getpid()
         track(self)
 
@@ -65,12 +66,14 @@ class PeerChannel:
                 self._address = listener.address
             return self._address
 
-    def request(self, address: str, head: Head) -> Message:
+    def request(self, address: str, head: Head, aborts: int | None = None) -> Message:
         """Ask a peer, and wait for as long as its handler takes.
 
         Args:
             address: The peer's address.
             head: The question.
+            aborts: The value that `aborts` had when the caller last knew that it may ask; an `abort` since then ends
+                this request too.
 
         Returns:
             The answer's head and body.
@@ -79,7 +82,7 @@ class PeerChannel:
             ConnectionError: The peer is gone, doesn't know the key, failed to answer; or `abort` was called.
         """
         frame = encode(head)
-        connection = self._take(address)
+        connection = self._take(address, self.aborts if aborts is None else aborts)
         try:
             connection.send(frame)
             (fine, *answer), body = connection.receive()
@@ -102,6 +105,7 @@ class PeerChannel:
             reason: What their `ConnectionError` says.
         """
         with self._lock:
+            self.aborts += 1
             for connection in self._busy:
                 connection.abort(reason)
             self._close_idle()
@@ -150,10 +154,15 @@ class PeerChannel:
         if self._closed:
             raise ClosedError("the peer channel is closed")
 
-    def _take(self, address: str) -> _Connection:
+    def _check_aborts(self, aborts: int) -> None:
+        if self.aborts != aborts:
+            raise ConnectionError("the request was aborted before it was made")
+
+    def _take(self, address: str, aborts: int) -> _Connection:
         """A connection to the peer, for this request alone."""
         with self._lock:
             self._check_open()
+            self._check_aborts(aborts)
             idle = self._idle.get(address, [])
             while idle:
                 connection = idle.pop()
@@ -166,9 +175,10 @@ class PeerChannel:
         except TimeoutError as error:
             raise ConnectionError(str(error)) from error
         with self._lock:
-            if self._closed:
+            if self._closed or self.aborts != aborts:
                 connection.close()
                 self._check_open()
+                self._check_aborts(aborts)
             self._busy.add(connection)
         try:
             prove(connection.sock, address, self._key, _CONNECT_S)

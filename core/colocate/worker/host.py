@@ -21,7 +21,7 @@ import attrs
 from colocate import _batch
 from colocate._codec import Codec
 from colocate._collect import Concat
-from colocate._context import Context, reset_current, running_call, set_current
+from colocate._context import CallState, Context, reset_current, running_call, set_current
 from colocate._dispatch import Scatter
 from colocate._method import MethodSpec
 from colocate._values import describe, ordinary, tensor_bytes
@@ -80,7 +80,8 @@ class WorkerHost:
         self._send = send
         self._strict = strict
         self._on_end = on_end
-        self._asks: dict[int, Future[Any]] = {}
+        self._asks: dict[int, tuple[int, Future[Any]]] = {}
+        self._interrupted: tuple[int, str] | None = None
         self._tokens = itertools.count(1)
         self.groups = ProcessGroups(self.ask)
         self.peers = peers(self)
@@ -107,7 +108,7 @@ class WorkerHost:
         self._handlers[head[0]](head, body)
 
     def _on_build(self, head: tuple[Any, ...], body: Any) -> None:
-        self.lane.put(Work(0, partial(self._build, head, body), "build"))
+        self.lane.put(Work(0, partial(self._build, head, body), "build", state=CallState(seq=0)))
 
     def _on_call(self, head: tuple[Any, ...], body: Any) -> None:
         _, seq, role, method, keep, _valid, _uses, frees = head
@@ -115,7 +116,7 @@ class WorkerHost:
             self.store.free(frees)
         spec = self.roles[role].methods[method]
         concurrency = spec.concurrency if spec.is_async else 0
-        work = Work(seq, partial(self._call, head, body), f"{role}.{method}", concurrency)
+        work = Work(seq, partial(self._call, head, body), f"{role}.{method}", concurrency, CallState(seq))
         if keep is not None:
             self.store.expect(keep)
             work.on_drop = partial(self.store.fail, keep, f"{work.label} was withdrawn after a failure")
@@ -130,10 +131,12 @@ class WorkerHost:
         self.lane.hold(number, failed)
         if cut:
             self.groups.cut()
-        self._break_waits(f"a call of group {self.boot.group!r} failed on another rank")
+        self._interrupt(failed, f"a call of group {self.boot.group!r} failed on another rank")
 
     def _on_resume(self, head: tuple[Any, ...], body: Any) -> None:
         _, number, withdrawn = head
+        if not self.lane.closing:
+            self._interrupted = None
         self.lane.resume(number, frozenset(withdrawn))
 
     def _on_cancel(self, head: tuple[Any, ...], body: Any) -> None:
@@ -151,8 +154,8 @@ class WorkerHost:
 
     def _on_answer(self, head: tuple[Any, ...], body: Any) -> None:
         _, token, answer, error = head
-        waiting = self._asks.pop(token, None)
-        if waiting is not None and not waiting.done():
+        _, waiting = self._asks.pop(token, (0, None))
+        if waiting is not None:
             if error is None:
                 waiting.set_result(answer)
             else:
@@ -164,7 +167,7 @@ class WorkerHost:
     def close(self, reason: str) -> None:
         """End the lane after what runs now; `on_end` follows. What waits for other workers is told the reason."""
         self.store.close(reason)
-        self._break_waits(reason)
+        self._interrupt(-1, reason)
         self.groups.cut()
         self.lane.close()
         self._transfer.put(self._end)
@@ -177,12 +180,21 @@ class WorkerHost:
         self._send(("closed",), None)
         self._on_end()
 
-    def _break_waits(self, reason: str) -> None:
-        self.peers.abort(reason)
-        for token in list(self._asks):
-            waiting = self._asks.pop(token, None)
-            if waiting is not None and not waiting.done():
+    def _interrupt(self, seq: int, reason: str) -> None:
+        """End the waits of calls from `seq` on, those under way and those to come: what they wait for may never be."""
+        self._interrupted = seq, reason
+        for token, (asker, waiting) in list(self._asks.items()):
+            if asker >= seq and self._asks.pop(token, None) is not None:
                 waiting.set_exception(ColocateError(reason))
+        if any(running >= seq for running in list(self.lane.running)):
+            self.peers.abort(reason)
+
+    def interruption(self) -> str | None:
+        """Why the call that asks mustn't wait for another worker; None when it may."""
+        state = running_call.get()
+        if self._interrupted is not None and (state is None or state.seq >= self._interrupted[0]):
+            return self._interrupted[1]
+        return None
 
     # -- what the lane and roles ask the driver
 
@@ -190,7 +202,12 @@ class WorkerHost:
         """Ask the driver something and wait; ColocateError says its refusal, or what broke the wait."""
         token = next(self._tokens)
         waiting: Future[Any] = Future()
-        self._asks[token] = waiting
+        state = running_call.get()
+        self._asks[token] = 0 if state is None else state.seq, waiting
+        reason = self.interruption()
+        if reason is not None:
+            self._asks.pop(token, None)
+            raise ColocateError(reason)
         self._send(("ask", token, *question), None)
         return waiting.result()
 

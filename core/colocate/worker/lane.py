@@ -1,18 +1,19 @@
 """The lane: the one thread on which a worker runs role code, in order; and the worker's half of the hold.
 
-After a failed call no rank takes up a further call until all ranks are back. This rank stops itself when a call fails
-here, and on the driver's word when one failed elsewhere. Holds are numbered; the lane is held while the highest hold
-that it knows of hasn't been resumed.
+After a failed call no rank takes up that call or a later one until all ranks are back; earlier ones it still runs, as
+others may wait for their results. This rank stops itself when a call fails here, and on the driver's word when one
+failed elsewhere. Holds are numbered; the lane is held while the highest hold that it knows of hasn't been resumed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import queue
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, TypeAlias
 
 import attrs
 
@@ -33,12 +34,18 @@ class Work:
 
 
 @attrs.frozen
+class _Hold:
+    number: int
+
+
+@attrs.frozen
 class _Resume:
     hold: int
     withdrawn: frozenset[int]
 
 
-_NUDGE = _Resume(-1, frozenset())
+_Item: TypeAlias = "Work | _Hold | _Resume | None"
+_NEVER = sys.maxsize
 
 
 class Lane:
@@ -51,12 +58,13 @@ class Lane:
             name: Name of the thread.
             on_held: Called on the lane with (hold, highest call begun) once this rank is back.
         """
-        self._queue: queue.SimpleQueue[Work | _Resume | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._waiting: deque[Work] = deque()  # taken from the queue, not begun yet
         self._on_held = on_held
-        self._held = self._resumed = self._reported = 0
+        self._held = self._noted = self._resumed = self._reported = 0
+        self._limit = _NEVER  # while held, only calls before this one begin
         self._begun = -1
-        self._closing = False
+        self.closing = False
         self.running: dict[int, Work] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wake: asyncio.Event | None = None
@@ -71,10 +79,11 @@ class Lane:
         self._put(work)
 
     def hold(self, number: int, failed: int) -> None:
-        """Take up no further work after what runs now; nobody waits for the failed call any more."""
+        """Take up no work from the failed call on; nobody waits for that one any more."""
+        self._limit = min(self._limit, failed)
         self._held = max(self._held, number)
         self.cancel(failed)
-        self._put(_NUDGE)  # wakes the lane, so that it reports even when it idles
+        self._put(_Hold(number))  # everything sent before the failed call is in the queue before this
 
     def cancel(self, seq: int) -> None:
         """Tell a running call, if it looks, that nobody waits for it."""
@@ -88,12 +97,12 @@ class Lane:
 
     def close(self) -> None:
         """End the thread after what runs now; queued work is dropped."""
-        self._closing = True
+        self.closing = True
         for work in list(self.running.values()):
             work.state.cancelled = True
         self._put(None)
 
-    def _put(self, item: Work | _Resume | None) -> None:
+    def _put(self, item: _Item) -> None:
         self._queue.put(item)
         loop, wake = self._loop, self._wake
         if self._tasks and loop is not None and wake is not None:
@@ -115,19 +124,26 @@ class Lane:
     def _next(self) -> Work | None:
         """The next call to begin, or None to end."""
         while True:
-            if self._closing and not self._tasks:
+            if self.closing and not self._tasks:
                 return None
-            if self._held > self._resumed:
-                if self._held > self._reported and not self._tasks:
-                    self._reported = self._held
-                    self._on_held(self._held, self._begun)
-            elif self._waiting and not self._closing and self._may_begin(self._waiting[0]):
+            if self._waiting and not self.closing and self._may_begin(self._waiting[0]):
                 return self._waiting.popleft()
+            if self._is_back():
+                self._reported = self._held
+                self._on_held(self._held, self._begun)
             self._take()
 
     def _may_begin(self, work: Work) -> bool:
+        if self._held > self._resumed and work.seq >= self._limit:
+            return False
         # Async methods overlap up to their own limit; a sync one is a barrier, whose turn comes when nothing runs.
         return len(self._tasks) < max(1, work.concurrency)
+
+    def _is_back(self) -> bool:
+        """Whether a hold is to be reported: nothing runs, and nothing that came before the failed call waits."""
+        if self._tasks or self._reported >= self._held or self._noted < self._held:
+            return False
+        return not self._waiting or self._waiting[0].seq >= self._limit
 
     def _take(self) -> None:
         """Wait for something to happen and take note of it."""
@@ -142,11 +158,15 @@ class Lane:
             except queue.Empty:
                 return
 
-    def _note(self, item: Work | _Resume | None) -> None:
+    def _note(self, item: _Item) -> None:
         if isinstance(item, Work):
             self._waiting.append(item)
-        elif isinstance(item, _Resume) and item.hold > self._resumed:
+        elif isinstance(item, _Hold):
+            self._noted = max(self._noted, item.number)
+        elif isinstance(item, _Resume):
             self._resumed = item.hold
+            if self._held <= item.hold:
+                self._limit = _NEVER
             dropped = [work for work in self._waiting if work.seq in item.withdrawn]
             for work in dropped:
                 self._waiting.remove(work)
@@ -158,13 +178,14 @@ class Lane:
         self.running[work.seq] = work
         try:
             if not work.run(work):
-                self._stop()
+                self._stop(work)
         finally:
             del self.running[work.seq]
 
-    def _stop(self) -> None:
+    def _stop(self, work: Work) -> None:
         # The hold that this failure will lead to is the next one, unless one is under way already.
-        self._held = max(self._held, self._resumed + 1)
+        self._limit = min(self._limit, work.seq)
+        self._noted = self._held = max(self._held, self._resumed + 1)
 
     # -- async methods
 
@@ -178,7 +199,7 @@ class Lane:
         if isinstance(coroutine, bool):  # it failed before there was anything to await
             del self.running[work.seq]
             if not coroutine:
-                self._stop()
+                self._stop(work)
             return
         task = self._loop.create_task(self._await(work, coroutine))
         self._tasks.add(task)
@@ -188,7 +209,7 @@ class Lane:
     async def _await(self, work: Work, coroutine: Coroutine[Any, Any, bool]) -> None:
         try:
             if not await coroutine:
-                self._stop()
+                self._stop(work)
         finally:
             del self.running[work.seq]
 

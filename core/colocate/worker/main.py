@@ -94,4 +94,3 @@ def hello() -> dict[str, Any]:
         "python": platform.python_version().rpartition(".")[0],
         "colocate": colocate.__version__,
     }
-

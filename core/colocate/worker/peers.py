@@ -6,7 +6,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from colocate import _batch, wire
+from colocate._tree import map_leaves
 from colocate.errors import ColocateError
+from colocate.worker.store import Entry, Store
 from colocate.worker.uses import Peers, Source
 
 if TYPE_CHECKING:
@@ -18,9 +20,11 @@ Find = Callable[[str, int], "WorkerHost"]
 class LocalPeers(Peers):
     """All workers are in this process: parts are handed over by reference."""
 
-    def __init__(self, find: Find) -> None:
-        """Args: find: The host of a group's slot."""
+    def __init__(self, host: WorkerHost, find: Find) -> None:
+        """Args: host: This worker. find: The worker on a slot of a group."""
+        self._host = host
         self._find = find
+        self._waiting: Store | None = None
 
     @property
     def address(self) -> None:
@@ -29,25 +33,34 @@ class LocalPeers(Peers):
 
     def part(self, source: Source, rank: int) -> Any:
         """The whole part of a rank."""
-        return self._find(source.group, source.slot(rank)).part(source.key)
+        return _placed(self._entry(source, rank).value, self._host.boot.device)
 
     def rows(self, source: Source, rank: int) -> int:
         """How many rows it has."""
-        return self._find(source.group, source.slot(rank)).part_rows(source.key)
+        return _batch.rows(self._entry(source, rank).value, source.label)
 
     def weight(self, source: Source, rank: int) -> int | None:
         """How many rows the call that made it worked on there."""
-        return self._find(source.group, source.slot(rank)).part_weight(source.key)
+        return self._entry(source, rank).rows
 
     def slice(self, source: Source, rank: int, start: int, stop: int) -> Any:
         """Some of its rows."""
         return _batch.slice_rows(self.part(source, rank), start, stop)
 
     def abort(self, reason: str) -> None:
-        """Nothing is under way that its store's end doesn't wake."""
+        """Fail what is under way."""
+        if self._waiting is not None:
+            self._waiting.poke()
 
     def close(self) -> None:
         """Nothing to end."""
+
+    def _entry(self, source: Source, rank: int) -> Entry:
+        self._waiting = self._find(source.group, source.slot(rank)).store
+        try:
+            return self._waiting.wait(source.key, self._host.interruption)
+        finally:
+            self._waiting = None
 
 
 class ChannelPeers(Peers):
@@ -105,8 +118,12 @@ class ChannelPeers(Peers):
         address = self._addresses.get(where)
         if address is None:
             address = self._addresses[where] = self._host.ask("locate", *where)
+        aborts = self._channel.aborts
+        reason = self._host.interruption()
+        if reason is not None:
+            raise ColocateError(reason)
         try:
-            head, body = self._channel.request(address, question)
+            head, body = self._channel.request(address, question, aborts)
         except ConnectionError as error:
             raise ColocateError(
                 f"the resident of {source.label} can't be had from worker {where[1]} of group {where[0]!r}: {error}"
@@ -121,3 +138,15 @@ class ChannelPeers(Peers):
             return (self._host.part_weight(key),), None
         value = self._host.part(key)
         return (), wire.pack(value if what == "part" else _batch.slice_rows(value, *bounds))
+
+
+def _placed(value: Any, device: str) -> Any:
+    """The value with tensors of another slot's device moved to this one's; those of the CPU stay."""
+    if device == "cpu":
+        return value
+
+    def leaf(item: Any) -> Any:
+        kind = getattr(getattr(item, "device", None), "type", "cpu")
+        return item if kind == "cpu" else item.to(device)
+
+    return map_leaves(value, leaf)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import attrs
@@ -66,11 +66,15 @@ class Store:
         """The part as it is, for role code on the lane; None when this worker has no such part."""
         return self._entries.get(key)
 
-    def wait(self, key: int) -> Entry:
+    def wait(self, key: int, interruption: Callable[[], str | None] = lambda: None) -> Entry:
         """The part once its call has run.
 
+        Args:
+            key: Its id.
+            interruption: Says why whoever waits mustn't; looked at again after `poke`.
+
         Raises:
-            ColocateError: It failed, or the worker is closing.
+            ColocateError: It failed, the worker is closing, or the wait was interrupted.
         """
         with self._news:
             while True:
@@ -82,7 +86,15 @@ class Store:
                     if entry.error is not None:
                         raise ColocateError(entry.error)
                     return entry
+                reason = interruption()
+                if reason is not None:
+                    raise ColocateError(reason)
                 self._news.wait()
+
+    def poke(self) -> None:
+        """Let those who wait look whether they still may."""
+        with self._news:
+            self._news.notify_all()
 
     def close(self, reason: str) -> None:
         """Forget everything and wake whoever waits."""
@@ -104,7 +116,7 @@ class Store:
 
     def made_by(self, role: str) -> list[int]:
         """The residents that a role has returned."""
-        return [key for key, entry in self._entries.items() if entry.maker.partition(".")[0] == role]
+        return [key for key, entry in list(self._entries.items()) if entry.maker.partition(".")[0] == role]
 
     def __len__(self) -> int:
         return len(self._entries)
