@@ -247,8 +247,8 @@ class ColocatedGroup(Owned):
             raise BaseExceptionGroup(f"kept calls of group {self.name!r} failed and were never used", errors)
 
     def unseen(self) -> list[BaseException]:
-        """Failures of kept calls that nobody has used."""
-        found = [k for k in list(self._kept.values()) if k.call._error is not None and not k.used]
+        """Failures of kept calls that nobody has used, but for the group's own, which is told by itself."""
+        found = [k for k in list(self._kept.values()) if k.call._error not in (None, self.failure) and not k.used]
         return list(dict.fromkeys(cast("BaseException", kept.call._error) for kept in found))
 
     def lease_ended(self, kept: Kept) -> None:
@@ -331,9 +331,7 @@ class ColocatedGroup(Owned):
         executor = self.runtime.executor
         frame = executor.frame(head, body)
         for slot in slots:
-            host = self.workforce.workers[slot].host
-            if host is not None:
-                host.send(frame)
+            self.workforce.workers[slot].host.send(frame)
         executor.discard(frame)
 
     def node(self, slot: int) -> str:
@@ -386,11 +384,10 @@ class ColocatedGroup(Owned):
             return
         try:
             self.state = "closing"
-            errors = self.workforce.end(grace)
+            errors = [*self.workforce.end(grace), *self.unseen()]
             error = ClosedError(f"group {self.name!r} was closed by {self.closed_by}", closed_by=self.closed_by)
             self.order.fail_all(error)
             self._fetches.fail(error)
-            errors += self.unseen()
         finally:
             self.state = "closed"
             self.disown()

@@ -18,7 +18,8 @@ import attrs
 from colocate._call import Call
 from colocate._dispatcher import Dispatcher, Timer
 from colocate._failures import failure_error, hung_error, later_error, timeout_error
-from colocate.errors import ColocateError
+from colocate._owned import forks
+from colocate.errors import ColocateError, ForkedError, RoleError
 
 _STACKS_WITHIN_S = 0.5
 _ALIVE_WITHIN_S = 1.0
@@ -30,6 +31,7 @@ class PendingCall(Call[Any]):
     __slots__ = (
         "bodies",
         "dispatcher",
+        "forks",
         "keep",
         "line",
         "method",
@@ -67,6 +69,14 @@ class PendingCall(Call[Any]):
         self.line: tuple[str, int] = ("", 0)
         self.on_end: Callable[[PendingCall], None] | None = None
         self.dispatcher: Dispatcher | None = None
+        self.forks = forks()
+
+    def _wait(self, timeout: float | None) -> None:
+        if self.forks != forks():
+            raise ForkedError(
+                f"{self.label} was submitted by the process that forked this one; its result is told there"
+            )
+        super()._wait(timeout)
 
     def _collect(self) -> None:
         try:
@@ -229,9 +239,9 @@ class CallOrder:
             hold.silent.discard(slot)
             if holders:
                 cause = hold.root or hold.suspected
-                error = ColocateError(
-                    f"group {self._link.name!r}: role {holders[0]!r} on slot {slot} still holds the process group of "
-                    "before the failed call, which can't be used any more; ask ctx.process_group() in each call",
+                error = RoleError(
+                    f"group {self._link.name!r} failed: role {holders[0]!r} on slot {slot} still holds the process "
+                    "group of before the failed call, which can't be used any more; ask ctx.process_group() in each call",
                     group=self._link.name,
                     role=holders[0],
                 )

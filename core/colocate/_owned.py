@@ -26,6 +26,11 @@ def _count_fork() -> None:
 os.register_at_fork(after_in_child=_count_fork)
 
 
+def forks() -> int:
+    """How many forks lie between this process and the one that imported colocate first."""
+    return _forks
+
+
 def caller() -> tuple[str, int]:
     """File and line of the user's code that called into colocate."""
     frame: FrameType | None = sys._getframe(1)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import sys
 from typing import Any
-
-import attrs
 
 from colocate._tree import map_leaves
 
@@ -26,62 +25,90 @@ def ordinary(value: Any) -> Any:
                 with torch.inference_mode(False), torch.no_grad():
                     return item.clone()
             return item.detach() if item.requires_grad or isinstance(item, torch.nn.Parameter) else item
-        apply = getattr(item, "apply", None)
-        if apply is not None and type(item).__module__.startswith("tensordict"):
-            return apply(leaf, filter_empty=False)
-        return item
+        return item.apply(leaf, filter_empty=False) if _is_collection(type(item)) else item
 
-    return map_leaves(value, leaf)
+    return map_leaves(value, leaf, _has_memory)
 
 
-@attrs.frozen
-class Fingerprint:
-    """The state of a value's tensors: their version counters, and their contents where asked for."""
-
-    versions: tuple[int, ...]
-    contents: bytes | None
-
-
-def fingerprint(value: Any, contents: bool) -> Fingerprint:
-    """What has to be equal as long as nobody writes into the value.
+class Watch:
+    """Notices writes into the tensors and arrays of a value.
 
     Version counters see every write through torch's operators, at no cost; writes through NumPy, `.data` or a
     detached alias of other counters are seen in the contents only, which takes reading all of it.
+
+    Attributes:
+        nbytes: How many bytes they are.
     """
-    torch = sys.modules.get("torch")
-    numpy = sys.modules.get("numpy")
-    versions: list[int] = []
-    digest = hashlib.blake2b(digest_size=16) if contents else None
+
+    __slots__ = ("_contents", "_seen", "_tensors", "nbytes")
+
+    def __init__(self, value: Any, contents: bool) -> None:
+        memories = _memories(value)
+        torch = sys.modules.get("torch")
+        self.nbytes = sum(map(_nbytes, memories))
+        self._tensors = [] if torch is None else [item for item in memories if isinstance(item, torch.Tensor)]
+        self._contents = (value,) if contents else ()
+        self._seen = self._state()
+
+    def written(self) -> bool:
+        """Whether somebody has written into them since this was last asked, or since they were made."""
+        before, self._seen = self._seen, self._state()
+        return before != self._seen
+
+    def _state(self) -> tuple[list[int], list[bytes]]:
+        return [tensor._version for tensor in self._tensors], [_digest(value) for value in self._contents]
+
+
+def _digest(value: Any) -> bytes:
+    """A digest of the contents of a value's tensors and arrays."""
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    digest = hashlib.blake2b(digest_size=16)
+    for item in _memories(value):
+        if torch is not None and isinstance(item, torch.Tensor):
+            dense = item.values() if item.is_nested else item
+            flat = dense.detach().cpu().contiguous().reshape(-1)
+            digest.update(flat.view(torch.uint8).numpy() if flat.numel() else b"")
+        elif numpy is not None and isinstance(item, numpy.ndarray) and item.dtype != object:
+            digest.update(numpy.ascontiguousarray(item).tobytes())
+    return digest.digest()
+
+
+def _memories(value: Any) -> list[Any]:
+    """The tensors and arrays in a value, in order."""
+    found: list[Any] = []
 
     def leaf(item: Any) -> Any:
-        if torch is not None and isinstance(item, torch.Tensor):
-            versions.append(item._version)
-            if digest is not None:
-                dense = item.values() if item.is_nested else item
-                flat = dense.detach().cpu().contiguous().reshape(-1)
-                digest.update(flat.view(torch.uint8).numpy() if flat.numel() else b"")
-        elif digest is not None and numpy is not None and isinstance(item, numpy.ndarray) and item.dtype != object:
-            digest.update(numpy.ascontiguousarray(item).tobytes())
-        elif torch is not None and type(item).__module__.startswith("tensordict"):
+        if _is_collection(type(item)):
             item.apply(leaf, filter_empty=False)
+        elif _has_memory(type(item)):
+            found.append(item)
         return item
 
-    map_leaves(value, leaf)
-    return Fingerprint(tuple(versions), digest.digest() if digest is not None else None)
+    map_leaves(value, leaf, _has_memory)
+    return found
+
+
+@functools.lru_cache(maxsize=1024)
+def _has_memory(kind: type) -> bool:
+    """Whether values of this type are tensors, arrays or collections of tensors."""
+    return hasattr(kind, "nbytes") or _is_collection(kind)
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_collection(kind: type) -> bool:
+    """Whether values of this type are TensorDicts, or of a tensorclass."""
+    tensordict = sys.modules.get("tensordict")
+    return tensordict is not None and bool(tensordict.is_tensor_collection(kind))
+
+
+def _nbytes(item: Any) -> int:
+    size = item.nbytes
+    return size if isinstance(size, int) else 0  # a jagged tensor's is a symbol
 
 
 def tensor_bytes(value: Any) -> int:
     """Bytes of the tensors and arrays in a value (0 when there are none)."""
-    total = 0
-
-    def leaf(item: Any) -> Any:
-        nonlocal total
-        size = getattr(item, "nbytes", 0)
-        total += size if isinstance(size, int) else 0
-        return item
-
-    map_leaves(value, leaf)
-    return total
+    return sum(map(_nbytes, _memories(value)))
 
 
 def describe(value: Any) -> Any:

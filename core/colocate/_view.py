@@ -164,7 +164,7 @@ class ViewCall:
         if (inside := _context.current()) is not None and inside.hosted:
             raise ColocateError(
                 f"role {inside.role!r} called {self._label} of group {group.name!r} from inside a worker: it would "
-                "wait for a lane that waits for it. Call it from the driver, or use ctx.sibling(...) for a role of this slot"
+                "wait for a lane that waits for it. Call it from the driver; a role of this slot is ctx.sibling(...)"
             )
         arguments = spec.bind(args, kwargs)
         uses: list[Reference] = []

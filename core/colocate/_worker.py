@@ -14,6 +14,19 @@ if TYPE_CHECKING:
     from colocate._group import ColocatedGroup
 
 
+class _NotLaunched(Host):
+    """Stands where a host will be: nothing hears what is sent to it."""
+
+    def send(self, frame: Any) -> None:
+        """Nobody is there yet."""
+
+    def kill(self) -> None:
+        """Nobody is there yet."""
+
+
+NOT_LAUNCHED = _NotLaunched()
+
+
 @attrs.define(eq=False)
 class Worker:
     """One worker of a group. It hears what its host says (`HostEvents`) and passes it on.
@@ -22,7 +35,7 @@ class Worker:
         group: The group it belongs to.
         slot: Its slot in the group.
         boot: What it was started with.
-        host: The driver's end; None until it is launched.
+        host: The driver's end.
         hello: What it said of itself first: pid, Python, colocate.
         exit: How it ended; None while it runs.
     """
@@ -30,7 +43,7 @@ class Worker:
     group: ColocatedGroup
     slot: int
     boot: Boot
-    host: Host | None = None
+    host: Host = NOT_LAUNCHED
     hello: dict[str, Any] | None = None
     exit: Exit | None = None
     lane_ended: bool = False
@@ -45,7 +58,7 @@ class Worker:
         if self.hello is not None:
             pid: int = self.hello["pid"]
             return pid
-        return self.host.pid if self.host is not None else None
+        return self.host.pid
 
     @property
     def state(self) -> str:
@@ -56,7 +69,7 @@ class Worker:
 
     def send(self, head: tuple[Any, ...]) -> None:
         """Send a message of its own to this worker."""
-        if self.host is not None and self.exit is None:
+        if self.exit is None:
             executor = self.group.runtime.executor
             frame = executor.frame(head)
             self.host.send(frame)

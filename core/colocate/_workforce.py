@@ -12,7 +12,7 @@ import colocate
 from colocate._failures import death_error, failure_error
 from colocate._order import PendingCall
 from colocate._spawn import BuildErrors, builds
-from colocate._worker import Worker
+from colocate._worker import NOT_LAUNCHED, Worker
 from colocate.errors import ColocateError, RoleError
 from colocate.executor import Boot, Place
 
@@ -83,8 +83,11 @@ class Workforce:
                 # The others are told by a hold, and have as long as after any failed call.
                 self._wait(lambda: len(self._built) == len(self.workers), time.monotonic() + group.grace)
         errors = BuildErrors(group.name)
+        failed = any(error is not None for error in self._built.values())
         for worker in self.workers:
-            error = self._built.get(worker.slot, self._late(worker))
+            error = self._built.get(worker.slot)
+            if error is None and worker.slot not in self._built and not (failed and worker.hello is not None):
+                error = self._late(worker)
             if error is not None:
                 errors.add(worker.slot, error)
         if errors.errors:
@@ -168,7 +171,7 @@ class Workforce:
     def kill(self) -> None:
         """End all of them now."""
         for worker in self.workers:
-            if worker.host is not None and worker.exit is None:
+            if worker.exit is None:
                 worker.host.kill()
 
     # -- the end
@@ -183,7 +186,7 @@ class Workforce:
         errors: list[BaseException] = []
         if group.failure is not None and not self.failure_seen:
             errors.append(group.failure)
-        launched = [worker for worker in self.workers if worker.host is not None]
+        launched = [worker for worker in self.workers if worker.host is not NOT_LAUNCHED]
         try:
             for worker in launched:
                 worker.send(("close", f"group {group.name!r} is closing"))
@@ -216,7 +219,7 @@ class Workforce:
             answered.set()
 
         self._group.order.ask_stacks([worker.slot for worker in workers], note)
-        answered.wait()
+        answered.wait(1.0)  # bounded: this may run on the dispatcher thread, which would call `note`
         return [
             RoleError(
                 f"worker {w.slot} of group {self._group.name!r} (pid {w.pid}) did not end within {grace:g} s and was "

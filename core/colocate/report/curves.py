@@ -13,7 +13,7 @@ from colocate.report.scale import Axis, number, percent, words
 WIDTH, HEIGHT = 2000, 1000  # units of a plot; the page stretches it
 LARGE_LINES = 4
 SMALL_CHARTS = 24
-DOTTED = 60  # lines of up to so many points show each of them
+DOTTED = 40  # lines of up to so many points show each of them
 
 Point = tuple[int, float | None]
 

@@ -23,8 +23,7 @@ class Node:
     Attributes:
         kind: runtime, pool, group, worker, role, resident or call.
         name: Its name.
-        state: What it was doing; for a role its class.
-        facts: More about it, in short phrases.
+        facts: What it was doing, or a role's class, and more about it, in short phrases.
         role: The number of the role that it is an instance of; None for other kinds.
         children: What it owns.
         hidden: What it owns besides, in words; empty when that is nothing.
@@ -32,7 +31,6 @@ class Node:
 
     kind: str
     name: str
-    state: str
     facts: tuple[str, ...]
     role: int | None
     children: tuple[Node, ...]
@@ -62,13 +60,15 @@ def _node(data: Mapping[str, Any], roles: Mapping[str, int], hosts: dict[str, st
         shown += nodes
         if len(nodes) < len(children):
             hidden.append(plural(len(children) - len(nodes), f"more {kind}"))
-    is_role = data["kind"] == "role"
+    name, rank = str(data["name"]), ""
+    if data["kind"] == "role":
+        name, _, rank = name.rpartition(" rank ")
+    facts = [str(data.get("state") or ""), f"rank {rank}" if rank else "", *_facts(data, hosts)]
     return Node(
         kind=data["kind"],
-        name=str(data["name"]),
-        state=str(data.get("state") or ""),
-        facts=tuple(_facts(data, hosts)),
-        role=roles.get(str(data["name"]).rpartition(" rank ")[0]) if is_role else None,
+        name=name,
+        facts=tuple(filter(None, facts)),
+        role=roles.get(name) if rank else None,
         children=tuple(shown),
         hidden=", ".join(hidden),
     )

@@ -59,18 +59,16 @@ class Axis:
         step = self.ticks[1] - self.ticks[0] if len(self.ticks) > 1 else abs(self.ticks[0] if self.ticks else 1) or 1
         largest = max(map(abs, self.ticks), default=0.0)
         if largest >= 1e6 or 0 < largest < 1e-3:
-            return tuple(f"{tick:.3g}" for tick in self.ticks)
+            return tuple(_minus(f"{tick:.3g}") for tick in self.ticks)
         decimals = max(0, -math.floor(math.log10(step) + 1e-9))
-        return tuple(f"{tick + 0.0:.{decimals}f}" for tick in self.ticks)  # + 0.0: -0.0 is 0 to a reader
+        return tuple(_minus(f"{tick + 0.0:.{decimals}f}") for tick in self.ticks)  # + 0.0: no -0 for a reader
 
 
 def number(value: float) -> str:
     """A number with four digits that count."""
-    if isinstance(value, bool | int):
-        return f"{value:,}" if abs(value) < 10**15 else f"{value:.4g}"
-    if not math.isfinite(value):
-        return str(value)
-    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e15 else f"{value:.4g}"
+    if isinstance(value, int) and abs(value) < 10**15:
+        return _minus(f"{value:,}")
+    return _minus(f"{value:,.0f}" if 1e4 <= abs(value) < 1e15 else f"{value:.4g}")
 
 
 def duration(seconds: float) -> str:
@@ -131,6 +129,10 @@ def share_out(counts: Sequence[int], budget: int) -> list[int]:
         allowed[index] = min(counts[index], left // (len(counts) - place))
         left -= allowed[index]
     return allowed
+
+
+def _minus(text: str) -> str:
+    return f"\u2212{text[1:]}" if text.startswith("-") else text
 
 
 def _round_step(rough: float) -> float:

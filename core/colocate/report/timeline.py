@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from statistics import median_low
 from typing import TYPE_CHECKING
 
 import attrs
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 LEVELS = 100  # a lane's height in its own units: all of it means busy all the time
 MAX_LANES = 48
 MAX_BARS = 1500
+SAMPLED = 50  # rounds of each method that are looked at
 Slot = tuple[str, int]
 Spans = Sequence["Span"]
 
@@ -107,7 +110,7 @@ def timeline(spans: Spans, roles: Mapping[str, int], start: float, end: float) -
     shown = ordered[:MAX_LANES]
     several = len({group for group, _ in ordered}) > 1
     labels = {slot: f"{slot[0]} {slot[1]}" if several else f"slot {slot[1]}" for slot in shown}
-    columns = max(240, min(960, 9600 // max(1, len(shown))))
+    columns = max(160, min(480, 9600 // max(1, len(shown))))
     return Timeline(
         lanes=tuple(_lane(labels[slot], slots[slot], roles, start, end, columns) for slot in shown),
         hidden=len(ordered) - len(shown),
@@ -164,7 +167,7 @@ def _area(heights: Sequence[int]) -> str:
 
 
 def _hovers(spans: Spans, start: float, end: float, columns: int) -> Iterator[Hover]:
-    strips = columns // 8
+    strips = columns // 4
     unit = ((end - start) or 1.0) / strips
     counts: list[Counter[str]] = [Counter() for _ in range(strips)]
     seconds: list[Counter[str]] = [Counter() for _ in range(strips)]
@@ -203,36 +206,36 @@ def _closeup(lanes: Mapping[str, Spans], roles: Mapping[str, int], start: float)
 
 
 def _round(spans: Spans) -> tuple[str, float, float] | None:
-    """The round in the middle of those that a job goes through: what begins it, its start and end.
+    """One of the rounds that a job goes through, from the middle: the call that begins it, its start and end.
 
-    A round is what lies between two calls of the same method. The method whose rounds hold most of all others begins
-    the job's own: between two warm-ups there is nothing, between two rollouts a whole step. Rarer calls, such as those
-    of an evaluation, may be missing from it, and the shortest such round is the one without them.
+    A round is what lies between two calls of the same method. The best to look at is the one with the most methods that
+    are called just once: too short a round has few, and one that is many shorter ones calls everything often.
     """
     names = [_name(span) for span in spans]
     places: dict[str, list[int]] = {}
     for index, name in enumerate(names):
         places.setdefault(name, []).append(index)
-    repeated = {name: found for name, found in places.items() if len(found) >= 3}
-    if not repeated:
-        return None
-    held: dict[str, int] = {}
-    middle: dict[str, tuple[int, int]] = {}
-    for name, found in repeated.items():
-        late = len(found) // 2
-        middle[name] = found[late], found[late + 1]
-        held[name] = len(set(names[slice(*middle[name])]))
-    enough = 0.75 * max(held.values())
-    candidates = [name for name in repeated if held[name] >= enough]
-    # Of all calls of one round the first is the one that waits longest after what came before: the driver's own work.
-    anchor = min(candidates, key=lambda name: (middle[name][1] - middle[name][0], _gap(spans, places[name])))
-    first, after = middle[anchor]
-    return anchor, spans[first].start, spans[after].start
+    best: tuple[int, float] | None = None
+    found: tuple[str, float, float] | None = None
+    for name, each in places.items():
+        if len(each) < 3:
+            continue
+        once, first, after = _typical(names, each)
+        # Of the calls of one round the first is the one before which the slot waits longest: for the driver's own work.
+        rank = once, sum(max(0.0, spans[place].start - spans[place - 1].end) for place in each if place > 0)
+        if spans[after].start > spans[first].start and (best is None or rank > best):
+            best, found = rank, (name, spans[first].start, spans[after].start)
+    return found
 
 
-def _gap(spans: Spans, places: Sequence[int]) -> float:
-    """How long the slot had been idle before these calls, negative so that the longest comes first."""
-    return -sum(max(0.0, spans[place].start - spans[place - 1].end) for place in places if place > 0)
+def _typical(names: Sequence[str], places: Sequence[int]) -> tuple[int, int, int]:
+    """How many methods a round between these calls usually calls just once, and a middle one where it is so."""
+    rounds = list(pairwise(places))
+    rounds = rounds[:: -(-len(rounds) // SAMPLED)]
+    once = [sum(count == 1 for count in Counter(names[first:after]).values()) for first, after in rounds]
+    usual = median_low(once)
+    alike = [each for each, count in zip(rounds, once, strict=True) if count == usual]
+    return usual, *alike[len(alike) // 2]
 
 
 def _rows(spans: Iterable[Span]) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import attrs
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @attrs.frozen
 class Segment:
-    """A part of a stacked bar: its name, number (for the colour), width in %, and text."""
+    """A part of a bar: its name, number (for the colour), width in %, and text."""
 
     label: str
     number: int
@@ -25,7 +25,7 @@ class Segment:
 
 @attrs.frozen
 class MethodRow:
-    """A method of a role: calls, seconds, seconds per call, part of the wall time; all as text but the number."""
+    """A method of a role with its calls, seconds, seconds per call, and part of the wall time, as text."""
 
     role: str
     number: int
@@ -37,18 +37,23 @@ class MethodRow:
 
 
 @attrs.frozen
+class Bar:
+    """Parts of the wall time, and rows of a table: number (for the colour), name, seconds, part."""
+
+    segments: tuple[Segment, ...]
+    rows: tuple[tuple[int, str, str, str], ...]
+
+
+@attrs.frozen
 class Times:
-    """Two bars over the run's wall time, with tables."""
+    """A run's time by phase of the job, by role and by method."""
 
-    phases: tuple[Segment, ...]
-    phase_rows: tuple[tuple[int, str, str, str], ...]
-    roles: tuple[Segment, ...]
-    method_rows: tuple[MethodRow, ...]
+    phases: Bar
+    roles: Bar
+    methods: tuple[MethodRow, ...]
 
 
-def times(
-    phases: Mapping[str, float], totals: Iterable[Total], roles: Mapping[str, int], seconds: float
-) -> Times:
+def times(phases: Mapping[str, float], totals: Iterable[Total], roles: Mapping[str, int], seconds: float) -> Times:
     """Where the time of a run went.
 
     Args:
@@ -58,42 +63,51 @@ def times(
         seconds: The run's wall time.
     """
     totals = sorted(totals, key=lambda total: (roles[total.role], -total.seconds))
-    several = len({total.group for total in totals}) > 1
     per_role: dict[str, float] = {}
     for total in totals:
         per_role[total.role] = per_role.get(total.role, 0.0) + total.seconds
-    numbered = {phase: index for index, phase in enumerate(phases)}
     return Times(
-        phases=_segments({words(phase): spent for phase, spent in phases.items()}, list(numbered.values()), seconds),
-        phase_rows=tuple(
-            (numbered[phase], words(phase), duration(spent), _share(spent, seconds)) for phase, spent in phases.items()
-        ),
-        roles=_segments(
-            {role or "functions": spent for role, spent in per_role.items()}, [roles[role] for role in per_role], seconds
-        ),
-        method_rows=tuple(
-            MethodRow(
-                role=(f"{each.group}: " if several else "") + (each.role or "functions"),
-                number=roles[each.role],
-                method=each.method,
-                calls=number(each.calls),
-                seconds=duration(each.seconds),
-                per_call=duration(each.seconds / max(1, each.calls)),
-                share=_share(each.seconds, seconds),
-            )
-            for each in totals
-        ),
+        phases=_bar([(index, words(phase), spent) for index, (phase, spent) in enumerate(phases.items())], seconds),
+        roles=_bar([(roles[role], role_label(role), spent) for role, spent in per_role.items()], seconds),
+        methods=tuple(_methods(totals, roles, seconds)),
     )
 
 
-def _segments(parts: Mapping[str, float], numbers: Iterable[int], seconds: float) -> tuple[Segment, ...]:
-    """Parts of a bar that stands for the wall time, or for their sum when they overlap and are more."""
-    whole = max(seconds, sum(parts.values())) or 1.0
-    return tuple(
-        Segment(label, index, percent(spent / whole), f"{label}\n{duration(spent)}, {_share(spent, seconds)}")
-        for (label, spent), index in zip(parts.items(), numbers, strict=True)
+def role_label(role: str) -> str:
+    """A role's name; plain functions run on the workers have none."""
+    return role or "functions"
+
+
+def _bar(parts: Sequence[tuple[int, str, float]], seconds: float) -> Bar:
+    """A bar that stands for the wall time, or for the parts' sum when they overlap and are more."""
+    whole = max(seconds, sum(spent for _, _, spent in parts)) or 1.0
+    rows = tuple((number, label, duration(spent), _share(spent, seconds)) for number, label, spent in parts)
+    widths = [percent(spent / whole) for _, _, spent in parts]
+    return Bar(
+        tuple(
+            Segment(label, number, width, f"{label}\n{spent}, {share}")
+            for (number, label, spent, share), width in zip(rows, widths, strict=True)
+        ),
+        rows,
     )
+
+
+def _methods(totals: Sequence[Total], roles: Mapping[str, int], seconds: float) -> Iterator[MethodRow]:
+    several = len({total.group for total in totals}) > 1
+    for total in totals:
+        yield MethodRow(
+            role=(f"{total.group}: " if several else "") + role_label(total.role),
+            number=roles[total.role],
+            method=total.method,
+            calls=number(total.calls),
+            seconds=duration(total.seconds),
+            per_call=duration(total.seconds / max(1, total.calls)),
+            share=_share(total.seconds, seconds),
+        )
 
 
 def _share(spent: float, seconds: float) -> str:
-    return f"{spent / seconds:.0%}" if seconds > 0 else "–"
+    if seconds <= 0:
+        return "–"
+    share = spent / seconds
+    return "< 1%" if 0 < share < 0.005 else f"{share:.0%}"

@@ -24,7 +24,7 @@ from colocate._collect import Concat
 from colocate._context import CallState, Context, reset_current, running_call, set_current
 from colocate._dispatch import Scatter
 from colocate._method import MethodSpec
-from colocate._values import describe, ordinary, tensor_bytes
+from colocate._values import describe, ordinary
 from colocate.errors import ColocateError, DispatchError, RoleError, SerializationError
 from colocate.executor import Boot
 from colocate.worker import failure
@@ -312,9 +312,9 @@ class WorkerHost:
             body = None if result is None else self._packed(result, label)
             self._send(("done", seq, valid, start, time.time(), None), body)
         else:
-            self.store.put(keep, result, label, valid)
             rows = _rows_to_join(result, role.methods[method])
-            self._send(("done", seq, valid, start, time.time(), (tensor_bytes(result), rows)), None)
+            nbytes = self.store.put(keep, result, label, valid)
+            self._send(("done", seq, valid, start, time.time(), (nbytes, rows)), None)
 
     def _packed(self, result: Any, label: str) -> Any:
         return self.codec.pack_named(result, "result", f"the result of {label}")

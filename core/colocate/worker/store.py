@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from colocate._values import Fingerprint, fingerprint
+from colocate._values import Watch
 from colocate.errors import ColocateError
 
 
@@ -21,7 +21,7 @@ class Entry:
     error: str | None = None
     ready: bool = False
     maker: str = ""
-    mark: Fingerprint | None = None
+    watch: Watch | None = None
 
 
 class Store:
@@ -38,14 +38,19 @@ class Store:
         with self._news:
             self._entries[key] = Entry()
 
-    def put(self, key: int, value: Any, maker: str, rows: int | None) -> None:
-        """Keep a value; dropped at once if it was freed before it was made."""
-        mark = fingerprint(value, self._strict)
+    def put(self, key: int, value: Any, maker: str, rows: int | None) -> int:
+        """Keep a value; dropped at once if it was freed before it was made.
+
+        Returns:
+            Bytes of its tensors and arrays.
+        """
+        watch = Watch(value, self._strict)
         with self._news:
             entry = self._entries.get(key)
             if entry is not None:
-                entry.value, entry.maker, entry.mark, entry.rows, entry.ready = value, maker, mark, rows, True
+                entry.value, entry.maker, entry.watch, entry.rows, entry.ready = value, maker, watch, rows, True
                 self._news.notify_all()
+        return watch.nbytes
 
     def fail(self, key: int, error: str) -> None:
         """Its call failed or was withdrawn: whoever waits for it is told."""
@@ -107,11 +112,8 @@ class Store:
         """The residents (of those named, or all) that somebody has written into since they were made: (key, maker)."""
         for key in list(self._entries) if keys is None else keys:
             entry = self._entries.get(key)
-            if entry is None or entry.mark is None:
-                continue
-            now = fingerprint(entry.value, self._strict)
-            if now != entry.mark:
-                entry.mark = now  # named once, with the method that did it
+            # Named once, with the method that did it.
+            if entry is not None and entry.watch is not None and entry.watch.written():
                 yield key, entry.maker
 
     def made_by(self, role: str) -> list[int]:

@@ -12,10 +12,13 @@ lacks a capability for is skipped with the capability's name; what needs torch i
 
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs
 from colocate.testing.executors.calls import Calls
+from colocate.testing.executors.context import Contexts
+from colocate.testing.executors.dispatch import Dispatching
+from colocate.testing.executors.residents import Residents
 
 
-class ExecutorSuite(Calls):
+class ExecutorSuite(Calls, Dispatching, Contexts, Residents):
     """Everything that holds for every executor."""
 
 
-__all__ = ["Calls", "ExecutorCase", "ExecutorSuite", "Spawn", "needs"]
+__all__ = ["Calls", "Contexts", "Dispatching", "ExecutorCase", "ExecutorSuite", "Residents", "Spawn", "needs"]
