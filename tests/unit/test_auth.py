@@ -24,14 +24,6 @@ KINDS: list[Kind] = ["unix", "tcp"]
 WAIT_S = 20  # How long a test waits for what should come at once.
 
 
-@pytest.fixture(autouse=True)
-def _nothing_is_left() -> Iterator[None]:
-    threads, files = set(threading.enumerate()), sorted(os.listdir("/proc/self/fd"))
-    yield
-    assert set(threading.enumerate()) == threads
-    assert sorted(os.listdir("/proc/self/fd")) == files
-
-
 class Server:
     """A hub that puts every authenticated connection into a queue."""
 

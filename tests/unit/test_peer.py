@@ -18,18 +18,13 @@ from colocate.errors import ClosedError, ForkedError
 from colocate.wire import Packed, PeerChannel, new_key, pack, unpack
 from colocate.wire.auth import Kind
 
+# Forking with threads is what one of these tests is about.
+pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+
 KEY = new_key()
 KINDS: list[Kind] = ["unix", "tcp"]
 WAIT_S = 20
 SIZE = 1 << 17
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_left() -> Iterator[None]:
-    threads, files = set(threading.enumerate()), sorted(os.listdir("/proc/self/fd"))
-    yield
-    assert set(threading.enumerate()) == threads
-    assert sorted(os.listdir("/proc/self/fd")) == files
 
 
 class Store:

@@ -1,0 +1,138 @@
+"""Messages as bytes: cut anywhere, of any length, in memory of the receiver's own."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import socket
+import struct
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from colocate.wire import Frame, Packed, encode, framing, memory, pack, unpack
+from colocate.wire.framing import FILE_BYTES, Reader, Sending
+
+LARGE = FILE_BYTES // 2  # int64 elements: travels as a file where it can
+
+bodies = st.none() | st.lists(
+    st.binary(max_size=3000).map(bytearray) | st.integers(0, 40_000).map(bytearray), max_size=8
+)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.tuples(st.text(), st.integers()), bodies), max_size=5), st.data())
+def test_frames_survive_any_cutting(messages: list[tuple[Any, Any]], data: st.DataObject) -> None:
+    stream = b""
+    for head, buffers in messages:
+        body = None if buffers is None else Packed(b"data", tuple(memoryview(b) for b in buffers))
+        with encode(head, body) as frame:
+            stream += bytes(frame._inline)
+    reader, scratch = Reader(passes_files=False), memoryview(bytearray(data.draw(st.integers(1, 100_000))))
+    one, other = socket.socketpair()
+    got: list[tuple[Any, Any]] = []
+    with one, other:
+        other.setblocking(False)
+        while stream:
+            cut = data.draw(st.integers(1, 100_000))
+            one.sendall(stream[:cut])
+            stream = stream[cut:]
+            try:
+                while True:
+                    got += reader.read(other, scratch)
+            except BlockingIOError:
+                pass
+    assert [(head, None if body is None else [bytes(b) for b in body.buffers]) for head, body in got] == [
+        (head, None if buffers is None else [bytes(b) for b in buffers]) for head, buffers in messages
+    ]
+    assert all(body is None or (body.data == b"data" and not any(b.readonly for b in body.buffers)) for _, body in got)
+
+
+def test_lengths_beyond_four_gigabytes() -> None:
+    """Five gigabytes that nobody has touched take no memory."""
+    length = 5 << 30
+    file = os.memfd_create("colocate-sparse", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.truncate(file, length)
+    os.pwrite(file, b"end", length - 3)
+    fcntl.fcntl(file, memory._F_ADD_SEALS, memory._ALL_SEALS)
+    prefix = framing._PREFIX.pack(framing._VERSION, framing._FILE, 2, 2, length)
+    start = prefix + b"N." + struct.pack("<2Q", 64, length - 64)
+    one, other = socket.socketpair()
+    with one, other, Frame(start, start, file, length) as frame:
+        assert Sending(frame, passes_files=True).write(one)
+        [(head, body)] = Reader(passes_files=True).read(other, memoryview(bytearray(1000)))
+    assert head is None
+    assert body is not None
+    assert body.nbytes == length
+    assert bytes(body.buffers[0][-3:]) == b"end"
+
+
+def test_memory_files_are_written_whole_however_little_a_write_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.pwritev
+    monkeypatch.setattr(os, "pwritev", lambda file, views, at: write(file, [views[0][:1000]], at))
+    pieces = [bytes([i]) * (700 * i) for i in range(20)]
+    file = memory.memory_file(pieces)
+    monkeypatch.undo()
+    mapped = memory.map_private(file, sum(map(len, pieces)))
+    os.close(file)
+    assert bytes(mapped) == b"".join(pieces)
+
+
+def test_memory_that_could_change_or_is_short_is_refused() -> None:
+    file = os.memfd_create("open", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.truncate(file, 100)
+    with pytest.raises(ValueError, match="isn't sealed"):
+        memory.map_private(file, 100)
+    os.close(file)
+    file = memory.memory_file([b"short"])
+    with pytest.raises(ValueError, match="too short"):
+        memory.map_private(file, 100)
+    with pytest.raises(PermissionError):
+        os.pwrite(file, b"x", 0)
+    os.close(file)
+
+
+def test_a_frame_keeps_its_memory_while_someone_holds_it() -> None:
+    body = pack(np.arange(LARGE))
+    frame = encode(("x",), body)
+    file = frame._file
+    assert frame.has_file
+    frame.hold()
+    frame.close()
+    assert os.fstat(file).st_size == frame.payload_bytes
+    frame.close()
+    with pytest.raises(OSError, match="Bad file"):
+        os.fstat(file)
+    with pytest.raises(ValueError, match="send it before closing it"):
+        frame.hold()
+
+
+class Crowded(socket.socket):
+    """A socket when too many files are on their way already."""
+
+    def sendmsg(self, *_: Any) -> int:
+        raise OSError(errno.ETOOMANYREFS, "Too many references")
+
+
+def test_bytes_are_sent_when_no_more_files_can_be() -> None:
+    one, other = socket.socketpair()
+    array, reader, scratch = np.arange(LARGE), Reader(passes_files=True), memoryview(bytearray(1000))
+    got: list[Any] = []
+
+    def read() -> None:
+        while not got:
+            got.extend(reader.read(other, scratch))
+
+    thread = threading.Thread(target=read)
+    with Crowded(fileno=one.detach()) as crowded, other, encode(("x",), pack(array)) as frame:
+        thread.start()
+        sending = Sending(frame, passes_files=True)
+        while not sending.write(crowded):
+            pass
+        thread.join()
+    assert np.array_equal(unpack(got[0][1]), array)
