@@ -2,6 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+BARE := .venv/bare
 export PYRIGHT_PYTHON_CACHE_DIR := $(CURDIR)/.venv/pyright
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
@@ -16,8 +17,13 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: install  ## train the PPO example: warm-up, then PPO, about a minute on two cores
 	$(BIN)/colocate run docs/examples/ppo.yaml
 
-test: install
-	$(BIN)/python -m pytest
+$(BARE)/.installed: $(INSTALLED)  # an environment without any extra, in which some tests run
+	$(PYTHON) -m venv $(BARE)
+	$(BARE)/bin/python -m pip install --quiet --constraint constraints.txt --editable .
+	touch $@
+
+test: install $(BARE)/.installed
+	COLOCATE_BASE_PYTHON=$(CURDIR)/$(BARE)/bin/python $(BIN)/python -m pytest
 
 check: install
 	$(BIN)/ruff check .

@@ -241,7 +241,7 @@ class CallOrder:
                 cause = hold.root or hold.suspected
                 error = RoleError(
                     f"group {self._link.name!r} failed: role {holders[0]!r} on slot {slot} still holds the process "
-                    "group of before the failed call, which can't be used any more; ask ctx.process_group() in each call",
+                    "group of before the failed call, which is of no use now; ask ctx.process_group() in each call",
                     group=self._link.name,
                     role=holders[0],
                 )

@@ -1,0 +1,101 @@
+"""What importing colocate costs, and what works where torch isn't installed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HEAVY = ("torch", "numpy", "ray", "distributed", "transformers", "matplotlib", "jinja2")
+
+
+def run(python: str, code: str) -> str:
+    done = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_import_loads_nothing_heavy() -> None:
+    """`import colocate` loads neither torch nor an engine, nor any library of an extra."""
+    assert run(sys.executable, f"import colocate, sys; print([m for m in {HEAVY!r} if m in sys.modules])").strip() == "[]"
+
+
+def test_threads_load_no_torch() -> None:
+    """Nor do roles that don't need it: torch comes in when a tensor or a role needs it."""
+    code = "import colocate, sys\nwith colocate.connect() as r, r.reserve() as p: pass\nprint('torch' in sys.modules)"
+    assert run(sys.executable, code).strip() == "False"
+
+
+@pytest.fixture(scope="module")
+def bare_python() -> str:
+    """The interpreter of an environment with the base dependencies alone, which `make test` sets up."""
+    python = os.environ.get("COLOCATE_BASE_PYTHON", "")
+    if not Path(python).is_file():
+        pytest.skip("COLOCATE_BASE_PYTHON names no environment without extras; `make test` sets one up")
+    return python
+
+
+SCRIPT = """
+import colocate
+from colocate import Concat, First, Reduce, Role, Scatter, method
+
+class Words(Role):
+    @method(dispatch=Scatter("words"), collect=Concat())
+    def upper(self, words: list) -> list:
+        return [word.upper() for word in words]
+
+    @method(dispatch=Scatter("words"), collect=Reduce("sum"))
+    def count(self, words: list) -> int:
+        return sum(map(len, words))
+
+    @method(collect=First())
+    def device(self) -> str:
+        return str(self.ctx.device)
+
+    @method(collect=First())
+    def group(self) -> None:
+        self.ctx.process_group()
+
+    @method(collect=First())
+    def random(self) -> None:
+        self.ctx.generator
+
+for options in ({}, {"strict": True}, {"processes": True}):
+    with colocate.connect("local", **options) as runtime, runtime.reserve(slots=2) as pool:
+        words = pool.spawn({"words": colocate.role(Words)}).role("words", Words)
+        kept = words.upper.keep(["a", "bc", "def"])
+        print(kept.fetch(), words.count(kept.ref))
+        for call in (words.device, words.group, words.random):
+            try:
+                call()
+            except colocate.RoleError as error:
+                print(type(error.__cause__).__name__, error.__cause__)
+"""
+
+
+def test_lists_work_without_torch(bare_python: str, tmp_path: Path) -> None:
+    """Without torch `local` works with lists, and what needs torch is an ImportError with the pip line."""
+    script = tmp_path / "words.py"
+    script.write_text(SCRIPT)
+    done = subprocess.run([bare_python, str(script)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 12
+    assert lines[::4] == ["['A', 'BC', 'DEF'] 6"] * 3
+    for line in (line for index, line in enumerate(lines) if index % 4):
+        assert line.startswith("ImportError ")
+        assert line.endswith("needs torch, which isn't installed: pip install 'colocate[torch]'")
+
+
+def test_ppo_says_the_pip_line_without_torch(bare_python: str) -> None:
+    """A plugin whose extra isn't installed is a PluginError that names the line that helps."""
+    code = (
+        "import colocate\n"
+        "try:\n"
+        "    with colocate.connect() as r, r.reserve() as p: p.spawn({'actor': colocate.role('ppo.actor')})\n"
+        "except colocate.PluginError as error: print(error)"
+    )
+    assert "pip install 'colocate[ppo]'" in run(bare_python, code)
