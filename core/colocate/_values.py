@@ -25,7 +25,8 @@ def ordinary(value: Any) -> Any:
                 with torch.inference_mode(False), torch.no_grad():
                     return item.clone()
             return item.detach() if item.requires_grad or isinstance(item, torch.nn.Parameter) else item
-        return item.apply(leaf, filter_empty=False) if _is_collection(type(item)) else item
+        kind: type = type(item)
+        return item.apply(leaf, filter_empty=False) if _is_collection(kind) else item
 
     return map_leaves(value, leaf, _has_memory)
 
@@ -78,9 +79,10 @@ def _memories(value: Any) -> list[Any]:
     found: list[Any] = []
 
     def leaf(item: Any) -> Any:
-        if _is_collection(type(item)):
+        kind: type = type(item)
+        if _is_collection(kind):
             item.apply(leaf, filter_empty=False)
-        elif _has_memory(type(item)):
+        elif _has_memory(kind):
             found.append(item)
         return item
 
