@@ -7,13 +7,14 @@ as it is. Nothing here changes a value that it was given; parts may share its me
 from __future__ import annotations
 
 import abc
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar
 
 import attrs
 
 from colocate._leaves import Kind, Memo, Registered, kind_of, register
-from colocate._tree import Label, check_alike, is_container, leaves, rebuild_dict, rebuild_tuple, take_apart
+from colocate._tree import Label, check_alike, is_container, leaves, may_hold, rebuild_dict, rebuild_tuple, take_apart
 from colocate._tree import map_leaves as map_leaves  # of a piece with what is here
 from colocate.errors import DispatchError
 
@@ -212,13 +213,19 @@ def find_deferred(value: Any) -> list[Deferred]:
         if type(item) in _PLAIN:
             continue
         if isinstance(item, (list, tuple, dict)):
-            if item and id(item) not in seen:
+            items = item.values() if isinstance(item, dict) else item
+            if id(item) not in seen and may_hold(items, _is_deferred):
                 seen.add(id(item))
-                stack.extend(reversed(item.values() if isinstance(item, dict) else item))
+                stack.extend(reversed(items))
         elif isinstance(item, Deferred) and id(item) not in seen:
             seen.add(id(item))
             found.append(item)
     return found
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_deferred(kind: type) -> bool:
+    return issubclass(kind, Deferred)
 
 
 def leaf_deferred(value: Any) -> list[Deferred]:

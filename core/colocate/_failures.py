@@ -5,7 +5,15 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING, Any
 
-from colocate.errors import CallTimeout, ColocateError, DispatchError, RoleError, SerializationError, WorkerDied
+from colocate.errors import (
+    CallTimeout,
+    CapabilityError,
+    ColocateError,
+    DispatchError,
+    RoleError,
+    SerializationError,
+    WorkerDied,
+)
 from colocate.executor import Exit
 
 if TYPE_CHECKING:
@@ -17,8 +25,8 @@ def failure_error(link: Link, call: PendingCall, slot: int, told: tuple[Any, ...
     kind, text, trace, host, _secondary, role = told
     rank = call.rank_of(slot)
     original = _original(link, body, kind, text)
-    if host and isinstance(original, DispatchError | SerializationError):
-        # Arguments that don't fit, or a result that can't be sent: colocate's own words are the error.
+    if host and isinstance(original, CapabilityError | DispatchError | SerializationError):
+        # Arguments that don't fit, a result that can't be sent, something the executor lacks: these words are it.
         found = copy.copy(original)
         found.group, found.role, found.method, found.rank = link.name, role, call.method, rank
         return found

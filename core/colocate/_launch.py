@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from colocate._pool import Pool
     from colocate._run import RunRecord
     from colocate._runtime import Runtime
-    from colocate._screen import Screen
 
 
 @attrs.frozen(eq=False)
@@ -33,20 +32,19 @@ class Launched:
     runtime: Runtime
     groups: Mapping[str, ColocatedGroup]
 
-    def run(self, *, resume: bool = False, screen: Screen | None = None) -> RunRecord:
+    def run(self, *, resume: bool = False, quiet: bool = False) -> RunRecord:
         """Run the config's job to its end.
 
         Args:
             resume: Go on from the last complete checkpoint of a run of this name.
-            screen: What shows its progress; None for the terminal.
+            quiet: Whether nothing is shown; the run's folder gets everything either way.
 
         Raises:
             ConfigError: There is no job, or nothing to resume.
         """
         from colocate._run import execute
-        from colocate._screen import Screen
 
-        return execute(self.config, self.runtime, self.groups, resume=resume, screen=screen or Screen())
+        return execute(self.config, self.runtime, self.groups, resume=resume, screen=Screen(quiet=quiet))
 
 
 @contextlib.contextmanager

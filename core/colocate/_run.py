@@ -127,9 +127,11 @@ class Run:
     def timed(self, phase: str) -> Iterator[None]:
         """Count the block's time as this phase's; the next `log` has the seconds of all phases since the last."""
         start = time.perf_counter()
+        self._screen.entered(phase)
         try:
             yield
         finally:
+            self._screen.left()
             spent = time.perf_counter() - start
             for counts in (self._seconds, self._phases):
                 counts[phase] = counts.get(phase, 0.0) + spent

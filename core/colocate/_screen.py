@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,6 +71,7 @@ class Screen:
     _bar: Progress = attrs.field(init=False)
     _last: dict[str, Any] = attrs.field(factory=dict, init=False)
     _seconds: Mapping[str, float] = attrs.field(factory=dict, init=False)
+    _running: list[tuple[str, float]] = attrs.field(factory=list, init=False)
     _total: int | None = attrs.field(default=None, init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -103,6 +105,14 @@ class Screen:
         """Say how many steps there are."""
         self._total = steps
         self._bar.update(self._bar.task_ids[0], total=steps)
+
+    def entered(self, phase: str) -> None:
+        """A phase begins; inside another one it stands for both."""
+        self._running.append((phase, time.monotonic()))
+
+    def left(self) -> None:
+        """The phase that began last has ended."""
+        self._running.pop()
 
     def logged(self, row: Mapping[str, Any]) -> None:
         """Show what a step logged."""
@@ -153,7 +163,10 @@ class Screen:
             show_table(title, list(rows), self.console)
 
     def _renderable(self) -> Group:
-        return Group(self._bar, Text("  " + _numbers(self._last)), Text("  " + _times(self._seconds), style="dim"))
+        now = self._running[-1:]  # a copy: the job's thread changes it
+        doing = "".join(f"  now {phase} {time.monotonic() - since:.0f}s" for phase, since in now)
+        times = Text("  " + _times(self._seconds) + doing, style="dim")
+        return Group(self._bar, Text("  " + _numbers(self._last)), times)
 
 
 def _numbers(scalars: Mapping[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -183,6 +184,9 @@ class ViewCall:
 
     def _with_references(self, arguments: dict[str, Any], uses: list[Reference]) -> dict[str, Any]:
         def leaf(item: Any) -> Any:
+            kind: type = type(item)
+            if not _lives_on_driver(kind):
+                return item
             if isinstance(item, Resident):
                 item = item.ref
             if isinstance(item, Reference):
@@ -190,8 +194,13 @@ class ViewCall:
                 check_same_runtime(item._kept, self._group.runtime)
                 item = item.bound(self._consumer)
                 uses.append(item)
-            elif isinstance(item, RoleView | ViewCall | Call | Owned):
-                raise TypeError(f"{self._label}: {item!r} lives on the driver and can't be an argument")
-            return item
+                return item
+            raise TypeError(f"{self._label}: {item!r} lives on the driver and can't be an argument")
 
-        return {name: map_leaves(value, leaf) for name, value in arguments.items()}
+        return {name: map_leaves(value, leaf, _lives_on_driver) for name, value in arguments.items()}
+
+
+@functools.lru_cache(maxsize=1024)
+def _lives_on_driver(kind: type) -> bool:
+    """Whether values of this type mean something on the driver only; of these, residents can be arguments."""
+    return issubclass(kind, (Resident, Reference, RoleView, ViewCall, Call, Owned))

@@ -15,7 +15,6 @@ import attrs
 
 from colocate import wire
 from colocate._codec import BY_VALUE, Codec
-from colocate.errors import CapabilityError
 
 
 @attrs.frozen
@@ -206,14 +205,3 @@ class MultiNode:
 
 class Detachable:
     """Capability: a pool can outlive its driver."""
-
-
-def require(executor: Executor, capability: type, what: str, having: Sequence[str]) -> None:
-    """Raise `CapabilityError` unless the executor has a capability."""
-    if not isinstance(executor, capability):
-        raise CapabilityError(
-            f"executor {executor.name!r} can't do {what}: it lacks {capability.__name__}; "
-            f"executors that have it: {', '.join(having)}",
-            capability=capability.__name__,
-            executors=tuple(having),
-        )

@@ -79,6 +79,7 @@ class ThreadHost(Host):
             self._say,
             lambda host: LocalPeers(host, executor.find),
             strict=executor.strict,
+            in_process=True,
             on_end=lambda: self._exit(None),
         )
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from colocate._launch import launch
-from colocate._run import RunRecord
+from colocate._run import RunRecord, execute
 from colocate._screen import Screen
 from colocate.cli.output import guarded, load, print_json
 
@@ -29,7 +29,7 @@ def run_job(file: Path, executor: str | None, changes: Iterable[str], *, resume:
         # What a job prints must not get between a script and the JSON it waits for.
         with contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext():
             with launch(load(file, executor, changes)) as job:
-                record = job.run(resume=resume, screen=screen)
+                record = execute(job.config, job.runtime, job.groups, resume=resume, screen=screen)
             screen.say(_closed(record))
         if json:
             print_json(_summary(record))

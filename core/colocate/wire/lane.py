@@ -96,7 +96,9 @@ class SocketLane:
 
         Its end of the connection may still be open in a child that it forked, so there may be no end of file.
         """
-        while not self._finished and select.select([self._sock], [], [], 0)[0]:
+        arrived = select.poll()  # Not select: it can't take descriptors from 1024 on.
+        arrived.register(self._sock, select.POLLIN)
+        while not self._finished and arrived.poll(0):
             self._on_events(select.EPOLLIN)
         self._finish(reason)
 

@@ -25,7 +25,7 @@ from colocate._context import CallState, Context, reset_current, running_call, s
 from colocate._dispatch import Scatter
 from colocate._method import MethodSpec
 from colocate._values import describe, ordinary
-from colocate.errors import ColocateError, DispatchError, RoleError, SerializationError
+from colocate.errors import CapabilityError, ColocateError, DispatchError, RoleError, SerializationError
 from colocate.executor import Boot
 from colocate.worker import failure
 from colocate.worker.build import RoleBuild, construct
@@ -58,6 +58,7 @@ class WorkerHost:
         send: Sends a message to the driver; ordered, callable from any thread.
         peers: Makes the access to other workers' residents, given this host.
         strict: Whether contents of residents are checked for writes.
+        in_process: Whether the other workers are threads of this process.
         on_end: Called once its lane has ended after `close`.
     """
 
@@ -69,6 +70,7 @@ class WorkerHost:
         peers: Callable[[WorkerHost], Peers],
         *,
         strict: bool = False,
+        in_process: bool = False,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
         self.boot = boot
@@ -83,7 +85,7 @@ class WorkerHost:
         self._asks: dict[int, tuple[int, Future[Any]]] = {}
         self._interrupted: tuple[int, str] | None = None
         self._tokens = itertools.count(1)
-        self.groups = ProcessGroups(self.ask)
+        self.groups = ProcessGroups(self.ask, in_process)
         self.peers = peers(self)
         self._transfer = Transfer(f"colocate-transfer-{boot.worker}")
         self.lane = Lane(f"colocate-lane-{boot.worker}", self._held)
@@ -329,7 +331,7 @@ class WorkerHost:
             )
 
     def _failed(self, seq: int, keep: int | None, role: str, error: BaseException) -> None:
-        host = isinstance(error, _HOST_ERRORS) and not _raised_by_role(error)
+        host = isinstance(error, CapabilityError) or (isinstance(error, _HOST_ERRORS) and not _raised_by_role(error))
         told = failure.describe(error, role=role, host=host, secondary=self.groups.lost_a_peer())
         if keep is not None:
             self.store.fail(keep, f"{told.type}: {told.text}")

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from colocate._context import Context
-from colocate.errors import ColocateError
+from colocate.errors import CapabilityError, ColocateError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -43,8 +43,15 @@ class _Made:
 class ProcessGroups:
     """The groups of one worker, by role and axis. Used on the lane; `cut` from any thread."""
 
-    def __init__(self, ask: Callable[..., Any]) -> None:
+    def __init__(self, ask: Callable[..., Any], in_process: bool) -> None:
+        """Make none yet.
+
+        Args:
+            ask: Asks the driver.
+            in_process: The workers are threads of one process, which torch can give no groups of their own.
+        """
         self._ask = ask
+        self._in_process = in_process
         self._made: dict[tuple[Any, ...], _Made] = {}
         self._epoch = 0
         self.generation = 0
@@ -58,6 +65,15 @@ class ProcessGroups:
     def get(self, ctx: Context, axis: str | None) -> ProcessGroup:
         """The group of the role's ranks along an axis; made when all of them ask."""
         members, index, name = _members(ctx, axis)
+        if self._in_process and members > 1:
+            raise CapabilityError(
+                f"ctx.process_group() of {members} ranks needs a process for each, and the slots of group {ctx.group!r} "
+                "are threads of one: use connect('local', processes=True), in a config executor.with.processes=true",
+                capability="OwnProcess",
+                executors=("local with processes=True",),
+                role=ctx.role,
+                rank=ctx.rank,
+            )
         key = (ctx.role, axis)
         found = self._made.get(key)
         if found is None:
@@ -191,9 +207,9 @@ def _forget(made: _Made) -> None:
 
 
 def _hash_store() -> Any:
-    from torch.distributed import distributed_c10d as c10d
+    import torch.distributed as dist
 
-    return c10d.HashStore()  # type: ignore[attr-defined]  # torch has it here without saying so
+    return dist.HashStore()
 
 
 def _address() -> str:
