@@ -209,7 +209,7 @@ def _forget(made: _Made) -> None:
 def _hash_store() -> Any:
     import torch.distributed as dist
 
-    return dist.HashStore()
+    return dist.HashStore()  # type: ignore[attr-defined]  # torch has it here without saying so
 
 
 def _address() -> str:
