@@ -67,7 +67,7 @@ class ProcessGroups:
         members, index, name = _members(ctx, axis)
         if self._in_process and members > 1:
             raise CapabilityError(
-                f"ctx.process_group() of {members} ranks needs a process for each, and the slots of group {ctx.group!r} "
+                f"ctx.process_group() of {members} ranks needs a process each, but the slots of group {ctx.group!r} "
                 "are threads of one: use connect('local', processes=True), in a config executor.with.processes=true",
                 capability="OwnProcess",
                 executors=("local with processes=True",),
