@@ -1,0 +1,33 @@
+"""Whether what a page shows is what really comes out, but for what differs from run to run."""
+
+from __future__ import annotations
+
+import platform
+import re
+
+NODE = "laptop"  # what pages call the machine
+
+_VARIES = (
+    (re.compile(r"\bpid \d+"), "pid N"),
+    (re.compile(r"(?<![\w./])/[^\s'\",:)\]]*/"), ""),  # where things lie on this machine
+    (re.compile(r"(\.(?:py|yaml):)\d+"), r"\1N"),
+    (re.compile(r'(", line )\d+'), r"\1N"),
+    (re.compile(r"\b\d+(?:\.\d+)?(?:e-\d+)? ?(s|ms|GiB)\b"), r"N \1"),
+    (re.compile(r"\b0x[0-9a-f]+"), "0xN"),
+    (re.compile(r" +"), " "),
+    (re.compile(r" $", re.MULTILINE), ""),
+)
+
+
+def normal(text: str) -> str:
+    """The text without what differs from run to run."""
+    text = re.sub(rf"\b{re.escape(platform.node())}\b", NODE, text)
+    for pattern, instead in _VARIES:
+        text = pattern.sub(instead, text)
+    return text.strip("\n")
+
+
+def matches(shown: str, real: str) -> bool:
+    """Whether a page shows what came out; `...` in it stands for anything."""
+    pattern = ".*".join(re.escape(part) for part in normal(shown).split("..."))
+    return re.fullmatch(pattern, normal(real), re.DOTALL) is not None

@@ -1,0 +1,122 @@
+"""Runs a page's blocks in a folder of their own and says where the page isn't true."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from tests.docs.blocks import ROOT, Block, blocks_of
+from tests.docs.outputs import matches
+
+
+@attrs.frozen
+class Step:
+    """One thing to do, with the lines of the page that show what it prints.
+
+    Attributes:
+        do: python, write, config or command.
+        line: Where in the page it is.
+        text: What to run or to write.
+        file: The file it is written to.
+        wrong: Whether it must be refused.
+        shown: What the page shows of its output; None when it shows nothing.
+        at: First and last line of what it shows, counted from 0, the last one left out.
+    """
+
+    do: str
+    line: int
+    text: str
+    file: str | None = None
+    wrong: bool = False
+    shown: str | None = None
+    at: tuple[int, int] = (0, 0)
+
+
+def steps_of(page: Path) -> list[Step]:
+    """What has to be done to try a page."""
+    blocks = blocks_of(page)
+    outputs = {block.output_of: block for block in blocks if block.output_of is not None}
+    steps: list[Step] = []
+    for index, block in enumerate(blocks):
+        if block.not_run is None and block.output_of is None:
+            steps += _steps(block, outputs.get(index))
+    return steps
+
+
+def run(page: Path, folder: Path) -> list[tuple[Step, str]]:
+    """Do what a page says, and give what each step printed.
+
+    Raises:
+        AssertionError: A step failed, or something was said on standard error that a reader shouldn't see.
+    """
+    steps = steps_of(page)
+    (folder / "docs").mkdir(parents=True)
+    (folder / "docs" / "examples").symlink_to(ROOT / "docs" / "examples")
+    plan, results = folder / ".steps.json", folder / ".results.json"
+    plan.write_text(json.dumps([attrs.asdict(step) for step in steps]))
+    command = [sys.executable, "-W", "error", str(Path(__file__).with_name("session.py")), str(plan), str(results)]
+    done = subprocess.run(command, cwd=folder, env=_environment(folder), capture_output=True, text=True, check=False)
+    assert results.exists(), f"{page.name}: the session ended early\n{done.stderr}"
+    found: list[dict[str, Any]] = json.loads(results.read_text())
+    for step, result in zip(steps, found, strict=False):
+        assert result["error"] is None, f"{page.name}, line {step.line}:\n{result['error']}"
+    assert done.returncode == 0, f"{page.name}: exit status {done.returncode}\n{done.stderr}"
+    assert "Warning" not in done.stderr, f"{page.name}:\n{done.stderr}"
+    return [(step, result["output"]) for step, result in zip(steps, found, strict=True)]
+
+
+def untrue(page: Path, folder: Path) -> Iterator[str]:
+    """Every place where a page shows something else than what comes out."""
+    for step, output in run(page, folder):
+        if not matches(step.shown or "", output):
+            yield f"{page.name}, line {step.line} shows\n{step.shown}\nbut this comes out:\n{output}"
+
+
+def _steps(block: Block, output: Block | None) -> list[Step]:
+    if block.language == "console":
+        return list(_commands(block))
+    do = {"yaml": "config", "toml": "write"}.get(block.language)
+    if block.language == "python":
+        do = "write" if block.file else "python"
+    assert do is not None, f"line {block.line}: nobody knows how to try a block of {block.language or 'no language'}"
+    shown = None if output is None else output.text
+    at = (0, 0) if output is None else (output.line - 1, output.line - 1 + output.text.count("\n"))
+    return [Step(do, block.line, block.text, block.file, block.wrong, shown, at)]
+
+
+def _commands(block: Block) -> Iterator[Step]:
+    """Lines that begin with `$ ` are typed; what follows each is shown."""
+    lines = block.text.splitlines()
+    assert lines[0].startswith("$ "), f"line {block.line}: a console block begins with a command"
+    starts = [index for index, line in enumerate(lines) if line.startswith("$ ")]
+    for start, end in zip(starts, [*starts[1:], len(lines)], strict=True):
+        typed = start + 1
+        while lines[typed - 1].endswith("\\"):
+            typed += 1
+        command = "\n".join(lines[start:typed]).removeprefix("$ ")
+        shown = "\n".join(lines[typed:end])
+        at = (block.line - 1 + typed, block.line - 1 + end)
+        yield Step("command", block.line + start, command, shown=shown, at=at)
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    """A shell as a reader has it after installing colocate; what `pip install` adds goes into the page's folder."""
+    site = folder / ".site"
+    path = os.pathsep.join([str(site / "bin"), str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    pip = {"TARGET": str(site), "NO_DEPS": "1", "NO_BUILD_ISOLATION": "1", "NO_INDEX": "1", "QUIET": "1"}
+    return {
+        **os.environ,
+        "PATH": path,
+        "PYTHONPATH": str(site),
+        "OMP_NUM_THREADS": "1",
+        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        **{f"PIP_{name}": value for name, value in pip.items()},
+    }

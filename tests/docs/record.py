@@ -1,0 +1,40 @@
+"""Writes what really comes out into the pages: `python -m tests.docs.record docs/first-group.md …`. Then read it."""
+
+from __future__ import annotations
+
+import platform
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.docs import pages
+from tests.docs.blocks import PAGES
+from tests.docs.outputs import NODE, matches
+
+
+def main(names: list[str]) -> None:
+    """Refresh the outputs of some pages; those that are true already stay as they are."""
+    for page in [page for page in PAGES if not names or page.name in {Path(name).name for name in names}]:
+        with tempfile.TemporaryDirectory() as folder:
+            results = pages.run(page, Path(folder) / "page")
+        lines = page.read_text(encoding="utf-8").splitlines()
+        changed = 0
+        for step, output in reversed(results):
+            if matches(step.shown or "", output):
+                continue
+            if step.do == "python" and step.shown is None:
+                sys.exit(f"{page}, line {step.line}: add a text block, for it prints\n{output}")
+            lines[slice(*step.at)] = _tidy(output, folder).splitlines()
+            changed += 1
+        page.write_text("\n".join([*lines, ""]), encoding="utf-8")
+        sys.stdout.write(f"{page}: {changed} outputs written\n")
+
+
+def _tidy(output: str, folder: str) -> str:
+    output = output.replace(f"{folder}/page/", "")
+    return re.sub(rf"\b{re.escape(platform.node())}\b", NODE, output).strip("\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

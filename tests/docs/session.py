@@ -1,0 +1,81 @@
+"""Runs the blocks of one page in order, as a reader would: `python session.py STEPS RESULTS`, in an empty folder.
+
+Python blocks share one namespace, that of `__main__`, as if they were one script called page.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import subprocess
+import sys
+import traceback
+import types
+from pathlib import Path
+from typing import Any
+
+SCRIPT = "page.py"
+
+
+def main() -> None:
+    """Take the steps, write what each gave."""
+    steps, results = map(Path, sys.argv[1:])
+    module = types.ModuleType("__main__")
+    module.__file__ = str(Path(SCRIPT).absolute())
+    sys.modules["__main__"] = module
+    sys.path.insert(0, str(Path.cwd()))
+    sys.argv = [SCRIPT]
+    done: list[dict[str, Any]] = []
+    for step in json.loads(steps.read_text()):
+        output, error = _DO[step["do"]](step, module)
+        done.append({"output": output, "error": error})
+        if error is not None:
+            break
+    results.write_text(json.dumps(done))
+
+
+def _python(step: dict[str, Any], module: types.ModuleType) -> tuple[str, str | None]:
+    script = Path(SCRIPT)
+    before = script.read_text() if script.exists() else ""
+    script.write_text(before + step["text"] + "\n")
+    printed = io.StringIO()
+    try:
+        code = compile("\n" * before.count("\n") + step["text"], module.__file__ or SCRIPT, "exec")
+        with contextlib.redirect_stdout(printed):
+            exec(code, vars(module))
+    except BaseException:
+        return printed.getvalue(), traceback.format_exc()
+    return printed.getvalue(), None
+
+
+def _write(step: dict[str, Any], module: types.ModuleType) -> tuple[str, str | None]:
+    path = Path(step["file"])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(step["text"])
+    return "", None
+
+
+def _config(step: dict[str, Any], module: types.ModuleType) -> tuple[str, str | None]:
+    from colocate import ConfigError, load_config
+
+    path = Path(step["file"] or "config.yaml")
+    path.write_text(step["text"])
+    try:
+        load_config(path)
+    except ConfigError as error:
+        return "", None if step["wrong"] else str(error)
+    return "", "it was to be refused, and isn't" if step["wrong"] else None
+
+
+def _command(step: dict[str, Any], module: types.ModuleType) -> tuple[str, str | None]:
+    done = subprocess.run(
+        ["bash", "-c", step["text"]], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    return done.stdout, f"exit status {done.returncode}\n{done.stdout}" if done.returncode else None
+
+
+_DO = {"python": _python, "write": _write, "config": _config, "command": _command}
+
+if __name__ == "__main__":
+    main()
