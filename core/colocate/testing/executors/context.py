@@ -1,0 +1,115 @@
+"""What role code knows of its place: `self.ctx`."""
+
+from __future__ import annotations
+
+import pytest
+
+import colocate
+from colocate import ColocatedGroup, ColocateError
+from colocate.errors import RoleError
+from colocate.executor import OwnProcess
+from colocate.testing.executors._base import ExecutorCase, Spawn, needs
+from colocate.testing.gate import Gate
+from colocate.testing.probes.plain import Echo, Rows
+from colocate.testing.probes.tensors import Tensors
+from colocate.testing.waiting import wait_until
+
+
+class Contexts(ExecutorCase):
+    """The context is the same everywhere but for what differs."""
+
+    def test_facts(self, pair: ColocatedGroup) -> None:
+        """Rank, world size, slot, node, role, group and generation are right on every rank."""
+        nodes = [slot.node for slot in pair.pool.slots]
+        for rank, fact in enumerate(pair.role("echo", Echo).who()):
+            assert fact == {
+                "rank": rank,
+                "world_size": 2,
+                "slot": rank,
+                "node": nodes[rank],
+                "role": "echo",
+                "group": pair.name,
+                "generation": 0,
+                "same": True,
+            }
+
+    def test_facts_on_some_slots(self, spawn: Spawn) -> None:
+        """A role on some slots counts its own ranks; slots are the group's."""
+        group = spawn({"back": colocate.role(Echo).on(slots=[1, 0]), "last": colocate.role(Echo).on(slots=[1])})
+        assert [(f["rank"], f["world_size"], f["slot"]) for f in group.role("back", Echo).who()] == [
+            (0, 2, 1),
+            (1, 2, 0),
+        ]
+        assert [(f["rank"], f["world_size"], f["slot"]) for f in group.role("last", Echo).who()] == [(0, 1, 1)]
+
+    def test_no_context_on_the_driver(self) -> None:
+        """Outside role code there is no context, and the error says so."""
+        with pytest.raises(ColocateError, match="inside role code only"):
+            colocate.context()
+
+    def test_sibling(self, pair: ColocatedGroup) -> None:
+        """`ctx.sibling` is the other role's instance in this worker, whose methods are bare there."""
+        assert pair.role("echo", Echo).ask_sibling("other") == [("another", 0), ("another", 1)]
+
+    def test_missing_sibling(self, pair: ColocatedGroup) -> None:
+        """A sibling that isn't on the slot is an error that lists what is."""
+        with pytest.raises(RoleError, match=r"asked for its sibling 'nobody', but slot \d .* has \['echo', 'faulty'"):
+            pair.role("echo", Echo).ask_sibling("nobody")
+
+    def test_bare_methods(self, pair: ColocatedGroup) -> None:
+        """Inside a role its own methods are the bare ones."""
+        assert pair.role("echo", Echo).bare() == [0, 1]
+
+    def test_threads_of_a_role(self, pair: ColocatedGroup) -> None:
+        """A thread that a role starts has the role's context by `self.ctx`."""
+        assert pair.role("echo", Echo).from_a_thread() == [(0, 0), (1, 1)]
+
+    def test_valid_rows(self, pair: ColocatedGroup) -> None:
+        """`ctx.valid_rows` are the real rows of a scattered batch."""
+        assert [valid for _, valid in pair.role("rows", Rows).maybe_empty([1, 2, 3])] == [2, 1]
+
+    def test_progress(self, pair: ColocatedGroup) -> None:
+        """`ctx.progress` reaches the driver while the method runs."""
+        with Gate() as gate:
+            call = pair.role("echo", Echo).progress_at.submit(gate.address, 3, 10)
+            gate.wait_for(2)
+            workers = pair.workforce.workers
+            wait_until(lambda: all(w.progress.get("echo") == (3, 10) for w in workers), "progress has come")
+        call.result()
+
+    def test_seed(self, spawn: Spawn) -> None:
+        """`ctx.generator` depends on the runtime's seed, the group's name, role and rank, and on nothing else."""
+        torch = pytest.importorskip("torch")
+        roles = {"one": colocate.role(Tensors), "two": colocate.role(Tensors)}
+        drawn = []
+        for _ in range(2):
+            with spawn(roles, name="seeded") as group:
+                drawn.append([group.role(name, Tensors).random(3) for name in roles])
+        assert torch.equal(drawn[0][0], drawn[1][0])
+        assert torch.equal(drawn[0][1], drawn[1][1])
+        rows = [*drawn[0][0].tolist(), *drawn[0][1].tolist()]
+        assert len(set(rows)) == len(rows)
+
+    def test_seed_everywhere(self, runtime: colocate.Runtime, spawn: Spawn) -> None:
+        """What a generator draws is the same on every executor: these are the numbers of seed 0."""
+        torch = pytest.importorskip("torch")
+        assert runtime.seed == 0
+        group = spawn({"actor": colocate.role(Tensors)}, name="policy")
+        expected = torch.tensor(DRAWN)
+        assert torch.equal(group.role("actor", Tensors).random(2), expected)
+
+    def test_device(self, pair: ColocatedGroup) -> None:
+        """A slot without GPUs has the CPU."""
+        pytest.importorskip("torch")
+        assert [device for device, _ in pair.role("tensors", Tensors).device()] == ["cpu", "cpu"]
+
+    @needs(OwnProcess)
+    def test_threads_of_torch(self, runtime: colocate.Runtime) -> None:
+        """Where the worker is a process of its own, torch has as many threads as the slot has CPUs."""
+        pytest.importorskip("torch")
+        with runtime.reserve(1, cpus=2) as pool:
+            group = pool.spawn({"tensors": colocate.role(Tensors)})
+            assert group.role("tensors", Tensors).device() == [("cpu", 2)]
+
+
+DRAWN = [0.4723760485649109, 0.46620047092437744, 0.3619937300682068, 0.5923861861228943]

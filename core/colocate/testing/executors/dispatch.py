@@ -1,0 +1,189 @@
+"""Dispatch and collect through real workers: what reaches which rank, and what becomes of the results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import colocate
+from colocate import ColocatedGroup
+from colocate.errors import ConfigError, DispatchError
+from colocate.testing.executors._base import ExecutorCase, Spawn
+from colocate.testing.probes.plain import Axes, Own, Rows
+
+
+class Dispatching(ExecutorCase):
+    """Broadcast, Scatter, PerRank, OnRank and one's own; Gather, Concat, First, Reduce and one's own; meshes."""
+
+    def test_scatter(self, pair: ColocatedGroup) -> None:
+        """Rows are split contiguously and unevenly if they have to be; what isn't named goes to every rank."""
+        rows = pair.role("rows", Rows)
+        assert rows.seen([1, 2, 3], factor=7) == [([1, 2], 7), ([3], 7)]
+        assert rows.seen([1, 2]) == [([1], 1), ([2], 1)]
+
+    def test_scatter_then_concat(self, pair: ColocatedGroup) -> None:
+        """Split, then concat, is the identity on the rows' order, for any number of rows from the ranks' up."""
+        rows = pair.role("rows", Rows)
+        for count in range(2, 9):
+            assert rows.double(list(range(count))) == [2 * row for row in range(count)]
+
+    def test_scatter_leaves_the_value(self, pair: ColocatedGroup) -> None:
+        """The caller's value stays as it is, with padding too."""
+        batch = [1, 2, 3]
+        pair.role("rows", Rows).padded(batch)
+        assert batch == [1, 2, 3]
+
+    def test_scatter_of_containers(self, pair: ColocatedGroup) -> None:
+        """Tuples and dicts are split inside; None goes to every rank."""
+        batch = {"a": [1, 2, 3], "b": ([4, 5, 6], None)}
+        assert pair.role("rows", Rows).seen(batch) == [
+            ({"a": [1, 2], "b": ([4, 5], None)}, 1),
+            ({"a": [3], "b": ([6], None)}, 1),
+        ]
+
+    def test_several_parameters(self, pair: ColocatedGroup) -> None:
+        """Parameters that are scattered together have as many rows; if not, nothing is sent."""
+        rows = pair.role("rows", Rows)
+        assert rows.zipped([1, 2, 3], [4, 5, 6]) == [(1, 4), (2, 5), (3, 6)]
+        with pytest.raises(DispatchError, match="'right' has 2 rows but 'left' has 3") as caught:
+            rows.zipped([1, 2, 3], [4, 5])
+        assert caught.value.parameter == "right"
+
+    def test_too_few_rows(self, pair: ColocatedGroup) -> None:
+        """No rank is skipped: with fewer rows than ranks it is an error naming both numbers."""
+        with pytest.raises(DispatchError, match="'batch' has 1 rows for 2 ranks") as caught:
+            pair.role("rows", Rows).double([1])
+        assert caught.value.parameter == "batch"
+
+    def test_empty_runs(self, pair: ColocatedGroup) -> None:
+        """With empty="run" a rank without rows runs the method on none."""
+        rows = pair.role("rows", Rows)
+        assert rows.maybe_empty([1]) == [([1], 1), ([], 0)]
+        assert rows.maybe_empty([]) == [([], 0), ([], 0)]
+        assert rows.keep_rows([5]) == [5]
+        assert rows.keep_rows([]) == []
+
+    def test_padding(self, pair: ColocatedGroup) -> None:
+        """With pad=True every rank gets as many rows, and no padding shows in the result."""
+        rows = pair.role("rows", Rows)
+        assert rows.padded([1, 2, 3]) == [(1, 2), (2, 2), (3, 2)]
+        assert rows.padded([1]) == [(1, 1)]
+        assert rows.padded.submit([1, 2]).result() == [(1, 1), (2, 1)]
+
+    def test_masked(self, pair: ColocatedGroup) -> None:
+        """With pad="masked" the last row is repeated and ctx.valid_rows tells how many are real."""
+        rows = pair.role("rows", Rows)
+        assert rows.masked([1, 2, 3]) == [([1, 2], 2), ([3, 3], 1)]
+        assert rows.masked([1]) == [([1], 1), ([1], 0)]
+
+    def test_no_rows_to_scatter(self, pair: ColocatedGroup) -> None:
+        """A leaf without rows isn't repeated by guess: it is an error with its path."""
+        with pytest.raises(DispatchError, match=r"batch\['n'\] \(int\) has no rows"):
+            pair.role("rows", Rows).seen({"x": [1, 2], "n": 3})
+
+    def test_no_rows_to_join(self, pair: ColocatedGroup) -> None:
+        """Concat of results without rows is an error that names the rank and the way out."""
+        with pytest.raises(DispatchError, match=r"rank 0 returned.*Gather, First or Reduce"):
+            pair.role("rows", Rows).no_rows()
+
+    def test_per_rank(self, pair: ColocatedGroup) -> None:
+        """Item i of a list goes to rank i; what isn't named goes to every rank."""
+        rows = pair.role("rows", Rows)
+        assert rows.each(["a", "b"], shared=1) == [(0, "a", 1), (1, "b", 1)]  # type: ignore[arg-type]
+
+    def test_per_rank_length(self, pair: ColocatedGroup) -> None:
+        """A list of another length is an error naming the parameter and both numbers: nothing is guessed from it."""
+        with pytest.raises(DispatchError, match="'item' .* has 3 items for 2 ranks") as caught:
+            pair.role("rows", Rows).each(["a", "b", "c"])
+        assert caught.value.parameter == "item"
+
+    def test_on_rank(self, pair: ColocatedGroup) -> None:
+        """OnRank runs on one rank, and its value is the result."""
+        assert pair.role("rows", Rows).on_one("x") == (1, "x")
+
+    def test_on_missing_rank(self, pair: ColocatedGroup) -> None:
+        """A rank that the role doesn't have is an error, not silence."""
+        with pytest.raises(DispatchError, match="goes to rank 1, but the role has 1"):
+            pair.role("left", Rows).on_one("x")
+
+    def test_reduce(self, pair: ColocatedGroup) -> None:
+        """Reduce makes one of the ranks' numbers, leaf by leaf."""
+        rows = pair.role("rows", Rows)
+        assert rows.total([1, 2, 3]) == {"sum": 6, "count": 3}
+        assert rows.highest() == 1
+        assert rows.lowest() == 0
+
+    def test_reduce_weights(self, pair: ColocatedGroup) -> None:
+        """A mean weighs ranks by their rows, unless told not to; a rank without rows weighs nothing, not even NaN."""
+        rows = pair.role("rows", Rows)
+        assert rows.mean([1.0, 2.0, 6.0]) == {"mean": 3.0}
+        assert rows.unweighted([1.0, 2.0, 6.0]) == (1.5 + 6.0) / 2
+        assert rows.mean([4.0]) == {"mean": 4.0}
+
+    def test_own_dispatch_and_collect(self, pair: ColocatedGroup) -> None:
+        """A dispatch or collect of one's own needs one method, and runs on the driver."""
+        assert pair.role("own", Own).swapped() == {0: (0, 1), 1: (1, 0)}
+
+    def test_mesh_coordinates(self, square: ColocatedGroup) -> None:
+        """Ranks lie row-major, the last axis fastest; an axis that the mesh lacks counts as size 1."""
+        axes = square.role("axes", Axes)
+        assert axes.coordinates("dp", "tp", "pp") == [
+            [(0, 2), (0, 2), (0, 1)],
+            [(0, 2), (1, 2), (0, 1)],
+            [(1, 2), (0, 2), (0, 1)],
+            [(1, 2), (1, 2), (0, 1)],
+        ]
+        assert colocate.inspect(axes).meshes == {"": {"dp": 2, "tp": 2}}
+
+    def test_mesh_scatter(self, square: ColocatedGroup) -> None:
+        """Scatter splits along its axis and repeats along the others."""
+        axes = square.role("axes", Axes)
+        assert axes.seen([1, 2, 3]) == [[1, 2], [1, 2], [3], [3]]
+        assert axes.seen_along_tp([1, 2, 3]) == [[1, 2], [3], [1, 2], [3]]
+
+    def test_mesh_collect(self, square: ColocatedGroup) -> None:
+        """Concat and Reduce take one copy of each part, from the first rank along the other axes."""
+        axes = square.role("axes", Axes)
+        assert axes.tagged([1, 2, 3]) == [(1, 0), (2, 0), (3, 2)]
+        assert axes.count([1, 2, 3]) == 3
+        assert axes.first_rank([1, 2]) == 0
+
+    def test_mesh_of_a_role(self, spawn: Spawn) -> None:
+        """`.on(mesh=…)` gives one role a mesh of its own."""
+        roles = {"flat": colocate.role(Axes), "deep": colocate.role(Axes).on(mesh={"tp": 2})}
+        group = spawn(roles)
+        assert group.role("flat", Axes).seen([1, 2]) == [[1], [2]]
+        assert group.role("deep", Axes).seen([1, 2]) == [[1, 2], [1, 2]]
+        assert group.role("deep", Axes).tagged([1, 2]) == [(1, 0), (2, 0)]
+
+    @pytest.mark.parametrize(
+        ("mesh", "message"),
+        [({"dp": 3}, "makes 3 ranks, but the role has 2 slots"), ({"dp": 0}, "from 1 up"), ({"d p": 2}, "no name")],
+    )
+    def test_wrong_mesh(self, spawn: Spawn, mesh: Any, message: str) -> None:
+        """A mesh whose product isn't the number of slots is refused before anything starts."""
+        with pytest.raises(ConfigError, match=message):
+            spawn({"axes": colocate.role(Axes).on(mesh=mesh)})
+
+    def test_unknown_axis(self, spawn: Spawn) -> None:
+        """An axis that neither the mesh nor custom knows is refused before anything starts."""
+
+        class Lost(colocate.Role):
+            @colocate.method(dispatch=colocate.Scatter("batch", axis="ddp"))
+            def take(self, batch: list[int]) -> None: ...
+
+        with pytest.raises(DispatchError, match=r"names the axis 'ddp'.*did you mean 'dp'"):
+            spawn({"lost": colocate.role(Lost)})
+
+    def test_declaration_errors(self) -> None:
+        """An unknown parameter, or padding that would show in the result, is an error when the class is declared."""
+        with pytest.raises(DispatchError, match=r"names 'bach'.*did you mean 'batch'"):
+
+            @colocate.method(dispatch=colocate.Scatter("bach"))
+            def take(self: Any, batch: list[int]) -> None: ...
+
+        with pytest.raises(DispatchError, match="padding would show"):
+
+            @colocate.method(dispatch=colocate.Scatter("batch", pad=True))
+            def gathered(self: Any, batch: list[int]) -> None: ...

@@ -1,0 +1,299 @@
+"""Residents: results that stay in the workers, and what using them gives."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from typing import Any
+
+import pytest
+
+import colocate
+from colocate import ColocatedGroup, Resident
+from colocate.errors import ClosedError, ColocateError, DispatchError, RoleError
+from colocate.testing.executors._base import ExecutorCase, Spawn
+from colocate.testing.gate import Gate
+from colocate.testing.probes.faulty import Faulty
+from colocate.testing.probes.plain import Echo, Rows
+from colocate.testing.waiting import PATIENCE_S, wait_until
+
+
+class Residents(ExecutorCase):
+    """Keeping, using, fetching and freeing, on plain values; `TensorResidents` has what is special about tensors."""
+
+    def test_keep_and_fetch(self, pair: ColocatedGroup) -> None:
+        """`keep` returns at once; `fetch` gives what the plain call gives, as often as asked."""
+        rows = pair.role("rows", Rows)
+        with rows.double.keep([1, 2, 3]) as kept:
+            assert isinstance(kept, Resident)
+            assert kept.fetch() == kept.fetch() == rows.double([1, 2, 3])
+
+    def test_every_collect(self, pair: ColocatedGroup) -> None:
+        """Whatever the collect, the fetched value is the called one."""
+        rows, echo = pair.role("rows", Rows), pair.role("echo", Echo)
+        calls: list[tuple[Any, tuple[Any, ...]]] = [
+            (echo.echo, ("gathered",)),
+            (echo.first, ("first",)),
+            (rows.mean, ([1.0, 2.0, 6.0],)),
+            (rows.mean, ([4.0],)),
+            (rows.total, ([1, 2, 3],)),
+            (rows.on_one, ("one",)),
+            (rows.padded, ([1, 2, 3],)),
+            (rows.keep_rows, ([7],)),
+            (pair.role("own").swapped, ()),
+        ]
+        for call, args in calls:
+            with call.keep(*args) as kept:
+                assert kept.fetch() == call(*args), call
+
+    def test_keep_returns_at_once(self, pair: ColocatedGroup) -> None:
+        """A resident can be used before the call that makes it has ended: order does the rest."""
+        faulty, echo = pair.role("faulty", Faulty), pair.role("echo", Echo)
+        with Gate() as gate:
+            kept = faulty.wait.keep(gate.address)
+            used = echo.echo.submit(kept.ref)
+            assert not used.done()
+        assert used.result(PATIENCE_S) == [[0, 1], [0, 1]]
+        kept.free()
+
+    def test_scatter_of_a_resident(self, pair: ColocatedGroup) -> None:
+        """Scattering a resident gives what scattering its value gives, where the ranks match: the producer's rows."""
+        rows = pair.role("rows", Rows)
+        with rows.double.keep([1, 2, 3]) as kept:
+            assert rows.double(kept.ref) == rows.double(kept.fetch()) == [4, 8, 12]
+            assert rows.seen(kept.ref) == [([2, 4], 1), ([6], 1)]
+
+    def test_own_partition(self, pair: ColocatedGroup) -> None:
+        """Scatter keeps the producer's partition where the ranks match, however uneven."""
+        rows = pair.role("rows", Rows)
+        with rows.produce_each.keep([1, 4]) as kept:  # type: ignore[arg-type]
+            assert rows.seen(kept.ref) == [([0], 1), ([100, 101, 102, 103], 1)]
+            assert rows.zipped(kept.ref, kept.ref) == [(row, row) for row in kept.fetch()]
+            assert rows.zipped([1, 2, 3, 4, 5], kept.ref) == list(zip([1, 2, 3, 4, 5], kept.fetch(), strict=True))
+
+    def test_broadcast_of_a_resident(self, pair: ColocatedGroup) -> None:
+        """Broadcasting a resident gives every rank the whole value."""
+        rows, echo = pair.role("rows", Rows), pair.role("echo", Echo)
+        with rows.produce.keep(2) as kept:
+            assert echo.echo(kept.ref) == [[0, 1, 100, 101]] * 2
+
+    def test_gathered_resident(self, pair: ColocatedGroup) -> None:
+        """A gathered resident is the list of the ranks' results."""
+        echo = pair.role("echo", Echo)
+        with echo.tag_and_rank.keep() as kept:
+            assert echo.first(kept.ref) == [("the tag", 0), ("the tag", 1)]
+
+    def test_per_rank_of_a_resident(self, pair: ColocatedGroup) -> None:
+        """PerRank takes a gathered resident apart as it does a list."""
+        echo, rows = pair.role("echo", Echo), pair.role("rows", Rows)
+        with echo.tag_and_rank.keep() as kept:
+            assert rows.each(kept.ref) == [(0, ("the tag", 0), None), (1, ("the tag", 1), None)]
+            assert rows.each([kept.ref, "plain"])[1] == (1, "plain", None)
+
+    def test_resident_itself(self, pair: ColocatedGroup) -> None:
+        """Passing the resident itself works as passing its ref does."""
+        rows = pair.role("rows", Rows)
+        with rows.double.keep([1, 2]) as kept:
+            assert rows.double(kept) == [4, 8]  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+
+    def test_inside_containers(self, pair: ColocatedGroup) -> None:
+        """A ref may lie inside lists, tuples and dicts of an argument."""
+        echo, rows = pair.role("echo", Echo), pair.role("rows", Rows)
+        with rows.produce.keep(1) as kept, echo.first.keep("text") as text:
+            assert echo.first({"a": [kept.ref, 1], "b": (text.ref,)}) == {"a": [[0, 100], 1], "b": ("text",)}
+            assert rows.seen({"x": kept.ref, "y": [1, 2]}) == [({"x": [0], "y": [1]}, 1), ({"x": [100], "y": [2]}, 1)]
+
+    def test_padding_of_a_resident(self, pair: ColocatedGroup) -> None:
+        """Padding and masking of a resident are those of its value."""
+        rows = pair.role("rows", Rows)
+        with rows.double.keep([1, 2, 3]) as kept:
+            value = kept.fetch()
+            assert rows.padded(kept.ref) == rows.padded(value)
+            assert rows.masked(kept.ref) == rows.masked(value)
+
+    def test_weights_of_a_resident(self, pair: ColocatedGroup) -> None:
+        """A mean over a resident's rows weighs as one over its value's."""
+        rows = pair.role("rows", Rows)
+        with rows.produce_each.keep([1, 4]) as kept:  # type: ignore[arg-type]
+            assert rows.mean(kept.ref) == pytest.approx(rows.mean(kept.fetch()))  # type: ignore[arg-type]
+
+    def test_empty_rank(self, pair: ColocatedGroup) -> None:
+        """A rank without rows of a resident is an error, unless the method says that it runs on none."""
+        rows = pair.role("rows", Rows)
+        with rows.keep_rows.keep([1]) as kept:
+            assert rows.maybe_empty(kept.ref) == [([1], 1), ([], 0)]
+            with pytest.raises(DispatchError, match="no rows"):
+                rows.double(kept.ref)
+            assert rows.double([1, 2]) == [2, 4]
+
+    def test_between_slots(self, pair: ColocatedGroup) -> None:
+        """A resident of one slot is used on another, and by a role on all slots: nothing comes by the driver."""
+        left, right, rows = pair.role("left", Rows), pair.role("right", Rows), pair.role("rows", Rows)
+        with left.produce.keep(3) as kept, rows.produce.keep(2) as spread:
+            assert right.double(kept.ref) == [0, 2, 4]
+            assert rows.double(kept.ref) == [0, 2, 4]
+            assert rows.seen(kept.ref) == [([0, 1], 1), ([2], 1)]
+            assert right.double(spread.ref) == left.double(spread.ref) == [0, 2, 200, 202]
+            assert pair.role("echo", Echo).echo(kept.ref) == [[0, 1, 2]] * 2
+
+    def test_chain(self, pair: ColocatedGroup) -> None:
+        """Residents make residents; the driver need not wait in between."""
+        rows, right = pair.role("rows", Rows), pair.role("right", Rows)
+        first = rows.double.keep([1, 2, 3])
+        second = right.double.keep(first.ref)
+        third = rows.double.keep(second.ref)
+        first.free()
+        second.free()
+        assert third.fetch() == [8, 16, 24]
+        third.free()
+
+    def test_between_groups(self, pair: ColocatedGroup, spawn: Spawn) -> None:
+        """A resident of one group is used by another one."""
+        other = spawn({"rows": colocate.role(Rows)}, slots=1)
+        with pair.role("rows", Rows).produce.keep(2) as kept:
+            assert other.role("rows", Rows).double(kept.ref) == [0, 2, 200, 202]
+
+    def test_between_runtimes(self, pair: ColocatedGroup) -> None:
+        """A resident of another runtime is refused."""
+        with (
+            self.connect() as runtime,
+            runtime.reserve(1, cpus=0) as pool,
+            pool.spawn({"rows": colocate.role(Rows)}) as other,
+            other.role("rows", Rows).produce.keep(1) as kept,
+        ):
+            with pytest.raises(ColocateError, match="belongs to another runtime"):
+                pair.role("rows", Rows).double(kept.ref)
+
+    def test_spec(self, pair: ColocatedGroup) -> None:
+        """`.spec` tells structure and rows without the contents."""
+        with pair.role("rows", Rows).double.keep([1, 2, 3]) as kept:
+            assert kept.spec.structure == ["int", "int"]
+            assert kept.spec.rows_per_rank == (2, 1)
+            assert kept.spec.bytes_per_rank == (0, 0)
+
+    def test_ref_is_no_value(self, pair: ColocatedGroup) -> None:
+        """On the driver a ref is a name: using it as the value is an error that says what to do."""
+        with pair.role("rows", Rows).double.keep([1, 2]) as kept:
+            with pytest.raises(AttributeError, match=r"stands for the value of rows\.double.*fetch"):
+                kept.ref.append(1)
+
+    def test_free(self, pair: ColocatedGroup) -> None:
+        """A freed resident says so; freeing twice is fine; calls that use it already still get it."""
+        rows, faulty = pair.role("rows", Rows), pair.role("faulty", Faulty)
+        kept = rows.double.keep([1, 2])
+        with Gate() as gate:
+            faulty.wait.submit(gate.address)
+            call = rows.double.submit(kept.ref)
+            kept.free()
+            kept.free()
+        assert call.result(PATIENCE_S) == [4, 8]
+        for use in (kept.fetch, lambda: kept.spec, lambda: rows.double(kept.ref)):
+            with pytest.raises(ClosedError, match=r"rows\.double was freed by free\(\)"):
+                use()
+
+    def test_drop(self, pair: ColocatedGroup) -> None:
+        """Dropping the handle ends the lease: the workers forget the value without anybody closing anything."""
+        rows = pair.role("rows", Rows)
+        kept = rows.double.keep([1, 2])
+        kept.fetch()
+        before = residents_of(pair).count("rows.double")
+        del kept
+        gc.collect()
+        wait_until(lambda: residents_of(pair).count("rows.double") == before - 1, "the graph shows one less")
+
+    def test_ref_keeps(self, pair: ColocatedGroup) -> None:
+        """The ref is a name as well: the value lives as long as anybody can name it."""
+        rows = pair.role("rows", Rows)
+        ref = rows.double.keep([1, 2]).ref
+        gc.collect()
+        assert rows.double(ref) == [4, 8]
+
+    def test_scope(self, pair: ColocatedGroup) -> None:
+        """`group.scope()` frees what was kept inside, by this thread."""
+        rows = pair.role("rows", Rows)
+        elsewhere: list[Resident[list[int]]] = []
+        with pair.scope():
+            inside = rows.double.keep([1, 2])
+            with pair.scope():
+                deeper = rows.double.keep([3, 4])
+            thread = threading.Thread(target=lambda: elsewhere.append(rows.double.keep([5, 6])))
+            thread.start()
+            thread.join()
+            with pytest.raises(ClosedError, match="the end of its scope"):
+                deeper.fetch()
+            assert inside.fetch() == [2, 4]
+        with pytest.raises(ClosedError, match="the end of its scope"):
+            inside.fetch()
+        assert elsewhere.pop().fetch() == [10, 12]
+
+    def test_poisoned(self, pair: ColocatedGroup) -> None:
+        """A kept call that fails poisons its resident: every use raises the same error."""
+        faulty, echo = pair.role("faulty", Faulty), pair.role("echo", Echo)
+        kept = faulty.fail.keep(ranks=(1,))
+        with pytest.raises(RoleError, match="a plain one") as caught:
+            kept.fetch()
+        for use in (kept.fetch, lambda: kept.spec, lambda: echo.echo(kept.ref)):
+            with pytest.raises(RoleError) as again:
+                use()
+            assert again.value is caught.value
+        assert echo.first(1) == 1
+
+    def test_poison_spreads(self, pair: ColocatedGroup) -> None:
+        """A call that was queued with a resident whose call then fails fails with that error too, kept or not."""
+        faulty, echo = pair.role("faulty", Faulty), pair.role("echo", Echo)
+        with Gate() as gate:
+            kept = faulty.fail_after.keep([gate.address, None], failing=0)  # type: ignore[arg-type]
+            use, kept_use = echo.echo.submit(kept.ref), echo.echo.keep(kept.ref)
+            gate.wait_for()
+        error = use.exception(PATIENCE_S)
+        assert isinstance(error, RoleError)
+        assert "rank 0 was told to raise" in str(error) + str(error.__cause__)
+        with pytest.raises(RoleError, match="rank 0 was told to raise"):
+            kept_use.fetch()
+        with pytest.raises(RoleError, match="rank 0 was told to raise"):
+            kept.fetch()
+        assert echo.first(1) == 1
+
+    def test_unused_poison(self, pair: ColocatedGroup) -> None:
+        """A kept call that failed and was never used raises at the end of its scope."""
+        with pytest.raises(RoleError, match="a plain one"), pair.scope():
+            pair.role("faulty", Faulty).fail.keep()
+            pair.role("echo", Echo).noop()
+
+    def test_unused_poison_in_a_group(self, spawn: Spawn) -> None:
+        """… or else when its group is closed."""
+        group = spawn({"faulty": colocate.role(Faulty)}, slots=1)
+        kept = group.role("faulty", Faulty).fail.keep()
+        group.role("faulty", Faulty).fine()
+        with pytest.raises(ExceptionGroup) as caught:
+            group.close()
+        assert [type(error) for error in caught.value.exceptions] == [RoleError]
+        del kept
+
+    def test_fetch_after_close(self, spawn: Spawn) -> None:
+        """The group owns the bytes: with the group closed, its residents are gone, and say so."""
+        group = spawn({"rows": colocate.role(Rows)})
+        kept = group.role("rows", Rows).double.keep([1, 2])
+        group.close()
+        with pytest.raises(ClosedError, match="was closed by"):
+            kept.fetch()
+        kept.free()
+
+    def test_many(self, pair: ColocatedGroup) -> None:
+        """Hundreds of residents come and go with the calls, and none is left."""
+        rows = pair.role("rows", Rows)
+        value: Resident[list[int]] = rows.double.keep([1, 1])
+        for _ in range(100):
+            value = rows.keep_rows.keep(value.ref)
+        assert value.fetch() == [2, 2]
+        value.free()
+        wait_until(lambda: "rows.keep_rows" not in residents_of(pair), "the graph shows none of them")
+
+
+def residents_of(group: ColocatedGroup) -> list[str]:
+    """The residents that the ownership graph shows under a group."""
+    for pool in group.runtime.graph.data()["children"]:
+        for node in pool["children"]:
+            if node["name"] == group.name:
+                return [child["name"] for child in node["children"] if child["kind"] == "resident"]
+    raise AssertionError(f"the graph doesn't show group {group.name!r}")
