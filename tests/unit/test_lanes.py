@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
 import queue
+import resource
 import signal
 import socket
 import subprocess
@@ -30,15 +32,15 @@ LARGE = FILE_BYTES // 2  # int64 elements: travels as a file where it can
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left() -> Iterator[None]:
-    threads, before = set(threading.enumerate()), resources()
+    threads, before = set(threading.enumerate()), left_behind()
     yield
     assert set(threading.enumerate()) == threads
-    if resources() != before:
+    if left_behind() != before:
         gc.collect()  # A failed or exceptional path may have left a cycle.
-    assert resources() == before
+    assert left_behind() == before
 
 
-def resources() -> tuple[list[str], int]:
+def left_behind() -> tuple[list[str], int]:
     """The open descriptors, and how many mappings of message memory there are."""
     with open("/proc/self/maps") as maps:
         return sorted(os.listdir("/proc/self/fd")), maps.read().count("memfd:colocate")
@@ -210,17 +212,17 @@ def test_a_broadcast_is_one_copy_and_each_receiver_has_its_own(hub: Hub) -> None
 
 def test_received_memory_keeps_no_descriptor_and_goes_with_its_last_array(hub: Hub) -> None:
     one, other = (End(hub, sock) for sock in socket_pair("unix"))
-    files, mappings = resources()
+    files, mappings = left_behind()
     one.lane.send(("x",), pack([np.arange(LARGE), np.arange(LARGE)]))
     _, (first, second) = other.get()
-    assert resources() == (files, mappings + 1)
+    assert left_behind() == (files, mappings + 1)
     del first
     gc.collect()
-    assert resources() == (files, mappings + 1)
+    assert left_behind() == (files, mappings + 1)
     assert second.sum() == np.arange(LARGE).sum()
     del second
     gc.collect()
-    assert resources() == (files, mappings)
+    assert left_behind() == (files, mappings)
 
 
 def test_closing_tells_both_sides_once(ends: tuple[End, End]) -> None:
@@ -335,15 +337,35 @@ def test_a_lane_can_be_closed_and_made_in_its_own_callback(hub: Hub) -> None:
     assert made.empty()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_lane_is_finished_after_what_arrived_although_the_other_end_is_open(kind: str) -> None:
+    """As when a child of a dead process still holds its socket; with a descriptor that `select` couldn't take."""
+    hub = Hub("test", own_thread=False)
+    low, other = socket_pair(kind)
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with low, other:
+        one = socket.socket(fileno=fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, 1024 if most > 1024 else 0))
+        end = End(hub, one)
+        for i in range(3):
+            with encode((i,), pack(bytes(50_000))) as frame:
+                other.sendall(frame._inline)
+        end.lane.finish("its process ended")
+        assert [end.get()[0] for _ in range(3)] == [(0,), (1,), (2,)]
+        assert end.end() == "its process ended"
+        end.lane.finish("again")
+        assert end.ends.empty()
+    assert hub.close()
+
+
 def test_unsent_frames_are_freed_when_the_lane_ends(half: tuple[End, socket.socket]) -> None:
     end, other = half
-    files, _ = resources()
+    files, _ = left_behind()
     for i in range(60):
         assert end.lane.send((i,), pack(bytes(1 << 20)))
     other.close()
     end.end()
     # Both sockets and nothing else have gone.
-    assert len(resources()[0]) == len(files) - 2
+    assert len(left_behind()[0]) == len(files) - 2
 
 
 # Hubs

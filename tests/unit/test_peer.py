@@ -167,6 +167,18 @@ def test_abort_wakes_all_and_later_requests_work(peers: tuple[PeerChannel, PeerC
     store.ready.set()
 
 
+def test_an_abort_also_ends_a_request_that_is_about_to_be_made(
+    peers: tuple[PeerChannel, PeerChannel], store: Store
+) -> None:
+    answering, asking = peers
+    known = asking.aborts
+    asking.abort("too late")
+    with pytest.raises(ConnectionError, match="aborted before it was made"):
+        asking.request(answering.address, ("x", 1), aborts=known)
+    assert store.asked.empty()
+    assert asking.request(answering.address, ("x", 1), aborts=asking.aborts) == (("fine", 1), None)
+
+
 def test_closing_the_asking_side_wakes_its_requests(store: Store) -> None:
     with PeerChannel(KEY, store) as answering:
         asking = PeerChannel(KEY, store)

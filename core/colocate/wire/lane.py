@@ -96,6 +96,8 @@ class SocketLane:
 
         Its end of the connection may still be open in a child that it forked, so there may be no end of file.
         """
+        if self._finished:
+            return
         arrived = select.poll()  # Not select: it can't take descriptors from 1024 on.
         arrived.register(self._sock, select.POLLIN)
         while not self._finished and arrived.poll(0):
