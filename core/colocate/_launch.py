@@ -43,6 +43,7 @@ class Launched:
             ConfigError: There is no job, or nothing to resume.
         """
         from colocate._run import execute
+        from colocate._screen import Screen
 
         return execute(self.config, self.runtime, self.groups, resume=resume, screen=Screen(quiet=quiet))
 

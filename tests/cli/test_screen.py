@@ -72,6 +72,16 @@ def test_a_bar_with_the_last_numbers_on_a_terminal() -> None:
     assert "5/80" in shown
 
 
+def test_a_long_phase_is_shown_while_it_lasts() -> None:
+    console, out = terminal()
+    screen = Screen(console)
+    with screen.running("demo", Path("/elsewhere/demo"), None):
+        screen.entered("warm_up")
+        screen.entered("inner")
+        screen.left()
+    assert "now warm_up 0s" in out.getvalue()[-400:]
+
+
 def test_a_quiet_screen_shows_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     screen = Screen(quiet=True)
     with screen.running("demo", Path("demo"), None):

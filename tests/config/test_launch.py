@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 
 import colocate
-from colocate._launch import Launched
 from colocate._run import Run, RunRecord
-from colocate._screen import Screen
 from colocate.config import Config
 from colocate.errors import ClosedError, ConfigError, PlacementError, RoleStartError
 
@@ -62,10 +60,6 @@ def load(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calla
     return load
 
 
-def run_quietly(job: Launched, **options: bool) -> RunRecord:
-    return job.run(screen=Screen(quiet=True), **options)
-
-
 def test_everything_is_open_in_the_block_and_closed_after_it(load: Callable[..., Config]) -> None:
     with colocate.launch(load()) as job:
         assert job.runtime.seed == 3
@@ -97,7 +91,7 @@ def test_what_was_opened_is_closed_when_the_next_cannot_be(load: Callable[..., C
 def test_a_run_leaves_its_record(load: Callable[..., Config], tmp_path: Path) -> None:
     config = load()
     with colocate.launch(config) as job:
-        record = run_quietly(job)
+        record = job.run(quiet=True)
     assert record.directory == tmp_path / "runs" / "demo"
     assert record.config == config.dump() == (record.directory / "config.yaml").read_text()
     assert [(row["step"], row["value"]) for row in record.metrics] == [(0, 0.0), (1, 0.5)]
@@ -115,14 +109,14 @@ def test_a_run_leaves_its_record(load: Callable[..., Config], tmp_path: Path) ->
 
 def test_it_can_be_run_again_and_counts_for_itself(load: Callable[..., Config]) -> None:
     with colocate.launch(load()) as job:
-        first, second = run_quietly(job), run_quietly(job)
+        first, second = job.run(quiet=True), job.run(quiet=True)
     assert [first.directory.name, second.directory.name] == ["demo", "demo-2"]
     assert [[total.calls for total in record.totals] for record in (first, second)] == [[2, 2], [2, 2]]
 
 
 def test_a_config_without_a_job_can_be_launched_but_not_run(load: Callable[..., Config]) -> None:
     with colocate.launch(load("pools: {main: {slots: 1}}")) as job, pytest.raises(ConfigError, match="has no job"):
-        run_quietly(job)
+        job.run(quiet=True)
 
 
 @pytest.mark.parametrize("value", ["1", None, [1.0], object()])
@@ -149,4 +143,4 @@ def _run(load: Callable[..., Config], job: Callable[[Run], None]) -> RunRecord:
     with colocate.launch(
         load(CONFIG.replace('{use: "launch_module:job", with: {steps: 2}}', "launch_module:given"))
     ) as it:
-        return run_quietly(it)
+        return it.run(quiet=True)
