@@ -13,7 +13,7 @@ from colocate_ppo.actor import Actor
 from colocate_ppo.task import Problem
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
     """Small tensors gain nothing from more threads, and results are the same to the last bit."""
     before = torch.get_num_threads()

@@ -1,0 +1,137 @@
+"""The job `ppo.train`: it learns, its control doesn't, and a curve goes on where it was left."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+
+import colocate
+from colocate_ppo.job import train
+
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
+TINY = [
+    "groups.policy.roles.actor.with={layers: 1, hidden: 16, heads: 2, feed_forward: 32, warm_up_lr: 1e-2, lr: 1e-3}",
+    "job.with={task_options: {min_word_len: 3, max_word_len: 3}, warm_up_steps: 6, warm_up_batch: 8, steps: 6,"
+    " batch: 16, minibatch: 8, epochs: 2, critic_only_steps: 2, eval_every: 2, eval_problems: 16, checkpoint_every: 2}",
+]
+
+
+@attrs.define(eq=False)
+class Recorder:
+    """What the job is given as its run; it wants the job to end when it has been asked often enough."""
+
+    runtime: colocate.Runtime
+    groups: Mapping[str, colocate.ColocatedGroup]
+    directory: Path
+    resumed: Path | None = None
+    stop_after: int | None = None
+    rows: list[dict[str, float]] = attrs.field(factory=list)
+    tables: dict[str, list[dict[str, str]]] = attrs.field(factory=dict)
+    asked: int = 0
+
+    @property
+    def stopping(self) -> bool:
+        self.asked += 1
+        return self.stop_after is not None and self.asked > self.stop_after
+
+    def log(self, step: int, **scalars: float) -> None:
+        self.rows.append({"step": step, **scalars})
+
+    def total(self, steps: int) -> None:
+        assert steps >= 0
+
+    def show(self, title: str, rows: Iterable[dict[str, str]]) -> None:
+        self.tables[title] = list(rows)
+
+    def timed(self, phase: str) -> nullcontext[None]:
+        return nullcontext()
+
+    @contextmanager
+    def checkpoint(self, step: int) -> Iterator[Path]:
+        directory = self.directory / f"{step}"
+        directory.mkdir(parents=True, exist_ok=True)
+        yield directory
+        self.resumed = directory
+
+
+def run(example: str, changes: Iterable[str], directory: Path, **how: Any) -> Recorder:
+    """Run the job of an example config with changes."""
+    config = colocate.load_config(EXAMPLES / example, set=list(changes))
+    assert config.job is not None
+    with colocate.launch(config) as job:
+        recorder = Recorder(job.runtime, job.groups, directory, **how)
+        train(recorder, **config.job.with_)  # type: ignore[arg-type]
+    return recorder
+
+
+@pytest.fixture(scope="module")
+def warmed(tmp_path_factory: pytest.TempPathFactory) -> Recorder:
+    """The small example after its warm-up."""
+    return run("ppo-small.yaml", ["job.with.steps=0"], tmp_path_factory.mktemp("warmed"))
+
+
+def test_ppo_improves(warmed: Recorder, tmp_path: Path) -> None:
+    changes = ["job.with.steps=25", "job.with.eval_every=25"]
+    trained = run("ppo-small.yaml", changes, tmp_path, resumed=warmed.resumed)
+    assert warmed.rows[0]["eval_accuracy"] < 0.35
+    assert trained.rows[-1]["eval_accuracy"] > 0.65
+    assert trained.rows[-1]["reward"] > trained.rows[0]["reward"] + 0.2
+    (table,) = trained.tables.values()
+    better = [row["after"] == row["right"] for row in table]
+    assert sum(better) > sum(row["before"] == row["right"] for row in table)
+
+
+def test_with_shuffled_rewards_it_does_not(warmed: Recorder, tmp_path: Path) -> None:
+    """The rise is the reward's doing."""
+    changes = ["job.with.steps=25", "job.with.eval_every=25", "job.with.shuffle_rewards=true"]
+    control = run("ppo-small.yaml", changes, tmp_path, resumed=warmed.resumed)
+    assert control.rows[-1]["eval_accuracy"] < 0.35
+
+
+def test_every_step_is_logged(tmp_path: Path) -> None:
+    rows = run("ppo-small.yaml", TINY, tmp_path).rows
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5, 6]
+    wanted = {"reward", "kl", "policy_loss", "value_loss", "entropy"}
+    assert all(wanted <= row.keys() for row in rows[1:])
+    assert [row["step"] for row in rows if "eval_accuracy" in row] == [0, 2, 4, 6]
+    # The actor waits for the critic: it is still the reference until the third step's update.
+    assert [abs(row["kl"]) > 1e-7 for row in rows[1:]] == [False, False, False, True, True, True]
+
+
+def test_a_curve_goes_on_where_it_was_left(tmp_path: Path) -> None:
+    """Stopped in the warm-up and in the middle of PPO: the same numbers to the last bit."""
+    whole = run("ppo-small.yaml", TINY, tmp_path / "whole")
+    first = run("ppo-small.yaml", TINY, tmp_path / "parts", stop_after=3)
+    second = run("ppo-small.yaml", TINY, tmp_path / "parts", stop_after=7, resumed=first.resumed)
+    third = run("ppo-small.yaml", TINY, tmp_path / "parts", resumed=second.resumed)
+    assert first.rows == []
+    assert [row["step"] for row in second.rows] == [0, 1, 2, 3]
+    assert [*second.rows, *third.rows] == whole.rows
+    assert third.tables == whole.tables
+
+
+def test_another_seed_gives_another_curve(tmp_path: Path) -> None:
+    one, other = (run("ppo-small.yaml", [*TINY, f"seed={seed}"], tmp_path) for seed in (1, 2))
+    assert one.rows != other.rows
+
+
+@pytest.mark.parametrize("example", ["ppo.yaml", "ppo-small.yaml"])
+def test_the_examples_have_no_mistakes(example: str) -> None:
+    config = colocate.load_config(EXAMPLES / example)
+    assert set(config.groups["policy"].roles) == {"actor", "critic", "reference", "reward"}
+
+
+def test_listing_the_plugin_imports_no_torch() -> None:
+    script = (
+        "import sys; from colocate_ppo import plugin; plugin.colocate_roles(); plugin.colocate_jobs(); "
+        "print([m for m in ('torch', 'transformers', 'reasoning_gym') if m in sys.modules])"
+    )
+    listed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert listed.stdout.strip() == "[]"
