@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast, overload
 
+from colocate import _batch
+from colocate._collect import Concat
 from colocate._dispatch import Plan
 from colocate._fetch import Fetches
 from colocate._mesh import Ranks
@@ -315,10 +317,10 @@ class ColocatedGroup(Owned):
         kept.call._gate.release()
         kept.check()
         source = kept.source
-        counts = source.ranks.pick([size[1] for size in kept.call.bodies], source.collect.sources(source.ranks))
-        if any(count is None for count in counts):
-            raise ColocateError(f"the resident of {source.label} has no rows that could be scattered")
-        return list(counts)
+        if not isinstance(source.collect, Concat):
+            # It is no sequence of parts: only the value itself tells.
+            return [_batch.rows(self.fetch(kept), f"the resident of {source.label}")]
+        return list(source.ranks.pick([size[1] for size in kept.call.bodies], source.collect.sources(source.ranks)))
 
     def fetched(self, slot: int, head: tuple[Any, ...], body: Any) -> None:
         """A worker has sent a part of a resident."""
