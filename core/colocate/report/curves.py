@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 import attrs
@@ -18,22 +19,24 @@ DOTTED = 40  # lines of up to so many points show each of them
 Point = tuple[int, float | None]
 
 
-@attrs.frozen
+@attrs.frozen(eq=False)
 class Series:
-    """One metric: a point for each step that logged it, None where it was no finite number."""
+    """One metric.
+
+    Attributes:
+        name: What the job calls it.
+        points: A step and its value for each time it was logged; None where that was no finite number.
+        values: The finite values in order.
+    """
 
     name: str
-    points: tuple[Point, ...]
+    points: Sequence[Point]
+    values: Sequence[float]
 
     @property
     def label(self) -> str:
         """Its name for people."""
         return words(self.name)
-
-    @property
-    def values(self) -> list[float]:
-        """Its finite values in order."""
-        return [value for _, value in self.points if value is not None]
 
 
 @attrs.frozen
@@ -42,20 +45,20 @@ class Line:
 
     Attributes:
         label: What it shows.
-        path: Its line, an SVG path.
+        path: Its line, an SVG path; of many points their mean.
+        band: Between the lowest and highest of many points, an SVG path; empty when the line shows all.
         dots: Its points as zero-length strokes, an SVG path; empty when they are too many.
         first: Its first value, as text.
         last: Its last value, as text.
-        end: Where the last value lies: from the left and from the top, in %.
         strong: Whether it is a result on held-out data, drawn bolder.
     """
 
     label: str
     path: str
+    band: str
     dots: str
     first: str
     last: str
-    end: tuple[float, float]
     strong: bool
 
 
@@ -95,7 +98,12 @@ class Curves:
 
     large: tuple[Chart, ...]
     small: tuple[Chart, ...]
-    rest: tuple[tuple[str, str, str, str, str], ...]
+    rest: tuple[tuple[str, ...], ...]
+
+    @property
+    def banded(self) -> bool:
+        """Whether any line shows a mean."""
+        return any(line.band for chart in (*self.large, *self.small) for line in chart.lines)
 
 
 def series_of(rows: Iterable[Mapping[str, Any]]) -> list[Series]:
@@ -105,8 +113,12 @@ def series_of(rows: Iterable[Mapping[str, Any]]) -> list[Series]:
         for name, value in row.items():
             if name != "step" and (value is None or isinstance(value, bool | int | float)):
                 found.setdefault(name, []).append((int(row["step"]), _finite(value)))
-    series = (Series(name, tuple(sorted(points, key=lambda point: point[0]))) for name, points in found.items())
-    return [each for each in series if each.values]
+    series = []
+    for name, points in found.items():
+        points.sort(key=lambda point: point[0])
+        if values := [value for _, value in points if value is not None]:
+            series.append(Series(name, points, values))
+    return series
 
 
 def headline(series: Sequence[Series]) -> list[Series]:
@@ -115,14 +127,13 @@ def headline(series: Sequence[Series]) -> list[Series]:
     return ranked[:LARGE_LINES] or list(series[:1])
 
 
-def curves(rows: Iterable[Mapping[str, Any]]) -> Curves:
+def curves(series: Sequence[Series]) -> Curves:
     """The charts of what a run logged."""
-    series = series_of(rows)
     leading = headline(series)
     others = [each for each in series if each not in leading]
     shown, rest = others[:SMALL_CHARTS], others[SMALL_CHARTS:]
     # Values between 0 and 1 share an axis: comparing them is the point. Others would flatten each other.
-    fractions = [each for each in leading if 0 <= min(each.values) and max(each.values) <= 1]
+    fractions = [each for each in leading if min(each.values) >= 0 and max(each.values) <= 1]
     large = [fractions] if fractions else []
     large += [[each] for each in leading if each not in fractions]
     span = _span(series)
@@ -152,7 +163,7 @@ def _span(series: Sequence[Series]) -> tuple[int, int]:
     return (min(steps), max(steps)) if steps else (0, 0)
 
 
-def _extremes(series: Series) -> tuple[str, str, str, str, str]:
+def _extremes(series: Series) -> tuple[str, ...]:
     values = series.values
     return (series.label, *(number(value) for value in (values[0], values[-1], min(values), max(values))))
 
@@ -166,7 +177,7 @@ def _chart(group: Sequence[Series], span: tuple[int, int], *, large: bool) -> Ch
         high = 1.0
     x = Axis.within(*span, 8 if large else 4, whole=True)
     y = Axis.around(low, high, 5 if large else 3)
-    lines = tuple(_line(each, x, y, 400 if large else 200) for each in group)
+    lines = tuple(_line(each, x, y, 300 if large else 120) for each in group)
     said = [f"{line.label} from {line.first} to {line.last}" for line in lines]
     return Chart(
         title=", ".join(line.label for line in lines),
@@ -179,20 +190,26 @@ def _chart(group: Sequence[Series], span: tuple[int, int], *, large: bool) -> Ch
 
 
 def _line(series: Series, x: Axis, y: Axis, columns: int) -> Line:
-    points = _thin(series.points, x, columns)
-    places = [
-        None if value is None else (round(x.at(step) * WIDTH), round((1 - y.at(value)) * HEIGHT))
-        for step, value in points
-    ]
-    values = series.values
-    real = [place for place in places if place is not None]
+    def place(step: float, value: float) -> tuple[int, int]:
+        return round(x.at(step) * WIDTH), round((1 - y.at(value)) * HEIGHT)
+
+    band = ""
+    points: Sequence[tuple[float, float | None]] = series.points
+    if len(points) > 2 * columns:
+        buckets = _buckets(series.points, x, columns)
+        points = [(step, mean) for step, mean, _, _ in buckets]
+        upper = [place(step, high) for step, _, _, high in buckets]
+        lower = [place(step, low) for step, _, low, _ in reversed(buckets)]
+        band = _path([*upper, *lower]) + "z"
+    places = [None if value is None else place(step, value) for step, value in points]
+    real = [each for each in places if each is not None]
     return Line(
         label=series.label,
         path=_path(places),
+        band=band,
         dots="".join(f"M{left} {top}h0" for left, top in real) if len(real) <= DOTTED else "",
-        first=number(values[0]),
-        last=number(values[-1]),
-        end=(percent(real[-1][0] / WIDTH), percent(real[-1][1] / HEIGHT)),
+        first=number(series.values[0]),
+        last=number(series.values[-1]),
         strong=_rank(series.name) in (0, 1, 4),
     )
 
@@ -209,21 +226,17 @@ def _path(places: Sequence[tuple[int, int] | None]) -> str:
     return "".join(text)
 
 
-def _thin(points: Sequence[Point], x: Axis, columns: int) -> list[Point]:
-    """No more points than can be seen: of each of the columns its first, lowest, highest and last."""
-    if len(points) <= 2 * columns:
-        return list(points)
-    buckets: dict[int, list[int]] = {}
-    for index, (step, _) in enumerate(points):
-        buckets.setdefault(min(columns - 1, int(x.at(step) * columns)), []).append(index)
-    kept: set[int] = set()
+def _buckets(points: Sequence[Point], x: Axis, columns: int) -> list[tuple[float, float, float, float]]:
+    """For each column that has finite values: the middle of their steps, their mean, lowest and highest."""
+    buckets: dict[int, list[tuple[int, float]]] = {}
+    for step, value in points:
+        if value is not None:
+            buckets.setdefault(min(columns - 1, int(x.at(step) * columns)), []).append((step, value))
+    found = []
     for bucket in buckets.values():
-        finite = [index for index in bucket if points[index][1] is not None]
-        kept |= {bucket[0], bucket[-1]}
-        if finite:
-            kept |= {min(finite, key=lambda index: points[index][1] or 0.0)}
-            kept |= {max(finite, key=lambda index: points[index][1] or 0.0)}
-    return [points[index] for index in sorted(kept)]
+        values = [value for _, value in bucket]
+        found.append(((bucket[0][0] + bucket[-1][0]) / 2, fmean(values), min(values), max(values)))
+    return found
 
 
 def _hovers(group: Sequence[Series], x: Axis, limit: int) -> Iterable[Hover]:
@@ -235,8 +248,6 @@ def _hovers(group: Sequence[Series], x: Axis, limit: int) -> Iterable[Hover]:
         before, after = steps[max(0, index - 1)], steps[min(len(steps) - 1, index + 1)]
         left, right = x.at((before + step) / 2), x.at((step + after) / 2)
         said = [
-            f"{each.label} {number(values[step])}"
-            for each, values in zip(group, finite, strict=True)
-            if step in values
+            f"{each.label} {number(values[step])}" for each, values in zip(group, finite, strict=True) if step in values
         ]
         yield Hover(percent(left), percent(right - left), "\n".join([f"step {step:,}", *said]))

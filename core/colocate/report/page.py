@@ -12,17 +12,16 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from colocate._calls import KEPT_SPANS
 from colocate.report.config_text import config_text
-from colocate.report.curves import Curves, curves, headline, series_of
+from colocate.report.curves import Curves, Series, curves, headline, series_of
 from colocate.report.ownership import Node, ownership
 from colocate.report.scale import duration, number, plural
 from colocate.report.tables import Table, tables
-from colocate.report.times import Times, times
 from colocate.report.timeline import Timeline, timeline
+from colocate.report.times import COLOURS, Times, times
 
 if TYPE_CHECKING:
     from colocate._run import RunRecord
 
-COLOURS = 8
 _INVISIBLE = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 
 
@@ -70,7 +69,6 @@ def render(record: RunRecord, error: str | None) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["colour"] = lambda number: number % COLOURS
     return environment.get_template("report.html").render(page=page_of(record, error))
 
 
@@ -82,6 +80,7 @@ def visible(value: Any) -> Any:
 def page_of(record: RunRecord, error: str | None = None) -> Page:
     """What a run's page shows."""
     roles = _roles(record)
+    series = series_of(record.metrics)
     dropped = len(record.spans) >= KEPT_SPANS
     start = min((span.start for span in record.spans), default=record.started) if dropped else record.started
     return Page(
@@ -89,8 +88,8 @@ def page_of(record: RunRecord, error: str | None = None) -> Page:
         verdict="failed" if error is not None else f"stopped by {record.stopped}" if record.stopped else "finished",
         began=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(record.started)),
         error=error or "",
-        tiles=tuple(_tiles(record, roles)),
-        curves=curves(record.metrics),
+        tiles=tuple(_tiles(record, series, roles)),
+        curves=curves(series),
         tables=tables(record.tables),
         times=times(record.phases, record.totals, roles, record.seconds),
         timeline=timeline(record.spans, roles, start, record.started + record.seconds),
@@ -103,16 +102,15 @@ def page_of(record: RunRecord, error: str | None = None) -> Page:
 
 
 def _roles(record: RunRecord) -> dict[str, int]:
-    """The roles in the order of their first calls, numbered; the number is a role's colour on all of the page."""
+    """The roles in the order of their first calls, with the number of the colour that is theirs on all of the page."""
     names = dict.fromkeys([*(total.role for total in record.totals), *(span.role for span in record.spans)])
-    return {name: index for index, name in enumerate(names)}
+    return {name: index % COLOURS for index, name in enumerate(names)}
 
 
-def _tiles(record: RunRecord, roles: Mapping[str, int]) -> list[Tile]:
-    leading: Sequence[Any] = headline(series_of(record.metrics))[:2]
+def _tiles(record: RunRecord, series: Sequence[Series], roles: Mapping[str, int]) -> list[Tile]:
     tiles = [
         Tile(each.label, number(each.values[-1]), number(each.values[0]) if len(each.values) > 1 else "")
-        for each in leading
+        for each in headline(series)[:2]
     ]
     if record.metrics:
         tiles.append(Tile("Steps", number(max(row["step"] for row in record.metrics))))

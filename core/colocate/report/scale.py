@@ -136,6 +136,6 @@ def _minus(text: str) -> str:
 
 
 def _round_step(rough: float) -> float:
-    """The smallest of 1, 2, 5 × 10^n that isn't below."""
+    """The smallest of 1, 2, 5 times a power of ten that isn't below."""
     power = 10.0 ** math.floor(math.log10(rough))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))

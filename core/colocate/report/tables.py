@@ -41,9 +41,7 @@ def tables(shown: Mapping[str, Sequence[Mapping[str, Any]]]) -> tuple[Table, ...
     allowed = share_out([len(rows) for rows in shown.values()], ROWS)
     cells = sum(count * len(rows[0]) for count, rows in zip(allowed, shown.values(), strict=True) if rows)
     limit = max(SHORTEST, CHARACTERS // max(1, cells))
-    return tuple(
-        _table(title, rows, count, limit) for (title, rows), count in zip(shown.items(), allowed, strict=True)
-    )
+    return tuple(_table(title, rows, count, limit) for (title, rows), count in zip(shown.items(), allowed, strict=True))
 
 
 def _table(title: str, rows: Sequence[Mapping[str, Any]], count: int, limit: int) -> Table:

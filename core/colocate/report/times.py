@@ -12,6 +12,8 @@ from colocate.report.scale import duration, number, percent, words
 if TYPE_CHECKING:
     from colocate._calls import Total
 
+COLOURS = 8  # the style sheet has so many for roles and for phases; further ones begin anew
+
 
 @attrs.frozen
 class Segment:
@@ -59,15 +61,18 @@ def times(phases: Mapping[str, float], totals: Iterable[Total], roles: Mapping[s
     Args:
         phases: Seconds per phase.
         totals: Calls and seconds per method.
-        roles: The roles' numbers.
+        roles: The roles in order, with the numbers of their colours.
         seconds: The run's wall time.
     """
-    totals = sorted(totals, key=lambda total: (roles[total.role], -total.seconds))
+    places = {role: place for place, role in enumerate(roles)}
+    totals = sorted(totals, key=lambda total: (places[total.role], -total.seconds))
     per_role: dict[str, float] = {}
     for total in totals:
         per_role[total.role] = per_role.get(total.role, 0.0) + total.seconds
     return Times(
-        phases=_bar([(index, words(phase), spent) for index, (phase, spent) in enumerate(phases.items())], seconds),
+        phases=_bar(
+            [(index % COLOURS, words(phase), spent) for index, (phase, spent) in enumerate(phases.items())], seconds
+        ),
         roles=_bar([(roles[role], role_label(role), spent) for role, spent in per_role.items()], seconds),
         methods=tuple(_methods(totals, roles, seconds)),
     )
@@ -108,6 +113,6 @@ def _methods(totals: Sequence[Total], roles: Mapping[str, int], seconds: float) 
 
 def _share(spent: float, seconds: float) -> str:
     if seconds <= 0:
-        return "–"
+        return ""
     share = spent / seconds
     return "< 1%" if 0 < share < 0.005 else f"{share:.0%}"
