@@ -36,6 +36,7 @@ class PendingCall(Call[Any]):
         "line",
         "method",
         "on_end",
+        "places",
         "ranks",
         "remaining",
         "role",
@@ -58,6 +59,7 @@ class PendingCall(Call[Any]):
         self.method = method
         self.targets = targets
         self.ranks = range(len(targets)) if ranks is None else ranks
+        self.places: dict[int, int] | None = None
         self.bodies: list[Any] = [None] * len(targets)
         self.rows: list[int | None] = [None] * len(targets)
         self.spans: list[tuple[int, float, float]] = []
@@ -97,7 +99,9 @@ class PendingCall(Call[Any]):
         targets = self.targets
         if slot < len(targets) and targets[slot] == slot:
             return slot
-        return targets.index(slot)
+        if self.places is None:
+            self.places = {target: index for index, target in enumerate(targets)}
+        return self.places[slot]
 
     def rank_of(self, slot: int) -> int:
         """The rank on a slot."""

@@ -47,8 +47,12 @@ def is_installed(module: ModuleType) -> bool:
     file = getattr(module, "__file__", None)
     if file is None:
         return module.__name__ in sys.builtin_module_names or _is_namespace(module)
-    path = str(Path(file).resolve())
-    return path.startswith(installed_roots())
+    return _is_installed_file(file)
+
+
+@functools.cache
+def _is_installed_file(file: str) -> bool:
+    return str(Path(file).resolve()).startswith(installed_roots())
 
 
 def _is_namespace(module: ModuleType) -> bool:

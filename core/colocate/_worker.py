@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +47,6 @@ class Worker:
     exit: Exit | None = None
     lane_ended: bool = False
     progress: dict[str | None, tuple[int, int | None]] = attrs.field(factory=dict)
-    ended: threading.Event = attrs.field(factory=threading.Event)
     _address: str | None = None
     _asking: list[Callable[[str | None], None]] = attrs.field(factory=list)
 
@@ -91,7 +89,6 @@ class Worker:
         for tell in asking:
             tell(None)
         self.group.workforce.exited(self)
-        self.ended.set()
 
     def locate(self, then: Callable[[str | None], None]) -> None:
         """Find out where other workers reach it; None when it is gone."""
@@ -105,7 +102,7 @@ class Worker:
 
     def _said_hello(self, head: tuple[Any, ...], body: Any) -> None:
         self.hello = head[1]
-        self.group.workforce.news()
+        self.group.workforce.said_hello(self)
 
     def _said_address(self, head: tuple[Any, ...], body: Any) -> None:
         with self.group.order.lock:
@@ -140,7 +137,7 @@ class Worker:
 
     def _closed(self, head: tuple[Any, ...], body: Any) -> None:
         self.lane_ended = True
-        self.group.workforce.news()
+        self.group.workforce.lane_ended(self)
 
 
 _HANDLERS: dict[str, Callable[[Worker, tuple[Any, ...], Any], None]] = {

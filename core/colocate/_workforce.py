@@ -30,6 +30,10 @@ class Workforce:
         self._group = group
         self._news = threading.Condition()
         self._built: dict[int, ColocateError | None] = {}
+        self._build_failed = False
+        # The slots from which something is still to come: waiting takes no look at those from which it has.
+        self._silent, self._unbuilt, self._busy, self._living = (set(range(len(places))) for _ in range(4))
+        self._leaving: set[int] = set()
         self.failure_seen = False
         runtime, pool = group.runtime, group.pool
         self.workers = [
@@ -73,20 +77,20 @@ class Workforce:
         )
         for worker, place in zip(self.workers, self._places, strict=True):
             worker.host = executor.launch(place, worker.boot, worker)
-        if self._wait(lambda: all(w.hello is not None or w.exit is not None for w in self.workers), deadline):
+        if self._wait(lambda: not self._silent, deadline):
             self._check_versions()
         if not self._built:
             live = group.live()
             group.send(live, ("build", 0, group.generation, group.declared.default_role), body)
-            self._wait(lambda: len(self._built) == len(self.workers) or any(self._built.values()), deadline)
-            if any(self._built.values()):
+            self._wait(lambda: not self._unbuilt or self._build_failed, deadline)
+            if self._build_failed:
                 # The others are told by a hold, and have as long as after any failed call.
-                self._wait(lambda: len(self._built) == len(self.workers), time.monotonic() + group.grace)
+                self._wait(lambda: not self._unbuilt, time.monotonic() + group.grace)
         errors = BuildErrors(group.name)
-        failed = any(error is not None for error in self._built.values())
         for worker in self.workers:
             error = self._built.get(worker.slot)
-            if error is None and worker.slot not in self._built and not (failed and worker.hello is not None):
+            late = worker.slot not in self._built
+            if late and not (self._build_failed and worker.hello is not None):
                 error = self._late(worker)
             if error is not None:
                 errors.add(worker.slot, error)
@@ -97,7 +101,10 @@ class Workforce:
         """A worker has constructed its roles, or has failed to."""
         with self._news:
             self._built.setdefault(slot, error)
-            self._news.notify_all()
+            if error is not None and not self._build_failed:
+                self._build_failed = True
+                self._news.notify_all()
+            self._came(slot, self._unbuilt)
 
     def build_failed(self, slot: int, told: tuple[Any, ...], body: Any) -> None:
         """A constructor has raised."""
@@ -105,10 +112,29 @@ class Workforce:
         call = PendingCall(f"the constructor of {role}", role, "__init__", [worker.slot for worker in self.workers])
         self.built(slot, failure_error(self._group, call, slot, told, body))
 
-    def news(self) -> None:
-        """A worker has said hello, or its lane has ended."""
+    def said_hello(self, worker: Worker) -> None:
+        """A worker runs."""
         with self._news:
-            self._news.notify_all()
+            self._came(worker.slot, self._silent)
+
+    def lane_ended(self, worker: Worker) -> None:
+        """A worker runs role code no longer, and is about to leave."""
+        with self._news:
+            if worker.exit is None:
+                self._leaving.add(worker.slot)
+            self._came(worker.slot, self._busy)
+
+    def _came(self, slot: int, *awaited: set[int]) -> None:
+        """What was awaited of a slot has come. Whoever waits is woken once, by the last one. With the lock held."""
+        for slots in awaited:
+            if slot in slots:
+                slots.discard(slot)
+                if not slots:
+                    self._news.notify_all()
+
+    def _awaited(self, slots: set[int]) -> list[Worker]:
+        with self._news:
+            return [self.workers[slot] for slot in sorted(slots)]
 
     def _late(self, worker: Worker) -> ColocateError:
         what = "did not start" if worker.hello is None else "did not construct its roles"
@@ -166,7 +192,8 @@ class Workforce:
         elif group.state == "starting":
             running = "the constructors of its roles" if worker.hello is not None else None
             self.built(worker.slot, death_error(group, worker.slot, worker.pid, worker.exit, running))
-        self.news()
+        with self._news:
+            self._came(worker.slot, self._silent, self._busy, self._leaving, self._living)
 
     def kill(self) -> None:
         """End all of them now."""
@@ -186,25 +213,22 @@ class Workforce:
         errors: list[BaseException] = []
         if group.failure is not None and not self.failure_seen:
             errors.append(group.failure)
-        launched = [worker for worker in self.workers if worker.host is not NOT_LAUNCHED]
+        with self._news:
+            for worker in self.workers:
+                if worker.host is NOT_LAUNCHED:  # its start was given up: nothing will come of it
+                    self._came(worker.slot, self._busy, self._living)
         try:
-            for worker in launched:
-                worker.send(("close", f"group {group.name!r} is closing"))
-            if not self._wait(
-                lambda: all(w.lane_ended or w.exit is not None for w in launched), time.monotonic() + grace
-            ):
-                errors += self._hung([w for w in launched if not w.lane_ended and w.exit is None], grace)
-            self._wait(
-                lambda: all(w.exit is not None for w in launched if w.lane_ended), time.monotonic() + _AFTER_END_S
-            )
+            group.send(group.live(), ("close", f"group {group.name!r} is closing"))
+            if not self._wait(lambda: not self._busy, time.monotonic() + grace):
+                errors += self._hung(self._awaited(self._busy), grace)
+            self._wait(lambda: not self._leaving, time.monotonic() + _AFTER_END_S)
         finally:
             self.kill()
-            gone = self._wait(lambda: all(w.exit is not None for w in launched), time.monotonic() + _AFTER_KILL_S)
+            gone = self._wait(lambda: not self._living, time.monotonic() + _AFTER_KILL_S)
         if not gone:
-            left = [w for w in launched if w.exit is None]
             errors += [
                 ColocateError(f"worker {w.slot} of group {group.name!r} (pid {w.pid}) did not go when killed")
-                for w in left
+                for w in self._awaited(self._living)
             ]
         return errors
 
