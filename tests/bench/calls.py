@@ -9,18 +9,10 @@ from tests.bench.measure import side_by_side
 from tests.bench.rows import Row
 
 import colocate
-from colocate import Role, method
+from colocate.testing.probes.plain import Echo
 
 _SLOTS = (1, 2, 4)
 _BARS = {"threads": (60.0, 20.0), "processes": (150.0, 60.0)}
-
-
-class Idle(Role):
-    """A role with nothing to do."""
-
-    @method
-    def noop(self) -> None:
-        """Nothing."""
 
 
 def rows() -> Iterator[Row]:
@@ -31,8 +23,8 @@ def rows() -> Iterator[Row]:
             calls = {}
             for slots in _SLOTS:
                 pool = stack.enter_context(runtime.reserve(slots=slots))
-                group = pool.spawn({"idle": colocate.role(Idle)}, name=f"idle-{slots}")
-                calls[str(slots)] = group.role("idle", Idle).noop
+                group = pool.spawn({"echo": colocate.role(Echo)})
+                calls[str(slots)] = group.role("echo", Echo).noop
             timed = side_by_side(calls, rounds=12, calls=300)
         least = {slots: timed[str(slots)].least * 1e6 for slots in _SLOTS}
         yield Row("a call that does nothing", f"{kind}, 1 slot", least[1], "µs", first)

@@ -11,26 +11,15 @@ from tests.bench.rows import Row
 from tests.bench.stub import StubExecutor
 
 import colocate
-from colocate import Pool, Role, Scatter, method
+from colocate import Pool
 from colocate._runtime import Runtime
+from colocate.testing.probes.plain import Echo, Rows
 
 _PART = "driver CPU per slot, stub executor"
 _SLOTS = (100, 1_000, 10_000)
 _FLAT = 1.5
-_ROUNDS = 5
+_ROUNDS = 8
 _PER_ROUND = 10_000  # slots times repetitions: each size works as long
-
-
-class Counted(Role):
-    """Its methods are only called, never run."""
-
-    @method
-    def same(self) -> None:
-        """Every rank gets the same."""
-
-    @method(dispatch=Scatter("rows"))
-    def share(self, rows: list[int]) -> None:
-        """Every rank gets rows of its own."""
 
 
 def rows() -> Iterator[Row]:
@@ -53,17 +42,17 @@ def rows() -> Iterator[Row]:
 def _round(pool: Pool, slots: int) -> dict[str, float]:
     """CPU seconds per slot of each operation."""
     times = _PER_ROUND // slots
-    roles = {"all": colocate.role(Counted), "half": colocate.role(Counted).on(slots=range(slots // 2, slots))}
-    seconds = dict.fromkeys(("spawn", "call", "call with rows", "call on half of the slots", "close"), 0.0)
+    backwards = range(slots - 1, -1, -1)
+    roles = {"echo": colocate.role(Echo), "rows": colocate.role(Rows), "back": colocate.role(Echo).on(slots=backwards)}
+    seconds = dict.fromkeys(("spawn", "call", "call with rows", "call on slots in another order", "close"), 0.0)
+    batch = list(range(slots))
     for _ in range(times):
         spent, group = _timed(pool.spawn, roles)
         seconds["spawn"] += spent
-        everywhere, half = group.role("all", Counted), group.role("half", Counted)
-        batch = list(range(slots))
-        everywhere.same()
-        seconds["call"] += _timed(everywhere.same)[0]
-        seconds["call with rows"] += _timed(everywhere.share, batch)[0]
-        seconds["call on half of the slots"] += 2 * _timed(half.same)[0]
+        group.role("echo", Echo).noop()
+        seconds["call"] += _timed(group.role("echo", Echo).noop)[0]
+        seconds["call with rows"] += _timed(group.role("rows", Rows).seen, batch)[0]
+        seconds["call on slots in another order"] += _timed(group.role("back", Echo).noop)[0]
         seconds["close"] += _timed(group.close)[0]
     return {name: spent / (times * slots) for name, spent in seconds.items()}
 
