@@ -14,6 +14,7 @@ from colocate._pool import Pool, PoolPart, Slot
 from colocate._records import CallRecord
 from colocate._resident import Resident, ResidentSpec
 from colocate._role import Role, RoleSpec, role
+from colocate._run import Run, RunRecord
 from colocate._runtime import Runtime, connect
 from colocate._view import Inspection, RoleView, inspect
 from colocate.config import load_config
@@ -75,6 +76,8 @@ __all__ = [
     "RoleSpec",
     "RoleStartError",
     "RoleView",
+    "Run",
+    "RunRecord",
     "Runtime",
     "Scatter",
     "SerializationError",

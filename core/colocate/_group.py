@@ -7,8 +7,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
 from colocate import _batch
 from colocate._collect import Concat
@@ -320,7 +319,7 @@ class ColocatedGroup(Owned):
         if not isinstance(source.collect, Concat):
             # It is no sequence of parts: only the value itself tells.
             return [_batch.rows(self.fetch(kept), f"the resident of {source.label}")]
-        return list(source.ranks.pick([size[1] for size in kept.call.bodies], source.collect.sources(source.ranks)))
+        return kept.sizes()
 
     def fetched(self, slot: int, head: tuple[Any, ...], body: Any) -> None:
         """A worker has sent a part of a resident."""
@@ -399,17 +398,6 @@ class ColocatedGroup(Owned):
             self.runtime.observers.tell("colocate_group_closed", self.name)
         if errors:
             raise BaseExceptionGroup(f"group {self.name!r} was closed, and this had gone wrong", errors)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if not self.forked:
-            self.close_for(
-                f"leaving its with block at {self.line[0]}:{self.line[1]}", 10.0 if error is None else 2.0, True
-            )
 
 
 class _Joiner:

@@ -9,8 +9,8 @@ import os
 import sys
 import threading
 import time
-from types import FrameType
-from typing import Any, NoReturn
+from types import FrameType, TracebackType
+from typing import Any, NoReturn, Self
 
 from colocate.errors import BorrowedError, ClosedError, ForkedError
 
@@ -134,6 +134,28 @@ class Owned:
     def close_for(self, by: str | None, grace: float, force: bool) -> None:
         """Close it on behalf of `by` (None: of its caller); each kind says how."""
         raise TypeError(f"a {self.kind} is closed by its owner")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.forked:
+            return
+        by = f"leaving its with block at {self.line[0]}:{self.line[1]}"
+        self.close_after(error, by, 10.0 if error is None else 2.0)
+
+    def close_after(self, error: BaseException | None, by: str, grace: float) -> None:
+        """Close it by force; when an error is in flight already, what goes wrong becomes a note of that one."""
+        try:
+            self.close_for(by, grace, force=True)
+        except BaseExceptionGroup as group:
+            if error is None:
+                raise
+            for each in group.exceptions:
+                if each is not error and each is not error.__cause__:
+                    error.add_note(f"and then, closing {self.kind} {self.name!r}: {type(each).__name__}: {each}")
 
     def describe(self) -> dict[str, Any]:
         """What the graph shows of it."""

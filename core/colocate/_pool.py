@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import attrs
 
@@ -147,8 +146,8 @@ class Pool(Owned):
         group = self._occupy(indices, declared, name)
         try:
             group.workforce.start(timeout)
-        except BaseException:
-            group.close_for("its failed start", grace=0.0, force=True)
+        except BaseException as error:
+            group.close_after(error, "its failed start", 0.0)
             raise
         group.state = "ready"
         if self.runtime.observers:
@@ -211,17 +210,6 @@ class Pool(Owned):
             self._finished.set()
         if errors:
             raise BaseExceptionGroup(f"pool {self.name!r} was closed, and this had gone wrong", errors)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if not self.forked:
-            self.close_for(
-                f"leaving its with block at {self.line[0]}:{self.line[1]}", 10.0 if error is None else 2.0, True
-            )
 
 
 def close_children(owner: Owned, grace: float) -> list[BaseException]:

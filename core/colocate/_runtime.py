@@ -10,8 +10,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Mapping
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from colocate._bytes import parse_bytes
 from colocate._dispatcher import Dispatcher
@@ -203,17 +202,6 @@ class Runtime(Owned):
             self._finished.set()
         if errors:
             raise BaseExceptionGroup(f"runtime {self.name!r} was closed, and this had gone wrong", errors)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if not self.forked:
-            self.close_for(
-                f"leaving its with block at {self.line[0]}:{self.line[1]}", 10.0 if error is None else 2.0, True
-            )
 
 
 def _at(node: Owned) -> str:

@@ -33,7 +33,9 @@ def ship(cls: type, *, in_process: bool, distribution: str | None = None, versio
     if in_process:
         return Shipped(name, cls=cls)
     module = sys.modules.get(cls.__module__)
-    if module is not None and "<locals>" not in cls.__qualname__ and is_installed(module):
+    # What an entry point has found belongs to a distribution, wherever that lies.
+    by_name = module is not None and (distribution is not None or is_installed(module))
+    if by_name and "<locals>" not in cls.__qualname__:
         if distribution is None:
             distribution, version = _distribution(cls.__module__.partition(".")[0])
         return Shipped(name, distribution=distribution, version=version)

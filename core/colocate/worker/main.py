@@ -30,10 +30,30 @@ def main() -> None:
     """Serve one lane until it is closed."""
     fd, driver = int(sys.argv[1]), int(sys.argv[2])
     die_with(driver)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to handle
+    _leave_signals_to_the_driver()
     faulthandler.enable()
     start_guard()
     serve(socket.socket(fileno=fd))
+
+
+def _leave_signals_to_the_driver() -> None:
+    """A terminal or a batch system signals all processes at once; the driver decides what becomes of the workers.
+
+    By handlers, not by ignoring: an ignored signal stays ignored in the programs that roles start.
+    """
+
+    def passed_over(number: int, frame: object) -> None:
+        return
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, passed_over)
+
+    def restore() -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(number) is passed_over:
+                signal.signal(number, signal.SIG_DFL)
+
+    os.register_at_fork(after_in_child=restore)
 
 
 def die_with(parent: int) -> None:
