@@ -67,8 +67,11 @@ def _digest(value: Any) -> bytes:
     for item in _memories(value):
         if torch is not None and isinstance(item, torch.Tensor):
             dense = item.values() if item.is_nested else item
-            flat = dense.detach().cpu().contiguous().reshape(-1)
-            digest.update(flat.view(torch.uint8).numpy() if flat.numel() else b"")
+            if dense.layout is not torch.strided or dense.is_meta:  # its version has to do
+                continue
+            dense = dense.detach().cpu().resolve_conj().resolve_neg().contiguous()
+            # Not reshape(-1): a dimension of size one may have any stride in a contiguous tensor, and would keep it.
+            digest.update(dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy())
         elif numpy is not None and isinstance(item, numpy.ndarray) and item.dtype != object:
             digest.update(numpy.ascontiguousarray(item).tobytes())
     return digest.digest()

@@ -179,7 +179,8 @@ def _reduce_tensor(tensor: Any) -> Any:
     if marked:
         tensor = tensor.cpu()
     tensor = tensor.resolve_conj().resolve_neg().contiguous()
-    flat = (tensor if tensor.ndim == 1 else tensor.reshape(-1)).view(torch.uint8).numpy()
+    # Not reshape(-1): a dimension of size one may have any stride in a contiguous tensor, and would keep it.
+    flat = (tensor if tensor.stride() == (1,) else tensor.as_strided((tensor.numel(),), (1,))).view(torch.uint8).numpy()
     memory = pickle.PickleBuffer(flat) if flat.nbytes > _SMALL_BYTES else bytearray(flat)
     return _tensor, (memory, str(tensor.dtype)[6:], tuple(tensor.shape), marked)
 
