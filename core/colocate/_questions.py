@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from colocate._call import Call
     from colocate._group import ColocatedGroup
     from colocate._worker import Worker
 
@@ -29,6 +30,10 @@ class Questions:
         if what == "locate":
             self._locate(details[0], details[1], tell)
             return
+        if what == "aligned":
+            seq, key, others = details
+            self._aligned(seq, key, others, tell)
+            return
         with self._group.order.lock:
             if what == "post":
                 self._post(*details)
@@ -47,6 +52,37 @@ class Questions:
         else:
             # Nobody posts any more once the call has failed: then the hold ends the wait in the worker.
             self._waiting.setdefault(key, []).append(tell)
+
+    def _aligned(self, seq: int, key: int, others: Sequence[int], tell: Tell) -> None:
+        """Which of the other residents that a call uses have the partition of the first, once all of them are made."""
+        call = self._group.order.pending.get(seq)
+        uses = {use._kept.source.key: use._kept for use in call.uses} if call is not None else {}
+        if key not in uses:
+            tell(None, "the call has failed on another rank")
+            return
+        kept = [uses[key], *(uses[other] for other in others)]
+
+        def answer() -> None:
+            failed = next((each.call._error for each in kept if each.call._error is not None), None)
+            if failed is not None:
+                tell(None, f"{type(failed).__name__}: {failed}")
+                return
+            sizes = [each.sizes() for each in kept]
+            tell([other for other, own in zip(others, sizes[1:], strict=True) if own == sizes[0]], None)
+
+        left = [each.call for each in kept if not each.call.done()]
+        waiting = len(left)
+
+        def made(_: Call[Any]) -> None:  # one at a time, on the dispatcher's thread
+            nonlocal waiting
+            waiting -= 1
+            if not waiting:
+                answer()
+
+        for each in left:
+            each.add_done_callback(made)
+        if not left:
+            answer()
 
     def _locate(self, group: str, slot: int, tell: Tell) -> None:
         found = self._group.runtime.groups.get(group)

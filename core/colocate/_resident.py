@@ -124,6 +124,11 @@ class Kept:
             raise error
         self.group.check()
 
+    def sizes(self) -> list[int]:
+        """Rows of each part in the order in which they are joined, once its call is done and if they are rows."""
+        source = self.source
+        return list(source.ranks.pick([size[1] for size in self.call.bodies], source.collect.sources(source.ranks)))
+
     def use(self) -> None:
         """It becomes an argument."""
         self.check()

@@ -250,7 +250,7 @@ class WorkerHost:
         tokens = set_current(role.ctx), running_call.set(work.state)
         role.ctx.last_call = work.state
         try:
-            resolver = Resolver(self.peers, self.boot.group, self.boot.slot)
+            resolver = Resolver(self.peers, self.boot.group, self.boot.slot, partial(self.ask, "aligned", seq))
             arguments = self._arguments(body, uses, resolver, role, spec)
             work.state.valid_rows = valid if valid is not None else resolver.valid
             work.rows = _padded_rows(spec, arguments)
@@ -291,7 +291,8 @@ class WorkerHost:
         for key, maker in self.store.written(resolver.keys):
             raise RoleError(f"resident {key}, returned by {maker}, was changed in place after that; it can't be used")
         dispatch = spec.dispatch
-        if resolver.valid == 0 and isinstance(dispatch, Scatter) and dispatch.empty == "error" and not dispatch.pad:
+        nothing = resolver.total if isinstance(dispatch, Scatter) and dispatch.pad else resolver.valid
+        if nothing == 0 and isinstance(dispatch, Scatter) and dispatch.empty == "error":
             raise DispatchError(
                 f"{role.name}.{spec.name}: rank {role.ctx.rank} has no rows of {dispatch.parameters[0]!r} (a resident "
                 'keeps its producer\'s partition); declare Scatter(..., empty="run") or pass the fetched value',

@@ -7,8 +7,8 @@ needs from the parts that hold them, its own first.
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import attrs
 
@@ -111,20 +111,35 @@ class Peers(abc.ABC):
         """End what it holds."""
 
 
+Aligned: TypeAlias = Callable[[int, Sequence[int]], Collection[int]]
+
+
 class Resolver:
     """Replaces the placeholders in one call's arguments, on the rank that runs it."""
 
-    def __init__(self, peers: Peers, own_group: str, own_slot: int) -> None:
+    def __init__(self, peers: Peers, own_group: str, own_slot: int, aligned: Aligned) -> None:
+        """Args: aligned: Asks which of some residents have the partition of another one (all of them kept here)."""
         self._peers = peers
         self._group = own_group
         self._slot = own_slot
+        self._ask_aligned = aligned
         self.keys: list[int] = []  # the residents used, to be checked for writes afterwards
         self.valid: int | None = None  # real rows of the first part taken
+        self.total: int | None = None  # rows of all parts together, where they had to be counted
         self._first: tuple[Part, int] | None = None
+        self._own: list[int] = []
+        self._aligned: Collection[int] | None = None
 
     def resolve(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments with values in place of placeholders."""
+        for value in arguments.values():
+            map_leaves(value, self._note)
         return {name: map_leaves(value, self._leaf) for name, value in arguments.items()}
+
+    def _note(self, item: Any) -> Any:
+        if isinstance(item, Part) and item.own and not item.padding:
+            self._own.append(item.source.key)
+        return item
 
     def _leaf(self, item: Any) -> Any:
         if not isinstance(item, Use):
@@ -146,45 +161,61 @@ class Resolver:
         return source.collect.join(parts, attrs.evolve(ranks, rows=rows))
 
     def _part(self, part: Part) -> Any:
-        if not part.own or part.padding:
-            return self._even_part(part)
-        value = self._peers.part(part.source, self._rank_here(part.source))
-        rows = _batch.rows(value, part.source.label)
+        if part.padding:
+            return self._padded(part)
         if self._first is None:
-            self._first = part, rows
-            self.valid = rows
-            return value
-        return value if rows == self._first[1] else self._aligned(part)
-
-    def _aligned(self, part: Part) -> Any:
-        """The rows that go with the first parameter's, which lie elsewhere: the partitions differ."""
-        assert self._first is not None
+            return self._first_part(part)
+        # The first one decides which rows are this rank's.
         first, rows = self._first
-        sizes = self._sizes(first.source)
-        total, mine = sum(sizes), sum(self._sizes(part.source))
-        if total != mine:
+        if part.own and first.own and self._is_aligned(first, part):
+            return self._peers.part(part.source, self._rank_here(part.source))
+        start, total = self._place(first)
+        if (found := self._total(part.source)) != total:
             raise DispatchError(
-                f"{part.source.label} has {mine} rows, but {first.source.label} has {total}: parameters that are "
-                "scattered together have as many rows"
+                f"{part.source.label} has {found} rows, but {first.source.label} has {total}: what is scattered "
+                "together has as many rows"
             )
-        start = sum(sizes[: first.index])
         return self._range(part.source, start, start + rows)
 
-    def _even_part(self, part: Part) -> Any:
-        """As `share` of the whole value, which needn't be put together for it."""
+    def _first_part(self, part: Part) -> Any:
+        if part.own:
+            value = self._peers.part(part.source, self._rank_here(part.source))
+            self.valid = _batch.rows(value, part.source.label)
+            self._first = part, self.valid
+            return value
         total = self._total(part.source)
-        sizes = padded_sizes(total, part.count)[1] if part.padding else even_sizes(total, part.count)
+        self.valid = even_sizes(total, part.count)[part.index]
+        self._first = part, self.valid
+        start, _ = self._place(part)
+        return self._range(part.source, start, start + self.valid)
+
+    def _place(self, part: Part) -> tuple[int, int]:
+        """Where the rows of a part begin in the whole, and how many that has."""
+        sizes = self._sizes(part.source) if part.own else even_sizes(self._total(part.source), part.count)
+        return sum(sizes[: part.index]), sum(sizes)
+
+    def _is_aligned(self, first: Part, part: Part) -> bool:
+        """Whether two residents lie in the same partition: on all ranks, as many rows on this one isn't enough."""
+        key = first.source.key
+        if part.count == 1 or part.source.key == key:
+            return True
+        if self._aligned is None:
+            self._aligned = self._ask_aligned(key, [own for own in dict.fromkeys(self._own) if own != key])
+        return part.source.key in self._aligned
+
+    def _padded(self, part: Part) -> Any:
+        """As `share` of the whole value, which needn't be put together for it."""
+        total = self.total = self._total(part.source)
+        width, sizes = padded_sizes(total, part.count)
         start = sum(sizes[: part.index])
         stop = start + sizes[part.index]
-        if self._first is None:
-            self._first = part, stop - start
+        if self.valid is None:
             self.valid = stop - start
-        if not part.padding:
-            return self._range(part.source, start, stop)
-        width = max(sizes)
+        if not total:
+            return self._range(part.source, 0, 0)
         # A part of padding only repeats the value's last row.
-        value = self._range(part.source, start, stop) if start < stop else self._range(part.source, total - 1, total)
-        return _batch.pad(value, width) if width else value
+        low = start if start < stop else total - 1
+        return _batch.pad(self._range(part.source, low, max(stop, low + 1)), width)
 
     def _total(self, source: Source) -> int:
         if isinstance(source.collect, Concat):
@@ -199,10 +230,12 @@ class Resolver:
             return _batch.slice_rows(self._whole(source), start, stop)
         pieces: list[Any] = []
         offset = 0
-        holders = source.collect.sources(source.ranks)
-        for rank, size in zip(holders, self._sizes(source), strict=True):
-            low, high = max(start, offset), min(stop, offset + size)
-            if low < high or (start == stop and not pieces and offset <= start <= offset + size):
+        holders, sizes = source.collect.sources(source.ranks), self._sizes(source)
+        # No rows are taken from a part that has some, if there is one: others may be of another shape.
+        fullest = sizes.index(max(sizes))
+        for index, (rank, size) in enumerate(zip(holders, sizes, strict=True)):
+            low, high = (max(start, offset), min(stop, offset + size)) if start < stop else (offset, offset)
+            if low < high or (start == stop and index == fullest):
                 whole = low == offset and high == offset + size
                 pieces.append(
                     self._peers.part(source, rank)
