@@ -190,8 +190,10 @@ def check_meshes(dispatch: Dispatch, collect: Collect, ranks: Ranks, where: str)
         if mesh is not None and mesh not in ranks.meshes:
             hint = did_you_mean(mesh, ranks.meshes)
             raise DispatchError(f"{where}: {value!r} names the mesh {mesh!r}, which the role doesn't have{hint}")
+        if axis is None or axis in CONVENTIONAL_AXES:
+            continue
         known = {name for own in ranks.meshes.values() for name in own.shape} | CONVENTIONAL_AXES
-        if axis is not None and axis not in known:
+        if axis not in known:
             raise DispatchError(
                 f"{where}: {value!r} names the axis {axis!r}, which none of the role's meshes has"
                 f"{did_you_mean(axis, sorted(known))}; it is no usual axis either"
