@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 from statistics import median_low
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from colocate._calls import Span
 
 MAX_BARS = 1500
+MAX_LANES = 12
 SAMPLED = 50  # rounds of each method that are looked at
 Spans = Sequence["Span"]
 
@@ -53,13 +54,14 @@ class Closeup:
 
 
 def closeup(lanes: Mapping[str, Spans], roles: Mapping[str, int], start: float) -> Closeup | None:
-    """A round of the first slot, and what the others did at that time; None when nothing repeats.
+    """A round of the first slot, and what the next ones did at that time; None when nothing repeats.
 
     Args:
         lanes: Calls by the labels of their slots, in order.
         roles: The roles with their colours' numbers.
         start: When the run began.
     """
+    lanes = dict(islice(lanes.items(), MAX_LANES))
     found = _round(next(iter(lanes.values()), ()))
     if found is None:
         return None

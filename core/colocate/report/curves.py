@@ -247,7 +247,6 @@ def _hovers(group: Sequence[Series], x: Axis, limit: int) -> Iterable[Hover]:
     for index, step in enumerate(steps):
         before, after = steps[max(0, index - 1)], steps[min(len(steps) - 1, index + 1)]
         left, right = x.at((before + step) / 2), x.at((step + after) / 2)
-        said = [
-            f"{each.label} {number(values[step])}" for each, values in zip(group, finite, strict=True) if step in values
-        ]
+        names = [f"{each.label} " if len(group) > 1 else "" for each in group]
+        said = [f"{name}{number(values[step])}" for name, values in zip(names, finite, strict=True) if step in values]
         yield Hover(percent(left), percent(right - left), "\n".join([f"step {step:,}", *said]))

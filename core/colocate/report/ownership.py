@@ -14,6 +14,7 @@ from colocate.report.scale import duration, plural
 
 PER_OWNER = 24  # nodes of one kind under one owner
 ALTOGETHER = 600
+FEW = 4  # workers of a group that show their roles without being asked
 
 
 @attrs.frozen
@@ -27,6 +28,7 @@ class Node:
         role: The number of the role that it is an instance of; None for other kinds.
         children: What it owns.
         hidden: What it owns besides, in words; empty when that is nothing.
+        closed: Whether what it owns is at first not shown: it is one of many that look alike.
     """
 
     kind: str
@@ -35,6 +37,7 @@ class Node:
     role: int | None
     children: tuple[Node, ...]
     hidden: str
+    closed: bool = False
 
 
 def ownership(graph: str, roles: Mapping[str, int]) -> Node | None:
@@ -57,7 +60,8 @@ def _node(data: Mapping[str, Any], roles: Mapping[str, int], hosts: dict[str, st
     for kind, alike in groupby(data.get("children", ()), key=lambda child: child["kind"]):
         children = list(alike)
         nodes = [_node(child, roles, hosts, budget) for child, _ in zip(children[:PER_OWNER], budget, strict=False)]
-        shown += nodes
+        shown += nodes[:FEW]
+        shown += [attrs.evolve(node, closed=True) if kind == "worker" else node for node in nodes[FEW:]]
         if len(nodes) < len(children):
             hidden.append(plural(len(children) - len(nodes), f"more {kind}"))
     name, rank = str(data["name"]), ""

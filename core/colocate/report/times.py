@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import attrs
@@ -17,11 +18,12 @@ COLOURS = 8  # the style sheet has so many for roles and for phases; further one
 
 @attrs.frozen
 class Segment:
-    """A part of a bar: its name, number (for the colour), width in %, and text."""
+    """A part of a bar: its name, number (for the colour), width and middle in %, and text."""
 
     label: str
     number: int
     width: float
+    middle: float
     text: str
 
 
@@ -88,10 +90,11 @@ def _bar(parts: Sequence[tuple[int, str, float]], seconds: float) -> Bar:
     whole = max(seconds, sum(spent for _, _, spent in parts)) or 1.0
     rows = tuple((number, label, duration(spent), _share(spent, seconds)) for number, label, spent in parts)
     widths = [percent(spent / whole) for _, _, spent in parts]
+    ends = accumulate(widths)
     return Bar(
         tuple(
-            Segment(label, number, width, f"{label}\n{spent}, {share}")
-            for (number, label, spent, share), width in zip(rows, widths, strict=True)
+            Segment(label, number, width, end - width / 2, f"{label}\n{spent}, {share}")
+            for (number, label, spent, share), width, end in zip(rows, widths, ends, strict=True)
         ),
         rows,
     )

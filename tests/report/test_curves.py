@@ -1,0 +1,122 @@
+"""Learning curves: what is important, what shares an axis, and lines that are honest about what they leave out."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from colocate.report.curves import HEIGHT, WIDTH, Chart, Curves, curves, headline, series_of
+
+
+def drawn(*rows: Mapping[str, Any]) -> Curves:
+    return curves(series_of(rows))
+
+
+def labels(chart: Chart) -> list[str]:
+    return [line.label for line in chart.lines]
+
+
+def places(path: str) -> list[tuple[int, int]]:
+    return [(int(x), int(y)) for x, y in re.findall(r"(\d+) (\d+)", path)]
+
+
+class TestWhichAreLarge:
+    def test_held_out_results_come_first_then_rewards_then_successes(self) -> None:
+        names = ["loss", "accuracy", "kl", "reward", "eval_score", "eval_accuracy"]
+        found = headline(series_of([dict.fromkeys(names, 0.5) | {"step": 1}]))
+        assert [each.name for each in found] == ["eval_accuracy", "eval_score", "reward", "accuracy"]
+
+    def test_without_any_of_those_the_first_that_was_logged(self) -> None:
+        assert [each.name for each in headline(series_of([{"step": 1, "loss": 1.0, "grad_norm": 2.0}]))] == ["loss"]
+
+    def test_a_part_of_a_word_is_no_word(self) -> None:
+        found = headline(series_of([{"step": 1, "lr": 1.0, "evaluated": 2.0, "rewarded": 2.0, "value_loss": 1.0}]))
+        assert [each.name for each in found] == ["lr"]
+
+    def test_fractions_share_an_axis_from_0_to_1_and_others_have_their_own(self) -> None:
+        found = drawn(*({"step": n, "eval_accuracy": n / 10, "accuracy": n / 20, "return": n * 40} for n in range(10)))
+        assert [labels(chart) for chart in found.large] == [["Held-out accuracy", "Accuracy"], ["Return"]]
+        assert [label for _, label in found.large[0].y_ticks] == ["0.0", "0.2", "0.4", "0.6", "0.8", "1.0"]
+        assert [line.strong for line in found.large[0].lines] == [True, False]
+
+    def test_all_others_are_small(self) -> None:
+        found = drawn({"step": 1, "reward": 1.0, "kl": 0.1, "policy_loss": 0.2})
+        assert [labels(chart) for chart in found.small] == [["KL"], ["Policy loss"]]
+        assert found.rest == ()
+
+    def test_what_finds_no_room_is_in_a_table(self) -> None:
+        found = drawn(*({"step": n, "reward": 1} | {f"m{k}": k + n for k in range(30)} for n in range(3)))
+        assert len(found.small) == 24
+        assert found.rest[0] == ("M24", "24", "26", "24", "26")
+        assert len(found.rest) == 6
+
+
+class TestLines:
+    def test_a_line_goes_through_its_points(self) -> None:
+        (chart,) = drawn({"step": 0, "loss": 0.0}, {"step": 5, "loss": 1.0}, {"step": 10, "loss": 0.5}).large
+        (line,) = chart.lines
+        assert places(line.path) == [(0, HEIGHT), (WIDTH // 2, 0), (WIDTH, HEIGHT // 2)]
+        assert places(line.dots) == places(line.path)
+        assert (line.first, line.last) == ("0", "0.5")
+        assert chart.summary == "Steps 0 to 10: Loss from 0 to 0.5."
+
+    def test_steps_count_not_lines_of_the_log(self) -> None:
+        (chart,) = drawn({"step": 0, "loss": 0.0}, {"step": 1, "loss": 1.0}, {"step": 4, "loss": 0.5}).large
+        assert [x for x, _ in places(chart.lines[0].path)] == [0, WIDTH // 4, WIDTH]
+
+    def test_all_charts_have_the_same_steps(self) -> None:
+        found = drawn({"step": 0, "reward": 0.0}, {"step": 10, "reward": 1.0, "late": 3.0}, {"step": 20, "late": 4.0})
+        assert [x for x, _ in places(found.small[0].lines[0].path)] == [WIDTH // 2, WIDTH]
+
+    @pytest.mark.parametrize("bad", [None, math.nan, math.inf, -math.inf])
+    def test_what_is_no_number_is_a_gap(self, bad: float | None) -> None:
+        values = [0.0, 1.0, bad, 0.5, 0.0]
+        (chart,) = drawn(*({"step": step, "loss": value} for step, value in enumerate(values))).large
+        assert chart.lines[0].path.count("M") == 2
+        assert len(places(chart.lines[0].path)) == 4
+        assert not any("step 2" in hover.text for hover in chart.hovers)
+
+    def test_a_metric_that_never_was_a_number_is_not_drawn(self) -> None:
+        assert drawn({"step": 1, "loss": None}, {"step": 2, "loss": math.nan}) == Curves((), (), ())
+
+    def test_one_that_is_logged_now_and_then_has_no_gaps(self) -> None:
+        rows = [{"step": n, "loss": 1.0, **({"eval_accuracy": n / 10} if n % 5 == 0 else {})} for n in range(11)]
+        (line,) = drawn(*rows).large[0].lines
+        assert line.path.count("M") == 1
+        assert len(places(line.path)) == 3
+
+    def test_a_constant_and_a_single_point_are_drawn_inside(self) -> None:
+        for rows in ([{"step": 3, "loss": 2.0}], [{"step": n, "loss": -1e9} for n in range(3)]):
+            (chart,) = drawn(*rows).large
+            assert all(0 < y < HEIGHT for _, y in places(chart.lines[0].path))
+            assert all(0 <= at <= 100 for at, _ in (*chart.x_ticks, *chart.y_ticks))
+
+    def test_many_points_become_a_mean_and_its_range(self) -> None:
+        rows = [{"step": n, "loss": 5.0 if n == 777 else n % 2} for n in range(20_000)]
+        (chart,) = drawn(*rows).large
+        (line,) = chart.lines
+        assert len(places(line.path)) == 300
+        assert chart.y_ticks[-1] == (0.0, "5")
+        assert min(y for _, y in places(line.band)) == 0, "the one outlier is in the range"
+        assert max(y for _, y in places(line.band)) == HEIGHT
+        ordinary = [y for x, y in places(line.path) if x > WIDTH // 10]
+        assert all(y == pytest.approx(HEIGHT * 0.9, abs=5) for y in ordinary)
+        assert drawn(*rows).banded
+        assert not drawn(*rows[:100]).banded
+
+
+class TestHovers:
+    def test_a_step_says_all_its_values(self) -> None:
+        (chart,) = drawn({"step": 0, "reward": 0.25}, {"step": 10, "reward": 0.5, "accuracy": 0.75}).large
+        assert [hover.text for hover in chart.hovers] == ["step 0\nReward 0.25", "step 10\nReward 0.5\nAccuracy 0.75"]
+        assert [(hover.left, hover.width) for hover in chart.hovers] == [(0.0, 50.0), (50.0, 50.0)]
+
+    def test_they_lie_side_by_side_and_are_not_too_many(self) -> None:
+        (chart,) = drawn(*({"step": n, "loss": n} for n in range(1234))).large
+        assert len(chart.hovers) <= 100
+        for one, other in zip(chart.hovers, chart.hovers[1:], strict=False):
+            assert one.left + one.width == pytest.approx(other.left, abs=0.02)

@@ -1,0 +1,239 @@
+"""The page as a whole: it stands alone, has all its parts, and takes whatever a run leaves."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from tests.report.sample import Page, calls, graph, record, totals
+
+from colocate import report
+from colocate._calls import KEPT_SPANS, Span
+
+PARTS = ["curves", "answers", "times", "timeline", "ownership", "setup"]
+LOADING = {"src", "href", "srcset", "data", "action", "poster", "background", "ping", "formaction"}
+
+
+def test_it_needs_nothing_but_itself(tmp_path: Path) -> None:
+    page = Page(tmp_path, record())
+    tags = {element.tag for element in page.root.iter()}
+    assert not tags & {"script", "link", "img", "image", "iframe", "object", "embed", "base", "use", "audio", "video"}
+    attributes = {name for element in page.root.iter() for name in element.attrib}
+    assert not attributes & LOADING
+    assert not [name for name in attributes if name.startswith("on")]
+    assert "http:" not in page.text
+    assert "https:" not in page.text
+    assert "url(" not in page.text
+    assert "@import" not in page.text
+    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
+
+
+def test_a_browser_is_told_to_load_and_run_nothing(tmp_path: Path) -> None:
+    page = Page(tmp_path, record())
+    policies = [meta.get("content") for meta in page.root.iter("meta") if meta.get("http-equiv")]
+    assert policies == ["default-src 'none'; style-src 'unsafe-inline'"]
+
+
+def test_all_parts_are_there_in_their_order(tmp_path: Path) -> None:
+    page = Page(tmp_path, record())
+    assert [section.get("id") for section in page.root.iter("section")] == PARTS
+    assert page.root.findtext("./head/title") == "demo \u2013 run report"
+
+
+def test_its_head_has_the_figures_that_matter(tmp_path: Path) -> None:
+    page = Page(tmp_path, record())
+    assert page.head("h1") == ["demo"]
+    assert page.head("p[@class='verdict']") == ["finished began 2023-11-14 22:13 UTC"]
+    assert dict(zip(page.head("dl/div/dt"), page.head("dl/div/dd"), strict=True)) == {
+        "Held-out accuracy": "0.18 \u2192 0.88",
+        "Reward": "0.33 \u2192 0.9",
+        "Steps": "20",
+        "Wall time": "20 s",
+        "Calls to 4 roles on 2 slots": "300",
+        "Seed": "7",
+    }
+
+
+def test_every_picture_says_in_words_what_it_shows(tmp_path: Path) -> None:
+    page = Page(tmp_path, record())
+    pictures = [element for element in page.root.iter() if element.get("role") == "img"]
+    assert len(pictures) >= 5
+    for picture in pictures:
+        assert picture.get("aria-label") or picture.findtext("title")
+
+
+def test_answers_before_and_after(tmp_path: Path) -> None:
+    page = Page(tmp_path, record())
+    assert page.section("answers").findtext("h2") == "Answers to held-out problems"
+    assert list(page.rows("answers")) == [
+        ["spell 'sun' backward", "nus", "sun \u2717", "nus \u2713"],
+        ["spell 'cat' backward", "tac", "nothing \u2717", "tca \u2717"],
+    ]
+
+
+def test_time_per_phase_role_and_method(tmp_path: Path) -> None:
+    page = Page(tmp_path, record())
+    assert list(page.rows("times")) == [
+        ["Warm up", "1 s", "5%"],
+        ["Rollout", "9.5 s", "48%"],
+        ["Actor update", "8 s", "40%"],
+    ]
+    roles = {row[0]: row[1:] for row in page.rows("times", 1)}
+    assert list(roles) == ["actor", "reward", "reference", "critic"]
+    assert roles["reward"] == ["800 ms", "4%"]
+    methods = list(page.rows("times", 2))
+    assert ["actor", "warm_up", "60", "1.8 s", "30 ms", "9%"] in methods
+    assert [row[1] for row in methods if row[0] == "actor"] == ["generate", "update", "warm_up"]
+    bars = page.find("times", "div", class_="bar")
+    assert [re.findall(r"[\d.]+", part.get("style", "")) for part in bars[0]] == [["5.0"], ["47.5"], ["40.0"]]
+
+
+def test_the_config_and_what_it_ran_on(tmp_path: Path) -> None:
+    page = Page(tmp_path, record())
+    assert (page.section("setup").findtext(".//pre") or "").startswith("name: demo\nseed: 7\n")
+    facts = [(each.findtext("dt"), each.findtext("dd")) for each in page.section("setup").iterfind(".//dl/div")]
+    assert facts == [("python", "3.13.1"), ("cpus", "2")]
+
+
+def test_hosts_and_folders_stay_at_home(tmp_path: Path) -> None:
+    page = Page(tmp_path, record())
+    assert "somebody" not in page.text
+    assert "example.org" not in page.text
+    assert "demo.yaml:10" in page.text
+
+
+@pytest.mark.parametrize("key", ["HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "password", "api_key", "auth"])
+def test_what_calls_itself_a_secret_is_hidden(tmp_path: Path, key: str) -> None:
+    config = f"name: demo\nseed: 7\npools:\n  main:\n    env:\n      {key}: sesame\n      MODE: open\n"
+    page = Page(tmp_path, record(config=config + "job:\n  with:\n    max_new_tokens: 5\n"))
+    assert "sesame" not in page.text
+    shown = page.section("setup").findtext(".//pre") or ""
+    assert f"{key}: (hidden)" in shown
+    assert "MODE: open" in shown
+    assert "max_new_tokens: 5" in shown
+
+
+HOSTILE = "</td><script>alert('x')</script>&amp;<!-- \"]]>{{ 7*7 }}{% raw %}"
+
+
+def test_hostile_text_is_text_wherever_it_comes_from(tmp_path: Path) -> None:
+    span = Span(HOSTILE, 0, HOSTILE, HOSTILE, 1_700_000_001.0, 1_700_000_002.0)
+    spans = [span, *(Span(HOSTILE, 1, HOSTILE, HOSTILE, 1_700_000_000.0 + n, 1_700_000_000.5 + n) for n in range(9))]
+    page = Page(
+        tmp_path,
+        record(
+            name=HOSTILE,
+            metrics=[{"step": step, HOSTILE: step / 3} for step in range(5)],
+            tables={HOSTILE: [{HOSTILE: HOSTILE, "right": HOSTILE, "after": HOSTILE}]},
+            spans=spans,
+            totals=totals(spans),
+            phases={HOSTILE: 1.0},
+            graph=graph(name=HOSTILE, state=HOSTILE, line=HOSTILE),
+            config=f"name: {HOSTILE!r}",
+            environment={HOSTILE: HOSTILE},
+        ),
+        error=HOSTILE,
+    )
+    assert not list(page.root.iter("script"))
+    assert page.root.findtext("./body/header/h1") == HOSTILE
+    assert page.root.findtext("./body/header/pre") == HOSTILE
+    assert list(page.rows("answers")) == [[HOSTILE, HOSTILE, f"{HOSTILE} \u2713"]]
+    assert page.words("setup").count(HOSTILE) == 2
+    assert page.section("setup").findtext(".//pre") == f"name: {HOSTILE!r}"
+
+
+def test_characters_that_no_page_can_have_become_visible(tmp_path: Path) -> None:
+    answer = "a\x00b\x1b[31mc\x7f\x85\ud800\ufffed\n\te"
+    page = Page(tmp_path, record(tables={"t": [{"answer": answer}]}))
+    assert list(page.rows("answers")) == [["a\u2400b\u241b[31mc\u2421\ufffd\ufffd\ufffdd\n\te"]]
+
+
+NOTHING = {
+    "config": "",
+    "metrics": (),
+    "tables": {},
+    "totals": (),
+    "spans": (),
+    "phases": {},
+    "tree": "",
+    "graph": "",
+    "environment": {},
+    "seconds": 0.0,
+}
+
+
+@pytest.mark.parametrize("key", NOTHING)
+def test_a_run_without_one_of_its_parts(tmp_path: Path, key: str) -> None:
+    page = Page(tmp_path, record(**{key: NOTHING[key]}))
+    assert [section.get("id") for section in page.root.iter("section")] == PARTS
+
+
+def test_a_run_of_nothing(tmp_path: Path) -> None:
+    page = Page(tmp_path, record(**NOTHING))
+    assert "The job logged no numbers." in page.words("curves")
+    assert "The job showed no tables." in page.words("answers")
+    assert page.words("times").count("No role was called.") == 1
+    assert "No role was called." in page.words("timeline")
+    assert "There is no graph of this run." in page.words("ownership")
+    assert "There is no config of this run." in page.words("setup")
+
+
+def test_a_run_of_one_step(tmp_path: Path) -> None:
+    spans = calls(rounds=1, slots=1, warm_ups=0)
+    rows = [{"step": 1, "reward": 0.5, "loss": -2.0}]
+    page = Page(tmp_path, record(metrics=rows, spans=spans, totals=totals(spans), tables={"t": []}))
+    assert len(page.find("curves", "figure")) == 2
+    assert "Calls to 4 roles on 1 slot" in page.text
+    assert "It has no rows." in page.words("answers")
+    assert "up close" not in page.words("timeline")
+
+
+def test_a_run_that_failed_says_so_first(tmp_path: Path) -> None:
+    error = "actor.update raised ValueError on rank 1\n\nTraceback in the worker:\n  boom"
+    page = Page(tmp_path, record(), error)
+    assert page.root.findtext("./body/header/p/span[@class='state failed']") == "failed"
+    assert page.root.findtext("./body/header/pre[@class='error']") == error
+
+
+def test_a_run_that_was_stopped_says_by_what(tmp_path: Path) -> None:
+    page = Page(tmp_path, record(stopped="SIGINT"))
+    assert page.root.findtext("./body/header/p/span[@class='state stopped']") == "stopped by SIGINT"
+
+
+def test_a_page_that_is_there_is_replaced(tmp_path: Path) -> None:
+    Page(tmp_path, record(name="first"))
+    assert Page(tmp_path, record(name="second")).root.findtext("./body/header/h1") == "second"
+    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
+
+
+def test_without_jinja_the_error_has_the_pip_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(ImportError, match=r"pip install 'colocate\[report\]'"):
+        report.write(tmp_path, record())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_huge_run_stays_a_page_that_opens(tmp_path: Path) -> None:
+    slots, names = 100, ["reward", "eval_accuracy", "eval_return", *(f"metric_{number}" for number in range(60))]
+    spans = calls(rounds=KEPT_SPANS // slots // 6, slots=slots, warm_ups=4)[:KEPT_SPANS]
+    rows = [{"step": step, **dict.fromkeys(names, step * 7919 % 1000 / 1000)} for step in range(3000)]
+    long = {"question": HOSTILE * 500, "right": "a", "before": "b" * 9000, "after": "a"}
+    page = Page(
+        tmp_path,
+        record(
+            metrics=rows,
+            tables={"Answers": [long] * 2000, "More": [{"x": number} for number in range(2000)]},
+            spans=spans,
+            totals=totals(spans),
+            graph=graph(5000),
+            config="name: demo\n" + "".join(f"key{number}: value\n" for number in range(20_000)),
+        ),
+    )
+    assert len(page.text.encode()) < 1_500_000
+    assert "Only the last 100,000 calls were kept" in page.words("timeline")
+    assert "and 52 more slots" in page.words("timeline")
+    assert "and 4,976 more workers" in page.words("ownership")
+    assert "and 1,800 more rows" in page.words("answers")
+    assert "36 more" in page.words("curves")

@@ -1,0 +1,202 @@
+"""Numbers, times, tables, the ownership graph, and colours that can be read."""
+
+from __future__ import annotations
+
+import json
+import re
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.report.sample import Page, graph, record, totals
+
+from colocate._calls import Span
+from colocate.report.ownership import ownership
+from colocate.report.scale import Axis, duration, number, offset, share_out, time_ticks, words
+from colocate.report.tables import tables
+from colocate.report.times import times
+
+ROLES = {"actor": 0, "critic": 1}
+FLOATS = st.floats(-1e12, 1e12)
+
+
+class TestNumbers:
+    @pytest.mark.parametrize(
+        ("value", "text"),
+        [(0, "0"), (1234567, "1,234,567"), (0.123456, "0.1235"), (-0.5, "\u22120.5"), (123456.7, "123,457")],
+    )
+    def test_numbers(self, value: float, text: str) -> None:
+        assert number(value) == text
+
+    @pytest.mark.parametrize(
+        ("seconds", "text"),
+        [
+            (0, "0 ms"),
+            (0.00042, "0.42 ms"),
+            (0.9, "900 ms"),
+            (0.9999, "1 s"),
+            (59.96, "1 min 0 s"),
+            (3723, "1 h 2 min"),
+        ],
+    )
+    def test_durations(self, seconds: float, text: str) -> None:
+        assert duration(seconds) == text
+
+    def test_an_axis_of_time_has_one_unit(self) -> None:
+        assert [label for _, label in time_ticks(0.25, 5)] == ["0 ms", "50 ms", "100 ms", "150 ms", "200 ms", "250 ms"]
+        assert time_ticks(600, 3) == ((0.0, "0 min"), (50.0, "5 min"), (100.0, "10 min"))
+        assert offset(7200, 36_000) == "2 h"
+        assert time_ticks(0.0, 5) == ()
+
+    @pytest.mark.parametrize(
+        ("name", "text"),
+        [
+            ("eval_accuracy", "Held-out accuracy"),
+            ("kl", "KL"),
+            ("policy/grad_norm", "Policy gradient norm"),
+            ("_", "_"),
+        ],
+    )
+    def test_names_for_people(self, name: str, text: str) -> None:
+        assert words(name) == text
+
+    @given(FLOATS, FLOATS, st.integers(2, 10))
+    def test_an_axis_around_holds_both_ends_with_round_ticks(self, one: float, other: float, count: int) -> None:
+        low, high = sorted((one, other))
+        axis = Axis.around(low, high, count)
+        room = 1e-6 * (axis.high - axis.low)
+        assert axis.low <= low + room
+        assert high - room <= axis.high
+        assert 2 <= len(axis.ticks) <= count + 2
+        assert len(set(axis.labels())) == len(axis.ticks)
+
+    @given(st.integers(0, 10**9), st.integers(0, 10**9), st.integers(2, 10))
+    def test_an_axis_of_steps_has_whole_ticks_inside(self, one: int, other: int, count: int) -> None:
+        low, high = sorted((one, other))
+        axis = Axis.within(low, high, count, whole=True)
+        assert (axis.low, axis.high) == (low, max(high, low + 1))
+        assert all(axis.low <= tick <= axis.high and tick == int(tick) for tick in axis.ticks)
+
+    @given(st.lists(st.integers(0, 1000), max_size=10), st.integers(0, 2000))
+    def test_a_budget_is_shared_fairly(self, counts: list[int], budget: int) -> None:
+        allowed = share_out(counts, budget)
+        assert sum(allowed) == min(sum(counts), budget) or sum(allowed) > budget - len(counts)
+        assert sum(allowed) <= budget
+        assert all(given <= count for given, count in zip(allowed, counts, strict=True))
+        cut = [given for given, count in zip(allowed, counts, strict=True) if given < count]
+        assert max(allowed, default=0) - min(cut, default=max(allowed, default=0)) <= len(counts)
+
+
+class TestTimes:
+    def test_what_overlaps_is_a_bar_of_its_sum_and_shares_of_the_wall(self) -> None:
+        spans = [Span("g", 0, "actor", "a", 0.0, 9.0), Span("g", 1, "critic", "c", 0.0, 6.0)]
+        found = times({}, totals(spans), ROLES, 10.0)
+        assert [(part.label, part.width) for part in found.roles.segments] == [("actor", 60.0), ("critic", 40.0)]
+        assert [(row.role, row.share) for row in found.methods] == [("actor", "90%"), ("critic", "60%")]
+
+    def test_groups_are_named_where_there_are_several(self) -> None:
+        spans = [Span("one", 0, "actor", "a", 0.0, 1.0), Span("two", 0, "", "setup", 0.0, 1.0)]
+        found = times({}, totals(spans), {"actor": 0, "": 1}, 10.0)
+        assert [row.role for row in found.methods] == ["one: actor", "two: functions"]
+
+    def test_little_is_not_nothing(self) -> None:
+        found = times({"wait": 0.001, "none": 0.0}, [], {}, 10.0)
+        assert [row[3] for row in found.phases.rows] == ["< 1%", "0%"]
+
+
+class TestTables:
+    def test_values_of_all_kinds(self) -> None:
+        (table,) = tables({"t": [{"a": 1, "b": 0.5, "c": None, "d": True, "e": "text"}, {"a": 2}]})
+        assert table.heads == ("A", "B", "C", "D", "E")
+        assert [cell.text for cell in table.rows[0]] == ["1", "0.5", "", "True", "text"]
+        assert [cell.numeric for cell in table.rows[0]] == [True, True, False, False, False]
+        assert [cell.text for cell in table.rows[1]] == ["2", "", "", "", ""]
+
+    def test_only_before_and_after_are_marked_and_only_beside_what_is_right(self) -> None:
+        (table, other) = tables({"t": [{"x": "a", "right": "a", "after": "a"}], "u": [{"after": "a"}]})
+        assert [cell.right for cell in table.rows[0]] == [None, None, True]
+        assert other.rows[0][0].right is None
+
+    def test_long_texts_say_how_much_is_missing(self) -> None:
+        (table,) = tables({"t": [{"x": "y" * 300_000}]})
+        assert table.rows[0][0].text.endswith("y \u2026 (60,000 more characters)")
+
+
+class TestOwnership:
+    def test_a_tree_with_facts(self) -> None:
+        root = ownership(graph(), ROLES)
+        assert root is not None
+        assert (root.kind, root.name, root.facts) == ("runtime", "local", ("ready", "12.5 s", "demo.yaml:4"))
+        workers = root.children[0].children[0].children
+        assert [worker.facts for worker in workers] == [
+            ("running", "pid 4000", "node 1", "cpu"),
+            ("running", "pid 4001", "node 2", "cpu"),
+        ]
+        roles = workers[1].children
+        assert [(each.name, each.facts, each.role) for each in roles] == [
+            ("actor", ("Actor", "rank 1/2"), 0),
+            ("critic", ("Critic", "rank 1/2"), 1),
+        ]
+
+    def test_residents_have_sizes_and_a_role_that_nobody_called_has_no_colour(self) -> None:
+        kept = {"kind": "resident", "name": "actor.generate", "state": "kept", "bytes": 3 << 20, "line": "a/b.py:3"}
+        root = ownership(json.dumps({"kind": "group", "name": "g", "children": [kept]}), {})
+        assert root is not None
+        assert root.children[0].facts == ("kept", "3 MiB", "b.py:3")
+        nobody = ownership(graph(1), {})
+        assert nobody is not None
+        assert nobody.children[0].children[0].children[0].children[0].role is None
+
+    def test_of_many_workers_the_first_are_open(self, tmp_path: Path) -> None:
+        page = Page(tmp_path, record(graph=graph(40)))
+        folds = [each.get("open") for each in page.section("ownership").iter("details")]
+        assert folds == ["open"] * (3 + 4) + [None] * 20
+        assert "and 16 more workers" in page.words("ownership")
+
+    def test_hidden_ones_are_counted_by_kind(self) -> None:
+        kinds = ["worker"] * 30 + ["resident"] * 25 + ["call"] * 3
+        data = {"kind": "group", "name": "g", "children": [{"kind": kind, "name": "x"} for kind in kinds]}
+        root = ownership(json.dumps(data), {})
+        assert root is not None
+        assert len(root.children) == 24 + 24 + 3
+        assert root.hidden == "6 more workers, 1 more resident"
+
+
+class TestColours:
+    """Text is read on its ground by those who see less well, in light and in dark (WCAG: 4.5, and 3 for lines)."""
+
+    @pytest.mark.parametrize("scheme", ["light", "dark"])
+    def test_contrast(self, scheme: str) -> None:
+        colours = palette(scheme)
+        texts = [(text, ground) for text in ("ink", "soft", "good", "bad", "c3") for ground in ("page", "card")]
+        texts += [("on", f"{kind}{number}") for kind in "rp" for number in range(8)]
+        texts += [("tip-ink", "tip")]
+        lines = [(f"c{number}", "card") for number in range(4)]
+        weak = [pair for pair in texts if contrast(*(colours[name] for name in pair)) < 4.5]
+        weak += [pair for pair in lines if contrast(*(colours[name] for name in pair)) < 3]
+        assert weak == []
+
+    def test_both_schemes_have_all_colours(self) -> None:
+        style = files("colocate.report").joinpath("templates/style.css").read_text()
+        used = set(re.findall(r"var\(--([a-z]+\d?(?:-[a-z]+)?)\)", style)) - {"rows", "row"}
+        assert used <= set(palette("light"))
+        assert set(palette("light")) == set(palette("dark"))
+
+
+def palette(scheme: str) -> dict[str, str]:
+    style = files("colocate.report").joinpath("templates/style.css").read_text()
+    light, dark = re.findall(r":root \{\n(.*?)\}", style, re.DOTALL)[:2]
+    return dict(re.findall(r"--([a-z0-9-]+): (#[0-9a-f]{6});", light if scheme == "light" else dark))
+
+
+def contrast(one: str, other: str) -> float:
+    low, high = sorted(map(luminance, (one, other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def luminance(colour: str) -> float:
+    parts = (int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5))
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
