@@ -114,7 +114,11 @@ def builds(declared: Declared, codec: Codec, group: str, seed: int, generation: 
         distribution, version = declared.distributions[name]
         shipped = ship(info.cls, in_process=in_process, distribution=distribution, version=version)
         made.append(RoleBuild(name, shipped, arguments, info.slots, info.meshes, group, seed, generation))
-    return codec.pack(made)
+    try:
+        return codec.pack(made)
+    except Exception:
+        codec.pack_arguments({build.shipped.name: build.shipped for build in made}, "a role's class")  # names it
+        raise
 
 
 class BuildErrors:

@@ -399,7 +399,7 @@ def _raised_by_role(error: BaseException) -> bool:
     trace = error.__traceback__
     while trace is not None:
         module = trace.tb_frame.f_globals.get("__name__", "")
-        if not module.startswith("colocate."):
+        if not module.startswith("colocate.") or module.startswith("colocate.testing."):
             return True
         trace = trace.tb_next
     return False
