@@ -14,11 +14,25 @@ from colocate.testing.executors._base import ExecutorCase, Spawn, needs
 from colocate.testing.executors.calls import Calls
 from colocate.testing.executors.context import Contexts
 from colocate.testing.executors.dispatch import Dispatching
+from colocate.testing.executors.failures import Failures, Serialization
+from colocate.testing.executors.order import Order
 from colocate.testing.executors.residents import Residents
 
 
-class ExecutorSuite(Calls, Dispatching, Contexts, Residents):
+class ExecutorSuite(Calls, Dispatching, Contexts, Residents, Order, Failures, Serialization):
     """Everything that holds for every executor."""
 
 
-__all__ = ["Calls", "Contexts", "Dispatching", "ExecutorCase", "ExecutorSuite", "Residents", "Spawn", "needs"]
+__all__ = [
+    "Calls",
+    "Contexts",
+    "Dispatching",
+    "ExecutorCase",
+    "ExecutorSuite",
+    "Failures",
+    "Order",
+    "Residents",
+    "Serialization",
+    "Spawn",
+    "needs",
+]

@@ -65,7 +65,7 @@ class Calls(ExecutorCase):
 
     def test_submit(self, pair: ColocatedGroup) -> None:
         """`submit` returns at once with a Call, which tells its result, its error, and whether it is done."""
-        log = pair.role("log", Log)
+        log = cleared(pair)
         with Gate() as gate:
             call = log.add_at.submit(gate.address, "x")
             gate.wait_for(2)
@@ -77,7 +77,6 @@ class Calls(ExecutorCase):
         assert call.result(PATIENCE_S) == [None, None]
         assert call.done()
         assert call.exception() is None
-        log.clear()
 
     def test_result_many_times(self, pair: ColocatedGroup) -> None:
         """A call's value is collected once, for whoever asks, from any thread."""
@@ -163,7 +162,7 @@ class Calls(ExecutorCase):
     def test_as_completed(self, pair: ColocatedGroup) -> None:
         """`colocate.as_completed` gives each call once, as it is done, and says when time is up."""
         left, right = pair.role("left", Rows), pair.role("right", Rows)
-        log = pair.role("log", Log)
+        log = cleared(pair)
         with Gate() as gate:
             calls = [right.produce.submit(1), left.produce.submit(1)]
             late = log.add_at.submit(gate.address, "late")
@@ -173,7 +172,6 @@ class Calls(ExecutorCase):
                 next(colocate.as_completed([late], timeout=0))
             gate.open()
             assert list(seen) == [late]
-        log.clear()
 
     def test_ranks(self, pair: ColocatedGroup) -> None:
         """`options(ranks=…)` runs on these ranks only, in the order given; the result has an item for each."""
@@ -263,16 +261,15 @@ class Calls(ExecutorCase):
 
     def test_async_overlap(self, pair: ColocatedGroup) -> None:
         """Calls of an async method overlap up to its concurrency: here each of two needs the other to end."""
-        log = pair.role("log", Log)
+        log = cleared(pair)
         first, second = log.meet.submit("a"), log.meet.submit("b")
         assert first.result(PATIENCE_S) == ["waited"] * 2
         assert second.result(PATIENCE_S) == ["woke the other"] * 2
         assert log.read() == [["a", "b"]] * 2
-        log.clear()
 
     def test_async_limit(self, pair: ColocatedGroup) -> None:
         """No more overlap than the concurrency allows, and they start in order."""
-        log = pair.role("log", Log)
+        log = cleared(pair)
         with Gate() as gate:
             calls = [log.peak.submit(gate.address) for _ in range(4)]
             gate.wait_for(4)  # two on each of two ranks
@@ -280,11 +277,10 @@ class Calls(ExecutorCase):
         for entries in log.read():
             running = [entries[: index + 1].count("in") - entries[: index + 1].count("out") for index in range(8)]
             assert max(running) == 2
-        log.clear()
 
     def test_sync_is_a_barrier(self, pair: ColocatedGroup) -> None:
         """A sync method waits for the async ones before it, and those after it wait for it."""
-        log = pair.role("log", Log)
+        log = cleared(pair)
         with Gate() as gate:
             log.async_add.submit("a", gate.address)
             log.add.submit("b")
@@ -292,18 +288,16 @@ class Calls(ExecutorCase):
             gate.wait_for(2)
         last.result(PATIENCE_S)
         assert log.read() == [["begin a", "end a", "b", "begin c", "end c"]] * 2
-        log.clear()
 
     def test_async_default(self, pair: ColocatedGroup) -> None:
         """Without a concurrency, async calls run one after the other."""
-        log = pair.role("log", Log)
+        log = cleared(pair)
         colocate.wait([log.async_add.submit("a"), log.async_add.submit("b")], timeout=PATIENCE_S)
         assert log.read() == [["begin a", "end a", "begin b", "end b"]] * 2
-        log.clear()
 
     def test_async_failure(self, pair: ColocatedGroup) -> None:
         """An async method that raises is a failed call like any other, and the group goes on."""
-        log = pair.role("log", Log)
+        log = cleared(pair)
         with pytest.raises(RoleError, match="async failure") as caught:
             log.async_raise()
         assert isinstance(caught.value.__cause__, LookupError)
@@ -312,7 +306,7 @@ class Calls(ExecutorCase):
 
     def test_async_context(self, pair: ColocatedGroup) -> None:
         """Overlapping async calls each keep their own context."""
-        log = pair.role("log", Log)
+        log = cleared(pair)
         short, long = log.async_rows.submit([1, 2]), log.async_rows.submit([1, 2, 3, 4])
         assert short.result(PATIENCE_S) == [([1], 1, 0), ([2], 1, 1)]
         assert long.result(PATIENCE_S) == [([1, 2], 2, 0), ([3, 4], 2, 1)]
@@ -322,6 +316,13 @@ class Calls(ExecutorCase):
         echo = pair.role("echo", Echo)
         calls = [echo.echo.submit(index) for index in range(300)]
         assert [call.result(PATIENCE_S) for call in calls] == [[index, index] for index in range(300)]
+
+
+def cleared(group: ColocatedGroup) -> Log:
+    """The view of the role that remembers, with nothing remembered."""
+    log = group.role("log", Log)
+    log.clear()
+    return log
 
 
 async def _await(call: Call[Any]) -> Any:

@@ -1,0 +1,250 @@
+"""What a caller gets when role code raises, and when something can't be sent."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from typing import Any
+
+import pytest
+
+import colocate
+from colocate import ColocatedGroup
+from colocate.errors import ColocateError, RoleError, SerializationError
+from colocate.executor import OwnProcess
+from colocate.testing.executors._base import ExecutorCase, Spawn, needs
+from colocate.testing.probes.faulty import Faulty, Stubborn
+from colocate.testing.probes.plain import Echo, Rows
+
+
+class Failures(ExecutorCase):
+    """Exceptions of roles."""
+
+    def test_role_error(self, pair: ColocatedGroup) -> None:
+        """A role's exception comes as RoleError: where, what, the remote traceback, and the original as its cause."""
+        with pytest.raises(RoleError) as caught:
+            pair.role("faulty", Faulty).fail(ranks=(1,))
+        error = caught.value
+        assert isinstance(error, RuntimeError)
+        assert (error.group, error.role, error.method, error.rank) == (pair.name, "faulty", "fail", 1)
+        assert error.node == pair.pool.slots[1].node
+        assert isinstance(error.__cause__, ValueError)
+        assert error.__cause__.args == ("a plain one", 42)
+        assert f"faulty.fail raised ValueError on rank 1 of group {pair.name!r}" in str(error)
+        assert "Traceback in the worker:" in str(error)
+
+    def test_traceback(self, pair: ColocatedGroup) -> None:
+        """The remote traceback is that of the role's code: it begins in the method and ends where it was raised."""
+        with pytest.raises(RoleError) as caught:
+            pair.role("faulty", Faulty).fail()
+        text = caught.value.remote_traceback
+        assert text is not None
+        lines = [line for line in text.splitlines() if line.strip().startswith("File ")]
+        assert lines[0].endswith("in fail")
+        assert lines[-1].endswith("in deep_inside")
+        assert text.rstrip().endswith("ValueError: ('a plain one', 42)")
+
+    def test_traceback_of_a_cause(self, pair: ColocatedGroup) -> None:
+        """What the exception was raised from is in the remote traceback."""
+        with pytest.raises(RoleError, match="the effect") as caught:
+            pair.role("faulty", Faulty).fail_from()
+        assert "KeyError: 'the cause'" in str(caught.value.remote_traceback)
+        assert "direct cause" in str(caught.value.remote_traceback)
+
+    def test_other_ranks(self, pair: ColocatedGroup) -> None:
+        """The error tells the other ranks' states."""
+        with pytest.raises(RoleError, match=r"\[(done on|not back from) rank 0\]"):
+            pair.role("faulty", Faulty).fail(ranks=(1,))
+
+    @pytest.mark.parametrize(
+        ("kind", "cause"), [("exit", SystemExit), ("interrupt", KeyboardInterrupt), ("generator", GeneratorExit)]
+    )
+    def test_exceptions_that_are_none(self, pair: ColocatedGroup, kind: str, cause: type[BaseException]) -> None:
+        """SystemExit, KeyboardInterrupt and their like from a role are the caller's to see; the worker goes on."""
+        with pytest.raises(RoleError) as caught:
+            pair.role("faulty", Faulty).fail(kind)
+        assert isinstance(caught.value.__cause__, cause)
+        assert pair.role("faulty", Faulty).fine() == [0, 1]
+
+    def test_stop_iteration(self, pair: ColocatedGroup) -> None:
+        """A StopIteration doesn't get lost on its way through generators and event loops."""
+        with pytest.raises(RoleError) as caught:
+            pair.role("faulty", Faulty).fail("stop")
+        assert isinstance(caught.value.__cause__, StopIteration)
+
+    @pytest.mark.parametrize(
+        ("kind", "name", "text"),
+        [
+            ("two", "TwoArguments", "it broke because it was old"),
+            ("unpicklable", "Unpicklable", "it holds a lock"),
+            ("mute", "Mute", "its __str__ raised"),
+        ],
+    )
+    def test_exceptions_that_do_not_travel(self, pair: ColocatedGroup, kind: str, name: str, text: str) -> None:
+        """An exception that can't be pickled, or rebuilt, or shown, is told in words: type, text and traceback."""
+        with pytest.raises(RoleError) as caught:
+            pair.role("faulty", Faulty).fail(kind)
+        assert name in str(caught.value)
+        assert text in str(caught.value)
+        assert "in deep_inside" in str(caught.value.remote_traceback)
+        assert caught.value.__cause__ is not None
+        assert name in f"{type(caught.value.__cause__).__name__} {caught.value.__cause__!r}"
+        assert pair.role("faulty", Faulty).fine() == [0, 1]
+
+    def test_local_exception(self, spawn: Spawn) -> None:
+        """An exception class that goes by value with its role is that class for the caller too."""
+
+        class Special(Exception):
+            pass
+
+        class Local(colocate.Role):
+            @colocate.method
+            def fail(self) -> None:
+                raise Special("by value")
+
+        with pytest.raises(RoleError) as caught:
+            spawn({"local": colocate.role(Local)}, slots=1).role("local", Local).fail()
+        assert type(caught.value.__cause__) is Special
+
+    def test_pickle(self, pair: ColocatedGroup) -> None:
+        """The error survives pickling with its attributes and its cause."""
+        with pytest.raises(RoleError) as caught:
+            pair.role("faulty", Faulty).fail(ranks=(1,))
+        again = pickle.loads(pickle.dumps(caught.value))
+        assert str(again) == str(caught.value)
+        for name in ("group", "role", "method", "rank", "node", "remote_traceback"):
+            assert getattr(again, name) == getattr(caught.value, name), name
+        assert again.__cause__.args == ("a plain one", 42)
+
+    def test_wrong_arguments_in_the_worker(self, pair: ColocatedGroup) -> None:
+        """A TypeError inside a method is the role's, not the caller's."""
+        with pytest.raises(RoleError, match="TypeError"):
+            pair.role("rows", Rows).mean(["a", "b"])  # type: ignore[list-item]
+
+    def test_own_error_of_a_role(self, spawn: Spawn) -> None:
+        """One of colocate's errors that a role raises itself is the role's failure."""
+
+        class Judge(colocate.Role):
+            @colocate.method
+            def refuse(self) -> None:
+                raise colocate.DispatchError("the role says no")
+
+        with pytest.raises(RoleError, match="the role says no") as caught:
+            spawn({"judge": colocate.role(Judge)}, slots=1).role("judge", Judge).refuse()
+        assert isinstance(caught.value.__cause__, colocate.DispatchError)
+
+
+class Serialization(ExecutorCase):
+    """What can't be sent is an ordinary error that names it, never a hang."""
+
+    def test_argument(self, strict: None, pair: ColocatedGroup) -> None:
+        """An argument that can't be sent: SerializationError names it and the path inside, before anything is sent."""
+        with pytest.raises(SerializationError) as caught:
+            pair.role("echo", Echo).echo({"fine": 1, "bad": [0, Stubborn()]})
+        error = caught.value
+        assert isinstance(error, TypeError)
+        assert (error.argument, error.path) == ("value", "value['bad'][1].lock")
+        assert "echo.echo" in str(error)
+        assert "lock" in str(error)
+        assert pair.role("echo", Echo).first(1) == 1
+
+    def test_scattered_argument(self, strict: None, pair: ColocatedGroup) -> None:
+        """So it is for an argument that is taken apart."""
+        with pytest.raises(SerializationError) as caught:
+            pair.role("rows", Rows).seen([1, threading.Lock()])
+        assert caught.value.argument == "batch"
+
+    def test_result(self, strict: None, pair: ColocatedGroup) -> None:
+        """A result that can't be sent: SerializationError names the method, the path, and the rank."""
+        faulty = pair.role("faulty", Faulty)
+        with pytest.raises(SerializationError) as caught:
+            faulty.return_lock(nested=True)
+        error = caught.value
+        assert (error.argument, error.path) == ("result", "result['bad'][1].lock")
+        assert (error.group, error.role, error.method) == (pair.name, "faulty", "return_lock")
+        assert error.rank in (0, 1)
+        with pytest.raises(SerializationError, match="lock"):
+            faulty.return_lock.submit().result()
+        assert faulty.fine() == [0, 1]
+
+    def test_kept_result(self, strict: None, pair: ColocatedGroup) -> None:
+        """A kept result needn't be sent: it can be used where it is, and only fetching it fails."""
+        faulty, echo = pair.role("faulty", Faulty), pair.role("echo", Echo)
+        with faulty.return_lock.options(ranks=[0]).keep() as kept:
+            with pytest.raises(ColocateError, match="lock"):
+                kept.fetch()
+        assert echo.first(1) == 1
+
+    def test_constructor_argument(self, strict: None, spawn: Spawn) -> None:
+        """A constructor argument that can't be sent is named, and nothing is left running."""
+        with pytest.raises(SerializationError) as caught:
+            spawn({"echo": colocate.role(Echo, "fine", extra={"deep": Stubborn()})})
+        assert (caught.value.argument, caught.value.path) == ("extra", "extra['deep'].lock")
+        assert "role 'echo'" in str(caught.value)
+
+    def test_role_class(self, strict: None, spawn: Spawn) -> None:
+        """A class that has to go by value and can't is an error that names it."""
+        lock = threading.Lock()
+
+        class Holding(colocate.Role):
+            @colocate.method
+            def use(self) -> bool:
+                return lock.locked()
+
+        with pytest.raises(ColocateError, match=r"Holding.*lock"):
+            spawn({"holding": colocate.role(Holding)})
+
+    def test_value_semantics(self, strict: None, pair: ColocatedGroup) -> None:
+        """What is sent is what it was when it was sent; what comes back is the caller's own."""
+        echo = pair.role("echo", Echo)
+        value = [1, 2]
+        call = echo.echo.submit(value)
+        value.append(3)
+        first, second = call.result()
+        assert first == second == [1, 2]
+        assert first is not second
+
+    @pytest.mark.parametrize(
+        "value",
+        [
+            None,
+            True,
+            2**100,
+            float("inf"),
+            "text \u2713",
+            b"\x00\xff",
+            bytearray(b"x" * 100_000),
+            {1, 2},
+            frozenset({"a"}),
+            (1, (2, [3, {"four": None}])),
+            {("a", 1): {"b": ...}},
+            range(3),
+            ValueError("as a value"),
+        ],
+        ids=repr,
+    )
+    def test_values(self, pair: ColocatedGroup, value: Any) -> None:
+        """Everything that Python pickles travels."""
+        back = pair.role("echo", Echo).first(value)
+        assert repr(back) == repr(value)
+        assert type(back) is type(value)
+
+    @needs(OwnProcess)
+    def test_large(self, pair: ColocatedGroup) -> None:
+        """Size doesn't matter, with calls and results of many megabytes under way at once."""
+        echo = pair.role("echo", Echo)
+        blocks = [bytes([index]) * 5_000_000 for index in range(4)]
+        calls = [echo.first.submit(block) for block in blocks]
+        assert [call.result() for call in calls] == blocks
+
+    def test_function(self, pair: ColocatedGroup) -> None:
+        """Functions and lambdas go by value where they have to."""
+        offset = 3
+        function = pair.role("echo", Echo).first(lambda x: x + offset)
+        assert function(1) == 4
+
+    @pytest.fixture
+    def strict(self, runtime: colocate.Runtime) -> None:
+        """Skip where values are handed over as they are: nothing is serialised there."""
+        if runtime.executor.codec.name == "reference":
+            pytest.skip(f"executor {runtime.name!r} hands values over as they are")

@@ -1,0 +1,294 @@
+"""Order and the hold: one total order of calls on every rank, and what becomes of it when a call fails."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+import colocate
+from colocate import Call, ColocatedGroup
+from colocate.errors import CallTimeout, ColocateError, RoleError
+from colocate.testing.executors._base import ExecutorCase, Spawn
+from colocate.testing.gate import Gate
+from colocate.testing.probes.faulty import Faulty
+from colocate.testing.probes.plain import Echo, Log, Rows
+from colocate.testing.waiting import PATIENCE_S
+
+RAISE, ADD = "raise", "add"
+
+
+def error_of(call: Call[Any]) -> BaseException:
+    """The error that a call ends with."""
+    error = call.exception(PATIENCE_S)
+    assert error is not None
+    return error
+
+
+def cleared(group: ColocatedGroup) -> Log:
+    """The view of the role that remembers, with nothing remembered."""
+    log = group.role("log", Log)
+    log.clear()
+    return log
+
+
+class Order(ExecutorCase):
+    """The order of calls, and the hold after a failed one."""
+
+    def test_order(self, pair: ColocatedGroup) -> None:
+        """Calls run in the order of submission on every rank, whatever their sizes, roles and kinds."""
+        log, echo = cleared(pair), pair.role("echo", Echo)
+        for index in range(20):
+            log.add.submit(index if index % 3 else (index, "x" * 200_000))
+            echo.noop.keep()
+            if index % 4 == 0:
+                log.add.options(ranks=[0]).submit(("zero", index))
+        first, second = [[e[0] if isinstance(e, tuple) and e[0] != "zero" else e for e in each] for each in log.read()]
+        assert second == list(range(20))
+        assert [entry for entry in first if not isinstance(entry, tuple)] == second
+        assert [entry for entry in first if isinstance(entry, tuple)] == [("zero", index) for index in range(0, 20, 4)]
+
+    def test_one_order_for_all_threads(self, pair: ColocatedGroup) -> None:
+        """Threads of the driver may submit at the same time: all ranks see one order, each thread's own kept."""
+        log = cleared(pair)
+        start = threading.Barrier(4)
+
+        def submit(name: int) -> None:
+            start.wait()
+            for index in range(25):
+                log.add.submit((name, index))
+
+        threads = [threading.Thread(target=submit, args=[name]) for name in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        first, second = log.read()
+        assert first == second
+        for name in range(4):
+            assert [index for who, index in first if who == name] == list(range(25))
+
+    def test_failure_comes_at_once(self, pair: ColocatedGroup) -> None:
+        """The caller has the first failure while other ranks are still in the call, with their states."""
+        log = cleared(pair)
+        with Gate() as gate, Gate() as trigger:
+            call = log.at.submit([gate.address, trigger.address], [ADD, RAISE])  # type: ignore[arg-type]
+            gate.wait_for()
+            trigger.open()
+            error = error_of(call)
+            assert isinstance(error, RoleError)
+            assert (error.rank, error.role, error.method) == (1, "log", "at")
+            assert "not back from rank 0" in str(error)
+
+    def test_hold(self, pair: ColocatedGroup) -> None:
+        """After a failure no rank takes up a further call until all are back; then the queue goes on."""
+        log = cleared(pair)
+        with Gate() as gate, Gate() as trigger:
+            failing = log.at.submit([gate.address, trigger.address], [ADD, RAISE], "kept on")  # type: ignore[arg-type]
+            queued = log.add_and_look.submit(gate.address, "queued")
+            gate.wait_for()
+            trigger.open()
+            error_of(failing)
+            late = log.add_and_look.submit(gate.address, "late")
+            assert not queued.done()
+        # On the rank that had failed, too, they began after the gate was opened for the other one.
+        assert queued.result(PATIENCE_S) == [True, True]
+        assert late.result(PATIENCE_S) == [True, True]
+        assert log.read() == [["kept on", "queued", "late"], ["queued", "late"]]
+
+    def test_later_call_begun(self, pair: ColocatedGroup) -> None:
+        """A later call that some rank had begun goes on there, and runs on the others after the hold."""
+        log = cleared(pair)
+        with Gate() as first, Gate() as second:
+            failing = log.at.submit([first.address, None], [RAISE, ADD], "a")  # type: ignore[arg-type]
+            begun = log.at.submit([None, second.address], [ADD, ADD], "b")  # type: ignore[arg-type]
+            last = log.add.submit("c")
+            first.wait_for()
+            second.wait_for()
+            first.open()
+            error = error_of(failing)
+            assert isinstance(error, RoleError)
+            assert error.rank == 0
+            assert not begun.done()
+        assert begun.result(PATIENCE_S) == ["b", "b"]
+        last.result(PATIENCE_S)
+        assert log.read() == [["b", "c"], ["a", "b", "c"]]
+
+    def test_later_call_failed(self, pair: ColocatedGroup) -> None:
+        """If it failed there, it is withdrawn from the others and ends with an error caused by the first failure."""
+        log = cleared(pair)
+        with Gate() as first, Gate() as second:
+            failing = log.at.submit([first.address, None], [RAISE, ADD], "a")  # type: ignore[arg-type]
+            begun = log.at.submit([None, second.address], [ADD, RAISE], "b")  # type: ignore[arg-type]
+            last = log.add.submit("c")
+            first.wait_for()
+            second.wait_for()
+            first.open()
+            root = error_of(failing)
+        later = error_of(begun)
+        assert isinstance(later, RoleError)
+        assert later.__cause__ is root
+        assert later.rank == 1
+        last.result(PATIENCE_S)
+        assert log.read() == [["c"], ["a", "c"]]
+
+    def test_later_call_failed_first(self, pair: ColocatedGroup) -> None:
+        """A rank that fails in a later call while an earlier one goes on elsewhere takes nothing from the earlier one."""
+        log = cleared(pair)
+        with Gate() as gate, Gate() as trigger:
+            earlier = log.at.submit([gate.address, None], [ADD, ADD], "a")  # type: ignore[arg-type]
+            failing = log.at.submit([None, trigger.address], [ADD, RAISE], "b")  # type: ignore[arg-type]
+            last = log.add.submit("c")
+            gate.wait_for()
+            trigger.open()
+            error = error_of(failing)
+            assert isinstance(error, RoleError)
+            assert error.rank == 1
+        assert earlier.result(PATIENCE_S) == ["a", "a"]
+        last.result(PATIENCE_S)
+        assert log.read() == [["a", "c"], ["a", "c"]]
+
+    def test_not_begun_elsewhere(self, pair: ColocatedGroup) -> None:
+        """A rank that hasn't begun the failed call when it hears of it never begins it."""
+        log = cleared(pair)
+        with Gate() as gate:
+            earlier = log.at.submit([gate.address, None], [ADD, ADD], "a")  # type: ignore[arg-type]
+            failing = log.at.submit([None, None], [ADD, RAISE], "b")  # type: ignore[arg-type]
+            assert isinstance(error_of(failing), RoleError)
+        earlier.result(PATIENCE_S)
+        log.add("c")
+        assert log.read() == [["a", "c"]] * 2
+
+    def test_both_fail(self, pair: ColocatedGroup) -> None:
+        """When every rank fails, the caller gets one of the failures, and the group goes on."""
+        log = cleared(pair)
+        for _ in range(5):
+            error = error_of(log.at.submit([None, None], [RAISE, RAISE]))  # type: ignore[arg-type]
+            assert isinstance(error, RoleError)
+            assert error.rank in (0, 1)
+        log.add("after")
+        assert log.read() == [["after"], ["after"]]
+
+    def test_failures_in_a_row(self, pair: ColocatedGroup) -> None:
+        """Queued failing calls each get their own error, and nothing between them is lost."""
+        log, faulty = cleared(pair), pair.role("faulty", Faulty)
+        calls: list[Call[Any]] = []
+        for index in range(6):
+            calls.append(faulty.fail.submit(ranks=(index % 2,)))
+            log.add.submit(index)
+        for index, call in enumerate(calls):
+            error = error_of(call)
+            assert isinstance(error, RoleError)
+            assert error.rank == index % 2
+        assert log.read() == [list(range(6))] * 2
+
+    def test_failure_on_one_rank_only(self, pair: ColocatedGroup) -> None:
+        """A call to one rank that fails holds the group as well, and its error names the rank."""
+        log, faulty = cleared(pair), pair.role("faulty", Faulty)
+        with pytest.raises(RoleError) as caught:
+            faulty.fail.options(ranks=[1])()
+        assert caught.value.rank == 1
+        log.add("after")
+        assert log.read() == [["after"]] * 2
+
+    def test_cancelled(self, pair: ColocatedGroup) -> None:
+        """Ranks that still run a call which failed elsewhere see ctx.cancelled."""
+        log = cleared(pair)
+        with Gate() as gate:
+            call = log.cancelled_at.options(timeout=0.01).submit(gate.address)
+            assert isinstance(error_of(call), CallTimeout)
+            gate.wait_for(2)
+        assert log.read() == [[("cancelled", True)]] * 2
+
+    def test_not_cancelled(self, pair: ColocatedGroup) -> None:
+        """A call that somebody waits for isn't cancelled."""
+        log = cleared(pair)
+        with Gate() as gate:
+            gate.open()
+            assert log.cancelled_at(gate.address) == [False, False]
+
+    def test_async_hold(self, pair: ColocatedGroup) -> None:
+        """Async calls that overlap with a failing one go on to their end; those not begun wait for the hold."""
+        log = cleared(pair)
+        with Gate() as gate:
+            going = log.peak.submit(gate.address)
+            gate.wait_for(2)
+            failing = log.async_raise.submit()
+            after = log.add.submit("after")
+            assert not failing.done()  # of another method, so it waits for its turn
+        going.result(PATIENCE_S)
+        assert isinstance(error_of(failing), RoleError)
+        after.result(PATIENCE_S)
+        assert log.read() == [["in", "out", "after"]] * 2
+
+    def test_timeout(self, pair: ColocatedGroup) -> None:
+        """A call past its timeout ends with CallTimeout, with each late rank's Python stack; then as any failure."""
+        faulty, log = pair.role("faulty", Faulty), cleared(pair)
+        with Gate() as gate:
+            call = faulty.fail_after.options(timeout=0.05).submit([None, gate.address], -1)  # type: ignore[arg-type]
+            queued = log.add.submit("queued")
+            error = error_of(call)
+            assert isinstance(error, CallTimeout)
+            assert isinstance(error, TimeoutError)
+            assert set(error.stacks) == {1}
+            assert "in fail_after" in error.stacks[1]
+            assert "pass_gate" in error.stacks[1]
+            assert (error.rank, error.group, error.role, error.method) == (1, pair.name, "faulty", "fail_after")
+            assert "isn't done after 0.05 s" in str(error)
+            assert "in pass_gate" in str(error)
+            assert not queued.done()
+        queued.result(PATIENCE_S)
+        assert log.read() == [["queued"]] * 2
+
+    def test_timeout_in_time(self, pair: ColocatedGroup) -> None:
+        """A call that is done in time isn't touched by its timeout."""
+        assert pair.role("echo", Echo).first.options(timeout=PATIENCE_S)("x") == "x"
+        with pair.role("rows", Rows).double.options(timeout=PATIENCE_S).keep([1, 2]) as kept:
+            assert kept.fetch() == [2, 4]
+
+    def test_timeout_of_a_queued_call(self, pair: ColocatedGroup) -> None:
+        """A timeout counts from submission: a call that hasn't begun by then never begins."""
+        log = cleared(pair)
+        with Gate() as gate:
+            first = log.add_at.submit(gate.address, "a")
+            gate.wait_for(2)
+            second = log.add.options(timeout=0.05).submit("b")
+            error = error_of(second)
+            assert isinstance(error, CallTimeout)
+            assert set(error.stacks) == {0, 1}
+        assert first.result(PATIENCE_S) == [None, None]
+        log.add("c")
+        assert log.read() == [["a", "c"]] * 2
+
+    def test_timeout_of_a_kept_call(self, pair: ColocatedGroup) -> None:
+        """A kept call that is too late poisons its resident."""
+        faulty = pair.role("faulty", Faulty)
+        with Gate() as gate:
+            kept = faulty.wait.options(timeout=0.05).keep(gate.address)
+            with pytest.raises(CallTimeout):
+                kept.fetch()
+        assert faulty.fine() == [0, 1]
+
+    def test_rank_that_stays_away(self, spawn: Spawn) -> None:
+        """A rank that isn't back within the grace period fails the group, naming it; the cause is the first failure."""
+        group = spawn({"log": colocate.role(Log)})
+        log = group.role("log", Log)
+        group.grace = 0.1
+        with Gate() as gate, Gate() as trigger:
+            failing = log.at.submit([gate.address, trigger.address], [ADD, RAISE])  # type: ignore[arg-type]
+            queued = log.add.submit("never")
+            gate.wait_for()
+            trigger.open()
+            root = error_of(failing)
+            error = error_of(queued)
+            assert isinstance(error, ColocateError)
+            assert "slot 0" in str(error)
+            assert "did not come back within 0.1 s" in str(error)
+            assert "pass_gate" in str(error)
+            assert error.rank == 0
+            assert error.__cause__ is root
+            with pytest.raises(ColocateError) as again:
+                log.add("never")
+            assert again.value is error
+            group.close(grace=0)
