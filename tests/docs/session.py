@@ -6,6 +6,7 @@ Python blocks share one namespace, that of `__main__`, as if they were one scrip
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import io
 import json
 import subprocess
@@ -16,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 SCRIPT = "page.py"
+PATIENCE_S = 120  # nobody measures it: a page that hangs only has to end, and say where
 
 
 def main() -> None:
     """Take the steps, write what each gave."""
+    faulthandler.dump_traceback_later(PATIENCE_S, exit=True)
     steps, results = map(Path, sys.argv[1:])
     module = types.ModuleType("__main__")
     module.__file__ = str(Path(SCRIPT).absolute())
