@@ -85,7 +85,7 @@ def _owner(kind: str, name: str, line: int, children: list[dict[str, Any]]) -> d
 def record(**changes: Any) -> RunRecord:
     """A run that learned, with whatever is to be different."""
     spans = tuple(calls())
-    rows = [{"step": 0, "eval_accuracy": 0.18, "seconds": {"warm_up": 1.0}}]
+    rows: list[dict[str, Any]] = [{"step": 0, "eval_accuracy": 0.18, "seconds": {"warm_up": 1.0}}]
     for step in range(1, 21):
         row = {"step": step, "reward": 0.3 + step * 0.03, "kl": 0.01 * step, "policy_loss": 0.1 - step / 100}
         rows.append(row | {"eval_accuracy": 0.18 + step * 0.035} if step % 5 == 0 else row)
