@@ -149,7 +149,7 @@ class Screen:
     def reported(self, path: Path | None) -> None:
         """Say where the report is, or what it needs."""
         if path is None:
-            self.say("\nno report.html: it needs jinja2; pip install 'colocate[ppo]'")
+            self.say("\nno report.html: it needs jinja2; pip install 'colocate[report]'")
         else:
             self.say(f"\nreport: {short(path)}")
 
