@@ -118,7 +118,7 @@ def test_where_the_report_is_or_what_it_needs() -> None:
     screen.reported(None)
     assert out.getvalue().split("\n\n") == [
         "\nreport: runs/demo/report.html",
-        "no report.html: it needs jinja2; pip install 'colocate[ppo]'\n",
+        "no report.html: it needs jinja2; pip install 'colocate[report]'\n",
     ]
 
 
