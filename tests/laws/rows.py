@@ -1,0 +1,189 @@
+"""A role whose methods work row by row, so that no result depends on which rank has which rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from colocate import (
+    Broadcast,
+    Concat,
+    Dispatch,
+    First,
+    Gather,
+    OnRank,
+    PerRank,
+    Ranks,
+    Reduce,
+    Role,
+    Scatter,
+    method,
+)
+
+
+def each(value: Any, leaf: Callable[[Any], Any]) -> Any:
+    """The value with its leaves changed, which are tensors, arrays, lists; all keep their rows."""
+    return whole(value, lambda item: item.apply(leaf) if isinstance(item, TensorDict) else leaf(item))
+
+
+def whole(value: Any, leaf: Callable[[Any], Any]) -> Any:
+    """The value with its leaves changed, TensorDicts among them."""
+    if isinstance(value, dict):
+        return {key: whole(item, leaf) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return tuple(whole(item, leaf) for item in value)
+    return None if value is None else leaf(value)
+
+
+def doubled(leaf: Any) -> Any:
+    """Each row twice as large."""
+    if isinstance(leaf, list):
+        return [[row, row] for row in leaf]
+    if isinstance(leaf, np.ndarray):
+        return leaf if leaf.dtype == object else np.stack([leaf, leaf], -1)
+    return ~leaf if leaf.dtype is torch.bool else leaf * 2
+
+
+def viewed(leaf: Any) -> Any:
+    """The same rows as a view of another shape, with an offset, or of repeated memory."""
+    if isinstance(leaf, list):
+        return leaf[:]
+    if isinstance(leaf, np.ndarray):
+        return np.broadcast_to(leaf[:, None], (len(leaf), 2, *leaf.shape[1:]))
+    if leaf.is_nested:
+        return leaf[:]
+    if leaf.dim() > 1:
+        return leaf.transpose(0, -1).transpose(0, -1)[..., ::2]
+    longer = torch.cat([leaf.new_zeros(1), leaf])
+    return longer[1:, None].expand(-1, 2)
+
+
+def stretched(leaf: Any, counts: Sequence[int]) -> Any:
+    """Row i as often as counts[i] says, which may be never."""
+    if isinstance(leaf, list):
+        return [row for row, count in zip(leaf, counts, strict=True) for _ in range(count)]
+    if isinstance(leaf, np.ndarray):
+        return np.repeat(leaf, list(counts), axis=0)
+    return leaf[torch.repeat_interleave(torch.tensor(list(counts), dtype=torch.int64))]
+
+
+def size(value: Any) -> int:
+    """The number of rows."""
+    if isinstance(value, dict | tuple):
+        return max((size(item) for item in (value.values() if isinstance(value, dict) else value)), default=0)
+    return 0 if value is None else len(value) if isinstance(value, list) else int(value.shape[0])
+
+
+class Rotate(Dispatch):
+    """A dispatch of the user's own, which gets values only: all arguments for all ranks, and which rank it is."""
+
+    def split(self, arguments: Mapping[str, Any], ranks: Ranks) -> Sequence[Mapping[str, Any]]:
+        assert not any("reference" in repr(value) for value in arguments.values())
+        return [{**arguments, "rank": rank} for rank in range(ranks.world_size)]
+
+
+class Rows(Role):
+    """Methods for the law of residency."""
+
+    def __init__(self) -> None:
+        self.weight = torch.nn.Parameter(torch.tensor(2.0))
+        self.kept: list[Any] = []
+
+    @method(dispatch=Scatter("x", empty="run"), collect=Concat())
+    def same(self, x: Any) -> Any:
+        return x
+
+    @method(dispatch=Scatter("x", empty="run"), collect=Concat())
+    def double(self, x: Any) -> Any:
+        return each(x, doubled)
+
+    @method(dispatch=Scatter("x", empty="run"), collect=Concat())
+    def inference(self, x: Any) -> Any:
+        with torch.inference_mode():
+            return {"made": each(x, doubled), "given": x}
+
+    @method(dispatch=Scatter("x", empty="run"), collect=Concat())
+    def graded(self, x: Any) -> Any:
+        def leaf(item: Any) -> Any:
+            return item * self.weight if isinstance(item, torch.Tensor) and item.is_floating_point() else item
+
+        return each(x, leaf)
+
+    @method(dispatch=Scatter("x", empty="run"), collect=Concat())
+    def view(self, x: Any) -> Any:
+        return each(x, viewed)
+
+    @method(dispatch=Scatter("x", empty="run"), collect=Concat())
+    def hold(self, x: Any) -> Any:
+        """Keeps what it returned, without writing into it."""
+        result = (x, each(x, doubled))
+        self.kept.append(result)
+        return result
+
+    @method(dispatch=Scatter("x", "y", empty="run"), collect=Concat())
+    def both(self, x: Any, y: Any) -> Any:
+        assert size(x) == size(y)
+        return {"x": x, "y": y}
+
+    @method(dispatch=Scatter("x", "counts", empty="run"), collect=Concat())
+    def stretch(self, x: Any, counts: list[int]) -> Any:
+        """Leaves ranks with few rows, or none."""
+        return whole(x, lambda leaf: stretched(leaf, counts))
+
+    @method(dispatch=Scatter("x", pad=True, empty="run"), collect=Concat())
+    def padded(self, x: Any) -> Any:
+        return each(x, doubled)
+
+    @method(dispatch=Scatter("x", pad="masked", empty="run"), collect=Concat())
+    def masked(self, x: Any) -> Any:
+        valid = self.ctx.valid_rows
+        return whole(x, lambda leaf: leaf[:valid])
+
+    @method(dispatch=Scatter("x", empty="run"), collect=Concat(), concurrency=2)
+    async def later(self, x: Any) -> Any:
+        return each(x, doubled)
+
+    @method(dispatch=Scatter("x"), collect=Reduce("sum"))
+    def count(self, x: Any) -> dict[str, Any]:
+        """Refuses to run without rows."""
+        return {"rows": size(x), "tensor": torch.tensor([size(x), 1])[:1]}
+
+    @method(collect=First())
+    def first(self, x: Any) -> Any:
+        return x
+
+    @method
+    def gather(self, x: Any) -> Any:
+        return (self.ctx.rank, x)
+
+    @method(collect=Concat())
+    def copies(self, x: Any) -> Any:
+        return x
+
+    @method(collect=Reduce("mean"))
+    def mean(self, x: Any) -> Any:
+        return [torch.tensor([1.0, self.ctx.rank], requires_grad=True), np.array([self.ctx.rank, 1]), 0.5]
+
+    @method(dispatch=PerRank("items"), collect=Gather())
+    def per_rank(self, items: Any, x: Any = None) -> Any:
+        return {"item": items, "x": x}
+
+    @method(dispatch=OnRank(0))
+    def on_rank(self, x: Any) -> Any:
+        return each(x, doubled)
+
+    @method(dispatch=Rotate(), collect=First())
+    def rotate(self, x: Any, rank: int = -1) -> Any:
+        assert rank == self.ctx.rank
+        return x
+
+    @method(dispatch=Broadcast(), collect=First())
+    def forget(self) -> int:
+        """Drop what `hold` keeps."""
+        count = len(self.kept)
+        self.kept.clear()
+        return count

@@ -1,0 +1,159 @@
+"""The law of residency: using a resident gives what using its collected value gives."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+import colocate
+from colocate import ColocatedGroup, ColocateError, Resident
+
+from .programs import Node, Step, nodes, programs, replace
+from .rows import Rows
+from .values import difference
+
+EXECUTORS: dict[str, dict[str, Any]] = {
+    "threads": {},
+    "strict": {"strict": True},
+    "processes": {"processes": True},
+}
+
+
+def spawn(stack: ExitStack, options: dict[str, Any], slots: int) -> tuple[ColocatedGroup, dict[str, int]]:
+    """A group whose roles lie on its slots in several ways."""
+    layout: dict[str, dict[str, Any]] = {
+        "all": {},
+        "back": {"slots": range(slots)[::-1]},
+        "ends": {"slots": [0, slots - 1]},
+        "last": {"slots": [slots - 1]},
+        "tensor": {"mesh": {"dp": slots // 2, "tp": 2}} if slots % 2 == 0 else {"mesh": {"tp": slots}},
+    }
+    runtime = stack.enter_context(colocate.connect("local", **options))
+    pool = stack.enter_context(runtime.reserve(slots=slots))
+    group = pool.spawn({name: colocate.role(Rows).on(**place) for name, place in layout.items()}, name="rows")
+    return group, {name: len(place.get("slots", range(slots))) for name, place in layout.items()}
+
+
+def with_values(group: ColocatedGroup, program: Sequence[Step]) -> list[Any]:
+    """What each step gives when every value is collected; an error for what failed and for what would use it."""
+    results: list[Any] = []
+    for step in program:
+        failed = [results[node.index] for node in nodes(step) if isinstance(results[node.index], ColocateError)]
+        results.append(failed[0] if failed else _called(group, step, results))
+    return results
+
+
+def _called(group: ColocatedGroup, step: Step, results: Sequence[Any]) -> Any:
+    given = replace(step.arguments, lambda node: results[node.index])
+    before = copy.deepcopy(given)
+    try:
+        return getattr(group.role(step.role), step.method)(**given)
+    except ColocateError as error:
+        return error
+    finally:
+        assert difference(given, before) is None, f"{step.method} changed its arguments on the driver"
+
+
+def with_residents(group: ColocatedGroup, program: Sequence[Step], wanted: Sequence[Any]) -> list[Any]:
+    """The same with every value staying in the workers, fetched at the very end."""
+    kept: list[Any] = []
+
+    def argument(node: Node) -> Any:
+        return wanted[node.index] if node.fetched else kept[node.index].ref
+
+    for step, value in zip(program, wanted, strict=True):
+        failed = [kept[node.index] for node in nodes(step) if isinstance(kept[node.index], ColocateError)]
+        fails = isinstance(value, ColocateError)
+        if fails:  # alone, since it may take others with it that are under way
+            kept = [_settled(item) for item in kept]
+        kept.append(failed[0] if failed else _kept(group, step, argument))
+        if fails:
+            kept[-1] = _settled(kept[-1])
+    return [_fetched(item) for item in kept]
+
+
+def _settled(item: Any) -> Any:
+    """A resident once it is there, or the error of what makes it."""
+    found = _fetched(item)
+    return found if isinstance(found, ColocateError) else item
+
+
+def _kept(group: ColocatedGroup, step: Step, argument: Callable[[Node], Any]) -> Any:
+    try:
+        return getattr(group.role(step.role), step.method).keep(**replace(step.arguments, argument))
+    except ColocateError as error:
+        return error
+
+
+def _fetched(item: Any) -> Any:
+    try:
+        return item.fetch() if isinstance(item, Resident) else item
+    except ColocateError as error:
+        return error
+
+
+def compare(group: ColocatedGroup, program: Sequence[Step]) -> None:
+    wanted = with_values(group, program)
+    found = with_residents(group, program, wanted)
+    for index, (step, value, resident) in enumerate(zip(program, wanted, found, strict=True)):
+        if isinstance(value, ColocateError) or isinstance(resident, ColocateError):
+            event(f"{step.method} failed")
+            assert type(value) is type(resident), f"step {index}, {step}: {value!r} and {resident!r}"
+        else:
+            event(step.method)
+            words = difference(value, resident)
+            assert words is None, f"step {index}, {step}: {words}"
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_a_resident_is_as_good_as_its_value(executor: str, examples: dict[str, int]) -> None:
+    """Random chains of role methods give the same whether values travel or stay."""
+    slots = 4 if executor == "threads" else 3
+    with ExitStack() as stack:
+        group, roles = spawn(stack, EXECUTORS[executor], slots)
+
+        @settings(max_examples=examples[executor])
+        @given(programs(roles))
+        def law(program: Sequence[Step]) -> None:
+            compare(group, program)
+            for role in roles:
+                group.role(role).forget()
+
+        law()
+
+
+@st.composite
+def pairs(draw: Any, roles: dict[str, int]) -> Sequence[Step]:
+    """Two residents of as many rows, made with any partitions anywhere, and a call that scatters both."""
+    rows = draw(st.integers(1, 6))
+    steps: list[Step] = []
+    for start in (0, 100):
+        counts = [1] * rows
+        for _ in range(draw(st.integers(0, rows))):  # as many rows afterwards, others of them
+            counts[draw(st.integers(0, rows - 1))] += 1
+            counts[draw(st.sampled_from([i for i, count in enumerate(counts) if count]))] -= 1
+        role, method = draw(st.sampled_from(list(roles))), draw(st.sampled_from(["stretch", "stretch", "first"]))
+        arguments: dict[str, Any] = {"x": list(range(start, start + rows))}
+        steps.append(Step(role, method, {**arguments, "counts": counts} if method == "stretch" else arguments))
+    arguments = draw(st.sampled_from([{"x": Node(0), "y": Node(1)}, {"x": {"a": Node(0), "b": Node(1)}, "y": Node(0)}]))
+    return [*steps, Step(draw(st.sampled_from(list(roles))), "both", arguments)]
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_residents_that_are_scattered_together_stay_row_by_row(executor: str, examples: dict[str, int]) -> None:
+    """Whatever the partitions they were made with, row i of one goes with row i of the other."""
+    with ExitStack() as stack:
+        group, roles = spawn(stack, EXECUTORS[executor], 3)
+
+        @settings(max_examples=examples[executor])
+        @given(pairs(roles))
+        def law(program: Sequence[Step]) -> None:
+            compare(group, program)
+
+        law()
