@@ -12,13 +12,7 @@ from colocate_ppo import checkpoint, maths, parallel
 from colocate_ppo.critic import Estimates
 from colocate_ppo.forward import response_log_probs, response_logits
 from colocate_ppo.generation import generate
-from colocate_ppo.model import (
-    Weights,
-    pretrained_model,
-    scratch_model,
-    small_llama,
-    weights_of,
-)
+from colocate_ppo.model import Weights, pretrained_model, scratch_model, small_llama, weights_of
 from colocate_ppo.rollout import Rollout, join, widen
 from colocate_ppo.task import Problem
 from colocate_ppo.tokenizer import Padded, character_tokenizer, pretrained_tokenizer

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from colocate import ColocatedGroup, ConfigError
 from colocate_ppo.maths import KlEstimator
-from colocate_ppo.task import Task
+from colocate_ppo.task import Problem, Task
 from colocate_ppo.team import Team
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 _SHOWN = 8
 _PROGRESS = "progress.json"
+_ANSWERS = "answers to held-out problems"
 
 
 @attrs.define
@@ -36,10 +38,20 @@ class Progress:
     position: int = 0
     before: list[str] = attrs.field(factory=list)
 
+    def write(self, path: Path) -> None:
+        """Keep it in a file."""
+        path.write_text(json.dumps(attrs.asdict(self)), encoding="utf-8")
+
+    def read(self, path: Path) -> None:
+        """Be as far as the file says."""
+        for name, value in json.loads(path.read_text(encoding="utf-8")).items():
+            setattr(self, name, value)
+
 
 def train(
     run: Run,
     *,
+    group: str | None = None,
     task: str = "spell_backward",
     task_options: Mapping[str, Any] | None = None,
     max_new_tokens: int | None = None,
@@ -70,7 +82,8 @@ def train(
     """Train an actor with PPO on a task of reasoning-gym, in a group with this plugin's four roles.
 
     Args:
-        run: What the job is given: the group, the log, checkpoints.
+        run: What the job is given: groups, log, checkpoints.
+        group: The group's name; None where the config has only one.
         task: The name of a reasoning-gym dataset.
         task_options: Its options.
         max_new_tokens: The longest answer; None for two more than the longest right one has characters.
@@ -98,99 +111,111 @@ def train(
         eval_problems: Problems in an evaluation.
         checkpoint_every: PPO steps between checkpoints.
     """
-    (group,) = run.groups.values()
-    team = Team.of(group)
+    team = Team.of(_group(run, group))
     actor, critic, reference, reward = team.actor, team.critic, team.reference, team.reward
     problems = Task(task, task_options or {}, seed=run.runtime.seed)
     held_out = problems.held_out(eval_problems)
     shown = held_out[:_SHOWN]
-    max_new_tokens = max_new_tokens or max(len(problem.answer) for problem in held_out) + 2
+    longest = max_new_tokens or max(len(problem.answer) for problem in held_out) + 2
     progress = Progress()
-    run.total(steps)
+
+    def start() -> None:
+        if run.resumed is None:
+            team.align()
+        else:
+            team.restore(str(run.resumed))
+            progress.read(Path(run.resumed, _PROGRESS))
+            problems.position = progress.position
 
     def checkpoint() -> None:
         progress.position = problems.position
-        with run.checkpoint(progress.step) as directory:
+        with run.timed("checkpoint"), run.checkpoint(progress.step) as directory:
             team.save(str(directory))
-            Path(directory, _PROGRESS).write_text(json.dumps(attrs.asdict(progress)))
+            progress.write(Path(directory, _PROGRESS))
 
-    if run.resumed is None:
-        team.align()
-    else:
-        team.restore(str(run.resumed))
-        progress = Progress(**json.loads(Path(run.resumed, _PROGRESS).read_text()))
-        problems.position = progress.position
+    def warm_up() -> None:
+        lr_scale = _warm_up_scale(progress.warmed, warm_up_ramp, warm_up_steps)
+        actor.warm_up(problems.demonstrate(warm_up_batch, flawed), lr_scale)
+        progress.warmed += 1
 
+    def evaluate() -> dict[str, float]:
+        with run.timed("evaluate"):
+            return team.evaluate(held_out, longest)
+
+    def step() -> dict[str, float]:
+        progress.step += 1
+        with run.timed("rollout"):
+            rollout = actor.generate.keep(problems.draw(batch), longest, temperature)
+            scores = reward.score.keep(rollout.ref)
+            if shuffle_rewards:
+                scores = reward.shuffle.keep(scores.ref)
+            metrics = reward.summary(rollout.ref, scores.ref)
+        with run.timed("estimates"):
+            log_probs = actor.log_probs.keep(rollout.ref, temperature)
+            reference_log_probs = reference.log_probs.keep(rollout.ref, temperature)
+            values = critic.values.keep(rollout.ref)
+            estimates = critic.advantages.keep(
+                rollout.ref,
+                scores.ref,
+                values.ref,
+                log_probs.ref,
+                reference_log_probs.ref,
+                gamma=gamma,
+                lam=lam,
+                kl_coefficient=kl_coefficient,
+                kl_estimator=kl_estimator,
+            )
+            metrics["kl"] = reference.kl(rollout.ref, log_probs.ref, reference_log_probs.ref, kl_estimator)
+        with run.timed("critic_update"):
+            metrics |= critic.update(rollout.ref, values.ref, estimates.ref, minibatch, epochs, value_clip)
+        with run.timed("actor_update"):
+            metrics |= actor.update(
+                rollout.ref,
+                log_probs.ref,
+                estimates.ref,
+                minibatch,
+                epochs,
+                clip,
+                entropy_coefficient,
+                temperature,
+                lr_scale=_actor_scale(progress.step, steps, critic_only_steps, actor_ramp, actor_decay),
+            )
+        return metrics
+
+    run.total(steps)
+    start()
     with run.timed("warm_up"):
         while progress.warmed < warm_up_steps and not run.stopping:
-            demonstrations = problems.demonstrate(warm_up_batch, flawed)
-            actor.warm_up(demonstrations, _warm_up_scale(progress.warmed, warm_up_ramp, warm_up_steps))
-            progress.warmed += 1
-
+            warm_up()
     if not progress.before and not run.stopping:
         team.align()
-        progress.before = team.answers(shown, max_new_tokens)
-        run.log(0, **team.evaluate(held_out, max_new_tokens))
-
+        progress.before = team.answers(shown, longest)
+        run.log(0, **evaluate())
     while progress.step < steps and not run.stopping:
-        progress.step += 1
         with team.scope():
-            with run.timed("rollout"):
-                rollout = actor.generate.keep(problems.draw(batch), max_new_tokens, temperature)
-                scores = reward.score.keep(rollout.ref)
-                if shuffle_rewards:
-                    scores = reward.shuffle.keep(scores.ref)
-                answered = reward.summary(rollout.ref, scores.ref)
-            with run.timed("estimates"):
-                log_probs = actor.log_probs.keep(rollout.ref, temperature)
-                reference_log_probs = reference.log_probs.keep(rollout.ref, temperature)
-                values = critic.values.keep(rollout.ref)
-                estimates = critic.advantages.keep(
-                    rollout.ref,
-                    scores.ref,
-                    values.ref,
-                    log_probs.ref,
-                    reference_log_probs.ref,
-                    gamma=gamma,
-                    lam=lam,
-                    kl_coefficient=kl_coefficient,
-                    kl_estimator=kl_estimator,
-                )
-                kl = reference.kl(rollout.ref, log_probs.ref, reference_log_probs.ref, kl_estimator)
-            with run.timed("critic_update"):
-                learned = critic.update(rollout.ref, values.ref, estimates.ref, minibatch, epochs, value_clip)
-            with run.timed("actor_update"):
-                learned |= actor.update(
-                    rollout.ref,
-                    log_probs.ref,
-                    estimates.ref,
-                    minibatch,
-                    epochs,
-                    clip,
-                    entropy_coefficient,
-                    temperature,
-                    lr_scale=_actor_scale(progress.step, steps, critic_only_steps, actor_ramp, actor_decay),
-                )
-        metrics = {
-            "reward": answered["score"],
-            "accuracy": answered["accuracy"],
-            "length": answered["length"],
-            "kl": kl,
-        }
+            metrics = step()
         if progress.step % eval_every == 0 or progress.step == steps:
-            with run.timed("evaluate"):
-                metrics |= team.evaluate(held_out, max_new_tokens)
-        run.log(progress.step, **metrics, **learned)
+            metrics |= evaluate()
+        run.log(progress.step, **metrics)
         if progress.step % checkpoint_every == 0 and progress.step < steps:
             checkpoint()
-
     checkpoint()
     if progress.before:
-        columns = zip(shown, progress.before, team.answers(shown, max_new_tokens), strict=True)
-        run.show(
-            "Answers to held-out problems",
-            [{"question": p.question, "right": p.answer, "before": b, "after": a} for p, b, a in columns],
-        )
+        run.show(_ANSWERS, _compare(shown, progress.before, team.answers(shown, longest)))
+
+
+def _group(run: Run, name: str | None) -> ColocatedGroup:
+    named = [group for key, group in run.groups.items() if name in (None, key)]
+    if len(named) != 1:
+        there_are = ", ".join(run.groups) or "none"
+        raise ConfigError(f"ppo.train: option `group` must name the group to train in; the config has {there_are}")
+    return named[0]
+
+
+def _compare(problems: Sequence[Problem], before: Sequence[str], after: Sequence[str]) -> list[dict[str, str]]:
+    """Answers before and after, a row for each problem."""
+    columns = zip(problems, before, after, strict=True)
+    return [{"question": p.question, "right": p.answer, "before": b, "after": a} for p, b, a in columns]
 
 
 def _warm_up_scale(done: int, ramp: int, steps: int) -> float:

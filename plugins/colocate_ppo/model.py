@@ -7,14 +7,7 @@ from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    LlamaConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 from colocate_ppo.tokenizer import Tokenizer
 

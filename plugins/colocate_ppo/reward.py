@@ -34,10 +34,10 @@ class Reward(Role):
 
     @method(dispatch=Scatter("rollout", "scores"), collect=Reduce("mean"))
     def summary(self, rollout: Rollout, scores: Tensor) -> dict[str, float]:
-        """Means over the answers: `score`, `accuracy` (the very string) and `length` in tokens."""
+        """Means over the answers: `reward` (their scores), `accuracy` (the very string) and `length` in tokens."""
         right = [p.answer == answer for p, answer in zip(rollout["problems"], rollout["answers"], strict=True)]
         return {
-            "score": scores.mean().item(),
+            "reward": scores.mean().item(),
             "accuracy": sum(right) / len(right),
             "length": rollout["mask"].sum(dim=1).float().mean().item(),
         }

@@ -59,7 +59,7 @@ class Team:
             rollout = self.actor.generate.keep(problems, max_new_tokens, greedy=True)
             scores = self.reward.score.keep(rollout.ref)
             means = self.reward.summary(rollout.ref, scores.ref)
-        return {"eval_accuracy": means["accuracy"], "eval_score": means["score"]}
+        return {"eval_accuracy": means["accuracy"], "eval_score": means["reward"]}
 
     def answers(self, problems: list[Problem], max_new_tokens: int) -> list[str]:
         """Greedy answers to some problems, as text."""

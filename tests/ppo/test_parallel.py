@@ -120,3 +120,14 @@ def test_aligned_ranks_are_equal_and_stay_so(two_ranks: Team, problems: list[Pro
     two_ranks.actor.warm_up(problems)
     one, other = (two_ranks.actor.weights.options(ranks=[rank])()["state"] for rank in (0, 1))
     torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_shuffled_scores_go_to_all_ranks(two_ranks: Team, problems: list[Problem]) -> None:
+    """The first rank shuffles the whole batch, and every rank gets its part of that: 11 rows in parts of 6 and 5."""
+    with two_ranks.scope():
+        rollout = two_ranks.actor.generate.keep(problems[:11], max_new_tokens=6)
+        scores = two_ranks.reward.score.keep(rollout.ref)
+        shuffled = two_ranks.reward.shuffle.keep(scores.ref)
+        assert shuffled.fetch().sort().values.equal(scores.fetch().sort().values)
+        ordered, unordered = (two_ranks.reward.summary(rollout.ref, each.ref) for each in (scores, shuffled))
+    assert unordered == pytest.approx(ordered)

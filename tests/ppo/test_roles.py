@@ -169,7 +169,7 @@ def test_scores_are_those_of_the_task(problems: list[Problem]) -> None:
     reward = Reward()
     scores = reward.score(rollout)
     assert scores.tolist() == [1.0, 0.5, 0.0, 0.0]
-    assert reward.summary(rollout, scores) == {"score": 0.375, "accuracy": 0.25, "length": 2.5}
+    assert reward.summary(rollout, scores) == {"reward": 0.375, "accuracy": 0.25, "length": 2.5}
 
 
 def test_shuffled_scores_are_the_same_in_another_order() -> None:
