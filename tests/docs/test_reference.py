@@ -1,0 +1,150 @@
+"""Reference pages can't drift: what they list is what the code has."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import colocate
+import pytest
+import typer.main
+from colocate import errors
+from colocate.cli import app
+from colocate.config import Config, ExecutorConfig, GroupConfig, JobConfig, PoolConfig, RoleConfig
+from colocate.config.schema import key_of, keys
+from colocate_local.local import Local
+from tests.docs.blocks import PAGES, ROOT
+
+DOCS = ROOT / "docs"
+SECTIONS = {
+    "the config": Config,
+    "executor": ExecutorConfig,
+    "a pool": PoolConfig,
+    "a group": GroupConfig,
+    "a role": RoleConfig,
+    "a job": JobConfig,
+}
+WORDS = {
+    "int": "an integer",
+    "float": "a number",
+    "str": "text",
+    "bool": "true or false",
+    "None": "null",
+    "Mesh": "a mapping",
+    "list[int]": "a list",
+    "ExecutorConfig": "an executor",
+    "JobConfig": "a job",
+}
+
+
+def tables(page: Path) -> dict[str, list[list[str]]]:
+    """The cells of the tables of a page, without their heads; those under one heading are one table."""
+    found: dict[str, list[list[str]]] = {}
+    rows: list[list[str]] = []
+    for line in page.read_text(encoding="utf-8").splitlines():
+        if line.startswith("#"):
+            rows = found.setdefault(line.lstrip("# "), [])
+        elif line.startswith("| "):
+            rows.append([cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]])
+    return {heading: rows for heading, rows in found.items() if rows}
+
+
+@pytest.mark.parametrize("heading", SECTIONS)
+def test_the_keys_of_a_config_are_listed(heading: str) -> None:
+    """Every key with its type and its default, in the order of the schema."""
+    listed = [row[:3] for row in tables(DOCS / "configuration.md")[heading] if row[0].startswith("`")]
+    fields = keys(SECTIONS[heading])
+    known = [[f"`{key_of(field.name)}`", words(str(field.type)), default(field)] for field in fields]
+    assert listed[: len(known)] == known
+
+
+def test_the_options_of_local_are_listed() -> None:
+    rows = tables(DOCS / "configuration.md")["executor"]
+    listed = [row[:3] for row in rows[[row[0] for row in rows].index("option") + 1 :]]
+    parameters = inspect.signature(Local.connect).parameters.values()
+    assert listed == [[f"`{p.name}`", words(str(p.annotation)), yaml_of(p.default)] for p in parameters]
+
+
+def test_every_error_is_explained() -> None:
+    """The error table has each class that a caller can meet, and none that there isn't."""
+    there = {
+        name
+        for name, cls in vars(errors).items()
+        if isinstance(cls, type) and issubclass(cls, errors.ColocateError) and hasattr(colocate, name)
+    }
+    rows = [name for rows in tables(DOCS / "ownership-and-failure.md").values() for row in rows for name in code(row[0])]
+    assert there - {"ColocateError"} == {name for name in rows if name.endswith(("Error", "Died", "Timeout"))}
+
+
+def test_every_command_and_option_is_described() -> None:
+    text = (DOCS / "cli.md").read_text(encoding="utf-8")
+    group: Any = typer.main.get_command(app)
+    for name, command in group.commands.items():
+        assert f"## colocate {name}" in text
+        for parameter in command.params:
+            for option in parameter.opts:
+                assert parameter.param_type_name == "argument" or f"`{option}" in text, f"{name} {option}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    """Files exist, and so do the headings in them."""
+    for target in re.findall(r"\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
+        if "://" in target:
+            continue
+        file, _, anchor = target.partition("#")
+        there = page.parent / file if file else page
+        assert there.exists(), f"{page.name} links to {target}"
+        assert not anchor or anchor in anchors(there), f"{page.name} links to {target}"
+
+
+def test_the_index_has_every_page() -> None:
+    text = (DOCS / "README.md").read_text(encoding="utf-8")
+    assert [page.name for page in PAGES if page.parent == DOCS and f"({page.name})" not in text] == ["README.md"]
+
+
+def words(annotation: str) -> str:
+    """A type as the pages say it."""
+    if annotation.startswith("dict[str, ") and annotation.endswith("Config]"):
+        return f"{annotation[10:-7].lower()}s by name"
+    if annotation.startswith("dict"):
+        return "a mapping"
+    if annotation.startswith("Literal"):
+        return " or ".join(f"`{choice}`" for choice in typing.get_args(eval(annotation, {"Literal": typing.Literal})))
+    arms = [WORDS[arm] for arm in annotation.split(" | ") if arm != "None" or annotation.count("|")]
+    arms = arms[:-1] if arms in (["a job", "null"],) else arms
+    return " or ".join([", ".join(arms[:-1]), arms[-1]]) if len(arms) > 1 else arms[0]
+
+
+def default(field: attrs.Attribute[Any]) -> str:
+    """A default as the pages say it."""
+    if field.name == "name":
+        return "the file's stem"
+    if field.default is attrs.NOTHING:
+        return "required"
+    if field.type == "ExecutorConfig":
+        return f"`{ExecutorConfig().use}`"
+    if isinstance(field.default, attrs.Factory) or field.type == "JobConfig | None":  # type: ignore[arg-type]
+        return "none"
+    return yaml_of(field.default)
+
+
+def yaml_of(value: object) -> str:
+    """A value as YAML says it."""
+    return f"`{'null' if value is None else str(value).lower()}`"
+
+
+def code(cell: str) -> list[str]:
+    """What is set as code in a cell."""
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings: Mapping[str, None] = dict.fromkeys(re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE))
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
