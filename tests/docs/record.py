@@ -33,6 +33,8 @@ def main(names: list[str]) -> None:
 
 def _tidy(output: str, folder: str) -> str:
     output = output.replace(f"{folder}/page/", "")
+    output = re.sub(r'(  File "/[^\n]*\n(    [^\n]*\n)*)+', "  ...\n", output)  # frames of others, and where they lie here
+    output = re.sub(r" +$", "", output, flags=re.MULTILINE)
     return re.sub(rf"\b{re.escape(platform.node())}\b", NODE, output).strip("\n")
 
 
