@@ -178,6 +178,8 @@ class Sending:
             else:
                 self._left = memoryview(self._left)[written:]
         frame = self.frame
+        if not frame.payload_bytes:
+            return True
         until = min(frame.payload_bytes, self._from + _STRIDE_BYTES)
         while self._from < until:
             self._from += os.sendfile(sock.fileno(), frame._file, self._from, until - self._from)

@@ -150,13 +150,12 @@ class Lane:
         if self._tasks:
             self._pump()
             return
-        item = self._queue.get()
-        while True:
-            self._note(item)
-            try:
-                item = self._queue.get_nowait()
-            except queue.Empty:
-                return
+        self._note(self._queue.get())
+        self._note_all()
+
+    def _note_all(self) -> None:
+        while not self._queue.empty():  # nobody else takes from it
+            self._note(self._queue.get())
 
     def _note(self, item: _Item) -> None:
         if isinstance(item, Work):
@@ -217,11 +216,7 @@ class Lane:
         """Run the tasks until one is done or something is in the queue; then take what is there."""
         assert self._loop is not None
         self._loop.run_until_complete(self._until_news())
-        while True:
-            try:
-                self._note(self._queue.get_nowait())
-            except queue.Empty:
-                return
+        self._note_all()
 
     async def _until_news(self) -> None:
         assert self._wake is not None
