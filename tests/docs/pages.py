@@ -58,6 +58,7 @@ def run(page: Path, folder: Path) -> list[tuple[Step, str]]:
     """
     steps = steps_of(page)
     (folder / "docs").mkdir(parents=True)
+    (folder / ".site").mkdir()
     (folder / "docs" / "examples").symlink_to(ROOT / "docs" / "examples")
     plan, results = folder / ".steps.json", folder / ".results.json"
     plan.write_text(json.dumps([attrs.asdict(step) for step in steps]))
@@ -113,7 +114,7 @@ def _environment(folder: Path) -> dict[str, str]:
     """A shell as a reader has it after installing colocate; what `pip install` adds goes into the page's folder."""
     site = folder / ".site"
     path = os.pathsep.join([str(site / "bin"), str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    pip = {"TARGET": str(site), "NO_DEPS": "1", "NO_BUILD_ISOLATION": "1", "NO_INDEX": "1", "QUIET": "1"}
+    pip = {"TARGET": str(site), "NO_DEPS": "1", "NO_BUILD_ISOLATION": "0", "NO_INDEX": "1", "QUIET": "1"}
     return {
         **os.environ,
         "PATH": path,
