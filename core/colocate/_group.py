@@ -179,7 +179,7 @@ class ColocatedGroup(Owned):
         ranks = role.ranks
         if call.targets is not role.slots:
             ranks = Ranks(ranks.world_size, ranks.meshes, targets=call.ranks)
-        source = Source(call.keep, self.name, role.slots_short, ranks, spec.collect, call.label)
+        source = Source(call.keep, self.name, role.slots, ranks, spec.collect, call.label)
         kept = Kept(source, self, call, call.line)
         self._kept[call.keep] = kept
         if not self._flushing:
@@ -395,7 +395,7 @@ class ColocatedGroup(Owned):
             self.pool.vacate(self)
             self._finished.set()
         if self.runtime.observers:
-            self.runtime.observers.tell("colocate_group_closed", self.name)
+            self.runtime.dispatcher.soon(lambda: self.runtime.observers.tell("colocate_group_closed", self.name))
         if errors:
             raise BaseExceptionGroup(f"group {self.name!r} was closed, and this had gone wrong", errors)
 

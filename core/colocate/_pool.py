@@ -151,7 +151,7 @@ class Pool(Owned):
             raise
         group.state = "ready"
         if self.runtime.observers:
-            self.runtime.observers.tell("colocate_group_spawned", group)
+            self.runtime.dispatcher.soon(lambda: self.runtime.observers.tell("colocate_group_spawned", group))
         return group
 
     def _occupy(self, indices: tuple[int, ...], declared: Any, name: str | None) -> ColocatedGroup:

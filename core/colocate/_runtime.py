@@ -91,7 +91,7 @@ class Runtime(Owned):
         return Graph(self)
 
     def observe(self, plugin: Any) -> None:
-        """Tell an object what happens, by the hooks that it has.
+        """Tell an object what happens, by the hooks that it has, on the runtime's dispatcher thread.
 
         Hooks are `colocate_group_spawned(group)`, `colocate_call_finished(record)`, `colocate_worker_died(error)` and
         `colocate_group_closed(name)`; the record is a `CallRecord`.

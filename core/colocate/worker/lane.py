@@ -79,8 +79,11 @@ class Lane:
         self._put(work)
 
     def hold(self, number: int, failed: int) -> None:
-        """Take up no work from the failed call on; nobody waits for that one any more."""
-        self._limit = min(self._limit, failed)
+        """Take up no work from the failed call on; nobody waits for that one any more.
+
+        Roles (call 0) are constructed nevertheless, so that every rank on which that fails says so.
+        """
+        self._limit = min(self._limit, max(failed, 1))
         self._held = max(self._held, number)
         self.cancel(failed)
         self._put(_Hold(number))  # everything sent before the failed call is in the queue before this
