@@ -46,14 +46,14 @@ class Gate:
 
 def pass_gate(address: Address) -> None:
     """Wait at a gate until it is open."""
-    with contextlib.suppress(ConnectionError), socket.create_connection(address) as connection:
+    with contextlib.suppress(OSError), socket.create_connection(address) as connection:
         if not _to_itself(connection):
             connection.recv(1)
 
 
 async def pass_gate_async(address: Address) -> None:
     """As `pass_gate`, without keeping the lane."""
-    with contextlib.suppress(ConnectionError):
+    with contextlib.suppress(OSError):
         reader, writer = await asyncio.open_connection(*address)
         try:
             if not _to_itself(writer.get_extra_info("socket")):
@@ -67,7 +67,7 @@ def is_open(address: Address) -> bool:
     try:
         with socket.create_connection(address) as connection:
             return _to_itself(connection)
-    except ConnectionError:
+    except OSError:  # refused, or reset before it could be looked at
         return True
 
 

@@ -90,6 +90,8 @@ class ExecutorCase:
     def runtime(cls, no_leaks_of_class: None) -> Iterator[Runtime]:
         """A runtime for all tests of the class."""
         with cls().connect() as runtime:
+            with runtime.reserve(1, cpus=0) as pool:  # whatever a runtime makes for its first worker is there from now on
+                pool.spawn({"echo": colocate.role(Echo)})
             yield runtime
 
     @pytest.fixture(autouse=True)

@@ -77,26 +77,12 @@ class Contexts(ExecutorCase):
             wait_until(lambda: all(w.progress.get("echo") == (3, 10) for w in workers), "progress has come")
         call.result()
 
-    def test_seed(self, spawn: Spawn) -> None:
-        """`ctx.generator` depends on the runtime's seed, the group's name, role and rank, and on nothing else."""
+    def test_generator(self, spawn: Spawn) -> None:
+        """`ctx.generator` depends on the runtime's seed, group, role and rank alone: the numbers are these everywhere."""
         torch = pytest.importorskip("torch")
-        roles = {"one": colocate.role(Tensors), "two": colocate.role(Tensors)}
-        drawn = []
-        for _ in range(2):
-            with spawn(roles, name="seeded") as group:
-                drawn.append([group.role(name, Tensors).random(3) for name in roles])
-        assert torch.equal(drawn[0][0], drawn[1][0])
-        assert torch.equal(drawn[0][1], drawn[1][1])
-        rows = [*drawn[0][0].tolist(), *drawn[0][1].tolist()]
-        assert len(set(rows)) == len(rows)
-
-    def test_seed_everywhere(self, runtime: colocate.Runtime, spawn: Spawn) -> None:
-        """What a generator draws is the same on every executor: these are the numbers of seed 0."""
-        torch = pytest.importorskip("torch")
-        assert runtime.seed == 0
-        group = spawn({"actor": colocate.role(Tensors)}, name="policy")
-        expected = torch.tensor(DRAWN)
-        assert torch.equal(group.role("actor", Tensors).random(2), expected)
+        group = spawn({name: colocate.role(Tensors) for name in DRAWN}, name="policy")
+        for name, numbers in DRAWN.items():
+            assert torch.equal(group.role(name, Tensors).random(2), torch.tensor(numbers)), name
 
     def test_device(self, pair: ColocatedGroup) -> None:
         """A slot without GPUs has the CPU."""
@@ -104,12 +90,14 @@ class Contexts(ExecutorCase):
         assert [device for device, _ in pair.role("tensors", Tensors).device()] == ["cpu", "cpu"]
 
     @needs(OwnProcess)
-    def test_threads_of_torch(self, runtime: colocate.Runtime) -> None:
-        """Where the worker is a process of its own, torch has as many threads as the slot has CPUs."""
+    def test_threads_of_torch(self, pair: ColocatedGroup) -> None:
+        """A worker that is a process gives torch as many threads as its slot has CPUs, and one at least."""
         pytest.importorskip("torch")
-        with runtime.reserve(1, cpus=2) as pool:
-            group = pool.spawn({"tensors": colocate.role(Tensors)})
-            assert group.role("tensors", Tensors).device() == [("cpu", 2)]
+        assert [threads for _, threads in pair.role("tensors", Tensors).device()] == [1, 1]
 
 
-DRAWN = [0.4723760485649109, 0.46620047092437744, 0.3619937300682068, 0.5923861861228943]
+# For seed 0, two numbers on each of two ranks.
+DRAWN = {
+    "actor": [0.4723760485649109, 0.46620047092437744, 0.3619937300682068, 0.5923861861228943],
+    "critic": [0.6750104427337646, 0.8390445709228516, 0.8661024570465088, 0.23649334907531738],
+}

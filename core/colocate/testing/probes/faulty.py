@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 import threading
 from typing import Any, NoReturn
@@ -161,3 +162,22 @@ class DiesAtStart(Role):
     @method
     def noop(self) -> None:
         """Do nothing."""
+
+
+class Parent(Role):
+    """Starts a process of its own, as a data loader does."""
+
+    def __init__(self) -> None:
+        self.children: list[subprocess.Popen[bytes]] = []
+
+    @method
+    def start_child(self) -> int:
+        """Start one that would live for ever; its pid."""
+        self.children.append(subprocess.Popen([sys.executable, "-c", "import threading; threading.Event().wait()"]))
+        return self.children[-1].pid
+
+    @method
+    def kill(self) -> None:
+        """Die by a signal."""
+        os.kill(os.getpid(), signal.SIGKILL)
+        threading.Event().wait()

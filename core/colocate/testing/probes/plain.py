@@ -278,10 +278,12 @@ class Log(Role):
         await asyncio.sleep(0)
         return batch, self.ctx.valid_rows, colocate.context().rank
 
-    @method
-    def cancelled_at(self, gate: Address) -> bool:
-        """Wait; whether somebody still wants the result."""
+    @method(dispatch=PerRank("gate"))
+    def cancelled_at(self, gate: Address, failing: int | None) -> bool:
+        """Wait; one rank raises then; whether somebody still wants the others' results."""
         pass_gate(gate)
+        if self.ctx.rank == failing:
+            raise ValueError(f"rank {failing} was told to raise")
         self.entries.append(("cancelled", self.ctx.cancelled))
         return self.ctx.cancelled
 

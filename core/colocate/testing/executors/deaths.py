@@ -1,0 +1,191 @@
+"""Workers that die: by a signal, by leaving, in a call and between calls."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+from typing import Any
+
+import pytest
+
+import colocate
+from colocate import Runtime
+from colocate.errors import ColocateError, WorkerDied
+from colocate.executor import OwnProcess
+from colocate.testing.executors._base import ExecutorCase, Spawn, needs
+from colocate.testing.gate import Gate
+from colocate.testing.probes.faulty import Faulty, Parent
+from colocate.testing.probes.plain import Echo, Rows
+from colocate.testing.waiting import PATIENCE_S, Processes, wait_until
+
+
+class Deaths(ExecutorCase):
+    """A group fails together, and says what happened."""
+
+    @needs(OwnProcess)
+    def test_killed_in_a_call(self, spawn: Spawn) -> None:
+        """WorkerDied tells rank, pid, node, signal and what it ran; every pending call of the group gets it."""
+        group = spawn({"faulty": colocate.role(Faulty), "echo": colocate.role(Echo)})
+        pids = [pid for pid, _, _ in group.role("echo", Echo).place()]
+        faulty = group.role("faulty", Faulty)
+        calls = [faulty.kill.submit(ranks=(1,)), faulty.fine.submit(), group.role("echo", Echo).noop.submit()]
+        error = calls[0].exception(PATIENCE_S)
+        assert isinstance(error, WorkerDied)
+        assert isinstance(error, RuntimeError)
+        assert (error.group, error.rank, error.pid, error.node) == (group.name, 1, pids[1], group.pool.slots[1].node)
+        assert (error.signal, error.exitcode) == ("SIGKILL", None)
+        assert error.running == "faulty.kill"
+        assert f"(pid {pids[1]}" in str(error)
+        assert "SIGKILL" in str(error)
+        assert [call.exception(PATIENCE_S) for call in calls] == [error] * 3
+        with pytest.raises(WorkerDied) as caught:
+            group.role("echo", Echo).noop()
+        assert caught.value is error
+        group.close()
+
+    @needs(OwnProcess)
+    def test_killed_between_calls(self, spawn: Spawn) -> None:
+        """Without a call under way the news comes too; a failure that nobody has seen is raised by close."""
+        group = spawn({"echo": colocate.role(Echo)})
+        pids = [pid for pid, _, _ in group.role("echo", Echo).place()]
+        os.kill(pids[0], signal.SIGKILL)
+        wait_until(lambda: group.state == "failed", "the group has failed")
+        with pytest.raises(ExceptionGroup) as caught:
+            group.close()
+        (error,) = caught.value.exceptions
+        assert isinstance(error, WorkerDied)
+        assert (error.rank, error.pid, error.signal, error.running) == (0, pids[0], "SIGKILL", None)
+
+    @needs(OwnProcess)
+    def test_left(self, spawn: Spawn) -> None:
+        """A worker that leaves by itself: its exit code and the last lines of its log."""
+        group = spawn({"faulty": colocate.role(Faulty)})
+        with pytest.raises(WorkerDied) as caught:
+            group.role("faulty", Faulty).exit(7, "these are my last words")
+        error = caught.value
+        assert (error.rank, error.exitcode, error.signal) == (0, 7, None)
+        assert "these are my last words" in str(error.log_tail)
+        assert "these are my last words" in str(error)
+        assert "exited with code 7" in str(error)
+
+    @needs(OwnProcess)
+    def test_crashed(self, spawn: Spawn) -> None:
+        """A crash in native code tells its Python stack."""
+        group = spawn({"faulty": colocate.role(Faulty)}, slots=1)
+        with pytest.raises(WorkerDied) as caught:
+            group.role("faulty", Faulty).kill(signal.SIGSEGV)
+        assert caught.value.signal == "SIGSEGV"
+        assert "in kill" in str(caught.value.log_tail)
+
+    @needs(OwnProcess)
+    def test_survivors_go(self, spawn: Spawn) -> None:
+        """The group fails together: its other workers are ended, whatever they are doing."""
+        group = spawn({"faulty": colocate.role(Faulty), "echo": colocate.role(Echo)})
+        processes = Processes(pid for pid, _, _ in group.role("echo", Echo).place())
+        with Gate() as gate:
+            waiting = group.role("faulty", Faulty).wait.options(ranks=[0]).submit(gate.address)
+            gate.wait_for()
+            group.role("faulty", Faulty).kill.options(ranks=[1]).submit(ranks=(1,))
+            assert isinstance(waiting.exception(PATIENCE_S), WorkerDied)
+            processes.wait()
+        processes.close()
+
+    @needs(OwnProcess)
+    def test_pickle(self, spawn: Spawn) -> None:
+        """The error survives pickling with all that it knows."""
+        group = spawn({"faulty": colocate.role(Faulty)}, slots=1)
+        with pytest.raises(WorkerDied) as caught:
+            group.role("faulty", Faulty).exit(3, "bye")
+        again = pickle.loads(pickle.dumps(caught.value))
+        assert str(again) == str(caught.value)
+        for name in ("group", "rank", "pid", "node", "exitcode", "signal", "log_tail", "running"):
+            assert getattr(again, name) == getattr(caught.value, name), name
+
+    @needs(OwnProcess)
+    def test_residents_of_the_dead(self, spawn: Spawn) -> None:
+        """Residents die with their group: whoever uses one gets that error."""
+        group = spawn({"faulty": colocate.role(Faulty), "rows": colocate.role(Rows)})
+        kept = group.role("rows", Rows).double.keep([1, 2])
+        kept.fetch()
+        with pytest.raises(WorkerDied) as caught:
+            group.role("faulty", Faulty).kill()
+        for use in (kept.fetch, lambda: kept.spec):
+            with pytest.raises(WorkerDied) as again:
+                use()
+            assert again.value is caught.value
+
+    @needs(OwnProcess)
+    def test_other_groups_live(self, spawn: Spawn) -> None:
+        """A death is the business of its group alone; whoever waits for one of its residents is told."""
+        group = spawn({"faulty": colocate.role(Faulty), "rows": colocate.role(Rows)}, slots=1)
+        other = spawn({"rows": colocate.role(Rows), "echo": colocate.role(Echo)}, slots=1)
+        with Gate() as gate:
+            kept = group.role("faulty", Faulty).wait.keep(gate.address)
+            use = other.role("echo", Echo).echo.submit(kept.ref)
+            gate.wait_for()
+            os.kill(_pid(group), signal.SIGKILL)
+            error = use.exception(PATIENCE_S)
+            assert isinstance(error, ColocateError)
+            assert group.name in str(error)
+        assert other.role("rows", Rows).double([1]) == [2]
+
+    @needs(OwnProcess)
+    def test_the_pool_lives(self, runtime: Runtime) -> None:
+        """The pool of a failed group stays: closing the group frees its slots for the next one."""
+        with runtime.reserve(1, cpus=0) as pool:
+            for _ in range(2):
+                group = pool.spawn({"faulty": colocate.role(Faulty)}, name="phoenix")
+                with pytest.raises(WorkerDied):
+                    group.role("faulty", Faulty).kill()
+                group.close()
+            assert [slot.state for slot in pool.slots] == ["free"]
+
+    @needs(OwnProcess)
+    def test_observers(self, spawn: Spawn) -> None:
+        """Observers of the runtime hear of a death, of finished calls, and of groups that come and go."""
+
+        class Observer:
+            def __init__(self) -> None:
+                self.heard: list[tuple[str, Any]] = []
+
+            def colocate_group_spawned(self, group: Any) -> None:
+                self.heard.append(("spawned", group.name))
+
+            def colocate_call_finished(self, record: Any) -> None:
+                self.heard.append(("finished", (record.role, record.method, record.error)))
+
+            def colocate_worker_died(self, error: Any) -> None:
+                self.heard.append(("died", error.rank))
+
+            def colocate_group_closed(self, name: str) -> None:
+                self.heard.append(("closed", name))
+
+        observer = Observer()
+        with self.connect() as runtime, runtime.reserve(1, cpus=0) as pool:
+            runtime.observe(observer)
+            group = pool.spawn({"faulty": colocate.role(Faulty)}, name="watched")
+            group.role("faulty", Faulty).fine()
+            group.role("faulty", Faulty).kill.submit().exception(PATIENCE_S)
+        assert observer.heard[:2] == [("spawned", "watched"), ("finished", ("faulty", "fine", None))]
+        assert ("died", 0) in observer.heard
+        assert observer.heard[-1] == ("closed", "watched")
+
+    @needs(OwnProcess)
+    @pytest.mark.parametrize("how", ["close", "kill"])
+    def test_children_of_a_worker(self, spawn: Spawn, how: str) -> None:
+        """Processes that a role has started die with the worker, however it ends."""
+        group = spawn({"parent": colocate.role(Parent)})
+        children = Processes(group.role("parent", Parent).start_child())
+        if how == "close":
+            group.close()
+        else:
+            group.role("parent", Parent).kill.submit().exception(PATIENCE_S)
+        children.wait()
+        children.close()
+
+
+def _pid(group: colocate.ColocatedGroup) -> int:
+    pid = group.workforce.workers[0].pid
+    assert pid is not None
+    return pid

@@ -1,0 +1,162 @@
+"""Start-up: how roles get to the workers, and what happens when they can't be constructed."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+import colocate
+from colocate import Runtime
+from colocate.errors import CapabilityError, ConfigError, PluginError, RoleError, RoleStartError, WorkerDied
+from colocate.executor import OwnProcess
+from colocate.testing.executors._base import ExecutorCase, Spawn, needs
+from colocate.testing.gate import Gate
+from colocate.testing.probes.early import Early
+from colocate.testing.probes.faulty import DiesAtStart, FailsToStart, HangsAtStart
+from colocate.testing.probes.plain import Echo, Plain, Rows
+
+
+class Startup(ExecutorCase):
+    """Spawning: all roles of all ranks, or one error that names each rank."""
+
+    def test_by_name(self, spawn: Spawn) -> None:
+        """A role can be named "module:Class"."""
+        group = spawn({"echo": colocate.role("colocate.testing.probes.plain:Echo", tag="by name")})
+        assert group.role("echo", Echo).tag_and_rank() == [("by name", 0), ("by name", 1)]
+
+    def test_names_that_are_none(self, spawn: Spawn) -> None:
+        """A name that leads nowhere is an error before anything starts."""
+        for name in ("colocate.testing.probes.plain:Nobody", "no_such_module:Class", "nobody.role"):
+            with pytest.raises(PluginError):
+                spawn({"echo": colocate.role(name)})
+
+    def test_every_failure(self, spawn: Spawn) -> None:
+        """Constructors that raise: one RoleStartError with the error of every rank."""
+        with pytest.raises(RoleStartError) as caught:
+            spawn({"echo": colocate.role(Echo), "bad": colocate.role(FailsToStart, (0, 1))}, name="unborn")
+        error = caught.value
+        assert set(error.errors) == {0, 1}
+        for rank, each in error.errors.items():
+            assert isinstance(each, RoleError)
+            assert (each.group, each.role, each.rank) == ("unborn", "bad", rank)
+            assert isinstance(each.__cause__, ValueError)
+            assert "in deep_inside" in str(each.remote_traceback)
+        assert (error.group, error.role, error.rank) == ("unborn", "bad", 0)
+        assert "the constructor of role 'bad' raised ValueError on rank 0" in str(error)
+        assert "rank 1" in str(error)
+        assert isinstance(error.__cause__, ValueError)
+        again = pickle.loads(pickle.dumps(error))
+        assert str(again) == str(error)
+        assert set(again.errors) == {0, 1}
+
+    def test_one_failure(self, spawn: Spawn) -> None:
+        """One rank that fails is enough, and it is the one named."""
+        with pytest.raises(RoleStartError) as caught:
+            spawn({"bad": colocate.role(FailsToStart, (1,))})
+        assert set(caught.value.errors) == {1}
+        assert caught.value.rank == 1
+
+    @pytest.mark.parametrize("kind", ["exit", "interrupt", "two", "unpicklable"])
+    def test_odd_failures(self, spawn: Spawn, kind: str) -> None:
+        """Whatever a constructor raises is told."""
+        with pytest.raises(RoleStartError) as caught:
+            spawn({"bad": colocate.role(FailsToStart, (0,), kind)}, slots=1)
+        assert "in deep_inside" in str(caught.value.remote_traceback)
+
+    def test_nothing_is_left(self, runtime: Runtime) -> None:
+        """After a failed start the slots and the name are free, and the next group starts there."""
+        with runtime.reserve(2, cpus=0) as pool:
+            with pytest.raises(RoleStartError):
+                pool.spawn({"bad": colocate.role(FailsToStart, (0,))}, name="again")
+            assert [slot.state for slot in pool.slots] == ["free", "free"]
+            assert pool.groups == {}
+            group = pool.spawn({"echo": colocate.role(Echo)}, name="again")
+            assert group.role("echo", Echo).noop() == [None, None]
+
+    def test_hanging_constructor(self, spawn: Spawn) -> None:
+        """With `timeout=` a constructor that hangs is an error naming the ranks that are late."""
+        with Gate() as gate:
+            with pytest.raises(RoleStartError, match="did not construct its roles in time") as caught:
+                spawn({"slow": colocate.role(HangsAtStart, gate.address, (1,))}, timeout=5.0)
+            assert set(caught.value.errors) == {1}
+
+    @needs(OwnProcess)
+    def test_dying_constructor(self, spawn: Spawn) -> None:
+        """A worker that dies while it constructs its roles is told as such."""
+        with pytest.raises(RoleStartError) as caught:
+            spawn({"bad": colocate.role(DiesAtStart, 5, (1,))})
+        (error,) = caught.value.errors.values()
+        assert isinstance(error, WorkerDied)
+        assert (error.rank, error.exitcode) == (1, 5)
+
+    def test_every_mistake(self, spawn: Spawn) -> None:
+        """What can be known before is told before, all mistakes at once."""
+
+        class Empty(colocate.Role):
+            pass
+
+        with pytest.raises(ConfigError) as caught:
+            spawn(
+                {
+                    "empty": colocate.role(Empty),
+                    "far": colocate.role(Rows).on(slots=[7]),
+                    "bare": Plain,  # type: ignore[dict-item]  # pyright: ignore[reportArgumentType]
+                    "not a name": colocate.role(Rows),
+                }
+            )
+        text = str(caught.value)
+        assert [m.path for m in caught.value.mistakes] == [
+            "roles.empty",
+            "roles.far",
+            "roles.bare",
+            "roles.not a name",
+        ]
+        assert "has no role methods" in text
+        assert "slot 7 is named, but the group has 2" in text
+        assert "colocate.role(...)" in text
+
+    def test_no_roles(self, spawn: Spawn) -> None:
+        """A group needs a role."""
+        with pytest.raises(ConfigError, match="at least one role"):
+            spawn({})
+
+    def test_order_of_construction(self, spawn: Spawn) -> None:
+        """Roles are constructed in the order of their declaration, so that a later one finds its siblings."""
+
+        class First(colocate.Role):
+            def __init__(self) -> None:
+                self.value = 41
+
+            @colocate.method
+            def get(self) -> int:
+                return self.value
+
+        class Second(colocate.Role):
+            def __init__(self) -> None:
+                self.value = self.ctx.sibling("first", First).value + 1
+
+            @colocate.method
+            def get(self) -> int:
+                return self.value
+
+        group = spawn({"first": colocate.role(First), "second": colocate.role(Second)})
+        assert group.role("second", Second).get() == [42, 42]
+
+    @needs(OwnProcess)
+    def test_environment(self, runtime: Runtime) -> None:
+        """`env=` reaches the workers before any role is imported, and only the pool's."""
+        with runtime.reserve(1, cpus=0, env={"COLOCATE_PROBE": "set"}) as pool, runtime.reserve(1, cpus=0) as other:
+            roles = {"early": colocate.role(Early)}
+            assert pool.spawn(roles).role("early", Early).at_import() == ["set"]
+            assert other.spawn(roles).role("early", Early).at_import() == [None]
+
+    def test_environment_of_threads(self, runtime: Runtime) -> None:
+        """Where workers share the driver's process, `env=` is refused, naming who could do it."""
+        if isinstance(runtime.executor, OwnProcess):
+            pytest.skip(f"executor {runtime.name!r} has OwnProcess")
+        with pytest.raises(CapabilityError, match="lacks OwnProcess") as caught:
+            runtime.reserve(1, env={"A": "b"})
+        assert caught.value.capability == "OwnProcess"
+        assert "local with processes=True" in caught.value.executors
+        assert isinstance(caught.value, NotImplementedError)
