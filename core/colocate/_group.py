@@ -225,6 +225,8 @@ class ColocatedGroup(Owned):
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
         """Free what this thread keeps inside the block; raise the failure of a kept call that nobody has used."""
+        if self.forked:
+            self.check()
         inside: list[Kept] = []
         stack = self._scopes.__dict__.setdefault("open", [])
         stack.append(inside)
