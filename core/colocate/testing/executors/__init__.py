@@ -12,23 +12,26 @@ lacks a capability for is skipped with the capability's name; what needs torch i
 
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs
 from colocate.testing.executors.calls import Calls
+from colocate.testing.executors.closing import Closing
 from colocate.testing.executors.context import Contexts
 from colocate.testing.executors.deaths import Deaths
 from colocate.testing.executors.dispatch import Dispatching
 from colocate.testing.executors.failures import Failures, Serialization
 from colocate.testing.executors.order import Order
+from colocate.testing.executors.ownership import Ownership
 from colocate.testing.executors.residents import Residents
 from colocate.testing.executors.startup import Startup
 
 
 class ExecutorSuite(
-    Calls, Dispatching, Contexts, Residents, Order, Failures, Serialization, Startup, Deaths
+    Calls, Dispatching, Contexts, Residents, Order, Failures, Serialization, Startup, Deaths, Ownership, Closing
 ):
     """Everything that holds for every executor."""
 
 
 __all__ = [
     "Calls",
+    "Closing",
     "Contexts",
     "Deaths",
     "Dispatching",
@@ -36,6 +39,7 @@ __all__ = [
     "ExecutorSuite",
     "Failures",
     "Order",
+    "Ownership",
     "Residents",
     "Serialization",
     "Spawn",

@@ -287,6 +287,15 @@ class Log(Role):
         self.entries.append(("cancelled", self.ctx.cancelled))
         return self.ctx.cancelled
 
+    @method
+    def look_until_cancelled(self, gate: Address) -> str:
+        """Pass a gate, then work until nobody wants the result."""
+        pass_gate(gate)
+        pause = threading.Event()
+        while not self.ctx.cancelled:
+            pause.wait(0.002)
+        return "cancelled"
+
 
 class Axes(Role):
     """Where the ranks lie in a mesh, and what reaches them there."""

@@ -1,0 +1,283 @@
+"""Closing: what it waits for, what it ends, what it says, and that it always ends."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+import colocate
+from colocate import ColocatedGroup, Runtime
+from colocate.errors import ClosedError, ColocateError, RoleError, WorkerDied
+from colocate.executor import OwnProcess
+from colocate.testing.executors._base import ExecutorCase, Spawn, needs
+from colocate.testing.gate import Gate
+from colocate.testing.probes.faulty import Faulty
+from colocate.testing.probes.plain import Echo, Log, Rows
+from colocate.testing.waiting import PATIENCE_S, Processes, wait_until
+
+ROLES = {"echo": colocate.role(Echo), "log": colocate.role(Log), "faulty": colocate.role(Faulty)}
+
+
+class Closing(ExecutorCase):
+    """Closing groups, pools and runtimes."""
+
+    def test_closed_group(self, spawn: Spawn) -> None:
+        """Using a closed group raises ClosedError that says what closed it and where; closing is idempotent."""
+        group = spawn(ROLES, slots=1)
+        echo = group.role("echo", Echo)
+        kept = echo.first.keep("x")
+        kept.fetch()
+        group.close()
+        group.close()
+        for use in (
+            echo.noop,
+            echo.noop.submit,
+            echo.noop.keep,
+            kept.fetch,
+            lambda: kept.spec,
+            lambda: group.role("echo", Echo).noop(),
+        ):
+            with pytest.raises(ClosedError, match=r"was closed by group\.close\(\) at .*closing\.py:\d+") as caught:
+                use()
+            assert "closing.py:" in str(caught.value.closed_by)
+        kept.free()
+        assert group.state == "closed"
+
+    def test_closed_by_its_owner(self, runtime: Runtime) -> None:
+        """What its owner closed says so, up to the line that began it."""
+        pool = runtime.reserve(1, cpus=0, name="owner")
+        group = pool.spawn(ROLES)
+        pool.close()
+        with pytest.raises(ClosedError, match=r"was closed by closing pool 'owner' .*closing\.py:\d+"):
+            group.role("echo", Echo).noop()
+        with pytest.raises(ClosedError, match=r"pool 'owner' was closed by pool\.close\(\) at .*closing\.py:\d+"):
+            pool.spawn(ROLES)
+
+    def test_closed_runtime(self) -> None:
+        """A closed runtime has closed everything below it."""
+        runtime = self.connect()
+        pool = runtime.reserve(1, cpus=0)
+        group = pool.spawn(ROLES)
+        call = group.role("echo", Echo).first.submit("in time")
+        assert call.result(PATIENCE_S) == "in time"
+        runtime.close()
+        runtime.close()
+        for use in (lambda: runtime.reserve(1), lambda: pool.spawn(ROLES), group.role("echo", Echo).noop):
+            with pytest.raises(ClosedError, match=r"runtime"):
+                use()
+        assert call.result() == "in time"
+        assert (runtime.state, pool.state, group.state) == ("closed",) * 3
+
+    def test_with_block(self, runtime: Runtime) -> None:
+        """Leaving a with block closes; the error says so."""
+        with runtime.reserve(1, cpus=0) as pool, pool.spawn(ROLES) as group:
+            echo = group.role("echo", Echo)
+        with pytest.raises(ClosedError, match=r"leaving its with block at .*closing\.py:\d+"):
+            echo.noop()
+        assert not pool.alive
+
+    def test_with_block_and_error(self, runtime: Runtime) -> None:
+        """An error in the block comes out as it is."""
+        with pytest.raises(ZeroDivisionError), runtime.reserve(1, cpus=0) as pool, pool.spawn(ROLES):
+            _ = 1 / 0
+        assert not pool.alive
+
+    def test_error_and_failure(self, runtime: Runtime) -> None:
+        """An error in the block isn't hidden by what goes wrong at closing."""
+        with pytest.raises(ZeroDivisionError), runtime.reserve(1, cpus=0) as pool, pool.spawn(ROLES) as group:
+            group.role("faulty", Faulty).fail.keep()
+            group.role("faulty", Faulty).fine()
+            _ = 1 / 0
+        assert not pool.alive
+
+    def test_running_and_queued(self, spawn: Spawn) -> None:
+        """A running call has its grace and ends as it would; queued ones fail with ClosedError; none stays open."""
+        group = spawn(ROLES, slots=1)
+        log = group.role("log", Log)
+        with Gate() as gate:
+            running = log.add_at.submit(gate.address, "a")
+            queued = [log.add.submit(index) for index in range(3)]
+            gate.wait_for()
+            closer = threading.Thread(target=group.close)
+            closer.start()
+            wait_until(lambda: not group.alive, "the close has begun")
+            with pytest.raises(ClosedError):
+                log.add.submit("too late")
+        closer.join()
+        assert running.result(PATIENCE_S) == [None]
+        for call in queued:
+            assert isinstance(call.exception(PATIENCE_S), ClosedError)
+
+    def test_cancelled(self, spawn: Spawn) -> None:
+        """A running call sees ctx.cancelled."""
+        group = spawn(ROLES, slots=1)
+        with Gate() as gate:
+            call = group.role("log", Log).look_until_cancelled.submit(gate.address)
+            gate.wait_for()
+        group.close()
+        assert call.result(PATIENCE_S) == ["cancelled"]
+
+    def test_hung_rank(self, spawn: Spawn) -> None:
+        """What isn't done within the grace is ended; close says which rank, and where it was; its call fails."""
+        group = spawn(ROLES, name="hung")
+        with Gate() as gate:
+            call = group.role("log", Log).at.submit([None, gate.address], ["add", "add"])  # type: ignore[arg-type]
+            gate.wait_for()
+            with pytest.raises(ExceptionGroup) as caught:
+                group.close(grace=0.05)
+            (error,) = caught.value.exceptions
+            assert isinstance(error, RoleError)
+            assert (error.group, error.rank) == ("hung", 1)
+            assert "did not end within 0.05 s" in str(error)
+            assert "in pass_gate" in str(error)
+            assert isinstance(call.exception(PATIENCE_S), ClosedError)
+            assert [slot.state for slot in group.pool.slots] == ["free", "free"]
+
+    @needs(OwnProcess)
+    def test_hung_process(self, runtime: Runtime) -> None:
+        """A worker process that hangs is gone when close returns, and so is one that holds the interpreter's lock."""
+        with runtime.reserve(1, cpus=0) as pool:
+            for hang in (Faulty.wait, Faulty.hold_the_gil):
+                group = pool.spawn(ROLES)
+                processes = Processes(pid for pid, _, _ in group.role("echo", Echo).place())
+                with Gate() as gate:
+                    getattr(group.role("faulty", Faulty), hang.__name__).submit(gate.address)
+                    gate.wait_for()
+                    if hang is Faulty.hold_the_gil:
+                        gate.open()
+                    with pytest.raises(ExceptionGroup, match="gone wrong"):
+                        group.close(grace=0.05)
+                    processes.wait()
+                    processes.close()
+
+    def test_slots_after_a_hung_rank(self, runtime: Runtime) -> None:
+        """The slot of a hung rank is free again: the next group works there."""
+        with Gate() as gate, runtime.reserve(1, cpus=0) as pool:
+            group = pool.spawn(ROLES)
+            group.role("faulty", Faulty).wait.submit(gate.address)
+            gate.wait_for()
+            with pytest.raises(ExceptionGroup):
+                group.close(grace=0)
+            assert pool.spawn(ROLES).role("echo", Echo).first("again") == "again"
+
+    def test_every_error(self, runtime: Runtime) -> None:
+        """The owner's close frees everything, and only then raises what went wrong, together."""
+        pool = runtime.reserve(2, cpus=0)
+        for part in (pool[0], pool[1]):
+            group = part.spawn(ROLES)
+            group.role("faulty", Faulty).fail.keep()
+            group.role("faulty", Faulty).fine()
+        with pytest.raises(ExceptionGroup) as caught:
+            pool.close()
+        assert [type(error) for error in caught.value.exceptions] == [RoleError, RoleError]
+        assert pool.state == "closed"
+
+    def test_no_error_twice(self, spawn: Spawn) -> None:
+        """A failure that a caller has seen isn't raised again by close."""
+        group = spawn(ROLES, slots=1)
+        with pytest.raises(RoleError):
+            group.role("faulty", Faulty).fail()
+        kept = group.role("faulty", Faulty).fail.keep()
+        with pytest.raises(RoleError):
+            kept.fetch()
+        group.close()
+
+    def test_from_another_thread(self, spawn: Spawn) -> None:
+        """Any thread may close, several at once too: each returns when it is closed."""
+        group = spawn(ROLES, slots=1)
+        states: list[str] = []
+
+        def close() -> None:
+            group.close()
+            states.append(group.state)
+
+        threads = [threading.Thread(target=close) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert states == ["closed"] * 3
+
+    def test_waiting_for_a_result(self, spawn: Spawn) -> None:
+        """Whoever waits for a result while another thread closes is told."""
+        group = spawn(ROLES, slots=1)
+        errors: list[BaseException] = []
+        with Gate() as gate:
+            group.role("log", Log).add_at.submit(gate.address, "a")
+            gate.wait_for()
+            queued = group.role("echo", Echo).noop.submit()
+
+            def wait() -> None:
+                try:
+                    queued.result()
+                except ColocateError as error:
+                    errors.append(error)
+
+            waiter = threading.Thread(target=wait)
+            waiter.start()
+            closer = threading.Thread(target=group.close)
+            closer.start()
+            wait_until(lambda: not group.alive, "the close has begun")
+        waiter.join()
+        closer.join()
+        assert [type(error) for error in errors] == [ClosedError]
+
+    def test_from_a_callback(self, spawn: Spawn) -> None:
+        """A done callback may close the group."""
+        group = spawn(ROLES, slots=1)
+        heard: list[str] = []
+
+        def close(call: Any) -> None:
+            group.close()
+            heard.append(group.state)
+
+        group.role("echo", Echo).noop.submit().add_done_callback(close)
+        wait_until(lambda: heard == ["closed"], "the callback has closed the group")
+
+    def test_callbacks_of_closed_calls(self, spawn: Spawn) -> None:
+        """Callbacks of calls that end with the close run too."""
+        group = spawn(ROLES, slots=1)
+        heard: list[Any] = []
+        with Gate() as gate:
+            group.role("log", Log).add_at.submit(gate.address, "a")
+            gate.wait_for()
+            queued = group.role("echo", Echo).noop.submit()
+            queued.add_done_callback(heard.append)
+            closer = threading.Thread(target=group.close)
+            closer.start()
+            wait_until(lambda: not group.alive, "the close has begun")
+        closer.join()
+        wait_until(lambda: heard == [queued], "the callback has run")
+
+    @needs(OwnProcess)
+    def test_dead_rank(self, spawn: Spawn) -> None:
+        """A dead rank counts as closed."""
+        group = spawn(ROLES)
+        assert isinstance(group.role("faulty", Faulty).kill.submit().exception(PATIENCE_S), WorkerDied)
+        group.close()
+        assert [slot.state for slot in group.pool.slots] == ["free", "free"]
+
+    def test_after_a_failure(self, spawn: Spawn) -> None:
+        """Closing while a failed call still holds the group ends all the same."""
+        group = spawn(ROLES)
+        with Gate() as gate, Gate() as trigger:
+            call = group.role("log", Log).at.submit([gate.address, trigger.address], ["add", "raise"])  # type: ignore[arg-type]
+            queued = group.role("echo", Echo).noop.submit()
+            gate.wait_for()
+            trigger.open()
+            assert isinstance(call.exception(PATIENCE_S), RoleError)
+            with pytest.raises(ExceptionGroup):
+                group.close(grace=0.05)
+            assert isinstance(queued.exception(PATIENCE_S), ClosedError)
+
+    def test_names_of_groups(self, runtime: Runtime, pair: ColocatedGroup) -> None:
+        """A closed group is gone from its pool and runtime; the others aren't touched."""
+        with runtime.reserve(1, cpus=0) as pool:
+            group = pool.spawn(ROLES, name="short-lived")
+            assert runtime.groups["short-lived"] is group
+            group.close()
+            assert "short-lived" not in runtime.groups
+            assert pool.groups == {}
+        assert pair.role("rows", Rows).double([1, 2]) == [2, 4]

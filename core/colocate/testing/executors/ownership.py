@@ -1,0 +1,247 @@
+"""Ownership: who owns what, what is shown of it, names, borrows, forks, and what dropping a variable doesn't do."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import colocate
+from colocate import ColocatedGroup, Runtime
+from colocate.errors import BorrowedError, ColocateError, ConfigError, ForkedError
+from colocate.testing.executors._base import ExecutorCase, Spawn
+from colocate.testing.gate import Gate
+from colocate.testing.probes.faulty import Faulty
+from colocate.testing.probes.plain import Echo, Rows
+from colocate.testing.waiting import PATIENCE_S, Processes
+
+
+def nodes(data: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """All nodes of a graph."""
+    yield data
+    for child in data["children"]:
+        yield from nodes(child)
+
+
+def shown(runtime: Runtime) -> set[tuple[str, str]]:
+    """Kind and name of everything that the ownership graph shows."""
+    return {(node["kind"], node["name"]) for node in nodes(runtime.graph.data())}
+
+
+class Ownership(ExecutorCase):
+    """The tree: runtime, pools, groups, workers, role instances; groups' residents and calls."""
+
+    def test_graph(self, runtime: Runtime) -> None:
+        """The graph shows what lives, under its one owner, with states and the lines that made it; then it is gone."""
+        with runtime.reserve(2, cpus=0, name="ground") as pool:
+            group = pool.spawn({"rows": colocate.role(Rows), "one": colocate.role(Rows).on(slots=[1])}, name="shown")
+            kept = group.role("rows", Rows).double.keep([1, 2])
+            kept.fetch()
+            (ground,) = (node for node in runtime.graph.data()["children"] if node["name"] == "ground")
+            assert [(node["kind"], node["name"]) for node in nodes(ground)] == [
+                ("pool", "ground"),
+                ("group", "shown"),
+                ("worker", "0"),
+                ("role", "rows rank 0/2"),
+                ("worker", "1"),
+                ("role", "rows rank 1/2"),
+                ("role", "one rank 0/1"),
+                ("resident", "rows.double"),
+            ]
+            assert [node["state"] for node in nodes(ground) if node["kind"] == "worker"] == ["running"] * 2
+            made = [node["line"] for node in nodes(ground) if node["kind"] in ("pool", "group", "resident")]
+            assert all("ownership.py:" in line for line in made)
+            kept.free()
+        assert ("pool", "ground") not in shown(runtime)
+        assert ("group", "shown") not in shown(runtime)
+
+    def test_graph_of_calls(self, pair: ColocatedGroup) -> None:
+        """A call under way is shown with the ranks that it waits for."""
+        with Gate() as gate:
+            call = pair.role("faulty", Faulty).fail_after.submit([None, gate.address], -1)  # type: ignore[arg-type]
+            gate.wait_for()
+            found = [node for node in nodes(pair.runtime.graph.data()) if node["kind"] == "call"]
+            assert [node["name"] for node in found] == ["faulty.fail_after"]
+            assert "1" in found[0]["state"]
+        call.result(PATIENCE_S)
+        assert [node for node in nodes(pair.runtime.graph.data()) if node["kind"] == "call"] == []
+
+    def test_graph_formats(self, pair: ColocatedGroup) -> None:
+        """Every format shows the same nodes."""
+        graph = pair.runtime.graph
+        count = len(list(nodes(graph.data())))
+        assert len(graph.render("tree").splitlines()) == count
+        assert sum("[" in line for line in graph.render("mermaid").splitlines()) == count
+        assert sum("label=" in line for line in graph.render("dot").splitlines()) == count
+        assert len(list(nodes(json.loads(graph.render("json"))))) == count
+        with pytest.raises(ConfigError, match="tree, mermaid, dot, json"):
+            graph.render("svg")
+
+    def test_dropping_closes_nothing(self, runtime: Runtime) -> None:
+        """Dropping every variable leaves pools and groups alive; their owner has them still."""
+        pool_name = runtime.reserve(1, cpus=0, name="kept by its owner").name
+        pool = next(child for child in runtime.children.values() if child.name == pool_name)
+        assert isinstance(pool, colocate.Pool)
+        pool.spawn({"echo": colocate.role(Echo)}, name="still there").role("echo", Echo).noop()
+        gc.collect()
+        assert {("pool", pool_name), ("group", "still there")} <= shown(runtime)
+        assert pool.groups["still there"].role("echo", Echo).noop() == [None]
+        pool.close()
+
+    def test_views_own_nothing(self, spawn: Spawn) -> None:
+        """Views and parts of pools are names: they keep nothing open, and end nothing."""
+        group = spawn({"echo": colocate.role(Echo)})
+        view, part = group.role("echo", Echo), group.pool[0:1]
+        del view, part
+        gc.collect()
+        assert group.role("echo", Echo).noop() == [None, None]
+
+    def test_names(self, runtime: Runtime) -> None:
+        """A group's name is taken until it is closed; the error says where the other one was made."""
+        with runtime.reserve(2, cpus=0) as pool:
+            first = pool[0:1].spawn({"echo": colocate.role(Echo)}, name="taken")
+            with pytest.raises(ConfigError, match=r"there is a group 'taken' already, made at .*ownership\.py:\d+"):
+                pool[1:2].spawn({"echo": colocate.role(Echo)}, name="taken")
+            first.close()
+            second = pool[1:2].spawn({"echo": colocate.role(Echo)}, name="taken")
+            assert second.role("echo", Echo).who()[0]["group"] == "taken"
+
+    def test_slots(self, runtime: Runtime) -> None:
+        """A slot takes one group at a time; parts of a pool take one each."""
+        with runtime.reserve(3, cpus=0) as pool:
+            front = pool[0:2].spawn({"echo": colocate.role(Echo)}, name="front")
+            with pytest.raises(ColocateError, match="slot 0 of pool .* is taken by group 'front'"):
+                pool.spawn({"echo": colocate.role(Echo)})
+            back = pool[2].spawn({"echo": colocate.role(Echo)}, name="back")
+            assert [slot.state for slot in pool.slots] == ["front", "front", "back"]
+            assert [slot.index for slot in pool[1:3].slots] == [1, 2]
+            assert set(pool.groups) == {"front", "back"}
+            assert front.role("echo", Echo).who()[1]["slot"] == 1
+            assert back.role("echo", Echo).who()[0]["slot"] == 0
+            front.close()
+            assert [slot.state for slot in pool.slots] == ["free", "free", "back"]
+            with pytest.raises(ConfigError, match="picks none"):
+                pool[3:]
+
+    def test_borrowed(self, pair: ColocatedGroup, spawn: Spawn) -> None:
+        """Another group's unfinished use of a resident refuses a close, naming the borrower; then nothing has changed."""
+        owner = spawn({"rows": colocate.role(Rows)}, slots=1, name="owner")
+        kept = owner.role("rows", Rows).produce.keep(2)
+        with Gate() as gate:
+            waiting = pair.role("faulty", Faulty).wait.submit(gate.address)
+            use = pair.role("echo", Echo).first.submit(kept.ref)
+            for close in (owner.close, owner.pool.close):
+                with pytest.raises(BorrowedError, match=r"echo\.first") as caught:
+                    close()
+                (borrower,) = caught.value.borrowers
+                assert pair.name in borrower
+            assert owner.role("rows", Rows).double([1]) == [2]
+        waiting.result(PATIENCE_S)
+        assert use.result(PATIENCE_S) == [0, 1]
+        kept.free()
+        owner.close()
+
+    def test_broken_borrow(self, pair: ColocatedGroup, spawn: Spawn) -> None:
+        """`force=True` breaks borrows: each borrower gets a clear error, and its group goes on."""
+        owner = spawn({"rows": colocate.role(Rows)}, slots=1, name="owner")
+        kept = owner.role("rows", Rows).produce.keep(2)
+        kept.fetch()
+        with Gate() as gate:
+            waiting = pair.role("faulty", Faulty).wait.submit(gate.address)
+            use = pair.role("echo", Echo).first.submit(kept.ref)
+            owner.close(force=True)
+        waiting.result(PATIENCE_S)
+        error = use.exception(PATIENCE_S)
+        assert isinstance(error, ColocateError)
+        assert "owner" in str(error)
+        assert pair.role("echo", Echo).first(1) == 1
+
+    def test_use_within_a_group(self, spawn: Spawn) -> None:
+        """A group's use of its own residents is no borrow."""
+        group = spawn({"rows": colocate.role(Rows), "faulty": colocate.role(Faulty)}, slots=1)
+        kept = group.role("rows", Rows).produce.keep(2)
+        group.role("rows", Rows).double.submit(kept.ref)
+        group.close()
+
+    def test_fork(self, runtime: Runtime, pair: ColocatedGroup) -> None:
+        """In a forked child every live object refuses use and closes nothing; the parent goes on."""
+        echo, faulty = pair.role("echo", Echo), pair.role("faulty", Faulty)
+        kept = echo.first.keep("kept")
+        kept.fetch()
+        with Gate() as gate:
+            call = faulty.wait.submit(gate.address)
+            gate.wait_for(2)
+            uses: dict[str, Callable[[], object]] = {
+                "runtime.reserve": lambda: runtime.reserve(1),
+                "runtime.close": runtime.close,
+                "pool.spawn": lambda: pair.pool.spawn({"echo": colocate.role(Echo)}),
+                "pool.close": pair.pool.close,
+                "group.close": pair.close,
+                "call": echo.noop,
+                "submit": echo.noop.submit,
+                "keep": echo.noop.keep,
+                "fetch": kept.fetch,
+                "spec": lambda: kept.spec,
+                "result": call.result,
+                "exception": call.exception,
+                "scope": lambda: pair.scope().__enter__(),
+            }
+            assert in_a_fork(lambda: [name for name, use in uses.items() if not _refuses(use)]) == []
+
+            def leave_everything() -> list[str]:
+                with pair, pair.pool, runtime, kept:
+                    pass
+                return []
+
+            assert in_a_fork(leave_everything) == []
+        assert call.result(PATIENCE_S) == [0, 1]
+        assert kept.fetch() == "kept"
+        assert echo.noop() == [None, None]
+        kept.free()
+
+    def test_new_runtime_in_a_fork(self, pair: ColocatedGroup) -> None:
+        """A forked child may connect for itself."""
+
+        def use_a_new_one() -> list[str]:
+            with colocate.connect("local") as runtime, runtime.reserve(1) as pool:
+                return pool.spawn({"echo": colocate.role(Echo)}).role("echo", Echo).echo("from the child")
+
+        assert in_a_fork(use_a_new_one) == ["from the child"]
+        assert pair.role("echo", Echo).noop() == [None, None]
+
+
+def _refuses(use: Callable[[], object]) -> bool:
+    try:
+        use()
+    except ForkedError as error:
+        return "fork" in str(error)
+    return False
+
+
+def in_a_fork(function: Callable[[], list[str]]) -> list[str]:
+    """What a function returns in a forked child, as text."""
+    read, write = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forking with threads: that is the point here
+        child = os.fork()
+    if child == 0:
+        try:
+            said = json.dumps(function())
+        except BaseException:
+            said = json.dumps([traceback.format_exc()])
+        os.write(write, said.encode())
+        os._exit(0)
+    os.close(write)
+    processes = Processes([child])
+    processes.wait()
+    processes.close()
+    os.waitpid(child, 0)
+    with open(read, "rb") as answer:
+        found: list[str] = json.loads(answer.read())
+    return found
