@@ -32,6 +32,7 @@ class Actor(Role):
         lr: Learning rate.
         warm_up_lr: Learning rate of the supervised warm-up.
         max_grad_norm: The norm to which gradients are clipped.
+        threads: Threads that torch takes in this process; None leaves them as they are.
     """
 
     def __init__(
@@ -45,7 +46,10 @@ class Actor(Role):
         lr: float = 1e-4,
         warm_up_lr: float = 1e-3,
         max_grad_norm: float = 1.0,
+        threads: int | None = None,
     ) -> None:
+        if threads is not None:
+            torch.set_num_threads(threads)
         if model is None:
             self.tokenizer = character_tokenizer(phrases)
             config = small_llama(self.tokenizer, layers, hidden, heads, feed_forward)
