@@ -70,7 +70,7 @@ def run(page: Path, folder: Path) -> list[tuple[Step, str]]:
         assert result["error"] is None, f"{page.name}, line {step.line}:\n{result['error']}"
     assert done.returncode == 0, f"{page.name}: exit status {done.returncode}\n{done.stderr}"
     assert "Warning" not in done.stderr, f"{page.name}:\n{done.stderr}"
-    return [(step, result["output"]) for step, result in zip(steps, found, strict=True)]
+    return [(step, result["output"].replace(f"{folder}/", "")) for step, result in zip(steps, found, strict=True)]
 
 
 def untrue(page: Path, folder: Path) -> Iterator[str]:

@@ -25,14 +25,14 @@ def main(names: list[str]) -> None:
                 continue
             if step.do == "python" and step.shown is None:
                 sys.exit(f"{page}, line {step.line}: add a text block, for it prints\n{output}")
-            lines[slice(*step.at)] = _tidy(output, folder).splitlines()
+            lines[slice(*step.at)] = _tidy(output).splitlines()
             changed += 1
         page.write_text("\n".join([*lines, ""]), encoding="utf-8")
         sys.stdout.write(f"{page}: {changed} outputs written\n")
 
 
-def _tidy(output: str, folder: str) -> str:
-    output = output.replace(f"{folder}/page/", "")
+def _tidy(output: str) -> str:
+    """The output as a page can have it: without this machine's name and paths."""
     output = re.sub(r'(  File "/[^\n]*\n(    [^\n]*\n)*)+', "  ...\n", output)  # frames of others, and where they lie here
     output = re.sub(r" +$", "", output, flags=re.MULTILINE)
     return re.sub(rf"\b{re.escape(platform.node())}\b", NODE, output).strip("\n")
