@@ -47,6 +47,10 @@ class Deferred(abc.ABC):
         With the padding "even" it is `share(value, index, count, "even")` whatever the producer's partition.
         """
 
+    def own(self, axis: str, mesh: str | None, count: int) -> Any | None:
+        """One placeholder that serves for all these parts, because each rank has its own already; None if it hasn't."""
+        return None
+
     @abc.abstractmethod
     def slice(self, start: int, stop: int) -> Any:
         """Exactly these rows."""

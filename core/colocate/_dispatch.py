@@ -203,6 +203,8 @@ class Scatter(Dispatch):
         others = whole({name: value for name, value in arguments.items() if name not in scattered})
         base = {name: others.get(name) for name in arguments}  # in the order of the call, and so are its copies
         layout = lay_out(scattered, self.axis, self.mesh, count, "even" if self.pad else "none", self.empty)
+        if (shared := layout.shared(scattered)) is not None:
+            return [{**base, **shared}] * ranks.world_size
         parts = [{**base, **own} for own in layout.cut(scattered)]
         if count == ranks.world_size:
             places: Sequence[int] = range(count)

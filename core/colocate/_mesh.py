@@ -52,6 +52,11 @@ class Mesh:
         stride, size = self._strides.get(axis, (1, 1))
         return rank // stride % size
 
+    def lies_as(self, axis: str, other: Mesh, other_axis: str) -> bool:
+        """Whether every rank is at the same place along this axis as along that of another mesh."""
+        mine, theirs = self._strides.get(axis, (1, 1)), other._strides.get(other_axis, (1, 1))
+        return mine == theirs or mine[1] == theirs[1] == 1
+
     def line(self, rank: int, axis: str) -> range:
         """The ranks that differ from this one along the axis only, itself among them, in order."""
         stride, size = self._strides.get(axis, (1, 1))

@@ -14,7 +14,7 @@ from colocate._batch import Deferred, even_sizes
 from colocate._collect import Concat
 from colocate._mesh import Mesh
 from colocate.errors import ClosedError, ColocateError
-from colocate.worker.uses import Part, Rows, Source, Use
+from colocate.worker.uses import Own, Part, Rows, Source, Use
 
 if TYPE_CHECKING:
     from colocate._batch import Padding
@@ -156,7 +156,12 @@ class Reference(Deferred):
 
     def part(self, index: int, count: int, axis: str, mesh: str | None, padding: Padding) -> Any:
         """A placeholder for one part."""
-        return Part(self._kept.source, index, count, padding == "even", self._own(axis, mesh, count))
+        own = self.own(axis, mesh, count) if padding == "none" else None
+        return Part(self._kept.source, index, count, padding == "even") if own is None else own
+
+    def own(self, axis: str, mesh: str | None, count: int) -> Any | None:
+        """A placeholder for all parts, where each rank finds its own in its own worker."""
+        return Own(self._kept.source, count) if self._own(axis, mesh, count) else None
 
     def slice(self, start: int, stop: int) -> Any:
         """A placeholder for some rows."""
@@ -181,10 +186,7 @@ class Reference(Deferred):
         made, wanted = source.ranks.mesh(collect.mesh), consumer.mesh(mesh)
         if made.size(collect.axis) != count or "pp" in made.shape:
             return False
-        world = source.ranks.world_size
-        if count == world:
-            return True
-        return all(made.coordinate(rank, collect.axis) == wanted.coordinate(rank, axis) for rank in range(world))
+        return count == source.ranks.world_size or made.lies_as(collect.axis, wanted, axis)
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(
@@ -207,7 +209,7 @@ class Consumer:
     """The role that uses a resident, as far as partitions go."""
 
     group: str
-    slots: tuple[int, ...] | int
+    slots: tuple[int, ...] | range
     mesh: Callable[[str | None], Mesh]
 
 

@@ -41,6 +41,17 @@ class Layout:
 
         return take_apart(dict(values), self.count, leaf)
 
+    def shared(self, values: Mapping[str, Any]) -> dict[str, Any] | None:
+        """One mapping for all parts, because each rank has its own in its worker already; None where it has not."""
+        if self.sizes is not None or self.padding == "even":
+            return None
+        found = leaf_deferred(dict(values))
+        owns = {id(leaf): leaf.own(self.axis, self.mesh, self.count) for leaf in found}
+        if not owns or None in owns.values():
+            return None
+        shared: dict[str, Any] = take_apart(dict(values), 1, lambda leaf: [owns[id(leaf)]])[0]
+        return shared
+
     def _cut_deferred(self, value: Deferred) -> list[Any]:
         if self.sizes is None or self.padding == "even":
             parts = range(self.count)

@@ -79,13 +79,18 @@ def _declare_one(
     methods = check_role(name, cls)
     if spec.slots is not None and max(spec.slots) >= slots:
         raise ConfigError(f"slot {max(spec.slots)} is named, but the group has {slots} (from 0)")
-    places: tuple[int, ...] | range = range(slots)
-    if spec.slots is not None and tuple(spec.slots) != tuple(range(slots)):
-        places = spec.slots
-    declared = spec.mesh if spec.mesh is not None else mesh if isinstance(places, range) else None
+    places = range(slots) if spec.slots is None else _short(spec.slots)
+    declared = spec.mesh if spec.mesh is not None else mesh if places == range(slots) else None
     info = RoleInfo(name, cls, methods, places, parse_meshes(declared, len(places)), origin)
     _check_methods(methods, info)
     return info, distribution
+
+
+def _short(slots: tuple[int, ...]) -> tuple[int, ...] | range:
+    """The slots as a range where they lie evenly: messages name them, and a range is small whatever its length."""
+    step = slots[1] - slots[0] if len(slots) > 1 else 1
+    even = range(slots[0], slots[-1] + step, step)
+    return even if tuple(even) == slots else slots
 
 
 def _check_methods(methods: Mapping[str, MethodSpec], info: RoleInfo) -> None:

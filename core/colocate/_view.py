@@ -47,11 +47,6 @@ class RoleInfo:
         init=False, default=attrs.Factory(lambda self: Ranks(len(self.slots), self.meshes), takes_self=True)
     )
 
-    @property
-    def slots_short(self) -> tuple[int, ...] | int:
-        """The slots; an int n for 0 .. n-1, whatever the number."""
-        return len(self.slots) if isinstance(self.slots, range) else self.slots
-
 
 class RoleView:
     """The driver's name for one role of one group; `colocate.inspect(view)` tells more."""
@@ -135,7 +130,7 @@ class ViewCall:
         self._timeout = timeout
         self._ranks = ranks
         self._label = f"{role.name}.{spec.name}"
-        self._consumer = Consumer(group.name, role.slots_short, role.ranks.mesh)
+        self._consumer = Consumer(group.name, role.slots, role.ranks.mesh)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run on the ranks, wait, and return the collected value."""

@@ -27,7 +27,7 @@ class Source:
     Attributes:
         key: Its id, unique in the runtime.
         group: The group that keeps it.
-        slots: The slots of its role, in order of rank; an int n stands for 0 .. n-1.
+        slots: The slots of its role, in order of rank.
         ranks: The ranks of the call that made it.
         collect: How the parts become the value.
         label: What errors call it.
@@ -35,14 +35,14 @@ class Source:
 
     key: int
     group: str
-    slots: tuple[int, ...] | int
+    slots: tuple[int, ...] | range
     ranks: Ranks
     collect: Collect
     label: str
 
     def slot(self, rank: int) -> int:
         """The slot of a rank."""
-        return rank if isinstance(self.slots, int) else self.slots[rank]
+        return self.slots[rank]
 
     @property
     def holders(self) -> Sequence[int]:
@@ -59,15 +59,21 @@ class Use:
 
 @attrs.frozen(eq=False)
 class Part(Use):
-    """Part `index` of `count` along an axis.
-
-    With `own` the producer's partition is the consumer's: each rank takes what lies in its own worker.
-    """
+    """Part `index` of `count` even ones along an axis."""
 
     index: int
     count: int
     padding: bool
-    own: bool
+
+
+@attrs.frozen(eq=False)
+class Own(Use):
+    """Of `count` parts along an axis the one that lies in the very worker: the producer's partition is the consumer's.
+
+    It is the same for all ranks, so a call's message is too.
+    """
+
+    count: int
 
 
 @attrs.frozen(eq=False)
@@ -126,7 +132,7 @@ class Resolver:
         self.keys: list[int] = []  # the residents used, to be checked for writes afterwards
         self.valid: int | None = None  # real rows of the first part taken
         self.total: int | None = None  # rows of all parts together, where they had to be counted
-        self._first: tuple[Part, int] | None = None
+        self._first: tuple[Part | Own, int] | None = None
         self._own: list[int] = []
         self._aligned: Collection[int] | None = None
 
@@ -137,7 +143,7 @@ class Resolver:
         return {name: map_leaves(value, self._leaf) for name, value in arguments.items()}
 
     def _note(self, item: Any) -> Any:
-        if isinstance(item, Part) and item.own and not item.padding:
+        if isinstance(item, Own):
             self._own.append(item.source.key)
         return item
 
@@ -145,7 +151,7 @@ class Resolver:
         if not isinstance(item, Use):
             return item
         self.keys.append(item.source.key)
-        if isinstance(item, Part):
+        if isinstance(item, Part | Own):
             return self._part(item)
         if isinstance(item, Rows):
             return self._range(item.source, item.start, item.stop)
@@ -160,14 +166,14 @@ class Resolver:
             rows = [self._peers.weight(source, rank) if rank in wanted else None for rank in source.holders]
         return source.collect.join(parts, attrs.evolve(ranks, rows=rows))
 
-    def _part(self, part: Part) -> Any:
-        if part.padding:
+    def _part(self, part: Part | Own) -> Any:
+        if isinstance(part, Part) and part.padding:
             return self._padded(part)
         if self._first is None:
             return self._first_part(part)
         # The first one decides which rows are this rank's.
         first, rows = self._first
-        if part.own and first.own and self._is_aligned(first, part):
+        if isinstance(part, Own) and isinstance(first, Own) and self._is_aligned(first, part):
             return self._peers.part(part.source, self._rank_here(part.source))
         start, total = self._place(first)
         if (found := self._total(part.source)) != total:
@@ -177,8 +183,8 @@ class Resolver:
             )
         return self._range(part.source, start, start + rows)
 
-    def _first_part(self, part: Part) -> Any:
-        if part.own:
+    def _first_part(self, part: Part | Own) -> Any:
+        if isinstance(part, Own):
             value = self._peers.part(part.source, self._rank_here(part.source))
             self.valid = _batch.rows(value, part.source.label)
             self._first = part, self.valid
@@ -189,12 +195,15 @@ class Resolver:
         start, _ = self._place(part)
         return self._range(part.source, start, start + self.valid)
 
-    def _place(self, part: Part) -> tuple[int, int]:
+    def _place(self, part: Part | Own) -> tuple[int, int]:
         """Where the rows of a part begin in the whole, and how many that has."""
-        sizes = self._sizes(part.source) if part.own else even_sizes(self._total(part.source), part.count)
-        return sum(sizes[: part.index]), sum(sizes)
+        if isinstance(part, Part):
+            index, sizes = part.index, even_sizes(self._total(part.source), part.count)
+        else:
+            index, sizes = self._index_here(part.source), self._sizes(part.source)
+        return sum(sizes[:index]), sum(sizes)
 
-    def _is_aligned(self, first: Part, part: Part) -> bool:
+    def _is_aligned(self, first: Own, part: Own) -> bool:
         """Whether two residents lie in the same partition: on all ranks, as many rows on this one isn't enough."""
         key = first.source.key
         if part.count == 1 or part.source.key == key:
@@ -246,4 +255,9 @@ class Resolver:
         return pieces[0] if len(pieces) == 1 else _batch.concat(pieces, source.label)
 
     def _rank_here(self, source: Source) -> int:
-        return self._slot if isinstance(source.slots, int) else source.slots.index(self._slot)
+        return source.slots.index(self._slot)
+
+    def _index_here(self, source: Source) -> int:
+        """Where along the axis of its parts the one of this worker is."""
+        assert isinstance(source.collect, Concat)
+        return source.ranks.mesh(source.collect.mesh).coordinate(self._rank_here(source), source.collect.axis)
