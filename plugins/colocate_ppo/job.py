@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 
-from colocate import ColocatedGroup, ConfigError
+from colocate import ColocatedGroup, ConfigError, Run
 from colocate_ppo.maths import KlEstimator
 from colocate_ppo.task import Problem, Task
 from colocate_ppo.team import Team
-
-if TYPE_CHECKING:
-    from colocate._run import Run
 
 _SHOWN = 8
 _PROGRESS = "progress.json"

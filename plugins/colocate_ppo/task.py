@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import random
 import zlib
@@ -10,6 +11,9 @@ from typing import Any
 
 import attrs
 import reasoning_gym
+from reasoning_gym.factory import DATASETS
+
+from colocate import ConfigError
 
 # A virtual dataset makes its items from `seed + index`: seeds this far apart give streams that share none.
 _ITEMS = 1 << 30
@@ -54,7 +58,15 @@ class Task:
         return self._dataset(self.seed * _ITEMS)
 
     def _dataset(self, seed: int) -> Any:
-        return reasoning_gym.create_dataset(self.name, seed=seed, size=_ITEMS, **self.options)
+        if self.name not in DATASETS:
+            close = difflib.get_close_matches(self.name, DATASETS, 1)
+            raise ConfigError(
+                f"reasoning-gym has no task {self.name!r}{f'; did you mean {close[0]!r}?' if close else ''}"
+            )
+        try:
+            return reasoning_gym.create_dataset(self.name, seed=seed, size=_ITEMS, **self.options)
+        except (TypeError, ValueError, AssertionError) as error:  # its ways to say that options don't fit
+            raise ConfigError(f"task {self.name!r} refuses the options {dict(self.options)}: {error}") from error
 
     def draw(self, count: int) -> list[Problem]:
         """The next problems of the training stream."""
@@ -82,7 +94,10 @@ class Task:
         dataset = self._dataset(_HELD_OUT_SEED)
         candidates = (_problem(dataset[index]) for index in range(10 * _HELD_OUT_PART * count))
         held_out = _distinct(problem for problem in candidates if is_held_out(problem.question))
-        return list(itertools.islice(held_out, count))
+        found = list(itertools.islice(held_out, count))
+        if not found:
+            raise ConfigError(f"task {self.name!r} gives no held-out problem (asked for {count}): evaluation needs one")
+        return found
 
 
 def is_held_out(question: str) -> bool:

@@ -122,6 +122,11 @@ def test_another_seed_gives_another_curve(tmp_path: Path) -> None:
     assert one.rows != other.rows
 
 
+def test_a_group_that_is_not_there_is_refused_with_those_that_are(tmp_path: Path) -> None:
+    with pytest.raises(colocate.ConfigError, match="`group` must name the group to train in; the config has policy"):
+        run("ppo-small.yaml", [*TINY, "job.with.group=polcy"], tmp_path)
+
+
 @pytest.mark.parametrize("example", ["ppo.yaml", "ppo-small.yaml"])
 def test_the_examples_have_no_mistakes(example: str) -> None:
     config = colocate.load_config(EXAMPLES / example)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+import colocate
 from colocate_ppo.task import Task, is_held_out
 
 SHORT = {"min_word_len": 3, "max_word_len": 4}
@@ -63,3 +64,19 @@ def test_other_tasks_are_selected_by_name_and_options() -> None:
     (problem,) = task.draw(1)
     assert problem.entry["metadata"]["source_dataset"] == "chain_sum"
     assert problem.answer.lstrip("-").isdigit()
+
+
+def test_an_unknown_task_is_refused_with_the_nearest() -> None:
+    with pytest.raises(colocate.ConfigError, match="no task 'spell_backwards'; did you mean 'spell_backward'"):
+        Task("spell_backwards")
+
+
+@pytest.mark.parametrize("options", [{"max_word_length": 4}, {"min_word_len": 9, "max_word_len": 4}, {"seed": 1}])
+def test_options_that_do_not_fit_are_refused_by_name(options: dict[str, int]) -> None:
+    with pytest.raises(colocate.ConfigError, match=r"'spell_backward' refuses the options .*'(max|seed)"):
+        Task(options=options)
+
+
+def test_an_evaluation_without_problems_is_refused() -> None:
+    with pytest.raises(colocate.ConfigError, match=r"no held-out problem \(asked for 0\)"):
+        Task().held_out(0)
