@@ -54,16 +54,17 @@ def _node(node: Owned) -> dict[str, Any]:
 
 
 def _workers(group: ColocatedGroup) -> Iterator[dict[str, Any]]:
+    ranks = {name: {slot: rank for rank, slot in enumerate(info.slots)} for name, info in group.roles.items()}
     for worker in group.workforce.workers:
         roles = [
             {
                 "kind": "role",
-                "name": f"{info.name} rank {info.slots.index(worker.slot)}/{len(info.slots)}",
+                "name": f"{name} rank {ranks[name][worker.slot]}/{len(info.slots)}",
                 "state": info.cls.__qualname__,
                 "children": [],
             }
-            for info in group.roles.values()
-            if worker.slot in info.slots
+            for name, info in group.roles.items()
+            if worker.slot in ranks[name]
         ]
         yield {
             "kind": "worker",

@@ -364,7 +364,8 @@ class CallOrder:
     def ask_stacks(self, slots: list[int], then: Callable[[dict[int, str]], None]) -> None:
         """Ask what some ranks are doing; those that can't answer in time (the GIL is held) are left out."""
         with self.lock:
-            asked = [slot for slot in slots if slot in set(self._link.live())]
+            live = set(self._link.live())
+            asked = [slot for slot in slots if slot in live]
             self._token += 1
             token = self._token
             found: dict[int, str] = {}

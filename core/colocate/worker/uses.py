@@ -161,10 +161,10 @@ class Resolver:
         ranks = source.ranks
         wanted = set(source.collect.sources(ranks))
         parts = [self._peers.part(source, rank) if rank in wanted else None for rank in source.holders]
-        rows = None
         if len(parts) > 1:
             rows = [self._peers.weight(source, rank) if rank in wanted else None for rank in source.holders]
-        return source.collect.join(parts, attrs.evolve(ranks, rows=rows))
+            ranks = attrs.evolve(ranks, rows=rows)
+        return source.collect.join(parts, ranks)
 
     def _part(self, part: Part | Own) -> Any:
         if isinstance(part, Part) and part.padding:
