@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import gc
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from tests.bench.rows import Row
 from tests.bench.stub import StubExecutor
 
 import colocate
-from colocate import Pool
+from colocate import Pool, RoleSpec
 from colocate._runtime import Runtime
 from colocate.testing.probes.plain import Echo, Rows
 
@@ -21,18 +22,20 @@ _FLAT = 1.5
 _ROUNDS = 8
 _PER_ROUND = 10_000  # slots times repetitions: each size works as long
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 
 def rows() -> Iterator[Row]:
     """Spawn, calls and close at each size, and how flat they are."""
-    cheapest: dict[str, dict[int, float]] = {}
+    cheapest: dict[str, dict[int, float]] = defaultdict(dict)
     with Runtime("stub", StubExecutor(), 0, False) as runtime:
         pools = [runtime.reserve(slots=slots) for slots in _SLOTS]
         for _ in range(_ROUNDS):
             for pool in pools:
                 slots = len(pool)
                 for name, seconds in _round(pool, slots).items():
-                    found = cheapest.setdefault(name, {})
-                    found[slots] = min(seconds, found.get(slots, seconds))
+                    cheapest[name][slots] = min(seconds, cheapest[name].get(slots, seconds))
     for name, found in cheapest.items():
         for slots, seconds in found.items():
             yield Row(_PART, f"{name}, {slots:,} slots", seconds * 1e6, "µs")
@@ -42,27 +45,40 @@ def rows() -> Iterator[Row]:
 def _round(pool: Pool, slots: int) -> dict[str, float]:
     """CPU seconds per slot of each operation."""
     times = _PER_ROUND // slots
+    clock = Clock()
     backwards = range(slots - 1, -1, -1)
-    roles = {"echo": colocate.role(Echo), "rows": colocate.role(Rows), "back": colocate.role(Echo).on(slots=backwards)}
-    seconds = dict.fromkeys(("spawn", "call", "call with rows", "call on slots in another order", "close"), 0.0)
+    roles: dict[str, RoleSpec[Any]] = {
+        "echo": colocate.role(Echo),
+        "rows": colocate.role(Rows),
+        "back": colocate.role(Echo).on(slots=backwards),
+    }
     batch = list(range(slots))
     for _ in range(times):
-        spent, group = _timed(pool.spawn, roles)
-        seconds["spawn"] += spent
-        group.role("echo", Echo).noop()
-        seconds["call"] += _timed(group.role("echo", Echo).noop)[0]
-        seconds["call with rows"] += _timed(group.role("rows", Rows).seen, batch)[0]
-        seconds["call on slots in another order"] += _timed(group.role("back", Echo).noop)[0]
-        seconds["close"] += _timed(group.close)[0]
-    return {name: spent / (times * slots) for name, spent in seconds.items()}
+        group = clock.time("spawn", pool.spawn, roles)
+        echo, rows = group.role("echo", Echo), group.role("rows", Rows)
+        echo.noop()
+        clock.time("call", echo.noop)
+        clock.time("call, other order", group.role("back", Echo).noop)
+        clock.time("call with rows", rows.seen, batch)
+        clock.time("call with a resident", rows.seen, rows.double.keep(batch).ref)
+        clock.time("close", group.close)
+    return {name: spent / (times * slots) for name, spent in clock.seconds.items()}
 
 
-def _timed(function: Callable[..., Any], *args: Any) -> tuple[float, Any]:
-    # Collecting garbage costs by what else is in memory, at moments of its own choosing.
-    gc.disable()
-    try:
-        start = time.process_time()
-        value = function(*args)
-        return time.process_time() - start, value
-    finally:
-        gc.enable()
+class Clock:
+    """Adds up the CPU seconds of operations by name."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    def time(self, name: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Do it, and count its CPU time."""
+        # Collecting garbage costs by what else is in memory, at moments of its own choosing.
+        gc.disable()
+        try:
+            start = time.process_time()
+            value = function(*args, **kwargs)
+            self.seconds[name] += time.process_time() - start
+            return value
+        finally:
+            gc.enable()
