@@ -176,6 +176,7 @@ class WorkerHost:
 
     def _end(self) -> None:
         self.lane.thread.join()
+        self.groups.close()
         self._transfer.close()
         self.peers.close()
         self.ended = True
@@ -190,6 +191,7 @@ class WorkerHost:
                 waiting.set_exception(ColocateError(reason))
         if any(running >= seq for running in list(self.lane.running)):
             self.peers.abort(reason)
+            self.groups.give_up_making()
 
     def interruption(self) -> str | None:
         """Why the call that asks mustn't wait for another worker; None when it may."""

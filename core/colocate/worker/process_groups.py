@@ -7,6 +7,7 @@ collective at once (destroying the group frees nobody while a reference lives).
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import gc
 import os
@@ -53,6 +54,9 @@ class ProcessGroups:
         self._ask = ask
         self._in_process = in_process
         self._made: dict[tuple[Any, ...], _Made] = {}
+        self._alone: dict[tuple[Any, ...], _Made] = {}  # of one rank: no failure elsewhere touches them
+        self._making: set[int] | None = None  # the sockets that there were before the group that is being made
+        self._given_up = False
         self._epoch = 0
         self.generation = 0
         self.default_role: str | None = None
@@ -75,28 +79,37 @@ class ProcessGroups:
                 rank=ctx.rank,
             )
         key = (ctx.role, axis)
-        found = self._made.get(key)
+        groups = self._made if members > 1 or self._is_default(ctx, name) else self._alone
+        found = groups.get(key)
         if found is None:
-            found = self._made[key] = self._make(ctx, members, index, name)
+            found = groups[key] = self._make(ctx, members, index, name)
         return found.group
+
+    def _is_default(self, ctx: Context, name: str) -> bool:
+        return axis_free(name) and self.default_role == ctx.role
 
     def _make(self, ctx: Context, members: int, index: int, name: str) -> _Made:
         # Imported here: only a role that asks for a group has torch.
         import torch.distributed as dist
 
-        default = axis_free(name) and self.default_role == ctx.role
-        if members == 1 and not default:
-            return _Made(single_rank_group(), ctx.role, [], default=False)
+        default = self._is_default(ctx, name)
         board = f"{ctx.group}/{self.generation}/{self._epoch}/{name}"
-        store = self._store(dist, board, index, members)
-        before = _connected_sockets()
-        backend = "nccl" if str(ctx.device).startswith("cuda") else "gloo"
-        if default:
-            dist.init_process_group(backend, store=store, rank=index, world_size=members, timeout=_TIMEOUT)
-            group: Any = dist.group.WORLD
-        else:
-            group = _new_group(dist, store, index, members, board, backend)
-        sockets = [_duplicate(fd) for fd in _connected_sockets() - before]
+        self._given_up = False
+        self._making = _connected_sockets()
+        try:
+            store = self._store(dist, board, index, members)
+            if self._given_up:
+                raise ColocateError("the ranks that would share this process group are in a failed call")
+            before = _connected_sockets()
+            backend = "nccl" if str(ctx.device).startswith("cuda") else "gloo"
+            if default:
+                dist.init_process_group(backend, store=store, rank=index, world_size=members, timeout=_TIMEOUT)
+                group: Any = dist.group.WORLD
+            else:
+                group = _new_group(dist, store, index, members, board, backend)
+        finally:
+            self._making = None
+        sockets = [_duplicate(fd) for fd in _connected_sockets() - before] if members > 1 else []
         return _Made(group, ctx.role, sockets, default)
 
     def _store(self, dist: Any, board: str, index: int, members: int) -> Any:
@@ -122,6 +135,14 @@ class ProcessGroups:
                 poll.register(connection, select.POLLRDHUP | select.POLLHUP | select.POLLERR)
         return bool(poll.poll(0))
 
+    def give_up_making(self) -> None:
+        """Free this rank where it waits for its peers to make a group: they have left."""
+        self._given_up = True
+        before = self._making
+        for fd in _connected_sockets() - before if before is not None else ():
+            with contextlib.suppress(OSError), _duplicate(fd) as connection:
+                connection.shutdown(socket.SHUT_RDWR)
+
     def cut(self) -> None:
         """Free the peers that wait in a collective with this rank."""
         for made in list(self._made.values()):
@@ -137,13 +158,18 @@ class ProcessGroups:
         if not self._made:
             return []
         self.cut()
-        old = [(weakref.ref(made.group), made.role) for made in self._made.values() if made.group not in _alone]
-        while self._made:
-            _, made = self._made.popitem()
-            _forget(made)
-            del made
+        old = [(weakref.ref(made.group), made.role) for made in self._made.values()]
+        if any(made.default for made in self._made.values()):
+            _forget_all(self._alone)  # with the default group torch forgets all others
+        _forget_all(self._made)
         gc.collect()  # a role's frames may be part of cycles
         return sorted({role or "group.run" for group, role in old if group() is not None})
+
+    def close(self) -> None:
+        """Drop all groups: the worker ends."""
+        self.cut()
+        _forget_all(self._made)
+        _forget_all(self._alone)
 
 
 def axis_free(name: str) -> bool:
@@ -152,7 +178,7 @@ def axis_free(name: str) -> bool:
 
 
 def single_rank_group() -> ProcessGroup:
-    """A group of this process alone, shared by all who ask."""
+    """A group of this process alone, shared by all role objects outside any worker."""
     import torch.distributed as dist
 
     with _alone_lock:
@@ -177,7 +203,8 @@ def _members(ctx: Context, axis: str | None) -> tuple[int, int, str]:
 
 def _new_group(dist: Any, store: Any, rank: int, size: int, name: str, backend: str) -> ProcessGroup:
     # The public API makes groups only inside the default one, which colocate leaves to the user. This is what
-    # init_process_group itself does, and what makes get_rank(group) and broadcast(group_src=) work.
+    # init_process_group itself does, and what makes broadcast(group_src=) work. (group.rank() tells the rank; torch's
+    # get_rank(group) wants a default group whatever it is given.)
     from torch.distributed import distributed_c10d as c10d
 
     made, _ = c10d._new_process_group_helper(
@@ -188,18 +215,26 @@ def _new_group(dist: Any, store: Any, rank: int, size: int, name: str, backend: 
     return group
 
 
+def _forget_all(groups: dict[tuple[Any, ...], _Made]) -> None:
+    while groups:
+        _, made = groups.popitem()
+        _forget(made)
+        del made
+
+
 def _forget(made: _Made) -> None:
     import torch.distributed as dist
     from torch.distributed import distributed_c10d as c10d
 
     for connection in made.sockets:
         connection.close()
-    if made.group in _alone:
-        return
     if made.default:
         dist.destroy_process_group()
         return
     world = c10d._world
+    name = world.pg_names.get(made.group)
+    if name is not None:  # gone with the default group
+        c10d._unregister_process_group(name)
     for table in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config, world.pg_to_tag):
         table.pop(made.group, None)
     for tag, tagged in list(world.tags_to_pg.items()):
