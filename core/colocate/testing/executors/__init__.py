@@ -16,15 +16,31 @@ from colocate.testing.executors.closing import Closing
 from colocate.testing.executors.context import Contexts
 from colocate.testing.executors.deaths import Deaths
 from colocate.testing.executors.dispatch import Dispatching
+from colocate.testing.executors.drivers import Drivers
 from colocate.testing.executors.failures import Failures, Serialization
 from colocate.testing.executors.order import Order
 from colocate.testing.executors.ownership import Ownership
+from colocate.testing.executors.placement import Placement
+from colocate.testing.executors.process_groups import ProcessGroups
 from colocate.testing.executors.residents import Residents
 from colocate.testing.executors.startup import Startup
 
 
 class ExecutorSuite(
-    Calls, Dispatching, Contexts, Residents, Order, Failures, Serialization, Startup, Deaths, Ownership, Closing
+    Calls,
+    Dispatching,
+    Contexts,
+    Residents,
+    Order,
+    Failures,
+    Serialization,
+    Startup,
+    Deaths,
+    Ownership,
+    Closing,
+    Placement,
+    ProcessGroups,
+    Drivers,
 ):
     """Everything that holds for every executor."""
 
@@ -35,11 +51,14 @@ __all__ = [
     "Contexts",
     "Deaths",
     "Dispatching",
+    "Drivers",
     "ExecutorCase",
     "ExecutorSuite",
     "Failures",
     "Order",
     "Ownership",
+    "Placement",
+    "ProcessGroups",
     "Residents",
     "Serialization",
     "Spawn",

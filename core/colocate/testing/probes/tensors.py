@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import TYPE_CHECKING, Any
 
 from colocate import Concat, First, Gather, OnRank, PerRank, Reduce, Role, Scatter, method
@@ -214,10 +216,8 @@ class Collective(Role):
     @method
     def facts(self, axis: str | None = None) -> tuple[int, int]:
         """Rank and size in the group, as torch tells them."""
-        import torch.distributed as dist
-
         group = self.ctx.process_group(axis)
-        return dist.get_rank(group), dist.get_world_size(group)
+        return group.rank(), group.size()
 
     @method
     def same_twice(self) -> bool:
@@ -249,6 +249,24 @@ class Collective(Role):
             pass_gate(gate)
         if self.ctx.rank == failing:
             raise ValueError(f"rank {failing} left before the collective")
+        return self._sum(value, group)
+
+    @method(dispatch=PerRank("gate"))
+    def fail_before_group(self, gate: Address | None, failing: int) -> float:
+        """One rank raises before it asks for the group that the others are about to make."""
+        if gate is not None:
+            pass_gate(gate)
+        if self.ctx.rank == failing:
+            raise ValueError(f"rank {failing} left before the group was made")
+        return self._sum(1.0, self.ctx.process_group())
+
+    @method(dispatch=PerRank("gate"))
+    def sum_or_die(self, gate: Address | None, value: float) -> float:
+        """Each rank with a gate waits there and dies, while the others wait for it."""
+        group = self.ctx.process_group()
+        if gate is not None:
+            pass_gate(gate)
+            os.kill(os.getpid(), signal.SIGKILL)
         return self._sum(value, group)
 
     @method

@@ -1,0 +1,283 @@
+"""Whole drivers, as scripts in processes of their own: how they start, and what is left when they end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+
+from colocate.executor import OwnProcess
+from colocate.testing.executors._base import ExecutorCase, needs
+from colocate.testing.gate import Gate
+from colocate.testing.waiting import PATIENCE_S, Processes
+
+PREAMBLE = """
+import json, os, sys, threading
+import colocate
+from colocate.testing.probes.faulty import Faulty
+from colocate.testing.probes.plain import Echo
+
+def say(what):
+    print(json.dumps(what), flush=True)
+
+def wait():
+    sys.stdin.readline()
+"""
+
+
+@attrs.define(eq=False)
+class Driver:
+    """A script that runs."""
+
+    process: subprocess.Popen[str]
+
+    def hear(self) -> Any:
+        """What it says next."""
+        assert self.process.stdout is not None
+        return json.loads(self.process.stdout.readline())
+
+    def end(self) -> tuple[int, str]:
+        """Let it go on where it waits, until its end: exit code and what it wrote to stderr."""
+        _, errors = self.process.communicate("\n", timeout=PATIENCE_S)
+        return self.process.returncode, errors
+
+
+@attrs.define(eq=False)
+class Scripts:
+    """Starts scripts that connect as the suite does."""
+
+    folder: Path
+    connect: str
+    started: list[subprocess.Popen[str]] = attrs.field(factory=list)
+
+    def start(self, text: str, *flags: str) -> Driver:
+        """Start a script; `CONNECT` in its text becomes a call of connect."""
+        path = self.folder / "script.py"
+        path.write_text(PREAMBLE + textwrap.dedent(text).replace("CONNECT", self.connect))
+        process = subprocess.Popen(
+            [sys.executable, *flags, str(path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=self.folder,
+        )
+        self.started.append(process)
+        return Driver(process)
+
+    def close(self) -> None:
+        """End what still runs."""
+        for process in self.started:
+            process.kill()
+            process.communicate()
+
+
+class Drivers(ExecutorCase):
+    """A driver that ends, in whatever way, leaves nothing behind."""
+
+    def connect_source(self, **more: Any) -> str:
+        """The Python expression that connects in a script; override it where `connect` is overridden."""
+        options = {**self.options, **more}
+        return f"colocate.connect({self.executor!r}, **{options!r})"
+
+    @pytest.fixture
+    def scripts(self, no_leaks: None, tmp_path: Path) -> Iterator[Scripts]:
+        """For scripts in a folder of their own."""
+        scripts = Scripts(tmp_path, self.connect_source())
+        yield scripts
+        scripts.close()
+
+    def test_main(self, scripts: Scripts) -> None:
+        """Roles may be defined in a script, without any guard, and in modules beside it; they go by value."""
+        (scripts.folder / "beside.py").write_text(
+            textwrap.dedent("""
+            import colocate
+
+            OFFSET = 40
+
+            class Beside(colocate.Role):
+                @colocate.method
+                def value(self, x):
+                    return x + OFFSET + helper()
+
+            def helper():
+                return 2
+            """)
+        )
+        driver = scripts.start("""
+            from beside import Beside, helper
+
+            SCALE = 10
+
+            def scaled(x):
+                return x * SCALE
+
+            class InMain(colocate.Role):
+                def __init__(self, start):
+                    self.start = start
+
+                @colocate.method
+                def value(self, x):
+                    return self.start + scaled(x) + helper()
+
+            class Child(InMain):
+                @colocate.method
+                def value(self, x):
+                    return -super().value(x)
+
+            with CONNECT as runtime, runtime.reserve(2, cpus=0) as pool:
+                roles = {name: colocate.role(cls, 1) for name, cls in (("main", InMain), ("child", Child))}
+                group = pool.spawn({**roles, "beside": colocate.role(Beside)})
+                say([group.role("main").value(3), group[Child].value(3), group[Beside].value(0)])
+            """)
+        assert driver.hear() == [[33, 33], [-33, -33], [42, 42]]
+        assert driver.end() == (0, "")
+
+    def test_nobody_closed(self, scripts: Scripts) -> None:
+        """Interpreter exit closes what nobody closed and reports it with its line."""
+        driver = scripts.start(
+            """
+            runtime = CONNECT  # the line to be named
+            group = runtime.reserve(1, cpus=0).spawn({"echo": colocate.role(Echo)})
+            say([group.role("echo").place()[0][0], os.getpid()])
+            wait()
+            """,
+            "-W",
+            "always::ResourceWarning",
+        )
+        pids = _others(driver.hear())
+        workers = Processes(pids)
+        code, errors = driver.end()
+        assert code == 0
+        line = 1 + (scripts.folder / "script.py").read_text().splitlines().index(
+            f"runtime = {scripts.connect}  # the line to be named"
+        )
+        assert f"script.py:{line} was never closed" in errors
+        assert errors.count("never closed") == 1
+        workers.wait()
+        workers.close()
+
+    def test_its_owner_closed(self, scripts: Scripts) -> None:
+        """What its owner closes isn't reported."""
+        driver = scripts.start(
+            """
+            with CONNECT as runtime:
+                runtime.reserve(1, cpus=0).spawn({"echo": colocate.role(Echo)}).role("echo").noop()
+            """,
+            "-W",
+            "always::ResourceWarning",
+        )
+        assert driver.end() == (0, "")
+
+    def test_uncaught_error(self, scripts: Scripts) -> None:
+        """A driver that ends by an error closes on its way out, and the error is what is shown."""
+        driver = scripts.start("""
+            with CONNECT as runtime, runtime.reserve(1, cpus=0) as pool:
+                group = pool.spawn({"echo": colocate.role(Echo), "faulty": colocate.role(Faulty)})
+                say([group.role("echo").place()[0][0], os.getpid()])
+                wait()
+                group.role("faulty").fail()
+            """)
+        workers = Processes(_others(driver.hear()))
+        code, errors = driver.end()
+        assert code == 1
+        assert "RoleError: faulty.fail raised ValueError on rank 0" in errors
+        assert "in deep_inside" in errors
+        workers.wait()
+        workers.close()
+
+    def test_exit_with_a_hung_role(self, scripts: Scripts) -> None:
+        """A role that hangs doesn't keep a driver from its exit."""
+        with Gate() as gate:
+            driver = scripts.start(f"""
+                runtime = CONNECT
+                group = runtime.reserve(1, cpus=0).spawn({{"faulty": colocate.role(Faulty), "echo": colocate.role(Echo)}})
+                say([group.role("echo").place()[0][0], os.getpid()])
+                call = group.role("faulty").wait.submit({gate.address!r})
+                threading.Thread(target=call.exception, daemon=True).start()
+                wait()
+                """)
+            workers = Processes(_others(driver.hear()))
+            gate.wait_for()
+            code, errors = driver.end()
+        assert code == 0
+        assert "did not end within" in errors
+        workers.wait()
+        workers.close()
+
+    def test_interrupted(self, scripts: Scripts) -> None:
+        """Ctrl-C in a blocking call raises KeyboardInterrupt there; the way out closes everything."""
+        with Gate() as gate:
+            driver = scripts.start(f"""
+                try:
+                    with CONNECT as runtime, runtime.reserve(1, cpus=0) as pool:
+                        group = pool.spawn({{"faulty": colocate.role(Faulty), "echo": colocate.role(Echo)}})
+                        say([group.role("echo").place()[0][0], os.getpid()])
+                        group.role("faulty").wait({gate.address!r})
+                except BaseException as error:
+                    say([type(error).__name__, [type(e).__name__ for e in getattr(error, "exceptions", ())]])
+                """)
+            workers = Processes(_others(driver.hear()))
+            gate.wait_for()
+            driver.process.send_signal(signal.SIGINT)
+            assert driver.hear() == ["KeyboardInterrupt", []]
+        assert driver.end()[0] == 0
+        workers.wait()
+        workers.close()
+
+    @needs(OwnProcess)
+    def test_killed(self, scripts: Scripts) -> None:
+        """A driver killed by SIGKILL takes its workers along: idle, hung, and holding the interpreter's lock."""
+        with Gate() as hung, Gate() as holding:
+            driver = scripts.start(f"""
+                runtime = CONNECT
+                group = runtime.reserve(3, cpus=0).spawn({{"faulty": colocate.role(Faulty), "echo": colocate.role(Echo)}})
+                faulty = group.role("faulty")
+                say([pid for pid, _, _ in group.role("echo").place()])
+                hung = faulty.wait.options(ranks=[1]).submit({hung.address!r})
+                holding = faulty.hold_the_gil.options(ranks=[2]).submit({holding.address!r})
+                threading.Event().wait()
+                """)
+            workers = Processes(driver.hear())
+            hung.wait_for()
+            holding.wait_for()
+            holding.open()
+            driver.process.kill()
+            workers.wait()
+            workers.close()
+
+    @needs(OwnProcess)
+    def test_killed_with_a_fork_alive(self, scripts: Scripts) -> None:
+        """So it does when a forked child of the driver lives on."""
+        driver = scripts.start("""
+            runtime = CONNECT
+            group = runtime.reserve(1, cpus=0).spawn({"echo": colocate.role(Echo)})
+            workers = [pid for pid, _, _ in group.role("echo").place()]
+            child = os.fork()
+            if child:
+                say([workers, child])
+            threading.Event().wait()
+            """)
+        pids, child = driver.hear()
+        workers, forked = Processes(pids), Processes([child])
+        driver.process.kill()
+        workers.wait()
+        os.kill(child, signal.SIGKILL)
+        forked.wait()
+        workers.close()
+        forked.close()
+
+
+def _others(pids: Sequence[int]) -> list[int]:
+    """The workers among (worker, driver): none where they are one process."""
+    worker, driver = pids
+    return [worker] if worker != driver else []

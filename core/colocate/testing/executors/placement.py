@@ -1,0 +1,124 @@
+"""Placement: slots are reserved together, all or none, and freed by close."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+
+import pytest
+
+import colocate
+from colocate import Pool, Runtime
+from colocate.errors import CapabilityError, ConfigError, PlacementError, PlacementTimeout
+from colocate.executor import Detachable, OwnProcess
+from colocate.testing.executors._base import ExecutorCase, needs
+from colocate.testing.probes.plain import Echo
+from colocate.testing.waiting import wait_until
+
+
+class Placement(ExecutorCase):
+    """An engine that offers 2 CPUs, or 2 GPUs."""
+
+    def test_slots(self, runtime: Runtime) -> None:
+        """A pool tells of its slots: index, node, devices, state."""
+        with runtime.reserve(3, cpus=0) as pool:
+            assert len(pool) == 3
+            assert [slot.index for slot in pool.slots] == [0, 1, 2]
+            assert {slot.state for slot in pool.slots} == {"free"}
+            nodes = {node.name for node in runtime.executor.nodes()}
+            assert {slot.node for slot in pool.slots} <= nodes
+            assert {slot.devices for slot in pool.slots} == {()}
+
+    def test_never_fits(self) -> None:
+        """What can never fit is an error at once, with a table of every node; nothing stays pending."""
+        with self.connect(cpus=2) as runtime:
+            with pytest.raises(PlacementError) as caught:
+                runtime.reserve(slots=3, cpus=1, timeout=1e6)
+            error = caught.value
+            assert not isinstance(error, PlacementTimeout)
+            assert "can never fit" in str(error)
+            assert [set(row) >= {"node", "wanted", "total", "free"} for row in error.nodes] == [True] * len(error.nodes)
+            assert error.nodes[0]["node"] in str(error)
+            for word in ("wanted", "total", "free"):
+                assert word in str(error)
+            assert pickle.loads(pickle.dumps(error)).nodes == error.nodes
+            assert not runtime.children
+            with runtime.reserve(slots=2, cpus=1, timeout=0):
+                pass
+
+    def test_does_not_fit_now(self) -> None:
+        """What doesn't fit now is an error when time is up, says what is free, and holds nothing back."""
+        with self.connect(cpus=2) as runtime, runtime.reserve(slots=1, cpus=1):
+            with pytest.raises(PlacementTimeout, match="did not become free within 0 s") as caught:
+                runtime.reserve(slots=2, cpus=1, timeout=0)
+            assert isinstance(caught.value, TimeoutError)
+            assert "1 CPU" in str(caught.value.nodes[0]["free"])
+            with runtime.reserve(slots=1, cpus=1, timeout=0):
+                pass
+
+    def test_waits(self) -> None:
+        """A reservation waits until what it needs is free."""
+        with self.connect(cpus=2) as runtime:
+            first = runtime.reserve(slots=2, cpus=1, name="first")
+            found: list[Pool] = []
+            waiter = threading.Thread(target=lambda: found.append(runtime.reserve(slots=2, cpus=1, name="second")))
+            waiter.start()
+            wait_until(lambda: any(child.name == "second" for child in list(runtime.children.values())), "it waits")
+            assert found == []
+            first.close()
+            waiter.join()
+            assert [slot.state for slot in found[0].slots] == ["free", "free"]
+
+    def test_close_frees(self) -> None:
+        """When close has returned, the slots can be reserved again, after failures too."""
+        with self.connect(cpus=2) as runtime:
+            for _ in range(3):
+                with runtime.reserve(slots=2, cpus=1, timeout=0) as pool:
+                    assert pool.spawn({"echo": colocate.role(Echo)}).role("echo", Echo).noop() == [None, None]
+
+    def test_a_slot_larger_than_a_node(self) -> None:
+        """All of a slot lies on one node."""
+        with self.connect(cpus=2) as runtime, pytest.raises(PlacementError):
+            runtime.reserve(slots=1, cpus=3, timeout=0)
+
+    def test_gpus(self) -> None:
+        """Slots have whole GPUs, each its own, sorted."""
+        with self.connect(gpus=2) as runtime:
+            with runtime.reserve(slots=2, gpus=1, cpus=0, timeout=0) as pool:
+                assert [slot.devices for slot in pool.slots] == [(0,), (1,)]
+                with pytest.raises(PlacementTimeout):
+                    runtime.reserve(slots=1, gpus=1, cpus=0, timeout=0)
+            with runtime.reserve(slots=1, gpus=2, cpus=0, timeout=0) as pool:
+                assert [slot.devices for slot in pool.slots] == [(0, 1)]
+            with pytest.raises(PlacementError, match="2 GPU"):
+                runtime.reserve(slots=3, gpus=1, cpus=0)
+
+    @needs(OwnProcess)
+    def test_visible_gpus(self) -> None:
+        """A worker that is a process sees its slot's GPUs and no others."""
+        with self.connect(gpus=2) as runtime, runtime.reserve(slots=2, gpus=1, cpus=0) as pool:
+            group = pool.spawn({"echo": colocate.role(Echo)})
+            assert group.role("echo", Echo).env("CUDA_VISIBLE_DEVICES") == ["0", "1"]
+
+    def test_senseless_requests(self, runtime: Runtime) -> None:
+        """Requests that make no sense are refused with all mistakes at once."""
+        with pytest.raises(ConfigError) as caught:
+            runtime.reserve(slots=0, gpus=-1, cpus=-1, strategy="stack")
+        assert [mistake.path for mistake in caught.value.mistakes] == ["slots", "gpus", "cpus", "strategy"]
+        with pytest.raises(ConfigError, match="host_memory"):
+            runtime.reserve(1, host_memory="much")
+        with pytest.raises(ConfigError, match="on_failure"), runtime.reserve(1, cpus=0) as pool:
+            pool.spawn({"echo": colocate.role(Echo)}, on_failure="shrug")
+
+    def test_detachable(self, runtime: Runtime) -> None:
+        """Where pools can't outlive the driver, asking for it is refused."""
+        if isinstance(runtime.executor, Detachable):
+            pytest.skip(f"executor {runtime.name!r} has Detachable")
+        with pytest.raises(CapabilityError) as caught:
+            runtime.reserve(1, detachable=True)
+        assert caught.value.capability == "Detachable"
+
+    def test_unknown_option(self) -> None:
+        """An option that the executor doesn't have is refused, with the nearest it has."""
+        with pytest.raises(ConfigError, match="cpuss"):
+            self.connect(cpuss=2)

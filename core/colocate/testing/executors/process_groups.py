@@ -1,0 +1,174 @@
+"""torch.distributed groups of a role's ranks, and what becomes of them when a call fails."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import colocate
+from colocate import Call, ColocatedGroup, Runtime
+from colocate.errors import CapabilityError, ColocateError, RoleError, WorkerDied
+from colocate.executor import OwnProcess
+from colocate.testing.executors._base import ExecutorCase, Shared, Spawn, needs
+from colocate.testing.gate import Gate
+from colocate.testing.probes.faulty import Faulty
+from colocate.testing.probes.tensors import Collective
+from colocate.testing.waiting import PATIENCE_S
+
+
+class ProcessGroups(ExecutorCase):
+    """`ctx.process_group()`."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def shared_ring(cls, runtime: Runtime) -> Shared:
+        """Four slots: a role on all, as a mesh; one on two; one with torch's default group."""
+        roles = {
+            "mesh": colocate.role(Collective).on(mesh={"dp": 2, "tp": 2}),
+            "pair": colocate.role(Collective).on(slots=[1, 2]),
+            "default": colocate.role(Collective).on(slots=[0, 1], default_group=True),
+        }
+        return Shared(runtime, roles, 4)
+
+    @pytest.fixture
+    def ring(self, no_leaks: None, shared_ring: Shared) -> ColocatedGroup:
+        """A group for collectives that the test leaves as it was."""
+        pytest.importorskip("torch")
+        return shared_ring.get()
+
+    @needs(OwnProcess)
+    def test_all_ranks(self, ring: ColocatedGroup) -> None:
+        """Without an axis the group has all ranks of the role, and torch knows their numbers."""
+        assert ring.role("mesh", Collective).sum_each([1.0, 2.0, 3.0, 4.0]) == [10.0] * 4  # type: ignore[arg-type]
+        assert ring.role("mesh", Collective).facts() == [(0, 4), (1, 4), (2, 4), (3, 4)]
+        assert ring.role("pair", Collective).sum_each([1.0, 2.0]) == [3.0] * 2  # type: ignore[arg-type]
+        assert ring.role("pair", Collective).facts() == [(0, 2), (1, 2)]
+
+    @needs(OwnProcess)
+    def test_axis(self, ring: ColocatedGroup) -> None:
+        """With an axis it has those that share all other coordinates; an axis that the mesh lacks has one rank."""
+        mesh = ring.role("mesh", Collective)
+        values: Any = [1.0, 2.0, 3.0, 4.0]
+        assert mesh.sum_each(values, axis="tp") == [3.0, 3.0, 7.0, 7.0]
+        assert mesh.sum_each(values, axis="dp") == [4.0, 6.0, 4.0, 6.0]
+        assert mesh.sum_each(values, axis="pp") == values
+        assert mesh.facts("tp") == [(0, 2), (1, 2), (0, 2), (1, 2)]
+
+    @needs(OwnProcess)
+    def test_same(self, ring: ColocatedGroup) -> None:
+        """As long as no call fails it is one group."""
+        assert ring.role("mesh", Collective).same_twice() == [True] * 4
+
+    @needs(OwnProcess)
+    def test_default_group(self, ring: ColocatedGroup) -> None:
+        """Torch's default group is left alone, unless a role says that it is its own."""
+        assert ring.role("pair", Collective).is_default()[1] == (False, False)
+        assert ring.role("default", Collective).is_default() == [(True, True)] * 2
+        assert ring.role("default", Collective).sum(1.0) == [2.0] * 2
+
+    @needs(OwnProcess)
+    def test_hold(self, ring: ColocatedGroup) -> None:
+        """Rank 1 raises before a collective in which rank 0 waits: its error comes at once, and rank 0 is freed."""
+        pair = ring.role("pair", Collective)
+        pair.sum(1.0)
+        with Gate() as trigger:
+            call = pair.sum_at.submit([None, trigger.address], 1.0, failing=1)  # type: ignore[arg-type]
+            trigger.wait_for()
+            trigger.open()
+            error = call.exception(PATIENCE_S)
+        assert isinstance(error, RoleError)
+        assert error.rank == 1
+        assert isinstance(error.__cause__, ValueError)
+        assert "left before the collective" in str(error)
+        assert pair.sum_each([1.0, 2.0]) == [3.0] * 2  # type: ignore[arg-type]
+
+    @needs(OwnProcess)
+    def test_hold_with_a_queue(self, ring: ColocatedGroup) -> None:
+        """Collectives of calls that were queued already pair with each other, and with nothing of the failed call."""
+        pair = ring.role("pair", Collective)
+        pair.sum(1.0)
+        for failing in (0, 1, 0):
+            calls: list[Call[Any]] = [pair.sum.submit(float(index)) for index in range(3)]
+            failed = pair.sum_unless.submit(100.0, failing)
+            calls += [pair.sum.submit(float(index)) for index in range(3, 8)]
+            error = failed.exception(PATIENCE_S)
+            assert isinstance(error, RoleError)
+            assert error.rank == failing
+            assert [call.result(PATIENCE_S) for call in calls] == [[2.0 * index] * 2 for index in range(8)]
+
+    @needs(OwnProcess)
+    def test_hold_while_groups_are_made(self, ring: ColocatedGroup) -> None:
+        """A rank that waits for its peers to make the group is freed too."""
+        pair = ring.role("pair", Collective)
+        with pytest.raises(RoleError):
+            pair.sum_unless(1.0, 0)  # what there was is gone
+        with Gate() as trigger:
+            call = pair.fail_before_group.submit([None, trigger.address], failing=1)  # type: ignore[arg-type]
+            trigger.wait_for()
+            trigger.open()
+            error = call.exception(PATIENCE_S)
+        assert isinstance(error, RoleError)
+        assert error.rank == 1
+        assert pair.sum(1.0) == [2.0] * 2
+
+    @needs(OwnProcess)
+    def test_hold_spares_the_others(self, ring: ColocatedGroup) -> None:
+        """Ranks that the failed call isn't about go on with new groups too."""
+        mesh, pair = ring.role("mesh", Collective), ring.role("pair", Collective)
+        mesh.sum(1.0)
+        with pytest.raises(RoleError):
+            pair.sum_unless(1.0, 0)
+        assert mesh.sum(1.0) == [4.0] * 4
+        assert mesh.sum(1.0, axis="tp") == [2.0] * 4
+
+    @needs(OwnProcess)
+    def test_kept_group(self, spawn: Spawn) -> None:
+        """A role that keeps the old group after a failure fails the whole group, and is named."""
+        pytest.importorskip("torch")
+        group = spawn({"sinner": colocate.role(Collective), "faulty": colocate.role(Faulty)})
+        sinner = group.role("sinner", Collective)
+        assert sinner.keep_group() == [2.0] * 2
+        failing = group.role("faulty", Faulty).fail.submit(ranks=(1,))
+        queued = sinner.sum.submit(1.0)
+        root = failing.exception(PATIENCE_S)
+        assert isinstance(root, RoleError)
+        error = queued.exception(PATIENCE_S)
+        assert isinstance(error, ColocateError)
+        assert "'sinner'" in str(error)
+        assert "still holds the process group" in str(error)
+        assert error.role == "sinner"
+        assert error.__cause__ is root
+
+    @needs(OwnProcess)
+    def test_death_in_a_collective(self, spawn: Spawn) -> None:
+        """When a rank dies, those that wait for it in a collective aren't the story: its death is."""
+        pytest.importorskip("torch")
+        group = spawn({"ring": colocate.role(Collective), "faulty": colocate.role(Faulty)})
+        ring = group.role("ring", Collective)
+        ring.sum(1.0)
+        with Gate() as trigger:
+            call = ring.sum_or_die.submit([None, trigger.address], 1.0)  # type: ignore[arg-type]
+            trigger.wait_for()
+            trigger.open()
+            error = call.exception(PATIENCE_S)
+        assert isinstance(error, WorkerDied)
+        assert (error.rank, error.signal) == (1, "SIGKILL")
+
+    def test_one_rank(self, spawn: Spawn) -> None:
+        """A role of one rank has a group of one on every executor."""
+        pytest.importorskip("torch")
+        for _ in range(2):
+            with spawn({"ring": colocate.role(Collective)}, slots=1, name="alone") as group:
+                assert group.role("ring", Collective).sum(3.0) == [3.0]
+                assert group.role("ring", Collective).facts() == [(0, 1)]
+
+    def test_shared_process(self, runtime: Runtime, spawn: Spawn) -> None:
+        """Where workers share a process there is no group of several ranks, and the error says what has."""
+        pytest.importorskip("torch")
+        if isinstance(runtime.executor, OwnProcess):
+            pytest.skip(f"executor {runtime.name!r} has OwnProcess")
+        group = spawn({"ring": colocate.role(Collective)})
+        with pytest.raises(CapabilityError, match="processes=True") as caught:
+            group.role("ring", Collective).sum(1.0)
+        assert caught.value.capability == "OwnProcess"
