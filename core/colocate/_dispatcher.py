@@ -12,6 +12,8 @@ from collections.abc import Callable
 
 import attrs
 
+_SWEEP = 1000
+
 
 @attrs.define(eq=False)
 class Timer:
@@ -32,15 +34,24 @@ class Dispatcher:
         self._timers: list[tuple[float, int, Timer]] = []
         self._order = itertools.count()
         self._news = threading.Condition()
-        self._closed = False
+        self._swept = _SWEEP
+        self._closed = self._ended = False
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._thread.start()
 
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller runs on its thread."""
+        return threading.current_thread() is self._thread
+
     def soon(self, job: Callable[[], object]) -> None:
-        """Run a job as soon as the earlier ones are done."""
+        """Run a job as soon as the earlier ones are done; here and now once the thread has ended."""
         with self._news:
-            self._jobs.append(job)
-            self._news.notify()
+            if not self._ended:
+                self._jobs.append(job)
+                self._news.notify()
+                return
+        _run(job)
 
     def after(self, delay_s: float, job: Callable[[], None]) -> Timer:
         """Run a job after a delay."""
@@ -49,6 +60,10 @@ class Dispatcher:
             heapq.heappush(self._timers, (time.monotonic() + delay_s, next(self._order), timer))
             if self._timers[0][2] is timer:
                 self._news.notify()
+            if len(self._timers) > self._swept:  # cancelled ones needn't stay until they are due
+                self._timers = [entry for entry in self._timers if entry[2].job is not None]
+                heapq.heapify(self._timers)
+                self._swept = max(_SWEEP, 2 * len(self._timers))
         return timer
 
     def close(self) -> None:
@@ -56,16 +71,12 @@ class Dispatcher:
         with self._news:
             self._closed = True
             self._news.notify()
-        if threading.current_thread() is not self._thread:
+        if not self.is_current:
             self._thread.join()
 
     def _main(self) -> None:
         while (job := self._next()) is not None:
-            try:
-                job()
-            except Exception as error:
-                # A user's callback: reported as Python reports what nobody can catch, and the others still run.
-                sys.excepthook(type(error), error, error.__traceback__)
+            _run(job)
             del job
 
     def _next(self) -> Callable[[], object] | None:
@@ -74,6 +85,7 @@ class Dispatcher:
                 if self._jobs:
                     return self._jobs.popleft()
                 if self._closed:
+                    self._ended = True
                     return None
                 delay = None
                 while self._timers:
@@ -88,3 +100,12 @@ class Dispatcher:
                         delay = due - time.monotonic()
                         break
                 self._news.wait(None if delay is None else max(0.0, delay))
+
+
+def _run(job: Callable[[], object]) -> None:
+    try:
+        job()
+    except BaseException as error:
+        # A user's callback: reported as Python reports what nobody can catch, and the others still run. It can't end
+        # the process either, as it isn't the main thread.
+        sys.excepthook(type(error), error, error.__traceback__)

@@ -78,7 +78,7 @@ def _workers(group: ColocatedGroup) -> Iterator[dict[str, Any]]:
 
 
 def _residents(group: ColocatedGroup) -> Iterator[dict[str, Any]]:
-    for kept in list(group._kept.values()):
+    for kept in list(group.residents.kept.values()):
         if kept.freed_by is not None:
             continue
         call = kept.call

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
@@ -13,10 +12,11 @@ from colocate import _batch
 from colocate._collect import Concat
 from colocate._dispatch import Plan
 from colocate._fetch import Fetches
+from colocate._leases import Leases
 from colocate._mesh import Ranks
 from colocate._method import MethodSpec
 from colocate._order import CallOrder, PendingCall
-from colocate._owned import Owned, caller
+from colocate._owned import Owned, caller, raise_together
 from colocate._questions import Questions
 from colocate._records import CallRecord
 from colocate._resident import Kept, Reference, ResidentSpec
@@ -54,13 +54,11 @@ class ColocatedGroup(Owned):
         self.leases: dict[int, weakref.ref[Any]] = {}
         self._roles = declared.infos
         self._views: dict[str, RoleView] = {}
-        self._kept: dict[int, Kept] = {}
-        self._released: deque[int] = deque()
+        self.residents = Leases()
         self._flushing = False
         self._borrows: dict[int, str] = {}
         self._fetches = Fetches(self.workforce.tell)
         self._scopes = threading.local()
-        self._finished = threading.Event()
 
     # -- views
 
@@ -151,27 +149,50 @@ class ColocatedGroup(Owned):
         key = call.keep = self.runtime.new_key() if keep else None
         if self.runtime.observers or uses:
             call.on_end = self._ended
-        workers = self.workforce.workers
         with self.order.lock:
             self.check()
-            seq = self.order.enter(call)
-            for use in uses:
-                use._kept.group.lend(call, use._kept, self)
-            frees = self._take_released() if self._released and len(call.targets) == len(workers) else ()
-            last: tuple[Any, Any] = (None, None)
-            frame: Any = None
-            for slot, arguments, valid in zip(call.targets, planned.arguments, planned.valid, strict=True):
-                if frame is None or last != (id(arguments), valid):
-                    if frame is not None:
-                        executor.discard(frame)
-                    last = (id(arguments), valid)
-                    head = ("call", seq, role.name, spec.name, key, valid, bool(uses), frees)
-                    frame = executor.frame(head, bodies[id(arguments)])
-                workers[slot].host.send(frame)
-            executor.discard(frame)
+            sent: list[int] = []
+            try:
+                self._send_call(call, role, spec, planned, bodies, sent)
+            except BaseException as error:  # Ctrl-C, or no descriptor or memory is left
+                self.order.give_up(call, error, bool(sent))
+                if key is not None:
+                    self.residents.end(key)
+                raise
         if timeout is not None:
             self.order.watch(call, timeout)
         return call
+
+    def _send_call(
+        self,
+        call: PendingCall,
+        role: RoleInfo,
+        spec: MethodSpec,
+        planned: Plan,
+        bodies: dict[int, Any],
+        sent: list[int],
+    ) -> None:
+        """Give a call its place in the order and send it. The order's lock is held; `sent` tells how far it came."""
+        executor, workers = self.runtime.executor, self.workforce.workers
+        lent: list[Reference] = []
+        uses, call.uses = call.uses, lent
+        for use in uses:
+            use._kept.group.lend(call, use._kept, self)
+            lent.append(use)
+        seq = self.order.enter(call)
+        frees = self._take_released() if self.residents.news and len(call.targets) == len(workers) else ()
+        last: tuple[Any, Any] = (None, None)
+        frame: Any = None
+        for slot, arguments, valid in zip(call.targets, planned.arguments, planned.valid, strict=True):
+            if frame is None or last != (id(arguments), valid):
+                if frame is not None:
+                    executor.discard(frame)
+                last = (id(arguments), valid)
+                head = ("call", seq, role.name, spec.name, call.keep, valid, bool(lent), frees)
+                frame = executor.frame(head, bodies[id(arguments)])
+            sent.append(slot)
+            workers[slot].host.send(frame)
+        executor.discard(frame)
 
     def kept(self, call: PendingCall, role: RoleInfo, spec: MethodSpec) -> Kept:
         """The record of a kept call's resident."""
@@ -181,10 +202,8 @@ class ColocatedGroup(Owned):
             ranks = Ranks(ranks.world_size, ranks.meshes, targets=call.ranks)
         source = Source(call.keep, self.name, role.slots, ranks, spec.collect, call.label)
         kept = Kept(source, self, call, call.line)
-        self._kept[call.keep] = kept
-        if not self._flushing:
-            self._flushing = True
-            self.runtime.dispatcher.after(_QUIET_S, self._flush)
+        self.residents.add(kept)
+        self._flush_later()
         for scope in getattr(self._scopes, "open", ()):
             scope.append(kept)
         return kept
@@ -199,7 +218,7 @@ class ColocatedGroup(Owned):
     def _ended(self, call: PendingCall) -> None:
         """A call is about to be settled."""
         for use in call.uses:
-            use._kept.group._borrows.pop(id(call), None)
+            use._kept.group.give_back(call, use._kept)
         call.uses = ()
         if self.runtime.observers:
             self.runtime.dispatcher.soon(lambda: self._observe(call))
@@ -233,7 +252,7 @@ class ColocatedGroup(Owned):
         try:
             yield
         finally:
-            stack.remove(inside)
+            stack[:] = [other for other in stack if other is not inside]
             for kept in inside:
                 if kept.freed_by is None:
                     kept.freed_by = "the end of its scope"
@@ -251,44 +270,51 @@ class ColocatedGroup(Owned):
 
     def unseen(self) -> list[BaseException]:
         """Failures of kept calls that nobody has used, but for the group's own, which is told by itself."""
-        found = [k for k in list(self._kept.values()) if k.call._error not in (None, self.failure) and not k.used]
-        return list(dict.fromkeys(cast("BaseException", kept.call._error) for kept in found))
+        kept = list(self.residents.kept.values())
+        found = [each for each in kept if each.call._error not in (None, self.failure) and not each.used]
+        return list(dict.fromkeys(cast("BaseException", each.call._error) for each in found))
 
     def lease_ended(self, kept: Kept) -> None:
         """Nobody names a resident any more. Runs in `__del__`: it takes no lock."""
-        self._released.append(kept.source.key)
+        self.residents.end(kept.source.key)
 
     def lend(self, call: PendingCall, kept: Kept, borrower: ColocatedGroup) -> None:
-        """A call of another group uses a resident of this one until it ends."""
+        """A call uses a resident of this group until it ends."""
+        self.residents.begin_use(kept)
         if borrower is not self:
             self._borrows[id(call)] = (
                 f"{call.label} of group {borrower.name!r} uses the resident of {kept.source.label}"
             )
+
+    def give_back(self, call: PendingCall, kept: Kept) -> None:
+        """The call has ended."""
+        self.residents.end_use(kept)
+        self._borrows.pop(id(call), None)
 
     def borrowers(self) -> list[str]:
         """Unfinished uses of its residents by other groups."""
         return list(self._borrows.values())
 
     def _take_released(self) -> tuple[int, ...]:
-        keys = []
-        while self._released:
-            key = self._released.popleft()
-            kept = self._kept.get(key)
-            if kept is not None and kept.call.done() and (kept.call._error is None or kept.used):
-                del self._kept[key]
-            keys.append(key)
+        keys = self.residents.take()
+        for key in keys:
             self.leases.pop(key, None)
-        return tuple(keys)
+        return keys
+
+    def _flush_later(self) -> None:
+        with self.order.lock:
+            if not self._flushing and self.residents.kept and self.alive:
+                self._flushing = True
+                self.runtime.dispatcher.after(_QUIET_S, self._flush)
 
     def _flush(self) -> None:
         """After a while of quiet: release what no message has carried."""
-        if self._released and self.alive:
-            with self.order.lock:
-                keys = self._take_released()
+        with self.order.lock:
+            keys = self._take_released()
+            if keys and self.alive:
                 self.send(self.live(), ("free", keys))
-        self._flushing = bool(self._kept) and self.alive
-        if self._flushing:
-            self.runtime.dispatcher.after(_QUIET_S, self._flush)
+            self._flushing = False
+        self._flush_later()
 
     def fetch(self, kept: Kept) -> Any:
         """The collected value of a resident, on the driver."""
@@ -297,10 +323,18 @@ class ColocatedGroup(Owned):
         kept.check()
         source = kept.source
         wanted = list(source.collect.sources(source.ranks))
-        answers = dict(zip(wanted, self._fetches.get([source.slot(r) for r in wanted], source.key, True), strict=True))
+        answers = dict(zip(wanted, self._ask(kept, wanted, True), strict=True))
         parts = [self.unpack(answers[rank][1]) if rank in answers else None for rank in source.holders]
         ranks = Ranks(source.ranks.world_size, source.ranks.meshes, kept.call.rows, None, source.ranks.targets)
         return source.collect.join(parts, ranks)
+
+    def _ask(self, kept: Kept, ranks: Sequence[int], contents: bool) -> list[Any]:
+        """What some ranks say of their parts."""
+        self.residents.begin_use(kept)
+        try:
+            return self._fetches.get([kept.source.slot(rank) for rank in ranks], kept.source.key, contents)
+        finally:
+            self.residents.end_use(kept)
 
     def spec_of(self, kept: Kept) -> ResidentSpec:
         """What a resident holds."""
@@ -308,7 +342,7 @@ class ColocatedGroup(Owned):
         kept.call._gate.release()
         kept.check()
         source = kept.source
-        ((_, structure), _) = self._fetches.get([source.slot(source.holders[0])], source.key, False)[0]
+        ((_, structure), _) = self._ask(kept, source.holders[:1], False)[0]
         sizes = tuple(size[0] for size in kept.call.bodies)
         return ResidentSpec(structure, sizes, tuple(kept.call.rows))
 
@@ -383,23 +417,24 @@ class ColocatedGroup(Owned):
         if not force and self.closed_by is None:
             self.refuse_if_borrowed()
         if not self.mark_closed(by):
-            self._finished.wait()
+            self.wait_closed()
             return
         try:
             self.state = "closing"
-            errors = [*self.workforce.end(grace), *self.unseen()]
+            errors = self.workforce.end(grace)
+        finally:  # also when Ctrl-C has ended the wait
             error = ClosedError(f"group {self.name!r} was closed by {self.closed_by}", closed_by=self.closed_by)
+            failed = self.unseen()
             self.order.fail_all(error)
             self._fetches.fail(error)
-        finally:
             self.state = "closed"
             self.disown()
             self.pool.vacate(self)
             self._finished.set()
+        errors += failed
         if self.runtime.observers:
             self.runtime.dispatcher.soon(lambda: self.runtime.observers.tell("colocate_group_closed", self.name))
-        if errors:
-            raise BaseExceptionGroup(f"group {self.name!r} was closed, and this had gone wrong", errors)
+        raise_together(f"group {self.name!r} was closed, and this had gone wrong", errors)
 
 
 class _Joiner:

@@ -147,9 +147,13 @@ class _Hold:
     silent: set[int]
     withdrawn: set[int] = attrs.field(factory=set)
     root: ColocateError | None = None
-    suspected: ColocateError | None = None
+    suspected: tuple[PendingCall, ColocateError] | None = None
     later: list[tuple[PendingCall, ColocateError]] = attrs.field(factory=list)
     timer: Timer | None = None
+
+    def cause(self) -> ColocateError | None:
+        """What is known of why it was begun."""
+        return self.root or (self.suspected[1] if self.suspected is not None else None)
 
 
 class CallOrder:
@@ -176,9 +180,20 @@ class CallOrder:
         self.pending[call.seq] = call
         return call.seq
 
+    def give_up(self, call: PendingCall, error: BaseException, sent: bool) -> None:
+        """A call couldn't be sent to all its ranks, but perhaps to some (`sent`). The lock is held."""
+        if sent and self._hold is None:
+            self._begin_hold(call.seq, known=None, cut=True)
+        if self._hold is not None:
+            self._hold.withdrawn.add(call.seq)
+        self._end(call)
+        call._fail(error)
+
     def watch(self, call: PendingCall, timeout: float) -> None:
         """Give up on a call after `timeout` seconds."""
-        call.timer = self._dispatcher.after(timeout, lambda: self._late(call, timeout))
+        with self.lock:
+            if not call.done():
+                call.timer = self._dispatcher.after(timeout, lambda: self._late(call, timeout))
 
     # -- what workers say
 
@@ -213,15 +228,14 @@ class CallOrder:
             call.spans.append((call.index_of(slot), 0.0, 0.0))
             error = failure_error(self._link, call, slot, told, body)
             hold.withdrawn.add(seq)
-            if seq > hold.failed and (hold.root or hold.suspected):
-                hold.later.append((call, error))
-            elif not told[4]:
-                self._tell_root(hold, call, error)
-            elif hold.suspected is None:
+            self._lower(hold, seq, slot)
+            if told[4] and hold.root is None:
                 # A lost connection is a consequence: its cause is on its way, as a failure or as a death.
-                hold.suspected = error
-                self._dispatcher.after(_ALIVE_WITHIN_S, lambda: self._settle_suspicion(hold, call))
-                self._check_suspicion(hold, call)
+                self._suspect(hold, call, error)
+            elif seq > hold.failed and (hold.root or hold.suspected):
+                hold.later.append((call, error))
+            else:
+                self._tell_root(hold, call, error)
 
     def alive(self, slot: int, number: int) -> None:
         """A rank has heard of a hold."""
@@ -229,9 +243,7 @@ class CallOrder:
             hold = self._hold
             if hold is not None and hold.number == number:
                 hold.silent.discard(slot)
-                call = self.pending.get(hold.failed)
-                if hold.suspected is not None and call is not None:
-                    self._check_suspicion(hold, call)
+                self._check_suspicion(hold)
 
     def held(self, slot: int, number: int, begun: int, holders: Sequence[str]) -> None:
         """A rank is back: it runs nothing and takes up nothing."""
@@ -242,7 +254,7 @@ class CallOrder:
             hold.waiting.discard(slot)
             hold.silent.discard(slot)
             if holders:
-                cause = hold.root or hold.suspected
+                cause = hold.cause()
                 error = RoleError(
                     f"group {self._link.name!r} failed: role {holders[0]!r} on slot {slot} still holds the process "
                     "group of before the failed call, which is of no use now; ask ctx.process_group() in each call",
@@ -297,28 +309,44 @@ class CallOrder:
         self._link.send([slot for slot in live if slot != known], ("hold", hold.number, failed, cut))
         return hold
 
+    def _lower(self, hold: _Hold, seq: int, known: int | None) -> None:
+        """If this is an earlier call than the one that began the hold: nobody waits for anything from this one on."""
+        if seq < hold.failed:
+            hold.failed = seq
+            self._link.send([slot for slot in self._link.live() if slot != known], ("hold", hold.number, seq, False))
+
     def _tell_root(self, hold: _Hold, call: PendingCall, error: ColocateError) -> None:
-        if hold.root is None:
+        if hold.root is None or call.seq <= hold.failed:
             hold.root = error
         self._end(call)
         call._fail(error)
 
-    def _check_suspicion(self, hold: _Hold, call: PendingCall) -> None:
-        if not hold.silent:
-            self._settle_suspicion(hold, call)
+    def _suspect(self, hold: _Hold, call: PendingCall, error: ColocateError) -> None:
+        if hold.suspected is not None:
+            hold.later.append((call, error))
+            return
+        hold.suspected = call, error
+        self._dispatcher.after(_ALIVE_WITHIN_S, lambda: self._settle_suspicion(hold))
+        self._check_suspicion(hold)
 
-    def _settle_suspicion(self, hold: _Hold, call: PendingCall) -> None:
+    def _check_suspicion(self, hold: _Hold) -> None:
+        if not hold.silent:
+            self._settle_suspicion(hold)
+
+    def _settle_suspicion(self, hold: _Hold) -> None:
+        """No better cause has come: the lost connection is what the caller is told."""
         with self.lock:
-            if hold.suspected is not None and hold.root is None and not call.done():
-                self._tell_root(hold, call, hold.suspected)
+            if hold.suspected is not None and hold.root is None and not hold.suspected[0].done():
+                self._tell_root(hold, *hold.suspected)
 
     def _resume(self, hold: _Hold) -> None:
-        call = self.pending.get(hold.failed)
-        if call is not None and hold.suspected is not None:
-            self._tell_root(hold, call, hold.suspected)
+        self._settle_suspicion(hold)
+        if hold.suspected is not None:
+            hold.later.append(hold.suspected)
         for later, error in hold.later:
-            self._end(later)
-            later._fail(later_error(error, hold.root))
+            if not later.done():
+                self._end(later)
+                later._fail(later_error(error, hold.root))
         if hold.timer is not None:
             hold.timer.cancel()
         self._resumed = hold.number
@@ -341,7 +369,7 @@ class CallOrder:
         with self.lock:
             still = [slot for slot in stuck if slot in hold.waiting]
             if self._hold is hold and still:
-                self._link.fail(hung_error(self._link, still[0], hold.root or hold.suspected, stacks.get(still[0])))
+                self._link.fail(hung_error(self._link, still[0], hold.cause(), stacks.get(still[0])))
 
     # -- deadlines
 
@@ -355,11 +383,16 @@ class CallOrder:
             if call.done():
                 return
             error = timeout_error(self._link, call, timeout, stacks)
-            if self._hold is None:
-                self._begin_hold(call.seq, known=None, cut=True)
-            assert self._hold is not None
-            self._hold.withdrawn.add(call.seq)
-            self._tell_root(self._hold, call, error)
+            hold = self._hold
+            if hold is None:
+                hold = self._begin_hold(call.seq, known=None, cut=True)
+            else:
+                self._lower(hold, call.seq, None)
+                live = self._link.live()
+                self._link.send(live, ("cancel", call.seq))
+                self._link.send(live, ("hold", hold.number, hold.failed, True))
+            hold.withdrawn.add(call.seq)
+            self._tell_root(hold, call, error)
 
     def ask_stacks(self, slots: list[int], then: Callable[[dict[int, str]], None]) -> None:
         """Ask what some ranks are doing; those that can't answer in time (the GIL is held) are left out."""

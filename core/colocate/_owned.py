@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import Any, NoReturn, Self
 
@@ -43,6 +44,18 @@ def caller() -> tuple[str, int]:
     return "?", 0
 
 
+def raise_together(what: str, errors: Sequence[BaseException]) -> None:
+    """Raise what has gone wrong, if anything has; an interrupt as itself, so that it isn't taken for an error."""
+    for error in errors:
+        if not isinstance(error, Exception):
+            for other in errors:
+                if other is not error:
+                    error.add_note(f"{what}: {type(other).__name__}: {other}")
+            raise error
+    if errors:
+        raise BaseExceptionGroup(what, errors)
+
+
 class Owned:
     """A node of the ownership graph.
 
@@ -68,6 +81,8 @@ class Owned:
         self.closed_by: str | None = None
         self._born_after = _forks
         self._closing = threading.Lock()
+        self._closer: int | None = None
+        self._finished = threading.Event()
         if owner is not None:
             owner.children[id(self)] = self
 
@@ -111,7 +126,13 @@ class Owned:
                 file, number = caller()
                 by = f"{self.kind}.close() at {file}:{number}"
             self.closed_by = by
+            self._closer = threading.get_ident()
             return True
+
+    def wait_closed(self) -> None:
+        """Wait until who closes it has done so, unless that is this very thread (in a signal's handler, say)."""
+        if self._closer != threading.get_ident():
+            self._finished.wait()
 
     def disown(self) -> None:
         """Take it out of the graph."""

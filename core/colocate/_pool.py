@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, overload
 import attrs
 
 from colocate._group import ColocatedGroup
-from colocate._owned import Owned
+from colocate._owned import Owned, raise_together
 from colocate._role import RoleSpec
 from colocate._spawn import declare
 from colocate.errors import ColocateError, ConfigError
@@ -72,7 +72,15 @@ class Pool(Owned):
         self.reservation: Reservation | None = None
         self._taken: dict[int, ColocatedGroup] = {}
         self._lock = threading.Lock()
-        self._finished = threading.Event()
+
+    def hold(self, reservation: Reservation) -> None:
+        """Take the slots, or give them back at once when it has been closed meanwhile."""
+        with self._lock:
+            if self.closed_by is None:
+                self.reservation = reservation
+                return
+        self.runtime.executor.release(reservation)
+        self.check()
 
     @property
     def places(self) -> tuple[Place, ...]:
@@ -149,7 +157,7 @@ class Pool(Owned):
         except BaseException as error:
             group.close_after(error, "its failed start", 0.0)
             raise
-        group.state = "ready"
+        group.workforce.ready()
         if self.runtime.observers:
             self.runtime.dispatcher.soon(lambda: self.runtime.observers.tell("colocate_group_spawned", group))
         return group
@@ -197,19 +205,25 @@ class Pool(Owned):
         if not force and self.closed_by is None:
             self.refuse_if_borrowed()
         if not self.mark_closed(by):
-            self._finished.wait()
+            self.wait_closed()
             return
         self.state = "closing"
+        with self._lock:  # whoever has passed the check before is done: its group is a child, its slots are held
+            reservation = self.reservation
+        errors: list[BaseException] = []
         try:
-            errors = close_children(self, grace)
+            errors += close_children(self, grace)
         finally:
-            if self.reservation is not None:
-                self.runtime.executor.release(self.reservation)
-            self.state = "closed"
-            self.disown()
-            self._finished.set()
-        if errors:
-            raise BaseExceptionGroup(f"pool {self.name!r} was closed, and this had gone wrong", errors)
+            try:
+                if reservation is not None:
+                    self.runtime.executor.release(reservation)
+            except Exception as error:
+                errors.append(error)
+            finally:
+                self.state = "closed"
+                self.disown()
+                self._finished.set()
+        raise_together(f"pool {self.name!r} was closed, and this had gone wrong", errors)
 
 
 def close_children(owner: Owned, grace: float) -> list[BaseException]:
@@ -220,4 +234,8 @@ def close_children(owner: Owned, grace: float) -> list[BaseException]:
             child.close_for(f"closing {owner.kind} {owner.name!r} ({owner.closed_by})", grace, force=True)
         except BaseExceptionGroup as group:
             errors += group.exceptions
+        except BaseException as error:
+            errors.append(error)
+            if not isinstance(error, Exception):  # Ctrl-C: the others are closed too, but nobody waits any more
+                grace = 0.0
     return errors

@@ -7,7 +7,6 @@ import itertools
 import os
 import secrets
 import sys
-import threading
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -16,7 +15,7 @@ from colocate._bytes import parse_bytes
 from colocate._dispatcher import Dispatcher
 from colocate._graph import Graph
 from colocate._group import ColocatedGroup
-from colocate._owned import Owned
+from colocate._owned import Owned, raise_together
 from colocate._plugins import find_executor, plugins
 from colocate._pool import Pool, close_children
 from colocate._records import Observers
@@ -81,7 +80,6 @@ class Runtime(Owned):
         self.groups: dict[str, ColocatedGroup] = {}
         self._keys = itertools.count(1)
         self._names = itertools.count(1)
-        self._finished = threading.Event()
         self._slow = SlowCalls(self)
         _live[id(self)] = self
 
@@ -139,11 +137,11 @@ class Runtime(Owned):
         request = Request(slots, gpus, cpus, memory, strategy, timeout, chosen)
         pool = Pool(self, chosen, request, {key: str(value) for key, value in (env or {}).items()})
         try:
-            pool.reservation = self.executor.reserve(request)
+            reservation = self.executor.reserve(request)
         except BaseException:
-            pool.mark_closed("its failed reservation")
-            pool.disown()
+            pool.close_for("its failed reservation", 0.0, True)
             raise
+        pool.hold(reservation)
         return pool
 
     def _require(self, capability: type, what: str) -> None:
@@ -187,21 +185,25 @@ class Runtime(Owned):
         if self.forked:
             self.check()
         if not self.mark_closed(by):
-            self._finished.wait()
+            if not self.dispatcher.is_current:  # whoever closes it waits for that thread
+                self.wait_closed()
             return
         self.state = "closing"
         errors: list[BaseException] = []
         try:
-            errors = close_children(self, grace)
+            errors += close_children(self, grace)
         finally:
-            self._slow.close()
-            self.executor.close()
-            self.dispatcher.close()
-            self.state = "closed"
-            _live.pop(id(self), None)
-            self._finished.set()
-        if errors:
-            raise BaseExceptionGroup(f"runtime {self.name!r} was closed, and this had gone wrong", errors)
+            try:
+                self._slow.close()
+                self.executor.close()
+            except Exception as error:
+                errors.append(error)
+            finally:
+                self.dispatcher.close()
+                self.state = "closed"
+                _live.pop(id(self), None)
+                self._finished.set()
+        raise_together(f"runtime {self.name!r} was closed, and this had gone wrong", errors)
 
 
 def _at(node: Owned) -> str:

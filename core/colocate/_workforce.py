@@ -77,6 +77,9 @@ class Workforce:
         )
         for worker, place in zip(self.workers, self._places, strict=True):
             worker.host = executor.launch(place, worker.boot, worker)
+            if group.closed_by is not None:  # by another thread, which has no longer waited for this one
+                worker.host.kill()
+                group.check()
         if self._wait(lambda: not self._silent, deadline):
             self._check_versions()
         if not self._built:
@@ -86,6 +89,8 @@ class Workforce:
             if self._build_failed:
                 # The others are told by a hold, and have as long as after any failed call.
                 self._wait(lambda: not self._unbuilt, time.monotonic() + group.grace)
+        if group.closed_by is not None:
+            group.check()
         errors = BuildErrors(group.name)
         for worker in self.workers:
             error = self._built.get(worker.slot)
@@ -168,6 +173,14 @@ class Workforce:
         with self._news:
             return self._news.wait_for(ready, None if deadline is None else max(0.0, deadline - time.monotonic()))
 
+    def ready(self) -> None:
+        """The group can be called. A worker that went after it had constructed its roles is found now."""
+        if self._group.closed_by is None:
+            self._group.state = "ready"
+        for worker in self.workers:
+            if worker.exit is not None:
+                self.exited(worker)
+
     # -- while it runs
 
     def tell(self, slot: int, head: tuple[Any, ...]) -> None:
@@ -193,7 +206,7 @@ class Workforce:
             running = "the constructors of its roles" if worker.hello is not None else None
             self.built(worker.slot, death_error(group, worker.slot, worker.pid, worker.exit, running))
         with self._news:
-            self._came(worker.slot, self._silent, self._busy, self._leaving, self._living)
+            self._came(worker.slot, self._silent, self._unbuilt, self._busy, self._leaving, self._living)
 
     def kill(self) -> None:
         """End all of them now."""

@@ -1,0 +1,78 @@
+"""The residents of one group as the driver knows them: which there are, who uses them, which nobody names any more."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from colocate._resident import Kept
+
+
+class Leases:
+    """Says when the parts of a resident may go: once its lease has ended and whatever uses it already has ended too."""
+
+    def __init__(self) -> None:
+        self.kept: dict[int, Kept] = {}
+        self._ended: deque[int] = deque()
+        self._unmade: list[int] = []  # freed in the workers, but their calls may still turn out to have failed
+        self._uses: dict[int, int] = {}
+        self._lock = threading.Lock()  # the innermost one: nothing is called while it is held
+
+    def add(self, kept: Kept) -> None:
+        """A call has been sent whose result is kept."""
+        self.kept[kept.source.key] = kept
+
+    def end(self, key: int) -> None:
+        """Nobody names it any more. Runs in `__del__`: it takes no lock."""
+        self._ended.append(key)
+
+    @property
+    def news(self) -> bool:
+        """Whether leases have ended since they were last taken."""
+        return bool(self._ended)
+
+    def begin_use(self, kept: Kept) -> None:
+        """A call or a fetch uses it from now on.
+
+        Raises:
+            ClosedError: It has been freed.
+        """
+        with self._lock:
+            if kept.freed_by is None:
+                key = kept.source.key
+                self._uses[key] = self._uses.get(key, 0) + 1
+                return
+        kept.check()
+
+    def end_use(self, kept: Kept) -> None:
+        """A call or a fetch uses it no longer."""
+        key = kept.source.key
+        with self._lock:
+            left = self._uses[key] - 1
+            if left:
+                self._uses[key] = left
+            else:
+                del self._uses[key]
+
+    def take(self) -> tuple[int, ...]:
+        """What the workers may forget."""
+        keys, used = [], []
+        with self._lock:
+            while self._ended:
+                key = self._ended.popleft()
+                (used if key in self._uses else keys).append(key)
+            self._ended.extend(used)
+        self._unmade = [key for key in (*self._unmade, *keys) if not self._settled(key)]
+        return tuple(keys)
+
+    def _settled(self, key: int) -> bool:
+        """Whether the outcome of its call is known; one that has failed stays until somebody has seen that."""
+        kept = self.kept.get(key)
+        if kept is not None:
+            if not kept.call.done():
+                return False
+            if kept.call._error is None or kept.used:
+                del self.kept[key]
+        return True

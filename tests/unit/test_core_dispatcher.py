@@ -1,0 +1,91 @@
+"""The dispatcher: callbacks that misbehave or come late, timers that are never due."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import colocate
+from colocate import ClosedError, Role, method
+from colocate._dispatcher import Dispatcher
+from colocate.testing.gate import Address, Gate, pass_gate
+from colocate.testing.waiting import PATIENCE_S
+
+
+class Echo(Role):
+    @method
+    def wait(self, gate: Address) -> int:
+        pass_gate(gate)
+        return 1
+
+
+@pytest.fixture
+def dispatcher() -> Iterator[Dispatcher]:
+    made = Dispatcher("test")
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("error", [SystemExit(1), KeyboardInterrupt(), ValueError("on purpose")])
+def test_callback_raises(dispatcher: Dispatcher, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a callback raises is reported, whatever it is, and later ones still run."""
+    told: list[type] = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, value, trace: told.append(kind))
+    ran = threading.Event()
+
+    def fail() -> None:
+        raise error
+
+    dispatcher.soon(fail)
+    dispatcher.soon(ran.set)
+    assert ran.wait(PATIENCE_S)
+    assert told == [type(error)]
+
+
+def test_callback_after_close() -> None:
+    """A callback that is added when the runtime has been closed runs at once, so nobody waits for it for ever."""
+    with colocate.connect("local") as runtime:
+        echo = runtime.reserve(1).spawn({"echo": colocate.role(Echo)}).role("echo", Echo)
+        with Gate() as gate:
+            call = echo.wait.submit(gate.address)
+            gate.wait_for(1)
+            gate.open()
+            assert call.result(PATIENCE_S) == [1]
+    assert list(colocate.as_completed([call], timeout=PATIENCE_S)) == [call]
+
+
+def test_close_in_callback() -> None:
+    """A callback may close the runtime that is closing already, which has failed its call."""
+    told: list[Any] = []
+    with Gate() as gate:
+        runtime = colocate.connect("local")
+        group = runtime.reserve(1).spawn({"echo": colocate.role(Echo)})
+        echo = group.role("echo", Echo)
+        first, second = echo.wait.submit(gate.address), echo.wait.submit(gate.address)
+
+        def close(call: Any) -> None:
+            runtime.close()
+            told.append(call.exception())
+
+        gate.wait_for(1)
+        second.add_done_callback(close)
+        with pytest.raises(ExceptionGroup, match="had gone wrong"):  # the first call doesn't end in time
+            runtime.close(grace=0)
+        assert isinstance(first.exception(), ClosedError)
+    assert isinstance(told[0], ClosedError)
+
+
+def test_cancelled_timers(dispatcher: Dispatcher) -> None:
+    """Timers that were cancelled don't pile up until they would have been due."""
+    for _ in range(10_000):
+        dispatcher.after(3600, lambda: None).cancel()
+    assert len(dispatcher._timers) <= 2000
+    live = [dispatcher.after(3600, lambda: None) for _ in range(3000)]
+    ran = threading.Event()
+    dispatcher.after(0.0, ran.set)
+    assert ran.wait(PATIENCE_S)
+    assert sum(timer.job is not None for _, _, timer in dispatcher._timers) == len(live)

@@ -1,0 +1,109 @@
+"""Residents on the driver: what is freed when, what is remembered for how long."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+import colocate
+from colocate import ClosedError, ColocatedGroup, Concat, Role, RoleError, method
+from colocate.testing.gate import Address, Gate, pass_gate
+from colocate.testing.waiting import PATIENCE_S, wait_until
+
+
+class Maker(Role):
+    @method
+    def wait(self, gate: Address) -> None:
+        pass_gate(gate)
+
+    @method(collect=Concat())
+    def make(self, rows: int) -> list[int]:
+        return [self.ctx.rank] * rows
+
+    @method
+    def use(self, value: list[int]) -> list[int]:
+        return value
+
+    @method
+    def fail(self) -> None:
+        raise ValueError("on purpose")
+
+
+@pytest.fixture(params=[False, True], ids=["threads", "processes"])
+def group(request: pytest.FixtureRequest) -> Iterator[ColocatedGroup]:
+    with colocate.connect("local", processes=request.param) as runtime, runtime.reserve(2) as pool:
+        yield pool.spawn({"maker": colocate.role(Maker)})
+
+
+def test_free_with_queued_use(group: ColocatedGroup) -> None:
+    """A call that is queued already still gets a resident that is freed now."""
+    maker = group.role("maker", Maker)
+    with Gate() as gate:
+        waiting = maker.wait.submit(gate.address)
+        kept = maker.make.keep(2)
+        used = maker.use.submit(kept.ref)
+        kept.free()
+        after = maker.make.submit(1)  # whose message would have told the workers
+        gate.open()
+        assert used.result(PATIENCE_S) == [[0, 0, 1, 1]] * 2
+        assert after.result(PATIENCE_S) == [0, 1]
+        waiting.result(PATIENCE_S)
+    with pytest.raises(ClosedError, match=r"freed by free\(\)"):
+        maker.use(kept.ref)
+
+
+def test_scope_with_queued_use(group: ColocatedGroup) -> None:
+    """Leaving a scope takes nothing from the calls made in it."""
+    maker = group.role("maker", Maker)
+    with Gate() as gate:
+        with group.scope():
+            waiting = maker.wait.submit(gate.address)
+            used = maker.use.submit(maker.make.keep(1).ref)
+        after = maker.make.submit(1)
+        gate.open()
+        assert used.result(PATIENCE_S) == [[0, 1]] * 2
+        assert after.result(PATIENCE_S) == [0, 1]
+        waiting.result(PATIENCE_S)
+
+
+def test_dropped_before_made(group: ColocatedGroup) -> None:
+    """Nothing is remembered of a kept call whose handle was dropped before it was done."""
+    maker = group.role("maker", Maker)
+    with Gate() as gate:
+        waiting = maker.wait.submit(gate.address)
+        for _ in range(5):
+            maker.make.keep(1)
+        maker.make.submit(1)
+        gate.open()
+        waiting.result(PATIENCE_S)
+    wait_until(lambda: not group.residents.kept, "the dropped residents are forgotten")
+
+
+def test_failed_after_dropping() -> None:
+    """A kept call that fails after its handle was dropped is still told when the group closes."""
+    with colocate.connect("local") as runtime, runtime.reserve(1) as pool:
+        group = pool.spawn({"maker": colocate.role(Maker)})
+        maker = group.role("maker", Maker)
+        with Gate() as gate:
+            waiting = maker.wait.submit(gate.address)
+            maker.fail.keep()
+            maker.make.submit(1)
+            gate.open()
+            waiting.result(PATIENCE_S)
+        assert maker.make(1) == [0]
+        with pytest.raises(ExceptionGroup) as caught:
+            group.close()
+        assert caught.group_contains(RoleError, match="on purpose")
+
+
+def test_nested_scopes(group: ColocatedGroup) -> None:
+    """An inner scope that was empty, as the outer one is, ends itself only."""
+    maker = group.role("maker", Maker)
+    with group.scope():
+        with group.scope():
+            pass
+        kept = maker.make.keep(1)
+        assert kept.fetch() == [0, 1]
+    with pytest.raises(ClosedError, match="the end of its scope"):
+        kept.fetch()

@@ -1,0 +1,165 @@
+"""Calls that can't be sent to all their ranks, and closing that is interrupted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import colocate
+from colocate import ClosedError, ColocatedGroup, Concat, PerRank, Role, WorkerDied, method
+from colocate._workforce import Workforce
+from colocate.testing.gate import Address, Gate, pass_gate
+from colocate.testing.waiting import PATIENCE_S, wait_until
+
+
+class Echo(Role):
+    @method
+    def wait(self, gate: Address) -> None:
+        pass_gate(gate)
+
+    @method(collect=Concat())
+    def make(self, rows: int) -> list[int]:
+        return [self.ctx.rank] * rows
+
+    @method(dispatch=PerRank("item"))
+    def each(self, item: Any) -> Any:
+        return item
+
+
+def _failing_at(group: ColocatedGroup, count: int, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on encoding the message of the count-th rank fails, once."""
+    executor = group.runtime.executor
+    frame = executor.frame
+    made = 0
+
+    def failing(head: tuple[Any, ...], body: Any = None) -> Any:
+        nonlocal made
+        made += head[0] == "call"
+        if head[0] == "call" and made == count:
+            raise error
+        return frame(head, body)
+
+    monkeypatch.setattr(executor, "frame", failing)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("error", [OSError(24, "Too many open files"), KeyboardInterrupt()], ids=["files", "ctrl-c"])
+def test_sent_in_part(count: int, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call whose sending fails leaves nothing pending and nothing borrowed, and the ranks stay in step."""
+    with colocate.connect("local") as runtime, runtime.reserve(2) as pool:
+        group = pool.spawn({"echo": colocate.role(Echo)})
+        echo = group.role("echo", Echo)
+        kept = echo.make.keep(1)
+        kept.fetch()
+        with Gate() as gate:
+            waiting = echo.wait.submit(gate.address)
+            _failing_at(group, count, error, monkeypatch)
+            with pytest.raises(type(error)):
+                echo.each.keep([kept.ref, kept.ref])
+            assert len(group.order.pending) == 1
+            after = echo.each.submit([1, 2])
+            gate.open()
+            waiting.result(PATIENCE_S)
+            assert after.result(PATIENCE_S) == [1, 2]
+        kept.free()
+        assert echo.make(1) == [0, 1]
+        assert not group.residents.kept
+
+
+def test_interrupted_close(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while groups are closing: all of them are closed nevertheless, and no call stays unresolved."""
+    with Gate() as gate:
+        runtime = colocate.connect("local")
+        pool = runtime.reserve(2)
+        first = pool[0].spawn({"echo": colocate.role(Echo)})
+        second = pool[1].spawn({"echo": colocate.role(Echo)})
+        calls = [group.role("echo", Echo).wait.submit(gate.address) for group in (first, second)]
+        gate.wait_for(2)
+
+        def interrupted(*args: Any) -> Any:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(second.workforce, "_hung", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            runtime.close(grace=0.1)
+        assert [type(call.exception(PATIENCE_S)) for call in calls] == [ClosedError] * 2
+        assert [first.state, second.state, pool.state, runtime.state] == ["closed"] * 4
+
+
+def test_release_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An executor that fails to release or to close is told of at the end, and keeps nobody waiting."""
+    runtime = colocate.connect("local")
+    pool = runtime.reserve(1)
+
+    def fail(*args: Any) -> None:
+        raise OSError("on purpose")
+
+    monkeypatch.setattr(runtime.executor, "release", fail)
+    monkeypatch.setattr(runtime.executor, "close", fail)
+    with pytest.raises(ExceptionGroup) as caught:
+        runtime.close()
+    assert [type(error) for error in caught.value.exceptions] == [OSError, OSError]
+    pool.close()
+    runtime.close()
+    assert [pool.state, runtime.state] == ["closed"] * 2
+
+
+def test_closed_while_reserving(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots that come when the runtime has been closed are given back."""
+    runtime = colocate.connect("local", cpus=1)
+    reserve, release = runtime.executor.reserve, runtime.executor.release
+    released: list[Any] = []
+
+    def late(request: Any) -> Any:
+        reservation = reserve(request)
+        runtime.close()
+        return reservation
+
+    def noted(reservation: Any) -> None:
+        released.append(reservation)
+        release(reservation)
+
+    monkeypatch.setattr(runtime.executor, "reserve", late)
+    monkeypatch.setattr(runtime.executor, "release", noted)
+    with pytest.raises(ClosedError):
+        runtime.reserve(1)
+    assert len(released) == 1
+
+
+@pytest.mark.parametrize("processes", [False, True], ids=["threads", "processes"])
+def test_closed_while_spawning(processes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pool that another thread closes while a group starts on it leaves no worker behind."""
+    with colocate.connect("local", processes=processes) as runtime:
+        pool = runtime.reserve(2)
+        launch = runtime.executor.launch
+        launched = 0
+
+        def closing(*args: Any) -> Any:
+            nonlocal launched
+            launched += 1
+            if launched == 2:
+                pool.close()
+            return launch(*args)
+
+        monkeypatch.setattr(runtime.executor, "launch", closing)
+        with pytest.raises(ClosedError):
+            pool.spawn({"echo": colocate.role(Echo)})
+        wait_until(lambda: not runtime.executor.running(), "all workers have gone")
+
+
+def test_died_before_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that dies when its roles are there but nobody has been told yet fails its group."""
+    with colocate.connect("local", processes=True) as runtime:
+        pool = runtime.reserve(1)
+        ready = Workforce.ready
+
+        def late(workforce: Workforce) -> None:
+            workforce.workers[0].host.kill()
+            wait_until(lambda: workforce.workers[0].exit, "the worker has died")
+            ready(workforce)
+
+        monkeypatch.setattr(Workforce, "ready", late)
+        group = pool.spawn({"echo": colocate.role(Echo)})
+        with pytest.raises(WorkerDied):
+            group.role("echo", Echo).make(1)
