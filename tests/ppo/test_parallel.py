@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import attrs
 import pytest
@@ -20,7 +21,7 @@ from colocate_ppo.reward import Reward
 from colocate_ppo.task import Problem
 from colocate_ppo.team import Team
 
-SMALL = {"layers": 1, "hidden": 32, "heads": 2, "feed_forward": 64}
+SMALL: dict[str, Any] = {"layers": 1, "hidden": 32, "heads": 2, "feed_forward": 64}
 sizes = st.lists(st.integers(0, 20), min_size=1, max_size=5).filter(any)
 
 
@@ -91,7 +92,7 @@ def learn(team: Team, problems: list[Problem], weights: Weights, minibatch: int)
 def two_ranks() -> Iterator[Team]:
     """The four roles in two processes, whose actors begin with random weights of their own."""
     with colocate.connect("local", processes=True) as runtime, runtime.reserve(slots=2) as pool:
-        roles = {
+        roles: dict[str, colocate.RoleSpec[Any]] = {
             "actor": colocate.role(Actor, **SMALL),
             "critic": colocate.role(Critic),
             "reference": colocate.role(Reference),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import attrs
 import pytest
@@ -63,8 +64,8 @@ def test_log_probs_are_those_of_each_answer_by_itself(case: Case) -> None:
         length = int(rollout["mask"][row].sum())
         with torch.no_grad():
             logits = model(input_ids=tokens[None]).logits[0, -length - 1 : -1]
-        expected = torch.distributions.Categorical(logits=logits).log_prob(tokens[-length:])
-        torch.testing.assert_close(case.log_probs[row, :length], expected, rtol=1e-4, atol=1e-4)
+        alone: Any = torch.distributions.Categorical(logits=logits)
+        torch.testing.assert_close(case.log_probs[row, :length], alone.log_prob(tokens[-length:]), rtol=1e-4, atol=1e-4)
     assert case.log_probs.shape == (12, width)
 
 
@@ -206,17 +207,18 @@ def test_roles_go_on_where_they_were_saved(case: Case, tmp_path: Path) -> None:
 @pytest.fixture
 def no_progress_bars() -> Iterator[None]:
     """They would leave a thread and a semaphore."""
-    logging.disable_progress_bar()
+    bars: Any = logging
+    bars.disable_progress_bar()
     yield
-    logging.enable_progress_bar()
+    bars.enable_progress_bar()
 
 
 @pytest.mark.usefixtures("no_progress_bars")
 def test_a_model_from_a_folder(tmp_path: Path, problems: list[Problem]) -> None:
     """Any causal language model of transformers, with its own tokenizer."""
     tokenizer = character_tokenizer()
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1}
     model = Qwen2ForCausalLM(Qwen2Config(vocab_size=tokenizer.size, tie_word_embeddings=True, **sizes, **heads))
     model.save_pretrained(tmp_path)
     tokenizer.inner.save_pretrained(tmp_path)
