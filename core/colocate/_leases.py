@@ -58,7 +58,8 @@ class Leases:
 
     def take(self) -> tuple[int, ...]:
         """What the workers may forget."""
-        keys, used = [], []
+        keys: list[int] = []
+        used: list[int] = []
         with self._lock:
             while self._ended:
                 key = self._ended.popleft()
