@@ -6,10 +6,12 @@ to copy. `unpack` builds tensors and arrays directly on the memory that arrived.
 
 from __future__ import annotations
 
+import functools
 import io
 import pickle
 import sys
 import threading
+import types
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import cloudpickle
@@ -118,12 +120,15 @@ class _TensorPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle 
     """cloudpickle, with tensors out of band."""
 
     def reducer_override(self, obj: Any) -> Any:
+        kind: type = type(obj)
+        if _is_ordinary(kind):
+            return NotImplemented
         torch = sys.modules["torch"]
         if isinstance(obj, torch.Tensor):
             return _reduce_tensor(obj)
         if isinstance(obj, torch.nn.Module):
             return self._reduce_module(obj)
-        if _is_tensordict(obj) and obj.device is not None and obj.device.type not in ("cpu", "meta"):
+        if _is_tensordict(kind) and obj.device is not None and obj.device.type not in ("cpu", "meta"):
             # Its tensors will be where the receiver wants them: the device it was made on must not come along.
             return _placed_tensordict, (obj.clone(recurse=False).clear_device_(),)
         return super().reducer_override(obj)
@@ -139,6 +144,14 @@ class _TensorPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle 
             for name, parameter in reduced[2]["_parameters"].items()
         }
         return (*reduced[:2], {**reduced[2], "_parameters": parameters}, *reduced[3:])
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_ordinary(kind: type) -> bool:
+    """Whether neither this module nor cloudpickle has a way of its own for values of this type."""
+    torch = sys.modules["torch"]
+    special = type, types.FunctionType, torch.Tensor, torch.nn.Module
+    return not (issubclass(kind, special) or _is_tensordict(kind))
 
 
 class _Boxed:
@@ -157,9 +170,8 @@ def _parameter(tensor: torch.Tensor, requires_grad: bool) -> Any:
     return torch.nn.Parameter(tensor, requires_grad)
 
 
-def _is_tensordict(obj: Any) -> bool:
-    tensordict = sys.modules.get("tensordict")
-    return tensordict is not None and isinstance(obj, getattr(tensordict, "TensorDictBase", ()))
+def _is_tensordict(kind: type) -> bool:
+    return issubclass(kind, getattr(sys.modules.get("tensordict.base"), "TensorDictBase", ()))
 
 
 def _placed_tensordict(tensordict: Any) -> Any:

@@ -7,10 +7,13 @@ needs from the parts that hold them, its own first.
 from __future__ import annotations
 
 import abc
+import functools
+import pickle
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import attrs
+import cloudpickle
 
 from colocate import _batch
 from colocate._batch import even_sizes, padded_sizes
@@ -48,6 +51,20 @@ class Source:
     def holders(self) -> Sequence[int]:
         """The ranks that have a part, in the order in which results are joined."""
         return range(self.ranks.world_size) if self.ranks.targets is None else self.ranks.targets
+
+    @functools.cached_property
+    def _packed(self) -> bytes:
+        packed: bytes = cloudpickle.dumps(attrs.astuple(self, recurse=False), protocol=5)
+        return packed
+
+    def __reduce__(self) -> Any:
+        # It goes with every call that uses it: packed once, and unpacked once in each worker.
+        return _source, (self._packed,)
+
+
+@functools.lru_cache(maxsize=1024)
+def _source(packed: bytes) -> Source:
+    return Source(*pickle.loads(packed))
 
 
 @attrs.frozen(eq=False)
