@@ -88,7 +88,7 @@ class WorkerHost:
         self.groups = ProcessGroups(self.ask, in_process)
         self.peers = peers(self)
         self._transfer = Transfer(f"colocate-transfer-{boot.worker}")
-        self.lane = Lane(f"colocate-lane-{boot.worker}", self._held)
+        self.lane = Lane(f"colocate-lane-{boot.worker}", self._held, self._broken)
         self._handlers: dict[str, Callable[..., None]] = {
             "build": self._on_build,
             "call": self._on_call,
@@ -131,7 +131,7 @@ class WorkerHost:
         _, number, failed, cut = head
         self._send(("alive", number), None)
         self.lane.hold(number, failed)
-        if cut:
+        if cut and any(running >= failed for running in list(self.lane.running)):  # an earlier call goes on
             self.groups.cut()
         self._interrupt(failed, f"a call of group {self.boot.group!r} failed on another rank")
 
@@ -173,6 +173,10 @@ class WorkerHost:
         self.groups.cut()
         self.lane.close()
         self._transfer.put(self._end)
+
+    def _broken(self) -> None:
+        """Without its lane the worker is of no use: it leaves, and its group fails instead of waiting for it."""
+        self.close("its lane broke")
 
     def _end(self) -> None:
         self.lane.thread.join()

@@ -8,6 +8,7 @@ failed elsewhere. Holds are numbered; the lane is held while the highest hold th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import sys
 import threading
@@ -51,18 +52,22 @@ _NEVER = sys.maxsize
 class Lane:
     """Runs work in order on a thread of its own; `hold` and `resume` come from the thread that receives messages."""
 
-    def __init__(self, name: str, on_held: Callable[[int, int], None]) -> None:
+    def __init__(
+        self, name: str, on_held: Callable[[int, int], None], on_broken: Callable[[], None] = lambda: None
+    ) -> None:
         """Start the thread.
 
         Args:
             name: Name of the thread.
             on_held: Called on the lane with (hold, highest call begun) once this rank is back.
+            on_broken: Called on the lane when it ends by an exception, which no role can cause but a mistake here.
         """
         self._queue: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._waiting: deque[Work] = deque()  # taken from the queue, not begun yet
         self._on_held = on_held
+        self._on_broken = on_broken
         self._held = self._noted = self._resumed = self._reported = 0
-        self._limit = _NEVER  # while held, only calls before this one begin
+        self._limits: dict[int, int] = {}  # by hold that isn't over: only calls before this one begin
         self._begun = -1
         self.closing = False
         self.running: dict[int, Work] = {}
@@ -83,10 +88,18 @@ class Lane:
 
         Roles (call 0) are constructed nevertheless, so that every rank on which that fails says so.
         """
-        self._limit = min(self._limit, max(failed, 1))
+        self._limit_to(number, max(failed, 1))
         self._held = max(self._held, number)
         self.cancel(failed)
         self._put(_Hold(number))  # everything sent before the failed call is in the queue before this
+
+    def _limit_to(self, number: int, failed: int) -> None:
+        # Each hold has its own: the next one may be heard of before the lane has taken note of the end of this one.
+        self._limits[number] = min(self._limits.get(number, _NEVER), failed)
+
+    @property
+    def _limit(self) -> int:
+        return min(list(self._limits.values()), default=_NEVER)
 
     def cancel(self, seq: int) -> None:
         """Tell a running call, if it looks, that nobody waits for it."""
@@ -109,17 +122,23 @@ class Lane:
         self._queue.put(item)
         loop, wake = self._loop, self._wake
         if self._tasks and loop is not None and wake is not None:
-            loop.call_soon_threadsafe(wake.set)
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the lane has just ended
+                loop.call_soon_threadsafe(wake.set)
 
     # -- on the lane
 
     def _main(self) -> None:
         try:
             while (work := self._next()) is not None:
-                if work.concurrency:
-                    self._start(work)
-                else:
-                    self._run(work)
+                if self._begins(work):
+                    if work.concurrency:
+                        self._start(work)
+                    else:
+                        self._run(work)
+                del work  # with its arguments, of which some are large
+        except BaseException:
+            self._on_broken()
+            raise
         finally:
             if self._loop is not None:
                 self._loop.close()
@@ -136,8 +155,18 @@ class Lane:
                 self._on_held(self._held, self._begun)
             self._take()
 
+    def _begins(self, work: Work) -> bool:
+        """Note that it runs; False when a hold has come meanwhile, which has looked at what runs before this."""
+        self.running[work.seq] = work
+        if self._may_begin(work):
+            self._begun = work.seq
+            return True
+        del self.running[work.seq]
+        self._waiting.appendleft(work)
+        return False
+
     def _may_begin(self, work: Work) -> bool:
-        if self._held > self._resumed and work.seq >= self._limit:
+        if work.seq >= self._limit:
             return False
         # Async methods overlap up to their own limit; a sync one is a barrier, whose turn comes when nothing runs.
         return len(self._tasks) < max(1, work.concurrency)
@@ -167,8 +196,8 @@ class Lane:
             self._noted = max(self._noted, item.number)
         elif isinstance(item, _Resume):
             self._resumed = item.hold
-            if self._held <= item.hold:
-                self._limit = _NEVER
+            for number in [number for number in list(self._limits) if number <= item.hold]:
+                del self._limits[number]
             dropped = [work for work in self._waiting if work.seq in item.withdrawn]
             for work in dropped:
                 self._waiting.remove(work)
@@ -176,8 +205,6 @@ class Lane:
                     work.on_drop()
 
     def _run(self, work: Work) -> None:
-        self._begun = work.seq
-        self.running[work.seq] = work
         try:
             if not work.run(work):
                 self._stop(work)
@@ -186,8 +213,8 @@ class Lane:
 
     def _stop(self, work: Work) -> None:
         # The hold that this failure will lead to is the next one, unless one is under way already.
-        self._limit = min(self._limit, work.seq)
         self._noted = self._held = max(self._held, self._resumed + 1)
+        self._limit_to(self._held, work.seq)
 
     # -- async methods
 
@@ -195,8 +222,6 @@ class Lane:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             self._wake = asyncio.Event()
-        self._begun = work.seq
-        self.running[work.seq] = work
         coroutine = work.run(work)
         if isinstance(coroutine, bool):  # it failed before there was anything to await
             del self.running[work.seq]
@@ -206,7 +231,7 @@ class Lane:
         task = self._loop.create_task(self._await(work, coroutine))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        self._loop.run_until_complete(asyncio.sleep(0))  # up to its first await: async calls start in order
+        self._turn(self._loop, asyncio.sleep(0))  # up to its first await: async calls start in order
 
     async def _await(self, work: Work, coroutine: Coroutine[Any, Any, bool]) -> None:
         try:
@@ -218,8 +243,17 @@ class Lane:
     def _pump(self) -> None:
         """Run the tasks until one is done or something is in the queue; then take what is there."""
         assert self._loop is not None
-        self._loop.run_until_complete(self._until_news())
+        self._turn(self._loop, self._until_news())
         self._note_all()
+
+    def _turn(self, loop: asyncio.AbstractEventLoop, job: Coroutine[Any, Any, None]) -> None:
+        """Run the loop until a job of the lane's own is done."""
+        task = loop.create_task(job)
+        while not task.done():
+            # SystemExit in a task that role code has made goes to whoever awaits that, and stops the loop as well; so
+            # does what was to stop it then.
+            with contextlib.suppress(SystemExit, KeyboardInterrupt, RuntimeError):
+                loop.run_until_complete(task)
 
     async def _until_news(self) -> None:
         assert self._wake is not None
@@ -229,3 +263,4 @@ class Lane:
         wake = asyncio.ensure_future(self._wake.wait())
         await asyncio.wait([*self._tasks, wake], return_when=asyncio.FIRST_COMPLETED)
         wake.cancel()
+        await asyncio.wait([wake])

@@ -14,13 +14,15 @@ class Transfer:
         self._name = name
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
 
     def put(self, job: Callable[[], None]) -> None:
-        """Queue a job. Only the receiving thread calls this."""
+        """Queue a job."""
         self._jobs.put(job)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._main, name=self._name, daemon=True)
-            self._thread.start()
+        with self._starting:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._main, name=self._name, daemon=True)
+                self._thread.start()
 
     def close(self) -> None:
         """End the thread after the jobs that are queued."""
