@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-
 from tests.docs.blocks import ROOT, Block, blocks_of
 from tests.docs.outputs import matches
 
@@ -58,7 +57,8 @@ def run(page: Path, folder: Path) -> list[tuple[Step, str]]:
     """
     steps = steps_of(page)
     (folder / "docs").mkdir(parents=True)
-    (folder / ".site").mkdir()
+    for name in (".site", ".tmp"):
+        (folder / name).mkdir()
     (folder / "docs" / "examples").symlink_to(ROOT / "docs" / "examples")
     plan, results = folder / ".steps.json", folder / ".results.json"
     plan.write_text(json.dumps([attrs.asdict(step) for step in steps]))
@@ -119,6 +119,7 @@ def _environment(folder: Path) -> dict[str, str]:
         **os.environ,
         "PATH": path,
         "PYTHONPATH": str(site),
+        "TMPDIR": str(folder / ".tmp"),
         "OMP_NUM_THREADS": "1",
         "PIP_DISABLE_PIP_VERSION_CHECK": "1",
         "PYTHONDONTWRITEBYTECODE": "1",

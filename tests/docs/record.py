@@ -33,7 +33,7 @@ def main(names: list[str]) -> None:
 
 def _tidy(output: str) -> str:
     """The output as a page can have it: without this machine's name and paths."""
-    output = re.sub(r'(  File "/[^\n]*\n(    [^\n]*\n)*)+', "  ...\n", output)  # frames of others, and where they lie here
+    output = re.sub(r'(  File "/[^\n]*\n(    [^\n]*\n)*)+', "  ...\n", output)  # frames of others
     output = re.sub(r" +$", "", output, flags=re.MULTILINE)
     return re.sub(rf"\b{re.escape(platform.node())}\b", NODE, output).strip("\n")
 

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import platform
+import re
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
-from tests.docs.blocks import PAGES, blocks_of
+from tests.docs.blocks import PAGES, ROOT, blocks_of
 from tests.docs.pages import untrue
+
+from colocate import load_config
 
 NOT_RUN: dict[tuple[str, str], int] = {
     ("README.md", "trains for about a minute; the test test_the_two_commands checks both"): 2,
+    ("from-verl.md", "verl and Ray are not installed with the tests"): 2,
+    ("write-an-executor.md", "takes a minute; the next command runs a part of it"): 1,
 }
 
 
@@ -26,3 +34,34 @@ def test_what_is_not_run_is_known() -> None:
     found = Counter((page.name, block.not_run) for page in PAGES for block in blocks_of(page) if block.not_run)
     assert dict(found) == NOT_RUN
     assert all(block.not_run != "" for page in PAGES for block in blocks_of(page))
+
+
+def test_the_two_commands() -> None:
+    """`make demo` runs the command that the README shows, and its config is sound."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    printed = subprocess.run(["make", "-n", "demo"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    command = next(line.strip() for line in printed.splitlines() if "colocate run" in line)
+    assert f"$ {command.removeprefix('.venv/bin/')}\n" in readme
+    config = load_config(ROOT / command.split()[-1])
+    assert config.job is not None
+    for change in re.findall(r"--set ([\w.]+=\w+)", readme):
+        load_config(ROOT / command.split()[-1], set=[change])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_nothing_of_this_machine_is_shown(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert str(ROOT) not in text
+    assert sys.prefix not in text
+    assert not re.search(rf"\b{re.escape(platform.node())}\b", text)
+
+
+def test_the_example_trains_in_two_processes(tmp_path: Path) -> None:
+    """What the README says of its example: with two changes it is data-parallel."""
+    (example,) = [block.text for block in blocks_of(ROOT / "README.md") if block.file == "example.py"]
+    changed = example.replace("connect()", "connect(processes=True)").replace("slots=1", "slots=2")
+    assert changed.count("processes=True") == changed.count("slots=2") == 1
+    (tmp_path / "example.py").write_text(changed, encoding="utf-8")
+    done = subprocess.run([sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert float(done.stdout.split(",")[0].removeprefix("score: ")) > 0.8
+    assert "role reward rank 1/2" in done.stdout

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import builtins
 import inspect
 import re
+import types
 import typing
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import attrs
-import colocate
 import pytest
 import typer.main
+from tests.docs.blocks import PAGES, ROOT
+
+import colocate
 from colocate import errors
 from colocate.cli import app
 from colocate.config import Config, ExecutorConfig, GroupConfig, JobConfig, PoolConfig, RoleConfig
 from colocate.config.schema import key_of, keys
+from colocate.config.values import describe
 from colocate_local.local import Local
-from tests.docs.blocks import PAGES, ROOT
 
 DOCS = ROOT / "docs"
 SECTIONS = {
@@ -29,19 +32,6 @@ SECTIONS = {
     "a role": RoleConfig,
     "a job": JobConfig,
 }
-WORDS = {
-    "int": "an integer",
-    "float": "a number",
-    "str": "text",
-    "bool": "true or false",
-    "None": "null",
-    "Mesh": "a mapping",
-    "list[int]": "a list",
-    "ExecutorConfig": "an executor",
-    "JobConfig": "a job",
-}
-
-
 def tables(page: Path) -> dict[str, list[list[str]]]:
     """The cells of the tables of a page, without their heads; those under one heading are one table."""
     found: dict[str, list[list[str]]] = {}
@@ -58,16 +48,19 @@ def tables(page: Path) -> dict[str, list[list[str]]]:
 def test_the_keys_of_a_config_are_listed(heading: str) -> None:
     """Every key with its type and its default, in the order of the schema."""
     listed = [row[:3] for row in tables(DOCS / "configuration.md")[heading] if row[0].startswith("`")]
-    fields = keys(SECTIONS[heading])
-    known = [[f"`{key_of(field.name)}`", words(str(field.type)), default(field)] for field in fields]
+    types_of = typing.get_type_hints(SECTIONS[heading])
+    known = [
+        [f"`{key_of(field.name)}`", words(types_of[field.name]), default(field)] for field in keys(SECTIONS[heading])
+    ]
     assert listed[: len(known)] == known
 
 
 def test_the_options_of_local_are_listed() -> None:
     rows = tables(DOCS / "configuration.md")["executor"]
     listed = [row[:3] for row in rows[[row[0] for row in rows].index("option") + 1 :]]
+    hints = typing.get_type_hints(Local.connect)
     parameters = inspect.signature(Local.connect).parameters.values()
-    assert listed == [[f"`{p.name}`", words(str(p.annotation)), yaml_of(p.default)] for p in parameters]
+    assert listed == [[f"`{p.name}`", words(hints[p.name]), yaml_of(p.default)] for p in parameters]
 
 
 def test_every_error_is_explained() -> None:
@@ -77,8 +70,11 @@ def test_every_error_is_explained() -> None:
         for name, cls in vars(errors).items()
         if isinstance(cls, type) and issubclass(cls, errors.ColocateError) and hasattr(colocate, name)
     }
-    rows = [name for rows in tables(DOCS / "ownership-and-failure.md").values() for row in rows for name in code(row[0])]
-    assert there - {"ColocateError"} == {name for name in rows if name.endswith(("Error", "Died", "Timeout"))}
+    rows = tables(DOCS / "ownership-and-failure.md")["The error table"]
+    assert there - {"ColocateError"} == {name for row in rows for name in code(row[0])}
+    for row in rows:
+        for name in code(row[0]):
+            assert issubclass(vars(errors)[name], vars(builtins)[code(row[1])[0]])
 
 
 def test_every_command_and_option_is_described() -> None:
@@ -108,17 +104,20 @@ def test_the_index_has_every_page() -> None:
     assert [page.name for page in PAGES if page.parent == DOCS and f"({page.name})" not in text] == ["README.md"]
 
 
-def words(annotation: str) -> str:
+def words(annotation: Any) -> str:
     """A type as the pages say it."""
-    if annotation.startswith("dict[str, ") and annotation.endswith("Config]"):
-        return f"{annotation[10:-7].lower()}s by name"
-    if annotation.startswith("dict"):
-        return "a mapping"
-    if annotation.startswith("Literal"):
-        return " or ".join(f"`{choice}`" for choice in typing.get_args(eval(annotation, {"Literal": typing.Literal})))
-    arms = [WORDS[arm] for arm in annotation.split(" | ") if arm != "None" or annotation.count("|")]
-    arms = arms[:-1] if arms in (["a job", "null"],) else arms
-    return " or ".join([", ".join(arms[:-1]), arms[-1]]) if len(arms) > 1 else arms[0]
+    if annotation in (ExecutorConfig, JobConfig):
+        return {ExecutorConfig: "an executor", JobConfig: "a job"}[annotation]
+    arguments = typing.get_args(annotation)
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        arms = list(dict.fromkeys(map(words, arguments)))
+        arms = arms[:1] if arms == ["a job", "null"] else arms
+        return " or ".join([*filter(None, [", ".join(arms[:-1])]), arms[-1]])
+    if typing.get_origin(annotation) is typing.Literal:
+        return " or ".join(f"`{choice}`" for choice in arguments)
+    if typing.get_origin(annotation) is dict and attrs.has(arguments[1]):
+        return f"{arguments[1].__name__.removesuffix('Config').lower()}s by name"
+    return describe(annotation)
 
 
 def default(field: attrs.Attribute[Any]) -> str:
@@ -127,9 +126,9 @@ def default(field: attrs.Attribute[Any]) -> str:
         return "the file's stem"
     if field.default is attrs.NOTHING:
         return "required"
-    if field.type == "ExecutorConfig":
+    if field.name == "executor":
         return f"`{ExecutorConfig().use}`"
-    if isinstance(field.default, attrs.Factory) or field.type == "JobConfig | None":  # type: ignore[arg-type]
+    if isinstance(field.default, attrs.Factory) or field.name == "job":  # type: ignore[arg-type]
         return "none"
     return yaml_of(field.default)
 
@@ -146,5 +145,5 @@ def code(cell: str) -> list[str]:
 
 def anchors(page: Path) -> set[str]:
     """The anchors of a page's headings, as GitHub makes them."""
-    headings: Mapping[str, None] = dict.fromkeys(re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE))
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
