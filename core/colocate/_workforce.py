@@ -14,7 +14,7 @@ from colocate._order import PendingCall
 from colocate._spawn import BuildErrors, builds
 from colocate._worker import NOT_LAUNCHED, Worker
 from colocate.errors import ColocateError, RoleError
-from colocate.executor import Boot, Place
+from colocate.executor import Boot, Host, Place
 
 if TYPE_CHECKING:
     from colocate._group import ColocatedGroup
@@ -76,7 +76,7 @@ class Workforce:
             executor.in_process,
         )
         for worker, place in zip(self.workers, self._places, strict=True):
-            worker.host = executor.launch(place, worker.boot, worker)
+            worker.host = self._launched(worker, place)
             if group.closed_by is not None:  # by another thread, which has no longer waited for this one
                 worker.host.kill()
                 group.check()
@@ -101,6 +101,25 @@ class Workforce:
                 errors.add(worker.slot, error)
         if errors.errors:
             raise errors.error()
+
+    def _launched(self, worker: Worker, place: Place) -> Host:
+        group = self._group
+        try:
+            return group.runtime.executor.launch(place, worker.boot, worker)
+        except ColocateError:
+            raise
+        except Exception as error:
+            failed = RoleError(
+                f"worker {worker.slot} of group {group.name!r} (node {place.node}) could not be started: "
+                f"{type(error).__name__}: {error}",
+                group=group.name,
+                rank=worker.slot,
+                node=place.node,
+            )
+            failed.__cause__ = error
+            errors = BuildErrors(group.name)
+            errors.add(worker.slot, failed)
+            raise errors.error() from error
 
     def built(self, slot: int, error: ColocateError | None) -> None:
         """A worker has constructed its roles, or has failed to."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import signal
@@ -18,6 +19,7 @@ from colocate.executor import Boot, Exit, Host, HostEvents, Node, OwnProcess, Pl
 from colocate_local.local import Local
 
 _TAIL_LINES = 20
+_LINE_BYTES = 8192  # a line without an end (a progress bar's) is shown by pieces
 
 
 class LocalProcesses(Local, OwnProcess):
@@ -42,7 +44,11 @@ class LocalProcesses(Local, OwnProcess):
             env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, place.devices))
         host = ProcessHost(self._hub, boot, events, self._forget)
         self._hosts[boot.worker] = host
-        self._launcher.run(lambda: host.start(env, self._strict))
+        try:
+            self._launcher.run(lambda: host.start(env, self._strict))
+        except BaseException:  # it couldn't be started, or Ctrl-C came while it was
+            self._launcher.soon(host.give_up)
+            raise
         return host
 
     def _forget(self, host: ProcessHost) -> None:
@@ -79,10 +85,14 @@ class Launcher:
             finally:
                 done.set()
 
-        self._jobs.put(guarded)
+        self.soon(guarded)
         done.wait()
         if errors:
             raise errors[0]
+
+    def soon(self, job: Callable[[], None]) -> None:
+        """Run a job on the thread after those before it."""
+        self._jobs.put(job)
 
     def close(self) -> None:
         """End the thread."""
@@ -106,10 +116,10 @@ class ProcessHost(Host):
         self._process: subprocess.Popen[bytes] | None = None
         self._lane: wire.SocketLane | None = None
         self._pidfd = -1
+        self._pidfd_lock = threading.Lock()  # a descriptor that is closed may be another process's at once
         self._log = -1
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self._partial = b""
-        self._quiet = False
 
     def start(self, env: dict[str, str], strict: bool) -> None:
         """Start the process, on the launching thread."""
@@ -133,11 +143,24 @@ class ProcessHost(Host):
             os.close(output)
         self.pid = self._process.pid
         os.set_blocking(self._log, False)
-        self._pidfd = os.pidfd_open(self.pid)
-        self._lane = self._hub.attach(ours, self._events.received, self._lane_closed)
+        try:
+            self._pidfd = os.pidfd_open(self.pid)
+            self._lane = self._hub.attach(ours, self._events.received, self._lane_closed)
+        except BaseException:  # no descriptor is left, or the executor is closed
+            ours.close()
+            self._process.kill()
+            self._process.wait()
+            self._close_descriptors()
+            raise
         self._hub.watch(self._log, self._read_log)
         self._hub.watch(self._pidfd, self._ended)
         self._lane.send(("boot", strict), wire.pack(self.boot))
+
+    def give_up(self) -> None:
+        """End what a start that failed, or that nobody has waited for, may have left. On the launching thread."""
+        if self._pidfd < 0:
+            self._forget(self)
+        self.kill()
 
     def send(self, frame: Any) -> None:
         """Send a message."""
@@ -146,12 +169,9 @@ class ProcessHost(Host):
 
     def kill(self) -> None:
         """End the process now."""
-        self._quiet = True
-        if self._pidfd >= 0:
-            try:
+        with self._pidfd_lock, contextlib.suppress(OSError):  # it is gone already
+            if self._pidfd >= 0:
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-            except (ProcessLookupError, OSError):  # it is gone already
-                return
 
     # -- on the hub's thread
 
@@ -168,14 +188,19 @@ class ProcessHost(Host):
         if not data:
             self._hub.unwatch(self._log)
             return
-        *lines, self._partial = (self._partial + data).split(b"\n")
+        *lines, rest = (self._partial + data).split(b"\n")
+        while len(rest) > _LINE_BYTES:
+            lines.append(rest[:_LINE_BYTES])
+            rest = rest[_LINE_BYTES:]
+        self._partial = rest
         for line in lines:
             self._show(line)
 
     def _show(self, line: bytes) -> None:
         text = line.decode(errors="replace")
         self._tail.append(text)
-        print(f"[{self.boot.group} {self.boot.slot}] {text}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError, ValueError):  # the driver's own output is closed: nobody reads it
+            print(f"[{self.boot.group} {self.boot.slot}] {text}", file=sys.stderr, flush=True)
 
     def _ended(self) -> None:
         process, lane = self._process, self._lane
@@ -183,13 +208,19 @@ class ProcessHost(Host):
         assert lane is not None
         code = process.wait()
         self._hub.unwatch(self._pidfd)
-        os.close(self._pidfd)
-        self._pidfd = -1
         lane.finish("the worker has ended")
         self._drain_log()
+        self._close_descriptors()
         self._forget(self)
         name = signal.Signals(-code).name if code < 0 else None
         self._events.exited(Exit(None if code < 0 else code, name, log_tail="\n".join(self._tail) or None))
+
+    def _close_descriptors(self) -> None:
+        with self._pidfd_lock:
+            if self._pidfd >= 0:
+                os.close(self._pidfd)
+            self._pidfd = -1
+        os.close(self._log)
 
     def _drain_log(self) -> None:
         try:
@@ -198,6 +229,5 @@ class ProcessHost(Host):
         except BlockingIOError:  # a child of the worker still has the pipe
             pass
         self._hub.unwatch(self._log)
-        os.close(self._log)
         for line in self._partial.splitlines():
             self._show(line)

@@ -31,6 +31,7 @@ def main() -> None:
     fd, driver = int(sys.argv[1]), int(sys.argv[2])
     die_with(driver)
     _leave_signals_to_the_driver()
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # or a death would take the last lines along
     faulthandler.enable()
     start_guard()
     serve(socket.socket(fileno=fd))

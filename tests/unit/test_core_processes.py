@@ -1,0 +1,104 @@
+"""Worker processes: starts that fail half way, output that nobody takes."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from typing import Any
+
+import pytest
+
+import colocate
+from colocate import Role, RoleStartError, Runtime, WorkerDied, method
+from colocate.testing.waiting import wait_until
+
+
+class Talker(Role):
+    @method
+    def say(self, text: str) -> int:
+        print(text)
+        return 1
+
+    @method
+    def write(self, text: str) -> int:
+        sys.stderr.write(text)
+        return 1
+
+    @method
+    def leave(self) -> None:
+        os._exit(3)
+
+
+@pytest.fixture
+def runtime() -> Any:
+    with colocate.connect("local", processes=True) as runtime:
+        runtime.reserve(1, cpus=0).spawn({"talker": colocate.role(Talker)}).close()  # starts the runtime's threads
+        yield runtime
+
+
+def test_no_descriptor_left(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that can't be watched isn't left running, and the error says what was lacking."""
+    before = len(os.listdir("/proc/self/fd"))
+
+    def fail(pid: int, flags: int = 0) -> int:
+        raise OSError(24, "Too many open files")
+
+    with runtime.reserve(1) as pool:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pidfd_open", fail)
+            with pytest.raises(RoleStartError, match=r"could not be started: OSError.*Too many open files"):
+                pool.spawn({"talker": colocate.role(Talker)})
+        wait_until(lambda: not runtime.executor.running(), "the worker is no longer listed")
+        assert len(os.listdir("/proc/self/fd")) == before
+        assert pool.spawn({"talker": colocate.role(Talker)}).role("talker", Talker).say("fine") == [1]
+
+
+def test_interrupted_start(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while a process is being started: that one is ended too."""
+    run = runtime.executor._launcher.run  # type: ignore[attr-defined]
+
+    def interrupted(job: Any) -> None:
+        run(job)
+        raise KeyboardInterrupt
+
+    with runtime.reserve(1) as pool:
+        with monkeypatch.context() as patch:
+            patch.setattr(runtime.executor._launcher, "run", interrupted)  # type: ignore[attr-defined]
+            with pytest.raises(KeyboardInterrupt):
+                pool.spawn({"talker": colocate.role(Talker)})
+        wait_until(lambda: not runtime.executor.running(), "the worker is no longer listed")
+
+
+def test_last_words(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a role has printed is in the error of its worker's death, whatever Python is told of buffers."""
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    talker = runtime.reserve(1).spawn({"talker": colocate.role(Talker)}).role("talker", Talker)
+    talker.say("my last words")
+    with pytest.raises(WorkerDied) as caught:
+        talker.leave()
+    assert caught.value.log_tail == "my last words"
+
+
+def test_closed_stderr(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker's death is heard of although what it wrote can't be shown."""
+    talker = runtime.reserve(1).spawn({"talker": colocate.role(Talker)}).role("talker", Talker)
+    closed = io.StringIO()
+    closed.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", closed)
+        talker.write("a line\nand half of one")
+        with pytest.raises(WorkerDied) as caught:
+            talker.leave.submit().result(60)
+    assert caught.value.log_tail == "a line\nand half of one"
+
+
+def test_line_without_end(runtime: Runtime) -> None:
+    """A progress bar that never ends its line doesn't fill the driver's memory."""
+    group = runtime.reserve(1).spawn({"talker": colocate.role(Talker)})
+    talker = group.role("talker", Talker)
+    host: Any = group.workforce.workers[0].host
+    for _ in range(30):
+        talker.write("\r" + "#" * 1000)
+    wait_until(lambda: sum(map(len, host._tail)) + len(host._partial) >= 30_000, "all of it has come")
+    assert len(host._partial) <= 8192
