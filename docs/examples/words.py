@@ -1,5 +1,5 @@
 # docs/examples/words.py
-from colocate import Concat, Role, Scatter, method
+from colocate import Concat, Role, Run, Scatter, method
 
 
 class Guesser(Role):
@@ -34,7 +34,7 @@ class Judge(Role):
         return [sum(a == b for a, b in zip(word, self.secret, strict=True)) / len(word) for word in words]
 
 
-def search(run, *, steps: int = 5, batch: int = 16):
+def search(run: Run, *, steps: int = 5, batch: int = 16) -> None:
     """The job: what `colocate run` calls."""
     group = run.groups["players"]
     guesser, judge = group.role("guesser", Guesser), group.role("judge", Judge)

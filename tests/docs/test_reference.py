@@ -16,7 +16,7 @@ import typer.main
 from tests.docs.blocks import PAGES, ROOT
 
 import colocate
-from colocate import errors
+from colocate import Run, errors
 from colocate.cli import app
 from colocate.config import Config, ExecutorConfig, GroupConfig, JobConfig, PoolConfig, RoleConfig
 from colocate.config.schema import key_of, keys
@@ -32,6 +32,8 @@ SECTIONS = {
     "a role": RoleConfig,
     "a job": JobConfig,
 }
+
+
 def tables(page: Path) -> dict[str, list[list[str]]]:
     """The cells of the tables of a page, without their heads; those under one heading are one table."""
     found: dict[str, list[list[str]]] = {}
@@ -61,6 +63,14 @@ def test_the_options_of_local_are_listed() -> None:
     hints = typing.get_type_hints(Local.connect)
     parameters = inspect.signature(Local.connect).parameters.values()
     assert listed == [[f"`{p.name}`", words(hints[p.name]), yaml_of(p.default)] for p in parameters]
+
+
+def test_what_a_job_gets_is_listed() -> None:
+    listed = [
+        name.partition("(")[0] for row in tables(DOCS / "configuration.md")["What a job gets"] for name in code(row[0])
+    ]
+    public = {field.name for field in attrs.fields(Run)} | set(vars(Run))
+    assert {name for name in public if not name.startswith("_")} == {*listed} - {"run"}
 
 
 def test_every_error_is_explained() -> None:
