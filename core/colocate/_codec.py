@@ -8,6 +8,7 @@ from typing import Any
 import attrs
 
 from colocate import wire
+from colocate._values import ordinary
 from colocate.errors import SerializationError
 
 
@@ -56,8 +57,9 @@ def _by_reference(value: Any) -> Any:
     return value
 
 
-def _to_device(value: Any, device: str | None) -> Any:
-    return value
+def _handed_over(value: Any, device: str | None) -> Any:
+    # What a worker gets is detached from autograd on every executor; a graph must not reach from role to driver.
+    return value if device is None else ordinary(value)
 
 
 def _owned(body: Any, device: str | None) -> Any:
@@ -66,5 +68,5 @@ def _owned(body: Any, device: str | None) -> Any:
 
 
 BY_VALUE = Codec("value", wire.pack, wire.unpack)
-BY_REFERENCE = Codec("reference", _by_reference, _to_device)
+BY_REFERENCE = Codec("reference", _by_reference, _handed_over)
 STRICT = Codec("strict", wire.pack, _owned)

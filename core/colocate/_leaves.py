@@ -15,6 +15,7 @@ from typing import Any
 
 import attrs
 
+from colocate._imported import imported
 from colocate.errors import ConfigError, DispatchError
 
 
@@ -248,7 +249,7 @@ def kind_of(cls: type) -> Kind | None:
         kind = _kinds.get(base) or _named_kinds.get(f"{base.__module__}.{base.__qualname__}")
         if kind is not None:
             return kind
-    tensordict = sys.modules.get("tensordict")
+    tensordict = imported("tensordict")
     if tensordict is not None and tensordict.is_tensor_collection(cls):  # a tensorclass has no base class in common
         return _named_kinds["tensordict.base.TensorDictBase"]
     return None

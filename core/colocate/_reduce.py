@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import numbers
 import operator
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import attrs
 
+from colocate._imported import imported
 from colocate._tree import check_alike, rebuild_dict, rebuild_tuple
 from colocate.errors import DispatchError
 
@@ -86,12 +86,12 @@ def _family(value: Any) -> Any:
     """The function that reduces such values, None when there is none."""
     if isinstance(value, numbers.Number):
         return _number
-    numpy = sys.modules.get("numpy")
+    numpy = imported("numpy")
     if numpy is not None and isinstance(value, numpy.bool_):
         return _number
     if numpy is not None and isinstance(value, numpy.ndarray):
         return _array
-    torch = sys.modules.get("torch")
+    torch = imported("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         return None if value.is_nested else _tensor
     return None

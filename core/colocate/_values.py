@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import sys
 from typing import Any
 
+from colocate._imported import imported
 from colocate._tree import map_leaves
 
 
@@ -15,7 +15,7 @@ def ordinary(value: Any) -> Any:
 
     Shares memory with the value; only an inference tensor is cloned, since nothing but a copy can make it ordinary.
     """
-    torch = sys.modules.get("torch")
+    torch = imported("torch")
     if torch is None or isinstance(value, int | float | str | None):
         return value
 
@@ -45,7 +45,7 @@ class Watch:
 
     def __init__(self, value: Any, contents: bool) -> None:
         memories = _memories(value)
-        torch = sys.modules.get("torch")
+        torch = imported("torch")
         self.nbytes = sum(map(_nbytes, memories))
         self._tensors = [] if torch is None else [item for item in memories if isinstance(item, torch.Tensor)]
         self._contents = (value,) if contents else ()
@@ -62,7 +62,7 @@ class Watch:
 
 def _digest(value: Any) -> bytes:
     """A digest of the contents of a value's tensors and arrays."""
-    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    torch, numpy = imported("torch"), imported("numpy")
     digest = hashlib.blake2b(digest_size=16)
     for item in _memories(value):
         if torch is not None and isinstance(item, torch.Tensor):
@@ -102,7 +102,7 @@ def _has_memory(kind: type) -> bool:
 @functools.lru_cache(maxsize=1024)
 def _is_collection(kind: type) -> bool:
     """Whether values of this type are TensorDicts, or of a tensorclass."""
-    tensordict = sys.modules.get("tensordict")
+    tensordict = imported("tensordict")
     return tensordict is not None and bool(tensordict.is_tensor_collection(kind))
 
 

@@ -234,7 +234,7 @@ def _forget(made: _Made) -> None:
     world = c10d._world
     name = world.pg_names.get(made.group)
     if name is not None:  # gone with the default group
-        c10d._unregister_process_group(name)
+        c10d._unregister_process_group(name)  # type: ignore[attr-defined]  # as the group was registered, by torch itself
     for table in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config, world.pg_to_tag):
         table.pop(made.group, None)
     for tag, tagged in list(world.tags_to_pg.items()):

@@ -112,8 +112,12 @@ class Store:
         """The residents (of those named, or all) that somebody has written into since they were made: (key, maker)."""
         for key in list(self._entries) if keys is None else keys:
             entry = self._entries.get(key)
-            # Named once, with the method that did it.
             if entry is not None and entry.watch is not None and entry.watch.written():
+                # Named once, with the method that did it; from then on nobody gets what it has become.
+                entry.watch = None
+                entry.error = (
+                    f"resident {key}, returned by {entry.maker}, was changed in place; it can't be used any more"
+                )
                 yield key, entry.maker
 
     def made_by(self, role: str) -> list[int]:

@@ -1,0 +1,17 @@
+"""Modules that are there already: what a value may be made of can be asked without importing anything."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+
+def imported(name: str) -> Any:
+    """The module, or None when nobody has imported it yet.
+
+    One that another thread is about to import doesn't count: half of it isn't there, and no value is made of it yet.
+    """
+    module = sys.modules.get(name)
+    if module is None or getattr(module.__spec__, "_initializing", False):
+        return None
+    return module
