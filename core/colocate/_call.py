@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
+from types import TracebackType
 from typing import Any, Generic, NoReturn, TypeVar
 
 from colocate.errors import ColocateError
@@ -18,7 +19,7 @@ _MISSING: Any = object()
 class Call(Generic[C_co]):
     """A submitted call. The value is collected by whoever asks first, never on a worker's or an I/O thread."""
 
-    __slots__ = ("_callbacks", "_error", "_gate", "_joiner", "_raw", "_settled", "_value", "label")
+    __slots__ = ("_callbacks", "_error", "_gate", "_joiner", "_raw", "_settled", "_trace", "_value", "label")
 
     def __init__(self, label: str) -> None:
         self.label = label
@@ -31,6 +32,7 @@ class Call(Generic[C_co]):
         self._joiner: Callable[[Any], Any] | None = None
         self._value: Any = _MISSING
         self._error: BaseException | None = None
+        self._trace: TracebackType | None = None  # of a collect that failed
         self._callbacks: list[Callable[[Call[C_co]], object]] = []
 
     def __repr__(self) -> str:
@@ -56,7 +58,8 @@ class Call(Generic[C_co]):
             if self._value is _MISSING and self._error is None:
                 self._collect()
             if self._error is not None:
-                raise self._error
+                # Otherwise each raise would add to the traceback of the one before, and keep all of their frames.
+                raise self._error.with_traceback(self._trace)
             value: C_co = self._value
             return value
         finally:
@@ -113,7 +116,7 @@ class Call(Generic[C_co]):
         try:
             self._value = self._joiner(self._raw)
         except Exception as error:
-            self._error = error
+            self._error, self._trace = error, error.__traceback__
         self._raw = self._joiner = None
 
     def _settle(self, raw: Any, joiner: Callable[[Any], Any] | None = None) -> bool:

@@ -40,7 +40,7 @@ class Fetches:
         fetch = _Fetch(list(slots))
         with self._lock:
             if self._failed is not None:
-                raise self._failed
+                raise self._failed.with_traceback(None)
             token = next(self._tokens)
             self._pending[token] = fetch
         try:

@@ -123,7 +123,7 @@ class ColocatedGroup(Owned):
         """Raise unless it can be called: it is closed, or has failed."""
         if self.failure is not None and self.closed_by is None:
             self.workforce.failure_seen = True
-            raise self.failure
+            raise self.failure.with_traceback(None)  # of who was told before
         super().check()
 
     def submit(

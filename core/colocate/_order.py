@@ -74,19 +74,27 @@ class PendingCall(Call[Any]):
         self.forks = forks()
 
     def _wait(self, timeout: float | None) -> None:
+        self._check_fork()
+        super()._wait(timeout)
+
+    def _check_fork(self) -> None:
         if self.forks != forks():
             raise ForkedError(
                 f"{self.label} was submitted by the process that forked this one; its result is told there"
             )
-        super()._wait(timeout)
 
     def _collect(self) -> None:
         try:
             self._value = self._joiner(self) if self._joiner is not None else None
         except Exception as error:
-            self._error = error
+            self._error, self._trace = error, error.__traceback__
         self._joiner = None
         self.bodies = self.bodies if self.keep is not None else []
+
+    def add_done_callback(self, callback: Callable[[Call[Any]], object]) -> None:
+        """Run `callback(call)` once it is done, on the runtime's dispatcher thread."""
+        self._check_fork()
+        super().add_done_callback(callback)
 
     def _dispatch(self, callback: Callable[[Call[Any]], object]) -> None:
         if self.dispatcher is None:

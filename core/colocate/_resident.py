@@ -121,7 +121,7 @@ class Kept:
         error = self.call._error
         if error is not None:
             self.used = True
-            raise error
+            raise error.with_traceback(None)  # of who was told before
         self.group.check()
 
     def sizes(self) -> list[int]:

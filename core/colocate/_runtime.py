@@ -247,8 +247,10 @@ def _close_what_is_left() -> None:
             continue
         # What it owns is closed by it, and needs no report of its own.
         text = f"runtime {runtime.name!r} made at {_at(runtime)} was never closed"
-        warnings.warn(text, ResourceWarning, stacklevel=1)
         try:
-            runtime.close_for("interpreter exit", 2.0, True)
-        except BaseExceptionGroup as errors:
-            sys.excepthook(type(errors), errors, errors.__traceback__)
+            try:
+                warnings.warn(text, ResourceWarning, stacklevel=1)
+            finally:  # it is raised where warnings are errors
+                runtime.close_for("interpreter exit", 2.0, True)
+        except BaseException as error:
+            sys.excepthook(type(error), error, error.__traceback__)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ class SlowCalls:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._warned: set[tuple[str, int]] = set()
+        self._warned: weakref.WeakKeyDictionary[ColocatedGroup, int] = weakref.WeakKeyDictionary()
         self._timer = runtime.dispatcher.after(_LOOK_EVERY_S, self._look)
 
     def close(self) -> None:
@@ -32,8 +33,8 @@ class SlowCalls:
         now = time.time()
         for group in list(self._runtime.groups.values()):
             oldest = next(iter(list(group.order.pending.values())), None)
-            if oldest is not None and now - oldest.submitted > SLOW_S and (group.name, oldest.seq) not in self._warned:
-                self._warned.add((group.name, oldest.seq))
+            if oldest is not None and now - oldest.submitted > SLOW_S and self._warned.get(group) != oldest.seq:
+                self._warned[group] = oldest.seq
                 self._warn(group, oldest)
         self._timer = self._runtime.dispatcher.after(_LOOK_EVERY_S, self._look)
 

@@ -33,7 +33,8 @@ class _Account:
             len(self.devices) // request.gpus if request.gpus else float("inf"),
             self.memory / request.host_memory_bytes if request.host_memory_bytes else float("inf"),
         ]
-        return int(min(min(counts), request.slots))
+        # A shade more than the quotient: 0.3 CPUs have room for three slots of 0.1, which 0.3 / 0.1 falls short of.
+        return int(min(min(counts) + 1e-6, request.slots))
 
     def take(self, request: Request, device: Callable[[tuple[int, ...]], str]) -> Place:
         self.cpus -= request.cpus

@@ -1,0 +1,103 @@
+"""What must not grow: tracebacks of errors that are told again and again, books of what is over."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+
+import pytest
+
+import colocate
+from colocate import Collect, Concat, PlacementError, Ranks, Role, RoleError, method
+from colocate.executor import Node, Request
+from colocate.placement import Ledger
+
+
+class Refusing(Collect):
+    def join(self, results: object, ranks: Ranks) -> object:
+        raise ValueError("can't be joined")
+
+
+class Failing(Role):
+    @method(collect=Concat())
+    def fail(self) -> list[int]:
+        raise ValueError("on purpose")
+
+    @method(collect=Refusing())
+    def odd(self) -> int:
+        return 1
+
+
+def _frames(error: BaseException) -> list[str]:
+    return [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+
+
+def test_error_told_often() -> None:
+    """An error that is raised many times shows the way of the last time, and keeps no frames of those before."""
+    with colocate.connect("local") as runtime:
+        failing = runtime.reserve(1).spawn({"failing": colocate.role(Failing)}).role("failing", Failing)
+        calls, kept = [failing.fail.submit(), failing.odd.submit()], failing.fail.keep()
+        lengths = set()
+        for _ in range(5):
+            for call in calls:
+                with pytest.raises((RoleError, ValueError)) as caught:
+                    call.result()
+                lengths.add((call.label, len(_frames(caught.value))))
+            with pytest.raises(RoleError) as poisoned:
+                kept.fetch()
+            lengths.add(("kept", len(_frames(poisoned.value))))
+        # The first time a kept call is waited for elsewhere; otherwise each is as long every time.
+        assert len(lengths) <= 4
+        with pytest.raises(ValueError, match="can't be joined") as caught_odd:
+            calls[1].result()
+        assert "join" in _frames(caught_odd.value)
+
+
+def test_callback_in_fork() -> None:
+    """A forked child can't wait for a call by a callback either."""
+    script = f"""
+import os, sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import colocate
+from test_core_memory import Failing
+with colocate.connect("local") as runtime:
+    call = runtime.reserve(1).spawn({{"failing": colocate.role(Failing)}}).role("failing", Failing).odd.submit()
+    child = os.fork()
+    if not child:
+        try:
+            call.add_done_callback(print)
+        except colocate.ForkedError:
+            os._exit(7)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+def test_left_open_with_errors() -> None:
+    """Where warnings are errors, what nobody has closed is closed at exit nevertheless."""
+    script = """
+import atexit, colocate
+runtimes = [colocate.connect("local") for _ in range(2)]
+import colocate._runtime as module
+atexit.unregister(module._close_what_is_left)
+module._close_what_is_left()
+print([runtime.state for runtime in runtimes])
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script], check=True, timeout=60, capture_output=True, text=True
+    )
+    assert done.stdout == "['closed', 'closed']\n"
+    assert done.stderr.count("was never closed") >= 2
+
+
+def test_parts_of_cpus() -> None:
+    """Parts of a CPU add up, although their floating-point sums don't quite."""
+    ledger = Ledger([Node("here", cpus=0.3)], lambda devices: "cpu")
+    for _ in range(20):
+        pool = ledger.reserve(Request(3, cpus=0.1, timeout=0))
+        ledger.release(pool)
+    with pytest.raises(PlacementError):
+        ledger.reserve(Request(4, cpus=0.1, timeout=0))
