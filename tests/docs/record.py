@@ -1,4 +1,7 @@
-"""Writes what really comes out into the pages: `python -m tests.docs.record docs/first-group.md …`. Then read it."""
+"""Writes what really comes out into the pages: `python -m tests.docs.record docs/first-group.md …`. Then read it.
+
+With --fresh also where the page is true, for its ages, pids and line numbers; never where it has `...`.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,16 @@ from tests.docs.blocks import PAGES
 from tests.docs.outputs import NODE, matches
 
 
-def main(names: list[str]) -> None:
-    """Refresh the outputs of some pages; those that are true already stay as they are."""
+def main(names: list[str], fresh: bool) -> None:
+    """Refresh the outputs of some pages."""
     for page in [page for page in PAGES if not names or page.name in {Path(name).name for name in names}]:
         with tempfile.TemporaryDirectory() as folder:
             results = pages.run(page, Path(folder) / "page")
         lines = page.read_text(encoding="utf-8").splitlines()
         changed = 0
         for step, output in reversed(results):
-            if matches(step.shown or "", output):
+            shown = step.shown or ""
+            if matches(shown, output) and not (fresh and shown and "..." not in shown):
                 continue
             if step.do == "python" and step.shown is None:
                 sys.exit(f"{page}, line {step.line}: add a text block, for it prints\n{output}")
@@ -39,4 +43,4 @@ def _tidy(output: str) -> str:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main([name for name in sys.argv[1:] if name != "--fresh"], "--fresh" in sys.argv)
