@@ -18,7 +18,7 @@ Find = Callable[[str, int], "WorkerHost"]
 
 
 class LocalPeers(Peers):
-    """All workers are in this process: parts are handed over by reference."""
+    """All workers are in this process: parts are handed over by reference, or between slots as the codec has it."""
 
     def __init__(self, host: WorkerHost, find: Find) -> None:
         """Args: host: This worker. find: The worker on a slot of a group."""
@@ -33,7 +33,7 @@ class LocalPeers(Peers):
 
     def part(self, source: Source, rank: int) -> Any:
         """The whole part of a rank."""
-        return _placed(self._entry(source, rank).value, self._host.boot.device)
+        return self._handed_over(self._entry(source, rank).value, source, rank)
 
     def rows(self, source: Source, rank: int) -> int:
         """How many rows it has."""
@@ -45,7 +45,8 @@ class LocalPeers(Peers):
 
     def slice(self, source: Source, rank: int, start: int, stop: int) -> Any:
         """Some of its rows."""
-        return _batch.slice_rows(self.part(source, rank), start, stop)
+        value = _batch.slice_rows(self._entry(source, rank).value, start, stop)
+        return self._handed_over(value, source, rank)
 
     def abort(self, reason: str) -> None:
         """Fail what is under way."""
@@ -54,6 +55,12 @@ class LocalPeers(Peers):
 
     def close(self) -> None:
         """Nothing to end."""
+
+    def _handed_over(self, value: Any, source: Source, rank: int) -> Any:
+        codec, boot = self._host.codec, self._host.boot
+        if codec.name == "reference" or (source.group, source.slot(rank)) == (boot.group, boot.slot):
+            return _placed(value, boot.device)
+        return codec.unpack(codec.pack(value), boot.device)
 
     def _entry(self, source: Source, rank: int) -> Entry:
         self._waiting = self._find(source.group, source.slot(rank)).store
