@@ -127,5 +127,7 @@ def _files() -> dict[str, str]:
 
 
 def _ours(entry: Path) -> bool:
+    if entry.name.startswith("torchinductor_"):  # torch's own cache
+        return False
     # In a folder of our own everything is ours (see own_temporary_folder), elsewhere what has our name.
     return tempfile.tempdir == os.environ.get("TMPDIR") or "colocate" in entry.name

@@ -24,6 +24,7 @@ from colocate.testing.executors.placement import Placement
 from colocate.testing.executors.process_groups import ProcessGroups
 from colocate.testing.executors.residents import Residents
 from colocate.testing.executors.startup import Startup
+from colocate.testing.executors.tensors import Memory, TensorResidents
 
 
 class ExecutorSuite(
@@ -31,6 +32,8 @@ class ExecutorSuite(
     Dispatching,
     Contexts,
     Residents,
+    TensorResidents,
+    Memory,
     Order,
     Failures,
     Serialization,
@@ -55,6 +58,7 @@ __all__ = [
     "ExecutorCase",
     "ExecutorSuite",
     "Failures",
+    "Memory",
     "Order",
     "Ownership",
     "Placement",
@@ -63,5 +67,6 @@ __all__ = [
     "Serialization",
     "Spawn",
     "Startup",
+    "TensorResidents",
     "needs",
 ]

@@ -44,6 +44,7 @@ class Shared:
     runtime: Runtime
     roles: Mapping[str, RoleSpec[Any]]
     slots: int
+    name: str
     mesh: Mapping[str, Any] | None = None
     warm_up: Callable[[ColocatedGroup], object] = lambda group: None
     _pool: Pool | None = None
@@ -57,7 +58,7 @@ class Shared:
                     with contextlib.suppress(BaseExceptionGroup):  # what broke it was told to the test that broke it
                         self._pool.close(grace=0, force=True)
                 self._pool = self.runtime.reserve(self.slots, cpus=0)
-                self._group = self._pool.spawn(self.roles, mesh=self.mesh)
+                self._group = self._pool.spawn(self.roles, self.name, self.mesh)
                 self.warm_up(self._group)
         return self._group
 
@@ -90,7 +91,7 @@ class ExecutorCase:
     def runtime(cls, no_leaks_of_class: None) -> Iterator[Runtime]:
         """A runtime for all tests of the class."""
         with cls().connect() as runtime:
-            with runtime.reserve(1, cpus=0) as pool:  # whatever a runtime makes for its first worker is there from now on
+            with runtime.reserve(1, cpus=0) as pool:  # what a runtime makes for its first worker is there from now on
                 pool.spawn({"echo": colocate.role(Echo)})
             yield runtime
 
@@ -114,14 +115,16 @@ class ExecutorCase:
             "tensors": colocate.role(Tensors),
             "left": colocate.role(Rows).on(slots=[0]),
             "right": colocate.role(Rows).on(slots=[1]),
+            "left_tensors": colocate.role(Tensors).on(slots=[0]),
+            "right_tensors": colocate.role(Tensors).on(slots=[1]),
         }
-        return Shared(runtime, roles, 2, warm_up=_warm_up)
+        return Shared(runtime, roles, 2, name="pair", warm_up=_warm_up)
 
     @pytest.fixture(scope="class")
     @classmethod
     def shared_square(cls, runtime: Runtime) -> Shared:
         """Four slots as a mesh of two by two."""
-        return Shared(runtime, {"axes": colocate.role(Axes)}, 4, mesh={"dp": 2, "tp": 2})
+        return Shared(runtime, {"axes": colocate.role(Axes)}, 4, "square", {"dp": 2, "tp": 2})
 
     @pytest.fixture
     def pair(self, no_leaks: None, shared_pair: Shared) -> ColocatedGroup:

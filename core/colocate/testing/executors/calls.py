@@ -121,7 +121,9 @@ class Calls(ExecutorCase):
         """A callback may submit further calls, and wait for its own."""
         echo = pair.role("echo", Echo)
         second: list[Call[Any]] = []
-        echo.first.submit("one").add_done_callback(lambda call: second.append(echo.first.submit(call.result() + " two")))
+        echo.first.submit("one").add_done_callback(
+            lambda call: second.append(echo.first.submit(call.result() + " two"))
+        )
         wait_until(lambda: second, "the callback has run")
         assert second[0].result(PATIENCE_S) == "one two"
 

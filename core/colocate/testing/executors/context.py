@@ -77,12 +77,18 @@ class Contexts(ExecutorCase):
             wait_until(lambda: all(w.progress.get("echo") == (3, 10) for w in workers), "progress has come")
         call.result()
 
-    def test_generator(self, spawn: Spawn) -> None:
-        """`ctx.generator` depends on the runtime's seed, group, role and rank alone: the numbers are these everywhere."""
+    def test_generator(self, pair: ColocatedGroup) -> None:
+        """`ctx.generator` depends on runtime seed, group, role and rank alone: the numbers are these everywhere."""
         torch = pytest.importorskip("torch")
-        group = spawn({name: colocate.role(Tensors) for name in DRAWN}, name="policy")
+        assert (pair.runtime.seed, pair.name) == (0, "pair")
         for name, numbers in DRAWN.items():
-            assert torch.equal(group.role(name, Tensors).random(2), torch.tensor(numbers)), name
+            assert torch.equal(pair.role(name, Tensors).random_from_start(2), torch.tensor(numbers)), name
+
+    def test_generator_goes_on(self, pair: ColocatedGroup) -> None:
+        """It is one generator: each draw is another."""
+        torch = pytest.importorskip("torch")
+        tensors = pair.role("tensors", Tensors)
+        assert not torch.equal(tensors.random(2), tensors.random(2))
 
     def test_device(self, pair: ColocatedGroup) -> None:
         """A slot without GPUs has the CPU."""
@@ -96,8 +102,8 @@ class Contexts(ExecutorCase):
         assert [threads for _, threads in pair.role("tensors", Tensors).device()] == [1, 1]
 
 
-# For seed 0, two numbers on each of two ranks.
+# For seed 0, two numbers on each rank.
 DRAWN = {
-    "actor": [0.4723760485649109, 0.46620047092437744, 0.3619937300682068, 0.5923861861228943],
-    "critic": [0.6750104427337646, 0.8390445709228516, 0.8661024570465088, 0.23649334907531738],
+    "tensors": [0.3498905897140503, 0.9317374229431152, 0.39299720525741577, 0.3361614942550659],
+    "right_tensors": [0.9086410403251648, 0.8518476486206055],
 }

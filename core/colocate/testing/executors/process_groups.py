@@ -27,9 +27,15 @@ class ProcessGroups(ExecutorCase):
         roles = {
             "mesh": colocate.role(Collective).on(mesh={"dp": 2, "tp": 2}),
             "pair": colocate.role(Collective).on(slots=[1, 2]),
+            "solo": colocate.role(Collective).on(slots=[3]),
             "default": colocate.role(Collective).on(slots=[0, 1], default_group=True),
         }
-        return Shared(runtime, roles, 4)
+
+        def warm_up(group: ColocatedGroup) -> None:
+            for axis in (None, "tp"):  # in workers that share the driver's process these are the driver's descriptors
+                group.role("solo", Collective).facts(axis)
+
+        return Shared(runtime, roles, 4, "ring", warm_up=warm_up)
 
     @pytest.fixture
     def ring(self, no_leaks: None, shared_ring: Shared) -> ColocatedGroup:
@@ -155,20 +161,16 @@ class ProcessGroups(ExecutorCase):
         assert isinstance(error, WorkerDied)
         assert (error.rank, error.signal) == (1, "SIGKILL")
 
-    def test_one_rank(self, spawn: Spawn) -> None:
+    def test_one_rank(self, ring: ColocatedGroup) -> None:
         """A role of one rank has a group of one on every executor."""
-        pytest.importorskip("torch")
-        for _ in range(2):
-            with spawn({"ring": colocate.role(Collective)}, slots=1, name="alone") as group:
-                assert group.role("ring", Collective).sum(3.0) == [3.0]
-                assert group.role("ring", Collective).facts() == [(0, 1)]
+        solo = ring.role("solo", Collective)
+        assert solo.sum(3.0) == [3.0]
+        assert solo.facts() == solo.facts("tp") == [(0, 1)]
 
-    def test_shared_process(self, runtime: Runtime, spawn: Spawn) -> None:
+    def test_shared_process(self, runtime: Runtime, ring: ColocatedGroup) -> None:
         """Where workers share a process there is no group of several ranks, and the error says what has."""
-        pytest.importorskip("torch")
         if isinstance(runtime.executor, OwnProcess):
             pytest.skip(f"executor {runtime.name!r} has OwnProcess")
-        group = spawn({"ring": colocate.role(Collective)})
         with pytest.raises(CapabilityError, match="processes=True") as caught:
-            group.role("ring", Collective).sum(1.0)
+            ring.role("pair", Collective).sum(1.0)
         assert caught.value.capability == "OwnProcess"

@@ -132,9 +132,19 @@ class Tensors(Role):
         self.returned.numpy()[:] = -1.0
 
     @method
-    def address(self, x: torch.Tensor) -> int:
-        """Where a tensor lies in memory."""
+    def write_into_what_was_given(self) -> None:
+        """What no method may do, a call later."""
+        self.given.add_(1.0)
+
+    @method(dispatch=Scatter("x"), collect=Gather())
+    def address_of_rows(self, x: torch.Tensor) -> int:
+        """Where each rank's rows lie in memory."""
         return x.untyped_storage().data_ptr()
+
+    @method
+    def require_grad(self, tensors: dict[str, torch.Tensor]) -> list[bool]:
+        """Which of some tensors require gradients."""
+        return [tensor.requires_grad for tensor in tensors.values()]
 
     @method
     def own_address(self) -> int:
@@ -166,6 +176,14 @@ class Tensors(Role):
         import torch
 
         return torch.rand(rows, generator=self.ctx.generator, device=self.ctx.device)
+
+    @method(collect=Concat())
+    def random_from_start(self, rows: int) -> torch.Tensor:
+        """What the context's generator draws first."""
+        import torch
+
+        generator = torch.Generator(device=self.ctx.device).manual_seed(self.ctx.generator.initial_seed())
+        return torch.rand(rows, generator=generator, device=self.ctx.device)
 
     @method
     def device(self) -> tuple[str, int]:

@@ -1,0 +1,247 @@
+"""Tensors: how they travel, what staying in the workers means for them, and that nobody writes where others read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import colocate
+from colocate import ColocatedGroup, Runtime
+from colocate.errors import RoleError
+from colocate.executor import OwnProcess
+from colocate.testing.executors._base import ExecutorCase, needs
+from colocate.testing.probes.plain import Rows
+from colocate.testing.probes.tensors import Tensors
+
+
+class TensorCase(ExecutorCase):
+    """Base of the areas that need torch."""
+
+    @pytest.fixture
+    def torch(self) -> Any:
+        """The torch module; without it the test is skipped."""
+        return pytest.importorskip("torch")
+
+    @pytest.fixture
+    def tensors(self, torch: Any, pair: ColocatedGroup) -> Tensors:
+        """A role on tensors, on both slots."""
+        return pair.role("tensors", Tensors)
+
+
+class TensorResidents(TensorCase):
+    """Using a resident gives what using its collected value gives."""
+
+    def test_round_trip(self, torch: Any, tensors: Tensors) -> None:
+        """Tensors of every kind come back as they went."""
+        values = [
+            *(torch.arange(6).to(getattr(torch, name)) for name in DTYPES),
+            torch.tensor(1.5),
+            torch.empty(0, 3),
+            torch.arange(12).reshape(3, 4).t(),
+            torch.arange(12)[::2],
+            torch.arange(3).expand(2, 3),
+            torch.complex(torch.ones(2), torch.zeros(2)),
+            torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+        ]
+        for value in values:
+            (back,) = tensors.echo([value])
+            assert back.dtype == value.dtype
+            if value.is_nested:
+                assert all(torch.equal(a, b) for a, b in zip(back.unbind(), value.unbind(), strict=True))
+            else:
+                assert torch.equal(back.to(torch.complex128), value.to(torch.complex128))
+
+    def test_numpy(self, torch: Any, tensors: Tensors) -> None:
+        """So do arrays."""
+        numpy = pytest.importorskip("numpy")
+        for value in (numpy.arange(6.0).reshape(2, 3), numpy.array("text"), numpy.array([{"object": 1}], dtype=object)):
+            back = tensors.echo(value)
+            assert back.dtype == value.dtype
+            assert (back == value).all()
+
+    def test_shared_storage(self, torch: Any, tensors: Tensors) -> None:
+        """Two names of one tensor in a message stay two names of one tensor."""
+        whole = torch.arange(4.0)
+        one, two = tensors.echo([whole, whole])
+        assert one.untyped_storage().data_ptr() == two.untyped_storage().data_ptr()
+
+    def test_kept_is_what_is_returned(self, torch: Any, tensors: Tensors) -> None:
+        """Kept, fetched and called give the same."""
+        for call, args in (
+            (tensors.make, (3,)),
+            (tensors.add, (torch.arange(5.0), 2.0)),
+            (tensors.under_inference_mode, (2,)),
+            (tensors.make_on_one, (4,)),
+            (tensors.padded, (torch.arange(3.0),)),
+        ):
+            with call.keep(*args) as kept:  # type: ignore[arg-type]
+                assert torch.equal(kept.fetch(), call(*args))  # type: ignore[arg-type]
+
+    def test_use(self, torch: Any, pair: ColocatedGroup, tensors: Tensors) -> None:
+        """Every way of passing a resident gives what its value gives."""
+        with tensors.make.keep(3) as kept:
+            value = kept.fetch()
+            assert torch.equal(value, torch.tensor([0.0, 1, 2, 100, 101, 102]))
+            assert torch.equal(tensors.add(kept.ref), tensors.add(value))
+            assert tensors.seen(kept.ref) == tensors.seen(value)
+            assert tensors.whole(kept.ref) == tensors.whole(value)
+            assert torch.equal(tensors.padded(kept.ref), tensors.padded(value))
+            assert tensors.mean(kept.ref) == tensors.mean(value)
+            assert torch.equal(tensors.echo({"deep": (kept.ref,)})["deep"][0], value)
+            assert pair.role("right", Rows).seen(kept.ref)[0][0].tolist() == value.tolist()
+
+    def test_no_copy(self, tensors: Tensors) -> None:
+        """A resident used on its own slot is handed over by reference: no byte moves."""
+        with tensors.make.keep(1000) as kept:
+            assert tensors.address_of_rows(kept.ref) == tensors.own_address()
+
+    def test_uneven(self, torch: Any, tensors: Tensors) -> None:
+        """The producer's partition stays, with the weights that come of it."""
+        with tensors.make_each.keep([1, 3]) as kept:  # type: ignore[arg-type]
+            value = kept.fetch()
+            assert tensors.seen(kept.ref) == [[0.0], [100.0, 101.0, 102.0]]
+            assert tensors.mean(kept.ref)["mean"] == pytest.approx(float(value.mean()))
+
+    def test_gradients_stay(self, torch: Any, tensors: Tensors) -> None:
+        """Results leave detached from autograd, parameters as ordinary tensors, kept or not."""
+        with tensors.with_gradient.keep(2) as kept:
+            for found in (kept.fetch(), tensors.with_gradient(2)):
+                for tensor in found.values():
+                    assert not tensor.requires_grad
+                    assert type(tensor) is torch.Tensor
+            assert tensors.require_grad(kept.ref) == [[False, False]] * 2
+
+    def test_inference(self, tensors: Tensors) -> None:
+        """An inference tensor leaves as an ordinary one, with which gradients can be computed."""
+        with tensors.under_inference_mode.keep(2) as kept:
+            assert not kept.fetch().is_inference()
+            assert [fact["inference"] for fact in tensors.facts(kept.ref)] == [False, False]
+            assert tensors.train_on(kept.ref) == [4.0, 4.0]
+
+    def test_gradients_of_arguments(self, torch: Any, tensors: Tensors) -> None:
+        """An argument that requires grad arrives as an ordinary tensor, as a kept one does."""
+        (facts, _) = tensors.facts(torch.ones(2, requires_grad=True))
+        assert facts["requires_grad"] is False
+
+    def test_device(self, torch: Any, tensors: Tensors) -> None:
+        """Tensors arrive on the receiver's device where they came from one, and stay where they are on the CPU."""
+        assert [fact["device"] for fact in tensors.facts(torch.ones(1))] == [True, True]
+
+    def test_spec(self, tensors: Tensors) -> None:
+        """`.spec` has shapes, dtypes and bytes."""
+        with tensors.make_each.keep([2, 3]) as kept:  # type: ignore[arg-type]
+            assert kept.spec.structure == "Tensor[2] float32"
+            assert kept.spec.bytes_per_rank == (8, 12)
+
+
+class Memory(TensorCase):
+    """No method writes into its arguments or what it has returned, and no two ranks share writable memory."""
+
+    @pytest.fixture
+    def copies(self, runtime: Runtime) -> None:
+        """Skip where values are handed over as they are: there everybody is trusted, and `strict=True` checks."""
+        if runtime.executor.codec.name == "reference":
+            pytest.skip(f"executor {runtime.name!r} hands values over as they are")
+
+    def test_write_into_an_argument(self, tensors: Tensors) -> None:
+        """Writing into a resident that is an argument is an error that names the method that wrote."""
+        with tensors.make.keep(2) as kept:
+            with pytest.raises(
+                RoleError, match=r"tensors\.write_into changed in place a value that tensors\.make"
+            ) as caught:
+                tensors.write_into(kept.ref)
+            assert caught.value.method == "write_into"
+        assert tensors.make(1).tolist() == [0.0, 100.0]
+
+    def test_write_into_the_returned(self, tensors: Tensors) -> None:
+        """So is writing into what was returned before."""
+        with tensors.make.keep(2):
+            with pytest.raises(RoleError, match=r"write_into_what_it_returned changed in place") as caught:
+                tensors.write_into_what_it_returned()
+            assert caught.value.method == "write_into_what_it_returned"
+
+    def test_write_by_way_of_something_kept(self, tensors: Tensors) -> None:
+        """Writing into an argument of an earlier call is found at the latest when the resident is used next."""
+        with tensors.make.keep(2) as kept:
+            tensors.hold_on_to(kept.ref)
+            error = tensors.write_into_what_was_given.submit().exception()
+            with pytest.raises(RoleError, match="changed in place"):
+                if error is not None:
+                    raise error
+                tensors.seen(kept.ref)
+
+    def test_a_written_resident_is_no_use(self, tensors: Tensors) -> None:
+        """A resident that was written into can't be used any more."""
+        with tensors.make.keep(2) as kept:
+            with pytest.raises(RoleError):
+                tensors.write_into(kept.ref)
+            with pytest.raises(RoleError, match="changed in place"):
+                tensors.seen(kept.ref)
+
+    def test_write_after_free(self, tensors: Tensors) -> None:
+        """What is no resident any more may be written to: it is the role's own."""
+        kept = tensors.make.keep(2)
+        kept.free()
+        tensors.write_into_what_it_returned()
+
+    def test_strict_contents(self) -> None:
+        """With `strict=True` contents are checked too: writes that torch's version counter doesn't see are found."""
+        pytest.importorskip("torch")
+        with self.connect(strict=True) as runtime, runtime.reserve(1, cpus=0) as pool:
+            tensors = pool.spawn({"tensors": colocate.role(Tensors)}).role("tensors", Tensors)
+            with tensors.make.keep(2), pytest.raises(RoleError, match="write_behind_the_version changed in place"):
+                tensors.write_behind_the_version()
+
+    def test_arguments_are_the_callers(self, torch: Any, tensors: Tensors) -> None:
+        """The caller's tensor stays as it is, whatever becomes of it afterwards in the worker, and the other way round."""
+        mine = torch.ones(2)
+        call = tensors.seen.submit(mine)
+        assert call.result() == [[1.0], [1.0]]
+        result = tensors.make(2)
+        result.zero_()
+        assert tensors.make(2).tolist() == [0.0, 1.0, 100.0, 101.0]
+
+    def test_ranks_share_nothing(self, torch: Any, copies: None, tensors: Tensors) -> None:
+        """A rank gets memory of its own: what it writes there no other rank sees, and nor does the driver."""
+        for size in (4, 100_000):
+            mine = torch.ones(size)
+            first, second = tensors.keep_and_write(mine, on_rank=1)
+            assert (sum(first), sum(second)) == (size, 0)
+            assert sum(tensors.still_has()[0]) == size
+            assert float(mine.sum()) == size
+
+    def test_residents_are_not_shared(self, torch: Any, copies: None, pair: ColocatedGroup) -> None:
+        """Nor do ranks share the memory of a resident that comes from another slot."""
+        right = pair.role("right_tensors", Tensors)
+        with pair.role("left_tensors", Tensors).make.keep(3) as kept:
+            assert right.keep_and_write(kept.ref, on_rank=0) == [[0.0, 0.0, 0.0]]
+            assert kept.fetch().tolist() == [0.0, 1.0, 2.0]
+            assert right.whole(kept.ref) == [[0.0, 1.0, 2.0]]
+
+    def test_readonly(self, torch: Any, tensors: Tensors) -> None:
+        """`readonly=` allows sharing, and changes nothing else."""
+        assert tensors.sum_readonly(torch.ones(3)) == [3.0, 3.0]
+
+    @needs(OwnProcess)
+    def test_results_are_writable(self, torch: Any, tensors: Tensors) -> None:
+        """What comes out of a worker is ordinary writable memory, small or large."""
+        for rows in (2, 200_000):
+            result = tensors.make(rows)
+            result += 1
+            assert result.is_contiguous()
+
+
+DTYPES = (
+    "bool",
+    "uint8",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "float16",
+    "bfloat16",
+    "float32",
+    "float64",
+    "float8_e4m3fn",
+)
