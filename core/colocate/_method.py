@@ -13,7 +13,7 @@ import attrs
 from colocate._collect import Collect, Concat, First, Gather, Reduce
 from colocate._collect import check as check_collect
 from colocate._context import current
-from colocate._dispatch import Broadcast, Dispatch, OnRank
+from colocate._dispatch import Broadcast, Dispatch, OnRank, Scatter
 from colocate.errors import DispatchError
 
 if TYPE_CHECKING:
@@ -65,6 +65,9 @@ class MethodSpec:
     simple: tuple[str, ...] | None = attrs.field(
         init=False, default=attrs.Factory(lambda self: _simple_names(self.signature), takes_self=True)
     )
+    padded: str | None = attrs.field(
+        init=False, default=attrs.Factory(lambda self: _padded_parameter(self.dispatch), takes_self=True)
+    )
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments by name; TypeError as Python raises it when they don't fit."""
@@ -90,6 +93,11 @@ class MethodSpec:
             return self.function(instance, **arguments)
         bound = inspect.BoundArguments(self.signature, OrderedDict(arguments))
         return self.function(instance, *bound.args, **bound.kwargs)
+
+
+def _padded_parameter(dispatch: Dispatch) -> str | None:
+    """The parameter that decides how many rows the result has to have, where some of them may be padding."""
+    return dispatch.parameters[0] if isinstance(dispatch, Scatter) and dispatch.pad is True else None
 
 
 def _simple_names(signature: inspect.Signature) -> tuple[str, ...] | None:

@@ -9,6 +9,8 @@ from typing import Any
 from colocate._imported import imported
 from colocate._tree import map_leaves
 
+_PLAIN = (int, float, str, type(None))
+
 
 def ordinary(value: Any) -> Any:
     """The value with its tensors detached from autograd, and inference tensors as ordinary ones.
@@ -16,7 +18,7 @@ def ordinary(value: Any) -> Any:
     Shares memory with the value; only an inference tensor is cloned, since nothing but a copy can make it ordinary.
     """
     torch = imported("torch")
-    if torch is None or isinstance(value, int | float | str | None):
+    if torch is None or isinstance(value, _PLAIN):
         return value
 
     def leaf(item: Any) -> Any:

@@ -256,10 +256,11 @@ class WorkerHost:
         tokens = set_current(role.ctx), running_call.set(work.state)
         role.ctx.last_call = work.state
         try:
-            resolver = Resolver(self.peers, self.boot.group, self.boot.slot, partial(self.ask, "aligned", seq))
-            arguments = self._arguments(body, uses, resolver, role, spec)
-            work.state.valid_rows = valid if valid is not None else resolver.valid
-            work.rows = _padded_rows(spec, arguments)
+            resolver = self._resolver(seq) if uses else None
+            arguments = self._arguments(body, resolver, role, spec)
+            work.state.valid_rows = resolver.valid if valid is None and resolver is not None else valid
+            if spec.padded is not None:
+                work.rows = _batch.rows(arguments[spec.padded], spec.padded)
             result = spec.call(role.instance, arguments)
             if spec.is_async:
                 return self._finish_async(result, head, work, role, resolver, start)
@@ -272,8 +273,17 @@ class WorkerHost:
             reset_current(tokens[0])
         return True
 
+    def _resolver(self, seq: int) -> Resolver:
+        return Resolver(self.peers, self.boot.group, self.boot.slot, partial(self.ask, "aligned", seq))
+
     async def _finish_async(
-        self, coroutine: Any, head: tuple[Any, ...], work: Work, role: HostedRole, resolver: Resolver, start: float
+        self,
+        coroutine: Any,
+        head: tuple[Any, ...],
+        work: Work,
+        role: HostedRole,
+        resolver: Resolver | None,
+        start: float,
     ) -> bool:
         # A task has a context of its own, in which nothing has to be reset.
         set_current(role.ctx)
@@ -285,13 +295,11 @@ class WorkerHost:
             return False
         return True
 
-    def _arguments(
-        self, body: Any, uses: bool, resolver: Resolver, role: HostedRole, spec: MethodSpec
-    ) -> dict[str, Any]:
+    def _arguments(self, body: Any, resolver: Resolver | None, role: HostedRole, spec: MethodSpec) -> dict[str, Any]:
         if body is None:
             return {}
         arguments: dict[str, Any] = self.codec.unpack(body, self.boot.device)
-        if not uses:
+        if resolver is None:
             return arguments
         arguments = resolver.resolve(arguments)
         for key, maker in self.store.written(resolver.keys):
@@ -307,7 +315,7 @@ class WorkerHost:
         return arguments
 
     def _finish(
-        self, result: Any, head: tuple[Any, ...], work: Work, role: HostedRole, resolver: Resolver, start: float
+        self, result: Any, head: tuple[Any, ...], work: Work, role: HostedRole, resolver: Resolver | None, start: float
     ) -> None:
         _, seq, _, method, keep, _, _, _ = head
         result = ordinary(result)
@@ -328,9 +336,10 @@ class WorkerHost:
     def _packed(self, result: Any, label: str) -> Any:
         return self.codec.pack_named(result, "result", f"the result of {label}")
 
-    def _check_writes(self, label: str, role: HostedRole, resolver: Resolver) -> None:
+    def _check_writes(self, label: str, role: HostedRole, resolver: Resolver | None) -> None:
         # A role may write into what it got now, or into what it returned before and still refers to.
-        keys = None if self._strict else [*resolver.keys, *self.store.made_by(role.name)]
+        used = resolver.keys if resolver is not None else ()
+        keys = None if self._strict else [*used, *self.store.made_by(role.name)]
         for key, maker in self.store.written(keys):
             raise RoleError(
                 f"{label} changed in place a value that {maker} had returned (resident {key}); "
@@ -380,15 +389,6 @@ def _rows_to_join(result: Any, spec: MethodSpec) -> int | None:
     if not isinstance(spec.collect, Concat):
         return None
     return _batch.rows(result, f"the result of {spec.name}")
-
-
-def _padded_rows(spec: MethodSpec, arguments: Mapping[str, Any]) -> int | None:
-    """How many rows a method gets whose result must have as many, since some may be padding; None without padding."""
-    dispatch = spec.dispatch
-    if not isinstance(dispatch, Scatter) or dispatch.pad is not True:
-        return None
-    first = dispatch.parameters[0]
-    return _batch.rows(arguments[first], first)
 
 
 def _without_padding(result: Any, rows: int, valid: int | None, label: str) -> Any:

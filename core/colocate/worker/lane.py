@@ -166,7 +166,7 @@ class Lane:
         return False
 
     def _may_begin(self, work: Work) -> bool:
-        if work.seq >= self._limit:
+        if self._limits and work.seq >= self._limit:
             return False
         # Async methods overlap up to their own limit; a sync one is a barrier, whose turn comes when nothing runs.
         return len(self._tasks) < max(1, work.concurrency)

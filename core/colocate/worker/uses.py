@@ -168,7 +168,7 @@ class Resolver:
         if not isinstance(item, Use):
             return item
         self.keys.append(item.source.key)
-        if isinstance(item, Part | Own):
+        if isinstance(item, (Part, Own)):
             return self._part(item)
         if isinstance(item, Rows):
             return self._range(item.source, item.start, item.stop)
