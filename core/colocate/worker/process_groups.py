@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _TIMEOUT = datetime.timedelta(minutes=30)
+_ATTEMPT_TIMEOUT = datetime.timedelta(seconds=1)
+_ATTEMPTS = 60
 _alone_lock = threading.Lock()
 _alone: list[ProcessGroup] = []
 
@@ -124,8 +126,23 @@ class ProcessGroups:
             self._ask("post", board, (host, port))
         else:
             host, port = self._ask("get", board)
-            store = dist.TCPStore(host, port, members, is_master=False, wait_for_workers=False)
+            store = self._connected(dist, host, port, members)
         return dist.PrefixStore(board, store)
+
+    def _connected(self, dist: Any, host: str, port: int, members: int) -> Any:
+        """The other end of the store, which has been there; if it is gone, torch alone would try for minutes."""
+        for attempt in range(_ATTEMPTS):
+            try:
+                store = dist.TCPStore(
+                    host, port, members, is_master=False, wait_for_workers=False, timeout=_ATTEMPT_TIMEOUT
+                )
+            except (dist.DistNetworkError, dist.DistStoreError):
+                if self._given_up or attempt == _ATTEMPTS - 1:
+                    raise
+            else:
+                store.set_timeout(_TIMEOUT)
+                return store
+        raise AssertionError("the last attempt raises")
 
     def lost_a_peer(self) -> bool:
         """Whether the other end of a group's connection is gone: then this rank's failure is only a consequence."""
