@@ -1,4 +1,6 @@
-"""The suite that an executor passes. Subclass it in a test file of your own:
+"""The suite that an executor passes.
+
+Subclass it in a test file of your own:
 
     from colocate.testing.executors import ExecutorSuite
 

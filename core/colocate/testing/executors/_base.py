@@ -105,7 +105,7 @@ class ExecutorCase:
     @classmethod
     def shared_pair(cls, runtime: Runtime) -> Shared:
         """Two slots with one of each kind of role."""
-        roles = {
+        roles: dict[str, RoleSpec[Any]] = {
             "echo": colocate.role(Echo, "the tag", extra={"a": 1}),
             "other": colocate.role(Echo, "another"),
             "rows": colocate.role(Rows),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import colocate
-from colocate import ColocatedGroup, Runtime
+from colocate import ColocatedGroup, RoleSpec, Runtime
 from colocate.errors import ClosedError, ColocateError, RoleError, WorkerDied
 from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs
@@ -17,7 +17,11 @@ from colocate.testing.probes.faulty import Faulty
 from colocate.testing.probes.plain import Echo, Log, Rows
 from colocate.testing.waiting import PATIENCE_S, Processes, wait_until
 
-ROLES = {"echo": colocate.role(Echo), "log": colocate.role(Log), "faulty": colocate.role(Faulty)}
+ROLES: dict[str, RoleSpec[Any]] = {
+    "echo": colocate.role(Echo),
+    "log": colocate.role(Log),
+    "faulty": colocate.role(Faulty),
+}
 
 
 class Closing(ExecutorCase):
@@ -86,11 +90,16 @@ class Closing(ExecutorCase):
 
     def test_error_and_failure(self, runtime: Runtime) -> None:
         """An error in the block isn't hidden by what goes wrong at closing."""
-        with pytest.raises(ZeroDivisionError), runtime.reserve(1, cpus=0) as pool, pool.spawn(ROLES) as group:
-            group.role("faulty", Faulty).fail.keep()
-            group.role("faulty", Faulty).fine()
-            _ = 1 / 0
-        assert not pool.alive
+
+        def fail() -> None:
+            with runtime.reserve(1, cpus=0, name="doomed") as pool, pool.spawn(ROLES) as group:
+                group.role("faulty", Faulty).fail.keep()
+                group.role("faulty", Faulty).fine()
+                raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            fail()
+        assert "doomed" not in [pool.name for pool in runtime.children.values()]
 
     def test_running_and_queued(self, spawn: Spawn) -> None:
         """A running call has its grace and ends as it would; queued ones fail with ClosedError; none stays open."""
@@ -110,7 +119,7 @@ class Closing(ExecutorCase):
         for call in queued:
             assert isinstance(call.exception(PATIENCE_S), ClosedError)
 
-    def test_cancelled(self, spawn: Spawn) -> None:
+    def test_cancelled_by_close(self, spawn: Spawn) -> None:
         """A running call sees ctx.cancelled."""
         group = spawn(ROLES, slots=1)
         with Gate() as gate:

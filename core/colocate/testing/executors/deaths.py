@@ -92,7 +92,7 @@ class Deaths(ExecutorCase):
         processes.close()
 
     @needs(OwnProcess)
-    def test_pickle(self, spawn: Spawn) -> None:
+    def test_pickle_of_a_death(self, spawn: Spawn) -> None:
         """The error survives pickling with all that it knows."""
         group = spawn({"faulty": colocate.role(Faulty)}, slots=1)
         with pytest.raises(WorkerDied) as caught:

@@ -90,11 +90,11 @@ class Dispatching(ExecutorCase):
     def test_per_rank(self, pair: ColocatedGroup) -> None:
         """Item i of a list goes to rank i; what isn't named goes to every rank."""
         rows = pair.role("rows", Rows)
-        assert rows.each(["a", "b"], shared=1) == [(0, "a", 1), (1, "b", 1)]  # type: ignore[arg-type]
+        assert rows.each(["a", "b"], shared=1) == [(0, "a", 1), (1, "b", 1)]
 
     def test_per_rank_length(self, pair: ColocatedGroup) -> None:
         """A list of another length is an error naming the parameter and both numbers: nothing is guessed from it."""
-        with pytest.raises(DispatchError, match="'item' .* has 3 items for 2 ranks") as caught:
+        with pytest.raises(DispatchError, match=r"'item' .* has 3 items for 2 ranks") as caught:
             pair.role("rows", Rows).each(["a", "b", "c"])
         assert caught.value.parameter == "item"
 

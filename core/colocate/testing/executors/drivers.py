@@ -26,6 +26,8 @@ import colocate
 from colocate.testing.probes.faulty import Faulty
 from colocate.testing.probes.plain import Echo
 
+ROLES = {"faulty": colocate.role(Faulty), "echo": colocate.role(Echo)}
+
 def say(what):
     print(json.dumps(what), flush=True)
 
@@ -147,7 +149,7 @@ class Drivers(ExecutorCase):
         driver = scripts.start(
             """
             runtime = CONNECT  # the line to be named
-            group = runtime.reserve(1, cpus=0).spawn({"echo": colocate.role(Echo)})
+            group = runtime.reserve(1, cpus=0).spawn(ROLES)
             say([group.role("echo").place()[0][0], os.getpid()])
             wait()
             """,
@@ -171,7 +173,7 @@ class Drivers(ExecutorCase):
         driver = scripts.start(
             """
             with CONNECT as runtime:
-                runtime.reserve(1, cpus=0).spawn({"echo": colocate.role(Echo)}).role("echo").noop()
+                runtime.reserve(1, cpus=0).spawn(ROLES).role("echo").noop()
             """,
             "-W",
             "always::ResourceWarning",
@@ -182,7 +184,7 @@ class Drivers(ExecutorCase):
         """A driver that ends by an error closes on its way out, and the error is what is shown."""
         driver = scripts.start("""
             with CONNECT as runtime, runtime.reserve(1, cpus=0) as pool:
-                group = pool.spawn({"echo": colocate.role(Echo), "faulty": colocate.role(Faulty)})
+                group = pool.spawn(ROLES)
                 say([group.role("echo").place()[0][0], os.getpid()])
                 wait()
                 group.role("faulty").fail()
@@ -200,7 +202,7 @@ class Drivers(ExecutorCase):
         with Gate() as gate:
             driver = scripts.start(f"""
                 runtime = CONNECT
-                group = runtime.reserve(1, cpus=0).spawn({{"faulty": colocate.role(Faulty), "echo": colocate.role(Echo)}})
+                group = runtime.reserve(1, cpus=0).spawn(ROLES)
                 say([group.role("echo").place()[0][0], os.getpid()])
                 call = group.role("faulty").wait.submit({gate.address!r})
                 threading.Thread(target=call.exception, daemon=True).start()
@@ -220,7 +222,7 @@ class Drivers(ExecutorCase):
             driver = scripts.start(f"""
                 try:
                     with CONNECT as runtime, runtime.reserve(1, cpus=0) as pool:
-                        group = pool.spawn({{"faulty": colocate.role(Faulty), "echo": colocate.role(Echo)}})
+                        group = pool.spawn(ROLES)
                         say([group.role("echo").place()[0][0], os.getpid()])
                         group.role("faulty").wait({gate.address!r})
                 except BaseException as error:
@@ -240,7 +242,7 @@ class Drivers(ExecutorCase):
         with Gate() as hung, Gate() as holding:
             driver = scripts.start(f"""
                 runtime = CONNECT
-                group = runtime.reserve(3, cpus=0).spawn({{"faulty": colocate.role(Faulty), "echo": colocate.role(Echo)}})
+                group = runtime.reserve(3, cpus=0).spawn(ROLES)
                 faulty = group.role("faulty")
                 say([pid for pid, _, _ in group.role("echo").place()])
                 hung = faulty.wait.options(ranks=[1]).submit({hung.address!r})
@@ -260,7 +262,7 @@ class Drivers(ExecutorCase):
         """So it does when a forked child of the driver lives on."""
         driver = scripts.start("""
             runtime = CONNECT
-            group = runtime.reserve(1, cpus=0).spawn({"echo": colocate.role(Echo)})
+            group = runtime.reserve(1, cpus=0).spawn(ROLES)
             workers = [pid for pid, _, _ in group.role("echo").place()]
             child = os.fork()
             if child:

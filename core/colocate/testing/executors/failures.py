@@ -170,9 +170,8 @@ class Serialization(ExecutorCase):
     def test_kept_result(self, strict: None, pair: ColocatedGroup) -> None:
         """A kept result needn't be sent: it can be used where it is, and only fetching it fails."""
         faulty, echo = pair.role("faulty", Faulty), pair.role("echo", Echo)
-        with faulty.return_lock.options(ranks=[0]).keep() as kept:
-            with pytest.raises(ColocateError, match="lock"):
-                kept.fetch()
+        with faulty.return_lock.options(ranks=[0]).keep() as kept, pytest.raises(ColocateError, match="lock"):
+            kept.fetch()
         assert echo.first(1) == 1
 
     def test_constructor_argument(self, strict: None, spawn: Spawn) -> None:

@@ -134,7 +134,7 @@ class Order(ExecutorCase):
         assert log.read() == [["c"], ["a", "c"]]
 
     def test_later_call_failed_first(self, pair: ColocatedGroup) -> None:
-        """A rank that fails in a later call while an earlier one goes on elsewhere takes nothing from the earlier one."""
+        """A rank that fails in a later call while an earlier one goes on elsewhere does that one no harm."""
         log = cleared(pair)
         with Gate() as gate, Gate() as trigger:
             earlier = log.at.submit([gate.address, None], [ADD, ADD], "a")  # type: ignore[arg-type]

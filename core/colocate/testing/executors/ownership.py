@@ -116,7 +116,7 @@ class Ownership(ExecutorCase):
         """A slot takes one group at a time; parts of a pool take one each."""
         with runtime.reserve(3, cpus=0) as pool:
             front = pool[0:2].spawn({"echo": colocate.role(Echo)}, name="front")
-            with pytest.raises(ColocateError, match="slot 0 of pool .* is taken by group 'front'"):
+            with pytest.raises(ColocateError, match=r"slot 0 of pool .* is taken by group 'front'"):
                 pool.spawn({"echo": colocate.role(Echo)})
             back = pool[2].spawn({"echo": colocate.role(Echo)}, name="back")
             assert [slot.state for slot in pool.slots] == ["front", "front", "back"]
@@ -130,7 +130,7 @@ class Ownership(ExecutorCase):
                 pool[3:]
 
     def test_borrowed(self, pair: ColocatedGroup, spawn: Spawn) -> None:
-        """Another group's unfinished use of a resident refuses a close, naming the borrower; then nothing has changed."""
+        """Another group's unfinished use of a resident refuses a close, naming the borrower, and changes nothing."""
         owner = spawn({"rows": colocate.role(Rows)}, slots=1, name="owner")
         kept = owner.role("rows", Rows).produce.keep(2)
         with Gate() as gate:

@@ -19,7 +19,7 @@ from colocate.testing.waiting import wait_until
 class Placement(ExecutorCase):
     """An engine that offers 2 CPUs, or 2 GPUs."""
 
-    def test_slots(self, runtime: Runtime) -> None:
+    def test_slots_of_a_pool(self, runtime: Runtime) -> None:
         """A pool tells of its slots: index, node, devices, state."""
         with runtime.reserve(3, cpus=0) as pool:
             assert len(pool) == 3

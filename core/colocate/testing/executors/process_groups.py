@@ -74,7 +74,7 @@ class ProcessGroups(ExecutorCase):
         assert ring.role("default", Collective).sum(1.0) == [2.0] * 2
 
     @needs(OwnProcess)
-    def test_hold(self, ring: ColocatedGroup) -> None:
+    def test_hold_in_a_collective(self, ring: ColocatedGroup) -> None:
         """Rank 1 raises before a collective in which rank 0 waits: its error comes at once, and rank 0 is freed."""
         pair = ring.role("pair", Collective)
         pair.sum(1.0)

@@ -160,9 +160,9 @@ class Residents(ExecutorCase):
             runtime.reserve(1, cpus=0) as pool,
             pool.spawn({"rows": colocate.role(Rows)}) as other,
             other.role("rows", Rows).produce.keep(1) as kept,
+            pytest.raises(ColocateError, match="belongs to another runtime"),
         ):
-            with pytest.raises(ColocateError, match="belongs to another runtime"):
-                pair.role("rows", Rows).double(kept.ref)
+            pair.role("rows", Rows).double(kept.ref)
 
     def test_spec(self, pair: ColocatedGroup) -> None:
         """`.spec` tells structure and rows without the contents."""
@@ -173,9 +173,11 @@ class Residents(ExecutorCase):
 
     def test_ref_is_no_value(self, pair: ColocatedGroup) -> None:
         """On the driver a ref is a name: using it as the value is an error that says what to do."""
-        with pair.role("rows", Rows).double.keep([1, 2]) as kept:
-            with pytest.raises(AttributeError, match=r"stands for the value of rows\.double.*fetch"):
-                kept.ref.append(1)
+        with (
+            pair.role("rows", Rows).double.keep([1, 2]) as kept,
+            pytest.raises(AttributeError, match=r"stands for the value of rows\.double.*fetch"),
+        ):
+            kept.ref.append(1)
 
     def test_free(self, pair: ColocatedGroup) -> None:
         """A freed resident says so; freeing twice is fine; calls that use it already still get it."""
@@ -256,9 +258,14 @@ class Residents(ExecutorCase):
 
     def test_unused_poison(self, pair: ColocatedGroup) -> None:
         """A kept call that failed and was never used raises at the end of its scope."""
-        with pytest.raises(RoleError, match="a plain one"), pair.scope():
-            pair.role("faulty", Faulty).fail.keep()
-            pair.role("echo", Echo).noop()
+
+        def keep() -> None:
+            with pair.scope():
+                pair.role("faulty", Faulty).fail.keep()
+                pair.role("echo", Echo).noop()
+
+        with pytest.raises(RoleError, match="a plain one"):
+            keep()
 
     def test_unused_poison_in_a_group(self, spawn: Spawn) -> None:
         """… or else when its group is closed."""

@@ -13,6 +13,7 @@ from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, needs
 from colocate.testing.probes.plain import Rows
 from colocate.testing.probes.tensors import Tensors
+from colocate.testing.waiting import PATIENCE_S
 
 
 class TensorCase(ExecutorCase):
@@ -68,15 +69,16 @@ class TensorResidents(TensorCase):
 
     def test_kept_is_what_is_returned(self, torch: Any, tensors: Tensors) -> None:
         """Kept, fetched and called give the same."""
-        for call, args in (
+        calls: list[tuple[Any, tuple[Any, ...]]] = [
             (tensors.make, (3,)),
             (tensors.add, (torch.arange(5.0), 2.0)),
             (tensors.under_inference_mode, (2,)),
             (tensors.make_on_one, (4,)),
             (tensors.padded, (torch.arange(3.0),)),
-        ):
-            with call.keep(*args) as kept:  # type: ignore[arg-type]
-                assert torch.equal(kept.fetch(), call(*args))  # type: ignore[arg-type]
+        ]
+        for call, args in calls:
+            with call.keep(*args) as kept:
+                assert torch.equal(kept.fetch(), call(*args))
 
     def test_use(self, torch: Any, pair: ColocatedGroup, tensors: Tensors) -> None:
         """Every way of passing a resident gives what its value gives."""
@@ -124,11 +126,11 @@ class TensorResidents(TensorCase):
         (facts, _) = tensors.facts(torch.ones(2, requires_grad=True))
         assert facts["requires_grad"] is False
 
-    def test_device(self, torch: Any, tensors: Tensors) -> None:
+    def test_device_of_tensors(self, torch: Any, tensors: Tensors) -> None:
         """Tensors arrive on the receiver's device where they came from one, and stay where they are on the CPU."""
         assert [fact["device"] for fact in tensors.facts(torch.ones(1))] == [True, True]
 
-    def test_spec(self, tensors: Tensors) -> None:
+    def test_spec_of_tensors(self, tensors: Tensors) -> None:
         """`.spec` has shapes, dtypes and bytes."""
         with tensors.make_each.keep([2, 3]) as kept:  # type: ignore[arg-type]
             assert kept.spec.structure == "Tensor[2] float32"
@@ -161,15 +163,15 @@ class Memory(TensorCase):
                 tensors.write_into_what_it_returned()
             assert caught.value.method == "write_into_what_it_returned"
 
-    def test_write_by_way_of_something_kept(self, tensors: Tensors) -> None:
+    def test_write_later(self, pair: ColocatedGroup, tensors: Tensors) -> None:
         """Writing into an argument of an earlier call is found at the latest when the resident is used next."""
-        with tensors.make.keep(2) as kept:
-            tensors.hold_on_to(kept.ref)
-            error = tensors.write_into_what_was_given.submit().exception()
-            with pytest.raises(RoleError, match="changed in place"):
-                if error is not None:
-                    raise error
-                tensors.seen(kept.ref)
+        left = pair.role("left_tensors", Tensors)
+        with tensors.make.options(ranks=[0]).keep(2) as kept:
+            left.hold_on_to(kept.ref)
+            written, used = left.write_into_what_was_given.submit(), left.seen.submit(kept.ref)
+            error = written.exception(PATIENCE_S) or used.exception(PATIENCE_S)
+            assert isinstance(error, RoleError)
+            assert "changed in place" in str(error)
 
     def test_a_written_resident_is_no_use(self, tensors: Tensors) -> None:
         """A resident that was written into can't be used any more."""
@@ -194,7 +196,7 @@ class Memory(TensorCase):
                 tensors.write_behind_the_version()
 
     def test_arguments_are_the_callers(self, torch: Any, tensors: Tensors) -> None:
-        """The caller's tensor stays as it is, whatever becomes of it afterwards in the worker, and the other way round."""
+        """The caller's tensor stays the caller's, and a result is the caller's to write into."""
         mine = torch.ones(2)
         call = tensors.seen.submit(mine)
         assert call.result() == [[1.0], [1.0]]

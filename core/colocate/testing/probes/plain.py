@@ -69,7 +69,8 @@ class Echo(Role):
     @method
     def ask_sibling(self, name: str) -> tuple[str, int]:
         """What another role of this worker says: called bare."""
-        return self.ctx.sibling(name, Echo).tag_and_rank()
+        said: Any = self.ctx.sibling(name, Echo).tag_and_rank()  # bare, where a view would give a list
+        return said[0], said[1]
 
     @method
     def tag_and_rank(self) -> tuple[str, int]:
@@ -79,8 +80,8 @@ class Echo(Role):
     @method
     def bare(self) -> int:
         """Inside a role, a method of its own is the bare method: no list, no dispatch."""
-        tag, rank = self.tag_and_rank()
-        return rank if tag == self.tag else -1
+        said: Any = self.tag_and_rank()
+        return int(said[1])
 
     @method
     def from_a_thread(self) -> tuple[int, int]:

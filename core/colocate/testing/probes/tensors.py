@@ -26,8 +26,9 @@ class Tensors(Role):
         """So many rows on each rank, all different unless filled."""
         import torch
 
-        self.returned = torch.arange(float(rows)) + 100.0 * self.ctx.rank if fill is None else torch.full((rows,), fill)
-        return self.returned
+        made = torch.arange(float(rows)) + 100.0 * self.ctx.rank if fill is None else torch.full((rows,), fill)
+        self.returned = made
+        return made
 
     @method(dispatch=PerRank("rows"), collect=Concat())
     def make_each(self, rows: int) -> torch.Tensor:
@@ -107,7 +108,7 @@ class Tensors(Role):
         import torch
 
         scale = torch.ones((), requires_grad=True)
-        (x * scale).sum().backward()
+        (x * scale).sum().backward()  # type: ignore[no-untyped-call]
         assert scale.grad is not None
         return float(scale.grad)
 
