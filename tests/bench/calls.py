@@ -26,7 +26,7 @@ def rows() -> Iterator[Row]:
                 pool = stack.enter_context(runtime.reserve(slots=slots))
                 group = pool.spawn({"echo": colocate.role(Echo)})
                 calls[str(slots)] = group.role("echo", Echo).noop
-            timed = side_by_side(calls, rounds=20, calls=200)
+            timed = side_by_side(calls, rounds=60, calls=50)
         one, several = (timed[str(slots)].least * 1e6 for slots in _SLOTS)
         yield Row(_PART, f"{kind}, 1 slot", one, "µs", first)
         yield Row(_PART, f"{kind}, each further slot", (several - one) / (_SLOTS[1] - 1), "µs", further)
