@@ -1,0 +1,166 @@
+"""The suite that a role's author runs on it.
+
+Say how it is made and how each of its methods may be called:
+
+    from colocate.testing.roles import RoleSuite, sample
+
+    class TestReward(RoleSuite):
+        role = colocate.role("acme.reward", scale=2.0)
+
+        def calls(self):
+            return {"score": sample(["a", "bb", "ccc"], answer="a")}
+
+Batches need at least as many rows as `ranks` (2), or whatever the method's dispatch asks for. The calls are made in
+their order, on one instance per rank, so a method that needs another one to have run comes after it. `save(directory)`
+and `restore(directory)` need no call: they are tried together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import attrs
+
+import colocate
+from colocate import RoleSpec
+from colocate._method import MethodSpec
+from colocate._plugins import find_role
+from colocate._role import methods_of
+from colocate.testing.probes.plain import Echo
+
+_CHECKPOINT = frozenset({"save", "restore"})
+
+
+@attrs.frozen
+class Sample:
+    """Arguments that a method can be called with."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+def sample(*args: Any, **kwargs: Any) -> Sample:
+    """Arguments that a method can be called with."""
+    return Sample(args, kwargs)
+
+
+class RoleSuite:
+    """Tests of one role: alone, on threads, through the wire format, and that it keeps the laws.
+
+    Attributes:
+        role: The role and its constructor's arguments, as for `pool.spawn`.
+        ranks: On how many ranks it is tried.
+    """
+
+    role: ClassVar[RoleSpec[Any]]
+    ranks: ClassVar[int] = 2
+
+    def calls(self) -> Mapping[str, Sample]:
+        """How each method may be called; made anew for each test."""
+        raise NotImplementedError(f"{type(self).__name__} has to say how the role's methods may be called")
+
+    def test_every_method_has_a_call(self) -> None:
+        """There is a call for each role method, so that all are tried, and for nothing else."""
+        declared, tried = set(self._methods()) - _CHECKPOINT, set(self.calls())
+        assert not declared - tried, f"no call for: {', '.join(sorted(declared - tried))}"
+        assert not tried - declared, f"calls of what is no role method: {', '.join(sorted(tried - declared))}"
+
+    def test_alone(self) -> None:
+        """Made outside any worker it answers as a view of one rank."""
+        role = self._make()
+        for name, given in self.calls().items():
+            with _told(name, "alone"):
+                getattr(role, name)(*given.args, **given.kwargs)
+
+    def test_threads(self) -> None:
+        """It runs on threads, called and kept."""
+        with self._group() as group:
+            self._call_all(group, "on threads")
+
+    def test_strict(self) -> None:
+        """Its class, the constructor's arguments, all arguments and results go through the wire format."""
+        with self._group(strict=True) as group:
+            self._call_all(group, "through the wire format")
+
+    def test_writes(self) -> None:
+        """Its methods change in place neither their arguments nor what they have returned."""
+        with self._group(strict=True) as group:
+            view, echo = group.role("role"), group.role("echo", Echo)
+            kept = []
+            for name, given in self.calls().items():
+                with _told(name, "with residents as arguments, among residents of earlier calls"):
+                    args = [echo.first.keep(value) for value in given.args]
+                    kwargs = {key: echo.first.keep(value) for key, value in given.kwargs.items()}
+                    kept.append(getattr(view, name).keep(*args, **kwargs))
+                    kept[-1].spec  # noqa: B018 - waits, and raises what went wrong
+
+    def test_save_and_restore(self, tmp_path: Path) -> None:
+        """If it has `save` and `restore`, another instance takes over where this one was."""
+        if not set(self._methods()) >= _CHECKPOINT:
+            return
+        one, two = tmp_path / "one", tmp_path / "two"
+        one.mkdir()
+        two.mkdir()
+        first, second = self._make(), self._make()
+        for name, given in self.calls().items():
+            getattr(first, name)(*given.args, **given.kwargs)
+        first.save(str(one))
+        second.restore(str(one))
+        second.save(str(two))
+        assert _contents(two) == _contents(one)
+
+    def test_save_and_restore_together(self, tmp_path: Path) -> None:
+        """Its ranks may save into one folder at the same time, and restore from it."""
+        if not set(self._methods()) >= _CHECKPOINT:
+            return
+        with self._group() as group:
+            self._call_all(group, "before saving")
+            view = group.role("role")
+            view.save(str(tmp_path))
+            saved = _contents(tmp_path)
+            view.restore(str(tmp_path))
+            view.save(str(tmp_path))
+            assert _contents(tmp_path) == saved
+
+    def _call_all(self, group: colocate.ColocatedGroup, where: str) -> None:
+        view = group.role("role")
+        for name in self.calls():
+            with _told(name, where):
+                given = self.calls()[name]
+                getattr(view, name)(*given.args, **given.kwargs)
+            with _told(name, f"{where}, kept"):
+                given = self.calls()[name]
+                with getattr(view, name).keep(*given.args, **given.kwargs) as kept:
+                    kept.fetch()
+
+    @contextlib.contextmanager
+    def _group(self, **options: Any) -> Iterator[colocate.ColocatedGroup]:
+        with colocate.connect("local", **options) as runtime, runtime.reserve(self.ranks) as pool:
+            yield pool.spawn({"echo": colocate.role(Echo), "role": self.role})
+
+    def _methods(self) -> Mapping[str, MethodSpec]:
+        return methods_of(self._class())
+
+    def _class(self) -> type:
+        target = self.role.target
+        return find_role(target).load() if isinstance(target, str) else target
+
+    def _make(self) -> Any:
+        return self._class()(*self.role.args, **self.role.kwargs)
+
+
+@contextlib.contextmanager
+def _told(method: str, where: str) -> Iterator[None]:
+    """Say in an error which call it was."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"in the call of {method!r}, {where}")
+        raise
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if not path.is_dir()}
