@@ -15,6 +15,7 @@ import colocate
 from colocate import ColocatedGroup, ColocateError, Resident
 
 from .programs import Node, Step, nodes, programs, replace
+from .reused import Reused
 from .rows import Rows
 from .values import difference
 
@@ -25,19 +26,26 @@ EXECUTORS: dict[str, dict[str, Any]] = {
 }
 
 
-def spawn(stack: ExitStack, options: dict[str, Any], slots: int) -> tuple[ColocatedGroup, dict[str, int]]:
-    """A group whose roles lie on its slots in several ways."""
-    layout: dict[str, dict[str, Any]] = {
+def layout(slots: int) -> dict[str, dict[str, Any]]:
+    """Roles that lie on the slots of a group in several ways."""
+    return {
         "all": {},
         "back": {"slots": range(slots)[::-1]},
         "ends": {"slots": [0, slots - 1]},
         "last": {"slots": [slots - 1]},
         "tensor": {"mesh": {"dp": slots // 2, "tp": 2}} if slots % 2 == 0 else {"mesh": {"tp": slots}},
     }
+
+
+def ranks(slots: int) -> dict[str, int]:
+    """How many ranks each role has."""
+    return {name: len(place.get("slots", range(slots))) for name, place in layout(slots).items()}
+
+
+def spawn(stack: ExitStack, options: dict[str, Any], slots: int) -> ColocatedGroup:
     runtime = stack.enter_context(colocate.connect("local", **options))
     pool = stack.enter_context(runtime.reserve(slots=slots))
-    group = pool.spawn({name: colocate.role(Rows).on(**place) for name, place in layout.items()}, name="rows")
-    return group, {name: len(place.get("slots", range(slots))) for name, place in layout.items()}
+    return pool.spawn({name: colocate.role(Rows).on(**place) for name, place in layout(slots).items()}, name="rows")
 
 
 def with_values(group: ColocatedGroup, program: Sequence[Step]) -> list[Any]:
@@ -115,15 +123,15 @@ def compare(group: ColocatedGroup, program: Sequence[Step]) -> None:
 def test_a_resident_is_as_good_as_its_value(executor: str, examples: dict[str, int]) -> None:
     """Random chains of role methods give the same whether values travel or stay."""
     slots = 4 if executor == "threads" else 3
-    with ExitStack() as stack:
-        group, roles = spawn(stack, EXECUTORS[executor], slots)
+    with Reused(lambda stack: spawn(stack, EXECUTORS[executor], slots)) as spawned:
 
         @settings(max_examples=examples[executor])
-        @given(programs(roles))
+        @given(programs(ranks(slots)))
         def law(program: Sequence[Step]) -> None:
-            compare(group, program)
-            for role in roles:
-                group.role(role).forget()
+            with spawned() as group:
+                compare(group, program)
+                for role in ranks(slots):
+                    group.role(role).forget()
 
         law()
 
@@ -148,12 +156,12 @@ def pairs(draw: Any, roles: dict[str, int]) -> Sequence[Step]:
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_residents_that_are_scattered_together_stay_row_by_row(executor: str, examples: dict[str, int]) -> None:
     """Whatever the partitions they were made with, row i of one goes with row i of the other."""
-    with ExitStack() as stack:
-        group, roles = spawn(stack, EXECUTORS[executor], 3)
+    with Reused(lambda stack: spawn(stack, EXECUTORS[executor], 3)) as spawned:
 
         @settings(max_examples=examples[executor])
-        @given(pairs(roles))
+        @given(pairs(ranks(3)))
         def law(program: Sequence[Step]) -> None:
-            compare(group, program)
+            with spawned() as group:
+                compare(group, program)
 
         law()
