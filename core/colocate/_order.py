@@ -115,6 +115,11 @@ class PendingCall(Call[Any]):
         """The rank on a slot."""
         return self.ranks[self.index_of(slot)]
 
+    def poison(self) -> ColocateError | None:
+        """The failure of a kept call whose resident this one uses: there is no other reason to look for."""
+        errors = (use._kept.call._error for use in self.uses)
+        return next((error for error in errors if isinstance(error, ColocateError)), None)
+
     def missing(self) -> list[int]:
         """The slots that haven't answered."""
         answered = {rank for rank, _, _ in self.spans}
@@ -234,11 +239,12 @@ class CallOrder:
             if call is None:
                 return
             call.spans.append((call.index_of(slot), 0.0, 0.0))
-            error = failure_error(self._link, call, slot, told, body)
+            poison = call.poison()
+            error = poison or failure_error(self._link, call, slot, told, body)
             hold.withdrawn.add(seq)
             self._lower(hold, seq, slot)
-            if told[4] and hold.root is None:
-                # A lost connection is a consequence: its cause is on its way, as a failure or as a death.
+            if told[4] and hold.root is None and poison is None:
+                # A lost connection or resident is a consequence: its cause is on its way, as a failure or as a death.
                 self._suspect(hold, call, error)
             elif seq > hold.failed and (hold.root or hold.suspected):
                 hold.later.append((call, error))
@@ -345,16 +351,18 @@ class CallOrder:
         """No better cause has come: the lost connection is what the caller is told."""
         with self.lock:
             if hold.suspected is not None and hold.root is None and not hold.suspected[0].done():
-                self._tell_root(hold, *hold.suspected)
+                call, error = hold.suspected
+                self._tell_root(hold, call, call.poison() or error)
 
     def _resume(self, hold: _Hold) -> None:
         self._settle_suspicion(hold)
         if hold.suspected is not None:
             hold.later.append(hold.suspected)
-        for later, error in hold.later:
+        for later, error in sorted(hold.later, key=lambda item: item[0].seq):
             if not later.done():
+                error = later.poison() or later_error(error, hold.root)
                 self._end(later)
-                later._fail(later_error(error, hold.root))
+                later._fail(error)
         if hold.timer is not None:
             hold.timer.cancel()
         self._resumed = hold.number

@@ -31,7 +31,7 @@ from colocate.worker import failure
 from colocate.worker.build import RoleBuild, construct
 from colocate.worker.lane import Lane, Work
 from colocate.worker.process_groups import ProcessGroups
-from colocate.worker.store import Store
+from colocate.worker.store import Poisoned, Store
 from colocate.worker.transfer import Transfer
 from colocate.worker.uses import Peers, Resolver
 
@@ -348,10 +348,11 @@ class WorkerHost:
 
     def _failed(self, seq: int, keep: int | None, role: str, error: BaseException) -> None:
         host = isinstance(error, CapabilityError) or (isinstance(error, _HOST_ERRORS) and not _raised_by_role(error))
-        told = failure.describe(error, role=role, host=host, secondary=self.groups.lost_a_peer())
-        if keep is not None:
-            self.store.fail(keep, f"{told.type}: {told.text}")
+        secondary = isinstance(error, Poisoned) or self.groups.lost_a_peer()
+        told = failure.describe(error, role=role, host=host, secondary=secondary)
         self._send(("failed", seq, told.head()), failure.sendable(error, self.codec))
+        if keep is not None:  # who uses it fails of that in turn, and is to be heard of later than this
+            self.store.fail(keep, f"{told.type}: {told.text}")
         del error
         self.groups.cut()
 

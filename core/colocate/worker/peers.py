@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from colocate import _batch, wire
 from colocate._tree import map_leaves
 from colocate.errors import ColocateError
-from colocate.worker.store import Entry, Store
+from colocate.worker.store import Entry, Poisoned, Store
 from colocate.worker.uses import Peers, Source
 
 if TYPE_CHECKING:
@@ -130,14 +130,24 @@ class ChannelPeers(Peers):
         if reason is not None:
             raise ColocateError(reason)
         try:
-            head, body = self._channel.request(address, question, aborts)
+            answer, body = self._channel.request(address, question, aborts)
         except ConnectionError as error:
             raise ColocateError(
                 f"the resident of {source.label} can't be had from worker {where[1]} of group {where[0]!r}: {error}"
             ) from error
-        return head, None if body is None else self._host.codec.unpack(body, self._host.boot.device)
+        poison, *head = answer
+        if poison is not None:
+            raise Poisoned(poison)
+        return tuple(head), None if body is None else self._host.codec.unpack(body, self._host.boot.device)
 
     def _answer(self, question: tuple[Any, ...]) -> tuple[tuple[Any, ...], wire.Packed | None]:
+        try:
+            head, body = self._found(question)
+        except Poisoned as error:
+            return (error.message,), None
+        return (None, *head), body
+
+    def _found(self, question: tuple[Any, ...]) -> tuple[tuple[Any, ...], wire.Packed | None]:
         what, key, *bounds = question
         if what == "rows":
             return (self._host.part_rows(key),), None

@@ -24,6 +24,10 @@ class Entry:
     watch: Watch | None = None
 
 
+class Poisoned(ColocateError):
+    """A part that was never made: the failure of the call that should have made it is the cause."""
+
+
 class Store:
     """The parts that this worker holds. The lane puts and uses them; transfer threads wait for them and read them."""
 
@@ -89,7 +93,7 @@ class Store:
                 # A part that isn't known is on its way: it is never freed while a call that uses it is unfinished.
                 if entry is not None and entry.ready:
                     if entry.error is not None:
-                        raise ColocateError(entry.error)
+                        raise Poisoned(entry.error)
                     return entry
                 reason = interruption()
                 if reason is not None:
