@@ -14,7 +14,7 @@ from colocate.testing.executors._base import ExecutorCase, Spawn
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
 from colocate.testing.probes.plain import Echo, Log, Rows
-from colocate.testing.waiting import PATIENCE_S
+from colocate.testing.waiting import PATIENCE_S, wait_until
 
 RAISE, ADD = "raise", "add"
 
@@ -276,6 +276,19 @@ class Order(ExecutorCase):
             with pytest.raises(CallTimeout):
                 kept.fetch()
         assert faulty.fine() == [0, 1]
+
+    def test_slow_call(self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+        """There is no deadline by default, but a call that takes long is told once, with the slow ranks' stacks."""
+        monkeypatch.setattr("colocate._slow.SLOW_S", 0.05)
+        monkeypatch.setattr("colocate._slow._LOOK_EVERY_S", 0.05)
+        with self.connect() as runtime, runtime.reserve(1, cpus=0) as pool:
+            group = pool.spawn({"faulty": colocate.role(Faulty)})
+            with Gate() as gate:
+                call = group.role("faulty", Faulty).wait.submit(gate.address)
+                gate.wait_for()
+                wait_until(lambda: "pass_gate" in caplog.text, "the warning has been given")
+            assert call.result(PATIENCE_S) == [0]
+        assert "faulty.wait of group" in caplog.text
 
     def test_rank_that_stays_away(self, spawn: Spawn) -> None:
         """A rank that isn't back within the grace period fails the group, naming it; the cause is the first failure."""

@@ -129,6 +129,28 @@ class ProcessGroups(ExecutorCase):
         assert mesh.sum(1.0, axis="tp") == [2.0] * 4
 
     @needs(OwnProcess)
+    def test_hold_before_a_later_collective(self, ring: ColocatedGroup) -> None:
+        """A rank in a later call's collective, which its peers won't begin before the hold is over, is freed."""
+        pair, sender = ring.role("pair", Collective), ring.role("mesh", Collective)
+        pair.sum(1.0)
+        with Gate() as busy, Gate() as trigger, Gate() as begun:
+            earlier = sender.pass_gate_and_fail.options(ranks=[2]).submit(busy.address, fail=False)
+            failing = sender.pass_gate_and_fail.options(ranks=[0]).submit(trigger.address, fail=True)
+            later = pair.sum_at.submit([begun.address, None], 1.0, -1)  # type: ignore[arg-type]  # on slot 1 only
+            last = pair.sum.submit(2.0)
+            busy.wait_for()
+            begun.wait_for()
+            begun.open()
+            trigger.wait_for()
+            trigger.open()
+            root = failing.exception(PATIENCE_S)
+            assert isinstance(root, RoleError)
+        assert earlier.result(PATIENCE_S) == [None]
+        error = later.exception(PATIENCE_S)
+        assert error is None or error.__cause__ is root
+        assert last.result(PATIENCE_S) == [4.0] * 2
+
+    @needs(OwnProcess)
     def test_kept_group(self, spawn: Spawn) -> None:
         """A role that keeps the old group after a failure fails the whole group, and is named."""
         pytest.importorskip("torch")

@@ -203,6 +203,31 @@ class Residents(ExecutorCase):
         gc.collect()
         wait_until(lambda: residents_of(pair).count("rows.double") == before - 1, "the graph shows one less")
 
+    def test_released_in_the_workers(self, pair: ColocatedGroup) -> None:
+        """With the lease the value goes, in every worker: freed, dropped, or at the end of its scope."""
+        echo = pair.role("echo", Echo)
+
+        def gone() -> bool:
+            gc.collect()  # of what runs in this process, as workers that are threads do
+            return echo.is_alive() == [False, False]
+
+        kept = echo.tracked.keep()
+        assert echo.is_alive() == [True, True]
+        kept.free()
+        wait_until(gone, "what was freed is gone")
+        kept = echo.tracked.keep()
+        del kept
+        wait_until(gone, "what was dropped is gone")
+        with pair.scope():
+            echo.tracked.keep()
+        wait_until(gone, "what was kept in a scope is gone")
+
+    def test_released_in_quiet(self, pair: ColocatedGroup) -> None:
+        """A release that no call carries is sent nevertheless, after a while of quiet."""
+        with Gate() as gate:
+            pair.role("echo", Echo).tracked.keep(gate.address).free()
+            gate.wait_for(2)
+
     def test_ref_keeps(self, pair: ColocatedGroup) -> None:
         """The ref is a name as well: the value lives as long as anybody can name it."""
         rows = pair.role("rows", Rows)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -14,6 +16,10 @@ from colocate import Broadcast, Concat, First, Gather, OnRank, PerRank, Reduce, 
 from colocate.testing.gate import Address, is_open, pass_gate, pass_gate_async
 
 
+class Tracked(list[int]):
+    """A list that can be referred to weakly."""
+
+
 class Echo(Role):
     """Says who it is and gives back what it gets."""
 
@@ -21,6 +27,7 @@ class Echo(Role):
         self.tag = tag
         self.extra = extra
         self.rank_in_constructor = self.ctx.rank
+        self.seen: Callable[[], Tracked | None] = lambda: None
 
     @method
     def noop(self) -> None:
@@ -97,6 +104,20 @@ class Echo(Role):
         """Call a view from inside a worker, of a group of the role's own."""
         with colocate.connect("local") as runtime, runtime.reserve() as pool:
             return pool.spawn({"inner": colocate.role(Echo)}).role("inner", Echo).echo(1)
+
+    @method
+    def tracked(self, gate: Address | None = None) -> Tracked:
+        """Something whose end is noticed: then somebody comes to the gate."""
+        made = Tracked([1])
+        self.seen = weakref.ref(made)
+        if gate is not None:
+            weakref.finalize(made, is_open, gate).atexit = False
+        return made
+
+    @method
+    def is_alive(self) -> bool:
+        """Whether what `tracked` returned last is still there."""
+        return self.seen() is not None
 
     @method
     def progress_at(self, gate: Address, done: int, total: int) -> None:

@@ -289,6 +289,13 @@ class Collective(Role):
         return self._sum(value, group)
 
     @method
+    def pass_gate_and_fail(self, gate: Address, fail: bool) -> None:
+        """Wait, then perhaps raise, without any group."""
+        pass_gate(gate)
+        if fail:
+            raise ValueError("told to raise")
+
+    @method
     def keep_group(self) -> float:
         """What a role must not do: keep the group for later calls."""
         self.kept = self.ctx.process_group()
