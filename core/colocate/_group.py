@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
-from colocate import _batch
-from colocate._collect import Concat
 from colocate._dispatch import Plan
-from colocate._fetch import Fetches
-from colocate._leases import Leases
+from colocate._joiner import Joiner
 from colocate._mesh import Ranks
 from colocate._method import MethodSpec
 from colocate._order import CallOrder, PendingCall
 from colocate._owned import Owned, caller, raise_together
 from colocate._questions import Questions
-from colocate._records import CallRecord
-from colocate._resident import Kept, Reference, ResidentSpec
+from colocate._resident import Kept, Reference
+from colocate._residents import Residents
 from colocate._spawn import Declared
 from colocate._view import RoleInfo, RoleView
 from colocate._workforce import Workforce
@@ -31,7 +26,6 @@ if TYPE_CHECKING:
     from colocate._pool import Pool
 
 R = TypeVar("R")
-_QUIET_S = 0.1  # a dropped resident's release waits this long for a message to ride on
 
 
 class ColocatedGroup(Owned):
@@ -51,14 +45,9 @@ class ColocatedGroup(Owned):
         self.order = CallOrder(self, self.runtime.dispatcher)
         self.workforce = Workforce(self, places)
         self.questions = Questions(self)
-        self.leases: dict[int, weakref.ref[Any]] = {}
         self._roles = declared.infos
         self._views: dict[str, RoleView] = {}
-        self.residents = Leases()
-        self._flushing = False
-        self._borrows: dict[int, str] = {}
-        self._fetches = Fetches(self.workforce.tell)
-        self._scopes = threading.local()
+        self.residents = Residents(self)
 
     # -- views
 
@@ -145,7 +134,7 @@ class ColocatedGroup(Owned):
                 bodies[id(arguments)] = codec.pack_arguments(cast("dict[str, Any]", arguments), call.label)
         call.uses = uses
         call.line = caller()
-        call._joiner = _Joiner(self, role, spec)
+        call._joiner = Joiner(self, role, spec)
         key = call.keep = self.runtime.new_key() if keep else None
         if self.runtime.observers or uses:
             call.on_end = self._ended
@@ -177,10 +166,10 @@ class ColocatedGroup(Owned):
         lent: list[Reference] = []
         uses, call.uses = call.uses, lent
         for use in uses:
-            use._kept.group.lend(call, use._kept, self)
+            use._kept.group.residents.lend(call, use._kept, self)
             lent.append(use)
         seq = self.order.enter(call)
-        frees = self._take_released() if self.residents.news and len(call.targets) == len(workers) else ()
+        frees = self.residents.take() if self.residents.news and len(call.targets) == len(workers) else ()
         last: tuple[Any, Any] = (None, None)
         frame: Any = None
         for slot, arguments, valid in zip(call.targets, planned.arguments, planned.valid, strict=True):
@@ -203,10 +192,17 @@ class ColocatedGroup(Owned):
         source = Source(call.keep, self.name, role.slots, ranks, spec.collect, call.label)
         kept = Kept(source, self, call, call.line)
         self.residents.add(kept)
-        self._flush_later()
-        for scope in getattr(self._scopes, "open", ()):
-            scope.append(kept)
         return kept
+
+    def scope(self) -> AbstractContextManager[None]:
+        """Free what this thread keeps inside the block; raise the failure of a kept call that nobody has used."""
+        if self.forked:
+            self.check()
+        return self.residents.scope()
+
+    def borrowers(self) -> list[str]:
+        """Unfinished uses of its residents by other groups."""
+        return self.residents.borrowers()
 
     def done(self, slot: int, seq: int, rows: int | None, start: float, end: float, size: Any, body: Any) -> None:
         """A rank has finished a call."""
@@ -218,148 +214,10 @@ class ColocatedGroup(Owned):
     def _ended(self, call: PendingCall) -> None:
         """A call is about to be settled."""
         for use in call.uses:
-            use._kept.group.give_back(call, use._kept)
+            use._kept.group.residents.give_back(call, use._kept)
         call.uses = ()
         if self.runtime.observers:
-            self.runtime.dispatcher.soon(lambda: self._observe(call))
-
-    def _observe(self, call: PendingCall) -> None:
-        spans = tuple(sorted((call.ranks[index], start, end) for index, start, end in call.spans))
-        error = call._error
-        record = CallRecord(
-            self.name,
-            call.role,
-            call.method,
-            tuple(rank for rank, _, _ in spans),
-            call.submitted,
-            max((end for _, _, end in spans), default=call.submitted),
-            spans,
-            call.keep is not None,
-            None if error is None else str(error).partition("\n")[0],
-        )
-        self.runtime.observers.tell("colocate_call_finished", record)
-
-    # -- residents
-
-    @contextlib.contextmanager
-    def scope(self) -> Iterator[None]:
-        """Free what this thread keeps inside the block; raise the failure of a kept call that nobody has used."""
-        if self.forked:
-            self.check()
-        inside: list[Kept] = []
-        stack = self._scopes.__dict__.setdefault("open", [])
-        stack.append(inside)
-        try:
-            yield
-        finally:
-            stack[:] = [other for other in stack if other is not inside]
-            for kept in inside:
-                if kept.freed_by is None:
-                    kept.freed_by = "the end of its scope"
-                    self.lease_ended(kept)
-        self._raise_unseen([kept for kept in inside if kept.call.done()])
-
-    def _raise_unseen(self, keeps: Sequence[Kept]) -> None:
-        errors = [error for kept in keeps if (error := kept.call._error) is not None and not kept.used]
-        for kept in keeps:
-            kept.used = kept.used or kept.call._error is not None
-        if len(errors) == 1:
-            raise errors[0]
-        if errors:
-            raise BaseExceptionGroup(f"kept calls of group {self.name!r} failed and were never used", errors)
-
-    def unseen(self) -> list[BaseException]:
-        """Failures of kept calls that nobody has used, but for the group's own, which is told by itself."""
-        kept = list(self.residents.kept.values())
-        found = [each for each in kept if each.call._error not in (None, self.failure) and not each.used]
-        return list(dict.fromkeys(cast("BaseException", each.call._error) for each in found))
-
-    def lease_ended(self, kept: Kept) -> None:
-        """Nobody names a resident any more. Runs in `__del__`: it takes no lock."""
-        self.residents.end(kept.source.key)
-
-    def lend(self, call: PendingCall, kept: Kept, borrower: ColocatedGroup) -> None:
-        """A call uses a resident of this group until it ends."""
-        self.residents.begin_use(kept)
-        if borrower is not self:
-            self._borrows[id(call)] = (
-                f"{call.label} of group {borrower.name!r} uses the resident of {kept.source.label}"
-            )
-
-    def give_back(self, call: PendingCall, kept: Kept) -> None:
-        """The call has ended."""
-        self.residents.end_use(kept)
-        self._borrows.pop(id(call), None)
-
-    def borrowers(self) -> list[str]:
-        """Unfinished uses of its residents by other groups."""
-        return list(self._borrows.values())
-
-    def _take_released(self) -> tuple[int, ...]:
-        keys = self.residents.take()
-        for key in keys:
-            self.leases.pop(key, None)
-        return keys
-
-    def _flush_later(self) -> None:
-        with self.order.lock:
-            if not self._flushing and self.residents.kept and self.alive:
-                self._flushing = True
-                self.runtime.dispatcher.after(_QUIET_S, self._flush)
-
-    def _flush(self) -> None:
-        """After a while of quiet: release what no message has carried."""
-        with self.order.lock:
-            keys = self._take_released()
-            if keys and self.alive:
-                self.send(self.live(), ("free", keys))
-            self._flushing = False
-        self._flush_later()
-
-    def fetch(self, kept: Kept) -> Any:
-        """The collected value of a resident, on the driver."""
-        kept.call._wait(None)
-        kept.call._gate.release()
-        kept.check()
-        source = kept.source
-        wanted = list(source.collect.sources(source.ranks))
-        answers = dict(zip(wanted, self._ask(kept, wanted, True), strict=True))
-        parts = [self.unpack(answers[rank][1]) if rank in answers else None for rank in source.holders]
-        ranks = Ranks(source.ranks.world_size, source.ranks.meshes, kept.call.rows, None, source.ranks.targets)
-        return source.collect.join(parts, ranks)
-
-    def _ask(self, kept: Kept, ranks: Sequence[int], contents: bool) -> list[Any]:
-        """What some ranks say of their parts."""
-        self.residents.begin_use(kept)
-        try:
-            return self._fetches.get([kept.source.slot(rank) for rank in ranks], kept.source.key, contents)
-        finally:
-            self.residents.end_use(kept)
-
-    def spec_of(self, kept: Kept) -> ResidentSpec:
-        """What a resident holds."""
-        kept.call._wait(None)
-        kept.call._gate.release()
-        kept.check()
-        source = kept.source
-        ((_, structure), _) = self._ask(kept, source.holders[:1], False)[0]
-        sizes = tuple(size[0] for size in kept.call.bodies)
-        return ResidentSpec(structure, sizes, tuple(kept.call.rows))
-
-    def rows_of(self, kept: Kept) -> list[int]:
-        """Rows of each part of a resident, in the order in which they are joined; waits for them."""
-        kept.call._wait(None)
-        kept.call._gate.release()
-        kept.check()
-        source = kept.source
-        if not isinstance(source.collect, Concat):
-            # It is no sequence of parts: only the value itself tells.
-            return [_batch.rows(self.fetch(kept), f"the resident of {source.label}")]
-        return kept.sizes()
-
-    def fetched(self, slot: int, head: tuple[Any, ...], body: Any) -> None:
-        """A worker has sent a part of a resident."""
-        self._fetches.answered(slot, head, body)
+            self.runtime.dispatcher.soon(lambda: self.runtime.observers.tell_call(self.name, call))
 
     # -- what its calls and workers need
 
@@ -392,7 +250,7 @@ class ColocatedGroup(Owned):
             self.state = "failed"
             self.workforce.failure_seen = any(call.keep is None for call in self.order.pending.values())
             self.order.fail_all(error)
-        self._fetches.fail(error)
+        self.residents.fail(error)
         self.workforce.kill()
 
     # -- the end
@@ -424,9 +282,9 @@ class ColocatedGroup(Owned):
             errors = self.workforce.end(grace)
         finally:  # also when Ctrl-C has ended the wait
             error = ClosedError(f"group {self.name!r} was closed by {self.closed_by}", closed_by=self.closed_by)
-            failed = self.unseen()
+            failed = self.residents.unseen()
             self.order.fail_all(error)
-            self._fetches.fail(error)
+            self.residents.fail(error)
             self.state = "closed"
             self.disown()
             self.pool.vacate(self)
@@ -435,23 +293,3 @@ class ColocatedGroup(Owned):
         if self.runtime.observers:
             self.runtime.dispatcher.soon(lambda: self.runtime.observers.tell("colocate_group_closed", self.name))
         raise_together(f"group {self.name!r} was closed, and this had gone wrong", errors)
-
-
-class _Joiner:
-    """Makes a call's value of its ranks' results, for whoever asks first."""
-
-    __slots__ = ("_group", "_role", "_spec")
-
-    def __init__(self, group: ColocatedGroup, role: RoleInfo, spec: MethodSpec) -> None:
-        self._group = group
-        self._role = role
-        self._spec = spec
-
-    def __call__(self, call: PendingCall) -> Any:
-        if call.keep is not None:
-            return None
-        unpack = self._group.unpack
-        results = [unpack(body) for body in call.bodies]
-        role = self._role.ranks
-        targets = None if call.targets is self._role.slots else call.ranks
-        return self._spec.collect.join(results, Ranks(role.world_size, role.meshes, call.rows, None, targets))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
+
+if TYPE_CHECKING:
+    from colocate._order import PendingCall
 
 
 @attrs.frozen
@@ -50,6 +53,23 @@ class Observers:
     def remove(self, plugin: Any) -> None:
         """Tell it no longer."""
         self._plugins.remove(plugin)
+
+    def tell_call(self, group: str, call: PendingCall) -> None:
+        """Tell of a finished call."""
+        spans = tuple(sorted((call.ranks[index], start, end) for index, start, end in call.spans))
+        error = call._error
+        record = CallRecord(
+            group,
+            call.role,
+            call.method,
+            tuple(rank for rank, _, _ in spans),
+            call.submitted,
+            max((end for _, _, end in spans), default=call.submitted),
+            spans,
+            call.keep is not None,
+            None if error is None else str(error).partition("\n")[0],
+        )
+        self.tell("colocate_call_finished", record)
 
     def tell(self, hook: str, *args: Any) -> None:
         """Call a hook of every plugin that has it."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import weakref
 from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, TypeVar, cast
@@ -151,7 +150,7 @@ class Reference(Deferred):
 
     def sizes(self, axis: str, mesh: str | None, count: int) -> list[int]:
         """Rows of each part; waits for the call that makes it."""
-        sizes = self._kept.group.rows_of(self._kept)
+        sizes = self._kept.group.residents.rows_of(self._kept)
         return sizes if self._own(axis, mesh, count) else even_sizes(sum(sizes), count)
 
     def part(self, index: int, count: int, axis: str, mesh: str | None, padding: Padding) -> Any:
@@ -173,7 +172,7 @@ class Reference(Deferred):
 
     def fetch(self) -> Any:
         """The value, on the driver."""
-        return self._kept.group.fetch(self._kept)
+        return self._kept.group.residents.fetch(self._kept)
 
     def _own(self, axis: str, mesh: str | None, count: int) -> bool:
         """Whether each rank of the consumer finds its part in its own worker: same slots, same partition."""
@@ -232,12 +231,12 @@ class KeptResident(Resident[T_co]):
     def spec(self) -> ResidentSpec:
         """Its structure, shapes, dtypes and bytes; waits until it is there."""
         self._kept.use()
-        return self._kept.group.spec_of(self._kept)
+        return self._kept.group.residents.spec_of(self._kept)
 
     def fetch(self) -> T_co:
         """The collected value, on the driver; waits until it is there."""
         self._kept.use()
-        value: T_co = self._kept.group.fetch(self._kept)
+        value: T_co = self._kept.group.residents.fetch(self._kept)
         return value
 
     def free(self) -> None:
@@ -252,16 +251,15 @@ class _Lease:
 
     def __init__(self, kept: Kept) -> None:
         self._kept = kept
-        kept.group.leases[kept.source.key] = weakref.ref(self)
 
     def end(self, by: str) -> None:
         kept = self._kept
         if kept.freed_by is None:
             kept.freed_by = by
-            kept.group.lease_ended(kept)
+            kept.group.residents.end(kept.source.key)
 
     def __del__(self) -> None:
-        # May run at any point of any thread, so it takes no lock: `lease_ended` only appends.
+        # May run at any point of any thread, so it takes no lock: `end` only appends.
         self.end("dropping its handle")
 
 

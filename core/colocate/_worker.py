@@ -126,7 +126,7 @@ class Worker:
         self.group.order.stacks(self.slot, *head[1:])
 
     def _fetched(self, head: tuple[Any, ...], body: Any) -> None:
-        self.group.fetched(self.slot, head, body)
+        self.group.residents.answered(self.slot, head, body)
 
     def _ask(self, head: tuple[Any, ...], body: Any) -> None:
         self.group.questions.asked(self, *head[1:])

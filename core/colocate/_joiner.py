@@ -1,0 +1,33 @@
+"""How a call's value comes about: its ranks' results, unpacked and collected by whoever asks first."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from colocate._mesh import Ranks
+from colocate._method import MethodSpec
+from colocate._order import PendingCall
+from colocate._view import RoleInfo
+
+if TYPE_CHECKING:
+    from colocate._group import ColocatedGroup
+
+
+class Joiner:
+    """Makes a call's value of its ranks' results, for whoever asks first."""
+
+    __slots__ = ("_group", "_role", "_spec")
+
+    def __init__(self, group: ColocatedGroup, role: RoleInfo, spec: MethodSpec) -> None:
+        self._group = group
+        self._role = role
+        self._spec = spec
+
+    def __call__(self, call: PendingCall) -> Any:
+        if call.keep is not None:
+            return None
+        unpack = self._group.unpack
+        results = [unpack(body) for body in call.bodies]
+        role = self._role.ranks
+        targets = None if call.targets is self._role.slots else call.ranks
+        return self._spec.collect.join(results, Ranks(role.world_size, role.meshes, call.rows, None, targets))

@@ -1,0 +1,154 @@
+"""The residents of one group: kept, lent, released when nobody names them, and fetched to the driver."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from colocate import _batch
+from colocate._collect import Concat
+from colocate._fetch import Fetches
+from colocate._leases import Leases
+from colocate._mesh import Ranks
+from colocate._resident import Kept, ResidentSpec
+from colocate.errors import ColocateError
+
+if TYPE_CHECKING:
+    from colocate._group import ColocatedGroup
+    from colocate._order import PendingCall
+
+_QUIET_S = 0.1  # a dropped resident's release waits this long for a message to ride on
+
+
+class Residents(Leases):
+    """What a group keeps in its workers."""
+
+    def __init__(self, group: ColocatedGroup) -> None:
+        super().__init__()
+        self._group = group
+        self._fetches = Fetches(group.workforce.tell)
+        self._borrows: dict[int, str] = {}
+        self._scopes = threading.local()
+        self._flushing = False
+
+    def add(self, kept: Kept) -> None:
+        """A call has been sent whose result is kept."""
+        super().add(kept)
+        self._flush_later()
+        for scope in getattr(self._scopes, "open", ()):
+            scope.append(kept)
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        """Free what this thread keeps inside the block; raise the failure of a kept call that nobody has used."""
+        inside: list[Kept] = []
+        stack = self._scopes.__dict__.setdefault("open", [])
+        stack.append(inside)
+        try:
+            yield
+        finally:
+            stack[:] = [other for other in stack if other is not inside]
+            for kept in inside:
+                if kept.freed_by is None:
+                    kept.freed_by = "the end of its scope"
+                    self.end(kept.source.key)
+        self._raise_unseen([kept for kept in inside if kept.call.done()])
+
+    def _raise_unseen(self, keeps: Sequence[Kept]) -> None:
+        errors = [error for kept in keeps if (error := kept.call._error) is not None and not kept.used]
+        for kept in keeps:
+            kept.used = kept.used or kept.call._error is not None
+        if len(errors) == 1:
+            raise errors[0]
+        if errors:
+            raise BaseExceptionGroup(f"kept calls of group {self._group.name!r} failed and were never used", errors)
+
+    def unseen(self) -> list[BaseException]:
+        """Failures of kept calls that nobody has used, but for the group's own, which is told by itself."""
+        kept = list(self.kept.values())
+        found = [each for each in kept if each.call._error not in (None, self._group.failure) and not each.used]
+        return list(dict.fromkeys(cast("BaseException", each.call._error) for each in found))
+
+    def lend(self, call: PendingCall, kept: Kept, borrower: ColocatedGroup) -> None:
+        """A call uses a resident until it ends."""
+        self.begin_use(kept)
+        if borrower is not self._group:
+            self._borrows[id(call)] = (
+                f"{call.label} of group {borrower.name!r} uses the resident of {kept.source.label}"
+            )
+
+    def give_back(self, call: PendingCall, kept: Kept) -> None:
+        """The call has ended."""
+        self.end_use(kept)
+        self._borrows.pop(id(call), None)
+
+    def borrowers(self) -> list[str]:
+        """Unfinished uses of its residents by other groups."""
+        return list(self._borrows.values())
+
+    def _flush_later(self) -> None:
+        with self._group.order.lock:
+            if not self._flushing and self.kept and self._group.alive:
+                self._flushing = True
+                self._group.runtime.dispatcher.after(_QUIET_S, self._flush)
+
+    def _flush(self) -> None:
+        """After a while of quiet: release what no message has carried."""
+        with self._group.order.lock:
+            keys = self.take()
+            if keys and self._group.alive:
+                self._group.send(self._group.live(), ("free", keys))
+            self._flushing = False
+        self._flush_later()
+
+    def fetch(self, kept: Kept) -> Any:
+        """The collected value of a resident, on the driver."""
+        _made(kept)
+        source = kept.source
+        wanted = list(source.collect.sources(source.ranks))
+        answers = dict(zip(wanted, self._ask(kept, wanted, True), strict=True))
+        parts = [self._group.unpack(answers[rank][1]) if rank in answers else None for rank in source.holders]
+        ranks = Ranks(source.ranks.world_size, source.ranks.meshes, kept.call.rows, None, source.ranks.targets)
+        return source.collect.join(parts, ranks)
+
+    def _ask(self, kept: Kept, ranks: Sequence[int], contents: bool) -> list[Any]:
+        """What some ranks say of their parts."""
+        self.begin_use(kept)
+        try:
+            return self._fetches.get([kept.source.slot(rank) for rank in ranks], kept.source.key, contents)
+        finally:
+            self.end_use(kept)
+
+    def spec_of(self, kept: Kept) -> ResidentSpec:
+        """What a resident holds."""
+        _made(kept)
+        source = kept.source
+        ((_, structure), _) = self._ask(kept, source.holders[:1], False)[0]
+        sizes = tuple(size[0] for size in kept.call.bodies)
+        return ResidentSpec(structure, sizes, tuple(kept.call.rows))
+
+    def rows_of(self, kept: Kept) -> list[int]:
+        """Rows of each part of a resident, in the order in which they are joined; waits for them."""
+        _made(kept)
+        source = kept.source
+        if not isinstance(source.collect, Concat):
+            # It is no sequence of parts: only the value itself tells.
+            return [_batch.rows(self.fetch(kept), f"the resident of {source.label}")]
+        return kept.sizes()
+
+    def answered(self, slot: int, head: tuple[Any, ...], body: Any) -> None:
+        """A worker has sent a part."""
+        self._fetches.answered(slot, head, body)
+
+    def fail(self, error: ColocateError) -> None:
+        """No part will come any more."""
+        self._fetches.fail(error)
+
+
+def _made(kept: Kept) -> None:
+    """Wait until it is there."""
+    kept.call._wait(None)
+    kept.call._gate.release()
+    kept.check()
