@@ -102,11 +102,11 @@ class Closing(ExecutorCase):
         assert "doomed" not in [pool.name for pool in runtime.children.values()]
 
     def test_running_and_queued(self, spawn: Spawn) -> None:
-        """A running call has its grace and ends as it would; queued ones fail with ClosedError; none stays open."""
+        """A running call sees ctx.cancelled and has its grace; queued ones fail with ClosedError; none stays open."""
         group = spawn(ROLES, slots=1)
         log = group.role("log", Log)
         with Gate() as gate:
-            running = log.add_at.submit(gate.address, "a")
+            running = log.look_until_cancelled.submit(gate.address)
             queued = [log.add.submit(index) for index in range(3)]
             gate.wait_for()
             closer = threading.Thread(target=group.close)
@@ -115,18 +115,9 @@ class Closing(ExecutorCase):
             with pytest.raises(ClosedError):
                 log.add.submit("too late")
         closer.join()
-        assert running.result(PATIENCE_S) == [None]
+        assert running.result(PATIENCE_S) == ["cancelled"]
         for call in queued:
             assert isinstance(call.exception(PATIENCE_S), ClosedError)
-
-    def test_cancelled_by_close(self, spawn: Spawn) -> None:
-        """A running call sees ctx.cancelled."""
-        group = spawn(ROLES, slots=1)
-        with Gate() as gate:
-            call = group.role("log", Log).look_until_cancelled.submit(gate.address)
-            gate.wait_for()
-        group.close()
-        assert call.result(PATIENCE_S) == ["cancelled"]
 
     def test_hung_rank(self, spawn: Spawn) -> None:
         """What isn't done within the grace is ended; close says which rank, and where it was; its call fails."""
@@ -214,7 +205,7 @@ class Closing(ExecutorCase):
         group = spawn(ROLES, slots=1)
         errors: list[BaseException] = []
         with Gate() as gate:
-            group.role("log", Log).add_at.submit(gate.address, "a")
+            group.role("log", Log).look_until_cancelled.submit(gate.address)
             gate.wait_for()
             queued = group.role("echo", Echo).noop.submit()
 
@@ -250,7 +241,7 @@ class Closing(ExecutorCase):
         group = spawn(ROLES, slots=1)
         heard: list[Any] = []
         with Gate() as gate:
-            group.role("log", Log).add_at.submit(gate.address, "a")
+            group.role("log", Log).look_until_cancelled.submit(gate.address)
             gate.wait_for()
             queued = group.role("echo", Echo).noop.submit()
             queued.add_done_callback(heard.append)
