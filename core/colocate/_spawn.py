@@ -88,8 +88,9 @@ def _declare_one(
 
 def _short(slots: tuple[int, ...]) -> tuple[int, ...] | range:
     """The slots as a range where they lie evenly: messages name them, and a range is small whatever its length."""
-    step = slots[1] - slots[0] if len(slots) > 1 else 1
-    even = range(slots[0], slots[-1] + step, step)
+    first, last = slots[0], slots[-1]
+    step = slots[1] - first if len(slots) > 1 else 1
+    even = range(first, last + step, step)
     return even if tuple(even) == slots else slots
 
 

@@ -20,7 +20,8 @@ def run(python: str, code: str) -> str:
 
 def test_import_loads_nothing_heavy() -> None:
     """`import colocate` loads neither torch nor an engine, nor any library of an extra."""
-    assert run(sys.executable, f"import colocate, sys; print([m for m in {HEAVY!r} if m in sys.modules])").strip() == "[]"
+    code = f"import colocate, sys; print([name for name in {HEAVY!r} if name in sys.modules])"
+    assert run(sys.executable, code).strip() == "[]"
 
 
 def test_threads_load_no_torch() -> None:
