@@ -1,0 +1,46 @@
+"""A role for the law of ownership: it keeps things, waits at gates, fails, and counts what its worker holds."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+from colocate import Concat, First, Gather, Role, method
+
+
+class Boom(Exception):
+    """What a role raises when told to."""
+
+
+class Tenant(Role):
+    """Lives on every slot of its group."""
+
+    def __init__(self, fails_on: int | None = None) -> None:
+        if self.ctx.rank == fails_on:
+            raise Boom("in the constructor")
+
+    @method(collect=First())
+    def echo(self, x: Any = None) -> Any:
+        return x
+
+    @method(collect=Concat())
+    def make(self, number: int) -> list[int]:
+        return [number, self.ctx.rank]
+
+    @method(collect=Concat())
+    def fail(self, number: int) -> list[int]:
+        raise Boom(number)
+
+    @method(collect=First())
+    def wait(self, gate: str, x: Any = None) -> Any:
+        """Wait until a file is there, or until nobody waits for this call any more."""
+        while not os.path.exists(gate) and not self.ctx.cancelled:
+            time.sleep(0.002)
+        return x
+
+    @method(collect=Gather())
+    def stored(self) -> int:
+        """How many parts of residents this worker holds. Nothing public tells that of a worker, only of its bytes."""
+        ask: Any = self.ctx._process_group.__self__._ask  # type: ignore[union-attr]
+        return len(ask.__self__.store)

@@ -1,0 +1,485 @@
+"""The law of ownership, as a machine that opens, uses, drops, forks and closes things in any order."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+
+import colocate
+from colocate import (
+    BorrowedError,
+    ClosedError,
+    ColocateError,
+    PlacementError,
+    PlacementTimeout,
+    RoleError,
+    RoleStartError,
+    WorkerDied,
+)
+
+from .forking import refusals
+from .landlord import Group, OneCall, OnePool, OneResident, OneRuntime
+from .tenants import Boom, Tenant
+
+T = TypeVar("T")
+WITHIN_S = 60.0
+ANY = st.integers(0, 100)
+
+
+class Ownership(RuleBasedStateMachine):
+    """Everything that it does, it does to the model too; after each step the two are compared."""
+
+    options: dict[str, Any] = {}
+    cpus = 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runtimes: list[OneRuntime] = []
+        self.ended: list[OneRuntime | OnePool | Group] = []
+        self.numbers = itertools.count(1)
+        self.gates = Path(tempfile.mkdtemp(prefix="gates-"))
+
+    # -- opening
+
+    @precondition(lambda self: len(self.runtimes) < 2)
+    @rule()
+    def connect(self) -> None:
+        runtime = colocate.connect("local", cpus=self.cpus, **self.options)
+        self.runtimes.append(OneRuntime(runtime, self.cpus))
+
+    @precondition(lambda self: self.runtimes)
+    @rule(which=ANY, slots=st.sampled_from([1, 2, 2, 5]))
+    def reserve(self, which: int, slots: int) -> None:
+        owner = pick(self.runtimes, which)
+        name = f"p{next(self.numbers)}"
+
+        def reserve() -> colocate.Pool:
+            return owner.runtime.reserve(slots=slots, timeout=0.0, name=name)
+
+        if slots > owner.cpus:
+            with pytest.raises(PlacementError, match=r"never|can't"):
+                reserve()
+        elif slots > owner.free:
+            with pytest.raises(PlacementTimeout):
+                reserve()
+        else:
+            owner.pools.append(OnePool(owner, reserve(), name, slots))
+
+    @precondition(lambda self: self.pools())
+    @rule(which=ANY, fails_on=st.sampled_from([None, None, None, 0, 1]))
+    def spawn(self, which: int, fails_on: int | None) -> None:
+        pool = pick(self.pools(), which)
+        name = f"g{next(self.numbers)}"
+
+        def spawn() -> colocate.ColocatedGroup:
+            return pool.pool.spawn({"tenant": colocate.role(Tenant, fails_on)}, name=name)
+
+        if pool.group is not None:
+            with pytest.raises(ColocateError, match=f"taken by group '{pool.group.name}'"):
+                spawn()
+        elif fails_on is not None and fails_on < pool.slots:
+            with pytest.raises(RoleStartError) as caught:
+                spawn()
+            assert list(caught.value.errors) == [fails_on]
+        else:
+            pool.group = Group(pool, spawn(), name, pool.slots)
+
+    # -- using
+
+    @precondition(lambda self: self.groups())
+    @rule(which=ANY)
+    def call(self, which: int) -> None:
+        group, number = pick(self.groups(), which), next(self.numbers)
+        if group.calls:
+            call = group.tenant.echo.submit(number)
+            group.calls.append(OneCall(group, call, "tenant.echo", number))
+        else:
+            assert group.tenant.echo(number) == number
+
+    @precondition(lambda self: self.idle())
+    @rule(which=ANY)
+    def fail(self, which: int) -> None:
+        group, number = pick(self.idle(), which), next(self.numbers)
+        with pytest.raises(RoleError) as caught:
+            group.tenant.fail(number)
+        assert isinstance(caught.value.__cause__, Boom)
+        assert caught.value.group == group.name
+
+    @precondition(lambda self: self.groups())
+    @rule(which=ANY, fails=st.sampled_from([False, False, True]))
+    def keep(self, which: int, fails: bool) -> None:
+        group, number = pick(self.groups(), which), next(self.numbers)
+        if fails and group.calls:
+            return
+        label = "tenant.fail" if fails else "tenant.make"
+        resident = (group.tenant.fail if fails else group.tenant.make).keep(number)
+        value = [item for rank in range(group.slots) for item in (number, rank)]
+        kept = OneResident(group, resident, label, value, poisoned=fails, made=not group.calls)
+        group.residents.append(kept)
+        group.unseen += fails
+        if group.calls:
+            group.calls.append(OneCall(group, resident._kept.call, label, None))  # type: ignore[attr-defined]
+        else:
+            group.tenant.echo()  # it comes after, so that one is over
+
+    @precondition(lambda self: self.residents())
+    @rule(which=ANY)
+    def fetch(self, which: int) -> None:
+        kept = pick(self.residents(), which)
+        assert kept.resident is not None
+        if kept.poisoned:
+            with pytest.raises(RoleError) as caught:
+                kept.resident.fetch()
+            assert isinstance(caught.value.__cause__, Boom)
+            kept.group.unseen -= not kept.seen
+            kept.seen = True
+        elif kept.made:
+            assert kept.resident.fetch() == kept.value
+
+    @precondition(lambda self: self.residents())
+    @rule(which=ANY)
+    def free(self, which: int) -> None:
+        kept = pick(self.residents(), which)
+        assert kept.resident is not None
+        kept.freed = True
+        kept.resident.free()
+        kept.resident.free()
+        with pytest.raises(ClosedError, match=r"freed by free\(\)"):
+            kept.resident.fetch()
+        with pytest.raises(ClosedError, match=r"freed by free\(\)"):
+            kept.group.tenant.echo.submit(kept.resident.ref)
+
+    @precondition(lambda self: self.residents())
+    @rule(which=ANY)
+    def drop(self, which: int) -> None:
+        pick(self.residents(), which).resident = None
+        gc.collect()
+
+    @precondition(lambda self: self.idle())
+    @rule(which=ANY)
+    def count(self, which: int) -> None:
+        """What nobody can name any more has gone from the workers by the time of the next call."""
+        group = pick(self.idle(), which)
+        assert group.tenant.stored() == [group.held()] * group.slots
+
+    # -- waiting and borrowing
+
+    @precondition(lambda self: self.idle())
+    @rule(which=ANY)
+    def wait(self, which: int) -> None:
+        self._wait(pick(self.idle(), which), None)
+
+    @precondition(lambda self: self.idle() and self.residents())
+    @rule(which=ANY, what=ANY)
+    def borrow(self, which: int, what: int) -> None:
+        group, kept = pick(self.idle(), which), pick(self.residents(), what)
+        assert kept.resident is not None
+        if kept.poisoned or not kept.made:
+            return
+        if kept.group.pool.runtime is group.pool.runtime:
+            self._wait(group, kept)
+            return
+        with pytest.raises(ColocateError, match="another runtime"):
+            group.tenant.echo(kept.resident.ref)
+
+    def _wait(self, group: Group, kept: OneResident | None) -> None:
+        gate = self.gates / str(next(self.numbers))
+        reference = None if kept is None or kept.resident is None else kept.resident.ref
+        call = group.tenant.wait.submit(str(gate), reference)
+        group.calls.append(OneCall(group, call, "tenant.wait", None if kept is None else kept.value, gate, kept))
+
+    @precondition(lambda self: self.busy())
+    @rule(which=ANY)
+    def open(self, which: int) -> None:
+        """The gate that a group waits at opens: all its calls end, in order."""
+        group = pick(self.busy(), which)
+        for gate in [call.gate for call in group.calls if call.gate is not None]:
+            gate.touch()
+        for call in group.calls:
+            assert call.call.result(WITHIN_S) == call.value
+        self._settled(group)
+
+    def _settled(self, group: Group) -> None:
+        group.calls.clear()
+        for kept in group.residents:
+            kept.made = True
+
+    # -- forgetting, forking, closing
+
+    @precondition(lambda self: self.groups())
+    @rule(which=ANY)
+    def forget(self, which: int) -> None:
+        """Dropping every variable leaves pools and groups alive: their owner has them."""
+        group = pick(self.groups(), which)
+        alive = weakref.ref(group.group), weakref.ref(group.pool.pool)
+        del group.group, group.pool.pool
+        gc.collect()
+        assert all(reference() is not None for reference in alive)
+        group.group = group.pool.runtime.runtime.groups[group.name]
+        group.pool.pool = group.group.pool
+
+    @precondition(lambda self: self.runtimes)
+    @rule()
+    def fork(self) -> None:
+        """A forked child can use nothing and closes nothing."""
+        assert refusals(self.runtimes) == []
+
+    @precondition(lambda self: self.groups())
+    @rule(which=ANY, force=st.booleans(), leave=st.booleans())
+    def close_group(self, which: int, force: bool, leave: bool) -> None:
+        group = pick(self.groups(), which)
+        if not force and not leave and group.borrowers():
+            self._refused(group.group.close, group.borrowers())
+            return
+        broken = group.borrowers()
+        with self._what_went_wrong([group]):
+            if leave:
+                group.group.__exit__(None, None, None)
+            else:
+                group.group.close(force=force)
+        self._end_group(group)
+        self._broken(broken, group)
+
+    @precondition(lambda self: self.pools())
+    @rule(which=ANY, force=st.booleans(), leave=st.booleans())
+    def close_pool(self, which: int, force: bool, leave: bool) -> None:
+        pool = pick(self.pools(), which)
+        groups = [pool.group] if pool.group is not None else []
+        outside = {group for own in groups for group in own.borrowers()}
+        if not force and not leave and outside:
+            self._refused(pool.pool.close, outside)
+            return
+        with self._what_went_wrong(groups):
+            if leave:
+                pool.pool.__exit__(None, None, None)
+            else:
+                pool.pool.close(force=force)
+        self._end_pool(pool)
+        for own in groups:
+            self._broken(outside, own)
+
+    @precondition(lambda self: self.runtimes)
+    @rule(which=ANY, leave=st.booleans())
+    def close_runtime(self, which: int, leave: bool) -> None:
+        runtime = pick(self.runtimes, which)
+        with self._what_went_wrong(list(runtime.groups())):
+            if leave:
+                runtime.runtime.__exit__(None, None, None)
+            else:
+                runtime.runtime.close()
+        self._end_runtime(runtime)
+
+    def _refused(self, close: Callable[[], None], borrowers: set[Group]) -> None:
+        with pytest.raises(BorrowedError) as caught:
+            close()
+        assert len(caught.value.borrowers) == len(borrowers)
+        for group in borrowers:
+            assert f"group '{group.name}'" in str(caught.value)
+
+    @contextlib.contextmanager
+    def _what_went_wrong(self, groups: list[Group]) -> Iterator[None]:
+        """Closing raises the failures that nobody has seen, all together."""
+        unseen = sum(group.unseen for group in groups)
+        try:
+            yield
+        except BaseExceptionGroup as errors:
+            found = list(leaves(errors))
+            assert len(found) == unseen, f"{unseen} failures were never seen, closing raised {found}"
+            assert all(isinstance(error.__cause__, Boom) for error in found)
+        else:
+            assert unseen == 0, f"{unseen} failures were never seen, and closing didn't tell"
+
+    def _end_group(self, group: Group) -> None:
+        group.closed, group.pool.group = True, None
+        self.ended.append(group)
+        for call in group.calls:
+            assert call.call.done(), f"{call.label} of group {group.name} is still pending"
+            error = call.call.exception(0)
+            # A call that runs may still end well, as those that wait here do when they see that nobody waits for them.
+            assert error is None if call.gate is not None else isinstance(error, ClosedError)
+        group.calls.clear()
+
+    def _end_pool(self, pool: OnePool) -> None:
+        if pool.group is not None:
+            self._end_group(pool.group)
+        pool.closed = True
+        pool.runtime.pools.remove(pool)
+        self.ended.append(pool)
+
+    def _end_runtime(self, runtime: OneRuntime) -> None:
+        for pool in list(runtime.pools):
+            self._end_pool(pool)
+        runtime.closed = True
+        self.runtimes.remove(runtime)
+        self.ended.append(runtime)
+
+    def _broken(self, borrowers: set[Group], closed: Group) -> None:
+        """Who had borrowed from what was closed by force is told so, and goes on."""
+        for group in borrowers:
+            for call in [call for call in group.calls if call.uses is not None and call.uses.group is closed]:
+                with pytest.raises(ClosedError, match=f"group '{closed.name}' was closed"):
+                    call.call.result(WITHIN_S)
+                group.calls.remove(call)
+            for call in group.calls:
+                assert call.call.result(WITHIN_S) == call.value
+            self._settled(group)
+
+    # -- what holds after each step
+
+    @invariant()
+    def graphs_show_what_lives(self) -> None:
+        for each in self.runtimes:
+            graph = each.runtime.graph
+            data = json.loads(graph.render("json"))
+            assert sorted((node["kind"], node["name"]) for node in flat(data)) == each.below()
+            for format in ("tree", "mermaid", "dot"):
+                lines = graph.render(format).splitlines()
+                shown = [found for line in lines if (found := re.search(NODE, line))]
+                assert sorted((found[1], found[2]) for found in shown) == each.below(), format
+            owned = [(id(child), node.name) for node in owners(each.runtime) for child in node.children.values()]
+            assert len({child for child, _ in owned}) == len(owned), f"something has two owners: {owned}"
+
+    @invariant()
+    def the_engine_runs_what_lives(self) -> None:
+        for each in self.runtimes:
+            found = {name.partition("/")[2] for name in each.runtime.executor.running()}
+            for group in each.groups():
+                its = {f"{group.name}/{slot}" for slot in range(group.slots)}
+                assert group.dead or its <= found
+                found -= its
+            assert not found
+
+    @invariant()
+    def what_is_closed_stays_closed(self) -> None:
+        for each in self.ended[-3:]:
+            node: Any = getattr(each, type(each).__name__.removeprefix("One").lower())
+            before = node.closed_by
+            assert before
+            node.close()
+            node.close(force=True)
+            assert node.closed_by == before
+            assert not node.children
+            self._refuses(each, before)
+
+    def _refuses(self, each: OneRuntime | OnePool | Group, by: str) -> None:
+        uses: list[Callable[[], Any]] = []
+        if isinstance(each, OneRuntime):
+            uses = [each.runtime.reserve]
+        elif isinstance(each, OnePool):
+            uses = [lambda: each.pool.spawn({"tenant": colocate.role(Tenant)})]
+        else:
+            tenant = each.tenant
+            uses = [tenant.echo, tenant.echo.submit, lambda: tenant.make.keep(1), lambda: tenant.stored()]
+            for kept in each.residents:
+                if kept.resident is not None and not kept.freed and not kept.poisoned and kept.made:
+                    uses.append(kept.resident.fetch)
+        for use in uses:
+            with pytest.raises(ClosedError) as caught:
+                use()
+            assert caught.value.closed_by == by
+            assert by in str(caught.value)
+
+    # -- helpers
+
+    def pools(self) -> list[OnePool]:
+        return [pool for runtime in self.runtimes for pool in runtime.pools]
+
+    def groups(self) -> list[Group]:
+        return [group for runtime in self.runtimes for group in runtime.groups() if not group.dead]
+
+    def idle(self) -> list[Group]:
+        return [group for group in self.groups() if not group.calls]
+
+    def busy(self) -> list[Group]:
+        return [group for group in self.groups() if group.calls]
+
+    def residents(self) -> list[OneResident]:
+        kept = [kept for group in self.groups() for kept in group.residents]
+        return [each for each in kept if each.resident is not None and not each.freed]
+
+    def teardown(self) -> None:
+        try:
+            for runtime in list(self.runtimes):
+                with contextlib.suppress(BaseExceptionGroup):
+                    runtime.runtime.close()
+        finally:
+            shutil.rmtree(self.gates)
+
+
+NODE = r"\b(runtime|pool|group|worker|role|resident|call) (.+?) \("
+
+
+def pick(items: list[T], which: int) -> T:
+    return items[which % len(items)]
+
+
+def flat(data: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield data
+    for child in data["children"]:
+        yield from flat(child)
+
+
+def owners(node: Any) -> Iterator[Any]:
+    yield node
+    for child in node.children.values():
+        yield from owners(child)
+
+
+def leaves(errors: BaseExceptionGroup[Any]) -> Iterator[BaseException]:
+    for error in errors.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from leaves(error)
+        else:
+            yield error
+
+
+class OwnershipOfProcesses(Ownership):
+    """The same, and workers are killed."""
+
+    options = {"processes": True}
+
+    @precondition(lambda self: self.groups())
+    @rule(which=ANY, slot=ANY)
+    def kill(self, which: int, slot: int) -> None:
+        group = pick(self.groups(), which)
+        data = json.loads(group.pool.runtime.runtime.graph.render("json"))
+        node = next(node for node in flat(data) if (node["kind"], node["name"]) == ("group", group.name))
+        workers = [child for child in node["children"] if child["kind"] == "worker"]
+        os.kill(pick(workers, slot)["pid"], signal.SIGKILL)
+        for call in group.calls:
+            with pytest.raises(WorkerDied):
+                call.call.result(WITHIN_S)
+        group.calls.clear()
+        with pytest.raises(WorkerDied) as caught:
+            group.tenant.echo.submit().result(WITHIN_S)
+        assert caught.value.signal == "SIGKILL"
+        group.dead = True
+
+
+@pytest.mark.parametrize("machine", [Ownership, OwnershipOfProcesses])
+def test_ownership(machine: type[Ownership], examples: dict[str, int]) -> None:
+    """Whatever is opened, used, dropped, forked and closed in whatever order, the law holds after each step."""
+    threads = machine is Ownership
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=examples["threads" if threads else "processes"] // (2 if threads else 5),
+            stateful_step_count=30 if threads else 15,
+        ),
+    )
