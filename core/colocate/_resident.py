@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import copy
 from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, TypeVar, cast
@@ -120,7 +121,9 @@ class Kept:
         error = self.call._error
         if error is not None:
             self.used = True
-            raise error.with_traceback(None)  # of who was told before
+            # Each gets a copy: its traceback will hold the frames, and so the handle, of who is told, while the group
+            # holds the original for as long as the handle lives.
+            raise copy.copy(error)
         self.group.check()
 
     def sizes(self) -> list[int]:
@@ -241,7 +244,16 @@ class KeptResident(Resident[T_co]):
 
     def free(self) -> None:
         """Let go of it. Calls that use it already still get it."""
+        group = self._kept.group
+        if group.forked:
+            group.check()
         self._lease.end("free()")
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._kept.group.forked:
+            self.free()
 
 
 class _Lease:
