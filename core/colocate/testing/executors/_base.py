@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -77,10 +78,12 @@ class ExecutorCase:
     Attributes:
         executor: The name to connect to.
         options: The options to connect with.
+        start_s: How long the start of a worker took here, for tests with a time limit in which some have to start.
     """
 
     executor: ClassVar[str] = "local"
     options: ClassVar[Mapping[str, Any]] = {}
+    start_s: ClassVar[float] = 0.0
 
     def connect(self, **more: Any) -> Runtime:
         """Connect to the executor with its options and some more (such as `seed=`, or `cpus=` of a private engine)."""
@@ -92,7 +95,9 @@ class ExecutorCase:
         """A runtime for all tests of the class."""
         with cls().connect() as runtime:
             with runtime.reserve(1, cpus=0) as pool:  # what a runtime makes for its first worker is there from now on
+                began = time.monotonic()
                 pool.spawn({"echo": colocate.role(Echo)})
+                cls.start_s = time.monotonic() - began
             yield runtime
 
     @pytest.fixture(autouse=True)

@@ -147,7 +147,9 @@ class Order(ExecutorCase):
             assert error.rank == 1
         assert earlier.result(PATIENCE_S) == ["a", "a"]
         last.result(PATIENCE_S)
-        assert log.read() == [["a", "c"], ["a", "c"]]
+        first, second = log.read()
+        assert second == ["a", "c"]
+        assert first in (["a", "c"], ["a", "b", "c"])  # it may have begun b before it heard of the failure
 
     def test_not_begun_elsewhere(self, pair: ColocatedGroup) -> None:
         """A rank that hasn't begun the failed call when it hears of it never begins it."""

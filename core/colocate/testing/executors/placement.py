@@ -72,7 +72,7 @@ class Placement(ExecutorCase):
     def test_close_frees(self) -> None:
         """When close has returned, the slots can be reserved again, after failures too."""
         with self.connect(cpus=2) as runtime:
-            for _ in range(3):
+            for _ in range(2):
                 with runtime.reserve(slots=2, cpus=1, timeout=0) as pool:
                     assert pool.spawn({"echo": colocate.role(Echo)}).role("echo", Echo).noop() == [None, None]
 

@@ -262,7 +262,9 @@ class Residents(ExecutorCase):
         for use in (kept.fetch, lambda: kept.spec, lambda: echo.echo(kept.ref)):
             with pytest.raises(RoleError) as again:
                 use()
-            assert again.value is caught.value
+            assert str(again.value) == str(caught.value)
+            assert again.value.remote_traceback == caught.value.remote_traceback
+            assert again.value.__cause__ is caught.value.__cause__
         assert echo.first(1) == 1
 
     def test_poison_spreads(self, pair: ColocatedGroup) -> None:

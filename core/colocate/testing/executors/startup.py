@@ -74,12 +74,11 @@ class Startup(ExecutorCase):
             group = pool.spawn({"echo": colocate.role(Echo)}, name="again")
             assert group.role("echo", Echo).noop() == [None, None]
 
-    def test_hanging_constructor(self, runtime: Runtime, spawn: Spawn) -> None:
+    def test_hanging_constructor(self, spawn: Spawn) -> None:
         """With `timeout=` a constructor that hangs is an error naming the ranks that are late."""
-        start_s = 5.0 if isinstance(runtime.executor, OwnProcess) else 0.2  # the workers have to come up meanwhile
         with Gate() as gate:
             with pytest.raises(RoleStartError, match="did not construct its roles in time") as caught:
-                spawn({"slow": colocate.role(HangsAtStart, gate.address, (1,))}, timeout=start_s)
+                spawn({"slow": colocate.role(HangsAtStart, gate.address, (1,))}, timeout=0.2 + 8 * self.start_s)
             assert set(caught.value.errors) == {1}
 
     @needs(OwnProcess)
