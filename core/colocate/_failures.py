@@ -25,13 +25,13 @@ def failure_error(link: Link, call: PendingCall, slot: int, told: tuple[Any, ...
     kind, text, trace, host, _secondary, role = told
     rank = call.rank_of(slot)
     original = _original(link, body, kind, text)
-    if host and isinstance(original, CapabilityError | DispatchError | SerializationError):
-        # Arguments that don't fit, a result that can't be sent, something the executor lacks: these words are it.
+    if host and isinstance(original, CapabilityError | DispatchError | RoleError | SerializationError):
+        # Arguments that don't fit, a value written into, a result that can't be sent: colocate's words are the error.
         found = copy.copy(original)
         found.group, found.role, found.method, found.rank = link.name, role, call.method, rank
         return found
     where = f"{role or call.role}.{call.method}" if call.method != "__init__" else f"the constructor of role {role!r}"
-    states = _states(call, slot)
+    states = _states(call, slot) if call.method != "__init__" else ""
     error = RoleError(
         f"{where} raised {kind} on rank {rank} of group {link.name!r} (node {link.node(slot)}): {text}{states}",
         group=link.name,

@@ -142,8 +142,9 @@ class BuildErrors:
         """All of them as one."""
         first = self.errors[min(self.errors)]
         lines = [f"  rank {rank}: {error.message}" for rank, error in sorted(self.errors.items())]
+        failed = f"{len(lines)} ranks" if len(lines) > 1 else "1 rank"
         found = RoleStartError(
-            f"group {self._group!r} could not start: {len(self.errors)} rank(s) failed\n" + "\n".join(lines),
+            f"group {self._group!r} could not start: {failed} failed\n" + "\n".join(lines),
             errors=dict(sorted(self.errors.items())),
             group=self._group,
             role=first.role,

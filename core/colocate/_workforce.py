@@ -265,7 +265,7 @@ class Workforce:
         return errors
 
     def _hung(self, workers: list[Worker], grace: float) -> list[BaseException]:
-        if self._group.state == "starting" or self._group.failure is not None:
+        if self._group.failure is not None:
             return []  # what went wrong has been said
         told: dict[int, str] = {}
         answered = threading.Event()

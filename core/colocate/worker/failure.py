@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
+import sys
+import threading
 import traceback
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import attrs
@@ -74,6 +77,29 @@ def _by_cloudpickle(error: BaseException, codec: Codec) -> Any:
     except Exception:
         return None
     return body if type(again).__qualname__ == type(error).__qualname__ else None
+
+
+def frame_of(thread: threading.Thread) -> FrameType | None:
+    """What a thread is executing; None when it has ended."""
+    # CPython up to 3.11.7 and 3.12.1 can lock itself up when a collection starts inside this call (gh-106883).
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames().get(thread.ident or 0)
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def stack_of_role_code(frame: FrameType) -> list[str]:
+    """A thread's stack as text, from the role's own code on, or all of it when there is none of that."""
+    frames = traceback.extract_stack(frame)
+    first = next((i for i, each in enumerate(frames) if not _is_machinery(each.filename)), 0)
+    return traceback.format_list(frames[first:])
+
+
+def _is_machinery(file: str) -> bool:
+    return file.startswith(_OWN) or file.endswith("colocate/_method.py") or file == threading.__file__
 
 
 def _from_role_code(trace: TracebackType | None) -> TracebackType | None:

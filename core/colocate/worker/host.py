@@ -8,9 +8,7 @@ progress, closed.
 from __future__ import annotations
 
 import itertools
-import sys
 import time
-import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
@@ -36,7 +34,7 @@ from colocate.worker.transfer import Transfer
 from colocate.worker.uses import Peers, Resolver
 
 Send = Callable[[tuple[Any, ...], Any], None]
-_HOST_ERRORS = (DispatchError, SerializationError)
+_HOST_ERRORS = (DispatchError, RoleError, SerializationError)
 
 
 @attrs.define(eq=False)
@@ -221,11 +219,11 @@ class WorkerHost:
 
     def stack(self) -> str:
         """What the lane is doing, as a Python stack."""
-        frame = sys._current_frames().get(self.lane.thread.ident or 0)
+        frame = failure.frame_of(self.lane.thread)
         running = ", ".join(work.label for work in list(self.lane.running.values())) or "nothing"
         if frame is None:
             return f"running {running}; its lane has ended"
-        return f"running {running}\n" + "".join(traceback.format_stack(frame))
+        return f"running {running}\n" + "".join(failure.stack_of_role_code(frame))
 
     # -- on the lane
 
