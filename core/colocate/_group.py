@@ -110,7 +110,7 @@ class ColocatedGroup(Owned):
 
     def check(self) -> None:
         """Raise unless it can be called: it is closed, or has failed."""
-        if self.failure is not None and self.closed_by is None:
+        if self.failure is not None and self.alive:
             self.workforce.failure_seen = True
             raise self.failure.with_traceback(None)  # of who was told before
         super().check()
@@ -200,9 +200,9 @@ class ColocatedGroup(Owned):
             self.check()
         return self.residents.scope()
 
-    def borrowers(self) -> list[str]:
-        """Unfinished uses of its residents by other groups."""
-        return self.residents.borrowers()
+    def borrowers(self, closing: Owned) -> list[str]:
+        """Unfinished uses of its residents by groups that don't lie in what is closing."""
+        return self.residents.borrowers(closing)
 
     def done(self, slot: int, seq: int, rows: int | None, start: float, end: float, size: Any, body: Any) -> None:
         """A rank has finished a call."""
@@ -279,6 +279,7 @@ class ColocatedGroup(Owned):
             return
         try:
             self.state = "closing"
+            self.residents.break_borrows()
             errors = self.workforce.end(grace)
         finally:  # also when Ctrl-C has ended the wait
             error = ClosedError(f"group {self.name!r} was closed by {self.closed_by}", closed_by=self.closed_by)

@@ -396,9 +396,14 @@ class CallOrder:
 
     def _time_out(self, call: PendingCall, timeout: float, stacks: dict[int, str]) -> None:
         with self.lock:
+            if not call.done():
+                self.break_off(call, timeout_error(self._link, call, timeout, stacks))
+
+    def break_off(self, call: PendingCall, error: ColocateError) -> None:
+        """Nobody waits for a call that may be running: it fails, and all ranks come back as after a failure."""
+        with self.lock:
             if call.done():
                 return
-            error = timeout_error(self._link, call, timeout, stacks)
             hold = self._hold
             if hold is None:
                 hold = self._begin_hold(call.seq, known=None, cut=True)

@@ -139,13 +139,17 @@ class Owned:
         if self.owner is not None:
             self.owner.children.pop(id(self), None)
 
-    def borrowers(self) -> list[str]:
-        """Who uses it and would be broken by closing it."""
-        return [name for child in list(self.children.values()) for name in child.borrowers()]
+    def lies_in(self, node: Owned) -> bool:
+        """Whether it is a node or something below that."""
+        return self is node or (self.owner is not None and self.owner.lies_in(node))
+
+    def borrowers(self, closing: Owned) -> list[str]:
+        """Who uses it, would be broken by closing `closing`, and doesn't lie in that itself."""
+        return [name for child in list(self.children.values()) for name in child.borrowers(closing)]
 
     def refuse_if_borrowed(self) -> None:
         """Raise BorrowedError when closing it would break somebody's use."""
-        found = self.borrowers()
+        found = self.borrowers(self)
         if found:
             raise BorrowedError(
                 f"{self.kind} {self.name!r} can't be closed: {'; '.join(found)}. Wait for them, or close(force=True)",

@@ -116,6 +116,7 @@ class Kept:
 
     def check(self) -> None:
         """Raise unless it can be used: freed, or made by a call that failed, or its group is closed."""
+        self.refuse_fork()
         if self.freed_by is not None:
             raise ClosedError(f"resident of {self.source.label} was freed by {self.freed_by}", closed_by=self.freed_by)
         error = self.call._error
@@ -125,6 +126,11 @@ class Kept:
             # holds the original for as long as the handle lives.
             raise copy.copy(error)
         self.group.check()
+
+    def refuse_fork(self) -> None:
+        """Raise in a forked child, which owns nothing."""
+        if self.group.forked:
+            self.group.check()
 
     def sizes(self) -> list[int]:
         """Rows of each part in the order in which they are joined, once its call is done and if they are rows."""
@@ -244,9 +250,7 @@ class KeptResident(Resident[T_co]):
 
     def free(self) -> None:
         """Let go of it. Calls that use it already still get it."""
-        group = self._kept.group
-        if group.forked:
-            group.check()
+        self._kept.refuse_fork()
         self._lease.end("free()")
 
     def __exit__(

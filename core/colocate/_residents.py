@@ -7,19 +7,36 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
+import attrs
+
 from colocate import _batch
 from colocate._collect import Concat
 from colocate._fetch import Fetches
 from colocate._leases import Leases
 from colocate._mesh import Ranks
 from colocate._resident import Kept, ResidentSpec
-from colocate.errors import ColocateError
+from colocate.errors import ClosedError, ColocateError
 
 if TYPE_CHECKING:
     from colocate._group import ColocatedGroup
     from colocate._order import PendingCall
+    from colocate._owned import Owned
 
 _QUIET_S = 0.1  # a dropped resident's release waits this long for a message to ride on
+
+
+@attrs.frozen(eq=False)
+class _Borrow:
+    """An unfinished use by another group."""
+
+    call: PendingCall
+    borrower: ColocatedGroup
+    kept: Kept
+
+    @property
+    def words(self) -> str:
+        """What errors say of it."""
+        return f"{self.call.label} of group {self.borrower.name!r} uses the resident of {self.kept.source.label}"
 
 
 class Residents(Leases):
@@ -29,7 +46,7 @@ class Residents(Leases):
         super().__init__()
         self._group = group
         self._fetches = Fetches(group.workforce.tell)
-        self._borrows: dict[int, str] = {}
+        self._borrows: dict[int, _Borrow] = {}
         self._scopes = threading.local()
         self._flushing = False
 
@@ -75,18 +92,25 @@ class Residents(Leases):
         """A call uses a resident until it ends."""
         self.begin_use(kept)
         if borrower is not self._group:
-            self._borrows[id(call)] = (
-                f"{call.label} of group {borrower.name!r} uses the resident of {kept.source.label}"
-            )
+            self._borrows[id(call)] = _Borrow(call, borrower, kept)
 
     def give_back(self, call: PendingCall, kept: Kept) -> None:
         """The call has ended."""
         self.end_use(kept)
         self._borrows.pop(id(call), None)
 
-    def borrowers(self) -> list[str]:
-        """Unfinished uses of its residents by other groups."""
-        return list(self._borrows.values())
+    def borrowers(self, closing: Owned) -> list[str]:
+        """Unfinished uses by groups that don't lie in what is closing."""
+        return [borrow.words for borrow in list(self._borrows.values()) if not borrow.borrower.lies_in(closing)]
+
+    def break_borrows(self) -> None:
+        """The group is closing: calls of other groups that use its residents fail of that."""
+        group = self._group
+        for borrow in list(self._borrows.values()):
+            error = ClosedError(
+                f"{borrow.words}, but group {group.name!r} was closed by {group.closed_by}", closed_by=group.closed_by
+            )
+            borrow.borrower.order.break_off(borrow.call, error)
 
     def _flush_later(self) -> None:
         with self._group.order.lock:

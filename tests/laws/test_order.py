@@ -137,7 +137,7 @@ def check(outcome: Outcome, outcomes: Sequence[Outcome], journals: Sequence[Sequ
         return
     assert isinstance(outcome.error, RoleError), f"{action}: {outcome.error!r}"
     cause = outcome.error.__cause__
-    if source is not None and outcome.error is source.error:
+    if source is not None and source.error is not None and str(outcome.error) == str(source.error):
         event("could not use what was not made")
     elif isinstance(cause, Boom):
         call, rank = cause.args
