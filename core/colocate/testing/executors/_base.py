@@ -141,6 +141,21 @@ class ExecutorCase:
         """A group of four slots, dp=2 by tp=2, that the test leaves as it was."""
         return shared_square.get()
 
+    @pytest.fixture(scope="class")
+    @classmethod
+    def shared_copying(cls, runtime: Runtime, shared_pair: Shared) -> Iterator[Shared]:
+        """As `shared_pair`, where values travel by value: with `strict=True` if they otherwise don't."""
+        if runtime.executor.codec.name != "reference":
+            yield shared_pair
+            return
+        with cls().connect(strict=True) as strict:
+            yield attrs.evolve(shared_pair, runtime=strict, pool=None, group=None)
+
+    @pytest.fixture
+    def copying(self, no_leaks: None, shared_copying: Shared) -> ColocatedGroup:
+        """As `pair`, where values travel by value."""
+        return shared_copying.get()
+
     @pytest.fixture
     def spawn(self, no_leaks: None, runtime: Runtime) -> Iterator[Spawn]:
         """Makes groups that the test may break."""

@@ -11,8 +11,7 @@ import pytest
 import colocate
 from colocate import ColocatedGroup
 from colocate.errors import ColocateError, RoleError, SerializationError
-from colocate.executor import OwnProcess
-from colocate.testing.executors._base import ExecutorCase, Spawn, needs
+from colocate.testing.executors._base import ExecutorCase, Spawn
 from colocate.testing.probes.faulty import Faulty, Stubborn
 from colocate.testing.probes.plain import Echo, Rows
 
@@ -137,51 +136,53 @@ class Failures(ExecutorCase):
 class Serialization(ExecutorCase):
     """What can't be sent is an ordinary error that names it, never a hang."""
 
-    def test_argument(self, strict: None, pair: ColocatedGroup) -> None:
+    def test_argument(self, copying: ColocatedGroup) -> None:
         """An argument that can't be sent: SerializationError names it and the path inside, before anything is sent."""
         with pytest.raises(SerializationError) as caught:
-            pair.role("echo", Echo).echo({"fine": 1, "bad": [0, Stubborn()]})
+            copying.role("echo", Echo).echo({"fine": 1, "bad": [0, Stubborn()]})
         error = caught.value
         assert isinstance(error, TypeError)
         assert (error.argument, error.path) == ("value", "value['bad'][1].lock")
         assert "echo.echo" in str(error)
         assert "lock" in str(error)
-        assert pair.role("echo", Echo).first(1) == 1
+        assert copying.role("echo", Echo).first(1) == 1
 
-    def test_scattered_argument(self, strict: None, pair: ColocatedGroup) -> None:
+    def test_scattered_argument(self, copying: ColocatedGroup) -> None:
         """So it is for an argument that is taken apart."""
         with pytest.raises(SerializationError) as caught:
-            pair.role("rows", Rows).seen([1, threading.Lock()])
+            copying.role("rows", Rows).seen([1, threading.Lock()])
         assert caught.value.argument == "batch"
 
-    def test_result(self, strict: None, pair: ColocatedGroup) -> None:
+    def test_result(self, copying: ColocatedGroup) -> None:
         """A result that can't be sent: SerializationError names the method, the path, and the rank."""
-        faulty = pair.role("faulty", Faulty)
+        faulty = copying.role("faulty", Faulty)
         with pytest.raises(SerializationError) as caught:
             faulty.return_lock(nested=True)
         error = caught.value
         assert (error.argument, error.path) == ("result", "result['bad'][1].lock")
-        assert (error.group, error.role, error.method) == (pair.name, "faulty", "return_lock")
+        assert (error.group, error.role, error.method) == (copying.name, "faulty", "return_lock")
         assert error.rank in (0, 1)
         with pytest.raises(SerializationError, match="lock"):
             faulty.return_lock.submit().result()
         assert faulty.fine() == [0, 1]
 
-    def test_kept_result(self, strict: None, pair: ColocatedGroup) -> None:
+    def test_kept_result(self, copying: ColocatedGroup) -> None:
         """A kept result needn't be sent: it can be used where it is, and only fetching it fails."""
-        faulty, echo = pair.role("faulty", Faulty), pair.role("echo", Echo)
+        faulty, echo = copying.role("faulty", Faulty), copying.role("echo", Echo)
         with faulty.return_lock.options(ranks=[0]).keep() as kept, pytest.raises(ColocateError, match="lock"):
             kept.fetch()
         assert echo.first(1) == 1
 
-    def test_constructor_argument(self, strict: None, spawn: Spawn) -> None:
+    def test_constructor_argument(self, copying: ColocatedGroup) -> None:
         """A constructor argument that can't be sent is named, and nothing is left running."""
-        with pytest.raises(SerializationError) as caught:
-            spawn({"echo": colocate.role(Echo, "fine", extra={"deep": Stubborn()})})
+        with copying.runtime.reserve(1, cpus=0) as pool:
+            with pytest.raises(SerializationError) as caught:
+                pool.spawn({"echo": colocate.role(Echo, "fine", extra={"deep": Stubborn()})})
+            assert pool.groups == {}
         assert (caught.value.argument, caught.value.path) == ("extra", "extra['deep'].lock")
         assert "role 'echo'" in str(caught.value)
 
-    def test_role_class(self, strict: None, spawn: Spawn) -> None:
+    def test_role_class(self, copying: ColocatedGroup) -> None:
         """A class that has to go by value and can't is an error that names it."""
         lock = threading.Lock()
 
@@ -190,12 +191,12 @@ class Serialization(ExecutorCase):
             def use(self) -> bool:
                 return lock.locked()
 
-        with pytest.raises(ColocateError, match=r"Holding.*lock"):
-            spawn({"holding": colocate.role(Holding)})
+        with copying.runtime.reserve(1, cpus=0) as pool, pytest.raises(ColocateError, match=r"Holding.*lock"):
+            pool.spawn({"holding": colocate.role(Holding)})
 
-    def test_value_semantics(self, strict: None, pair: ColocatedGroup) -> None:
+    def test_value_semantics(self, copying: ColocatedGroup) -> None:
         """What is sent is what it was when it was sent; what comes back is the caller's own."""
-        echo = pair.role("echo", Echo)
+        echo = copying.role("echo", Echo)
         value = [1, 2]
         call = echo.echo.submit(value)
         value.append(3)
@@ -228,7 +229,6 @@ class Serialization(ExecutorCase):
         assert repr(back) == repr(value)
         assert type(back) is type(value)
 
-    @needs(OwnProcess)
     def test_large(self, pair: ColocatedGroup) -> None:
         """Size doesn't matter, with calls and results of many megabytes under way at once."""
         echo = pair.role("echo", Echo)
@@ -241,9 +241,3 @@ class Serialization(ExecutorCase):
         offset = 3
         function = pair.role("echo", Echo).first(lambda x: x + offset)
         assert function(1) == 4
-
-    @pytest.fixture
-    def strict(self, runtime: colocate.Runtime) -> None:
-        """Skip where values are handed over as they are: nothing is serialised there."""
-        if runtime.executor.codec.name == "reference":
-            pytest.skip(f"executor {runtime.name!r} hands values over as they are")

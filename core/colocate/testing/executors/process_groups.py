@@ -174,12 +174,14 @@ class ProcessGroups(ExecutorCase):
         assert solo.sum(3.0) == [3.0]
         assert solo.facts() == solo.facts("tp") == [(0, 1)]
 
-    def test_shared_process(self, runtime: Runtime, ring: ColocatedGroup) -> None:
-        """Where workers share a process there is no group of several ranks, and the error says what has."""
+    def test_several_ranks_in_one_process(self, runtime: Runtime, ring: ColocatedGroup) -> None:
+        """Several ranks need a process each; where they share one, the error says what to use."""
+        pair = ring.role("pair", Collective)
         if isinstance(runtime.executor, OwnProcess):
-            pytest.skip(f"executor {runtime.name!r} has OwnProcess")
+            assert pair.facts() == [(0, 2), (1, 2)]
+            return
         with pytest.raises(CapabilityError, match="processes=True") as caught:
-            ring.role("pair", Collective).sum(1.0)
+            pair.facts()
         assert caught.value.capability == "OwnProcess"
 
     @needs(OwnProcess)

@@ -143,20 +143,17 @@ class Startup(ExecutorCase):
         group = spawn({"first": colocate.role(First), "second": colocate.role(Second)})
         assert group.role("second", Second).get() == [42, 42]
 
-    @needs(OwnProcess)
     def test_environment(self, runtime: Runtime) -> None:
-        """`env=` reaches the workers before any role is imported, and only the pool's."""
-        with runtime.reserve(1, cpus=0, env={"COLOCATE_PROBE": "set"}) as pool, runtime.reserve(1, cpus=0) as other:
+        """`env=` reaches workers before any role is imported; it is refused where they share the driver's process."""
+        env = {"COLOCATE_PROBE": "set"}
+        if not isinstance(runtime.executor, OwnProcess):
+            with pytest.raises(CapabilityError, match="lacks OwnProcess") as caught:
+                runtime.reserve(1, env=env)
+            assert caught.value.capability == "OwnProcess"
+            assert "local with processes=True" in caught.value.executors
+            assert isinstance(caught.value, NotImplementedError)
+            return
+        with runtime.reserve(1, cpus=0, env=env) as pool, runtime.reserve(1, cpus=0) as other:
             roles = {"early": colocate.role(Early)}
             assert pool.spawn(roles).role("early", Early).at_import() == ["set"]
             assert other.spawn(roles).role("early", Early).at_import() == [None]
-
-    def test_environment_of_threads(self, runtime: Runtime) -> None:
-        """Where workers share the driver's process, `env=` is refused, naming who could do it."""
-        if isinstance(runtime.executor, OwnProcess):
-            pytest.skip(f"executor {runtime.name!r} has OwnProcess")
-        with pytest.raises(CapabilityError, match="lacks OwnProcess") as caught:
-            runtime.reserve(1, env={"A": "b"})
-        assert caught.value.capability == "OwnProcess"
-        assert "local with processes=True" in caught.value.executors
-        assert isinstance(caught.value, NotImplementedError)

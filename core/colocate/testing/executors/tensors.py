@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 
 import colocate
-from colocate import ColocatedGroup, Runtime
+from colocate import ColocatedGroup
 from colocate.errors import RoleError
-from colocate.executor import OwnProcess
-from colocate.testing.executors._base import ExecutorCase, needs
+from colocate.testing.executors._base import ExecutorCase
 from colocate.testing.probes.plain import Rows
 from colocate.testing.probes.tensors import Tensors
 from colocate.testing.waiting import PATIENCE_S
@@ -140,12 +139,6 @@ class TensorResidents(TensorCase):
 class Memory(TensorCase):
     """No method writes into its arguments or what it has returned, and no two ranks share writable memory."""
 
-    @pytest.fixture
-    def copies(self, runtime: Runtime) -> None:
-        """Skip where values are handed over as they are: there everybody is trusted, and `strict=True` checks."""
-        if runtime.executor.codec.name == "reference":
-            pytest.skip(f"executor {runtime.name!r} hands values over as they are")
-
     def test_write_into_an_argument(self, tensors: Tensors) -> None:
         """Writing into a resident that is an argument is an error that names the method that wrote."""
         with tensors.make.keep(2) as kept:
@@ -204,8 +197,9 @@ class Memory(TensorCase):
         result.zero_()
         assert tensors.make(2).tolist() == [0.0, 1.0, 100.0, 101.0]
 
-    def test_ranks_share_nothing(self, torch: Any, copies: None, tensors: Tensors) -> None:
+    def test_ranks_share_nothing(self, torch: Any, copying: ColocatedGroup) -> None:
         """A rank gets memory of its own: what it writes there no other rank sees, and nor does the driver."""
+        tensors = copying.role("tensors", Tensors)
         for size in (4, 100_000):
             mine = torch.ones(size)
             first, second = tensors.keep_and_write(mine, on_rank=1)
@@ -213,10 +207,10 @@ class Memory(TensorCase):
             assert sum(tensors.still_has()[0]) == size
             assert float(mine.sum()) == size
 
-    def test_residents_are_not_shared(self, torch: Any, copies: None, pair: ColocatedGroup) -> None:
+    def test_residents_are_not_shared(self, torch: Any, copying: ColocatedGroup) -> None:
         """Nor do ranks share the memory of a resident that comes from another slot."""
-        right = pair.role("right_tensors", Tensors)
-        with pair.role("left_tensors", Tensors).make.keep(3) as kept:
+        right = copying.role("right_tensors", Tensors)
+        with copying.role("left_tensors", Tensors).make.keep(3) as kept:
             assert right.keep_and_write(kept.ref, on_rank=0) == [[0.0, 0.0, 0.0]]
             assert kept.fetch().tolist() == [0.0, 1.0, 2.0]
             assert right.whole(kept.ref) == [[0.0, 1.0, 2.0]]
@@ -225,7 +219,6 @@ class Memory(TensorCase):
         """`readonly=` allows sharing, and changes nothing else."""
         assert tensors.sum_readonly(torch.ones(3)) == [3.0, 3.0]
 
-    @needs(OwnProcess)
     def test_results_are_writable(self, torch: Any, tensors: Tensors) -> None:
         """What comes out of a worker is ordinary writable memory, small or large."""
         for rows in (2, 200_000):
