@@ -14,7 +14,8 @@ from tests.bench.stub import StubExecutor
 import colocate
 from colocate import Pool, RoleSpec
 from colocate._runtime import Runtime
-from colocate.testing.probes.plain import Echo, Rows
+from colocate.testing.probes.plain import Echo
+from colocate.testing.probes.rows import Rows
 
 _PART = "driver CPU per slot, stub executor"
 _SLOTS = (100, 1_000, 10_000)

@@ -16,7 +16,8 @@ from tests.bench.stub import StubExecutor
 
 import colocate
 from colocate._runtime import Runtime
-from colocate.testing.probes.plain import Echo, Rows
+from colocate.testing.probes.plain import Echo
+from colocate.testing.probes.rows import Rows
 
 
 def test_verdicts() -> None:

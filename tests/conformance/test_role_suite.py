@@ -11,7 +11,7 @@ import pytest
 import colocate
 from colocate import Concat, Role, Scatter, method
 from colocate.errors import RoleError, SerializationError
-from colocate.testing.probes.plain import Rows
+from colocate.testing.probes.rows import Rows
 from colocate.testing.roles import RoleSuite, Sample, sample
 
 
@@ -69,7 +69,7 @@ class TestCounter(CounterSuite):
 class TestByName(RoleSuite):
     """A role that is named."""
 
-    role = colocate.role("colocate.testing.probes.plain:Rows")
+    role = colocate.role("colocate.testing.probes.rows:Rows")
     ranks = 3
 
     def calls(self) -> Mapping[str, Sample]:

@@ -14,7 +14,8 @@ import colocate
 from colocate import ColocatedGroup, Pool, RoleSpec, Runtime
 from colocate.testing import leaks
 from colocate.testing.probes.faulty import Faulty
-from colocate.testing.probes.plain import Axes, Echo, Log, Own, Rows
+from colocate.testing.probes.plain import Echo, Log
+from colocate.testing.probes.rows import Axes, Own, Rows
 from colocate.testing.probes.tensors import Tensors
 
 F = TypeVar("F", bound=Callable[..., Any])

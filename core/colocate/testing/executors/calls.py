@@ -15,7 +15,8 @@ from colocate.errors import ConfigError, DispatchError, RoleError
 from colocate.testing.executors._base import ExecutorCase, Spawn
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
-from colocate.testing.probes.plain import Echo, Log, Own, Plain, Rows
+from colocate.testing.probes.plain import Echo, Log, Plain
+from colocate.testing.probes.rows import Own, Rows
 from colocate.testing.waiting import PATIENCE_S, wait_until
 
 

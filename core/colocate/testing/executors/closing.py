@@ -14,7 +14,8 @@ from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
-from colocate.testing.probes.plain import Echo, Log, Rows
+from colocate.testing.probes.plain import Echo, Log
+from colocate.testing.probes.rows import Rows
 from colocate.testing.waiting import PATIENCE_S, Processes, wait_until
 
 ROLES: dict[str, RoleSpec[Any]] = {
@@ -161,6 +162,21 @@ class Closing(ExecutorCase):
             with pytest.raises(ExceptionGroup):
                 group.close(grace=0)
             assert pool.spawn(ROLES).role("echo", Echo).first("again") == "again"
+
+    def test_newest_first(self) -> None:
+        """An owner closes what it owns in reverse: the newest first, so that nobody loses what it stands on."""
+        closed: list[str] = []
+
+        class Observer:
+            def colocate_group_closed(self, name: str) -> None:
+                closed.append(name)
+
+        with self.connect() as runtime:
+            runtime.observe(Observer())
+            first, second = runtime.reserve(2, cpus=0), runtime.reserve(1, cpus=0)
+            for part, name in ((first[0], "oldest"), (second, "middle"), (first[1], "newest of the older pool")):
+                part.spawn({"echo": colocate.role(Echo)}, name=name)
+        assert closed == ["middle", "newest of the older pool", "oldest"]
 
     def test_every_error(self, runtime: Runtime) -> None:
         """The owner's close frees everything, and only then raises what went wrong, together."""

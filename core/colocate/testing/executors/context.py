@@ -10,7 +10,8 @@ from colocate.errors import RoleError
 from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs
 from colocate.testing.gate import Gate
-from colocate.testing.probes.plain import Echo, Rows
+from colocate.testing.probes.plain import Echo
+from colocate.testing.probes.rows import Rows
 from colocate.testing.probes.tensors import Tensors
 from colocate.testing.waiting import wait_until
 
@@ -22,6 +23,7 @@ class Contexts(ExecutorCase):
         """Rank, world size, slot, node, role, group and generation are right on every rank."""
         nodes = [slot.node for slot in pair.pool.slots]
         for rank, fact in enumerate(pair.role("echo", Echo).who()):
+            assert fact.pop("seed") is not None
             assert fact == {
                 "rank": rank,
                 "world_size": 2,
@@ -76,6 +78,14 @@ class Contexts(ExecutorCase):
             workers = pair.workforce.workers
             wait_until(lambda: all(w.progress.get("echo") == (3, 10) for w in workers), "progress has come")
         call.result()
+
+    def test_seed(self, pair: ColocatedGroup) -> None:
+        """Each role and rank has a seed of its own, which depends on the runtime's."""
+        seeds = [fact["seed"] for role in ("echo", "other") for fact in pair.role(role, Echo).who()]
+        with self.connect(seed=1) as runtime, runtime.reserve(1, cpus=0) as pool:
+            group = pool.spawn({"echo": colocate.role(Echo)}, name=pair.name)
+            seeds += [fact["seed"] for fact in group.role("echo", Echo).who()]
+        assert len(set(seeds)) == 5
 
     def test_generator(self, pair: ColocatedGroup) -> None:
         """`ctx.generator` depends on runtime seed, group, role and rank alone: the numbers are these everywhere."""

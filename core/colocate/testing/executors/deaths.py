@@ -16,7 +16,8 @@ from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty, Parent
-from colocate.testing.probes.plain import Echo, Rows
+from colocate.testing.probes.plain import Echo
+from colocate.testing.probes.rows import Rows
 from colocate.testing.waiting import PATIENCE_S, Processes, wait_until
 
 
@@ -175,14 +176,21 @@ class Deaths(ExecutorCase):
     @pytest.mark.parametrize("how", ["close", "kill"])
     def test_children_of_a_worker(self, spawn: Spawn, how: str) -> None:
         """Processes that a role has started die with the worker, however it ends."""
-        group = spawn({"parent": colocate.role(Parent)})
-        children = Processes(group.role("parent", Parent).start_child())
+        group = spawn({"parent": colocate.role(Parent)}, slots=1)
+        children = Processes(pid for pids in group.role("parent", Parent).start_children() for pid in pids)
         if how == "close":
             group.close()
         else:
             group.role("parent", Parent).kill.submit().exception(PATIENCE_S)
         children.wait()
         children.close()
+
+    @needs(OwnProcess)
+    def test_multiprocessing(self, spawn: Spawn) -> None:
+        """Roles may use multiprocessing, as data loaders do, by fork and by spawn."""
+        parent = spawn({"parent": colocate.role(Parent)}, slots=1).role("parent", Parent)
+        assert parent.compute("fork") == [3]
+        assert parent.compute("spawn") == [3]
 
 
 def _pid(group: colocate.ColocatedGroup) -> int:

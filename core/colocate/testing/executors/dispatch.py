@@ -10,7 +10,7 @@ import colocate
 from colocate import ColocatedGroup
 from colocate.errors import ConfigError, DispatchError
 from colocate.testing.executors._base import ExecutorCase, Spawn
-from colocate.testing.probes.plain import Axes, Own, Rows
+from colocate.testing.probes.rows import Axes, Block, Own, Rows
 
 
 class Dispatching(ExecutorCase):
@@ -124,6 +124,13 @@ class Dispatching(ExecutorCase):
     def test_own_dispatch_and_collect(self, pair: ColocatedGroup) -> None:
         """A dispatch or collect of one's own needs one method, and runs on the driver."""
         assert pair.role("own", Own).swapped() == {0: (0, 1), 1: (1, 0)}
+
+    def test_own_rows(self, pair: ColocatedGroup) -> None:
+        """Types given to `register_batch` are split, padded and joined as everything with rows."""
+        joined = pair.role("own", Own).tripled(Block([1, 2, 3], "mine"))
+        assert (joined.rows, joined.name) == ([3, 6, 9], "mine tripled")
+        with pair.role("own", Own).tripled.keep(Block([1, 2, 3], "mine")) as kept:
+            assert pair.role("own", Own).tripled(kept.ref).rows == [9, 18, 27]
 
     def test_mesh_coordinates(self, square: ColocatedGroup) -> None:
         """Ranks lie row-major, the last axis fastest; an axis that the mesh lacks counts as size 1."""

@@ -13,7 +13,8 @@ from colocate import ColocatedGroup
 from colocate.errors import ColocateError, RoleError, SerializationError
 from colocate.testing.executors._base import ExecutorCase, Spawn
 from colocate.testing.probes.faulty import Faulty, Stubborn
-from colocate.testing.probes.plain import Echo, Rows
+from colocate.testing.probes.plain import Echo
+from colocate.testing.probes.rows import Rows
 
 
 class Failures(ExecutorCase):

@@ -13,7 +13,8 @@ from colocate.errors import CallTimeout, ColocateError, RoleError
 from colocate.testing.executors._base import ExecutorCase, Spawn
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
-from colocate.testing.probes.plain import Echo, Log, Rows
+from colocate.testing.probes.plain import Echo, Log
+from colocate.testing.probes.rows import Rows
 from colocate.testing.waiting import PATIENCE_S, wait_until
 
 RAISE, ADD = "raise", "add"

@@ -18,7 +18,8 @@ from colocate.errors import BorrowedError, ColocateError, ConfigError, ForkedErr
 from colocate.testing.executors._base import ExecutorCase, Spawn
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
-from colocate.testing.probes.plain import Echo, Rows
+from colocate.testing.probes.plain import Echo
+from colocate.testing.probes.rows import Rows
 from colocate.testing.waiting import PATIENCE_S, Processes
 
 

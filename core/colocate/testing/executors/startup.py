@@ -14,7 +14,8 @@ from colocate.testing.executors._base import ExecutorCase, Spawn, needs
 from colocate.testing.gate import Gate
 from colocate.testing.probes.early import Early
 from colocate.testing.probes.faulty import DiesAtStart, FailsToStart, HangsAtStart
-from colocate.testing.probes.plain import Echo, Plain, Rows
+from colocate.testing.probes.plain import Echo, Plain
+from colocate.testing.probes.rows import Rows
 
 
 class Startup(ExecutorCase):

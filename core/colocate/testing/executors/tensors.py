@@ -10,7 +10,7 @@ import colocate
 from colocate import ColocatedGroup
 from colocate.errors import RoleError
 from colocate.testing.executors._base import ExecutorCase
-from colocate.testing.probes.plain import Rows
+from colocate.testing.probes.rows import Rows
 from colocate.testing.probes.tensors import Tensors
 from colocate.testing.waiting import PATIENCE_S
 

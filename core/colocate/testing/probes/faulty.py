@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -168,13 +169,22 @@ class Parent(Role):
     """Starts a process of its own, as a data loader does."""
 
     def __init__(self) -> None:
-        self.children: list[subprocess.Popen[bytes]] = []
+        self.child: subprocess.Popen[bytes] | None = None
 
     @method
-    def start_child(self) -> int:
-        """Start one that would live for ever; its pid."""
-        self.children.append(subprocess.Popen([sys.executable, "-c", "import threading; threading.Event().wait()"]))
-        return self.children[-1].pid
+    def start_children(self) -> tuple[int, int]:
+        """Start two that would live for ever, a program and a fork; their pids."""
+        self.child = subprocess.Popen([sys.executable, "-c", "import threading; threading.Event().wait()"])
+        forked = os.fork()
+        if forked == 0:
+            threading.Event().wait()
+        return self.child.pid, forked
+
+    @method
+    def compute(self, how: str) -> int:
+        """Have a process of multiprocessing compute something."""
+        with multiprocessing.get_context(how).Pool(1) as pool:
+            return int(pool.apply(abs, (-3,)))
 
     @method
     def kill(self) -> None:

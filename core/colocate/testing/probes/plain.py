@@ -1,4 +1,4 @@
-"""Roles on plain Python values: who runs where, how rows travel, in which order calls run."""
+"""Roles on plain Python values: who runs where, and in which order calls run."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import attrs
-
 import colocate
-from colocate import Broadcast, Concat, First, Gather, OnRank, PerRank, Reduce, Role, Scatter, method
+from colocate import First, Gather, OnRank, PerRank, Role, Scatter, method
 from colocate.testing.gate import Address, is_open, pass_gate, pass_gate_async
 
 
@@ -60,6 +58,7 @@ class Echo(Role):
             "role": ctx.role,
             "group": ctx.group,
             "generation": ctx.generation,
+            "seed": ctx.seed,
             "same": colocate.context() is ctx,
         }
 
@@ -124,95 +123,6 @@ class Echo(Role):
         """Say how far it is, and wait."""
         self.ctx.progress(done, total)
         pass_gate(gate)
-
-
-class Rows(Role):
-    """Every dispatch and collect, on lists of numbers."""
-
-    @method(dispatch=Scatter("batch"), collect=Concat())
-    def double(self, batch: list[int]) -> list[int]:
-        """Twice each row."""
-        return [2 * row for row in batch]
-
-    @method(dispatch=Scatter("batch"), collect=Gather())
-    def seen(self, batch: Any, factor: int = 1) -> Any:
-        """What each rank gets."""
-        return batch, factor
-
-    @method(dispatch=Scatter("left", "right"), collect=Concat())
-    def zipped(self, left: list[int], right: list[int]) -> list[tuple[int, int]]:
-        """Rows that go together."""
-        return list(zip(left, right, strict=True))
-
-    @method(dispatch=Scatter("batch", pad=True), collect=Concat())
-    def padded(self, batch: list[int]) -> list[tuple[int, int]]:
-        """Each row, and how many rows this rank got."""
-        return [(row, len(batch)) for row in batch]
-
-    @method(dispatch=Scatter("batch", pad="masked"), collect=Gather())
-    def masked(self, batch: list[int]) -> tuple[list[int], int | None]:
-        """What each rank gets, and how much of it is real."""
-        return batch, self.ctx.valid_rows
-
-    @method(dispatch=Scatter("batch", empty="run"), collect=Gather())
-    def maybe_empty(self, batch: list[int]) -> tuple[list[int], int | None]:
-        """Runs on ranks without rows too."""
-        return batch, self.ctx.valid_rows
-
-    @method(dispatch=Scatter("batch", empty="run"), collect=Concat())
-    def keep_rows(self, batch: list[int]) -> list[int]:
-        """The rows, on ranks without any too."""
-        return list(batch)
-
-    @method(dispatch=PerRank("item"), collect=Gather())
-    def each(self, item: Any, shared: Any = None) -> tuple[int, Any, Any]:
-        """Item i on rank i."""
-        return self.ctx.rank, item, shared
-
-    @method(dispatch=OnRank(1))
-    def on_one(self, value: Any) -> tuple[int, Any]:
-        """On one rank alone."""
-        return self.ctx.rank, value
-
-    @method(dispatch=Scatter("batch", empty="run"), collect=Reduce("mean"))
-    def mean(self, batch: list[float]) -> dict[str, float]:
-        """The mean of the rows; NaN on a rank without any, which doesn't count."""
-        return {"mean": sum(batch) / len(batch) if batch else float("nan")}
-
-    @method(dispatch=Scatter("batch"), collect=Reduce("mean", weight=None))
-    def unweighted(self, batch: list[float]) -> float:
-        """The mean of the ranks' means."""
-        return sum(batch) / len(batch)
-
-    @method(dispatch=Scatter("batch"), collect=Reduce("sum"))
-    def total(self, batch: list[int]) -> dict[str, int]:
-        """The sum, leaf by leaf."""
-        return {"sum": sum(batch), "count": len(batch)}
-
-    @method(collect=Reduce("max"))
-    def highest(self) -> int:
-        """The highest rank."""
-        return self.ctx.rank
-
-    @method(collect=Reduce("min"))
-    def lowest(self) -> int:
-        """The lowest rank."""
-        return self.ctx.rank
-
-    @method(dispatch=Broadcast(), collect=Concat())
-    def produce(self, count: int) -> list[int]:
-        """So many rows on each rank, all different."""
-        return [100 * self.ctx.rank + index for index in range(count)]
-
-    @method(dispatch=PerRank("count"), collect=Concat())
-    def produce_each(self, count: int) -> list[int]:
-        """As `produce`, with a number for each rank."""
-        return [100 * self.ctx.rank + index for index in range(count)]
-
-    @method(collect=Concat())
-    def no_rows(self) -> int:
-        """Something that Concat can't join."""
-        return self.ctx.rank
 
 
 class Log(Role):
@@ -317,72 +227,6 @@ class Log(Role):
         while not self.ctx.cancelled:
             pause.wait(0.002)
         return "cancelled"
-
-
-class Axes(Role):
-    """Where the ranks lie in a mesh, and what reaches them there."""
-
-    @method
-    def coordinates(self, *axes: str) -> list[tuple[int, int]]:
-        """(rank, size) along each axis."""
-        return [(self.ctx.mesh.rank(axis), self.ctx.mesh.size(axis)) for axis in axes]
-
-    @method(dispatch=Scatter("batch"), collect=Gather())
-    def seen(self, batch: list[int]) -> list[int]:
-        """What each rank gets of a batch spread over dp."""
-        return batch
-
-    @method(dispatch=Scatter("batch", axis="tp"), collect=Gather())
-    def seen_along_tp(self, batch: list[int]) -> list[int]:
-        """What each rank gets of a batch spread over tp."""
-        return batch
-
-    @method(dispatch=Scatter("batch"), collect=Concat())
-    def tagged(self, batch: list[int]) -> list[tuple[int, int]]:
-        """The rows with the rank whose copy was taken."""
-        return [(row, self.ctx.rank) for row in batch]
-
-    @method(dispatch=Scatter("batch"), collect=Reduce("sum"))
-    def count(self, batch: list[int]) -> int:
-        """Rows, each counted once."""
-        return len(batch)
-
-    @method(dispatch=Scatter("batch"), collect=First())
-    def first_rank(self, batch: list[int]) -> int:
-        """The rank whose result counts."""
-        return self.ctx.rank
-
-
-@attrs.frozen
-class Swap(colocate.Dispatch):
-    """A dispatch of a user's own: rank i gets the arguments with `to` set to the rank counted from the end."""
-
-    def split(self, arguments: Any, ranks: colocate.Ranks) -> list[dict[str, Any]]:
-        """One mapping per rank."""
-        return [{**arguments, "to": ranks.world_size - 1 - rank} for rank in range(ranks.world_size)]
-
-
-@attrs.frozen
-class ByRank(colocate.Collect):
-    """A collect of a user's own: a dict by rank."""
-
-    def join(self, results: Any, ranks: colocate.Ranks) -> dict[int, Any]:
-        """The results by rank."""
-        return dict(enumerate(results))
-
-
-class Own(Role):
-    """A dispatch and a collect of a user's own, and all that Python's signatures allow."""
-
-    @method(dispatch=Swap(), collect=ByRank())
-    def swapped(self, to: int = -1) -> tuple[int, int]:
-        """Rank and what it was given."""
-        return self.ctx.rank, to
-
-    @method(collect=First())
-    def signature(self, a: int, /, b: int = 2, *rest: int, c: int, **others: int) -> Any:
-        """Every kind of parameter."""
-        return a, b, rest, c, others
 
 
 class Plain:
