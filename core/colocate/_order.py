@@ -131,6 +131,7 @@ class Link(Protocol):
 
     name: str
     grace: float
+    closed_by: str | None
 
     def send(self, slots: Sequence[int], head: tuple[Any, ...], body: Any = None) -> None:
         """Send one message to some workers."""
@@ -230,6 +231,8 @@ class CallOrder:
         with self.lock:
             call = self.pending.get(seq)
             hold = self._hold
+            if told[4] and self._link.closed_by is not None:
+                return  # it is the end of the group that has broken what the call waited for, and that is told to all
             if call is None and hold is None:
                 # Its caller has been told already (another rank failed first, and that hold is over).
                 self._begin_hold(seq, known=slot)

@@ -150,7 +150,9 @@ def check(outcome: Outcome, outcomes: Sequence[Outcome], journals: Sequence[Sequ
         assert begun or action.what == "use", f"{action} was not begun anywhere and failed: {outcome.error!r}"
         assert order.fails or action.what in ("meet", "use"), f"{action} had no reason to fail: {outcome.error!r}"
         assert isinstance(cause, RoleError), f"{action}: {outcome.error!r} from {cause!r}"
-        assert any(other.error is cause for other in outcomes[: order.call]), f"{action}: the cause is {cause!r}"
+        assert any(str(other.error) == str(cause) for other in outcomes[: order.call]), (
+            f"{action}: the cause is {cause!r}"
+        )
         event(f"{action.what} had begun and failed")
 
 

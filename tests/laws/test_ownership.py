@@ -273,7 +273,8 @@ class Ownership(RuleBasedStateMachine):
     @precondition(lambda self: self.groups())
     @rule(which=ANY, force=st.booleans(), leave=st.booleans())
     def close_group(self, which: int, force: bool, leave: bool) -> None:
-        group = pick(self.groups(), which)
+        lent = [group for group in self.groups() if group.borrowers()]
+        group = pick([*lent, *self.groups()], which)
         if not force and not leave and group.borrowers():
             self._refused(group.group.close, group.borrowers())
             return
@@ -289,7 +290,8 @@ class Ownership(RuleBasedStateMachine):
     @precondition(lambda self: self.pools())
     @rule(which=ANY, force=st.booleans(), leave=st.booleans())
     def close_pool(self, which: int, force: bool, leave: bool) -> None:
-        pool = pick(self.pools(), which)
+        lent = [group.pool for group in self.groups() if group.borrowers()]
+        pool = pick([*lent, *self.pools()], which)
         groups = [pool.group] if pool.group is not None else []
         outside = {group for own in groups for group in own.borrowers()}
         if not force and not leave and outside:

@@ -27,9 +27,10 @@ from colocate.errors import CapabilityError, ColocateError, DispatchError, RoleE
 from colocate.executor import Boot
 from colocate.worker import failure
 from colocate.worker.build import RoleBuild, construct
+from colocate.worker.consequence import Consequence
 from colocate.worker.lane import Lane, Work
 from colocate.worker.process_groups import ProcessGroups
-from colocate.worker.store import Poisoned, Store
+from colocate.worker.store import Store
 from colocate.worker.transfer import Transfer
 from colocate.worker.uses import Peers, Resolver
 
@@ -190,7 +191,7 @@ class WorkerHost:
         self._interrupted = seq, reason
         for token, (asker, waiting) in list(self._asks.items()):
             if asker >= seq and self._asks.pop(token, None) is not None:
-                waiting.set_exception(ColocateError(reason))
+                waiting.set_exception(Consequence(reason))
         if any(running >= seq for running in list(self.lane.running)):
             self.peers.abort(reason)
             self.groups.give_up_making()
@@ -213,7 +214,7 @@ class WorkerHost:
         reason = self.interruption()
         if reason is not None:
             self._asks.pop(token, None)
-            raise ColocateError(reason)
+            raise Consequence(reason)
         self._send(("ask", token, *question), None)
         return waiting.result()
 
@@ -346,7 +347,7 @@ class WorkerHost:
 
     def _failed(self, seq: int, keep: int | None, role: str, error: BaseException) -> None:
         host = isinstance(error, CapabilityError) or (isinstance(error, _HOST_ERRORS) and not _raised_by_role(error))
-        secondary = isinstance(error, Poisoned) or self.groups.lost_a_peer()
+        secondary = isinstance(error, Consequence) or self.groups.lost_a_peer()
         told = failure.describe(error, role=role, host=host, secondary=secondary)
         self._send(("failed", seq, told.head()), failure.sendable(error, self.codec))
         if keep is not None:  # who uses it fails of that in turn, and is to be heard of later than this

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from colocate import _batch, wire
 from colocate._tree import map_leaves
-from colocate.errors import ColocateError
-from colocate.worker.store import Entry, Poisoned, Store
+from colocate.worker.consequence import Consequence, Poisoned
+from colocate.worker.store import Entry, Store
 from colocate.worker.uses import Peers, Source
 
 if TYPE_CHECKING:
@@ -128,11 +128,11 @@ class ChannelPeers(Peers):
         aborts = self._channel.aborts
         reason = self._host.interruption()
         if reason is not None:
-            raise ColocateError(reason)
+            raise Consequence(reason)
         try:
             answer, body = self._channel.request(address, question, aborts)
         except ConnectionError as error:
-            raise ColocateError(
+            raise Consequence(
                 f"the resident of {source.label} can't be had from worker {where[1]} of group {where[0]!r}: {error}"
             ) from error
         poison, *head = answer

@@ -22,6 +22,7 @@ import attrs
 
 from colocate._context import Context
 from colocate.errors import CapabilityError, ColocateError
+from colocate.worker.consequence import Consequence
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 _TIMEOUT = datetime.timedelta(minutes=30)
 _ATTEMPT_TIMEOUT = datetime.timedelta(seconds=1)
 _ATTEMPTS = 60
+_PEERS_FAILED = "the ranks that would share this process group are in a failed call"
 _alone_lock = threading.Lock()
 _alone: list[ProcessGroup] = []
 
@@ -101,7 +103,7 @@ class ProcessGroups:
         try:
             store = self._store(dist, board, index, members)
             if self._given_up:
-                raise ColocateError("the ranks that would share this process group are in a failed call")
+                raise Consequence(_PEERS_FAILED)
             before = _connected_sockets()
             backend = "nccl" if str(ctx.device).startswith("cuda") else "gloo"
             if default:
@@ -109,6 +111,10 @@ class ProcessGroups:
                 group: Any = dist.group.WORLD
             else:
                 group = _new_group(dist, store, index, members, board, backend)
+        except Exception as error:
+            if not self._given_up or isinstance(error, Consequence):
+                raise
+            raise Consequence(_PEERS_FAILED) from error
         finally:
             self._making = None
         sockets = [_duplicate(fd) for fd in _connected_sockets() - before] if members > 1 else []

@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 
 from colocate._values import Watch
-from colocate.errors import ColocateError
+from colocate.worker.consequence import Consequence, Poisoned
 
 
 @attrs.define(eq=False)
@@ -22,10 +22,6 @@ class Entry:
     ready: bool = False
     maker: str = ""
     watch: Watch | None = None
-
-
-class Poisoned(ColocateError):
-    """A part that was never made: the failure of the call that should have made it is the cause."""
 
 
 class Store:
@@ -89,7 +85,7 @@ class Store:
             while True:
                 entry = self._entries.get(key)
                 if self._closed is not None:
-                    raise ColocateError(f"resident {key} isn't to be had any more: {self._closed}")
+                    raise Consequence(f"resident {key} isn't to be had any more: {self._closed}")
                 # A part that isn't known is on its way: it is never freed while a call that uses it is unfinished.
                 if entry is not None and entry.ready:
                     if entry.error is not None:
@@ -97,7 +93,7 @@ class Store:
                     return entry
                 reason = interruption()
                 if reason is not None:
-                    raise ColocateError(reason)
+                    raise Consequence(reason)
                 self._news.wait()
 
     def poke(self) -> None:
