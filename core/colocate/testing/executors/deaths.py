@@ -30,7 +30,9 @@ class Deaths(ExecutorCase):
         group = spawn({"faulty": colocate.role(Faulty), "echo": colocate.role(Echo)})
         pids = [pid for pid, _, _ in group.role("echo", Echo).place()]
         faulty = group.role("faulty", Faulty)
-        calls = [faulty.kill.submit(ranks=(1,)), faulty.fine.submit(), group.role("echo", Echo).noop.submit()]
+        with Gate() as gate:
+            faulty.wait.submit(gate.address)
+            calls = [faulty.kill.submit(ranks=(1,)), faulty.fine.submit(), group.role("echo", Echo).noop.submit()]
         error = calls[0].exception(PATIENCE_S)
         assert isinstance(error, WorkerDied)
         assert isinstance(error, RuntimeError)
