@@ -16,7 +16,7 @@ from colocate.testing import leaks
 from colocate.testing.probes.faulty import Faulty
 from colocate.testing.probes.plain import Echo, Log
 from colocate.testing.probes.rows import Axes, Own, Rows
-from colocate.testing.probes.tensors import Tensors
+from colocate.testing.probes.tensors import Collective, Tensors
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -129,8 +129,15 @@ class ExecutorCase:
     @pytest.fixture(scope="class")
     @classmethod
     def shared_square(cls, runtime: Runtime) -> Shared:
-        """Four slots as a mesh of two by two."""
-        return Shared(runtime, {"axes": colocate.role(Axes)}, 4, "square", {"dp": 2, "tp": 2})
+        """Four slots as a mesh of two by two, some roles on some of them."""
+        roles: dict[str, RoleSpec[Any]] = {
+            "axes": colocate.role(Axes),
+            "all": colocate.role(Collective),
+            "pair": colocate.role(Collective).on(slots=[1, 2]),
+            "solo": colocate.role(Collective).on(slots=[3]),
+            "default": colocate.role(Collective).on(slots=[0, 1], default_group=True),
+        }
+        return Shared(runtime, roles, 4, "square", {"dp": 2, "tp": 2})
 
     @pytest.fixture
     def pair(self, no_leaks: None, shared_pair: Shared) -> ColocatedGroup:

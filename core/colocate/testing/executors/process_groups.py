@@ -10,6 +10,7 @@ import colocate
 from colocate import Call, ColocatedGroup, Runtime
 from colocate.errors import CapabilityError, ColocateError, RoleError, WorkerDied
 from colocate.executor import OwnProcess
+from colocate.testing import leaks
 from colocate.testing.executors._base import ExecutorCase, Shared, Spawn, needs
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
@@ -20,41 +21,28 @@ from colocate.testing.waiting import PATIENCE_S
 class ProcessGroups(ExecutorCase):
     """`ctx.process_group()`."""
 
-    @pytest.fixture(scope="class")
-    @classmethod
-    def shared_ring(cls, runtime: Runtime) -> Shared:
-        """Four slots: a role on all, as a mesh; one on two; one with torch's default group."""
-        roles = {
-            "mesh": colocate.role(Collective).on(mesh={"dp": 2, "tp": 2}),
-            "pair": colocate.role(Collective).on(slots=[1, 2]),
-            "solo": colocate.role(Collective).on(slots=[3]),
-            "default": colocate.role(Collective).on(slots=[0, 1], default_group=True),
-        }
-
-        def warm_up(group: ColocatedGroup) -> None:
-            for axis in (None, "tp"):  # in workers that share the driver's process these are the driver's descriptors
-                group.role("solo", Collective).facts(axis)
-
-        return Shared(runtime, roles, 4, "ring", warm_up=warm_up)
-
     @pytest.fixture
-    def ring(self, no_leaks: None, shared_ring: Shared) -> ColocatedGroup:
-        """A group for collectives that the test leaves as it was."""
+    def ring(self, no_leaks: None, shared_square: Shared) -> ColocatedGroup:
+        """A group for collectives that the test leaves as it was; torch is needed."""
         pytest.importorskip("torch")
-        return shared_ring.get()
+        square = shared_square.get()
+        with leaks.shared():  # in workers that share the driver's process these groups are the driver's descriptors
+            for axis in (None, "tp"):
+                square.role("solo", Collective).facts(axis)
+        return square
 
     @needs(OwnProcess)
     def test_all_ranks(self, ring: ColocatedGroup) -> None:
         """Without an axis the group has all ranks of the role, and torch knows their numbers."""
-        assert ring.role("mesh", Collective).sum_each([1.0, 2.0, 3.0, 4.0]) == [10.0] * 4  # type: ignore[arg-type]
-        assert ring.role("mesh", Collective).facts() == [(0, 4), (1, 4), (2, 4), (3, 4)]
+        assert ring.role("all", Collective).sum_each([1.0, 2.0, 3.0, 4.0]) == [10.0] * 4  # type: ignore[arg-type]
+        assert ring.role("all", Collective).facts() == [(0, 4), (1, 4), (2, 4), (3, 4)]
         assert ring.role("pair", Collective).sum_each([1.0, 2.0]) == [3.0] * 2  # type: ignore[arg-type]
         assert ring.role("pair", Collective).facts() == [(0, 2), (1, 2)]
 
     @needs(OwnProcess)
     def test_axis(self, ring: ColocatedGroup) -> None:
         """With an axis it has those that share all other coordinates; an axis that the mesh lacks has one rank."""
-        mesh = ring.role("mesh", Collective)
+        mesh = ring.role("all", Collective)
         values: Any = [1.0, 2.0, 3.0, 4.0]
         assert mesh.sum_each(values, axis="tp") == [3.0, 3.0, 7.0, 7.0]
         assert mesh.sum_each(values, axis="dp") == [4.0, 6.0, 4.0, 6.0]
@@ -64,7 +52,7 @@ class ProcessGroups(ExecutorCase):
     @needs(OwnProcess)
     def test_same(self, ring: ColocatedGroup) -> None:
         """As long as no call fails it is one group."""
-        assert ring.role("mesh", Collective).same_twice() == [True] * 4
+        assert ring.role("all", Collective).same_twice() == [True] * 4
 
     @needs(OwnProcess)
     def test_default_group(self, ring: ColocatedGroup) -> None:
@@ -121,7 +109,7 @@ class ProcessGroups(ExecutorCase):
     @needs(OwnProcess)
     def test_hold_spares_the_others(self, ring: ColocatedGroup) -> None:
         """Ranks that the failed call isn't about go on with new groups too."""
-        mesh, pair = ring.role("mesh", Collective), ring.role("pair", Collective)
+        mesh, pair = ring.role("all", Collective), ring.role("pair", Collective)
         mesh.sum(1.0)
         with pytest.raises(RoleError):
             pair.sum_unless(1.0, 0)
@@ -131,7 +119,7 @@ class ProcessGroups(ExecutorCase):
     @needs(OwnProcess)
     def test_hold_before_a_later_collective(self, ring: ColocatedGroup) -> None:
         """A rank in a later call's collective, which its peers won't begin before the hold is over, is freed."""
-        pair, sender = ring.role("pair", Collective), ring.role("mesh", Collective)
+        pair, sender = ring.role("pair", Collective), ring.role("all", Collective)
         pair.sum(1.0)
         with Gate() as busy, Gate() as trigger, Gate() as begun:
             earlier = sender.pass_gate_and_fail.options(ranks=[2]).submit(busy.address, fail=False)

@@ -23,8 +23,8 @@ class Startup(ExecutorCase):
 
     def test_by_name(self, spawn: Spawn) -> None:
         """A role can be named "module:Class"."""
-        group = spawn({"echo": colocate.role("colocate.testing.probes.plain:Echo", tag="by name")})
-        assert group.role("echo", Echo).tag_and_rank() == [("by name", 0), ("by name", 1)]
+        group = spawn({"echo": colocate.role("colocate.testing.probes.plain:Echo", tag="by name")}, slots=1)
+        assert group.role("echo", Echo).tag_and_rank() == [("by name", 0)]
 
     def test_names_that_are_none(self, spawn: Spawn) -> None:
         """A name that leads nowhere is an error before anything starts."""
@@ -141,8 +141,8 @@ class Startup(ExecutorCase):
             def get(self) -> int:
                 return self.value
 
-        group = spawn({"first": colocate.role(First), "second": colocate.role(Second)})
-        assert group.role("second", Second).get() == [42, 42]
+        group = spawn({"first": colocate.role(First), "second": colocate.role(Second)}, slots=1)
+        assert group.role("second", Second).get() == [42]
 
     def test_environment(self, runtime: Runtime) -> None:
         """`env=` reaches workers before any role is imported; it is refused where they share the driver's process."""
