@@ -34,4 +34,4 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture
 def examples() -> dict[str, int]:
     """How many examples are tried on which executor."""
-    return {"threads": 60 * TIMES, "strict": 60 * TIMES, "processes": 25 * TIMES}
+    return {"threads": 100 * TIMES, "strict": 60 * TIMES, "processes": 30 * TIMES}

@@ -55,7 +55,7 @@ def viewed(leaf: Any) -> Any:
     if isinstance(leaf, np.ndarray):
         return np.broadcast_to(leaf[:, None], (len(leaf), 2, *leaf.shape[1:]))
     if leaf.is_nested:
-        return leaf[:]
+        return leaf.transpose(1, 2)
     if leaf.dim() > 1:
         return leaf.transpose(0, -1).transpose(0, -1)[..., ::2]
     longer = torch.cat([leaf.new_zeros(1), leaf])
@@ -69,6 +69,15 @@ def stretched(leaf: Any, counts: Sequence[int]) -> Any:
     if isinstance(leaf, np.ndarray):
         return np.repeat(leaf, list(counts), axis=0)
     return leaf[torch.repeat_interleave(torch.tensor(list(counts), dtype=torch.int64))]
+
+
+def head(leaf: Any, count: int | None) -> Any:
+    """The first rows."""
+    if not isinstance(leaf, torch.Tensor) or not leaf.is_nested or count is None:
+        return leaf[:count]
+    jagged: Any = leaf
+    offsets = jagged.offsets()[: count + 1]
+    return torch.nested.nested_tensor_from_jagged(jagged.values()[: int(offsets[-1])], offsets=offsets)
 
 
 def size(value: Any) -> int:
@@ -141,7 +150,7 @@ class Rows(Role):
     @method(dispatch=Scatter("x", pad="masked", empty="run"), collect=Concat())
     def masked(self, x: Any) -> Any:
         valid = self.ctx.valid_rows
-        return whole(x, lambda leaf: leaf[:valid])
+        return whole(x, lambda leaf: head(leaf, valid))
 
     @method(dispatch=Scatter("x", empty="run"), collect=Concat(), concurrency=2)
     async def later(self, x: Any) -> Any:
@@ -180,6 +189,26 @@ class Rows(Role):
     def rotate(self, x: Any, rank: int = -1) -> Any:
         assert rank == self.ctx.rank
         return x
+
+    @method(dispatch=Scatter("x", empty="run"), collect=Reduce("mean"))
+    def weighted_mean(self, x: list[int]) -> dict[str, Any]:
+        return self._means(x)
+
+    @method(dispatch=Scatter("x", pad="masked"), collect=Reduce("mean"))
+    def masked_mean(self, x: list[int]) -> dict[str, Any]:
+        return self._means(x[: self.ctx.valid_rows])
+
+    @method(dispatch=Scatter("x"), collect=Reduce("mean", weight=None))
+    def plain_mean(self, x: list[int]) -> dict[str, Any]:
+        return self._means(x)
+
+    def _means(self, x: list[int]) -> dict[str, Any]:
+        mean = sum(x) / len(x) if x else float("nan")  # a rank without rows weighs nothing, whatever it says
+        return {"number": mean, "tensor": torch.tensor([mean], dtype=torch.float64), "array": np.array([mean])}
+
+    @method(dispatch=Scatter("x", empty="run"), collect=Reduce("max"))
+    def largest(self, x: list[int]) -> int:
+        return max(x, default=-1)
 
     @method(dispatch=Broadcast(), collect=First())
     def forget(self) -> int:

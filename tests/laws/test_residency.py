@@ -4,48 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-import colocate
 from colocate import ColocatedGroup, ColocateError, Resident
 
+from .layouts import EXECUTORS, ranks, spawn
 from .programs import Node, Step, nodes, programs, replace
 from .reused import Reused
-from .rows import Rows
 from .values import difference
-
-EXECUTORS: dict[str, dict[str, Any]] = {
-    "threads": {},
-    "strict": {"strict": True},
-    "processes": {"processes": True},
-}
-
-
-def layout(slots: int) -> dict[str, dict[str, Any]]:
-    """Roles that lie on the slots of a group in several ways."""
-    return {
-        "all": {},
-        "back": {"slots": range(slots)[::-1]},
-        "ends": {"slots": [0, slots - 1]},
-        "last": {"slots": [slots - 1]},
-        "tensor": {"mesh": {"dp": slots // 2, "tp": 2}} if slots % 2 == 0 else {"mesh": {"tp": slots}},
-    }
-
-
-def ranks(slots: int) -> dict[str, int]:
-    """How many ranks each role has."""
-    return {name: len(place.get("slots", range(slots))) for name, place in layout(slots).items()}
-
-
-def spawn(stack: ExitStack, options: dict[str, Any], slots: int) -> ColocatedGroup:
-    runtime = stack.enter_context(colocate.connect("local", **options))
-    pool = stack.enter_context(runtime.reserve(slots=slots))
-    return pool.spawn({name: colocate.role(Rows).on(**place) for name, place in layout(slots).items()}, name="rows")
 
 
 def with_values(group: ColocatedGroup, program: Sequence[Step]) -> list[Any]:
@@ -119,23 +89,6 @@ def compare(group: ColocatedGroup, program: Sequence[Step]) -> None:
             assert words is None, f"step {index}, {step}: {words}"
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
-def test_a_resident_is_as_good_as_its_value(executor: str, examples: dict[str, int]) -> None:
-    """Random chains of role methods give the same whether values travel or stay."""
-    slots = 4 if executor == "threads" else 3
-    with Reused(lambda stack: spawn(stack, EXECUTORS[executor], slots)) as spawned:
-
-        @settings(max_examples=examples[executor])
-        @given(programs(ranks(slots)))
-        def law(program: Sequence[Step]) -> None:
-            with spawned() as group:
-                compare(group, program)
-                for role in ranks(slots):
-                    group.role(role).forget()
-
-        law()
-
-
 @st.composite
 def pairs(draw: Any, roles: dict[str, int]) -> Sequence[Step]:
     """Two residents of as many rows, made with any partitions anywhere, and a call that scatters both."""
@@ -154,14 +107,22 @@ def pairs(draw: Any, roles: dict[str, int]) -> Sequence[Step]:
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
-def test_residents_that_are_scattered_together_stay_row_by_row(executor: str, examples: dict[str, int]) -> None:
-    """Whatever the partitions they were made with, row i of one goes with row i of the other."""
-    with Reused(lambda stack: spawn(stack, EXECUTORS[executor], 3)) as spawned:
+def test_a_resident_is_as_good_as_its_value(executor: str, examples: dict[str, int]) -> None:
+    """Random chains of role methods give the same whether values travel or stay."""
+    slots = 4 if executor == "threads" else 3
+    with Reused(lambda stack: spawn(stack, executor, slots)) as spawned:
 
-        @settings(max_examples=examples[executor])
-        @given(pairs(ranks(3)))
-        def law(program: Sequence[Step]) -> None:
+        @given(programs(ranks(slots)))
+        def chains(program: Sequence[Step]) -> None:
+            with spawned() as group:
+                compare(group, program)
+                for role in ranks(slots):
+                    group.role(role).forget()
+
+        @given(pairs(ranks(slots)))
+        def residents_scattered_together(program: Sequence[Step]) -> None:
             with spawned() as group:
                 compare(group, program)
 
-        law()
+        for law in (chains, residents_scattered_together):
+            settings(max_examples=examples[executor])(law)()
