@@ -184,7 +184,7 @@ class Parent(Role):
     def compute(self, how: str) -> int:
         """Have a process of multiprocessing compute something."""
         with multiprocessing.get_context(how).Pool(1) as pool:
-            return int(pool.apply(abs, (-3,)))
+            return pool.apply(len, ("abc",))
 
     @method
     def kill(self) -> None:
