@@ -58,6 +58,7 @@ class ProcessGroups:
         self._ask = ask
         self._in_process = in_process
         self._made: dict[tuple[Any, ...], _Made] = {}
+        self._lock = threading.Lock()
         self._alone: dict[tuple[Any, ...], _Made] = {}  # of one rank: no failure elsewhere touches them
         self._making: set[int] | None = None  # the sockets that there were before the group that is being made
         self._given_up = False
@@ -86,7 +87,9 @@ class ProcessGroups:
         groups = self._made if members > 1 or self._is_default(ctx, name) else self._alone
         found = groups.get(key)
         if found is None:
-            found = groups[key] = self._make(ctx, members, index, name)
+            found = self._make(ctx, members, index, name)
+            with self._lock:
+                groups[key] = found
         return found.group
 
     def _is_default(self, ctx: Context, name: str) -> bool:
@@ -168,12 +171,14 @@ class ProcessGroups:
 
     def cut(self) -> None:
         """Free the peers that wait in a collective with this rank."""
-        for made in list(self._made.values()):
-            for connection in made.sockets:
-                try:
-                    connection.shutdown(socket.SHUT_RDWR)
-                except OSError:  # the peer has closed it already
-                    pass
+        # The lock is left with sockets only: a group that this thread still named would look like one a role holds.
+        with self._lock:
+            sockets = [connection for made in self._made.values() for connection in made.sockets]
+        for connection in sockets:
+            try:
+                connection.shutdown(socket.SHUT_RDWR)
+            except OSError:  # the peer has closed it already, or this worker has
+                pass
 
     def renew(self, hold: int) -> list[str]:
         """Drop all groups, so that the next ones are new; the names of roles that still hold an old one."""
@@ -181,10 +186,12 @@ class ProcessGroups:
         if not self._made:
             return []
         self.cut()
-        old = [(weakref.ref(made.group), made.role) for made in self._made.values()]
-        if any(made.default for made in self._made.values()):
+        with self._lock:
+            groups, self._made = self._made, {}
+        old = [(weakref.ref(made.group), made.role) for made in groups.values()]
+        if any(made.default for made in groups.values()):
             _forget_all(self._alone)  # with the default group torch forgets all others
-        _forget_all(self._made)
+        _forget_all(groups)
         gc.collect()  # a role's frames may be part of cycles
         return sorted({role or "group.run" for group, role in old if group() is not None})
 
