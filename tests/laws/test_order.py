@@ -13,7 +13,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 import colocate
-from colocate import Call, ColocatedGroup, ColocateError, Resident, RoleError
+from colocate import Call, CallTimeout, ColocatedGroup, ColocateError, Resident, RoleError
 
 from .reused import Reused
 from .scripted import Boom, Meetings, Order, Scripted
@@ -31,6 +31,7 @@ class Action:
     order: Order
     ranks: Sequence[int]
     uses: int | None = None
+    timeout: float | None = None
 
 
 @attrs.define
@@ -55,17 +56,18 @@ def programs(draw: Any) -> list[Action]:
         some = draw(st.lists(st.sampled_from(everywhere), min_size=1, unique=True).map(sorted))
         ranks = tuple(some) if what in ("plain", "overlapping") else everywhere
         fails = draw(st.sampled_from([(), (), *((rank,) for rank in ranks), ranks]))
-        slow = draw(st.dictionaries(st.sampled_from(ranks), st.sampled_from([1, 5]), max_size=1))
+        slow = draw(st.dictionaries(st.sampled_from(ranks), st.sampled_from([1, 5, 20]), max_size=1))
         order = Order(number, tuple(fails), draw(st.booleans()), slow)
-        actions.append(Action(role, what, order, ranks, draw(st.sampled_from(makers)) if what == "use" else None))
+        uses = draw(st.sampled_from(makers)) if what == "use" else None
+        actions.append(Action(role, what, order, ranks, uses, draw(st.sampled_from([None, None, None, 0.005]))))
     return actions
 
 
 def submit(group: ColocatedGroup, action: Action, before: Sequence[Outcome]) -> Outcome:
     outcome = Outcome(action)
     method = getattr(group.role(action.role), action.what)
-    if action.what in ("plain", "overlapping"):
-        method = method.options(ranks=action.ranks)
+    somewhere = action.ranks if action.what in ("plain", "overlapping") else None
+    method = method.options(ranks=somewhere, timeout=action.timeout)
     try:
         if action.what == "make":
             outcome.resident = method.keep(action.order)
@@ -75,7 +77,7 @@ def submit(group: ColocatedGroup, action: Action, before: Sequence[Outcome]) -> 
             made = before[action.uses].resident
             assert made is not None, before[action.uses].error
             outcome.call = method.submit(action.order, made.ref)
-    except RoleError as error:  # it uses what could not be made, and that is known already
+    except (RoleError, CallTimeout) as error:  # it uses what could not be made, and that is known already
         outcome.error = error
     return outcome
 
@@ -135,10 +137,13 @@ def check(outcome: Outcome, outcomes: Sequence[Outcome], journals: Sequence[Sequ
         assert outcome.value == wanted(action, outcomes), f"{action} gave {outcome.value}"
         event(f"{action.what} went well")
         return
-    assert isinstance(outcome.error, RoleError), f"{action}: {outcome.error!r}"
+    assert isinstance(outcome.error, RoleError | CallTimeout), f"{action}: {outcome.error!r}"
     cause = outcome.error.__cause__
     if source is not None and source.error is not None and str(outcome.error) == str(source.error):
         event("could not use what was not made")
+    elif isinstance(outcome.error, CallTimeout):
+        assert action.timeout is not None
+        event(f"{action.what} was late")
     elif isinstance(cause, Boom):
         call, rank = cause.args
         assert (call, rank) == (order.call, outcome.error.rank)
@@ -149,7 +154,7 @@ def check(outcome: Outcome, outcomes: Sequence[Outcome], journals: Sequence[Sequ
         # A later call that a rank had begun already: it failed there, after an earlier one.
         assert begun or action.what == "use", f"{action} was not begun anywhere and failed: {outcome.error!r}"
         assert order.fails or action.what in ("meet", "use"), f"{action} had no reason to fail: {outcome.error!r}"
-        assert isinstance(cause, RoleError), f"{action}: {outcome.error!r} from {cause!r}"
+        assert isinstance(cause, RoleError | CallTimeout), f"{action}: {outcome.error!r} from {cause!r}"
         assert any(str(other.error) == str(cause) for other in outcomes[: order.call]), (
             f"{action}: the cause is {cause!r}"
         )

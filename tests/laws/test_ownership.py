@@ -60,6 +60,7 @@ class Ownership(RuleBasedStateMachine):
         self.runtimes: list[OneRuntime] = []
         self.ended: list[OneRuntime | OnePool | Group] = []
         self.numbers = itertools.count(1)
+        self.calls: list[colocate.Call[Any]] = []
         self.gates = Path(tempfile.mkdtemp(prefix="gates-"))
 
     # -- opening
@@ -124,6 +125,7 @@ class Ownership(RuleBasedStateMachine):
         group, number = pick(self.groups(), which), next(self.numbers)
         if group.calls:
             call = group.tenant.echo.submit(number)
+            self.calls.append(call)
             group.calls.append(OneCall(group, call, "tenant.echo", number))
         else:
             assert group.tenant.echo(number) == number
@@ -232,6 +234,7 @@ class Ownership(RuleBasedStateMachine):
         gate = self.gates / str(next(self.numbers))
         reference = None if kept is None or kept.resident is None else kept.resident.ref
         call = group.tenant.wait.submit(str(gate), reference)
+        self.calls.append(call)
         group.calls.append(OneCall(group, call, "tenant.wait", None if kept is None else kept.value, gate, kept))
 
     @precondition(lambda self: self.busy())
@@ -457,6 +460,7 @@ class Ownership(RuleBasedStateMachine):
             for runtime in list(self.runtimes):
                 with contextlib.suppress(BaseExceptionGroup):
                     runtime.runtime.close()
+            assert all(call.done() for call in self.calls), "a future was left unresolved"
         finally:
             shutil.rmtree(self.gates)
 
