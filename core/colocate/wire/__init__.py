@@ -7,6 +7,7 @@ from colocate.wire.framing import Frame, Head, Message, encode
 from colocate.wire.hub import Hub
 from colocate.wire.lane import SocketLane
 from colocate.wire.peer import PeerChannel
+from colocate.wire.turns import Turns
 
 __all__ = [
     "KEY_BYTES",
@@ -18,6 +19,7 @@ __all__ = [
     "Packed",
     "PeerChannel",
     "SocketLane",
+    "Turns",
     "connect",
     "encode",
     "explain",

@@ -35,11 +35,18 @@ class SocketLane:
         self._reader = Reader(self._passes_files)
         self._lock = threading.Lock()
         self._empty = threading.Condition(self._lock)
+        self._reading = threading.RLock()  # held while messages are received and handled: one thread at a time does
+        self._lent = False
         self._queue: deque[Sending] = deque()
         self._can_send = True
         self._closing = False
         self._finished = False
         self._reason: str | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether it is over: nothing is received any more."""
+        return self._finished
 
     @property
     def closed(self) -> bool:
@@ -122,12 +129,36 @@ class SocketLane:
                     # Ctrl-C, say. Nobody knows how much was written, and half a message would garble all others.
                     self._shut("interrupted in the middle of sending a message")
                     raise
-                self._hub._interest(self._sock, select.EPOLLIN | select.EPOLLOUT)
             frame.hold()
             self._queue.append(sending)
+            self._show_interest()
             return True
 
-    # What follows runs on the hub's thread.
+    # For the thread that has taken its turn (see `turns.py`):
+
+    def lend(self) -> bool:
+        """Have the calling thread receive from now on, instead of the hub's; False when the lane has ended."""
+        return self._lend(True)
+
+    def take_back(self) -> None:
+        """Have the hub receive again."""
+        self._lend(False)
+
+    def receive(self, scratch: memoryview) -> None:
+        """Receive what is there and handle it."""
+        with self._reading:
+            if not self._finished:
+                self._receive(scratch)
+
+    def _lend(self, lent: bool) -> bool:
+        with self._lock:
+            if self._finished:
+                return False
+            self._lent = lent
+            self._show_interest()
+            return True
+
+    # What follows runs on the hub's thread, or on the one that receives.
 
     def _on_events(self, events: int) -> None:
         if self._closing:
@@ -136,7 +167,7 @@ class SocketLane:
         if events & select.EPOLLOUT:
             self._flush()
         if events & ~select.EPOLLOUT:
-            self._receive()
+            self.receive(self._hub._scratch)
 
     def _flush(self) -> None:
         with self._lock:
@@ -150,12 +181,12 @@ class SocketLane:
             except OSError as error:
                 self._break(error)
             if not self._finished:
-                self._hub._interest(self._sock, select.EPOLLIN)
+                self._show_interest()
             self._empty.notify_all()
 
-    def _receive(self) -> None:
+    def _receive(self, scratch: memoryview) -> None:
         try:
-            messages = self._reader.read(self._sock, self._hub._scratch)
+            messages = self._reader.read(self._sock, scratch)
         except BlockingIOError:
             return
         except EOFError as error:
@@ -180,7 +211,7 @@ class SocketLane:
 
     def _finish(self, reason: str) -> None:
         """Release everything and say so, once."""
-        with self._lock:
+        with self._reading, self._lock:
             if self._finished:
                 return
             self._finished = True
@@ -194,6 +225,10 @@ class SocketLane:
             report_exception()
 
     # With the lock held:
+
+    def _show_interest(self) -> None:
+        """Tell the hub what to look for."""
+        self._hub._interest(self._sock, (0 if self._lent else select.EPOLLIN) | (select.EPOLLOUT if self._queue else 0))
 
     def _break(self, error: OSError) -> None:
         """Sending failed. What the other side sent before is still read; then its end is found, and the lane ends."""
@@ -221,6 +256,7 @@ class SocketLane:
     def _forget_fork(self) -> None:
         """In a forked child: close what was inherited, whatever state a lock was left in."""
         self._lock = threading.Lock()
+        self._reading = threading.RLock()
         self._empty = threading.Condition(self._lock)
         self._can_send = False
         self._closing = self._finished = True

@@ -25,6 +25,7 @@ from colocate._method import MethodSpec
 from colocate._values import describe, ordinary
 from colocate.errors import CapabilityError, ColocateError, DispatchError, RoleError, SerializationError
 from colocate.executor import Boot
+from colocate.wire import Turns
 from colocate.worker import failure
 from colocate.worker.build import RoleBuild, construct
 from colocate.worker.consequence import Consequence
@@ -59,6 +60,7 @@ class WorkerHost:
         strict: Whether contents of residents are checked for writes.
         in_process: Whether the other workers are threads of this process.
         on_end: Called once its lane has ended after `close`.
+        turns: How its lane receives messages itself while it idles.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class WorkerHost:
         strict: bool = False,
         in_process: bool = False,
         on_end: Callable[[], None] = lambda: None,
+        turns: Turns | None = None,
     ) -> None:
         self.boot = boot
         self.codec = codec
@@ -87,7 +90,7 @@ class WorkerHost:
         self.groups = ProcessGroups(self.ask, in_process)
         self.peers = peers(self)
         self._transfer = Transfer(f"colocate-transfer-{boot.worker}")
-        self.lane = Lane(f"colocate-lane-{boot.worker}", self._held, self._broken)
+        self.lane = Lane(f"colocate-lane-{boot.worker}", self._held, self._broken, turns)
         self._handlers: dict[str, Callable[..., None]] = {
             "build": self._on_build,
             "call": self._on_call,

@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 import attrs
 
 from colocate._context import CallState
+from colocate.wire import Turns
 
 
 @attrs.define(eq=False)
@@ -53,7 +54,11 @@ class Lane:
     """Runs work in order on a thread of its own; `hold` and `resume` come from the thread that receives messages."""
 
     def __init__(
-        self, name: str, on_held: Callable[[int, int], None], on_broken: Callable[[], None] = lambda: None
+        self,
+        name: str,
+        on_held: Callable[[int, int], None],
+        on_broken: Callable[[], None] = lambda: None,
+        turns: Turns | None = None,
     ) -> None:
         """Start the thread.
 
@@ -61,11 +66,13 @@ class Lane:
             name: Name of the thread.
             on_held: Called on the lane with (hold, highest call begun) once this rank is back.
             on_broken: Called on the lane when it ends by an exception, which no role can cause but a mistake here.
+            turns: How the lane receives messages itself while it idles; None where others always bring them.
         """
         self._queue: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._waiting: deque[Work] = deque()  # taken from the queue, not begun yet
         self._on_held = on_held
         self._on_broken = on_broken
+        self._turns = turns
         self._held = self._noted = self._resumed = self._reported = 0
         self._limits: dict[int, int] = {}  # by hold that isn't over: only calls before this one begin
         self._begun = -1
@@ -120,6 +127,8 @@ class Lane:
 
     def _put(self, item: _Item) -> None:
         self._queue.put(item)
+        if self._turns is not None:
+            self._turns.wake()
         loop, wake = self._loop, self._wake
         if self._tasks and loop is not None and wake is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: the lane has just ended
@@ -182,8 +191,13 @@ class Lane:
         if self._tasks:
             self._pump()
             return
+        if self._turns is not None:
+            self._turns.wait(self._has_news)
         self._note(self._queue.get())
         self._note_all()
+
+    def _has_news(self) -> bool:
+        return not self._queue.empty()
 
     def _note_all(self) -> None:
         while not self._queue.empty():  # nobody else takes from it

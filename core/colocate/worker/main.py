@@ -96,8 +96,10 @@ def start(boot: Boot, strict: bool, lane: wire.SocketLane, hub: wire.Hub) -> Wor
     def leave() -> None:
         lane.drain(1.0)
         hub.close()
+        turns.close()
 
-    host = WorkerHost(boot, BY_VALUE, partial(_say, lane), ChannelPeers, strict=strict, on_end=leave)
+    turns = wire.Turns(lane)
+    host = WorkerHost(boot, BY_VALUE, partial(_say, lane), ChannelPeers, strict=strict, on_end=leave, turns=turns)
     lane.send(("hello", hello()))
     return host
 
