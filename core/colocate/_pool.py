@@ -63,12 +63,11 @@ class PoolPart:
 class Pool(Owned):
     """Slots reserved together, all or none. Made by `runtime.reserve`; a context manager that closes it."""
 
-    def __init__(self, runtime: Runtime, name: str, request: Request, env: Mapping[str, str]) -> None:
+    def __init__(self, runtime: Runtime, name: str, request: Request) -> None:
         """Use `runtime.reserve`."""
         super().__init__("pool", name, runtime)
         self.runtime = runtime
         self.request = request
-        self.env = dict(env)
         self.reservation: Reservation | None = None
         self._taken: dict[int, ColocatedGroup] = {}
         self._lock = threading.Lock()

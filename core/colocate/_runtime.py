@@ -134,8 +134,9 @@ class Runtime(Owned):
             raise CapabilityError(f"executor {self.name!r} can't detach pools", capability="Detachable", executors=())
         memory = None if host_memory is None else parse_bytes(host_memory, "host_memory")
         chosen = name or f"pool-{next(self._names)}"
-        request = Request(slots, gpus, cpus, memory, strategy, timeout, chosen)
-        pool = Pool(self, chosen, request, {key: str(value) for key, value in (env or {}).items()})
+        variables = {key: str(value) for key, value in (env or {}).items()}
+        request = Request(slots, gpus, cpus, memory, strategy, timeout, chosen, variables)
+        pool = Pool(self, chosen, request)
         try:
             reservation = self.executor.reserve(request)
         except BaseException:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from colocate.executor import Boot, Exit, Host
+from colocate.worker.output import split_label
 
 if TYPE_CHECKING:
     from colocate._group import ColocatedGroup
+
+
+_TAIL_LINES = 20
 
 
 class _NotLaunched(Host):
@@ -47,6 +54,7 @@ class Worker:
     exit: Exit | None = None
     lane_ended: bool = False
     progress: dict[str | None, tuple[int, int | None]] = attrs.field(factory=dict)
+    _tail: deque[str] = attrs.field(factory=lambda: deque(maxlen=_TAIL_LINES))
     _address: str | None = None
     _asking: list[Callable[[str | None], None]] = attrs.field(factory=list)
 
@@ -82,9 +90,18 @@ class Worker:
         else:
             _HANDLERS[kind](self, head, body)
 
+    def logged(self, line: str) -> None:
+        """A line of its output: shown with the role and rank that printed it, where that is known."""
+        label, text = split_label(line)
+        self._tail.append(text)
+        who = f"{self.boot.group}/{label}" if label is not None else f"{self.boot.group} {self.slot}"
+        with contextlib.suppress(OSError, ValueError):  # the driver's own output is closed: nobody reads it
+            print(f"[{who}] {text}", file=sys.stderr, flush=True)
+
     def exited(self, exit: Exit) -> None:
         """It is gone."""
-        self.exit = exit
+        tail = "\n".join(self._tail) or None
+        self.exit = exit = attrs.evolve(exit, log_tail=exit.log_tail or tail)
         asking, self._asking = self._asking, []
         for tell in asking:
             tell(None)

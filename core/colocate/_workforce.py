@@ -47,9 +47,11 @@ class Workforce:
                     node=place.node,
                     device=place.device,
                     cpus=pool.request.cpus,
-                    env=pool.env,
+                    env=pool.request.env,
                     secret=runtime.secret,
                     path=runtime.path,
+                    host=place.host,
+                    strict=runtime.strict,
                 ),
             )
             for slot, place in enumerate(places)

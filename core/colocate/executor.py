@@ -39,6 +39,7 @@ class Request:
         strategy: "pack" (as few nodes as possible) or "spread" (as many).
         timeout: Seconds to wait while they could fit but don't now.
         owner: Name of the pool, for the engine's own listings.
+        env: Environment variables of its workers (`Boot.env` again), for an executor that starts something early.
     """
 
     slots: int
@@ -48,6 +49,7 @@ class Request:
     strategy: str = "pack"
     timeout: float = 60.0
     owner: str = ""
+    env: Mapping[str, str] = attrs.field(factory=dict)
 
 
 @attrs.frozen
@@ -58,12 +60,14 @@ class Place:
         node: Name of the machine.
         devices: Indices of its GPUs there.
         device: What torch calls the slot's device inside the worker.
+        host: Address under which workers on other machines reach this one; loopback when there are none.
         handle: Whatever the executor needs to find it again.
     """
 
     node: str
     devices: tuple[int, ...] = ()
     device: str = "cpu"
+    host: str = "127.0.0.1"
     handle: Any = None
 
 
@@ -89,6 +93,8 @@ class Boot:
         env: Environment variables, set before torch or a role is imported.
         secret: The runtime's key, which authenticates worker-to-worker channels.
         path: Entries of the driver's `sys.path` that the worker lacks are appended.
+        host: Address under which other workers reach this one's machine.
+        strict: Whether contents of residents are checked for writes.
     """
 
     worker: str
@@ -100,11 +106,16 @@ class Boot:
     env: Mapping[str, str] = attrs.field(factory=dict)
     secret: bytes = attrs.field(default=b"", repr=False)
     path: tuple[str, ...] = ()
+    host: str = "127.0.0.1"
+    strict: bool = False
 
 
 @attrs.frozen
 class Exit:
-    """How a worker ended, as far as the engine tells; None where it doesn't (never a guess)."""
+    """How a worker ended, as far as the engine tells; None where it doesn't (never a guess).
+
+    The last lines of its output are filled in by core, from what was `logged`.
+    """
 
     exitcode: int | None = None
     signal: str | None = None
@@ -117,6 +128,9 @@ class HostEvents(Protocol):
 
     def received(self, head: tuple[Any, ...], body: Any) -> None:
         """A message from the worker, in the order in which it was sent."""
+
+    def logged(self, line: str) -> None:
+        """A line of the worker's output; core shows it, and keeps the last ones."""
 
     def exited(self, exit: Exit) -> None:
         """It is gone. Said exactly once, also after `kill`; nothing is received afterwards."""

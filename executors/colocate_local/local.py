@@ -38,12 +38,11 @@ class Local(Executor):
         from colocate_local.threads import LocalThreads
 
         node = Node(platform.node(), cpus, count_gpus() if gpus is None else gpus)
-        return LocalProcesses(node, strict) if processes else LocalThreads(node, strict)
+        return LocalProcesses(node) if processes else LocalThreads(node, strict)
 
-    def __init__(self, node: Node, strict: bool) -> None:
+    def __init__(self, node: Node) -> None:
         """Use `connect`."""
         self._node = node
-        self._strict = strict
         self._ledger = Ledger([node], self._device)
 
     @staticmethod

@@ -22,7 +22,7 @@ class LocalThreads(Local):
 
     def __init__(self, node: Node, strict: bool) -> None:
         """Use `Local.connect`."""
-        super().__init__(node, strict)
+        super().__init__(node)
         self.codec = STRICT if strict else BY_REFERENCE
         self._hosts: dict[tuple[str, int], ThreadHost] = {}
 
@@ -58,11 +58,6 @@ class LocalThreads(Local):
     def close(self) -> None:
         """There is nothing to disconnect."""
 
-    @property
-    def strict(self) -> bool:
-        """Whether contents of residents are checked."""
-        return self._strict
-
 
 class ThreadHost(Host):
     """The driver's end of a worker in the same process."""
@@ -78,7 +73,6 @@ class ThreadHost(Host):
             executor.codec,
             self._say,
             lambda host: LocalPeers(host, executor.find),
-            strict=executor.strict,
             in_process=True,
             on_end=lambda: self._exit(None),
         )

@@ -97,8 +97,9 @@ def test_line_without_end(runtime: Runtime) -> None:
     """A progress bar that never ends its line doesn't fill the driver's memory."""
     group = runtime.reserve(1).spawn({"talker": colocate.role(Talker)})
     talker = group.role("talker", Talker)
-    host: Any = group.workforce.workers[0].host
+    worker: Any = group.workforce.workers[0]
+    process = worker.host._process
     for _ in range(30):
         talker.write("\r" + "#" * 1000)
-    wait_until(lambda: sum(map(len, host._tail)) + len(host._partial) >= 30_000, "all of it has come")
-    assert len(host._partial) <= 8192
+    wait_until(lambda: sum(map(len, worker._tail)) + len(process._partial) >= 30_000, "all of it has come")
+    assert len(process._partial) <= 8192

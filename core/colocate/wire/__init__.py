@@ -1,5 +1,6 @@
 """The wire: values as bytes, messages on authenticated sockets, one thread for any number of connections."""
 
+from colocate.wire._forks import own_descriptors
 from colocate.wire.auth import KEY_BYTES, Listener, connect, listen, new_key
 from colocate.wire.codec import Packed, pack, unpack
 from colocate.wire.explain import explain
@@ -25,6 +26,7 @@ __all__ = [
     "explain",
     "listen",
     "new_key",
+    "own_descriptors",
     "pack",
     "unpack",
 ]

@@ -28,6 +28,11 @@ def track_socket(sock: socket.socket) -> socket.socket:
     return sock
 
 
+def own_descriptors() -> set[int]:
+    """The descriptors of all sockets of the wire."""
+    return {sock.fileno() for sock in list(_sockets)}
+
+
 def track(thing: Forgetful) -> None:
     """Call its `forget` in forked children."""
     _live.add(thing)

@@ -4,9 +4,11 @@ The listener sends a nonce; the dialler answers with its own nonce and a proof; 
 an HMAC-SHA256 over the side's name and both nonces, so that none can be replayed or reflected. All messages have a
 fixed size; no byte of a stranger is ever unpickled.
 
-Addresses are text: `unix:NAME`, a name in Linux's abstract namespace, and `tcp:127.0.0.1:PORT`. Abstract names vanish
-with their socket, also when the process is killed, where a socket in a directory would stay; what a directory's mode
-would do is done by asking the kernel for the other side's user: only one's own gets as far as the proof.
+Addresses are text: `unix:NAME`, a name in Linux's abstract namespace, and `tcp:HOST:PORT`; several, by commas, are
+ways to one listener, of which a dialler takes the first that works (a Unix socket does on its own machine). Abstract
+names vanish with their socket, also when the process is killed, where a socket in a directory would stay; what a
+directory's mode would do is done by asking the kernel for the other side's user: only one's own gets as far as the
+proof.
 """
 
 from __future__ import annotations
@@ -75,11 +77,12 @@ class Listener:
         self._sock.close()
 
 
-def listen(kind: Kind = "unix") -> Listener:
-    """Open a listening socket that only this machine reaches.
+def listen(kind: Kind = "unix", host: str = "127.0.0.1") -> Listener:
+    """Open a listening socket.
 
     Args:
-        kind: `"unix"` (faster: large memory is passed, not copied) or `"tcp"` (loopback).
+        kind: `"unix"` (only this machine reaches it; faster: large memory is passed, not copied) or `"tcp"`.
+        host: With `"tcp"`: the address of this machine to listen on; loopback for this machine only.
 
     Returns:
         The listener.
@@ -90,9 +93,9 @@ def listen(kind: Kind = "unix") -> Listener:
         sock.bind(f"\0{name}")
         address = f"unix:{name}"
     elif kind == "tcp":
-        sock = socket.socket(socket.AF_INET)
-        sock.bind(("127.0.0.1", 0))
-        address = f"tcp:127.0.0.1:{sock.getsockname()[1]}"
+        sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        sock.bind((host, 0))
+        address = f"tcp:{host}:{sock.getsockname()[1]}"
     else:
         raise ValueError(f"no kind of address is called {kind!r}: use 'unix' or 'tcp'")
     sock.listen(_BACKLOG)
@@ -127,13 +130,23 @@ def connect(address: str, key: bytes, timeout: float = 10.0) -> socket.socket:
 
 def dial(address: str, timeout: float) -> socket.socket:
     """The first half of `connect`: a connection that isn't authenticated yet."""
+    *firsts, last = address.split(",")
+    for alternative in firsts:
+        try:
+            return _dial(alternative, timeout)
+        except ConnectionRefusedError:  # a Unix socket of another machine, say
+            continue
+    return _dial(last, timeout)
+
+
+def _dial(address: str, timeout: float) -> socket.socket:
     kind, _, place = address.partition(":")
     target: str | tuple[str, int]
     if kind == "unix":
         family, target = socket.AF_UNIX, f"\0{place}"
     elif kind == "tcp":
         host, _, port = place.rpartition(":")
-        family, target = socket.AF_INET, (host, int(port))
+        family, target = (socket.AF_INET6 if ":" in host else socket.AF_INET), (host, int(port))
     else:
         raise ValueError(f"{address!r} is no address: it should begin with 'unix:' or 'tcp:'")
     sock = track_socket(socket.socket(family))

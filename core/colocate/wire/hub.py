@@ -119,6 +119,16 @@ class Hub:
             if self._handlers.pop(fd, None) is not None and not self._ended.is_set():
                 self._epoll.unregister(fd)
 
+    def later(self, seconds: float, action: Callable[[], None]) -> None:
+        """Run an action on the hub's thread after some time; from any thread. Dropped when the hub is closed."""
+        with self._lock:
+            if self._stopping:
+                return
+            heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._order), action))
+            self._start()
+            if threading.current_thread() is not self._thread:
+                os.eventfd_write(self._wake, 1)  # it may be waiting for longer than that
+
     def run(self) -> None:
         """Serve on the calling thread until the hub is closed (`own_thread=False`)."""
         with self._lock:
@@ -176,16 +186,16 @@ class Hub:
             if self._handlers.pop(sock.fileno(), None) is not None:
                 self._epoll.unregister(sock)
 
-    def _later(self, seconds: float, action: Callable[[], None]) -> None:
-        """Run an action on the hub's thread; only called there."""
-        heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._order), action))
-
     def _register(self, fd: int, handler: Callable[[int], None]) -> None:
         """With the lock held."""
         if self._stopping:
             raise ClosedError(f"hub {self.name!r} is closed: it serves nothing any more")
         self._epoll.register(fd, select.EPOLLIN)
         self._handlers[fd] = handler
+        self._start()
+
+    def _start(self) -> None:
+        """With the lock held."""
         if self._own_thread and self._thread is None:
             self._thread = threading.Thread(target=self._serve, name=f"colocate-{self.name}", daemon=True)
             self._thread.start()
@@ -203,10 +213,15 @@ class Hub:
     def _patience(self) -> float:
         """Run what is due; how long until the next is."""
         while self._timers:
-            left = self._timers[0][0] - time.monotonic()
-            if left > 0:
-                return left
-            heapq.heappop(self._timers)[2]()
+            with self._lock:
+                left = self._timers[0][0] - time.monotonic()
+                if left > 0:
+                    return left
+                action = heapq.heappop(self._timers)[2]
+            try:
+                action()
+            except Exception:
+                report_exception()
         return -1
 
     def _on_wake(self, _events: int) -> None:
@@ -309,7 +324,7 @@ class _Door:
             self._drop(handshake)
         self._sweeping = bool(self._pending)
         if self._sweeping:
-            self._hub._later(_HANDSHAKE_S / 4, self._sweep)
+            self._hub.later(_HANDSHAKE_S / 4, self._sweep)
 
     def _make_room(self) -> None:
         """No descriptor is free: drop the oldest stranger, or let those that dial wait a moment."""
@@ -317,7 +332,7 @@ class _Door:
             self._drop(next(iter(self._pending.values())))
             return
         self._hub._interest(self._listener._sock, 0)
-        self._hub._later(_PAUSE_S, self._resume)
+        self._hub.later(_PAUSE_S, self._resume)
 
     def _resume(self) -> None:
         if self._listener.fileno() >= 0:

@@ -31,7 +31,7 @@ class PeerChannel:
     the same time have one each, so no answer waits for another; afterwards they are reused.
     """
 
-    def __init__(self, key: bytes, handler: Handler, kind: Kind = "unix") -> None:
+    def __init__(self, key: bytes, handler: Handler, kind: Kind = "unix", host: str | None = None) -> None:
         """Make a channel; nothing is opened before it is used.
 
         Args:
@@ -39,10 +39,12 @@ class PeerChannel:
             handler: Answers a request's head by a head and a body; it runs on a thread of the asking connection and
                 may block.
             kind: Which sockets to listen on; see `listen`.
+            host: The address of this machine to listen on besides, when there are peers on others.
         """
         self._key = key
         self._handler = handler
         self._kind: Kind = kind
+        self._host = host
         self._lock = threading.Lock()
         self._hub: Hub | None = None
         self._address = ""
@@ -60,10 +62,11 @@ class PeerChannel:
         with self._lock:
             self._check_open()
             if self._hub is None:
-                listener = listen(self._kind)
+                listeners = [listen(self._kind), *([listen("tcp", self._host)] if self._host is not None else [])]
                 self._hub = Hub("peer")
-                self._hub.listen(listener, self._key, self._accept)
-                self._address = listener.address
+                for listener in listeners:
+                    self._hub.listen(listener, self._key, self._accept)
+                self._address = ",".join(listener.address for listener in listeners)
             return self._address
 
     def request(self, address: str, head: Head, aborts: int | None = None) -> Message:

@@ -57,7 +57,6 @@ class WorkerHost:
         codec: How values travel.
         send: Sends a message to the driver; ordered, callable from any thread.
         peers: Makes the access to other workers' residents, given this host.
-        strict: Whether contents of residents are checked for writes.
         in_process: Whether the other workers are threads of this process.
         on_end: Called once its lane has ended after `close`.
         turns: How its lane receives messages itself while it idles.
@@ -70,24 +69,23 @@ class WorkerHost:
         send: Send,
         peers: Callable[[WorkerHost], Peers],
         *,
-        strict: bool = False,
         in_process: bool = False,
         on_end: Callable[[], None] = lambda: None,
         turns: Turns | None = None,
     ) -> None:
         self.boot = boot
         self.codec = codec
-        self.store = Store(strict)
+        self.store = Store(boot.strict)
         self.roles: dict[str, HostedRole] = {}
         self.instances: dict[str, object] = {}
         self.ended = False
         self._send = send
-        self._strict = strict
+        self._strict = boot.strict
         self._on_end = on_end
         self._asks: dict[int, tuple[int, Future[Any]]] = {}
         self._interrupted: tuple[int, str] | None = None
         self._tokens = itertools.count(1)
-        self.groups = ProcessGroups(self.ask, in_process)
+        self.groups = ProcessGroups(self.ask, in_process, boot.host)
         self.peers = peers(self)
         self._transfer = Transfer(f"colocate-transfer-{boot.worker}")
         self.lane = Lane(f"colocate-lane-{boot.worker}", self._held, self._broken, turns)

@@ -1,7 +1,8 @@
-"""A worker process: `python -m colocate.worker FD DRIVER_PID`, with its end of the lane as an inherited descriptor.
+"""A worker process: `python -m colocate.worker FD PARENT_PID [waits]`.
 
-It lives as long as its driver: it ends when the lane does, and the kernel kills it when the driver's launching thread
-ends, even while role code holds the GIL.
+The descriptor is its end of the lane, or with `waits` a socket on which that comes later. The worker lives as long as
+its driver and whoever started it: it ends when the lane does, and the kernel kills it when the launching thread ends,
+even while role code holds the GIL.
 """
 
 from __future__ import annotations
@@ -16,25 +17,38 @@ import sys
 from functools import partial
 from typing import Any
 
+import psutil
+
 from colocate import wire
 from colocate._codec import BY_VALUE
 from colocate.executor import Boot
 from colocate.worker.guard import start_guard
 from colocate.worker.host import WorkerHost
-from colocate.worker.peers import ChannelPeers
+from colocate.worker.output import label_output
+from colocate.worker.peers import LOOPBACK, ChannelPeers
 
 _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
     """Serve one lane until it is closed."""
-    fd, driver = int(sys.argv[1]), int(sys.argv[2])
-    die_with(driver)
+    fd, parent = int(sys.argv[1]), int(sys.argv[2])
+    die_with(parent)
     _leave_signals_to_the_driver()
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # or a death would take the last lines along
+    label_output()
     faulthandler.enable()
     start_guard()
-    serve(socket.socket(fileno=fd))
+    sock = socket.socket(fileno=fd)
+    serve(_lane_from(sock) if sys.argv[3:] == ["waits"] else sock)
+
+
+def _lane_from(door: socket.socket) -> socket.socket:
+    """Wait for the lane; without one there is nothing to do."""
+    with door:
+        _, fds, _, _ = socket.recv_fds(door, 16, 1, socket.MSG_CMSG_CLOEXEC)
+    if not fds:
+        os._exit(0)
+    return socket.socket(fileno=fds[0])
 
 
 def _leave_signals_to_the_driver() -> None:
@@ -72,7 +86,7 @@ def serve(sock: socket.socket) -> None:
 
     def received(head: tuple[Any, ...], body: Any) -> None:
         if head[0] == "boot":
-            state["host"] = start(wire.unpack(body), head[1], lane, hub)
+            state["host"] = start(wire.unpack(body), lane, hub)
         else:
             state["host"].receive(head, body)
 
@@ -85,9 +99,13 @@ def serve(sock: socket.socket) -> None:
     hub.run()
 
 
-def start(boot: Boot, strict: bool, lane: wire.SocketLane, hub: wire.Hub) -> WorkerHost:
+def start(boot: Boot, lane: wire.SocketLane, hub: wire.Hub) -> WorkerHost:
     """Set the process up as the boot says, and start the host."""
     os.environ.update(boot.env)
+    if (interface := _interface(boot.host)) is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        if boot.host != LOOPBACK:
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
     sys.path.extend(entry for entry in boot.path if entry not in sys.path)
     if boot.cpus is not None and "OMP_NUM_THREADS" not in boot.env:
         # torch and its libraries read this when they are first imported, which is after now.
@@ -99,9 +117,15 @@ def start(boot: Boot, strict: bool, lane: wire.SocketLane, hub: wire.Hub) -> Wor
         turns.close()
 
     turns = wire.Turns(lane)
-    host = WorkerHost(boot, BY_VALUE, partial(_say, lane), ChannelPeers, strict=strict, on_end=leave, turns=turns)
+    host = WorkerHost(boot, BY_VALUE, partial(_say, lane), ChannelPeers, on_end=leave, turns=turns)
     lane.send(("hello", hello()))
     return host
+
+
+def _interface(host: str) -> str | None:
+    """The network interface that has an address; left to itself torch may choose one that others don't reach."""
+    found = (name for name, entries in psutil.net_if_addrs().items() for entry in entries if entry.address == host)
+    return next(found, None)
 
 
 def _say(lane: wire.SocketLane, head: tuple[Any, ...], body: Any) -> None:

@@ -14,6 +14,7 @@ from colocate.worker.uses import Peers, Source
 if TYPE_CHECKING:
     from colocate.worker.host import WorkerHost
 
+LOOPBACK = "127.0.0.1"
 Find = Callable[[str, int], "WorkerHost"]
 
 
@@ -73,9 +74,10 @@ class LocalPeers(Peers):
 class ChannelPeers(Peers):
     """Workers are processes: parts travel worker to worker on authenticated sockets."""
 
-    def __init__(self, host: WorkerHost, kind: str = "unix") -> None:
+    def __init__(self, host: WorkerHost) -> None:
         self._host = host
-        self._channel = wire.PeerChannel(host.boot.secret, self._answer, "tcp" if kind == "tcp" else "unix")
+        elsewhere = None if host.boot.host == LOOPBACK else host.boot.host
+        self._channel = wire.PeerChannel(host.boot.secret, self._answer, host=elsewhere)
         self._addresses: dict[tuple[str, int], str] = {}
 
     @property

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from colocate import wire
 from colocate._context import Context
 from colocate.errors import CapabilityError, ColocateError
 from colocate.worker.consequence import Consequence
@@ -48,15 +49,17 @@ class _Made:
 class ProcessGroups:
     """The groups of one worker, by role and axis. Used on the lane; `cut` from any thread."""
 
-    def __init__(self, ask: Callable[..., Any], in_process: bool) -> None:
+    def __init__(self, ask: Callable[..., Any], in_process: bool, host: str = "127.0.0.1") -> None:
         """Make none yet.
 
         Args:
             ask: Asks the driver.
             in_process: The workers are threads of one process, which torch can give no groups of their own.
+            host: Address under which the other ranks reach this machine.
         """
         self._ask = ask
         self._in_process = in_process
+        self._host = host
         self._made: dict[tuple[Any, ...], _Made] = {}
         self._lock = threading.Lock()
         self._alone: dict[tuple[Any, ...], _Made] = {}  # of one rank: no failure elsewhere touches them
@@ -127,7 +130,7 @@ class ProcessGroups:
         if members == 1:
             return _hash_store()
         if index == 0:
-            listener = socket.create_server((_address(), 0))
+            listener = socket.create_server((self._host, 0))
             host, port = listener.getsockname()[:2]
             store = dist.TCPStore(
                 host, port, members, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
@@ -277,14 +280,10 @@ def _hash_store() -> Any:
     return dist.HashStore()  # type: ignore[attr-defined]  # torch has it here without saying so
 
 
-def _address() -> str:
-    """The address on which this machine's peers reach it; loopback unless torch is told otherwise."""
-    return os.environ.get("COLOCATE_HOST", "127.0.0.1")
-
-
 def _connected_sockets() -> set[int]:
-    """Descriptors of this process's connected TCP sockets."""
+    """Descriptors of this process's connected TCP sockets that aren't colocate's own."""
     found = set()
+    own = wire.own_descriptors()
     for entry in os.listdir("/proc/self/fd"):
         try:
             if not os.readlink(f"/proc/self/fd/{entry}").startswith("socket:"):
@@ -295,7 +294,7 @@ def _connected_sockets() -> set[int]:
                     found.add(int(entry))
         except OSError:  # closed meanwhile, or not connected
             continue
-    return found
+    return found - own
 
 
 def _duplicate(fd: int) -> socket.socket:

@@ -1,0 +1,14 @@
+"""Keepers: what starts, watches and ends a worker process on the machine of its slot.
+
+An executor for an engine of its own places a `Keeper` in some process of that engine for each slot that it reserves,
+and tells the driver's `Keepers` its address. Everything else is the same on all engines and is done here: the worker is
+a process of its own beside the engine's, its lane goes straight to the driver, its exit code, signal and output are
+known, it is killed in milliseconds whatever it does, and it dies with the keeper and with the driver.
+"""
+
+from colocate.keeper.keeper import Keeper
+from colocate.keeper.launcher import Launcher
+from colocate.keeper.process import AFTER_LANE_S, ProcessEvents, WorkerProcess
+from colocate.keeper.slots import Keepers, KeptSlot
+
+__all__ = ["AFTER_LANE_S", "Keeper", "Keepers", "KeptSlot", "Launcher", "ProcessEvents", "WorkerProcess"]

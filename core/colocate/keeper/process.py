@@ -1,0 +1,144 @@
+"""A worker process of this machine: started, watched, ended; its output by lines."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from typing import Protocol
+
+from colocate import wire
+
+_LINE_BYTES = 8192  # a line without an end (a progress bar's) is shown by pieces
+# A worker whose lane has closed leaves by itself, after its exit handlers; after so many seconds it is made to.
+AFTER_LANE_S = 1.0
+
+
+class ProcessEvents(Protocol):
+    """What the owner of a worker process hears of it, on the hub's thread."""
+
+    def said(self, line: str) -> None:
+        """A line of its output."""
+
+    def ended(self, exitcode: int | None, signal: str | None) -> None:
+        """It is gone; said once, last. An exit code or the name of a signal."""
+
+
+class WorkerProcess:
+    """A process that runs `colocate.worker`. It dies with this one, even when that is killed."""
+
+    def __init__(self, hub: wire.Hub, events: ProcessEvents) -> None:
+        self._hub = hub
+        self._events = events
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pidfd = -1
+        self._lock = threading.Lock()  # a descriptor that is closed may be another process's at once
+        self._log = -1
+        self._partial = b""
+
+    @property
+    def pid(self) -> int:
+        """Its process id; 0 before it is started."""
+        return self._process.pid if self._process is not None else 0
+
+    @property
+    def over(self) -> bool:
+        """Whether it is known to have ended."""
+        return self._process is not None and self._process.returncode is not None
+
+    def start(self, env: Mapping[str, str], sock: socket.socket, waits: bool = False) -> None:
+        """Start it. On a launcher's thread, with which it ends.
+
+        Args:
+            env: All of its environment.
+            sock: The other end of its lane (its own to close), or of a socket on which that end will come (`waits`).
+            waits: Whether it waits for its lane.
+
+        Raises:
+            OSError: It couldn't be started; nothing is left.
+        """
+        self._log, output = os.pipe()
+        try:
+            self._process = subprocess.Popen(
+                [
+                    *(sys.executable, "-P", "-m", "colocate.worker", str(sock.fileno()), str(os.getpid())),
+                    *(["waits"] if waits else []),
+                ],
+                env=dict(env),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=[sock.fileno()],
+            )
+        except BaseException:
+            os.close(self._log)
+            raise
+        finally:
+            os.close(output)
+        os.set_blocking(self._log, False)
+        try:
+            self._pidfd = os.pidfd_open(self.pid)
+            self._hub.watch(self._log, self._read_log)
+            self._hub.watch(self._pidfd, self._ended)
+        except BaseException:  # no descriptor is left, or the hub is closed
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+            self._hub.unwatch(self._log)
+            self._close_descriptors()
+            raise
+
+    def kill(self) -> None:
+        """End it now. From any thread; harmless when it is gone."""
+        with self._lock, contextlib.suppress(OSError):  # it is gone already
+            if self._pidfd >= 0:
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    # -- on the hub's thread
+
+    def _read_log(self) -> None:
+        try:
+            data = os.read(self._log, 65536)
+        except BlockingIOError:
+            return
+        if not data:
+            self._hub.unwatch(self._log)
+            return
+        *lines, rest = (self._partial + data).split(b"\n")
+        while len(rest) > _LINE_BYTES:
+            lines.append(rest[:_LINE_BYTES])
+            rest = rest[_LINE_BYTES:]
+        self._partial = rest
+        for line in lines:
+            self._events.said(line.decode(errors="replace"))
+
+    def _ended(self) -> None:
+        assert self._process is not None
+        code = self._process.wait()
+        self._hub.unwatch(self._pidfd)
+        self._drain_log()
+        self._close_descriptors()
+        name = signal.Signals(-code).name if code < 0 else None
+        self._events.ended(None if code < 0 else code, name)
+
+    def _close_descriptors(self) -> None:
+        with self._lock:
+            if self._pidfd >= 0:
+                os.close(self._pidfd)
+            self._pidfd = -1
+        os.close(self._log)
+
+    def _drain_log(self) -> None:
+        try:
+            while data := os.read(self._log, 65536):
+                self._partial += data
+        except BlockingIOError:  # a child of the worker still has the pipe
+            pass
+        self._hub.unwatch(self._log)
+        for line in self._partial.splitlines():
+            self._events.said(line.decode(errors="replace"))

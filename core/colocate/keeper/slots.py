@@ -1,0 +1,283 @@
+"""The driver's side: connections to the keepers of its slots, and hosts on them."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+from colocate import wire
+from colocate.errors import ClosedError
+from colocate.executor import Boot, Exit, Host, HostEvents
+from colocate.keeper.keeper import COMMANDS, TOKEN_BYTES
+from colocate.keeper.process import AFTER_LANE_S
+
+_DIALLING_THREADS = 8
+_DIAL_S = 10.0
+# How long the engine's own words about a lost keeper are waited for: they come by another way.
+_WORDS_S = 0.3
+# After its end, a worker's lane may still hold what it has sent; a child that it forked may keep the lane open.
+_LAST_WORDS_S = 0.2
+_KILLED_WITHIN_S = 2.0
+
+
+class Keepers:
+    """The keepers of an executor's slots, as its driver sees them.
+
+    Attributes:
+        key: The secret to give to each `Keeper`.
+    """
+
+    def __init__(self, name: str) -> None:
+        """Make none yet; `name` is that of the threads."""
+        self.key = wire.new_key()
+        self.hub = wire.Hub(name)
+        self.hosts: dict[bytes, KeptHost] = {}
+        self._dialling = ThreadPoolExecutor(_DIALLING_THREADS, f"colocate-{name}-dial")
+        self._slots: set[KeptSlot] = set()
+        self._closed = False
+
+    def slot(self, address: str, *, on_stuck: Callable[[], None] = lambda: None) -> KeptSlot:
+        """Connect to a slot's keeper, in the background.
+
+        Args:
+            address: The keeper's.
+            on_stuck: Called on a thread of its own when the keeper can't be reached or doesn't confirm a kill: the
+                engine should end the process that it lives in.
+        """
+        slot = KeptSlot(self, address, on_stuck)
+        self._slots.add(slot)
+        self.soon(slot.connect)
+        return slot
+
+    def running(self) -> list[str]:
+        """The ids of the workers."""
+        return [host.boot.worker for host in list(self.hosts.values())]
+
+    def close(self) -> None:
+        """Let go of all keepers, and end the threads."""
+        self._closed = True
+        for slot in list(self._slots):
+            slot.close()
+        self._dialling.shutdown(wait=True, cancel_futures=True)
+        self.hub.close()
+
+    def soon(self, job: Callable[[], None]) -> None:
+        """Run a job that may block on a dialling thread."""
+        if not self._closed:
+            self._dialling.submit(job)
+
+    def forget(self, slot: KeptSlot) -> None:
+        """A slot is closed."""
+        self._slots.discard(slot)
+
+
+class KeptSlot:
+    """One slot: the connection that carries the commands to its keeper."""
+
+    def __init__(self, keepers: Keepers, address: str, on_stuck: Callable[[], None]) -> None:
+        """Use `Keepers.slot`."""
+        self.keepers = keepers
+        self.address = address
+        self._on_stuck = on_stuck
+        self._commands: wire.SocketLane | None = None
+        self._connected = threading.Event()
+        self._closed = False
+        self._words: str | None = None
+        self._lost: str | None = None
+
+    def launch(self, boot: Boot, events: HostEvents, env: Mapping[str, str] | None = None) -> Host:
+        """Start a worker; returns at once.
+
+        Args:
+            boot: Who it is.
+            events: Who hears of it.
+            env: Environment on top of the boot's.
+        """
+        host = KeptHost(self, boot, events, {**boot.env, **(env or {})})
+        self.keepers.hosts[host.token] = host
+        self.keepers.soon(host.connect)
+        return host
+
+    def lost(self, words: str | None) -> None:
+        """The engine says that the process of the keeper is gone; its words go into `Exit.detail`. From any thread."""
+        self._words = words
+        self.keepers.hub.later(0.0, partial(self._over, words or "its keeper is gone"))
+
+    def close(self) -> None:
+        """Let go: the keeper kills what runs, and goes."""
+        self._closed = True
+        if self._commands is not None:
+            self._commands.close()
+        self.keepers.forget(self)
+
+    # -- on a dialling thread
+
+    def connect(self) -> None:
+        """Dial the keeper."""
+        try:
+            if not self._closed:
+                self._dial()
+        except (OSError, ClosedError) as error:
+            self._lost = f"its keeper can't be reached: {error}"
+            self.keepers.hub.later(0.0, partial(self._over, self._lost))
+            self._on_stuck()
+        finally:
+            self._connected.set()
+
+    def _dial(self) -> None:
+        keepers = self.keepers
+        sock = wire.connect(self.address, keepers.key, _DIAL_S)
+        sock.sendall(COMMANDS)
+        self._commands = keepers.hub.attach(sock, self._told, self._disconnected)
+        if self._closed:
+            self._commands.close()
+
+    def wait_connected(self) -> str | None:
+        """Wait for the keeper; the reason when there is none."""
+        self._connected.wait()
+        return self._lost if self._commands is not None else self._lost or "its keeper was let go"
+
+    def stuck(self) -> None:
+        """The keeper doesn't do what it is told."""
+        self.keepers.soon(self._on_stuck)
+
+    # -- from any thread
+
+    def command(self, *head: Any) -> None:
+        """Tell the keeper something."""
+        if self._commands is not None:
+            self._commands.send(head)
+
+    # -- on the hub's thread
+
+    def _told(self, head: tuple[Any, ...], body: Any) -> None:
+        what, token, *rest = head
+        host = self.keepers.hosts.get(token)
+        if host is None:
+            return
+        if what == "said":
+            host.events.logged(rest[0])
+        else:
+            host.ended(Exit(*rest))
+
+    def _disconnected(self, reason: str) -> None:
+        if self._closed:
+            self._over("its keeper was let go")
+        else:
+            self.keepers.hub.later(_WORDS_S, partial(self._over, f"the connection to its keeper ended: {reason}"))
+
+    def _over(self, reason: str) -> None:
+        """The keeper is gone, and its workers with it."""
+        self._lost = self._lost or self._words or reason
+        for host in list(self.keepers.hosts.values()):
+            if host.slot is self:
+                host.ended(Exit(detail=self._lost))
+
+
+class KeptHost(Host):
+    """The driver's end of one worker that a keeper has started."""
+
+    def __init__(self, slot: KeptSlot, boot: Boot, events: HostEvents, env: Mapping[str, str]) -> None:
+        self.slot = slot
+        self.boot = boot
+        self.events = events
+        self.token = secrets.token_bytes(TOKEN_BYTES)
+        self._env = dict(env)
+        self._lock = threading.Lock()
+        self._lane: wire.SocketLane | None = None
+        self._early: list[wire.Frame] = []  # what was sent before there was a lane
+        self._exit: Exit | None = None
+        self._killed = False
+        self._over = False
+
+    def send(self, frame: Any) -> None:
+        """Send a message."""
+        if (lane := self._lane) is None:
+            with self._lock:
+                if self._over:
+                    return
+                if (lane := self._lane) is None:
+                    frame.hold()
+                    self._early.append(frame)
+                    return
+        lane.send(frame)
+
+    def kill(self) -> None:
+        """End it now."""
+        if self._killed or self._over:
+            return
+        self._killed = True
+        self.slot.command("kill", self.token)
+        self.slot.keepers.hub.later(_KILLED_WITHIN_S, self._check_killed)
+
+    # -- on a dialling thread
+
+    def connect(self) -> None:
+        """Have the keeper start it, and open its lane."""
+        slot, hub = self.slot, self.slot.keepers.hub
+        lost = slot.wait_connected()
+        if lost is not None or self._killed:
+            hub.later(0.0, partial(self.ended, Exit(detail=lost)))
+            return
+        slot.command("start", self.token, self._env)
+        try:
+            sock = wire.connect(slot.address, slot.keepers.key, _DIAL_S)
+            sock.sendall(self.token)
+            lane = hub.attach(sock, self.events.received, self._lane_closed)  # nothing comes before the boot
+        except (OSError, ClosedError) as error:
+            hub.later(0.0, partial(self.ended, Exit(detail=f"its lane could not be opened: {error}")))
+            slot.command("kill", self.token)
+            return
+        with self._lock:
+            if self._over:
+                lane.close()
+                return
+            lane.send(("boot",), wire.pack(self.boot))
+            for frame in self._early:
+                lane.send(frame)
+                frame.close()
+            self._early.clear()
+            self._lane = lane
+        if self._killed:  # meanwhile, perhaps before there was anything to kill
+            slot.command("kill", self.token)
+
+    # -- on the hub's thread
+
+    def ended(self, exit: Exit) -> None:
+        """It is gone. What it has said before is taken first."""
+        if self._exit is not None:
+            return
+        self._exit = exit
+        if self._lane is None or self._lane.finished:
+            self._finish()
+        else:
+            self.slot.keepers.hub.later(_LAST_WORDS_S, self._finish)
+
+    def _lane_closed(self, reason: str) -> None:
+        if self._exit is not None:
+            self._finish()
+        else:  # a worker without its lane is of no use: it leaves by itself, or is made to
+            self.slot.keepers.hub.later(AFTER_LANE_S, self.kill)
+
+    def _check_killed(self) -> None:
+        if not self._over:
+            self.slot.stuck()
+            self.ended(Exit(detail="it was killed, which its keeper hasn't confirmed"))
+
+    def _finish(self) -> None:
+        with self._lock:
+            if self._over:
+                return
+            self._over = True
+            for frame in self._early:
+                frame.close()
+            self._early.clear()
+        if self._lane is not None and not self._lane.finished:
+            self._lane.finish("the worker has ended")
+        self.slot.keepers.hosts.pop(self.token, None)
+        assert self._exit is not None
+        self.events.exited(self._exit)
