@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import colocate
 
 HEAVY = ("torch", "numpy", "ray", "distributed", "transformers", "matplotlib", "jinja2")
 
@@ -20,7 +23,8 @@ def run(python: str, code: str) -> str:
 
 def test_import_loads_nothing_heavy() -> None:
     """`import colocate` loads neither torch nor an engine, nor any library of an extra."""
-    code = f"import colocate, sys; print([name for name in {HEAVY!r} if name in sys.modules])"
+    names = "[getattr(colocate, name) for name in colocate.__all__]"
+    code = f"import colocate, sys; {names}; print([name for name in {HEAVY!r} if name in sys.modules])"
     assert run(sys.executable, code).strip() == "[]"
 
 
@@ -100,3 +104,20 @@ def test_ppo_says_the_pip_line_without_torch(bare_python: str) -> None:
         "except colocate.PluginError as error: print(error)"
     )
     assert "pip install 'colocate[ppo]'" in run(bare_python, code)
+
+
+def test_public_names_are_the_same_for_checkers_and_at_run_time() -> None:
+    """Each name is written twice in `colocate/__init__.py`: both say where it comes from, and it is there."""
+    tree = ast.parse(Path(colocate.__file__).read_text())
+    [block] = [node for node in tree.body if isinstance(node, ast.If)]
+    declared = {
+        alias.name: str(node.module).removeprefix("colocate.")
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert declared == colocate._HOME_OF
+    assert sorted(declared) == colocate.__all__
+    assert all(getattr(colocate, name) is not None for name in colocate.__all__)
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        colocate.nothing  # type: ignore[attr-defined]  # noqa: B018
