@@ -85,6 +85,7 @@ class Call(Generic[C_co]):
             self._run_callbacks()
 
     def __await__(self) -> Generator[Any, None, C_co]:
+        self._check_unsent(awaits=True)
         loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
 
@@ -108,6 +109,9 @@ class Call(Generic[C_co]):
     def _wait(self, timeout: float | None) -> None:
         if not self._gate.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
             raise TimeoutError(f"{self.label} isn't done after {timeout} s; the call goes on")
+
+    def _check_unsent(self, *, awaits: bool = False) -> None:
+        """Raise when waiting for it would wait for the very code that waits: only a pipeline's calls do."""
 
     def _collect(self) -> None:
         if self._joiner is None:
@@ -206,6 +210,7 @@ def as_completed(calls: Iterable[Call[C]], timeout: float | None = None) -> Iter
             ready.notify()
 
     for call in pending:
+        call._check_unsent()
         call.add_done_callback(notify)
     deadline = None if timeout is None else time.monotonic() + timeout
     for _ in range(len(pending)):

@@ -147,7 +147,7 @@ class Context:
         asks for it in each call and doesn't keep it. Needs torch.
 
         Args:
-            axis: An axis of the role's mesh; None for all ranks.
+            axis: An axis of the role's mesh; None for all ranks. Where several meshes have it: "train.tp".
         """
         need_torch("ctx.process_group()")
         if self._process_group is None:

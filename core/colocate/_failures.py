@@ -30,12 +30,14 @@ def failure_error(link: Link, call: PendingCall, slot: int, told: tuple[Any, ...
         found = copy.copy(original)
         found.group, found.role, found.method, found.rank = link.name, role, call.method, rank
         return found
-    where = f"{role or call.role}.{call.method}" if call.method != "__init__" else f"the constructor of role {role!r}"
+    where = f"{role}.{call.method}" if call.method != "__init__" else f"the constructor of role {role!r}"
+    if role is None:
+        where = call.label
     states = _states(call, slot) if call.method != "__init__" else ""
     error = RoleError(
         f"{where} raised {kind} on rank {rank} of group {link.name!r} (node {link.node(slot)}): {text}{states}",
         group=link.name,
-        role=role or call.role,
+        role=role or call.role or None,
         method=call.method,
         rank=rank,
         node=link.node(slot),

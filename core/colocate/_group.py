@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast, overload
 
+from colocate import _functions
+from colocate._context import Context
 from colocate._dispatch import Plan
 from colocate._joiner import Joiner
 from colocate._mesh import Ranks
 from colocate._method import MethodSpec
 from colocate._order import CallOrder, PendingCall
 from colocate._owned import Owned, caller, raise_together
+from colocate._pipeline import Draft, pipeline, recording, refuse_unsent
 from colocate._questions import Questions
 from colocate._resident import Kept, Reference
 from colocate._residents import Residents
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
     from colocate._pool import Pool
 
 R = TypeVar("R")
+T = TypeVar("T")
+P = ParamSpec("P")
 
 
 class ColocatedGroup(Owned):
@@ -138,6 +143,13 @@ class ColocatedGroup(Owned):
         key = call.keep = self.runtime.new_key() if keep else None
         if self.runtime.observers or uses:
             call.on_end = self._ended
+        found = recording(self)
+        refuse_unsent(uses, call.label, found)
+        if found is not None:
+            self.check()
+            packed = [bodies[id(arguments)] for arguments in planned.arguments]
+            found.add(Draft(self, call, role.key, spec.name, packed, planned.valid, timeout), uses)
+            return call
         with self.order.lock:
             self.check()
             sent: list[int] = []
@@ -177,7 +189,7 @@ class ColocatedGroup(Owned):
                 if frame is not None:
                     executor.discard(frame)
                 last = (id(arguments), valid)
-                head = ("call", seq, role.name, spec.name, call.keep, valid, bool(lent), frees)
+                head = ("call", seq, role.key, spec.name, call.keep, valid, bool(lent), frees)
                 frame = executor.frame(head, bodies[id(arguments)])
             sent.append(slot)
             workers[slot].host.send(frame)
@@ -192,13 +204,44 @@ class ColocatedGroup(Owned):
         source = Source(call.keep, self.name, role.slots, ranks, spec.collect, call.label)
         kept = Kept(source, self, call, call.line)
         self.residents.add(kept)
+        found = recording(self)
+        if found is not None:
+            found.keep(kept)
         return kept
+
+    def run(self, function: Callable[Concatenate[Context, P], T], /, *args: P.args, **kwargs: P.kwargs) -> list[T]:
+        """Run a plain function on every worker, in the order of the group's calls, and wait.
+
+        Args:
+            function: Its first parameter is the worker's context: `role` is None, every slot is a rank. One from an
+                installed distribution goes by name, any other by value.
+            *args: Its further arguments; residents arrive as their values.
+            **kwargs: Its further arguments by name.
+
+        Returns:
+            What it returned, one item per worker.
+        """
+        results: list[T] = _functions.run(self, function, args, kwargs).result()
+        return results
 
     def scope(self) -> AbstractContextManager[None]:
         """Free what this thread keeps inside the block; raise the failure of a kept call that nobody has used."""
         if self.forked:
             self.check()
         return self.residents.scope()
+
+    def pipeline(self) -> AbstractContextManager[None]:
+        """Send the `.submit` and `.keep` calls made inside the block as one message per worker, when it ends.
+
+        They take their places in the group's order together. Residents kept inside can be used by later calls inside.
+        Calls of other threads and tasks, and of other groups, go out at once as ever; pipelines of several groups may
+        be nested, and are all sent when the outermost block ends. An exception in the block sends nothing.
+
+        Raises:
+            PipelineError: Inside the block, by what needs an answer: a plain call, `result()`, `fetch()`.
+        """
+        self.check()
+        return pipeline(self)
 
     def borrowers(self, closing: Owned) -> list[str]:
         """Unfinished uses of its residents by groups that don't lie in what is closing."""
@@ -216,7 +259,7 @@ class ColocatedGroup(Owned):
         for use in call.uses:
             use._kept.group.residents.give_back(call, use._kept)
         call.uses = ()
-        if self.runtime.observers:
+        if self.runtime.observers and call.seq >= 0:  # otherwise it was never sent
             self.runtime.dispatcher.soon(lambda: self.runtime.observers.tell_call(self.name, call))
 
     # -- what its calls and workers need

@@ -142,6 +142,12 @@ class Kept:
         self.check()
         self.used = True
 
+    def ask(self) -> None:
+        """It is wanted on the driver."""
+        self.check()
+        self.call._check_unsent()
+        self.used = True
+
 
 class Reference(Deferred):
     """A resident in a call's arguments. Typed as its value; at run time a placeholder with no use of its own."""
@@ -239,12 +245,12 @@ class KeptResident(Resident[T_co]):
     @property
     def spec(self) -> ResidentSpec:
         """Its structure, shapes, dtypes and bytes; waits until it is there."""
-        self._kept.use()
+        self._kept.ask()
         return self._kept.group.residents.spec_of(self._kept)
 
     def fetch(self) -> T_co:
         """The collected value, on the driver; waits until it is there."""
-        self._kept.use()
+        self._kept.ask()
         value: T_co = self._kept.group.residents.fetch(self._kept)
         return value
 

@@ -46,7 +46,7 @@ class Residents(Leases):
         super().__init__()
         self._group = group
         self._fetches = Fetches(group.workforce.tell)
-        self._borrows: dict[int, _Borrow] = {}
+        self._borrows: dict[tuple[int, int], _Borrow] = {}
         self._scopes = threading.local()
         self._flushing = False
 
@@ -92,16 +92,17 @@ class Residents(Leases):
         """A call uses a resident until it ends."""
         self.begin_use(kept)
         if borrower is not self._group:
-            self._borrows[id(call)] = _Borrow(call, borrower, kept)
+            self._borrows[id(call), kept.source.key] = _Borrow(call, borrower, kept)
 
     def give_back(self, call: PendingCall, kept: Kept) -> None:
         """The call has ended."""
         self.end_use(kept)
-        self._borrows.pop(id(call), None)
+        self._borrows.pop((id(call), kept.source.key), None)
 
     def borrowers(self, closing: Owned) -> list[str]:
         """Unfinished uses by groups that don't lie in what is closing."""
-        return [borrow.words for borrow in list(self._borrows.values()) if not borrow.borrower.lies_in(closing)]
+        found = [borrow.words for borrow in list(self._borrows.values()) if not borrow.borrower.lies_in(closing)]
+        return list(dict.fromkeys(found))
 
     def break_borrows(self) -> None:
         """The group is closing: calls of other groups that use its residents fail of that."""
@@ -110,6 +111,11 @@ class Residents(Leases):
             error = ClosedError(
                 f"{borrow.words}, but group {group.name!r} was closed by {group.closed_by}", closed_by=group.closed_by
             )
+            borrow.borrower.order.break_off(borrow.call, error)
+
+    def never_made(self, kept: Kept, error: ColocateError) -> None:
+        """A resident will not be: calls of other groups that use it fail of that."""
+        for borrow in [borrow for borrow in list(self._borrows.values()) if borrow.kept is kept]:
             borrow.borrower.order.break_off(borrow.call, error)
 
     def _flush_later(self) -> None:

@@ -17,11 +17,11 @@ from colocate.errors import SerializationError
 from colocate.worker.build import Shipped
 
 
-def ship(cls: type, *, in_process: bool, distribution: str | None = None, version: str | None = None) -> Shipped:
-    """The class as it travels.
+def ship(cls: Any, *, in_process: bool, distribution: str | None = None, version: str | None = None) -> Shipped:
+    """The class, or function, as it travels.
 
     Args:
-        cls: The class.
+        cls: The class or function.
         in_process: The workers are threads of this process: nothing travels.
         distribution: Where a plugin's entry point has it from.
         version: That distribution's version.
@@ -39,6 +39,15 @@ def ship(cls: type, *, in_process: bool, distribution: str | None = None, versio
         if distribution is None:
             distribution, version = _distribution(cls.__module__.partition(".")[0])
         return Shipped(name, distribution=distribution, version=version)
+    return ship_by_value(cls, name)
+
+
+def ship_by_value(cls: Any, name: str) -> Shipped:
+    """It and what it refers to, from modules that a worker can't import.
+
+    Raises:
+        SerializationError: It can't.
+    """
     return Shipped(name, data=_by_value(cls, name))
 
 
@@ -92,7 +101,7 @@ def _distribution(package: str) -> tuple[str | None, str | None]:
     return names[0], importlib.metadata.version(names[0])
 
 
-def _by_value(cls: type, name: str) -> bytes:
+def _by_value(cls: Any, name: str) -> bytes:
     local = [module for module in list(sys.modules.values()) if _travels(module)]
     registered: list[Any] = []
     try:

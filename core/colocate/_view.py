@@ -15,6 +15,7 @@ from colocate._mesh import Mesh, Ranks
 from colocate._method import MethodSpec
 from colocate._order import PendingCall
 from colocate._owned import Owned
+from colocate._pipeline import recording
 from colocate._resident import Consumer, KeptResident, Reference, Resident, check_same_runtime
 from colocate._role import no_such_method
 from colocate._tree import map_leaves
@@ -43,6 +44,8 @@ class RoleInfo:
     slots: tuple[int, ...] | range
     meshes: Mapping[str, Mesh]
     origin: str
+    key: Any = attrs.field(default=attrs.Factory(lambda self: self.name, takes_self=True), kw_only=True)
+    """What workers know it by."""
     ranks: Ranks = attrs.field(
         init=False, default=attrs.Factory(lambda self: Ranks(len(self.slots), self.meshes), takes_self=True)
     )
@@ -134,6 +137,8 @@ class ViewCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run on the ranks, wait, and return the collected value."""
+        if (pipeline := recording(self._group)) is not None:
+            pipeline.refuse_call(self._label)
         return self._submit(args, kwargs, keep=False).result()
 
     def submit(self, *args: Any, **kwargs: Any) -> Call[Any]:
@@ -157,15 +162,11 @@ class ViewCall:
     def _submit(self, args: tuple[Any, ...], kwargs: dict[str, Any], keep: bool) -> PendingCall:
         group, spec = self._group, self._spec
         group.check()
-        if (inside := _context.current()) is not None and inside.hosted:
-            raise ColocateError(
-                f"role {inside.role!r} called {self._label} of group {group.name!r} from inside a worker: it would "
-                "wait for a lane that waits for it. Call it from the driver; a role of this slot is ctx.sibling(...)"
-            )
+        refuse_inside(self._label, group)
         arguments = spec.bind(args, kwargs)
         uses: list[Reference] = []
         if arguments:
-            arguments = self._with_references(arguments, uses)
+            arguments = with_references(arguments, self._consumer, self._label, group.runtime, uses)
         planned = plan(spec.dispatch, arguments, self._role.ranks, self._ranks)
         return group.submit(self._call(planned), self._role, spec, planned, uses, self._timeout, keep)
 
@@ -177,22 +178,37 @@ class ViewCall:
             targets = [slots[rank] for rank in planned.targets]
         return PendingCall(self._label, self._role.name, self._spec.name, targets, planned.targets)
 
-    def _with_references(self, arguments: dict[str, Any], uses: list[Reference]) -> dict[str, Any]:
-        def leaf(item: Any) -> Any:
-            kind: type = type(item)
-            if not _lives_on_driver(kind):
-                return item
-            if isinstance(item, Resident):
-                item = item.ref
-            if isinstance(item, Reference):
-                item._kept.use()
-                check_same_runtime(item._kept, self._group.runtime)
-                item = item.bound(self._consumer)
-                uses.append(item)
-                return item
-            raise TypeError(f"{self._label}: {item!r} lives on the driver and can't be an argument")
 
-        return {name: map_leaves(value, leaf, _lives_on_driver) for name, value in arguments.items()}
+def refuse_inside(label: str, group: ColocatedGroup) -> None:
+    """Refuse a call from role code."""
+    if (inside := _context.current()) is not None and inside.hosted:
+        who = f"role {inside.role!r}" if inside.role is not None else "a function of group.run"
+        raise ColocateError(
+            f"{who} called {label} of group {group.name!r} from inside a worker: it would wait for a lane that waits "
+            "for it. Call it from the driver; a role of this slot is ctx.sibling(...)"
+        )
+
+
+def with_references(
+    arguments: dict[str, Any], consumer: Consumer, label: str, runtime: object, uses: list[Reference]
+) -> dict[str, Any]:
+    """The arguments with references, bound to their consumer, in place of residents; `uses` gets them."""
+
+    def leaf(item: Any) -> Any:
+        kind: type = type(item)
+        if not _lives_on_driver(kind):
+            return item
+        if isinstance(item, Resident):
+            item = item.ref
+        if isinstance(item, Reference):
+            item._kept.use()
+            check_same_runtime(item._kept, runtime)
+            item = item.bound(consumer)
+            uses.append(item)
+            return item
+        raise TypeError(f"{label}: {item!r} lives on the driver and can't be an argument")
+
+    return {name: map_leaves(value, leaf, _lives_on_driver) for name, value in arguments.items()}
 
 
 @functools.lru_cache(maxsize=1024)

@@ -16,31 +16,32 @@ from colocate._context import Context, MeshPlace, derive_seed, reset_current, se
 from colocate._mesh import Mesh
 from colocate._role import check_role
 from colocate.errors import PluginError
+from colocate.worker.hosted import HostedRole
 
 if TYPE_CHECKING:
-    from colocate.worker.host import HostedRole, WorkerHost
+    from colocate.worker.host import WorkerHost
 
 
 @attrs.frozen
 class Shipped:
-    """A class on its way: by name from an installed distribution, by value, or as it is within one process.
+    """A class or function on its way: by name from an installed distribution, by value, or as it is within one process.
 
     Attributes:
         name: "module:qualified.name".
-        data: The class by value; None when it goes by name.
-        cls: The class itself, within one process.
+        data: It by value; None when it goes by name.
+        cls: It itself, within one process.
         distribution: Where the driver has it from.
         version: The version there.
     """
 
     name: str
     data: bytes | None = None
-    cls: type | None = None
+    cls: Any = None
     distribution: str | None = None
     version: str | None = None
 
-    def load(self) -> type:
-        """The class in this process.
+    def load(self) -> Any:
+        """It in this process.
 
         Raises:
             PluginError: Another version of its distribution is installed here.
@@ -48,15 +49,13 @@ class Shipped:
         if self.cls is not None:
             return self.cls
         if self.data is not None:
-            found: type = pickle.loads(self.data)
-            return found
+            return pickle.loads(self.data)
         self._compare_versions()
         module, _, path = self.name.partition(":")
         value: Any = importlib.import_module(module)
         for part in path.split("."):
             value = getattr(value, part)
-        cls: type = value
-        return cls
+        return value
 
     def _compare_versions(self) -> None:
         if self.distribution is None:
@@ -92,8 +91,6 @@ class RoleBuild:
 
 def construct(build: RoleBuild, host: WorkerHost) -> HostedRole:
     """Make the role's instance in this worker. What its constructor raises comes through."""
-    from colocate.worker.host import HostedRole
-
     rank = build.slots.index(host.boot.slot)
     ctx = Context(
         rank=rank,

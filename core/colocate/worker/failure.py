@@ -79,6 +79,17 @@ def _by_cloudpickle(error: BaseException, codec: Codec) -> Any:
     return body if type(again).__qualname__ == type(error).__qualname__ else None
 
 
+def raised_by_role(error: BaseException) -> bool:
+    """Whether role code raised one of colocate's own errors itself: then it is the role's failure."""
+    trace = error.__traceback__
+    while trace is not None:
+        module = trace.tb_frame.f_globals.get("__name__", "")
+        if not module.startswith("colocate.") or module.startswith("colocate.testing."):
+            return True
+        trace = trace.tb_next
+    return False
+
+
 def frame_of(thread: threading.Thread) -> FrameType | None:
     """What a thread is executing; None when it has ended."""
     # CPython up to 3.11.7 and 3.12.1 can lock itself up when a collection starts inside this call (gh-106883).
@@ -105,9 +116,7 @@ def _is_machinery(file: str) -> bool:
 def _from_role_code(trace: TracebackType | None) -> TracebackType | None:
     """The traceback without the frames of the worker itself, unless there are no others."""
     found = trace
-    while found is not None and found.tb_frame.f_code.co_filename.startswith(_OWN):
-        found = found.tb_next
     # MethodSpec.call lies between the worker and the role.
-    while found is not None and found.tb_frame.f_code.co_filename.endswith("colocate/_method.py"):
+    while found is not None and _is_machinery(found.tb_frame.f_code.co_filename):
         found = found.tb_next
     return found or trace

@@ -1,6 +1,6 @@
 """The worker: receives messages, constructs roles, runs their methods on the lane, answers. The same everywhere.
 
-Messages are `(head, body)`; a head's first item says what it is. To the worker: build, call, free, hold, resume,
+Messages are `(head, body)`; a head's first item says what it is. To the worker: build, call, batch, free, hold, resume,
 cancel, stack, fetch, listen, answer, close. From it: hello, done, failed, held, alive, stacks, fetched, address, ask,
 progress, closed.
 """
@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-import attrs
-
 from colocate import _batch
 from colocate._codec import Codec
-from colocate._collect import Concat
 from colocate._context import CallState, Context, reset_current, running_call, set_current
 from colocate._dispatch import Scatter
 from colocate._method import MethodSpec
@@ -27,26 +24,20 @@ from colocate.errors import CapabilityError, ColocateError, DispatchError, RoleE
 from colocate.executor import Boot
 from colocate.wire import Turns
 from colocate.worker import failure
+from colocate.worker.batch import take_apart
 from colocate.worker.build import RoleBuild, construct
 from colocate.worker.consequence import Consequence
+from colocate.worker.functions import hosted_functions
+from colocate.worker.hosted import HostedRole
 from colocate.worker.lane import Lane, Work
 from colocate.worker.process_groups import ProcessGroups
+from colocate.worker.results import rows_to_join, without_padding
 from colocate.worker.store import Store
 from colocate.worker.transfer import Transfer
 from colocate.worker.uses import Peers, Resolver
 
 Send = Callable[[tuple[Any, ...], Any], None]
 _HOST_ERRORS = (DispatchError, RoleError, SerializationError)
-
-
-@attrs.define(eq=False)
-class HostedRole:
-    """A role instance and what is needed to run its methods."""
-
-    name: str
-    instance: Any
-    methods: Mapping[str, MethodSpec]
-    ctx: Context
 
 
 class WorkerHost:
@@ -76,7 +67,7 @@ class WorkerHost:
         self.boot = boot
         self.codec = codec
         self.store = Store(boot.strict)
-        self.roles: dict[str, HostedRole] = {}
+        self.roles: dict[Any, HostedRole] = {}
         self.instances: dict[str, object] = {}
         self.ended = False
         self._send = send
@@ -92,6 +83,7 @@ class WorkerHost:
         self._handlers: dict[str, Callable[..., None]] = {
             "build": self._on_build,
             "call": self._on_call,
+            "batch": self._on_batch,
             "free": self._on_free,
             "hold": self._on_hold,
             "resume": self._on_resume,
@@ -116,13 +108,26 @@ class WorkerHost:
         _, seq, role, method, keep, _valid, _uses, frees = head
         if frees:
             self.store.free(frees)
-        spec = self.roles[role].methods[method]
+        hosted = self.roles.get(role) or self._for_functions(role)
+        spec = hosted.spec(method)
         concurrency = spec.concurrency if spec.is_async else 0
-        work = Work(seq, partial(self._call, head, body), f"{role}.{method}", concurrency, CallState(seq))
+        work = Work(seq, partial(self._call, head, body), hosted.label(method), concurrency, CallState(seq))
         if keep is not None:
             self.store.expect(keep)
             work.on_drop = partial(self.store.fail, keep, f"{work.label} was withdrawn after a failure")
         self.lane.put(work)
+
+    def _on_batch(self, head: tuple[Any, ...], body: Any) -> None:
+        _, frees, entries = head
+        if frees:
+            self.store.free(frees)
+        for each, its_body in take_apart(entries, body):
+            self._on_call(each, its_body)
+
+    def _for_functions(self, key: tuple[int, int]) -> HostedRole:
+        """What functions run in; its key tells what their context needs."""
+        role = self.roles[key] = hosted_functions(self, *key)
+        return role
 
     def _on_free(self, head: tuple[Any, ...], body: Any) -> None:
         self.store.free(head[1])
@@ -249,9 +254,9 @@ class WorkerHost:
         return True
 
     def _call(self, head: tuple[Any, ...], body: Any, work: Work) -> Any:
-        _, seq, role_name, method, keep, valid, uses, _ = head
-        role = self.roles[role_name]
-        spec = role.methods[method]
+        _, seq, key, method, keep, valid, uses, _ = head
+        role = self.roles[key]
+        spec = role.spec(method)
         start = time.time()
         tokens = set_current(role.ctx), running_call.set(work.state)
         role.ctx.last_call = work.state
@@ -266,7 +271,7 @@ class WorkerHost:
                 return self._finish_async(result, head, work, role, resolver, start)
             self._finish(result, head, work, role, resolver, start)
         except BaseException as error:  # whatever role code raises is the caller's to see, SystemExit included
-            self._failed(seq, keep, role_name, error)
+            self._failed(seq, keep, role.name, error)
             return False
         finally:
             running_call.reset(tokens[1])
@@ -308,7 +313,7 @@ class WorkerHost:
         nothing = resolver.total if isinstance(dispatch, Scatter) and dispatch.pad else resolver.valid
         if nothing == 0 and isinstance(dispatch, Scatter) and dispatch.empty == "error":
             raise DispatchError(
-                f"{role.name}.{spec.name}: rank {role.ctx.rank} has no rows of {dispatch.parameters[0]!r} (a resident "
+                f"{role.label(spec.name)}: rank {role.ctx.rank} has no rows of {dispatch.parameters[0]!r} (a resident "
                 'keeps its producer\'s partition); declare Scatter(..., empty="run") or pass the fetched value',
                 parameter=dispatch.parameters[0],
             )
@@ -319,9 +324,9 @@ class WorkerHost:
     ) -> None:
         _, seq, _, method, keep, _, _, _ = head
         result = ordinary(result)
-        label = f"{role.name}.{method}"
+        label = role.label(method)
         if work.rows is not None:
-            result = _without_padding(result, work.rows, work.state.valid_rows, label)
+            result = without_padding(result, work.rows, work.state.valid_rows, label)
         if len(self.store):
             self._check_writes(label, role, resolver)
         valid = work.state.valid_rows
@@ -329,7 +334,7 @@ class WorkerHost:
             body = None if result is None else self._packed(result, label)
             self._send(("done", seq, valid, start, time.time(), None), body)
         else:
-            rows = _rows_to_join(result, role.methods[method])
+            rows = rows_to_join(result, role.spec(method))
             nbytes = self.store.put(keep, result, label, valid)
             self._send(("done", seq, valid, start, time.time(), (nbytes, rows)), None)
 
@@ -339,15 +344,18 @@ class WorkerHost:
     def _check_writes(self, label: str, role: HostedRole, resolver: Resolver | None) -> None:
         # A role may write into what it got now, or into what it returned before and still refers to.
         used = resolver.keys if resolver is not None else ()
-        keys = None if self._strict else [*used, *self.store.made_by(role.name)]
+        everything = self._strict or role.name is None  # a function may have asked any role for anything
+        keys = None if everything else [*used, *self.store.made_by(role.name or "")]
         for key, maker in self.store.written(keys):
             raise RoleError(
                 f"{label} changed in place a value that {maker} had returned (resident {key}); "
                 "a role method changes neither its arguments nor what it has returned: clone it first"
             )
 
-    def _failed(self, seq: int, keep: int | None, role: str, error: BaseException) -> None:
-        host = isinstance(error, CapabilityError) or (isinstance(error, _HOST_ERRORS) and not _raised_by_role(error))
+    def _failed(self, seq: int, keep: int | None, role: str | None, error: BaseException) -> None:
+        host = isinstance(error, CapabilityError) or (
+            isinstance(error, _HOST_ERRORS) and not failure.raised_by_role(error)
+        )
         secondary = isinstance(error, Consequence) or self.groups.lost_a_peer()
         told = failure.describe(error, role=role, host=host, secondary=secondary)
         self._send(("failed", seq, told.head()), failure.sendable(error, self.codec))
@@ -383,30 +391,3 @@ class WorkerHost:
     def report(self, ctx: Context, done: int, total: int | None) -> None:
         """A role's progress."""
         self._send(("progress", ctx.role, done, total), None)
-
-
-def _rows_to_join(result: Any, spec: MethodSpec) -> int | None:
-    """Rows of a kept result, where others may ask for some of them."""
-    if not isinstance(spec.collect, Concat):
-        return None
-    return _batch.rows(result, f"the result of {spec.name}")
-
-
-def _without_padding(result: Any, rows: int, valid: int | None, label: str) -> Any:
-    found = _batch.rows(result, f"the result of {label}")
-    if found != rows:
-        raise DispatchError(
-            f"{label} got {rows} rows, padding included, and returned {found}: with pad=True it returns a row for each"
-        )
-    return result if valid is None or valid == rows else _batch.slice_rows(result, 0, valid)
-
-
-def _raised_by_role(error: BaseException) -> bool:
-    """Whether role code raised one of colocate's own errors itself: then it is the role's failure."""
-    trace = error.__traceback__
-    while trace is not None:
-        module = trace.tb_frame.f_globals.get("__name__", "")
-        if not module.startswith("colocate.") or module.startswith("colocate.testing."):
-            return True
-        trace = trace.tb_next
-    return False

@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from colocate import wire
-from colocate._context import Context
-from colocate.errors import CapabilityError, ColocateError
+from colocate._context import Context, MeshPlace
+from colocate._mesh import did_you_mean
+from colocate.errors import CapabilityError, ConfigError
 from colocate.worker.consequence import Consequence
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ class ProcessGroups:
                 role=ctx.role,
                 rank=ctx.rank,
             )
-        key = (ctx.role, axis)
+        key = (ctx.role, name)
         groups = self._made if members > 1 or self._is_default(ctx, name) else self._alone
         found = groups.get(key)
         if found is None:
@@ -96,7 +97,7 @@ class ProcessGroups:
         return found.group
 
     def _is_default(self, ctx: Context, name: str) -> bool:
-        return axis_free(name) and self.default_role == ctx.role
+        return axis_free(name) and ctx.role is not None and self.default_role == ctx.role
 
     def _make(self, ctx: Context, members: int, index: int, name: str) -> _Made:
         # Imported here: only a role that asks for a group has torch.
@@ -222,16 +223,32 @@ def single_rank_group() -> ProcessGroup:
 
 def _members(ctx: Context, axis: str | None) -> tuple[int, int, str]:
     """How many share the group, which of them this rank is, and a name that they agree on."""
+    role = ctx.role or ""
     if axis is None:
-        return ctx.world_size, ctx.rank, f"{ctx.role}/*"
-    places = [place for place in ctx.meshes.values() if axis in place.shape]
-    if len(places) > 1:
-        raise ColocateError(f"several meshes of role {ctx.role!r} have an axis {axis!r}")
-    if not places:
-        return 1, 0, f"{ctx.role}/{axis}/{ctx.rank}"
-    place = places[0]
+        return ctx.world_size, ctx.rank, f"{role}/*"
+    mesh, place, axis = _place(ctx, axis)
+    if place is None:
+        return 1, 0, f"{role}/{axis}/{ctx.rank}"
     others = [f"{other}={place.rank(other)}" for other in place.shape if other != axis]
-    return place.size(axis), place.rank(axis), f"{ctx.role}/{axis}/{','.join(others)}"
+    return place.size(axis), place.rank(axis), f"{role}/{mesh}.{axis}/{','.join(others)}"
+
+
+def _place(ctx: Context, axis: str) -> tuple[str, MeshPlace | None, str]:
+    """The mesh that an axis belongs to, by name and as this rank lies in it, and the axis without the mesh's name."""
+    named, dot, rest = axis.rpartition(".")
+    if dot:
+        if named not in ctx.meshes:
+            raise ConfigError(
+                f"ctx.process_group({axis!r}): role {ctx.role!r} has no mesh {named!r}{did_you_mean(named, ctx.meshes)}"
+            )
+        return (named, ctx.meshes[named], rest) if rest in ctx.meshes[named].shape else (named, None, rest)
+    found = [(name, place) for name, place in ctx.meshes.items() if axis in place.shape]
+    if len(found) > 1:
+        known = " or ".join(repr(f"{name}.{axis}") for name, _ in found)
+        raise ConfigError(
+            f"ctx.process_group({axis!r}): several meshes of role {ctx.role!r} have such an axis; say which: {known}"
+        )
+    return (*found[0], axis) if found else ("", None, axis)
 
 
 def _new_group(dist: Any, store: Any, rank: int, size: int, name: str, backend: str) -> ProcessGroup:

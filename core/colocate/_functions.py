@@ -1,0 +1,61 @@
+"""`group.run`: a plain function on every worker, as a method of a role that has no name and lives on all slots."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from colocate._dispatch import plan
+from colocate._mesh import Mesh
+from colocate._method import MethodSpec
+from colocate._pending import PendingCall
+from colocate._pipeline import recording
+from colocate._resident import Consumer, Reference
+from colocate._ship import ship, ship_by_value
+from colocate._view import RoleInfo, refuse_inside, with_references
+from colocate.worker.build import Shipped
+from colocate.worker.functions import RUN, Functions
+
+if TYPE_CHECKING:
+    from colocate._group import ColocatedGroup
+
+
+def run(
+    group: ColocatedGroup, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> PendingCall:
+    """Send a function to every worker of a group."""
+    if not callable(function):
+        raise TypeError(f"group.run runs a function of the worker's context, not {function!r}")
+    name = getattr(function, "__name__", type(function).__name__)
+    label = f"function {name}"
+    if (pipeline := recording(group)) is not None:
+        pipeline.refuse_call(f"group.run({name})")
+    group.check()
+    refuse_inside(label, group)
+    role = _everyone(group)
+    uses: list[Reference] = []
+    consumer = Consumer(group.name, role.slots, role.ranks.mesh)
+    given = with_references({"args": args, "kwargs": dict(kwargs)}, consumer, label, group.runtime, uses)
+    shipped = _ship(function, name, group.runtime.executor.in_process)
+    planned = plan(RUN.dispatch, {"function": shipped, **given}, role.ranks)
+    call = PendingCall(label, "", name, role.slots)
+    return group.submit(call, role, RUN, planned, uses, None, keep=False)
+
+
+def _everyone(group: ColocatedGroup) -> RoleInfo:
+    """The role that functions run in. Workers know it by what its context needs."""
+    slots = range(len(group.workforce.workers))
+    methods: Mapping[str, MethodSpec] = {RUN.name: RUN}
+    key = len(slots), group.runtime.seed
+    return RoleInfo("", Functions, methods, slots, {"": Mesh({"dp": len(slots)})}, Functions.__module__, key=key)
+
+
+def _ship(function: Callable[..., Any], name: str, in_process: bool) -> Shipped:
+    """The function as it travels: by name only where that name leads back to it."""
+    if in_process:
+        return Shipped(name, cls=function)
+    found: Any = sys.modules.get(getattr(function, "__module__", None) or "")
+    for part in getattr(function, "__qualname__", "<none>").split("."):
+        found = getattr(found, part, None)
+    return ship(function, in_process=False) if found is function else ship_by_value(function, name)

@@ -1,0 +1,128 @@
+"""`PendingCall`: a call on its way, with what its group has heard of it so far."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+from colocate._call import Call
+from colocate._dispatcher import Dispatcher, Timer
+from colocate._owned import forks
+from colocate.errors import ColocateError, ForkedError
+
+
+class Unsent(Protocol):
+    """Where calls are that haven't been sent yet."""
+
+    def refuse_wait(self, label: str, awaits: bool) -> None:
+        """Raise when whoever waits for this call is who has to send it."""
+
+
+class PendingCall(Call[Any]):
+    """A call on its way: what has come back from which rank."""
+
+    __slots__ = (
+        "bodies",
+        "dispatcher",
+        "forks",
+        "keep",
+        "line",
+        "method",
+        "on_end",
+        "pipeline",
+        "places",
+        "ranks",
+        "remaining",
+        "role",
+        "rows",
+        "seq",
+        "spans",
+        "submitted",
+        "targets",
+        "timer",
+        "uses",
+    )
+
+    def __init__(
+        self, label: str, role: str, method: str, targets: Sequence[int], ranks: Sequence[int] | None = None
+    ) -> None:
+        """Targets are slots of the group; ranks are those of the role on them (default: 0, 1, ...)."""
+        super().__init__(label)
+        self.seq = -1
+        self.role = role
+        self.method = method
+        self.targets = targets
+        self.ranks = range(len(targets)) if ranks is None else ranks
+        self.places: dict[int, int] | None = None
+        self.bodies: list[Any] = [None] * len(targets)
+        self.rows: list[int | None] = [None] * len(targets)
+        self.spans: list[tuple[int, float, float]] = []
+        self.remaining = len(targets)
+        self.keep: int | None = None
+        self.uses: Sequence[Any] = ()
+        self.timer: Timer | None = None
+        self.submitted = time.time()
+        self.line: tuple[str, int] = ("", 0)
+        self.on_end: Callable[[PendingCall], None] | None = None
+        self.dispatcher: Dispatcher | None = None
+        self.pipeline: Unsent | None = None
+        self.forks = forks()
+
+    def _wait(self, timeout: float | None) -> None:
+        self._check_fork()
+        self._check_unsent()
+        super()._wait(timeout)
+
+    def _check_unsent(self, *, awaits: bool = False) -> None:
+        if self.pipeline is not None:
+            self.pipeline.refuse_wait(self.label, awaits)
+
+    def _check_fork(self) -> None:
+        if self.forks != forks():
+            raise ForkedError(
+                f"{self.label} was submitted by the process that forked this one; its result is told there"
+            )
+
+    def _collect(self) -> None:
+        try:
+            self._value = self._joiner(self) if self._joiner is not None else None
+        except Exception as error:
+            self._error, self._trace = error, error.__traceback__
+        self._joiner = None
+        self.bodies = self.bodies if self.keep is not None else []
+
+    def add_done_callback(self, callback: Callable[[Call[Any]], object]) -> None:
+        """Run `callback(call)` once it is done, on the runtime's dispatcher thread."""
+        self._check_fork()
+        super().add_done_callback(callback)
+
+    def _dispatch(self, callback: Callable[[Call[Any]], object]) -> None:
+        if self.dispatcher is None:
+            callback(self)
+        else:
+            self.dispatcher.soon(partial(callback, self))
+
+    def index_of(self, slot: int) -> int:
+        """The index among its ranks of the rank on a slot."""
+        targets = self.targets
+        if slot < len(targets) and targets[slot] == slot:
+            return slot
+        if self.places is None:
+            self.places = {target: index for index, target in enumerate(targets)}
+        return self.places[slot]
+
+    def rank_of(self, slot: int) -> int:
+        """The rank on a slot."""
+        return self.ranks[self.index_of(slot)]
+
+    def poison(self) -> ColocateError | None:
+        """The failure of a kept call whose resident this one uses: there is no other reason to look for."""
+        errors = (use._kept.call._error for use in self.uses)
+        return next((error for error in errors if isinstance(error, ColocateError)), None)
+
+    def missing(self) -> list[int]:
+        """The slots that haven't answered."""
+        answered = {rank for rank, _, _ in self.spans}
+        return [slot for index, slot in enumerate(self.targets) if index not in answered]

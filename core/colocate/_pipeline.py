@@ -1,0 +1,329 @@
+"""`group.pipeline()`: the calls made in the block are sent when it ends, as one message per worker.
+
+A pipeline belongs to the thread or task that entered it; what others call goes out at once, as ever. Blocks of one
+thread nest, of one group or of several: the outermost sends. A message's body holds those of its calls, one after the
+other, and memory that several of them refer to once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from colocate._owned import caller, forks
+from colocate._pending import PendingCall
+from colocate.errors import ColocateError, PipelineError
+from colocate.wire import Packed
+from colocate.worker.batch import Entry, Where
+
+if TYPE_CHECKING:
+    from colocate._group import ColocatedGroup
+    from colocate._resident import Kept, Reference
+
+_EDGE_BYTES = 64
+
+
+@attrs.define(eq=False)
+class Draft:
+    """A call that will be sent. `bodies` go along the call's targets, and so does `valid`."""
+
+    group: ColocatedGroup
+    call: PendingCall
+    role: Any
+    method: str
+    bodies: Sequence[Any]
+    valid: Sequence[int | None]
+    timeout: float | None
+    kept: Kept | None = None
+
+
+class Pipeline:
+    """The calls of one thread's or task's pipelines that are open now."""
+
+    def __init__(self) -> None:
+        self.open = True
+        self.groups: list[ColocatedGroup] = []
+        self._drafts: list[Draft] = []
+        self._memory = _Memory()
+        self._task = _current_task()
+        self._thread = threading.get_ident()
+        self._forks = forks()
+        file, line = caller()
+        self._line = f"{file}:{line}"
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is this thread and task that has it open."""
+        return self.open and self._thread == threading.get_ident() and self._task is _current_task()
+
+    def refuse_wait(self, label: str, awaits: bool) -> None:
+        """Raise when waiting for a call would keep the block from ending, with which it is sent."""
+        if self.is_here if awaits else self._thread == threading.get_ident():
+            raise PipelineError(
+                f"{label} is sent when the block of group.pipeline() at {self._line} ends, and this needs its outcome: "
+                "ask for it after the block"
+            )
+
+    def refuse_call(self, label: str) -> None:
+        """Refuse a call that blocks."""
+        raise PipelineError(
+            f"{label} would wait for its result, but in the block of group.pipeline() at {self._line} calls are sent "
+            "when it ends: use .submit(...) or .keep(...), or call it before or after the block"
+        )
+
+    # -- recording
+
+    def add(self, draft: Draft, uses: Sequence[Reference]) -> None:
+        """Record a call. What it uses is lent to it from now on."""
+        call = draft.call
+        call.pipeline = self
+        lent: list[Reference] = []
+        call.uses = lent
+        try:
+            for use in uses:
+                use._kept.group.residents.lend(call, use._kept, draft.group)
+                lent.append(use)
+            snapshots = {id(body): self._memory.snapshot(body) for body in draft.bodies}
+            draft.bodies = [snapshots[id(body)] for body in draft.bodies]
+        except BaseException as error:
+            draft.group.order.drop(call, error)
+            raise
+        self._drafts.append(draft)
+
+    def keep(self, kept: Kept) -> None:
+        """The last call's result is kept. Until the call has been sent, the workers mustn't be told to forget it."""
+        kept.group.residents.begin_use(kept)
+        self._drafts[-1].kept = kept
+
+    # -- the block
+
+    def __len__(self) -> int:
+        return len(self._drafts)
+
+    def forget(self, start: int, error: BaseException) -> None:
+        """Calls from the `start`-th on are not to be sent: their block ended by an exception."""
+        drafts, self._drafts[start:] = self._drafts[start:], []
+        text = str(error).partition("\n")[0]
+        for draft in drafts:
+            reason = PipelineError(
+                f"{draft.call.label} of group {draft.group.name!r} was never sent: the block of group.pipeline() at "
+                f"{self._line} ended with {type(error).__name__}{': ' if text else ''}{text}",
+                group=draft.group.name,
+                role=draft.call.role or None,
+                method=draft.call.method,
+            )
+            _give_up(draft, reason)
+
+    def end(self) -> None:
+        """Send everything.
+
+        Raises:
+            ColocateError: A group can't be called any more. Its calls, and those of groups after it, have that error.
+        """
+        self.open = False
+        groups = list(dict.fromkeys(draft.group for draft in self._drafts))
+        lots = [[draft for draft in self._drafts if draft.group is group] for group in groups]
+        sent = 0
+        try:
+            for group in groups:
+                group.check()
+            for lot in lots:
+                _send(lot)
+                sent += 1
+        except BaseException as error:
+            for lot in lots[sent:]:
+                for draft in lot:
+                    _give_up(draft, error)
+            raise
+
+    @property
+    def forked(self) -> bool:
+        """Whether this is a forked child, which owns none of the calls."""
+        return self._forks != forks()
+
+
+def _give_up(draft: Draft, error: BaseException) -> None:
+    """A call is never sent, or not to all of its ranks."""
+    draft.group.order.drop(draft.call, error)
+    kept = draft.kept
+    if kept is not None:
+        draft.kept = None
+        kept.used = True  # who ended the block has been told
+        kept.group.residents.end_use(kept)
+        reason = error if isinstance(error, ColocateError) else PipelineError(f"{draft.call.label} was never sent")
+        kept.group.residents.never_made(kept, reason)
+
+
+def _send(drafts: Sequence[Draft]) -> None:
+    """Give the calls of one group their places in its order, and send them."""
+    group = drafts[0].group
+    executor, workers, order = group.runtime.executor, group.workforce.workers, group.order
+    lots: dict[int, list[tuple[Draft, int]]] = {}  # by slot: calls, and which of their bodies
+    with order.lock:
+        group.check()
+        ready = [draft for draft in drafts if not _is_lost(draft)]
+        sent: list[int] = []
+        try:
+            now = time.time()
+            for draft in ready:
+                draft.call.submitted = now
+                order.enter(draft.call)
+                for index, slot in enumerate(draft.call.targets):
+                    lots.setdefault(slot, []).append((draft, index))
+            frees = group.residents.take() if group.residents.news and len(lots) == len(workers) else ()
+            last: tuple[Any, ...] = ()
+            frame: Any = None
+            for slot, lot in lots.items():
+                same = tuple((id(draft.bodies[index]), draft.valid[index], draft.call.seq) for draft, index in lot)
+                if frame is None or same != last:
+                    if frame is not None:
+                        executor.discard(frame)
+                    frame, last = executor.frame(*_message(lot, frees)), same
+                sent.append(slot)
+                workers[slot].host.send(frame)
+            if frame is not None:
+                executor.discard(frame)
+        except BaseException as error:  # Ctrl-C, or no descriptor or memory is left
+            for draft in ready:
+                order.give_up(draft.call, error, bool(sent))
+            raise
+    for draft in drafts:
+        if draft.kept is not None:
+            group.residents.end_use(draft.kept)
+            draft.kept = None
+        if draft.timeout is not None:
+            order.watch(draft.call, draft.timeout)
+
+
+def _is_lost(draft: Draft) -> bool:
+    """Whether a call has failed before it could be sent: it uses a resident whose call has."""
+    poison = None if draft.call.done() else draft.call.poison()
+    if poison is not None:
+        draft.group.order.drop(draft.call, poison)
+    return draft.call.done()
+
+
+def _message(lot: Sequence[tuple[Draft, int]], frees: Sequence[int]) -> tuple[tuple[Any, ...], Any]:
+    """One message for all calls of one worker."""
+    wheres, body = _together([draft.bodies[index] for draft, index in lot])
+    entries: list[Entry] = []
+    for (draft, index), where in zip(lot, wheres, strict=True):
+        call = draft.call
+        head = ("call", call.seq, draft.role, draft.method, call.keep, draft.valid[index], bool(call.uses), ())
+        entries.append((head, where))
+    return ("batch", tuple(frees), entries), body
+
+
+def _together(bodies: Sequence[Any]) -> tuple[list[Where], Any]:
+    """One body that holds all of them, and where in it each lies."""
+    given = [body for body in bodies if body is not None]
+    if not given:
+        return [None] * len(bodies), None
+    if not all(isinstance(body, Packed) for body in given):  # handed over as they are
+        return [None if body is None else index for index, body in enumerate(bodies)], tuple(bodies)
+    data: list[Any] = []
+    buffers: dict[int, tuple[int, memoryview]] = {}
+    wheres: list[Where] = []
+    known: dict[int, Where] = {}
+    end = 0
+    for body in bodies:
+        if body is not None and id(body) not in known:
+            start, end = end, end + len(body.data)
+            data.append(body.data)
+            places = tuple(buffers.setdefault(id(buffer), (len(buffers), buffer))[0] for buffer in body.buffers)
+            known[id(body)] = start, end, places
+        wheres.append(None if body is None else known[id(body)])
+    return wheres, Packed(b"".join(data), tuple(buffer for _, buffer in buffers.values()))
+
+
+class _Memory:
+    """Memory of recorded arguments, as it was when each call was made; equal memory is copied and sent once."""
+
+    def __init__(self) -> None:
+        self._copies: dict[tuple[int, bytes, bytes], list[memoryview]] = {}
+
+    def snapshot(self, body: Any) -> Any:
+        """The body with memory that nobody else writes to."""
+        if not isinstance(body, Packed) or not body.buffers:
+            return body
+        return Packed(body.data, tuple(self._copy(buffer) for buffer in body.buffers))
+
+    def _copy(self, buffer: memoryview) -> memoryview:
+        key = buffer.nbytes, bytes(buffer[:_EDGE_BYTES]), bytes(buffer[-_EDGE_BYTES:])
+        known = self._copies.setdefault(key, [])
+        found = next((copy for copy in known if copy.obj == buffer), None)  # the bytearray compares in one go
+        if found is None:
+            found = memoryview(bytearray(buffer))
+            known.append(found)
+        return found
+
+
+_open: ContextVar[Pipeline | None] = ContextVar("colocate_pipeline", default=None)
+
+
+def recording(group: ColocatedGroup) -> Pipeline | None:
+    """The pipeline of this thread and task that takes this group's calls, if there is one."""
+    found = _open.get()
+    return found if found is not None and group in found.groups and found.is_here else None
+
+
+def refuse_unsent(uses: Sequence[Reference], label: str, own: Pipeline | None) -> None:
+    """A call can use residents that haven't been sent only when it is sent together with them."""
+    for use in uses:
+        pipeline = use._kept.call.pipeline
+        if pipeline is not None and pipeline is not own:
+            raise PipelineError(
+                f"{label} would be sent before {use._kept.source.label}, whose resident it uses and which waits in the "
+                "pipeline of its group: make the call after that block, or open a pipeline of this call's group too"
+            )
+
+
+@contextmanager
+def pipeline(group: ColocatedGroup) -> Iterator[None]:
+    """Send the calls made in the block on views of a group when it ends, one message per worker."""
+    outer = _open.get()
+    if outer is not None and outer.is_here:
+        with _nested(outer, group):
+            yield
+        return
+    found = Pipeline()
+    found.groups.append(group)
+    _open.set(found)
+    try:
+        yield
+    except BaseException as error:
+        if not found.forked:
+            found.open = False
+            found.forget(0, error)
+        raise
+    finally:
+        _open.set(None)
+    if not found.forked:
+        found.end()
+
+
+@contextmanager
+def _nested(outer: Pipeline, group: ColocatedGroup) -> Iterator[None]:
+    known, start = list(outer.groups), len(outer)
+    outer.groups.append(group)
+    try:
+        yield
+    except BaseException as error:
+        if not outer.forked:
+            outer.forget(start, error)
+            outer.groups[:] = known
+        raise
+
+
+def _current_task() -> asyncio.Task[Any] | None:
+    try:
+        return asyncio.current_task()
+    except RuntimeError:  # no loop runs on this thread
+        return None

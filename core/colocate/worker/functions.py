@@ -1,0 +1,58 @@
+"""`group.run` in a worker: a role without a name, whose one method calls the function that it is given."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from colocate._context import Context, MeshPlace, current, derive_seed
+from colocate._mesh import Mesh
+from colocate._method import MethodSpec, RoleMethod, method
+from colocate.worker.build import Shipped
+from colocate.worker.hosted import HostedRole
+
+if TYPE_CHECKING:
+    from colocate.worker.host import WorkerHost
+
+
+class Functions:
+    """What runs the functions."""
+
+    @method
+    def run(self, function: Shipped, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run a function with the worker's context; one that is async is run to its end."""
+        result = function.load()(current(), *args, **kwargs)
+        return asyncio.run(result) if inspect.iscoroutine(result) else result
+
+
+_run: RoleMethod[..., Any] = Functions.__dict__["run"]
+RUN: MethodSpec = _run.spec
+
+
+def hosted_functions(host: WorkerHost, slots: int, seed: int) -> HostedRole:
+    """What functions run in: every slot of the group is a rank.
+
+    Args:
+        host: The worker.
+        slots: How many slots the group has.
+        seed: The runtime's.
+    """
+    boot = host.boot
+    ctx = Context(
+        rank=boot.slot,
+        world_size=slots,
+        slot=boot.slot,
+        node=boot.node,
+        role=None,
+        group=boot.group,
+        generation=host.groups.generation,
+        seed=derive_seed(seed, boot.group, None, boot.slot),
+        meshes={"": MeshPlace(Mesh({"dp": slots}), boot.slot)},
+        device=boot.device,
+        siblings=host.instances,
+        process_group=host.groups.get,
+        report=host.report,
+    )
+    return HostedRole(None, Functions(), {RUN.name: RUN}, ctx)

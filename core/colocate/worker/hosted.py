@@ -1,0 +1,29 @@
+"""A role as its worker has it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+
+from colocate._context import Context
+from colocate._method import MethodSpec
+
+
+@attrs.define(eq=False)
+class HostedRole:
+    """A role instance and what is needed to run its methods; without a name it is what functions run in."""
+
+    name: str | None
+    instance: Any
+    methods: Mapping[str, MethodSpec]
+    ctx: Context
+
+    def spec(self, method: str) -> MethodSpec:
+        """One of its methods."""
+        return self.methods["run" if self.name is None else method]
+
+    def label(self, method: str) -> str:
+        """What a method is called in errors and stacks."""
+        return f"{self.name}.{method}" if self.name is not None else f"function {method}"
