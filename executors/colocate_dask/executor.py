@@ -1,0 +1,274 @@
+"""The Dask executor: a slot is a Dask worker that is held, with a keeper in it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import secrets
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from colocate.errors import ConfigError, PlacementError, PlacementTimeout
+from colocate.executor import Boot, Executor, Host, HostEvents, MultiNode, Node, OwnProcess, Place, Request, Reservation
+from colocate.keeper import Keepers, KeptSlot
+from colocate.placement import Ledger
+
+try:
+    import distributed
+except ImportError as error:
+    raise ImportError(f'the executor dask needs distributed: pip install "colocate[dask]" ({error})') from error
+
+from colocate_dask import far, reservations
+from colocate_dask.connection import Connection, DaskConnectionError, PrivateCluster, security_of
+from colocate_dask.offers import Grant, Refusal, Wanted, host_key
+
+__all__ = ["DaskExecutor"]
+
+_START_S = 60.0  # for the first keeper in a worker, which imports colocate
+_ANSWER_S = 30.0
+
+
+@attrs.define(eq=False)
+class _Held:
+    """What a reservation holds: its slots by Dask worker, and what it took of a private cluster."""
+
+    id: str
+    slots: dict[str, KeptSlot] = attrs.field(factory=dict)
+    workers: tuple[str, ...] = ()
+    taken: Reservation | None = None
+
+
+class DaskExecutor(Executor, OwnProcess, MultiNode):
+    """Slots are Dask workers that are held; roles run in processes beside them."""
+
+    name = "dask"
+
+    @classmethod
+    def connect(  # type: ignore[override]  # its options are the user's to see
+        cls,
+        *,
+        address: str | None = None,
+        security: Any = None,
+        client: Any = None,
+        cpus: float | None = None,
+        gpus: int | None = None,
+        share: bool = False,
+        timeout: float = 10.0,
+    ) -> DaskExecutor:
+        """Join a Dask cluster, or start a private one.
+
+        Args:
+            address: Its scheduler, "tcp://…" or "tls://…"; None for a private cluster on this machine.
+            security: A `distributed.Security` or its options, for "tls://…".
+            client: A `distributed.Client` to take the address and the security from, instead.
+            cpus: CPUs that a private cluster hands out; None for this machine's.
+            gpus: GPUs that a private cluster hands out; None for this machine's.
+            share: Also use workers that have tasks or data of others, and leave them open for tasks.
+            timeout: Seconds to connect in.
+
+        Raises:
+            ConfigError: The options contradict each other.
+            DaskConnectionError: The scheduler can't be reached, refuses us, or has other versions.
+        """
+        if client is not None:
+            if address is not None or security is not None:
+                raise ConfigError("connect('dask', ...): give client=, or address= and security=, not both")
+            if not isinstance(client, distributed.Client):
+                raise ConfigError(f"connect('dask', client=...) takes a distributed.Client, not {client!r}")
+            if client.scheduler is None or client.status != "running":
+                raise DaskConnectionError(f"the Dask client given is not connected: it is {client.status}")
+            address, security = client.scheduler.address, client.security
+        if address is not None and (cpus is not None or gpus is not None):
+            raise ConfigError("connect('dask', ...): cpus= and gpus= are of a private cluster; address= joins another")
+        if address is None:
+            count = _count_gpus() if gpus is None else gpus
+            return cls(None, None, Node(platform.node(), _count_cpus() if cpus is None else cpus, count), share, timeout)
+        return cls(address, security_of(security), None, share, timeout)
+
+    def __init__(self, address: str | None, security: Any, own: Node | None, share: bool, timeout: float) -> None:
+        """Use `connect`."""
+        self._share = share
+        self._held: dict[str, _Held] = {}
+        self._own = own
+        self._private = PrivateCluster() if own is not None else None
+        self._ledger = Ledger([own], _device) if own is not None else None
+        with contextlib.ExitStack() as undo:
+            if self._private is not None:
+                undo.callback(self._private.close)
+            target = address if self._private is None else self._private.cluster
+            self._connection = Connection(target, security, timeout)
+            undo.callback(self._connection.close)
+            self._connection.subscribe(self._heard)
+            self._keepers = Keepers("dask")
+            undo.pop_all()
+
+    def nodes(self) -> Sequence[Node]:
+        """The machines of the cluster."""
+        if self._own is not None:
+            return [self._own]
+        by_host: dict[str, Node] = {}
+        for offer in self._connection.on_scheduler(reservations.offers, within_s=_ANSWER_S):
+            old = by_host.get(offer.host, Node(offer.host, 0.0, 0, 0))
+            memory = (old.host_memory_bytes or 0) + offer.memory
+            by_host[offer.host] = Node(offer.host, (old.cpus or 0) + offer.cpus, old.gpus + offer.gpus, memory)
+        nodes = sorted(by_host.values(), key=lambda node: host_key(node.name))
+        return [attrs.evolve(node, host_memory_bytes=node.host_memory_bytes or None) for node in nodes]
+
+    def reserve(self, request: Request) -> Reservation:
+        """Hold a Dask worker per slot, with a keeper in each."""
+        held = _Held(secrets.token_hex(8))
+        self._held[held.id] = held
+        try:
+            if self._ledger is not None:
+                held.taken = self._ledger.reserve(request)
+            places = self._place(held, request)
+        except BaseException:  # Ctrl-C too: nothing stays pending
+            self._free(held)
+            raise
+        return Reservation(places, held)
+
+    def launch(self, place: Place, boot: Boot, events: HostEvents) -> Host:
+        """Start a worker in a slot, by its keeper."""
+        slot: KeptSlot = place.handle
+        return slot.launch(boot, events)
+
+    def release(self, reservation: Reservation) -> None:
+        """Give the Dask workers back; they serve their cluster again."""
+        self._free(reservation.handle)
+
+    def running(self) -> Sequence[str]:
+        """The ids of the workers."""
+        return self._keepers.running()
+
+    def close(self) -> None:
+        """Leave the cluster; end it if it is private."""
+        with contextlib.ExitStack() as closing:
+            if self._private is not None:
+                closing.callback(self._private.close)
+            closing.callback(self._connection.close)
+            closing.callback(self._keepers.close)
+
+    # -- reserving
+
+    def _place(self, held: _Held, request: Request) -> tuple[Place, ...]:
+        grants = self._own_grants(held, request) if held.taken is not None else self._ask(held, request)
+        addresses = self._start_keepers(held, grants, request.env)
+        places = []
+        for grant in grants:
+            kill = partial(self._kill, grant.worker)
+            slot = held.slots[grant.worker] = self._keepers.slot(addresses[grant.worker], on_stuck=kill)
+            places.append(Place(self._node(grant), grant.devices, _device(grant.devices), _reached(grant), slot))
+        return tuple(places)
+
+    def _node(self, grant: Grant) -> str:
+        return grant.host if self._own is None else self._own.name
+
+    def _ask(self, held: _Held, request: Request) -> Sequence[Grant]:
+        wanted = Wanted(
+            held.id,
+            self._connection.id,
+            request.owner,
+            request.slots,
+            request.cpus,
+            request.gpus,
+            request.host_memory_bytes or 0,
+            request.strategy,
+            request.timeout,
+            self._share,
+        )
+        return self._granted(wanted, request)
+
+    def _own_grants(self, held: _Held, request: Request) -> Sequence[Grant]:
+        """Workers of the private cluster, made for these slots."""
+        assert self._private is not None
+        assert held.taken is not None
+        held.workers = tuple(self._private.start(request.slots, request.cpus, request.gpus))
+        wanted = Wanted(held.id, self._connection.id, request.owner, request.slots, only=held.workers)
+        grants = self._granted(wanted, request)
+        devices = [tuple(map(str, place.devices)) for place in held.taken.places]
+        return [attrs.evolve(grant, gpus=gpus) for grant, gpus in zip(grants, devices, strict=True)]
+
+    def _granted(self, wanted: Wanted, request: Request) -> Sequence[Grant]:
+        answer = self._connection.on_scheduler(reservations.reserve, wanted, self._connection.version)
+        if not isinstance(answer, Refusal):
+            return tuple(answer)
+        each = f"{request.slots} slots with {request.cpus:g} CPU and {request.gpus} GPU each"
+        pool = f"{request.owner or 'a pool'} of {each}"
+        rule = "a slot takes a whole Dask worker"
+        if not answer.rows:
+            raise PlacementError(f"{pool} can never fit: the Dask cluster at {self._connection.address} has no workers")
+        if answer.never:
+            raise PlacementError(f"{pool} can never fit ({rule}):", nodes=answer.rows)
+        text = f"{pool} did not become free within {request.timeout:g} s ({rule}):"
+        raise PlacementTimeout(text, nodes=answer.rows)
+
+    def _start_keepers(self, held: _Held, grants: Sequence[Grant], env: Mapping[str, str]) -> Mapping[str, str]:
+        """Their addresses, by Dask worker."""
+        plans = {grant.worker: self._plan(held, grant, env) for grant in grants}
+        answers = self._connection.on_workers(far.start, plans, workers=list(plans), within_s=_START_S)
+        for worker in plans:
+            answer = answers.get(worker)
+            if not isinstance(answer, str):
+                raise PlacementError(f"no worker can be started at the Dask worker {worker}: {answer!r}")
+        return dict(answers)
+
+    def _plan(self, held: _Held, grant: Grant, env: Mapping[str, str]) -> far.Plan:
+        own = {"CUDA_VISIBLE_DEVICES": ",".join(grant.gpus)} if grant.gpus else {}
+        host = None if _is_loopback(grant) else grant.host
+        return far.Plan(held.id, self._keepers.key, host, {**own, **env})
+
+    # -- freeing
+
+    def _free(self, held: _Held) -> None:
+        self._held.pop(held.id, None)
+        for slot in held.slots.values():
+            slot.close()
+        try:
+            with contextlib.suppress(DaskConnectionError):  # without a scheduler there is nothing to give back to
+                self._connection.on_scheduler(reservations.release, held.id, within_s=_ANSWER_S)
+        finally:
+            if self._private is not None and self._ledger is not None:
+                self._private.stop(held.workers)
+                if held.taken is not None:
+                    self._ledger.release(held.taken)
+
+    def _kill(self, worker: str) -> None:
+        """End the process of a Dask worker whose keeper is stuck. On a dialling thread."""
+        with contextlib.suppress(Exception):  # it is gone, or has no nanny; the scheduler sees to it on release
+            self._connection.on_workers(far.kill, workers=[worker], nanny=True, within_s=_ANSWER_S)
+
+    def _heard(self, event: Mapping[str, Any]) -> None:
+        """On the client's loop: the scheduler says that a held worker is gone."""
+        held = self._held.get(event.get("reservation", ""))
+        slot = held.slots.get(event.get("lost", "")) if held is not None else None
+        if slot is not None:
+            slot.lost(event["words"])
+
+
+def _device(devices: tuple[int, ...]) -> str:
+    return "cuda:0" if devices else "cpu"  # a worker sees its own devices only
+
+
+def _is_loopback(grant: Grant) -> bool:
+    return grant.host.startswith("127.") or grant.worker.startswith("inproc://")
+
+
+def _reached(grant: Grant) -> str:
+    return "127.0.0.1" if _is_loopback(grant) else grant.host
+
+
+def _count_cpus() -> int:
+    import os
+
+    return len(os.sched_getaffinity(0))
+
+
+def _count_gpus() -> int:
+    """NVIDIA GPUs of this machine, without importing anything that would initialise them."""
+    folder = Path("/proc/driver/nvidia/gpus")
+    return len(list(folder.iterdir())) if folder.is_dir() else 0

@@ -1,0 +1,112 @@
+"""What runs in the Dask worker that holds a slot: it says what it is, and places the keeper there.
+
+Role code doesn't run here but in a process of the keeper's, so nothing has to be unloaded when a slot is given back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+import signal
+import sys
+import threading
+import weakref
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import attrs
+
+import colocate
+from colocate.keeper import Keeper
+from colocate_dask.offers import Facts
+
+_REMEMBERED = 100
+
+
+@attrs.frozen
+class Plan:
+    """How to make one keeper.
+
+    Attributes:
+        reservation: Whose it is.
+        key: The driver's secret.
+        host: Address under which other machines reach this one; None when they needn't.
+        env: Environment of its workers.
+    """
+
+    reservation: str
+    key: bytes = attrs.field(repr=False)
+    host: str | None
+    env: Mapping[str, str]
+
+
+@attrs.define(eq=False)
+class _Tenancy:
+    """The keepers of one Dask worker, by reservation, and the reservations that are over."""
+
+    keepers: dict[str, Keeper] = attrs.field(factory=dict)
+    over: list[str] = attrs.field(factory=list)
+
+
+_tenancies: weakref.WeakKeyDictionary[Any, _Tenancy] = weakref.WeakKeyDictionary()
+
+
+def describe() -> Facts:
+    """What this process is."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = None if visible is None else tuple(name.strip() for name in visible.split(",") if name.strip())
+    python = ".".join(platform.python_version_tuple()[:2])
+    return Facts(python, colocate.__version__, names, "dask_cuda" in sys.modules)
+
+
+async def start(plans: Mapping[str, Plan], dask_worker: Any) -> str:
+    """Make the keeper that is planned for this worker.
+
+    Args:
+        plans: By address of the worker.
+        dask_worker: Given by Dask.
+
+    Returns:
+        The keeper's address.
+    """
+    plan = plans[dask_worker.address]
+    tenancy = _tenancies.setdefault(dask_worker, _Tenancy())
+    for reservation in list(tenancy.keepers):  # the scheduler has freed the slot, so nobody has a right to it
+        await end(reservation, dask_worker)
+    if plan.reservation in tenancy.over:
+        raise RuntimeError(f"reservation {plan.reservation} is over: its driver has gone")
+    forget = partial(tenancy.keepers.pop, plan.reservation, None)
+    keeper = Keeper(plan.key, host=plan.host, env=plan.env, on_end=forget)
+    tenancy.keepers[plan.reservation] = keeper
+    return keeper.address
+
+
+async def end(reservation: str, dask_worker: Any) -> None:
+    """End the keeper of a reservation, now or when it should come yet; returns when its worker is gone."""
+    tenancy = _tenancies.setdefault(dask_worker, _Tenancy())
+    tenancy.over = [*tenancy.over, reservation][-_REMEMBERED:]
+    if (keeper := tenancy.keepers.pop(reservation, None)) is not None:
+        await _on_a_thread(keeper)
+
+
+async def _on_a_thread(keeper: Keeper) -> None:
+    """Close a keeper without stopping Dask's loop. Not by an executor of the loop's: at exit those start nothing."""
+    loop = asyncio.get_running_loop()
+    closed = loop.create_future()
+
+    def close() -> None:
+        try:
+            keeper.close()
+        finally:
+            loop.call_soon_threadsafe(closed.set_result, None)
+
+    threading.Thread(target=close, name="colocate-keeper-close", daemon=True).start()
+    await closed
+
+
+def kill(dask_worker: Any) -> None:
+    """End the process of a worker that doesn't answer. Runs in its nanny, which Dask gives as `dask_worker`."""
+    if dask_worker.pid:
+        os.kill(dask_worker.pid, signal.SIGKILL)

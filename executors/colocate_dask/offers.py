@@ -1,0 +1,200 @@
+"""What Dask workers offer, and which of them a request gets: plain data, without Dask."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping, Sequence
+
+import attrs
+
+
+@attrs.frozen
+class Wanted:
+    """Slots wanted together, as a driver tells the scheduler.
+
+    Attributes:
+        reservation: Id of the reservation to be.
+        client: Id of the driver's Dask client; when it goes, the slots are freed.
+        owner: Name of the pool.
+        slots: How many.
+        cpus: Threads of each.
+        gpus: GPUs of each.
+        memory: Bytes of each; 0 for any.
+        strategy: "pack" or "spread".
+        timeout: Seconds to wait while they could fit but don't now.
+        share: Whether workers that serve others will do, and go on serving them.
+        only: The very workers to hold, in this order; None to choose.
+    """
+
+    reservation: str
+    client: str
+    owner: str
+    slots: int
+    cpus: float = 0
+    gpus: int = 0
+    memory: int = 0
+    strategy: str = "pack"
+    timeout: float = 60.0
+    share: bool = False
+    only: tuple[str, ...] | None = None
+
+
+@attrs.frozen
+class Facts:
+    """What a Dask worker says of its process.
+
+    Attributes:
+        python: Version of Python, as "3.12".
+        colocate: Version of colocate.
+        visible: `CUDA_VISIBLE_DEVICES` there, split; None when it isn't set.
+        dask_cuda: Whether dask-cuda started it, so that the first visible GPU is its own.
+    """
+
+    python: str
+    colocate: str
+    visible: tuple[str, ...] | None = None
+    dask_cuda: bool = False
+
+
+@attrs.frozen
+class Offer:
+    """One Dask worker: room for one slot.
+
+    Attributes:
+        worker: Its address.
+        host: The machine's address.
+        cpus: Its threads.
+        gpus: How many GPUs it has.
+        visible: What `CUDA_VISIBLE_DEVICES` would name them; None when that can't be told from the worker.
+        memory: Its memory limit in bytes; 0 when it has none.
+        unfit: Why it can never hold a slot; empty when it can.
+        taken: Why it can't hold one now; empty when it can.
+    """
+
+    worker: str
+    host: str
+    cpus: float
+    gpus: int = 0
+    visible: tuple[str, ...] | None = None
+    memory: int = 0
+    unfit: str = ""
+    taken: str = ""
+
+    def suits(self, wanted: Wanted) -> bool:
+        """Whether a slot would fit, if it were free."""
+        memory = not (wanted.memory and self.memory) or self.memory >= wanted.memory
+        return not self.unfit and self.cpus >= wanted.cpus and self.gpus >= wanted.gpus and memory
+
+    @property
+    def rank_key(self) -> tuple[object, ...]:
+        """Ranks go by machine, device and address."""
+        return host_key(self.host), tuple(map(device_key, self.visible or ())), host_key(self.worker)
+
+
+@attrs.frozen
+class Grant:
+    """One slot that a driver holds.
+
+    Attributes:
+        worker: Address of its Dask worker.
+        host: Address of its machine.
+        gpus: Its GPUs, as `CUDA_VISIBLE_DEVICES` names them.
+    """
+
+    worker: str
+    host: str
+    gpus: tuple[str, ...] = ()
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """Indices of its GPUs; a GPU that goes by a UUID counts from 0."""
+        return tuple(int(name) if name.isdigit() else index for index, name in enumerate(self.gpus))
+
+
+@attrs.frozen
+class Refusal:
+    """Nothing is held: never possible, or not within the time. `rows` is the table of nodes."""
+
+    never: bool
+    rows: tuple[dict[str, str], ...]
+
+
+def host_key(address: str) -> tuple[object, ...]:
+    """A key that sorts addresses as people do: numbers by their value."""
+    scheme, _, rest = address.rpartition("://")
+    host, _, port = rest.rpartition(":") if scheme else (rest, "", "")
+    try:
+        number = int(ipaddress.ip_address(host.strip("[]") or rest))
+    except ValueError:
+        return 1, 0, host or rest, _number(port)
+    return 0, number, "", _number(port)
+
+
+def device_key(name: str) -> tuple[bool, int, str]:
+    """A key that sorts GPUs: by index, then those that go by a UUID."""
+    return not name.isdigit(), _number(name), name
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isdigit() else 0
+
+
+def choose(offers: Sequence[Offer], wanted: Wanted) -> list[Offer] | None:
+    """The workers that a request gets, in the order of the ranks; None when there aren't enough."""
+    by_host: dict[str, list[Offer]] = {}
+    # A slot takes the smallest worker that suits it, and leaves the larger ones to those who need them.
+    for offer in sorted(offers, key=lambda offer: (offer.gpus, offer.cpus, offer.rank_key)):
+        if offer.suits(wanted):
+            by_host.setdefault(offer.host, []).append(offer)
+    if sum(map(len, by_host.values())) < wanted.slots:
+        return None
+    if wanted.strategy == "pack":
+        hosts = sorted(by_host.values(), key=lambda own: (-len(own), own[0].rank_key))
+        chosen = [offer for own in hosts for offer in own]
+    else:
+        hosts = sorted(by_host.values(), key=lambda own: own[0].rank_key)
+        rounds = max(map(len, hosts))
+        chosen = [own[turn] for turn in range(rounds) for own in hosts if turn < len(own)]
+    return sorted(chosen[: wanted.slots], key=lambda offer: offer.rank_key)
+
+
+def table(offers: Sequence[Offer], wanted: Wanted) -> tuple[dict[str, str], ...]:
+    """A row per node: what was wanted, what there is, what is free, and why the rest isn't."""
+    by_host: dict[str, list[Offer]] = {}
+    for offer in sorted(offers, key=lambda offer: offer.rank_key):
+        by_host.setdefault(offer.host, []).append(offer)
+    asked = f"{wanted.slots} workers with {wanted.cpus:g} CPU, {wanted.gpus} GPU"
+    if wanted.memory:
+        asked += f", {wanted.memory / 2**30:.1f} GiB"
+    rows = []
+    for host, own in by_host.items():
+        free = [offer for offer in own if not offer.unfit and not offer.taken]
+        row = {"node": host, "wanted": asked, "total": _amounts(own), "free": _amounts(free)}
+        rows.append({**row, "why": _reasons(own)})
+    return tuple(rows)
+
+
+def _amounts(offers: Sequence[Offer]) -> str:
+    cpus, gpus = sum(offer.cpus for offer in offers), sum(offer.gpus for offer in offers)
+    each = sorted({f"{offer.cpus:g}/{offer.gpus}" for offer in offers})
+    detail = f" ({', '.join(each)} each)" if each else ""
+    return f"{len(offers)} workers: {cpus:g} CPU, {gpus} GPU{detail}"
+
+
+def _reasons(offers: Sequence[Offer]) -> str:
+    counts: dict[str, int] = {}
+    for offer in offers:
+        if reason := offer.unfit or offer.taken:
+            counts[reason] = counts.get(reason, 0) + 1
+    return "; ".join(f"{count} {reason}" for reason, count in counts.items())
+
+
+def grant(offer: Offer, wanted: Wanted, used: Mapping[str, set[str]]) -> Grant:
+    """Give a slot its GPUs: those that its worker names, or else the lowest of the machine that nobody holds."""
+    if not wanted.gpus:
+        return Grant(offer.worker, offer.host)
+    if offer.visible is not None:
+        return Grant(offer.worker, offer.host, offer.visible[: wanted.gpus])
+    held = used.get(offer.host, set())
+    free = (str(index) for index in range(len(held) + wanted.gpus) if str(index) not in held)
+    return Grant(offer.worker, offer.host, tuple(name for name, _ in zip(free, range(wanted.gpus), strict=False)))

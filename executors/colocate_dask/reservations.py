@@ -1,0 +1,286 @@
+"""The scheduler plugin that knows which Dask worker is held by which driver.
+
+It runs in the scheduler, on its event loop, so what it does between two awaits is atomic. A slot is freed when its
+driver gives it back, when its driver's Dask client goes away in whatever manner, and when its worker goes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any
+
+import attrs
+from distributed.diagnostics.plugin import SchedulerPlugin
+
+from colocate_dask import far, undocumented
+from colocate_dask.offers import Facts, Grant, Offer, Refusal, Wanted, choose, grant, table
+
+NAME = "colocate-reservations"
+TOPIC = "colocate"  # of the events that tell drivers of lost workers
+
+_ANSWER_S = 5.0
+_KILL_S = 3.0
+# A nanny replaces a worker within a second or so. Until then the worker counts as one that isn't free, lest a request
+# be refused for ever that can be met in a moment.
+_REPLACED_S = 15.0
+
+
+@attrs.define(eq=False)
+class _Hold:
+    """One held worker."""
+
+    reservation: str
+    client: str
+    grant: Grant
+    paused: bool
+    taken: str
+    ending: asyncio.Task[None] | None = None
+    gone: asyncio.Event = attrs.field(factory=asyncio.Event)
+
+
+class Reservations(SchedulerPlugin):  # type: ignore[misc]  # distributed isn't typed
+    """Who holds which worker."""
+
+    name = NAME
+    idempotent = True
+
+    def __init__(self) -> None:
+        """Make an empty one, to be registered with the scheduler."""
+        self._holds: dict[str, _Hold] = {}
+        self._facts: dict[str, Facts | str] = {}  # a text is why there are none
+        self._seen: dict[str, tuple[str, Offer]] = {}  # by worker: its nanny, and what it offered when last looked at
+        self._replaced: dict[str, Offer] = {}  # by nanny: what the worker offered that it is replacing
+        self._waiting: dict[str, str] = {}  # reservations to be, with their clients
+
+    async def start(self, scheduler: Any) -> None:
+        """Called by Dask, in the scheduler."""
+        self._scheduler = scheduler
+        self._changed = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        for worker in scheduler.workers:
+            self.add_worker(scheduler, worker)
+
+    # -- what drivers ask for
+
+    async def reserve(self, wanted: Wanted, version: Facts) -> Sequence[Grant] | Refusal:
+        """Hold all slots, or none.
+
+        Args:
+            wanted: What.
+            version: The driver's Python and colocate, which a worker must share.
+        """
+        deadline = time.monotonic() + wanted.timeout
+        self._waiting[wanted.reservation] = wanted.client
+        try:
+            while True:
+                await self._learn()
+                changed = self._changed
+                if wanted.reservation not in self._waiting or wanted.client not in self._scheduler.clients:
+                    return Refusal(False, ())  # it was withdrawn; nobody hears this
+                offers = self._offers(wanted, version)
+                if (chosen := choose([offer for offer in offers if not offer.taken], wanted)) is not None:
+                    return [self._hold(wanted, offer) for offer in chosen]
+                if choose(offers, wanted) is None:
+                    return Refusal(True, table(offers, wanted))
+                try:
+                    await asyncio.wait_for(changed.wait(), max(0.0, deadline - time.monotonic()))
+                except asyncio.TimeoutError:
+                    return Refusal(False, table(offers, wanted))
+        finally:
+            self._waiting.pop(wanted.reservation, None)
+
+    async def release(self, reservation: str) -> None:
+        """Free the slots of a reservation, or withdraw it; returns when they are free."""
+        self._waiting.pop(reservation, None)
+        self._news()
+        await self._end_all(lambda hold: hold.reservation == reservation)
+
+    async def offers(self) -> list[Offer]:
+        """Every worker, as it is now."""
+        await self._learn()
+        return [self._offer(worker) for worker in self._scheduler.workers]
+
+    # -- Dask's hooks
+
+    def add_worker(self, scheduler: Any, worker: str) -> None:
+        """A worker has come."""
+        nanny = scheduler.workers[worker].nanny or ""
+        self._seen[worker] = nanny, self._offer(worker)
+        self._replaced.pop(nanny, None)
+        self._news()
+
+    def remove_worker(self, scheduler: Any, worker: str, **kwargs: Any) -> None:
+        """A worker is gone, and what was in it."""
+        self._facts.pop(worker, None)
+        nanny, offer = self._seen.pop(worker)
+        if nanny:
+            self._expect(nanny, offer)
+        if (hold := self._holds.pop(worker, None)) is not None:
+            hold.gone.set()
+            words = f"Dask worker {worker} has left the cluster: its process ended, or lost its scheduler"
+            scheduler.log_event(TOPIC, {"lost": worker, "reservation": hold.reservation, "words": words})
+        self._news()
+
+    def remove_client(self, scheduler: Any, client: str) -> None:
+        """A driver is gone: its slots are freed."""
+        self._waiting = {key: of for key, of in self._waiting.items() if of != client}
+        self._news()
+        self._background(self._end_all(lambda hold: hold.client == client))
+
+    def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
+        """A task has moved on: perhaps a worker has nothing to do any more."""
+        if self._waiting and start in ("processing", "memory"):
+            self._news()
+
+    def log_event(self, topic: str, msg: Any) -> None:
+        """Something was logged: perhaps that a worker runs again."""
+        if self._waiting and isinstance(msg, Mapping) and msg.get("action") == "worker-status-change":
+            self._news()
+
+    # -- inside
+
+    def _news(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _background(self, coming: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(coming)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _expect(self, nanny: str, offer: Offer) -> None:
+        """Count a worker that its nanny will replace, for a while."""
+        lost = attrs.evolve(offer, taken="being replaced by its nanny")
+        self._replaced[nanny] = lost
+
+        def give_up() -> None:
+            if self._replaced.get(nanny) is lost:
+                del self._replaced[nanny]
+                self._news()
+
+        asyncio.get_running_loop().call_later(_REPLACED_S, give_up)
+
+    async def _learn(self) -> None:
+        """Ask the workers that have come what they are."""
+        unknown = [worker for worker in self._scheduler.workers if not isinstance(self._facts.get(worker), Facts)]
+        answers = await asyncio.gather(*map(self._ask, unknown))
+        self._facts.update((w, a) for w, a in zip(unknown, answers, strict=True) if w in self._scheduler.workers)
+
+    async def _ask(self, worker: str) -> Facts | str:
+        try:
+            answer = await undocumented.call(self._scheduler, worker, far.describe, within_s=_ANSWER_S)
+        except asyncio.TimeoutError:
+            return "that don't answer"
+        except Exception as error:  # whatever keeps it from importing colocate
+            return f"where colocate doesn't work ({error})"
+        return answer if isinstance(answer, Facts) else "with another colocate"
+
+    def _offers(self, wanted: Wanted, version: Facts) -> list[Offer]:
+        """Every worker that comes into question, and whether it may be had."""
+        offers = [self._offer(worker, wanted.share, version) for worker in self._scheduler.workers]
+        if wanted.only is not None:
+            return [offer for offer in offers if offer.worker in wanted.only]
+        return [*offers, *self._replaced.values()]
+
+    def _offer(self, worker: str, share: bool = False, version: Facts | None = None) -> Offer:
+        state, facts = self._scheduler.workers[worker], self._facts.get(worker)
+        gpus, visible, unfit = int(state.resources.get("GPU", 0)), None, ""
+        if not isinstance(facts, Facts):
+            unfit = facts or ""
+        else:
+            visible = facts.visible
+            if facts.dask_cuda and not gpus:
+                gpus, visible = 1, (visible or ())[:1] or None
+            if version is not None and (facts.python, facts.colocate) != (version.python, version.colocate):
+                unfit = f"with Python {facts.python} and colocate {facts.colocate}, unlike the driver"
+            elif visible is not None and gpus > len(visible):
+                unfit = f"that declare {gpus} GPU but see {len(visible)}"
+        taken = self._taken(worker, state, share)
+        memory = state.memory_limit or 0
+        offer = Offer(worker, state.host, state.nthreads, gpus, visible if gpus else None, memory, unfit, taken)
+        self._seen[worker] = state.nanny or "", offer
+        return offer
+
+    def _taken(self, worker: str, state: Any, share: bool) -> str:
+        """Why a worker can't be had now."""
+        if (hold := self._holds.get(worker)) is not None:
+            return hold.taken
+        if not undocumented.is_running(state):
+            return str(state.status.name)
+        if share:
+            return ""
+        if state.processing:
+            return "busy with tasks"
+        return "with data of others" if state.has_what else ""
+
+    def _hold(self, wanted: Wanted, offer: Offer) -> Grant:
+        used: dict[str, set[str]] = {}
+        for hold in self._holds.values():
+            used.setdefault(hold.grant.host, set()).update(hold.grant.gpus)
+        given = grant(offer, wanted, used)
+        taken = f"held by {wanted.owner or 'a pool'}"
+        hold = _Hold(wanted.reservation, wanted.client, given, not wanted.share, taken)
+        self._holds[offer.worker] = hold
+        if hold.paused:
+            undocumented.pause(self._scheduler, offer.worker, f"colocate-hold-{wanted.reservation}")
+        return given
+
+    async def _end_all(self, doomed: Callable[[_Hold], bool]) -> None:
+        endings = []
+        for hold in filter(doomed, list(self._holds.values())):
+            if hold.ending is None:
+                hold.ending = self._background(self._end(hold))
+            endings.append(hold.ending)
+        await asyncio.gather(*endings)
+
+    async def _end(self, hold: _Hold) -> None:
+        """Free one worker, after what ran there has gone."""
+        worker = hold.grant.worker
+        try:
+            await undocumented.call(self._scheduler, worker, far.end, hold.reservation, within_s=_ANSWER_S)
+        except Exception:  # it is stopped, stuck or gone: its process has to end
+            await self._kill(hold)
+            return
+        if self._holds.get(worker) is hold:
+            del self._holds[worker]
+            if hold.paused:
+                undocumented.resume(self._scheduler, worker, f"colocate-release-{hold.reservation}")
+            self._news()
+
+    async def _kill(self, hold: _Hold) -> None:
+        """Have the nanny end a worker's process. What can't be ended stays held, until it goes."""
+        hold.taken = "stuck: it didn't end its slot"
+        worker = hold.grant.worker
+        try:
+            await undocumented.call(self._scheduler, worker, far.kill, within_s=_KILL_S, nanny=True)
+            await asyncio.wait_for(hold.gone.wait(), _KILL_S)
+        except Exception:  # there is no nanny, or it is stuck as well
+            pass
+
+
+# -- what a driver runs on the scheduler
+
+
+async def reserve(wanted: Wanted, version: Facts, *, dask_scheduler: Any) -> Sequence[Grant] | Refusal:
+    """See `Reservations.reserve`."""
+    return await _table(dask_scheduler).reserve(wanted, version)
+
+
+async def release(reservation: str, *, dask_scheduler: Any) -> None:
+    """See `Reservations.release`."""
+    await _table(dask_scheduler).release(reservation)
+
+
+async def offers(*, dask_scheduler: Any) -> list[Offer]:
+    """See `Reservations.offers`."""
+    return await _table(dask_scheduler).offers()
+
+
+def _table(scheduler: Any) -> Reservations:
+    plugin = undocumented.plugin_of(scheduler, NAME)
+    if not isinstance(plugin, Reservations):
+        raise RuntimeError(f"the scheduler's plugin {NAME!r} is {plugin!r}, not colocate's")
+    return plugin

@@ -1,0 +1,57 @@
+"""All that is used of `distributed` beyond its documentation; tests/dask/test_undocumented.py guards it.
+
+Everything here runs in the scheduler. The documented rest: `Client.run`, `run_on_scheduler`, `register_plugin` and
+`subscribe_topic`, `SchedulerPlugin` and its hooks, `Scheduler.log_event`, the attributes of `WorkerState`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from distributed.protocol.pickle import dumps
+from distributed.protocol.serialize import Serialize, Serialized, deserialize
+
+
+def plugin_of(scheduler: Any, name: str) -> Any:
+    """A scheduler plugin by its name; None when it isn't registered."""
+    return scheduler.plugins.get(name)
+
+
+def pause(scheduler: Any, worker: str, reason: str) -> None:
+    """Give a worker no more tasks. At once: it is the scheduler that gives them."""
+    scheduler.handle_worker_status_change("paused", worker, reason)
+
+
+def resume(scheduler: Any, worker: str, reason: str) -> None:
+    """Give a worker tasks again."""
+    scheduler.handle_worker_status_change("running", worker, reason)
+
+
+def is_running(state: Any) -> bool:
+    """Whether a worker is given tasks."""
+    return bool(state.status.name == "running")
+
+
+async def call(
+    scheduler: Any, worker: str, function: Callable[..., Any], *args: Any, within_s: float, nanny: bool = False
+) -> Any:
+    """What `Client.run` does, from the scheduler: run a function in a worker, or in its nanny.
+
+    Raises:
+        Exception: It raised (a RuntimeError with its words), or couldn't be run: in time, or at all.
+    """
+    message = {"op": "run", "function": dumps(function), "args": dumps(args), "kwargs": dumps({}), "wait": True}
+    coming = scheduler.broadcast(msg=message, workers=[worker], nanny=nanny)
+    answer = (await asyncio.wait_for(coming, within_s))[worker]
+    if answer["status"] != "OK":
+        raise RuntimeError(answer["exception_text"])
+    return _value(answer["result"])
+
+
+def _value(result: Any) -> Any:
+    """The scheduler doesn't unpack what it passes on."""
+    if isinstance(result, Serialized):
+        return deserialize(result.header, result.frames)
+    return result.data if isinstance(result, Serialize) else result
