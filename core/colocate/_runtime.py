@@ -20,7 +20,7 @@ from colocate._plugins import find_executor, plugins
 from colocate._pool import Pool, close_children
 from colocate._records import Observers
 from colocate._slow import SlowCalls
-from colocate.config.arguments import arguments_of
+from colocate.config.arguments import options_of
 from colocate.config.values import path_text
 from colocate.errors import CapabilityError, ConfigError, Mistake
 from colocate.executor import Executor, OwnProcess, Request
@@ -53,7 +53,7 @@ def connect(executor: str = "local", *, seed: int = 0, strict: bool = False, **o
 
 
 def _connected(name: str, cls: type[Executor], options: dict[str, Any]) -> Executor:
-    accepted = arguments_of(cls.connect, f"executor {name!r}")
+    accepted = options_of(cls)
     if "strict" not in accepted.parameters:
         options.pop("strict", None)  # its workers are processes, where everything goes through the wire format anyway
     problems = list(accepted.problems(options))

@@ -153,8 +153,8 @@ class Host(abc.ABC):
 class Executor(abc.ABC):
     """An engine that runs workers. Core makes one per runtime, with the options given to `connect`.
 
-    The constructor connects and raises what a user can act on; after a failure nothing is left behind. The keyword
-    parameters of `connect` are the options that a config may give.
+    The constructor connects and raises what a user can act on; after a failure nothing is left behind. Its keyword
+    parameters are the options that a config may give (or those of `connect`, where that is overridden).
     """
 
     name: ClassVar[str]

@@ -81,11 +81,20 @@ def check_arguments(target: Callable[..., Any], given: Mapping[str, Any], owner:
     return [Mistake(path_text(problem.place), None, problem.message, problem.nearest) for problem in found]
 
 
+def options_of(executor: type) -> Arguments:
+    """The options of an executor's own: the parameters of its `connect`, or of its constructor if it has none."""
+    from colocate.executor import Executor
+
+    assert issubclass(executor, Executor)
+    inherited = inspect.unwrap(executor.connect).__func__ is Executor.connect.__func__  # type: ignore[attr-defined]
+    return arguments_of(executor if inherited else executor.connect, f"executor {executor.name!r}")
+
+
 def connect_arguments(executor: type) -> Arguments:
     """The options that a config may give to an executor: those of `colocate.connect` and the executor's own."""
     from colocate import connect
 
-    own = arguments_of(executor.connect, f"executor {executor.name!r}")  # type: ignore[attr-defined]
+    own = options_of(executor)
     general = arguments_of(connect, own.owner)
     given = ("executor", "seed")  # keys of their own in a config
     parameters = {name: p for name, p in {**general.parameters, **own.parameters}.items() if name not in given}

@@ -26,7 +26,6 @@ COMMANDS = bytes(TOKEN_BYTES)  # the token of the connection that carries the co
 
 # A driver that reserves a slot dials its keeper at once; one that doesn't has gone meanwhile.
 _DIALLED_WITHIN_S = 60.0
-_NEXT_AFTER_S = 0.25
 
 
 class Keeper:
@@ -127,16 +126,15 @@ class Keeper:
             self._driver.send(head)
 
     def forget(self, token: bytes) -> None:
-        """A worker has ended. When no end of the keeper follows, another one may."""
+        """A worker has ended."""
         self._workers.pop(token, None)
-        self._hub.later(_NEXT_AFTER_S, lambda: self._launcher.soon(self._warm))
         if (sock := self._lanes.pop(token, None)) is not None:
             sock.close()
 
     # -- on the launching thread
 
     def _warm(self) -> None:
-        if not self._over and self._spare is None:
+        if not self._over:
             try:
                 self._spare = _Spare(self._hub, self._env)
             except OSError:  # `start` will say why

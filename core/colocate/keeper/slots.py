@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,6 @@ from colocate.executor import Boot, Exit, Host, HostEvents
 from colocate.keeper.keeper import COMMANDS, TOKEN_BYTES
 from colocate.keeper.process import AFTER_LANE_S
 
-_DIALLING_THREADS = 8
 _DIAL_S = 10.0
 # How long the engine's own words about a lost keeper are waited for: they come by another way.
 _WORDS_S = 0.3
@@ -36,8 +34,10 @@ class Keepers:
         self.key = wire.new_key()
         self.hub = wire.Hub(name)
         self.hosts: dict[bytes, KeptHost] = {}
-        self._dialling = ThreadPoolExecutor(_DIALLING_THREADS, f"colocate-{name}-dial")
+        self._name = name
+        self._dialling: set[threading.Thread] = set()
         self._slots: set[KeptSlot] = set()
+        self._lock = threading.Lock()
         self._closed = False
 
     def slot(self, address: str, *, on_stuck: Callable[[], None] = lambda: None) -> KeptSlot:
@@ -59,16 +59,43 @@ class Keepers:
 
     def close(self) -> None:
         """Let go of all keepers, and end the threads."""
-        self._closed = True
+        with self._lock:
+            self._closed = True
         for slot in list(self._slots):
             slot.close()
-        self._dialling.shutdown(wait=True, cancel_futures=True)
+        for thread in list(self._dialling):
+            thread.join()  # what it dials answers, or is given up
         self.hub.close()
 
     def soon(self, job: Callable[[], None]) -> None:
-        """Run a job that may block on a dialling thread."""
-        if not self._closed:
-            self._dialling.submit(job)
+        """Run a job that may block, on a thread of its own."""
+
+        def run() -> None:
+            try:
+                job()
+            finally:
+                self._dialling.discard(thread)
+
+        thread = threading.Thread(target=run, name=f"colocate-{self._name}-dial", daemon=True)
+        with self._lock:
+            if not self._closed:
+                self._dialling.add(thread)
+                thread.start()
+
+    def dial(self, address: str, token: bytes, on_message: wire.OnMessage, on_closed: wire.OnClosed) -> wire.SocketLane:
+        """Open a connection to a keeper.
+
+        Raises:
+            OSError: It can't be reached.
+            ClosedError: All of it was closed meanwhile.
+        """
+        sock = wire.connect(address, self.key, _DIAL_S)
+        try:
+            sock.sendall(token)
+            return self.hub.attach(sock, on_message, on_closed)
+        except BaseException:
+            sock.close()
+            raise
 
     def forget(self, slot: KeptSlot) -> None:
         """A slot is closed."""
@@ -130,9 +157,7 @@ class KeptSlot:
 
     def _dial(self) -> None:
         keepers = self.keepers
-        sock = wire.connect(self.address, keepers.key, _DIAL_S)
-        sock.sendall(COMMANDS)
-        self._commands = keepers.hub.attach(sock, self._told, self._disconnected)
+        self._commands = keepers.dial(self.address, COMMANDS, self._told, self._disconnected)
         if self._closed:
             self._commands.close()
 
@@ -225,9 +250,8 @@ class KeptHost(Host):
             return
         slot.command("start", self.token, self._env)
         try:
-            sock = wire.connect(slot.address, slot.keepers.key, _DIAL_S)
-            sock.sendall(self.token)
-            lane = hub.attach(sock, self.events.received, self._lane_closed)  # nothing comes before the boot
+            # Nothing comes before the boot.
+            lane = slot.keepers.dial(slot.address, self.token, self.events.received, self._lane_closed)
         except (OSError, ClosedError) as error:
             hub.later(0.0, partial(self.ended, Exit(detail=f"its lane could not be opened: {error}")))
             slot.command("kill", self.token)

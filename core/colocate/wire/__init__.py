@@ -6,7 +6,7 @@ from colocate.wire.codec import Packed, pack, unpack
 from colocate.wire.explain import explain
 from colocate.wire.framing import Frame, Head, Message, encode
 from colocate.wire.hub import Hub
-from colocate.wire.lane import SocketLane
+from colocate.wire.lane import OnClosed, OnMessage, SocketLane
 from colocate.wire.peer import PeerChannel
 from colocate.wire.turns import Turns
 
@@ -17,6 +17,8 @@ __all__ = [
     "Hub",
     "Listener",
     "Message",
+    "OnClosed",
+    "OnMessage",
     "Packed",
     "PeerChannel",
     "SocketLane",

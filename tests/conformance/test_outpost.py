@@ -1,0 +1,32 @@
+"""The suite on an executor from a separately installed distribution: the seam is open."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.distributions.install import HERE, Installed
+
+from colocate.testing.executors import ExecutorSuite
+
+
+@pytest.fixture(scope="module", autouse=True)
+def outpost(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Install it, as pip would have put it on the path of this process and of those that it starts."""
+    folder = Installed(tmp_path_factory.mktemp("installed"))("outpost")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        patch.setenv("PYTHONPATH", str(folder), prepend=":")
+        yield folder
+
+
+class TestOutpost(ExecutorSuite):
+    """Slots are kept by processes that a stranger's executor has started."""
+
+    executor = "outpost"
+
+
+def test_it_needs_no_more_than_two_hundred_lines() -> None:
+    lines = [line for file in (HERE / "outpost" / "outpost").glob("*.py") for line in file.read_text().splitlines()]
+    assert len(lines) <= 200

@@ -1,0 +1,1 @@
+"""An executor as a third party would write it."""

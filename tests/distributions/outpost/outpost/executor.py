@@ -1,0 +1,119 @@
+"""A process per slot on this machine, each with a keeper in it."""
+
+import json
+import platform
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+
+import attrs
+
+from colocate.errors import PlacementError
+from colocate.executor import Boot, Executor, Host, HostEvents, Node, OwnProcess, Place, Request, Reservation
+from colocate.keeper import Keepers, KeptSlot
+from colocate.placement import Ledger
+
+_LEAVES_WITHIN_S = 5.0
+
+
+class Outposts(Executor, OwnProcess):
+    """Slots are kept by processes of this machine."""
+
+    name = "outpost"
+
+    def __init__(self, *, cpus: float | None = None, gpus: int = 0) -> None:
+        """Args: cpus, gpus: what there is to hand out; None doesn't count."""
+        self._node = Node(platform.node(), cpus, gpus)
+        self._ledger = Ledger([self._node], lambda devices: "cuda:0" if devices else "cpu")
+        self._keepers = Keepers("outpost")
+
+    def nodes(self) -> Sequence[Node]:
+        """This machine."""
+        return [self._node]
+
+    def reserve(self, request: Request) -> Reservation:
+        """Take slots, and start a post for each."""
+        reservation = self._ledger.reserve(request)
+        posts: list[Post] = []
+        try:
+            posts += [Post(self._keepers, place, request) for place in reservation.places]
+            places = [attrs.evolve(place, handle=post.slot()) for place, post in zip(reservation.places, posts)]
+        except BaseException:
+            for post in posts:
+                post.end()
+            self._ledger.release(reservation)
+            raise
+        return attrs.evolve(reservation, places=tuple(places), handle=(reservation, posts))
+
+    def launch(self, place: Place, boot: Boot, events: HostEvents) -> Host:
+        """Start a worker."""
+        kept: KeptSlot = place.handle
+        return kept.launch(boot, events)
+
+    def release(self, reservation: Reservation) -> None:
+        """End the posts, and give the slots back."""
+        inner, posts = reservation.handle
+        for post in posts:
+            post.let_go()
+        for post in posts:
+            post.end()
+        self._ledger.release(inner)
+
+    def running(self) -> Sequence[str]:
+        """The ids of the workers."""
+        return self._keepers.running()
+
+    def close(self) -> None:
+        """End the threads."""
+        self._keepers.close()
+
+
+class Post:
+    """A process that keeps one slot."""
+
+    def __init__(self, keepers: Keepers, place: Place, request: Request) -> None:
+        self._keepers = keepers
+        self._kept: KeptSlot | None = None
+        env = dict(request.env)
+        if place.devices:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, place.devices))
+        command = [sys.executable, "-m", "outpost.post"]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdin is not None
+        print(json.dumps({"key": keepers.key.hex(), "env": env}), file=self._process.stdin, flush=True)
+        self._watch = threading.Thread(target=self._wait, name="outpost-watch", daemon=True)
+
+    def slot(self) -> KeptSlot:
+        """The slot that it keeps, once it has said where."""
+        assert self._process.stdout is not None
+        address = self._process.stdout.readline().strip()
+        if not address:
+            raise PlacementError(f"a post ended at once, with exit code {self._process.wait()}", nodes=())
+        self._kept = self._keepers.slot(address, on_stuck=self._process.kill)
+        self._watch.start()
+        return self._kept
+
+    def _wait(self) -> None:
+        code = self._process.wait()
+        if self._kept is not None:
+            self._kept.lost(f"its post ended with exit code {code}")
+
+    def let_go(self) -> None:
+        """It may go."""
+        if self._kept is not None:
+            self._kept.close()
+
+    def end(self) -> None:
+        """It goes, or is made to."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(_LEAVES_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+        if self._watch.ident is not None:
+            self._watch.join()

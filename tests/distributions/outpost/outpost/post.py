@@ -1,0 +1,19 @@
+"""The far side: `python -m outpost.post` reads what it is to keep, says its address, and goes when it is let go."""
+
+import json
+import os
+import sys
+
+from colocate.keeper import Keeper
+
+
+def main() -> None:
+    told = json.loads(sys.stdin.readline())
+    keeper = Keeper(bytes.fromhex(told["key"]), env=told["env"], on_end=lambda: os._exit(0))
+    print(keeper.address, flush=True)
+    sys.stdin.read()  # until the driver closes it, or is gone
+    keeper.close()
+
+
+if __name__ == "__main__":
+    main()
