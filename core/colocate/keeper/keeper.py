@@ -80,6 +80,7 @@ class Keeper:
         """On the launching thread, so that nothing is started afterwards."""
         if self._spare is not None:
             self._spare.drop()
+            self._spare.gone.wait()
         for worker in list(self._workers.values()):
             if worker.process is not _NO_PROCESS:
                 worker.process.kill()
@@ -204,6 +205,7 @@ class _Spare:
         self._ended: tuple[int | None, str | None] | None = None
         self._said: list[str] = []
         self._lock = threading.Lock()
+        self.gone = threading.Event()
         self._process = WorkerProcess(hub, self)
         self._door, theirs = socket.socketpair()
         try:
@@ -252,6 +254,7 @@ class _Spare:
             worker = self._worker
         if worker is not None:
             worker.ended(exitcode, signal)
+        self.gone.set()
 
 
 class _Greeting:

@@ -38,7 +38,9 @@ class Outposts(Executor, OwnProcess):
         posts: list[Post] = []
         try:
             posts += [Post(self._keepers, place, request) for place in reservation.places]
-            places = [attrs.evolve(place, handle=post.slot()) for place, post in zip(reservation.places, posts)]
+            places = [
+                attrs.evolve(place, handle=post.slot()) for place, post in zip(reservation.places, posts, strict=True)
+            ]
         except BaseException:
             for post in posts:
                 post.end()

@@ -1,0 +1,224 @@
+"""A keeper and its driver, in one process: whatever one of them does, the other one comes to an end."""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+
+from colocate import wire
+from colocate.executor import Boot, Exit, Host
+from colocate.keeper import Keeper, Keepers, KeptSlot
+from colocate.testing.waiting import wait_until
+
+WAIT_S = 20
+
+
+class Heard:
+    """What a driver hears of a worker."""
+
+    def __init__(self) -> None:
+        self.messages: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+        self.lines: list[str] = []
+        self.exits: queue.SimpleQueue[Exit] = queue.SimpleQueue()
+
+    def received(self, head: tuple[Any, ...], body: Any) -> None:
+        self.messages.put(head)
+
+    def logged(self, line: str) -> None:
+        self.lines.append(line)
+
+    def exited(self, exit: Exit) -> None:
+        self.exits.put(exit)
+
+
+@pytest.fixture
+def keepers(no_leaks: None) -> Iterator[Keepers]:
+    keepers = Keepers("test")
+    yield keepers
+    keepers.close()
+
+
+class Kept:
+    """A keeper, and its slot as the driver sees it."""
+
+    def __init__(self, keepers: Keepers, **options: Any) -> None:
+        self.ended = threading.Event()
+        self.stuck = threading.Event()
+        self.keeper = Keeper(keepers.key, on_end=self.ended.set, **options)
+        self.slot: KeptSlot = keepers.slot(self.keeper.address, on_stuck=self.stuck.set)
+
+    def launch(self, **boot: Any) -> tuple[Host, Heard]:
+        heard = Heard()
+        return self.slot.launch(Boot("w", "g", 0, "here", **boot), heard), heard
+
+
+@pytest.fixture
+def kept(keepers: Keepers) -> Iterator[Kept]:
+    kept = Kept(keepers)
+    yield kept
+    kept.keeper.close()
+
+
+def test_a_worker_comes_and_goes(kept: Kept, keepers: Keepers) -> None:
+    host, heard = kept.launch()
+    kind, hello = heard.messages.get(timeout=WAIT_S)
+    assert kind == "hello"
+    assert psutil.Process(hello["pid"]).ppid() == os.getpid()
+    assert keepers.running() == ["w"]
+    host.kill()
+    assert heard.exits.get(timeout=WAIT_S) == Exit(signal="SIGKILL")
+    assert keepers.running() == []
+    host.kill()  # harmless
+
+
+def test_what_is_sent_before_there_is_a_lane_arrives(kept: Kept) -> None:
+    host, heard = kept.launch()
+    with wire.encode(("listen",)) as frame:
+        host.send(frame)
+    assert [heard.messages.get(timeout=WAIT_S)[0] for _ in range(2)] == ["hello", "address"]
+
+
+@pytest.mark.parametrize("env", [{}, {"COLOCATE_TEST": "other"}])
+def test_several_workers_one_after_the_other(kept: Kept, env: dict[str, str]) -> None:
+    """The first one is warm, if its environment is the one it was started with."""
+    for _ in range(2):
+        host, heard = kept.launch(env=env)
+        pid = heard.messages.get(timeout=WAIT_S)[1]["pid"]
+        assert psutil.Process(pid).environ().get("COLOCATE_TEST") == env.get("COLOCATE_TEST")
+        host.kill()
+        heard.exits.get(timeout=WAIT_S)
+
+
+def test_killed_at_once(kept: Kept) -> None:
+    host, heard = kept.launch()
+    host.kill()
+    heard.exits.get(timeout=WAIT_S)
+    assert not kept.stuck.is_set()
+
+
+def test_the_driver_lets_go(kept: Kept) -> None:
+    _host, heard = kept.launch()
+    pid = heard.messages.get(timeout=WAIT_S)[1]["pid"]
+    kept.slot.close()
+    assert kept.ended.wait(WAIT_S)
+    assert not psutil.pid_exists(pid)
+    assert heard.exits.get(timeout=WAIT_S).detail == "its keeper was let go"
+
+
+def test_the_keeper_goes(kept: Kept) -> None:
+    _host, heard = kept.launch()
+    heard.messages.get(timeout=WAIT_S)
+    kept.keeper.close()
+    exit = heard.exits.get(timeout=WAIT_S)
+    assert exit.signal == "SIGKILL" or "the connection to its keeper ended" in str(exit.detail)
+
+
+def test_the_engine_says_that_the_keeper_is_gone(kept: Kept) -> None:
+    _host, heard = kept.launch()
+    heard.messages.get(timeout=WAIT_S)
+    kept.slot.lost("the node has left")
+    assert heard.exits.get(timeout=WAIT_S).detail == "the node has left"
+
+
+def test_nobody_listens(keepers: Keepers) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    stuck = threading.Event()
+    heard = Heard()
+    slot = keepers.slot(f"tcp:127.0.0.1:{port}", on_stuck=stuck.set)
+    slot.launch(Boot("w", "g", 0, "here"), heard)
+    assert "its keeper can't be reached: nobody listens" in str(heard.exits.get(timeout=WAIT_S).detail)
+    assert stuck.wait(WAIT_S)
+
+
+def test_a_keeper_that_answers_nothing_is_reported(keepers: Keepers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It accepts and stays silent, as a stopped process would: the kill isn't confirmed, and the engine is asked."""
+    monkeypatch.setattr("colocate.keeper.slots._KILLED_WITHIN_S", 0.05)
+    hub = wire.Hub("silent")
+    listener = wire.listen("unix")
+    held: list[socket.socket] = []
+    hub.listen(listener, keepers.key, held.append)
+    stuck = threading.Event()
+    heard = Heard()
+    slot = keepers.slot(listener.address, on_stuck=stuck.set)
+    host = slot.launch(Boot("w", "g", 0, "here"), heard)
+    wait_until(lambda: len(held) == 2, "both connections")
+    host.kill()
+    assert heard.exits.get(timeout=WAIT_S).detail == "it was killed, which its keeper hasn't confirmed"
+    assert stuck.wait(WAIT_S)
+    for sock in held:
+        sock.close()
+    hub.close()
+
+
+def test_a_stranger_and_a_second_driver_are_turned_away(kept: Kept, keepers: Keepers) -> None:
+    _host, heard = kept.launch()
+    heard.messages.get(timeout=WAIT_S)
+    stranger = Keepers("stranger")
+    other = Heard()
+    stranger.slot(kept.keeper.address).launch(Boot("x", "g", 0, "here"), other)
+    assert "can't be reached" in str(other.exits.get(timeout=WAIT_S).detail)
+    stranger.close()
+    second = Heard()
+    keepers.slot(kept.keeper.address).launch(Boot("y", "g", 0, "here"), second)
+    assert second.exits.get(timeout=WAIT_S).detail is not None
+    assert keepers.running() == ["w"]
+    assert not kept.ended.is_set()
+
+
+def test_nobody_dials(keepers: Keepers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("colocate.keeper.keeper._DIALLED_WITHIN_S", 0.05)
+    ended = threading.Event()
+    keeper = Keeper(keepers.key, on_end=ended.set)
+    assert ended.wait(WAIT_S)
+    keeper.close()
+
+
+def test_from_other_machines(keepers: Keepers) -> None:
+    """With a host it listens there too; what is on this machine takes the shorter way."""
+    kept = Kept(keepers, host="127.0.0.1")
+    unix, tcp = kept.keeper.address.split(",")
+    assert unix.startswith("unix:")
+    assert tcp.startswith("tcp:127.0.0.1:")
+    heard = Heard()
+    far = Keepers("far")
+    far.key = keepers.key
+    kept.slot.close()
+    assert kept.ended.wait(WAIT_S)
+    alone = Keeper(far.key, host="127.0.0.1")
+    far.slot(alone.address.split(",")[1]).launch(Boot("z", "g", 0, "here"), heard)
+    assert heard.messages.get(timeout=WAIT_S)[0] == "hello"
+    far.close()
+    alone.close()
+    kept.keeper.close()
+
+
+def test_a_worker_that_cannot_be_started(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    host, heard = kept.launch()
+    heard.messages.get(timeout=WAIT_S)
+    host.kill()
+    heard.exits.get(timeout=WAIT_S)
+
+    def fail(*args: Any, **options: Any) -> Any:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr("colocate.keeper.process.subprocess.Popen", fail)
+    _host, heard = kept.launch()
+    exit = heard.exits.get(timeout=WAIT_S)
+    assert exit.detail == "it could not be started: OSError: [Errno 12] Cannot allocate memory"
+
+
+def test_output_before_and_after_the_lane(kept: Kept) -> None:
+    """All lines come, and before the end is told."""
+    host, heard = kept.launch(env={"PYTHONVERBOSE": "1"})
+    heard.messages.get(timeout=WAIT_S)
+    host.kill()
+    heard.exits.get(timeout=WAIT_S)
+    assert any("import" in line for line in heard.lines)
