@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast, overload
 
@@ -148,13 +148,13 @@ class ColocatedGroup(Owned):
         if found is not None:
             self.check()
             packed = [bodies[id(arguments)] for arguments in planned.arguments]
-            found.add(Draft(self, call, role.key, spec.name, packed, planned.valid, timeout), uses)
+            found.add(Draft(self, call, role.key, call.method, packed, planned.valid, timeout), uses)
             return call
         with self.order.lock:
             self.check()
             sent: list[int] = []
             try:
-                self._send_call(call, role, spec, planned, bodies, sent)
+                self._send_call(call, role, planned, bodies, sent)
             except BaseException as error:  # Ctrl-C, or no descriptor or memory is left
                 self.order.give_up(call, error, bool(sent))
                 if key is not None:
@@ -165,13 +165,7 @@ class ColocatedGroup(Owned):
         return call
 
     def _send_call(
-        self,
-        call: PendingCall,
-        role: RoleInfo,
-        spec: MethodSpec,
-        planned: Plan,
-        bodies: dict[int, Any],
-        sent: list[int],
+        self, call: PendingCall, role: RoleInfo, planned: Plan, bodies: dict[int, Any], sent: list[int]
     ) -> None:
         """Give a call its place in the order and send it. The order's lock is held; `sent` tells how far it came."""
         executor, workers = self.runtime.executor, self.workforce.workers
@@ -189,7 +183,7 @@ class ColocatedGroup(Owned):
                 if frame is not None:
                     executor.discard(frame)
                 last = (id(arguments), valid)
-                head = ("call", seq, role.key, spec.name, call.keep, valid, bool(lent), frees)
+                head = ("call", seq, role.key, call.method, call.keep, valid, bool(lent), frees)
                 frame = executor.frame(head, bodies[id(arguments)])
             sent.append(slot)
             workers[slot].host.send(frame)
@@ -209,19 +203,25 @@ class ColocatedGroup(Owned):
             found.keep(kept)
         return kept
 
-    def run(self, function: Callable[Concatenate[Context, P], T], /, *args: P.args, **kwargs: P.kwargs) -> list[T]:
+    @overload
+    def run(
+        self, function: Callable[Concatenate[Context, P], Coroutine[Any, Any, T]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> list[T]: ...
+    @overload
+    def run(self, function: Callable[Concatenate[Context, P], T], /, *args: P.args, **kwargs: P.kwargs) -> list[T]: ...
+    def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
         """Run a plain function on every worker, in the order of the group's calls, and wait.
 
         Args:
             function: Its first parameter is the worker's context: `role` is None, every slot is a rank. One from an
-                installed distribution goes by name, any other by value.
+                installed distribution goes by name, any other by value. An async one is run to its end.
             *args: Its further arguments; residents arrive as their values.
             **kwargs: Its further arguments by name.
 
         Returns:
             What it returned, one item per worker.
         """
-        results: list[T] = _functions.run(self, function, args, kwargs).result()
+        results: list[Any] = _functions.run(self, function, args, kwargs).result()
         return results
 
     def scope(self) -> AbstractContextManager[None]:

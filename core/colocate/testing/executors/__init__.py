@@ -20,8 +20,11 @@ from colocate.testing.executors.deaths import Deaths
 from colocate.testing.executors.dispatch import Dispatching
 from colocate.testing.executors.drivers import Drivers
 from colocate.testing.executors.failures import Failures, Serialization
+from colocate.testing.executors.functions import Functions
+from colocate.testing.executors.meshes import NamedMeshes
 from colocate.testing.executors.order import Order
 from colocate.testing.executors.ownership import Ownership
+from colocate.testing.executors.pipelines import Pipelines
 from colocate.testing.executors.placement import Placement
 from colocate.testing.executors.process_groups import ProcessGroups
 from colocate.testing.executors.residents import Residents
@@ -36,6 +39,9 @@ class ExecutorSuite(
     Residents,
     TensorResidents,
     Memory,
+    NamedMeshes,
+    Pipelines,
+    Functions,
     Order,
     Failures,
     Serialization,
@@ -60,9 +66,12 @@ __all__ = [
     "ExecutorCase",
     "ExecutorSuite",
     "Failures",
+    "Functions",
     "Memory",
+    "NamedMeshes",
     "Order",
     "Ownership",
+    "Pipelines",
     "Placement",
     "ProcessGroups",
     "Residents",

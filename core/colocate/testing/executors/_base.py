@@ -14,11 +14,14 @@ import colocate
 from colocate import ColocatedGroup, Pool, RoleSpec, Runtime
 from colocate.testing import leaks
 from colocate.testing.probes.faulty import Faulty
+from colocate.testing.probes.meshes import Meshes
 from colocate.testing.probes.plain import Echo, Log
 from colocate.testing.probes.rows import Axes, Own, Rows
 from colocate.testing.probes.tensors import Collective, Tensors
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+MESHES = {"train": {"pp": 2, "dp": 2}, "infer": {"dp": 2, "tp": 2}}
 
 
 def needs(capability: type) -> Callable[[F], F]:
@@ -71,6 +74,10 @@ def _warm_up(group: ColocatedGroup) -> None:
     group.role("log", Log).clear()
     group.role("left", Rows).seen([1])
     group.role("rows", Rows).produce.keep(1).fetch()
+
+
+def _warm_up_square(group: ColocatedGroup) -> None:
+    group.role("axes", Axes).seen.keep([1, 2]).fetch()
 
 
 class ExecutorCase:
@@ -132,12 +139,14 @@ class ExecutorCase:
         """Four slots as a mesh of two by two, some roles on some of them."""
         roles: dict[str, RoleSpec[Any]] = {
             "axes": colocate.role(Axes),
+            "meshes": colocate.role(Meshes).on(mesh=MESHES),
+            "named": colocate.role(Collective).on(mesh=MESHES),
             "all": colocate.role(Collective),
             "pair": colocate.role(Collective).on(slots=[1, 2]),
             "solo": colocate.role(Collective).on(slots=[3]),
             "default": colocate.role(Collective).on(slots=[0, 1], default_group=True),
         }
-        return Shared(runtime, roles, 4, "square", {"dp": 2, "tp": 2})
+        return Shared(runtime, roles, 4, "square", {"dp": 2, "tp": 2}, _warm_up_square)
 
     @pytest.fixture
     def pair(self, no_leaks: None, shared_pair: Shared) -> ColocatedGroup:

@@ -124,6 +124,16 @@ class Axes(Role):
         """The rows with the rank whose copy was taken."""
         return [(row, self.ctx.rank) for row in batch]
 
+    @method
+    def echo(self, value: Any) -> Any:
+        """Give back what it gets."""
+        return value
+
+    @method(dispatch=Scatter("batch"), collect=Concat())
+    def doubled(self, batch: list[int]) -> list[int]:
+        """Twice each row."""
+        return [2 * row for row in batch]
+
     @method(dispatch=Scatter("batch"), collect=Reduce("sum"))
     def count(self, batch: list[int]) -> int:
         """Rows, each counted once."""

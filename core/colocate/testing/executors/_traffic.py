@@ -1,0 +1,55 @@
+"""What the driver sends and receives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from colocate import ColocatedGroup
+from colocate.wire import Packed
+
+
+class Traffic:
+    """Counts the messages with calls to the workers of a runtime, and the bytes of all values through the driver.
+
+    Values that are handed over by reference count nothing.
+    """
+
+    def __init__(self, group: ColocatedGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.sent: list[tuple[Any, ...]] = []
+        self.sent_bytes: list[int] = []
+        self.received_bytes: list[int] = []
+        executor = group.runtime.executor
+        frame = executor.frame
+
+        def counted(head: tuple[Any, ...], body: Any = None) -> Any:
+            self.sent.append(head)
+            self.sent_bytes.append(_bytes(body))
+            return frame(head, body)
+
+        monkeypatch.setattr(executor, "frame", counted)
+        kind = type(group)
+        monkeypatch.setattr(kind, "done", self._heard(kind.done))
+        residents = type(group.residents)
+        monkeypatch.setattr(residents, "answered", self._heard(residents.answered))
+
+    def _heard(self, hear: Callable[..., None]) -> Callable[..., None]:
+        def heard(*args: Any) -> None:
+            self.received_bytes.append(_bytes(args[-1]))  # a message's body comes last
+            hear(*args)
+
+        return heard
+
+    def calls_sent(self) -> list[int]:
+        """The messages with calls so far: how many calls are in each."""
+        return [len(head[2]) if head[0] == "batch" else 1 for head in self.sent if head[0] in ("batch", "call")]
+
+    def total_bytes(self) -> int:
+        """Bytes of values through the driver so far."""
+        return sum(self.sent_bytes) + sum(self.received_bytes)
+
+
+def _bytes(body: Any) -> int:
+    return body.nbytes if isinstance(body, Packed) else 0

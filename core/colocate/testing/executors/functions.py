@@ -1,0 +1,168 @@
+"""`group.run`: plain functions on every worker."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from typing import Any
+
+import pytest
+
+import colocate
+from colocate import ColocatedGroup, Context
+from colocate.errors import RoleError, SerializationError
+from colocate.executor import OwnProcess
+from colocate.testing import leaks
+from colocate.testing.executors._base import ExecutorCase, needs
+from colocate.testing.gate import Gate
+from colocate.testing.probes.faulty import deep_inside
+from colocate.testing.probes.meshes import facts, sum_of_ranks
+from colocate.testing.probes.plain import Echo, Log
+from colocate.testing.probes.rows import Rows
+from colocate.testing.probes.tensors import Tensors
+
+
+class Functions(ExecutorCase):
+    """What a function gets, gives, and does to the group."""
+
+    def test_run_context(self, pair: ColocatedGroup) -> None:
+        """A function gets the worker's context, in which every slot is a rank, and its arguments."""
+        nodes = [slot.node for slot in pair.pool.slots]
+        assert pair.run(facts, 1, b=[2]) == [
+            {
+                "rank": rank,
+                "world_size": 2,
+                "slot": rank,
+                "node": nodes[rank],
+                "role": None,
+                "group": pair.name,
+                "generation": 0,
+                "mesh": {"dp": 2},
+                "same": True,
+                "args": (1,),
+                "kwargs": {"b": [2]},
+            }
+            for rank in range(2)
+        ]
+
+    def test_run_any_function(self, pair: ColocatedGroup) -> None:
+        """One that a worker can't import goes by value: functions, lambdas, partials, objects that are called."""
+        offset = 10
+
+        def local(ctx: Context) -> int:
+            return ctx.rank + offset
+
+        class Called:
+            def __call__(self, ctx: Context) -> int:
+                return ctx.rank + 20
+
+        assert pair.run(local) == [10, 11]
+        assert pair.run(lambda ctx: ctx.slot) == [0, 1]
+        assert [fact["args"] for fact in pair.run(functools.partial(facts, b=1), 2)] == [(2,)] * 2
+        assert pair.run(Called()) == [20, 21]
+        with pytest.raises(TypeError, match=r"runs a function .*, not 3"):
+            pair.run(3)  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
+
+    def test_run_async(self, pair: ColocatedGroup) -> None:
+        """An async function is run to its end."""
+
+        async def slowly(ctx: Context) -> int:
+            import asyncio
+
+            await asyncio.sleep(0)
+            return ctx.rank
+
+        assert pair.run(slowly) == [0, 1]
+
+    def test_run_siblings(self, pair: ColocatedGroup) -> None:
+        """It runs where the roles are, on their lane, and may look at them."""
+
+        def look(ctx: Context) -> tuple[str, int]:
+            return ctx.sibling("echo", Echo).tag, threading.get_ident()
+
+        echo = pair.role("echo", Echo)
+        assert pair.run(look) == [("the tag", thread) for _, thread, _ in echo.place()]
+
+    def test_run_order(self, pair: ColocatedGroup) -> None:
+        """It has its place in the order of the group's calls."""
+        log = pair.role("log", Log)
+        log.clear()
+
+        def entries(ctx: Context) -> list[Any]:
+            return list(ctx.sibling("log", Log).entries)
+
+        with Gate() as gate:
+            log.add_at.submit(gate.address, "before")
+            gate.wait_for(2)
+            opener = threading.Timer(0.05, gate.open)
+            opener.start()
+            assert pair.run(entries) == [["before"]] * 2
+            opener.join()
+
+    def test_run_residents(self, pair: ColocatedGroup) -> None:
+        """Residents are arguments as of any call: every worker gets the value."""
+        with pair.role("rows", Rows).double.keep([1, 2, 3]) as kept:
+            assert [fact["args"] for fact in pair.run(facts, {"x": kept.ref})] == [({"x": [2, 4, 6]},)] * 2
+
+    def test_run_write(self, pair: ColocatedGroup) -> None:
+        """It changes a resident as little as a method may."""
+        pytest.importorskip("torch")
+
+        def write(ctx: Context, value: Any) -> None:
+            value.zero_()
+
+        with (
+            pair.role("tensors", Tensors).make.options(ranks=[0]).keep(3) as kept,
+            pytest.raises(RoleError, match=r"function write changed in place a value that tensors\.make"),
+        ):
+            pair.run(write, kept.ref)
+
+    def test_run_failure(self, pair: ColocatedGroup) -> None:
+        """What it raises is a RoleError that names the function; the group goes on."""
+
+        def fail(ctx: Context, ranks: tuple[int, ...]) -> int:
+            if ctx.rank in ranks:
+                deep_inside("value")
+            return ctx.rank
+
+        for ranks in ((0,), (1,), (0, 1)):
+            with pytest.raises(RoleError, match=r"function fail raised ValueError on rank \d of group") as caught:
+                pair.run(fail, ranks)
+            error = caught.value
+            assert (error.role, error.method, error.group) == (None, "fail", pair.name)
+            assert error.rank in ranks
+            assert isinstance(error.__cause__, ValueError)
+            assert error.remote_traceback is not None
+            assert "worker/functions.py" not in error.remote_traceback
+            assert pair.run(fail, ()) == [0, 1]
+
+    def test_run_not_to_be_sent(self, copying: ColocatedGroup) -> None:
+        """A function, argument or result that can't be sent is named; nothing else comes of it."""
+        lock = threading.Lock()
+        with pytest.raises(SerializationError) as caught:
+            copying.run(facts, 1, {"bad": lock})
+        assert (caught.value.argument, caught.value.path) == ("args", "args[1]['bad']")
+        with pytest.raises(SerializationError, match="the result of function"):
+            copying.run(lambda ctx: threading.Lock())
+        if not copying.runtime.executor.in_process:
+            with pytest.raises(SerializationError, match="by value"):
+                copying.run(lambda ctx: lock)
+        assert copying.run(lambda ctx: ctx.rank) == [0, 1]
+
+    @needs(OwnProcess)
+    def test_run_process_group(self, pair: ColocatedGroup) -> None:
+        """`ctx.process_group()` has all workers of the group, also after a rank has left a collective."""
+        pytest.importorskip("torch")
+        with leaks.shared():
+            assert pair.run(sum_of_ranks) == [1.0, 1.0]
+        with pytest.raises(RoleError, match="rank 1 left") as caught:
+            pair.run(sum_of_ranks, failing=1)
+        assert caught.value.rank == 1
+        assert pair.run(sum_of_ranks) == [1.0, 1.0]
+
+    def test_run_no_view_of_roles(self, pair: ColocatedGroup) -> None:
+        """Views and groups stay on the driver."""
+        for item in (pair, pair.role("echo", Echo)):
+            with pytest.raises(TypeError, match="lives on the driver"):
+                pair.run(facts, item)
+        assert colocate.inspect(pair.role("echo", Echo)).ranks == 2

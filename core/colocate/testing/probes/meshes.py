@@ -1,0 +1,120 @@
+"""A role with several meshes, and functions for `group.run`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import colocate
+from colocate import Concat, First, Gather, Reduce, Role, Scatter, method
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+Row = tuple[int, tuple[int, ...]]
+
+
+class Meshes(Role):
+    """Rows through a mesh for training and one for inference. Rows say along which ranks they have come."""
+
+    @method
+    def places(self) -> dict[str, dict[str, tuple[int, int]]]:
+        """(rank, size) along each axis of each mesh."""
+        return {
+            name: {axis: (mesh.rank(axis), mesh.size(axis)) for axis in ("pp", "dp", "tp")}
+            for name, mesh in self.ctx.meshes.items()
+        }
+
+    @method
+    def only_mesh(self) -> dict[str, int]:
+        """What `ctx.mesh` is."""
+        return dict(self.ctx.mesh.shape)
+
+    @method(dispatch=Scatter("batch", mesh="train"), collect=Gather())
+    def train_seen(self, batch: list[Any]) -> list[Any]:
+        """What each rank gets for training."""
+        return batch
+
+    @method(dispatch=Scatter("batch", mesh="infer"), collect=Gather())
+    def infer_seen(self, batch: list[Any]) -> list[Any]:
+        """What each rank gets for inference."""
+        return batch
+
+    @method(dispatch=Scatter("batch", mesh="train", empty="run"), collect=Concat(mesh="train"))
+    def train(self, batch: list[int]) -> list[int]:
+        """One more."""
+        return [row + 1 for row in batch]
+
+    @method(dispatch=Scatter("batch", mesh="infer", empty="run"), collect=Concat(mesh="infer"))
+    def infer(self, batch: list[int]) -> list[int]:
+        """Twice as much."""
+        return [2 * row for row in batch]
+
+    @method(dispatch=Scatter("batch", mesh="train"), collect=Concat(mesh="infer"))
+    def reshard(self, batch: list[int]) -> list[tuple[int, int]]:
+        """Split along one mesh and joined along the other, with the rank."""
+        return [(row, self.ctx.rank) for row in batch]
+
+    @method(dispatch=Scatter("batch", mesh="infer", axis="tp"), collect=Concat(mesh="train", axis="pp"))
+    def along_others(self, batch: list[int]) -> list[tuple[int, int]]:
+        """Split along another axis than dp, with the rank."""
+        return [(row, self.ctx.rank) for row in batch]
+
+    @method(dispatch=Scatter("batch", mesh="train", pad=True), collect=Concat(mesh="train"))
+    def padded(self, batch: list[int]) -> list[int]:
+        """The rows, padded on the way."""
+        return batch
+
+    @method(collect=First(mesh="train"))
+    def first_of_train(self) -> int:
+        """The first rank of the last stage."""
+        return self.ctx.rank
+
+    @method(collect=First(mesh="infer"))
+    def first_of_infer(self) -> int:
+        """The first rank: there are no stages."""
+        return self.ctx.rank
+
+    @method(dispatch=Scatter("batch", mesh="train"), collect=Reduce("mean", mesh="train"))
+    def mean(self, batch: list[float]) -> float:
+        """The mean of all rows, each counted once."""
+        return sum(batch) / len(batch)
+
+    @method(collect=Reduce("sum", axis="pp", mesh="train"))
+    def stages(self) -> int:
+        """One of each stage."""
+        return 1 + self.ctx.meshes["train"].rank("pp")
+
+    @method(dispatch=Scatter("batch"), collect=Gather())
+    def which(self, batch: list[int]) -> list[int]:
+        """Doesn't say which mesh it means."""
+        return batch
+
+
+def facts(ctx: colocate.Context, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """What a function knows of its worker, and what it was given."""
+    return {
+        "rank": ctx.rank,
+        "world_size": ctx.world_size,
+        "slot": ctx.slot,
+        "node": ctx.node,
+        "role": ctx.role,
+        "group": ctx.group,
+        "generation": ctx.generation,
+        "mesh": dict(ctx.mesh.shape),
+        "same": colocate.context() is ctx,
+        "args": args,
+        "kwargs": kwargs,
+    }
+
+
+def sum_of_ranks(ctx: colocate.Context, failing: int | None = None) -> float:
+    """The sum of the ranks, by a collective that one of them may leave."""
+    import torch
+    import torch.distributed as dist
+
+    group: ProcessGroup = ctx.process_group()
+    if ctx.rank == failing:
+        raise ValueError(f"rank {failing} left before the collective")
+    tensor = torch.tensor([float(ctx.rank)])
+    dist.all_reduce(tensor, group=group)
+    return float(tensor)
