@@ -1,0 +1,193 @@
+"""The driver's end of its envoy: the process that is in Ray on the driver's behalf. Imports no Ray."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import colocate
+from colocate.errors import ColocateError
+from colocate.wire import _forks
+from colocate_ray.terms import Cluster, ClusterError, Failure
+
+_STARTS_WITHIN_S = 120.0
+_JOINS_WITHIN_S = 60.0
+_ENDS_WITHIN_S = 20.0
+_LAST_WORDS_BYTES = 2000
+# What the driver's shell, or a job that it was submitted as, says of other clusters.
+_OF_OTHERS = ("RAY_ADDRESS", "RAY_NAMESPACE", "RAY_AUTH_TOKEN", "RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_RUNTIME_ENV_HOOK")
+
+
+class Envoy:
+    """A process that is in one Ray. Its end is the end of all that this driver has there."""
+
+    def __init__(self, cluster: Cluster, lost: Callable[[int, int, str], None]) -> None:
+        """Start it, and wait until it is in.
+
+        Args:
+            cluster: Which Ray.
+            lost: Told when an actor is gone, on a thread of the envoy's: number of the reservation, index, Ray's words.
+
+        Raises:
+            ClusterError: The cluster can't be joined.
+            ColocateError: A private Ray can't be started.
+        """
+        self._lost = lost
+        self._numbers = itertools.count(1)
+        self._pending: dict[int, Future[Any]] = {0: Future()}
+        self._lock = threading.Lock()
+        self._over: str | None = None
+        self._closing = False
+        self._log = tempfile.TemporaryFile(prefix="colocate-")
+        self._sock, theirs = socket.socketpair()
+        with theirs:
+            self._process = _started(cluster, theirs, self._log.fileno())
+        _forks.track(self)
+        self._reader = threading.Thread(target=self._read, name="colocate-ray-envoy", daemon=True)
+        opened = self._pending[0]
+        self._reader.start()
+        try:
+            self._write(cluster)
+            opened.result(_STARTS_WITHIN_S if cluster.private else _JOINS_WITHIN_S)
+        except TimeoutError:
+            words = self._last_words()
+            self.close()
+            raise _too_slow(cluster, words) from None
+        except BaseException:
+            self.close()
+            raise
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """Have it do something, and wait for the result.
+
+        Raises:
+            ColocateError: It failed, or the envoy is gone.
+        """
+        return self.post(name, *arguments).result()
+
+    def post(self, name: str, *arguments: Any) -> Future[Any]:
+        """Have it do something."""
+        future: Future[Any] = Future()
+        with self._lock:
+            number = next(self._numbers)
+            if self._over is None:
+                self._pending[number] = future
+        if self._over is not None:
+            future.set_exception(ClusterError(self._over))
+            return future
+        try:
+            self._write((number, name, arguments))
+        except OSError:  # it is gone: whoever reads will say so, to all that is pending
+            pass
+        return future
+
+    def close(self) -> None:
+        """End it: it leaves its cluster, or ends its own. Idempotent."""
+        self._closing = True
+        try:
+            self._sock.shutdown(socket.SHUT_RDWR)
+        except OSError:  # it has gone by itself
+            pass
+        self._end()
+        self._reader.join()
+        self._sock.close()
+        self._log.close()
+
+    def forget(self) -> None:
+        """In a forked child: a copy of the socket would keep the envoy alive after the driver."""
+        descriptor = self._sock.detach()
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def _end(self) -> None:
+        try:
+            self._process.wait(_ENDS_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _write(self, message: Any) -> None:
+        data = pickle.dumps(message)
+        with self._lock:
+            self._sock.sendall(data)
+
+    def _read(self) -> None:
+        try:
+            with self._sock.makefile("rb") as answers:
+                while True:
+                    number, *what = pickle.load(answers)
+                    if number is None:
+                        self._lost(*what)
+                    else:
+                        self._answered(number, *what)
+        except (EOFError, OSError):  # it is gone, or we have let go of it
+            pass
+        finally:
+            self._gone()
+
+    def _answered(self, number: int, answer: Any) -> None:
+        with self._lock:
+            future = self._pending.pop(number)
+        if isinstance(answer, Failure):
+            future.set_exception(answer.error())
+        else:
+            future.set_result(answer)
+
+    def _gone(self) -> None:
+        why = "it was closed" if self._closing else self._post_mortem()
+        with self._lock:
+            self._over = f"the connection to Ray has ended: {why}"
+            pending, self._pending = self._pending, {}
+        for future in pending.values():
+            future.set_exception(ClusterError(self._over))
+
+    def _post_mortem(self) -> str:
+        self._end()
+        return f"the process that was in Ray ended with code {self._process.returncode}. {self._last_words()}".strip()
+
+    def _last_words(self) -> str:
+        size = os.fstat(self._log.fileno()).st_size
+        tail = os.pread(self._log.fileno(), _LAST_WORDS_BYTES, max(0, size - _LAST_WORDS_BYTES))
+        text = tail.decode(errors="replace").strip()
+        return f"Its last words:\n{text}" if text else ""
+
+
+def _started(cluster: Cluster, sock: socket.socket, log: int) -> subprocess.Popen[bytes]:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(_import_path())}
+    if cluster.private:
+        for name in _OF_OTHERS:
+            env.pop(name, None)
+    return subprocess.Popen(
+        [sys.executable, "-P", "-W", "ignore", "-m", "colocate_ray.service", str(sock.fileno())],
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        pass_fds=[sock.fileno()],
+        start_new_session=True,  # Ctrl-C is the driver's
+    )
+
+
+def _import_path() -> list[str]:
+    """A path on which these very packages are found, however this process has come to find them."""
+    homes = [str(Path(module).parent.parent) for module in (colocate.__file__, __file__)]
+    return list(dict.fromkeys([*filter(None, [os.environ.get("PYTHONPATH")]), *homes]))
+
+
+def _too_slow(cluster: Cluster, words: str) -> ColocateError:
+    if cluster.private:
+        return ColocateError(f"a private Ray did not start within {_STARTS_WITHIN_S:g} s. {words}".strip())
+    return ClusterError(
+        f"the Ray cluster at {cluster.address} did not let this driver in within {_JOINS_WITHIN_S:g} s: is it a Ray "
+        f"cluster of the same version that listens there? {words}".strip()
+    )

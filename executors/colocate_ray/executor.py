@@ -1,0 +1,145 @@
+"""The Ray executor: placement groups whose actors hold keepers. Imports no Ray: the envoy does."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from colocate.errors import ConfigError
+from colocate.executor import Boot, Executor, Host, HostEvents, MultiNode, Node, OwnProcess, Place, Request, Reservation
+from colocate.keeper import Keepers, KeptSlot
+from colocate_ray.envoy import Envoy
+from colocate_ray.terms import Cluster, Slot
+
+if importlib.util.find_spec("ray") is None:
+    raise ModuleNotFoundError("No module named 'ray'", name="ray")
+
+_Key = tuple[int, int]  # a slot: number of its reservation, index of its bundle
+
+
+class RayExecutor(Executor, OwnProcess, MultiNode):
+    """Workers on the machines of a Ray cluster, or of a private Ray on this one."""
+
+    name = "ray"
+
+    @classmethod
+    def connect(  # type: ignore[override]  # its options are the user's to see
+        cls,
+        *,
+        address: str | None = None,
+        cpus: float | None = None,
+        gpus: int | None = None,
+        token_file: str | None = None,
+        runtime_env: Mapping[str, Any] | None = None,
+    ) -> Executor:
+        """Start a private Ray, or join a cluster.
+
+        Args:
+            address: "host:port" of the cluster's head, or "auto" for the cluster that this machine is in (that of
+                `RAY_ADDRESS`, or of the driver's own `ray.init()`). None starts a private Ray, which ends with the
+                runtime.
+            cpus: CPUs that a private Ray offers; None for this machine's.
+            gpus: GPUs that a private Ray offers; None for this machine's.
+            token_file: The file with the token of the cluster to join; None for what Ray finds in the environment.
+            runtime_env: Ray's runtime environment of the actors beside which the workers run.
+        """
+        if address is not None:
+            _check_joining(address, cpus, gpus)
+        elif token_file is not None:
+            raise ConfigError("connect('ray', token_file=...) is for joining a cluster: a private Ray makes its own")
+        return cls(Cluster(_of_this_process(address), cpus, gpus, token_file, runtime_env))
+
+    def __init__(self, cluster: Cluster) -> None:
+        """Use `connect`."""
+        self._cluster = cluster
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        self._slots: dict[_Key, KeptSlot] = {}
+        self._lost: dict[_Key, str] = {}
+        self._envoy = Envoy(cluster, self._actor_ended)
+        self._keepers = Keepers("ray")
+
+    def nodes(self) -> Sequence[Node]:
+        """The nodes of the cluster."""
+        found: list[Node] = self._envoy.call("list_nodes")
+        return found
+
+    def reserve(self, request: Request) -> Reservation:
+        """Hold slots in a placement group, with a keeper in each."""
+        number = next(self._numbers)
+        try:
+            slots: list[Slot] = self._envoy.call("reserve", number, request, self._keepers.key)
+        except BaseException as error:
+            if not isinstance(error, Exception):  # Ctrl-C, while the envoy goes on
+                self._envoy.post("release", number)
+            raise
+        return Reservation(tuple(self._place(number, slot) for slot in slots), number)
+
+    def _place(self, number: int, slot: Slot) -> Place:
+        key = number, slot.index
+        stuck = partial(self._envoy.post, "end_slot", *key)
+        kept = self._keepers.slot(slot.address, on_stuck=lambda: stuck().cancel() and None)
+        with self._lock:
+            self._slots[key] = kept
+            words = self._lost.pop(key, None)
+        if words is not None:  # it went before we had it
+            kept.lost(words)
+        host = {} if self._cluster.private else {"host": slot.host}
+        return Place(slot.node, slot.devices, "cuda:0" if slot.devices else "cpu", handle=key, **host)
+
+    def _actor_ended(self, number: int, index: int, words: str) -> None:
+        with self._lock:
+            slot = self._slots.get((number, index))
+            if slot is None:
+                self._lost[number, index] = words
+        if slot is not None:
+            slot.lost(words)
+
+    def launch(self, place: Place, boot: Boot, events: HostEvents) -> Host:
+        """Have the slot's keeper start a worker."""
+        return self._slots[place.handle].launch(boot, events)
+
+    def release(self, reservation: Reservation) -> None:
+        """End the actors, and give the placement group back."""
+        for place in reservation.places:
+            self._slots[place.handle].close()
+        try:
+            self._envoy.call("release", reservation.handle)
+        finally:
+            with self._lock:
+                for place in reservation.places:
+                    del self._slots[place.handle]
+
+    def running(self) -> Sequence[str]:
+        """The ids of the workers."""
+        return self._keepers.running()
+
+    def close(self) -> None:
+        """Leave the cluster, or end the private one."""
+        self._keepers.close()
+        self._envoy.close()
+
+
+def _check_joining(address: str, cpus: float | None, gpus: int | None) -> None:
+    if address.startswith("ray://"):
+        raise ConfigError(
+            f"connect('ray', address={address!r}): Ray Client can't hold workers. Run the driver in the cluster, as a "
+            "job (`ray job submit --address http://HEAD:8265 -- python driver.py`), with address='auto'"
+        )
+    if cpus is not None or gpus is not None:
+        raise ConfigError(
+            "connect('ray', address=...): cpus= and gpus= are what a private Ray offers; a cluster has its own"
+        )
+
+
+def _of_this_process(address: str | None) -> str | None:
+    """For "auto" the cluster that the driver itself is in, if it has called `ray.init()`."""
+    ray = sys.modules.get("ray")
+    if address == "auto" and ray is not None and ray.is_initialized():
+        return str(ray.get_runtime_context().gcs_address)
+    return address

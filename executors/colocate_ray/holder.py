@@ -1,0 +1,55 @@
+"""The Ray actor of a slot: it holds a keeper, and nothing else happens in it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+
+import colocate
+from colocate.keeper import Keeper
+from colocate.worker.main import die_with
+
+
+class Holder:
+    """One per slot. Roles don't run in its process but in the workers that its keeper starts."""
+
+    def __init__(self) -> None:
+        """Nothing that could fail: what a constructor raises reaches nobody but as text."""
+        self._keeper: Keeper | None = None
+
+    def open(self, version: str, key: bytes, env: Mapping[str, str], cpus: float, local: bool) -> dict[str, Any] | str:
+        """Make the keeper.
+
+        Args:
+            version: The driver's version of colocate.
+            key: The key of the driver's keepers.
+            env: Environment of the workers.
+            cpus: CPUs of the slot.
+            local: Whether the driver is on this machine for certain.
+
+        Returns:
+            Where it is; or, as text, why it can't be.
+        """
+        if version != colocate.__version__:
+            return f"it has colocate {colocate.__version__}, the driver has {version}; install the same on all"
+        die_with(os.getppid())  # a raylet that is killed would leave it behind
+        if not cpus:
+            os.environ.pop("OMP_NUM_THREADS", None)  # Ray's guess for an actor without CPUs of its own
+        host = ray.util.get_node_ip_address()
+        self._keeper = Keeper(key, host=None if local else host, env=env, on_end=lambda: os._exit(0))
+        context = ray.get_runtime_context()
+        return {
+            "node": context.get_node_id(),
+            "devices": [str(device) for device in context.get_accelerator_ids().get("GPU", ())],
+            "host": host,
+            "address": self._keeper.address,
+        }
+
+    @ray.method(concurrency_group="watch")
+    def watch(self) -> None:
+        """Never returns: what ends this call is the end of the actor, of which Ray tells at once."""
+        threading.Event().wait()

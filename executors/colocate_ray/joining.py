@@ -1,0 +1,98 @@
+"""Being in a Ray: a private one is started, another is joined. In the envoy's process."""
+
+from __future__ import annotations
+
+import re
+import socket
+from typing import Any
+
+import ray
+
+from colocate.errors import ColocateError
+from colocate_ray.private import PrivateFolder
+from colocate_ray.terms import Cluster, ClusterError
+
+_DIAL_S = 5.0
+_QUIET: dict[str, Any] = {"log_to_driver": False, "configure_logging": False, "logging_level": "ERROR"}
+
+
+def start(cluster: Cluster, folder: PrivateFolder) -> None:
+    """Start a private Ray in a folder.
+
+    Raises:
+        ColocateError: It doesn't start.
+    """
+    try:
+        ray.init(**folder.settings(cluster), **_QUIET)
+    except Exception as error:
+        raise ColocateError(f"a private Ray could not be started: {_last_words(error)}") from None
+
+
+def join(cluster: Cluster) -> None:
+    """Join a cluster that is there.
+
+    Raises:
+        ClusterError: It isn't, or doesn't let us in.
+    """
+    address = _found(cluster.address or "auto")
+    _dial(address)
+    try:
+        # The word stays "auto" where it was: Ray then takes the token of this user by itself.
+        ray.init(address="auto" if cluster.address == "auto" else address, **_QUIET)
+    except Exception as error:
+        raise ClusterError(_refusal(address, error)) from None
+
+
+def _found(address: str) -> str:
+    """The address as host:port."""
+    from ray._private import services
+
+    try:
+        return str(services.canonicalize_bootstrap_address_or_die(address))
+    except ConnectionError as error:
+        raise ClusterError(
+            f"connect('ray', address='auto') finds no Ray on this machine: {_last_words(error)} Start one "
+            "(`ray start --head`), give its address ('host:port'), or leave address out for a private one"
+        ) from None
+    except ValueError:
+        raise ClusterError(f"{address!r} is no address of a Ray cluster: write 'host:port', or 'auto'") from None
+
+
+def _dial(address: str) -> None:
+    """Fail fast where nobody listens: Ray would try for minutes."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _DIAL_S).close()
+    except (OSError, ValueError) as error:
+        raise ClusterError(
+            f"no Ray cluster can be reached at {address} ({error}). Is it running, and is this the address of its "
+            "head (port 6379 unless `ray start` was told another)? With 'auto', RAY_ADDRESS or the file of a cluster "
+            "that is gone may have named it: `ray stop` clears that"
+        ) from None
+
+
+def _refusal(address: str, error: Exception) -> str:
+    words = _last_words(error)
+    if "Authentication" in words or "token" in words.lower():
+        return (
+            f"the Ray cluster at {address} refuses this driver's token: {words} Give the file with the cluster's token "
+            "(connect('ray', address=..., token_file=...)), or set RAY_AUTH_MODE=token with RAY_AUTH_TOKEN or "
+            "RAY_AUTH_TOKEN_PATH"
+        )
+    if "ersion mismatch" in words:
+        return f"the Ray cluster at {address} runs other versions than this driver: {words}"
+    return (
+        f"the Ray cluster at {address} can't be joined: {words} A driver has to run on a machine of the cluster; from "
+        "elsewhere, submit it as a job (`ray job submit -- python driver.py`)"
+    )
+
+
+def _last_words(error: BaseException) -> str:
+    """What Ray says in the end, without the tracebacks that it puts into its texts."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    text = str(error)
+    if "Traceback" in text:
+        text = re.split(r"\n(?=\w[\w.]*(?:Error|Exception): )", text)[-1].strip()
+    text = " ".join(text.split())
+    return text if text.endswith(".") else f"{text}."

@@ -1,0 +1,237 @@
+"""Placement groups and the actors in them: slots that are held, all or none. In the envoy's process."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import attrs
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+import colocate
+from colocate.errors import ColocateError, PlacementTimeout
+from colocate.executor import Node, Request
+from colocate_ray.holder import Holder
+from colocate_ray.nodes import Nodes
+from colocate_ray.terms import Cluster, Slot
+
+_ACTORS_START_WITHIN_S = 120.0
+_RELEASED_WITHIN_S = 10.0
+# Ray comes to know with a delay what is free: what would fit by its own account is waited for even without patience.
+_SETTLES_WITHIN_S = 5.0
+_LOOKS_AFTER_NODE_S = 60.0
+_STEP_S = 0.02
+
+
+@attrs.define(eq=False)
+class Held:
+    """What is held, or about to be, for one pool."""
+
+    request: Request
+    group: PlacementGroup | None = None
+    actors: list[Any] = attrs.field(factory=list)
+    watches: list[Any] = attrs.field(factory=list)
+    released: threading.Event = attrs.field(factory=threading.Event)
+
+
+class Placing:
+    """All that this driver holds. Thread-safe."""
+
+    def __init__(self, cluster: Cluster, lost: Callable[[int, int, str], None]) -> None:
+        """Hold nothing yet.
+
+        Args:
+            cluster: What we are in.
+            lost: Told when an actor is gone: number of the reservation, index of the bundle, Ray's words.
+        """
+        self.nodes = Nodes()
+        self._cluster = cluster
+        self._lost = lost
+        self._held: dict[int, Held] = {}
+        self._lock = threading.Lock()
+
+    def list_nodes(self) -> list[Node]:
+        """What the cluster offers."""
+        return self.nodes.offers()
+
+    def reserve(self, number: int, request: Request, key: bytes) -> list[Slot]:
+        """Hold slots, with a keeper in each.
+
+        Raises:
+            PlacementError: They can never fit.
+            PlacementTimeout: They don't fit now.
+            ColocateError: The actors can't be started.
+        """
+        self.nodes.check_possible(request)
+        held = Held(request)
+        with self._lock:
+            self._held[number] = held
+        try:
+            held.group = placement_group([_bundle(request)] * request.slots, strategy=request.strategy.upper())
+            self._wait_placed(held)
+            slots = self._start(held, key)
+            self._watch(number, held)
+        except BaseException as error:
+            self.release(number)
+            if held.released.is_set() and not isinstance(error, ColocateError):
+                raise ColocateError("the reservation was withdrawn") from None
+            raise
+        return slots
+
+    def end_slot(self, number: int, index: int) -> None:
+        """End the process of a keeper that doesn't answer."""
+        held = self._held.get(number)
+        if held is not None and index < len(held.actors):
+            ray.kill(held.actors[index], no_restart=True)
+
+    def release(self, number: int) -> None:
+        """Give slots back, also those that are only being waited for. When it returns they can be reserved again.
+
+        Raises:
+            ColocateError: Ray doesn't confirm it.
+        """
+        with self._lock:
+            held = self._held.pop(number, None)
+        if held is None:
+            return
+        held.released.set()
+        for actor in held.actors:
+            ray.kill(actor, no_restart=True)
+        if held.group is not None:
+            remove_placement_group(held.group)
+            self._confirm(held, held.group)
+
+    def _confirm(self, held: Held, group: PlacementGroup) -> None:
+        deadline = time.monotonic() + _RELEASED_WITHIN_S
+        if held.watches:
+            ray.wait(held.watches, num_returns=len(held.watches), timeout=_RELEASED_WITHIN_S, fetch_local=False)
+        while not (_state(group) == "REMOVED" and not self.nodes.mention(group.id.hex())):
+            if time.monotonic() > deadline:
+                raise ColocateError(
+                    f"Ray was told to take {held.request.owner or 'a pool'}'s slots back, and hasn't confirmed it in "
+                    f"{_RELEASED_WITHIN_S:g} s (placement group {group.id.hex()} is {_state(group)})"
+                )
+            held.released.wait(0) and time.sleep(_STEP_S)
+
+    def _wait_placed(self, held: Held) -> None:
+        assert held.group is not None
+        request = held.request
+        deadline = time.monotonic() + request.timeout
+        settled = deadline + _SETTLES_WITHIN_S
+        while not _placed(held.group):
+            now = time.monotonic()
+            if held.released.is_set():
+                raise ColocateError("the reservation was withdrawn")
+            if now > settled or (now > deadline and not self.nodes.fits_now(request)):
+                raise PlacementTimeout(
+                    self.nodes.words(request, f"did not become free within {request.timeout:g} s"),
+                    nodes=self.nodes.table(request),
+                )
+            held.released.wait(_STEP_S)
+
+    def _start(self, held: Held, key: bytes) -> list[Slot]:
+        request, group = held.request, held.group
+        assert group is not None
+        actor_class: Any = ray.remote(concurrency_groups={"watch": 1})(Holder)
+        options: dict[str, Any] = {
+            "num_cpus": request.cpus,  # explicit: one with GPUs would otherwise take a CPU of its own
+            "num_gpus": request.gpus,
+            "max_restarts": 0,
+            "max_task_retries": 0,
+            "runtime_env": dict(self._cluster.runtime_env) if self._cluster.runtime_env else None,
+        }
+        for index in range(request.slots):
+            strategy = PlacementGroupSchedulingStrategy(group, index, placement_group_capture_child_tasks=False)
+            held.actors.append(actor_class.options(**options, scheduling_strategy=strategy).remote())
+        opened = [
+            actor.open.remote(colocate.__version__, key, dict(request.env), request.cpus, self._cluster.private)
+            for actor in held.actors
+        ]
+        ray.wait(opened, num_returns=len(opened), timeout=_ACTORS_START_WITHIN_S, fetch_local=False)
+        slots = [self._slot(index, found) for index, found in enumerate(self._answers(group, opened))]
+        return sorted(slots, key=lambda slot: (_natural(slot.node), slot.devices, slot.index))
+
+    def _answers(self, group: PlacementGroup, opened: list[Any]) -> list[Mapping[str, Any]]:
+        """What the actors said of themselves; an error that names the nodes of those that couldn't."""
+        answers, faults = [], []
+        for index, ref in enumerate(opened):
+            fault: object
+            try:
+                fault = answer = ray.get(ref, timeout=0)
+                if isinstance(answer, Mapping):
+                    answers.append(answer)
+                    continue
+            except ray.exceptions.GetTimeoutError:
+                fault = f"it isn't there after {_ACTORS_START_WITHIN_S:g} s; Ray's logs on that machine may say why"
+            except Exception as error:
+                fault = _start_words(str(error))
+            faults.append(f"on {self._node_of(group, index)}: {fault}")
+        if faults:
+            text = "\n  ".join(dict.fromkeys(faults))
+            raise ColocateError(f"the Ray actors that hold the slots could not be started:\n  {text}")
+        return answers
+
+    def _node_of(self, group: PlacementGroup, index: int) -> str:
+        found = placement_group_table(group).get("bundles_to_node_id", {}).get(index, "")
+        return self.nodes.name(found) if found else "a node"
+
+    def _slot(self, index: int, found: Mapping[str, Any]) -> Slot:
+        devices = found["devices"]
+        numbers = tuple(sorted(map(int, devices))) if all(device.isdigit() for device in devices) else ()
+        return Slot(index, self.nodes.name(found["node"]), numbers, found["host"], found["address"])
+
+    def _watch(self, number: int, held: Held) -> None:
+        held.watches = [actor.watch.remote() for actor in held.actors]
+        for index, watch in enumerate(held.watches):
+            watch.future().add_done_callback(partial(self._ended, number, index))
+
+    def _ended(self, number: int, index: int, future: Any) -> None:
+        """An actor is gone. On a thread of Ray's."""
+        held = self._held.get(number)
+        if held is None:  # it was released
+            return
+        self._lost(number, index, str(future.exception()))
+        threading.Thread(target=self._look_after, args=(held,), name="colocate-ray-loss", daemon=True).start()
+
+    def _look_after(self, held: Held) -> None:
+        """If it went with its node, withdraw the whole: Ray would reserve a slot elsewhere, for nobody."""
+        deadline = time.monotonic() + _LOOKS_AFTER_NODE_S
+        while not held.released.wait(0.5) and time.monotonic() < deadline:
+            if held.group is not None and _state(held.group) != "CREATED":
+                remove_placement_group(held.group)
+                return
+
+
+def _bundle(request: Request) -> dict[str, float]:
+    bundle = {"CPU": request.cpus, "GPU": request.gpus, "memory": request.host_memory_bytes or 0}
+    # A bundle has to hold something: a byte.
+    return {name: amount for name, amount in bundle.items() if amount} or {"memory": 1}
+
+
+def _placed(group: PlacementGroup) -> bool:
+    return _state(group) == "CREATED"
+
+
+def _state(group: PlacementGroup) -> str:
+    return str(placement_group_table(group).get("state", "REMOVED"))
+
+
+def _start_words(text: str) -> str:
+    found = re.search(r"(?:ModuleNotFoundError|ImportError): (.*)", text)
+    if found is None:
+        return text
+    return (
+        f"colocate can't be imported there ({found[1]}): install the same version in the Python that Ray runs on every "
+        "node, or deliver it: connect('ray', runtime_env={...})"
+    )
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """A key by which node-2 comes before node-10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name) if part]

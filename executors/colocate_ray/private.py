@@ -1,0 +1,83 @@
+"""A Ray for one driver alone: its folder, its token, its end."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import secrets
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from colocate.errors import ColocateError
+from colocate_ray.terms import Cluster
+
+_PR_SET_CHILD_SUBREAPER = 36
+# Ray's sockets lie below the folder: "/r/session_<date>_<microseconds>_<pid>/sockets/plasma_store".
+_LONGEST_SOCKET = 107
+_BELOW = len("/colocate-ray-12345678/r/session_2000-01-01_00-00-00_000000_4194304/sockets/plasma_store")
+_ENDS_WITHIN_S = 10.0
+_STORE_BYTES = 100 * 2**20  # nothing of ours goes through Ray's object store
+
+
+class PrivateFolder:
+    """A folder that only this user can enter, for everything that a private Ray writes."""
+
+    def __init__(self) -> None:
+        """Make it, with a new token in it."""
+        self.path = Path(tempfile.mkdtemp(prefix="colocate-ray-", dir=_parent()))
+        self.token = self.path / "token"
+        descriptor = os.open(self.token, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(secrets.token_hex(32))
+
+    def settings(self, cluster: Cluster) -> dict[str, Any]:
+        """What to give to `ray.init`."""
+        cpus = cluster.cpus
+        return {
+            "address": "local",  # whatever RAY_ADDRESS or a file of another Ray says
+            "num_cpus": int(cpus) if cpus is not None and cpus == int(cpus) else cpus,
+            "num_gpus": cluster.gpus,
+            "include_dashboard": False,
+            "object_store_memory": _STORE_BYTES,
+            "_temp_dir": str(self.path / "r"),  # Ray opens the folder it is given to everybody
+        }
+
+    def remove(self) -> None:
+        """Remove it with everything in it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def _parent() -> str:
+    """The folder for temporary files, or /tmp where Ray's sockets would get names too long for the system."""
+    for parent in (tempfile.gettempdir(), "/tmp"):
+        if len(parent) + _BELOW <= _LONGEST_SOCKET and os.access(parent, os.W_OK | os.X_OK):
+            return parent
+    raise ColocateError(
+        f"a private Ray can't be started: the names of its sockets below {tempfile.gettempdir()} would be too long for "
+        "the system, and /tmp can't be written to. Set TMPDIR to a folder with a shorter name"
+    )
+
+
+def adopt_orphans() -> None:
+    """Become the parent of processes whose parent ends before they do: so they can be found, and ended."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def end_children() -> None:
+    """End every process below this one. None of them holds anything that it would have to write down."""
+    deadline = time.monotonic() + _ENDS_WITHIN_S
+    while (children := psutil.Process().children(recursive=True)) and time.monotonic() < deadline:
+        for child in children:
+            try:
+                child.send_signal(signal.SIGKILL)
+            except psutil.NoSuchProcess:
+                pass
+        psutil.wait_procs(children, timeout=1.0)  # takes the zombies away too

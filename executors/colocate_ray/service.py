@@ -1,0 +1,129 @@
+"""The envoy's process: `python -m colocate_ray.service FD`. It is in Ray on the driver's behalf, and ends with it."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import queue
+import signal
+import socket
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+from colocate.errors import ColocateError
+from colocate_ray.private import PrivateFolder, adopt_orphans, end_children
+from colocate_ray.terms import Cluster, Failure
+
+if TYPE_CHECKING:
+    from colocate_ray.placing import Placing
+
+_LEAVES_WITHIN_S = 5.0
+_TRIES = "5"  # to join, of a second each, where Ray makes twenty
+
+
+class Service:
+    """Does what the driver asks, each request on a thread of its own, until the driver lets go or is gone."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        """Serve one driver."""
+        self._sock = sock
+        self._requests = sock.makefile("rb")
+        self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._opened = threading.Event()
+        self._folder: PrivateFolder | None = None
+        self._placing: Placing | None = None
+        self._joined = False
+
+    def run(self) -> None:
+        """Serve. On the main thread: the kernel ties the lives of Ray's processes to the thread that starts them."""
+        threading.Thread(target=self._send, name="answers", daemon=True).start()
+        cluster: Cluster = pickle.load(self._requests)
+        threading.Thread(target=self._receive, name="requests", daemon=True).start()
+        try:
+            self._open(cluster)
+        except BaseException as error:
+            self._answers.put((0, _portable(error)))
+        threading.Event().wait()
+
+    def _open(self, cluster: Cluster) -> None:
+        if cluster.private:
+            self._folder = PrivateFolder()
+        _prepare_environment(cluster.token_file if self._folder is None else str(self._folder.token))
+        from colocate_ray import joining
+        from colocate_ray.placing import Placing
+
+        if self._folder is not None:
+            joining.start(cluster, self._folder)
+        else:
+            joining.join(cluster)
+            self._joined = True
+
+        self._placing = Placing(cluster, lambda *what: self._answers.put((None, *what)))
+        self._opened.set()
+        self._answers.put((0, None))
+
+    def _receive(self) -> None:
+        try:
+            while True:
+                number, name, arguments = pickle.load(self._requests)
+                threading.Thread(target=self._do, args=(number, name, arguments), name=name, daemon=True).start()
+        except (EOFError, OSError):  # the driver has let go, or is gone
+            self._leave()
+
+    def _do(self, number: int, name: str, arguments: tuple[Any, ...]) -> None:
+        assert self._placing is not None
+        try:
+            self._answers.put((number, getattr(self._placing, name)(*arguments)))
+        except BaseException as error:
+            self._answers.put((number, _portable(error)))
+
+    def _send(self) -> None:
+        while True:
+            message = self._answers.get()
+            try:
+                self._sock.sendall(pickle.dumps(message))
+            except OSError:  # nobody listens any more; the other thread is about to find out
+                return
+
+    def _leave(self) -> None:
+        """End all that is ours, and this process."""
+        threading.Timer(_LEAVES_WITHIN_S, os._exit, (1,)).start()  # a cluster that is gone answers nothing
+        if self._joined:
+            import ray
+
+            ray.shutdown()
+        end_children()
+        if self._folder is not None:
+            self._folder.remove()
+        os._exit(0)
+
+
+def _prepare_environment(token_file: str | None) -> None:
+    """What Ray reads when it is imported."""
+    if token_file is not None:
+        os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=os.path.expanduser(token_file))
+        os.environ.pop("RAY_AUTH_TOKEN", None)
+    os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", _TRIES)
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # as it will be anyway: silences a warning
+
+
+def _portable(error: BaseException) -> Failure:
+    """An error for the driver, which may have no Ray to unpickle one of Ray's with."""
+    if not isinstance(error, ColocateError):
+        error = ColocateError(f"Ray failed: {type(error).__name__}: {error}")
+    return Failure(type(error), error.message, dict(error.__dict__))
+
+
+def main() -> None:
+    """Run as a process."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(
+            number, lambda *_: None
+        )  # the driver decides when it ends; by handlers, which children don't inherit
+    adopt_orphans()
+    Service(socket.socket(fileno=int(sys.argv[1]))).run()
+
+
+if __name__ == "__main__":
+    main()

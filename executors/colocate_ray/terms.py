@@ -1,0 +1,70 @@
+"""What the driver and its envoy tell each other; plain data. Imports no Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+
+from colocate.errors import ColocateError
+
+
+@attrs.frozen
+class Cluster:
+    """Which Ray to be in.
+
+    Attributes:
+        address: Of the cluster to join, "auto" for the one of this machine; None to start a private one.
+        cpus: CPUs that a private one offers; None for this machine's.
+        gpus: GPUs that a private one offers; None for this machine's.
+        token_file: The file with the token of the cluster to join; None for what Ray's environment says.
+        runtime_env: Ray's runtime environment of the actors.
+    """
+
+    address: str | None = None
+    cpus: float | None = None
+    gpus: int | None = None
+    token_file: str | None = None
+    runtime_env: Mapping[str, Any] | None = None
+
+    @property
+    def private(self) -> bool:
+        """Whether it is started for this driver alone."""
+        return self.address is None
+
+
+@attrs.frozen
+class Slot:
+    """A slot that is held, as the envoy found it.
+
+    Attributes:
+        index: Which bundle of its placement group it is; the slots themselves are sorted by node and device.
+        node: Name of the machine.
+        devices: Ray's numbers of its GPUs.
+        host: IP address of the machine.
+        address: That of its keeper.
+    """
+
+    index: int
+    node: str
+    devices: tuple[int, ...]
+    host: str
+    address: str
+
+
+class ClusterError(ColocateError, ConnectionError):
+    """A Ray cluster can't be joined, or has been lost."""
+
+
+@attrs.frozen
+class Failure:
+    """An error on its way to the driver."""
+
+    kind: type[ColocateError]
+    message: str
+    facts: Mapping[str, Any]
+
+    def error(self) -> ColocateError:
+        """The error."""
+        return self.kind(self.message, **self.facts)
