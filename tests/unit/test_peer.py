@@ -15,14 +15,12 @@ import numpy as np
 import pytest
 
 from colocate.errors import ClosedError, ForkedError
-from colocate.wire import Packed, PeerChannel, new_key, pack, unpack
-from colocate.wire.auth import Kind
+from colocate.wire import Packed, PeerChannel, Tls, new_key, pack, unpack
 
 # Forking with threads is what one of these tests is about.
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 
 KEY = new_key()
-KINDS: list[Kind] = ["unix", "tcp"]
 WAIT_S = 20
 SIZE = 1 << 17
 
@@ -51,10 +49,19 @@ def store() -> Store:
     return Store()
 
 
-@pytest.fixture(params=KINDS)
-def peers(request: pytest.FixtureRequest, store: Store) -> Iterator[tuple[PeerChannel, PeerChannel]]:
+class LastWay(PeerChannel):
+    """One that is only told about the way to it that others would take last: that from other machines."""
+
+    @property
+    def address(self) -> str:
+        return super().address.rpartition(",")[2]
+
+
+@pytest.fixture(params=["unix", "tcp", "tls"])
+def peers(request: pytest.FixtureRequest, store: Store, cluster: Tls) -> Iterator[tuple[PeerChannel, PeerChannel]]:
     """One that answers from the store, and one that asks."""
-    with PeerChannel(KEY, store, request.param) as answering, PeerChannel(KEY, store, request.param) as asking:
+    options = {"unix": {}, "tcp": {"host": "127.0.0.1"}, "tls": {"host": "127.0.0.1", "tls": cluster}}[request.param]
+    with LastWay(KEY, store, **options) as answering, LastWay(KEY, store, **options) as asking:
         yield answering, asking
         store.ready.set()
 
@@ -215,9 +222,12 @@ def test_closing_the_answering_side_fails_what_waits_for_it(
             thread.join(WAIT_S)
 
 
-def test_another_key_gets_no_answer(peers: tuple[PeerChannel, PeerChannel], store: Store) -> None:
+def test_another_key_gets_no_answer(peers: tuple[PeerChannel, PeerChannel], store: Store, cluster: Tls) -> None:
     answering, asking = peers
-    with PeerChannel(new_key(), store) as stranger, pytest.raises(ConnectionError, match="the keys differ"):
+    with (
+        PeerChannel(new_key(), store, tls=cluster) as stranger,
+        pytest.raises(ConnectionError, match="the keys differ"),
+    ):
         stranger.request(answering.address, ("x", 1))
     assert store.asked.empty()
     assert asking.request(answering.address, ("x", 1)) == (("fine", 1), None)
@@ -230,15 +240,15 @@ def handler(head):
     print("asked", flush=True)
     threading.Event().wait() if head[0] == "hold" else None
     return ("fine",), None
-channel = PeerChannel(bytes.fromhex(sys.argv[1]), handler, sys.argv[2])
-print(channel.address, flush=True)
+channel = PeerChannel(bytes.fromhex(sys.argv[1]), handler, sys.argv[2] or None)
+print(channel.address.rpartition(",")[2], flush=True)
 sys.stdin.read()
 """
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_peer_that_is_killed(store: Store, kind: Kind) -> None:
-    command = [sys.executable, "-c", SERVER, KEY.hex(), kind]
+@pytest.mark.parametrize("host", ["", "127.0.0.1"])
+def test_a_peer_that_is_killed(store: Store, host: str) -> None:
+    command = [sys.executable, "-c", SERVER, KEY.hex(), host]
     with (
         PeerChannel(KEY, store) as asking,
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process,

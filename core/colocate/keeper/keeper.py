@@ -8,6 +8,7 @@ the commands ends, the driver has let go of the keeper or is gone: the workers a
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
 import threading
@@ -15,6 +16,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import attrs
 
 import colocate
 from colocate import wire
@@ -35,6 +38,7 @@ class Keeper:
         key: The secret that the driver knows (`Keepers.key`).
         host: Address under which other machines reach this one; None when the driver is on this machine.
         env: Environment of the workers on top of this process's own. A first one is started at once with it.
+        tls: What connections with other machines are encrypted with; None leaves them in clear text.
         on_end: Called once, on a thread of its own, when the driver has let go of the keeper or is gone, and everything
             here has been ended.
     """
@@ -45,9 +49,11 @@ class Keeper:
         *,
         host: str | None = None,
         env: Mapping[str, str] | None = None,
+        tls: wire.Tls | None = None,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
         self._env = {**os.environ, **_importable(), **(env or {})}
+        self._tls = tls
         self._on_end = on_end
         self._hub = wire.Hub("keeper")
         self._launcher = Launcher()
@@ -57,7 +63,7 @@ class Keeper:
         self._spare: _Spare | None = None
         self._lock = threading.Lock()
         self._over = False
-        listeners = [wire.listen("unix"), *([wire.listen("tcp", host)] if host is not None else [])]
+        listeners = wire.listen_widely(host, tls)
         self.address = ",".join(listener.address for listener in listeners)
         for listener in listeners:
             self._hub.listen(listener, key, self._greet)
@@ -160,7 +166,7 @@ class Keeper:
             lane.close()
             self._hub.later(0.0, partial(worker.failed, f"{type(error).__name__}: {error}"))
             return
-        spare.give(worker, lane)
+        spare.give(worker, lane, self._tls)
 
 
 class _Worker:
@@ -220,11 +226,12 @@ class _Spare:
         """Whether it can still be given a lane."""
         return self._ended is None
 
-    def give(self, worker: _Worker, lane: socket.socket) -> None:
+    def give(self, worker: _Worker, lane: socket.socket, tls: wire.Tls | None) -> None:
         """Make it a worker."""
         # When it has just died, its end is told as this worker's.
         with lane, self._door, contextlib.suppress(OSError):
-            socket.send_fds(self._door, [b"lane"], [lane.fileno()])
+            told = json.dumps(None if tls is None else attrs.asdict(tls))
+            socket.send_fds(self._door, [told.encode()], [lane.fileno()])
         with self._lock:
             worker.process = self._process
             self._worker, ended = worker, self._ended

@@ -29,8 +29,14 @@ class Keepers:
         key: The secret to give to each `Keeper`.
     """
 
-    def __init__(self, name: str) -> None:
-        """Make none yet; `name` is that of the threads."""
+    def __init__(self, name: str, tls: wire.Tls | None = None) -> None:
+        """Make none yet.
+
+        Args:
+            name: That of the threads.
+            tls: This machine's certificates, where connections with others are encrypted.
+        """
+        self.tls = tls
         self.key = wire.new_key()
         self.hub = wire.Hub(name)
         self.hosts: dict[bytes, KeptHost] = {}
@@ -89,7 +95,7 @@ class Keepers:
             OSError: It can't be reached.
             ClosedError: All of it was closed meanwhile.
         """
-        sock = wire.connect(address, self.key, _DIAL_S)
+        sock = wire.connect(address, self.key, _DIAL_S, self.tls)
         try:
             sock.sendall(token)
             return self.hub.attach(sock, on_message, on_closed)

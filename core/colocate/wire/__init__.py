@@ -1,13 +1,14 @@
 """The wire: values as bytes, messages on authenticated sockets, one thread for any number of connections."""
 
 from colocate.wire._forks import own_descriptors
-from colocate.wire.auth import KEY_BYTES, Listener, connect, listen, new_key
+from colocate.wire.auth import KEY_BYTES, Listener, connect, listen, listen_widely, new_key
 from colocate.wire.codec import Packed, pack, unpack
 from colocate.wire.explain import explain
 from colocate.wire.framing import Frame, Head, Message, encode
 from colocate.wire.hub import Hub
 from colocate.wire.lane import OnClosed, OnMessage, SocketLane
 from colocate.wire.peer import PeerChannel
+from colocate.wire.tls import Tls
 from colocate.wire.turns import Turns
 
 __all__ = [
@@ -22,11 +23,13 @@ __all__ = [
     "Packed",
     "PeerChannel",
     "SocketLane",
+    "Tls",
     "Turns",
     "connect",
     "encode",
     "explain",
     "listen",
+    "listen_widely",
     "new_key",
     "own_descriptors",
     "pack",

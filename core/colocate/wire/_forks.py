@@ -8,7 +8,10 @@ from __future__ import annotations
 import os
 import socket
 import weakref
-from typing import Protocol
+from typing import Protocol, TypeVar
+
+
+S = TypeVar("S", bound=socket.socket)
 
 
 class Forgetful(Protocol):
@@ -22,7 +25,7 @@ _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 _live: weakref.WeakSet[Forgetful] = weakref.WeakSet()
 
 
-def track_socket(sock: socket.socket) -> socket.socket:
+def track_socket(sock: S) -> S:
     """Close this socket in forked children."""
     _sockets.add(sock)
     return sock

@@ -5,7 +5,8 @@ an HMAC-SHA256 over the side's name and both nonces, so that none can be replaye
 fixed size; no byte of a stranger is ever unpickled.
 
 Addresses are text: `unix:NAME`, a name in Linux's abstract namespace, and `tcp:HOST:PORT`; several, by commas, are
-ways to one listener, of which a dialler takes the first that works (a Unix socket does on its own machine). Abstract
+ways to one listener, of which a dialler takes the first that works (a Unix socket does on its own machine); with
+`tls:HOST:PORT` the connection is encrypted besides (see `tls.py`). Abstract
 names vanish with their socket, also when the process is killed, where a socket in a directory would stay; what a
 directory's mode would do is done by asking the kernel for the other side's user: only one's own gets as far as the
 proof.
@@ -22,6 +23,7 @@ import time
 from typing import Literal, TypeAlias
 
 from colocate.wire._forks import track_socket
+from colocate.wire.tls import Tls, TlsDoor, dial_tls
 
 Kind: TypeAlias = Literal["unix", "tcp"]
 
@@ -47,9 +49,10 @@ class Listener:
         address: What others pass to `connect`.
     """
 
-    def __init__(self, sock: socket.socket, address: str) -> None:
+    def __init__(self, sock: socket.socket, address: str, door: TlsDoor | None = None) -> None:
         self._sock = track_socket(sock)
-        self.address = address
+        self._door = door
+        self.address = address if door is None else door.address
 
     def fileno(self) -> int:
         """The descriptor; -1 when closed."""
@@ -74,7 +77,28 @@ class Listener:
 
     def close(self) -> None:
         """Stop listening; the address is gone."""
+        if self._door is not None:
+            self._door.close()
         self._sock.close()
+
+
+def listen_widely(host: str | None, tls: Tls | None = None) -> list[Listener]:
+    """Open what others on this machine reach and, with a host, what those on other machines do.
+
+    Args:
+        host: The address of this machine under which others reach it.
+        tls: What the connections from other machines are encrypted with.
+
+    Returns:
+        The listeners; an address for all of them is theirs, joined by commas.
+    """
+    listeners = [listen("unix")]
+    if host is not None and tls is None:
+        listeners.append(listen("tcp", host))
+    elif host is not None and tls is not None:
+        inner = listen("tcp")
+        listeners.append(Listener(inner._sock, inner.address, TlsDoor(host, inner._sock.getsockname(), tls)))
+    return listeners
 
 
 def listen(kind: Kind = "unix", host: str = "127.0.0.1") -> Listener:
@@ -103,13 +127,14 @@ def listen(kind: Kind = "unix", host: str = "127.0.0.1") -> Listener:
     return Listener(sock, address)
 
 
-def connect(address: str, key: bytes, timeout: float = 10.0) -> socket.socket:
+def connect(address: str, key: bytes, timeout: float = 10.0, tls: Tls | None = None) -> socket.socket:
     """Connect to a listener and authenticate, both ways.
 
     Args:
         address: A listener's address.
         key: The secret that both sides know.
         timeout: Seconds for all of it.
+        tls: This side's certificates, for addresses that need them.
 
     Returns:
         The connection, blocking.
@@ -119,7 +144,7 @@ def connect(address: str, key: bytes, timeout: float = 10.0) -> socket.socket:
         TimeoutError: The other side didn't answer in time.
     """
     deadline = time.monotonic() + timeout
-    sock = dial(address, timeout)
+    sock = dial(address, timeout, tls)
     try:
         prove(sock, address, key, max(deadline - time.monotonic(), 0.001))
     except BaseException:
@@ -128,18 +153,18 @@ def connect(address: str, key: bytes, timeout: float = 10.0) -> socket.socket:
     return sock
 
 
-def dial(address: str, timeout: float) -> socket.socket:
+def dial(address: str, timeout: float, tls: Tls | None = None) -> socket.socket:
     """The first half of `connect`: a connection that isn't authenticated yet."""
     *firsts, last = address.split(",")
     for alternative in firsts:
         try:
-            return _dial(alternative, timeout)
+            return _dial(alternative, timeout, tls)
         except ConnectionRefusedError:  # a Unix socket of another machine, say
             continue
-    return _dial(last, timeout)
+    return _dial(last, timeout, tls)
 
 
-def _dial(address: str, timeout: float) -> socket.socket:
+def _dial(address: str, timeout: float, tls: Tls | None) -> socket.socket:
     kind, _, place = address.partition(":")
     target: str | tuple[str, int]
     if kind == "unix":
@@ -147,8 +172,13 @@ def _dial(address: str, timeout: float) -> socket.socket:
     elif kind == "tcp":
         host, _, port = place.rpartition(":")
         family, target = (socket.AF_INET6 if ":" in host else socket.AF_INET), (host, int(port))
+    elif kind == "tls":
+        if tls is None:
+            raise ConnectionRefusedError(f"{address} needs certificates, and this side has none")
+        host, _, port = place.rpartition(":")
+        return dial_tls(host, int(port), tls, timeout)
     else:
-        raise ValueError(f"{address!r} is no address: it should begin with 'unix:' or 'tcp:'")
+        raise ValueError(f"{address!r} is no address: it should begin with 'unix:', 'tcp:' or 'tls:'")
     sock = track_socket(socket.socket(family))
     try:
         # Not settimeout: with it a Unix socket fails at once when many others are waiting to be accepted.

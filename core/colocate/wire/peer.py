@@ -12,11 +12,12 @@ from typing import TypeAlias
 
 from colocate.errors import ClosedError, ForkedError
 from colocate.wire._forks import track
-from colocate.wire.auth import Kind, dial, listen, prove
+from colocate.wire.auth import dial, listen_widely, prove
 from colocate.wire.codec import Packed
 from colocate.wire.framing import Frame, Head, Message, Reader, Sending, encode
 from colocate.wire.hub import Hub
 from colocate.wire.lane import report_exception
+from colocate.wire.tls import Tls
 
 Handler: TypeAlias = Callable[[Head], tuple[Head, Packed | None]]
 
@@ -31,20 +32,20 @@ class PeerChannel:
     the same time have one each, so no answer waits for another; afterwards they are reused.
     """
 
-    def __init__(self, key: bytes, handler: Handler, kind: Kind = "unix", host: str | None = None) -> None:
+    def __init__(self, key: bytes, handler: Handler, host: str | None = None, tls: Tls | None = None) -> None:
         """Make a channel; nothing is opened before it is used.
 
         Args:
             key: The secret that all peers know.
             handler: Answers a request's head by a head and a body; it runs on a thread of the asking connection and
                 may block.
-            kind: Which sockets to listen on; see `listen`.
             host: The address of this machine to listen on besides, when there are peers on others.
+            tls: What connections with those are encrypted with.
         """
         self._key = key
         self._handler = handler
-        self._kind: Kind = kind
         self._host = host
+        self._tls = tls
         self._lock = threading.Lock()
         self._hub: Hub | None = None
         self._address = ""
@@ -62,7 +63,7 @@ class PeerChannel:
         with self._lock:
             self._check_open()
             if self._hub is None:
-                listeners = [listen(self._kind), *([listen("tcp", self._host)] if self._host is not None else [])]
+                listeners = listen_widely(self._host, self._tls)
                 self._hub = Hub("peer")
                 for listener in listeners:
                     self._hub.listen(listener, self._key, self._accept)
@@ -174,7 +175,7 @@ class PeerChannel:
                     return connection
                 connection.close()
         try:
-            connection = _Connection(dial(address, _CONNECT_S), address)
+            connection = _Connection(dial(address, _CONNECT_S, self._tls), address)
         except TimeoutError as error:
             raise ConnectionError(str(error)) from error
         with self._lock:

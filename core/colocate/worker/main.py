@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import json
 import os
 import platform
 import signal
@@ -28,6 +29,7 @@ from colocate.worker.output import label_output
 from colocate.worker.peers import LOOPBACK, ChannelPeers
 
 _PR_SET_PDEATHSIG = 1
+GIVEN_BYTES = 1 << 20
 
 
 def main() -> None:
@@ -39,16 +41,20 @@ def main() -> None:
     faulthandler.enable()
     start_guard()
     sock = socket.socket(fileno=fd)
-    serve(_lane_from(sock) if sys.argv[3:] == ["waits"] else sock)
+    if sys.argv[3:] == ["waits"]:
+        serve(*_given(sock))
+    else:
+        serve(sock)
 
 
-def _lane_from(door: socket.socket) -> socket.socket:
-    """Wait for the lane; without one there is nothing to do."""
+def _given(door: socket.socket) -> tuple[socket.socket, wire.Tls | None]:
+    """Wait for the lane and the certificates of this machine; without a lane there is nothing to do."""
     with door:
-        _, fds, _, _ = socket.recv_fds(door, 16, 1, socket.MSG_CMSG_CLOEXEC)
+        data, fds, _, _ = socket.recv_fds(door, GIVEN_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
     if not fds:
         os._exit(0)
-    return socket.socket(fileno=fds[0])
+    tls = json.loads(data)
+    return socket.socket(fileno=fds[0]), None if tls is None else wire.Tls(**tls)
 
 
 def _leave_signals_to_the_driver() -> None:
@@ -79,14 +85,14 @@ def die_with(parent: int) -> None:
         os._exit(0)
 
 
-def serve(sock: socket.socket) -> None:
+def serve(sock: socket.socket, tls: wire.Tls | None = None) -> None:
     """Be the worker at the other end of a connected, authenticated socket; the first message is the boot."""
     hub = wire.Hub("worker", own_thread=False)
     state: dict[str, WorkerHost] = {}
 
     def received(head: tuple[Any, ...], body: Any) -> None:
         if head[0] == "boot":
-            state["host"] = start(wire.unpack(body), lane, hub)
+            state["host"] = start(wire.unpack(body), lane, hub, tls)
         else:
             state["host"].receive(head, body)
 
@@ -99,7 +105,7 @@ def serve(sock: socket.socket) -> None:
     hub.run()
 
 
-def start(boot: Boot, lane: wire.SocketLane, hub: wire.Hub) -> WorkerHost:
+def start(boot: Boot, lane: wire.SocketLane, hub: wire.Hub, tls: wire.Tls | None) -> WorkerHost:
     """Set the process up as the boot says, and start the host."""
     os.environ.update(boot.env)
     if (interface := _interface(boot.host)) is not None:
@@ -117,7 +123,7 @@ def start(boot: Boot, lane: wire.SocketLane, hub: wire.Hub) -> WorkerHost:
         turns.close()
 
     turns = wire.Turns(lane)
-    host = WorkerHost(boot, BY_VALUE, partial(_say, lane), ChannelPeers, on_end=leave, turns=turns)
+    host = WorkerHost(boot, BY_VALUE, partial(_say, lane), partial(ChannelPeers, tls=tls), on_end=leave, turns=turns)
     lane.send(("hello", hello()))
     return host
 

@@ -74,10 +74,10 @@ class LocalPeers(Peers):
 class ChannelPeers(Peers):
     """Workers are processes: parts travel worker to worker on authenticated sockets."""
 
-    def __init__(self, host: WorkerHost) -> None:
+    def __init__(self, host: WorkerHost, tls: wire.Tls | None = None) -> None:
         self._host = host
         elsewhere = None if host.boot.host == LOOPBACK else host.boot.host
-        self._channel = wire.PeerChannel(host.boot.secret, self._answer, host=elsewhere)
+        self._channel = wire.PeerChannel(host.boot.secret, self._answer, elsewhere, tls)
         self._addresses: dict[tuple[str, int], str] = {}
 
     @property

@@ -1,0 +1,211 @@
+"""TLS around connections between machines: a tunnel at each end, through which the plain bytes of a lane go.
+
+Lanes know nothing of it. The dialling side has a local connection whose other end a thread encrypts; the listening side
+decrypts and connects to its own local listener. Who may talk is decided twice: by certificates of one authority, as in
+the cluster, and by the key inside, end to end. Used where the engine's own connections are encrypted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import ssl
+import threading
+
+import attrs
+
+from colocate.wire._forks import track_socket
+
+_CHUNK_BYTES = 1 << 18
+_HANDSHAKE_S = 10.0
+
+
+@attrs.frozen
+class Tls:
+    """What one side of a cluster proves itself with, as PEM text.
+
+    Attributes:
+        authority: The certificates of the authority that has signed those of all sides.
+        certificate: This side's.
+        key: Its private key.
+    """
+
+    authority: str
+    certificate: str
+    key: str = attrs.field(repr=False)
+
+    def context(self, server: bool) -> ssl.SSLContext:
+        """What a connection is made with. Names aren't checked: the authority signs for the cluster alone."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_verify_locations(cadata=self.authority)
+        memory = os.memfd_create("colocate-tls", os.MFD_CLOEXEC)  # it is loaded from a path, and from nothing else
+        try:
+            os.write(memory, f"{self.certificate}\n{self.key}\n".encode())
+            context.load_cert_chain(f"/proc/self/fd/{memory}")
+        finally:
+            os.close(memory)
+        return context
+
+
+def dial_tls(host: str, port: int, tls: Tls, timeout: float) -> socket.socket:
+    """Connect to a `TlsDoor`.
+
+    Args:
+        host: Its address.
+        port: Its port.
+        tls: This side's certificates.
+        timeout: Seconds for the connection and TLS's handshake each.
+
+    Returns:
+        A local connection that leads there.
+
+    Raises:
+        ConnectionRefusedError: Nobody listens there, or it is nobody of the cluster.
+    """
+    where = f"tls:{host}:{port}"
+    try:
+        outer = track_socket(socket.create_connection((host, port), timeout))
+    except OSError as error:
+        raise ConnectionRefusedError(f"nobody listens at {where}: {error.strerror or error}") from error
+    try:
+        secured = tls.context(server=False).wrap_socket(outer)
+        # A listener that refuses our certificate says so only after the handshake, when something is read.
+    except (OSError, ValueError) as error:
+        outer.close()
+        raise ConnectionRefusedError(f"{where} isn't trusted, or doesn't trust this side: {error}") from error
+    ours, theirs = _local_pair()
+    _Tunnel(track_socket(secured), theirs).start()
+    return ours
+
+
+class TlsDoor:
+    """Listens for TLS connections, and leads each to a local listener."""
+
+    def __init__(self, host: str, inner: tuple[str, int], tls: Tls) -> None:
+        """Listen from now on.
+
+        Args:
+            host: The address of this machine to listen on.
+            inner: Where the local listener is.
+            tls: This side's certificates.
+        """
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._sock = track_socket(socket.create_server((host, 0), family=family))
+        self._inner = inner
+        self._context = tls.context(server=True)
+        self.address = f"tls:{host}:{self._sock.getsockname()[1]}"
+        self._thread = threading.Thread(target=self._serve, name="colocate-tls-door", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Listen no longer; connections go on."""
+        with contextlib.suppress(OSError):  # it is closed already
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._sock.close()
+        self._thread.join()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                outer, _ = self._sock.accept()
+            except OSError:
+                if self._sock.fileno() < 0 or not _listens(self._sock):
+                    return
+                continue  # that connection has gone again
+            track_socket(outer)
+            threading.Thread(target=self._lead, args=(outer,), name="colocate-tls-handshake", daemon=True).start()
+
+    def _lead(self, outer: socket.socket) -> None:
+        outer.settimeout(_HANDSHAKE_S)
+        try:
+            secured = self._context.wrap_socket(outer, server_side=True)
+            inner = socket.create_connection(self._inner)
+        except (OSError, ValueError):  # a stranger, or this side is closing
+            outer.close()
+            return
+        _Tunnel(track_socket(secured), track_socket(inner)).run()
+
+
+class _Tunnel:
+    """Carries bytes between an encrypted and a plain connection until one of them ends."""
+
+    def __init__(self, secured: ssl.SSLSocket, plain: socket.socket) -> None:
+        self._secured = secured
+        self._plain = plain
+        secured.setblocking(False)
+        plain.setblocking(False)
+        for sock in (secured, plain):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def start(self) -> None:
+        """Carry on a thread of its own, which ends with the connection."""
+        threading.Thread(target=self.run, name="colocate-tls", daemon=True).start()
+
+    def run(self) -> None:
+        """Carry. TLS is used by this thread alone: one connection mustn't be read and written at the same time."""
+        outward, inward = memoryview(b""), memoryview(b"")
+        try:
+            while True:
+                moved = False
+                if not outward:
+                    outward = memoryview(_read(self._plain))
+                if not inward:
+                    inward = memoryview(_read(self._secured))
+                if outward and (count := _write(self._secured, outward)):
+                    outward, moved = outward[count:], True
+                if inward and (count := _write(self._plain, inward)):
+                    inward, moved = inward[count:], True
+                if moved or self._secured.pending():
+                    continue
+                poll = select.poll()
+                # A side from which nothing is wanted isn't looked at, or its end would be found again and again.
+                if events := (0 if inward else select.POLLIN) | (select.POLLOUT if outward else 0):
+                    poll.register(self._secured, events)
+                if events := (0 if outward else select.POLLIN) | (select.POLLOUT if inward else 0):
+                    poll.register(self._plain, events)
+                poll.poll()
+        except (OSError, EOFError):  # one of them has ended: so does the other
+            pass
+        finally:
+            self._secured.close()
+            self._plain.close()
+
+
+def _read(sock: socket.socket) -> bytes:
+    """What there is; nothing when there is nothing."""
+    try:
+        data = sock.recv(_CHUNK_BYTES)
+    except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+        return b""
+    if not data:
+        raise EOFError
+    return data
+
+
+def _write(sock: socket.socket, data: memoryview) -> int:
+    try:
+        return sock.send(data)
+    except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+        return 0
+
+
+def _local_pair() -> tuple[socket.socket, socket.socket]:
+    """Two ends of a loopback connection: over Unix sockets a lane would pass files, which no tunnel carries."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ours = socket.create_connection(server.getsockname())
+        while True:
+            theirs, peer = server.accept()
+            if peer == ours.getsockname():  # nobody else's
+                return track_socket(ours), track_socket(theirs)
+            theirs.close()
+
+
+def _listens(sock: socket.socket) -> bool:
+    try:
+        return bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+    except OSError:
+        return False

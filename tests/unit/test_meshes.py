@@ -1,0 +1,226 @@
+"""Dispatch, collect and residents over any meshes, against a plain model of ranks as tuples of coordinates."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import attrs
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import colocate
+from colocate import ColocatedGroup, Concat, First, Gather, PerRank, Reduce, Role, Scatter, method
+
+Shape = Mapping[str, int]
+SLOTS = 8
+TRAIN: Shape = {"pp": 2, "dp": 2, "tp": 2}
+LAYOUTS: dict[str, dict[str, Shape]] = {
+    "usual": {"train": TRAIN, "infer": {"dp": 2, "tp": 4}},
+    "odd": {"train": {"dp": 4, "pp": 2}, "infer": {"tp": 2, "pp": 4}},
+    "flat": {"train": {"dp": 8}, "infer": {"tp": 8}},
+}
+OTHER: dict[str, Shape] = {"train": {"pp": 3}, "infer": {"dp": 3}}
+AXES = ("pp", "dp", "tp")
+
+
+class Model:
+    """A mesh by the book."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.axes = list(shape)
+        self.places = list(itertools.product(*(range(size) for size in shape.values())))
+        self.shape = shape
+
+    def along(self, rank: int, axis: str) -> int:
+        return self.places[rank][self.axes.index(axis)] if axis in self.axes else 0
+
+    def size(self, axis: str) -> int:
+        return self.shape.get(axis, 1)
+
+    def counted(self, axis: str) -> list[int]:
+        """The rank of each place along the axis that is first along the others, in the last stage."""
+        found = []
+        for place in range(self.size(axis)):
+            stage = place if axis == "pp" else self.size("pp") - 1
+            wanted = {other: 0 for other in self.axes} | {"pp": stage} | {axis: place}
+            found.append(
+                next(
+                    rank
+                    for rank in range(len(self.places))
+                    if all(self.along(rank, other) == wanted[other] for other in self.axes)
+                )
+            )
+        return found
+
+    def parts(self, rows: list[Any], axis: str) -> list[list[Any]]:
+        """What each rank gets of rows spread over the axis."""
+        count = self.size(axis)
+        small, more = divmod(len(rows), count)
+        ends = list(itertools.accumulate([small + (index < more) for index in range(count)]))
+        return [rows[ends[place] - small - (place < more) : ends[place]] for place in self.coordinates(axis)]
+
+    def coordinates(self, axis: str) -> list[int]:
+        return [self.along(rank, axis) for rank in range(len(self.places))]
+
+
+class AnyMesh(Role):
+    """Methods for each mesh and axis, under names that say which."""
+
+    @method
+    def echo(self, value: Any) -> Any:
+        return value
+
+
+def _for(mesh: str, axis: str) -> dict[str, Any]:
+    def seen(self: Any, batch: list[Any], mesh: str = mesh) -> Any:
+        return batch
+
+    def give(self: Any, rows: list[Any] | None) -> Any:
+        return rows
+
+    def add(self: Any, number: float) -> float:
+        return number
+
+    def first(self: Any) -> int:
+        rank: int = self.ctx.rank
+        return rank
+
+    def place(self: Any, axis: str = axis) -> tuple[int, int]:
+        here = self.ctx.meshes[mesh]
+        return here.rank(axis), here.size(axis)
+
+    def same(self: Any, batch: list[Any]) -> Any:
+        """Only the last stage has a result."""
+        here = self.ctx.meshes[mesh]
+        return batch if here.rank("pp") == here.size("pp") - 1 or axis == "pp" else None
+
+    named = {
+        "seen": method(dispatch=Scatter("batch", mesh=mesh, axis=axis, empty="run"), collect=Gather())(seen),
+        "give": method(dispatch=PerRank("rows"), collect=Concat(axis, mesh=mesh))(give),
+        "add": method(dispatch=PerRank("number"), collect=Reduce("sum", axis=axis, mesh=mesh))(add),
+        "first": method(collect=First(mesh=mesh))(first),
+        "place": method(place),
+        "same": method(
+            dispatch=Scatter("batch", mesh=mesh, axis=axis, pad=True, empty="run"), collect=Concat(axis, mesh=mesh)
+        )(same),
+    }
+    renamed: dict[str, Any] = {}
+    for name, made in named.items():
+        made.spec.function.__name__ = f"{mesh}_{axis}_{name}"
+        renamed[f"{mesh}_{axis}_{name}"] = colocate._method.RoleMethod(  # type: ignore[attr-defined]
+            attrs.evolve(made.spec, name=f"{mesh}_{axis}_{name}")
+        )
+    return renamed
+
+
+for _mesh, _axis in itertools.product(("train", "infer"), AXES):
+    for _name, _made in _for(_mesh, _axis).items():
+        setattr(AnyMesh, _name, _made)
+
+
+@attrs.frozen
+class Where:
+    """One of the roles, and one of its meshes and axes."""
+
+    role: str
+    mesh: str
+    axis: str
+
+    @property
+    def model(self) -> Model:
+        return Model((LAYOUTS.get(self.role) or OTHER)[self.mesh])
+
+    def call(self, groups: Mapping[str, ColocatedGroup], name: str) -> Any:
+        group = groups["other" if self.role == "other" else "main"]
+        return getattr(group.role(self.role), f"{self.mesh}_{self.axis}_{name}")
+
+
+wheres = st.builds(Where, st.sampled_from([*LAYOUTS, "other"]), st.sampled_from(["train", "infer"]), st.sampled_from(AXES))
+
+
+@pytest.fixture(scope="module", params=["threads", "strict"])
+def groups(request: pytest.FixtureRequest) -> Iterator[dict[str, ColocatedGroup]]:
+    """A group of eight slots with a role for each layout, and one of three."""
+    with (
+        colocate.connect("local", strict=request.param == "strict") as runtime,
+        runtime.reserve(SLOTS) as pool,
+        runtime.reserve(3) as other,
+    ):
+        main = pool.spawn({name: colocate.role(AnyMesh).on(mesh=meshes) for name, meshes in LAYOUTS.items()})
+        yield {"main": main, "other": other.spawn({"other": colocate.role(AnyMesh).on(mesh=OTHER)})}
+
+
+def test_dispatch_and_collect(groups: dict[str, ColocatedGroup]) -> None:
+    """Ranks, parts, and which results count are those of the model."""
+
+    @given(wheres, st.integers(0, 20))
+    @settings(max_examples=150, deadline=None)
+    def holds(where: Where, count: int) -> None:
+        model, axis = where.model, where.axis
+        ranks = len(model.places)
+        assert where.call(groups, "place")() == [(place, model.size(axis)) for place in model.coordinates(axis)]
+        assert where.call(groups, "seen")(list(range(count))) == model.parts(list(range(count)), axis)
+        counted = model.counted(axis)
+        given_rows: list[Any] = [[(rank, row) for row in range(rank)] if rank in counted else None for rank in range(ranks)]
+        assert where.call(groups, "give")(given_rows) == [row for rank in counted for row in given_rows[rank]]
+        assert where.call(groups, "add")([2.0**rank for rank in range(ranks)]) == sum(2.0**rank for rank in counted)
+        assert where.call(groups, "first")() == min(
+            rank for rank in range(ranks) if model.along(rank, "pp") == model.size("pp") - 1
+        )
+
+    holds()
+
+
+def test_residents(groups: dict[str, ColocatedGroup]) -> None:
+    """A resident from any mesh of any role of any group is spread over any other as its value would be."""
+
+    @given(wheres, wheres, st.lists(st.integers(0, 3), min_size=SLOTS, max_size=SLOTS), st.booleans())
+    @settings(max_examples=250, deadline=None)
+    def holds(maker: Where, user: Where, sizes: list[int], absent: bool) -> None:
+        made, used = maker.model, user.model
+        rows = [[(place, row) for row in range(sizes[place])] for place in made.coordinates(maker.axis)]
+        counted = made.counted(maker.axis)
+        given_rows: list[Any] = [each if rank in counted or not absent else None for rank, each in enumerate(rows)]
+        value = [row for rank in counted for row in rows[rank]]
+        with maker.call(groups, "give").keep(given_rows) as kept:
+            assert kept.fetch() == value
+            seen = user.call(groups, "seen")(kept.ref)
+            places = used.coordinates(user.axis)
+            parts = {place: part for place, part in zip(places, seen, strict=True)}
+            assert [parts[place] for place in places] == seen  # repeated along the other axes
+            assert [row for place in sorted(parts) for row in parts[place]] == value
+            here = (maker.role, maker.mesh, maker.axis) == (user.role, user.mesh, user.axis)
+            assert seen == used.parts(value, user.axis) or (maker.role == user.role and set(map(tuple, seen)) <= set(map(tuple, rows)))
+            if here and "pp" not in made.shape:
+                assert seen == rows  # the producer's partition
+            with user.call(groups, "same").keep(kept.ref) as again:
+                assert again.fetch() == value
+                assert again.spec.structure == user.call(groups, "same").keep(value).spec.structure
+                back = maker.call(groups, "same")(again.ref)
+            assert back == value
+
+    holds()
+
+
+def test_through_pipelines(groups: dict[str, ColocatedGroup]) -> None:
+    """All of it in pipelines of both groups gives the same."""
+
+    @given(st.lists(wheres, min_size=1, max_size=6), st.integers(0, 12))
+    @settings(max_examples=100, deadline=None)
+    def holds(chain: list[Where], count: int) -> None:
+        value: Any = list(range(count))
+        with groups["main"].pipeline(), groups["other"].pipeline():
+            kept = [chain[0].call(groups, "same").keep(value)]
+            for where in chain[1:]:
+                kept.append(where.call(groups, "same").keep(kept[-1].ref))
+            seen = chain[0].call(groups, "seen").submit(kept[-1].ref)
+        assert [each.fetch() for each in kept] == [value] * len(chain)
+        model, axis = chain[0].model, chain[0].axis
+        places = model.coordinates(axis)
+        parts = dict(zip(places, seen.result(), strict=True))
+        assert [row for place in sorted(parts) for row in parts[place]] == value
+
+    holds()

@@ -1,0 +1,136 @@
+"""Tunnels: what goes in comes out, encrypted in between, and only for those whom the cluster's authority has signed."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import queue
+import socket
+import ssl
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from colocate.wire import Hub, Tls, connect, listen_widely, new_key
+from colocate.wire.codec import pack, unpack
+from colocate.wire.framing import encode
+
+KEY = new_key()
+WAIT_S = 20
+
+
+def _discard(_sent: bool) -> None:
+    """What an echo doesn't need to know."""
+
+
+class Server:
+    """Listens for a cluster, and sends back what it receives."""
+
+    def __init__(self, tls: Tls) -> None:
+        self.hub = Hub("server")
+        self.listeners = listen_widely("127.0.0.1", tls)
+        self.lanes: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
+        for listener in self.listeners:
+            self.hub.listen(listener, KEY, self._accepted)
+        self.address = self.listeners[-1].address
+
+    def _accepted(self, sock: socket.socket) -> None:
+        lane = self.hub.attach(sock, lambda head, body: _discard(lane.send(head, body)), lambda reason: None)
+
+
+@pytest.fixture
+def server(cluster: Tls) -> Iterator[Server]:
+    server = Server(cluster)
+    yield server
+    server.hub.close()
+
+
+def test_what_goes_in_comes_out(server: Server, cluster: Tls) -> None:
+    assert server.address.startswith("tls:127.0.0.1:")
+    got: queue.SimpleQueue[object] = queue.SimpleQueue()
+    hub = Hub("client")
+    lane = hub.attach(
+        connect(server.address, KEY, tls=cluster), lambda head, body: got.put(unpack(body)), lambda reason: None
+    )
+    values = [b"small", bytes(range(256)) * (1 << 14), b""]
+    for value in values:
+        lane.send(("echo",), pack(value))
+    assert [hashlib.sha256(got.get(timeout=WAIT_S)).digest() for _ in values] == [  # type: ignore[arg-type]
+        hashlib.sha256(value).digest() for value in values
+    ]
+    hub.close()
+
+
+def test_nothing_is_readable_on_the_way(cluster: Tls) -> None:
+    """A wiretap between the two finds none of what they say."""
+    server = Server(cluster)
+    port = int(server.address.rpartition(":")[2])
+    heard = bytearray()
+    with socket.create_server(("127.0.0.1", 0)) as tap:
+        carriers: list[threading.Thread] = []
+
+        def carry(source: socket.socket, target: socket.socket) -> None:
+            with contextlib.suppress(OSError):  # one of them has ended
+                while data := source.recv(1 << 16):
+                    heard.extend(data)
+                    target.sendall(data)
+                target.shutdown(socket.SHUT_WR)
+
+        def bridge() -> None:
+            near, _ = tap.accept()
+            far = socket.create_connection(("127.0.0.1", port))
+            with near, far:
+                carriers.extend(threading.Thread(target=carry, args=pair) for pair in ((near, far), (far, near)))
+                for carrier in carriers:
+                    carrier.start()
+                for carrier in carriers:
+                    carrier.join()
+
+        thread = threading.Thread(target=bridge)
+        thread.start()
+        got: queue.SimpleQueue[object] = queue.SimpleQueue()
+        hub = Hub("client")
+        sock = connect(f"tls:127.0.0.1:{tap.getsockname()[1]}", KEY, tls=cluster)
+        lane = hub.attach(sock, lambda head, body: got.put(unpack(body)), lambda reason: None)
+        with encode(("echo",), pack("a secret that is said")) as frame:
+            lane.send(frame)
+        assert got.get(timeout=WAIT_S) == "a secret that is said"
+        hub.close()
+        thread.join()
+    server.hub.close()
+    assert len(heard) > 100
+    assert b"a secret" not in heard
+
+
+def test_a_stranger_is_not_let_in(server: Server, stranger: Tls) -> None:
+    with pytest.raises(ConnectionRefusedError, match="isn't trusted"):
+        connect(server.address, KEY, tls=stranger)
+
+
+def test_one_who_trusts_all_but_proves_nothing(server: Server) -> None:
+    port = int(server.address.rpartition(":")[2])
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    with socket.create_connection(("127.0.0.1", port)) as sock, context.wrap_socket(sock) as secured:
+        # TLS 1.3 tells a client that it is refused only with the first bytes after the handshake.
+        with contextlib.suppress(ConnectionResetError), pytest.raises(ssl.SSLError, match="certificate required"):
+            secured.recv(1)
+
+
+def test_without_certificates(server: Server) -> None:
+    with pytest.raises(ConnectionRefusedError, match="needs certificates"):
+        connect(server.address, KEY)
+
+
+def test_the_key_counts_too(server: Server, cluster: Tls) -> None:
+    with pytest.raises(ConnectionRefusedError, match="keys differ"):
+        connect(server.address, new_key(), tls=cluster)
+
+
+def test_nobody_listens(cluster: Tls) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        port = gone.getsockname()[1]
+    with pytest.raises(ConnectionRefusedError, match="nobody listens"):
+        connect(f"tls:127.0.0.1:{port}", KEY, tls=cluster)
