@@ -113,10 +113,14 @@ def test_one_who_trusts_all_but_proves_nothing(server: Server) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
-    with socket.create_connection(("127.0.0.1", port)) as sock, context.wrap_socket(sock) as secured:
-        # TLS 1.3 tells a client that it is refused only with the first bytes after the handshake.
-        with contextlib.suppress(ConnectionResetError), pytest.raises(ssl.SSLError, match="certificate required"):
-            secured.recv(1)
+    # TLS 1.3 tells a client that it is refused only with the first bytes after the handshake.
+    with (
+        socket.create_connection(("127.0.0.1", port)) as sock,
+        context.wrap_socket(sock) as secured,
+        contextlib.suppress(ConnectionResetError),
+        pytest.raises(ssl.SSLError, match="certificate required"),
+    ):
+        secured.recv(1)
 
 
 def test_without_certificates(server: Server) -> None:
