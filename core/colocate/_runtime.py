@@ -79,7 +79,8 @@ class Runtime(Owned):
         self.observers = Observers()
         self.groups: dict[str, ColocatedGroup] = {}
         self._keys = itertools.count(1)
-        self._names = itertools.count(1)
+        self._pool_numbers = itertools.count(1)
+        self._group_numbers = itertools.count(1)
         self._slow = SlowCalls(self)
         _live[id(self)] = self
 
@@ -133,7 +134,7 @@ class Runtime(Owned):
         if detachable:
             raise CapabilityError(f"executor {self.name!r} can't detach pools", capability="Detachable", executors=())
         memory = None if host_memory is None else parse_bytes(host_memory, "host_memory")
-        chosen = name or f"pool-{next(self._names)}"
+        chosen = name or f"pool-{next(self._pool_numbers)}"
         variables = {key: str(value) for key, value in (env or {}).items()}
         request = Request(slots, gpus, cpus, memory, strategy, timeout, chosen, variables)
         pool = Pool(self, chosen, request)
@@ -162,7 +163,7 @@ class Runtime(Owned):
     def group_name(self, wanted: str | None) -> str:
         """A name for a group, unique among the living ones."""
         if wanted is None:
-            return f"group-{next(self._names)}"
+            return f"group-{next(self._group_numbers)}"
         if wanted in self.groups:
             raise ConfigError(
                 f"there is a group {wanted!r} already, made at {_at(self.groups[wanted])}; names are unique"

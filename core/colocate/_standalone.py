@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import contextvars
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import attrs
@@ -59,10 +61,21 @@ class StandaloneCall:
         token, call_token = set_current(ctx), running_call.set(state)
         try:
             result = self._spec.call(self._instance, dict(planned.arguments[0]))
-            return asyncio.run(result) if self._spec.is_async else result
+            return _awaited(result) if self._spec.is_async else result
         finally:
             running_call.reset(call_token)
             reset_current(token)
+
+
+def _awaited(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """The result of a coroutine; also where a loop runs already, as in a notebook, which then waits."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    context = contextvars.copy_context()
+    with ThreadPoolExecutor(1, "colocate-standalone") as thread:
+        return thread.submit(context.run, asyncio.run, coroutine).result()
 
 
 def join(collect: Collect, results: Sequence[Any], ranks: Ranks) -> Any:

@@ -148,6 +148,7 @@ class TestRoles:
         ("given", "told"),
         [
             ("lr: 1e-4", "line 6: groups.policy.roles.actor: config_roles:Actor needs 'hidden' (int)"),
+            ("hiden: 1", "actor.with.hiden: config_roles:Actor has no parameter 'hiden' (did you mean 'hidden'?)"),
             ("hidden: 1, lrr: 1", "actor.with.lrr: config_roles:Actor has no parameter 'lrr' (did you mean 'lr'?)"),
             ("hidden: '1'", "with.hidden: must be an integer, not the text '1'; remove the quotes"),
             ("hidden: 1.0", "with.hidden: must be an integer, not 1.0"),

@@ -33,13 +33,16 @@ class Arguments:
 
     def problems(self, given: Mapping[str, Any]) -> Iterator[Problem]:
         """What doesn't fit: unknown, missing, of a wrong simple type."""
+        meant = set()  # by names that are misspelt: they aren't missing besides
         for name, value in given.items():
             if name in self.parameters:
                 yield from problems(value, self.hints.get(name, Any), (name,))
             elif not self.open:
-                yield self._unknown(name)
+                unknown = self._unknown(name)
+                meant.add(unknown.nearest)
+                yield unknown
         for name, parameter in self.parameters.items():
-            if parameter.default is inspect.Parameter.empty and name not in given:
+            if parameter.default is inspect.Parameter.empty and name not in given and name not in meant:
                 hint = self.hints.get(name)
                 kind = f" ({hint.__name__})" if isinstance(hint, type) else ""
                 yield Problem((), f"{self.owner} needs {name!r}{kind}")

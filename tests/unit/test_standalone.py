@@ -1,0 +1,46 @@
+"""A role object outside any worker."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+import colocate
+from colocate import Role, method
+from colocate.testing.probes.rows import Own
+
+
+class Waiting(Role):
+    @method
+    async def double(self, x: int) -> int:
+        await asyncio.sleep(0)
+        assert self.ctx.rank == 0
+        return 2 * x
+
+
+def test_async_methods() -> None:
+    assert Waiting().double(2) == 4
+
+
+def test_async_methods_inside_a_running_loop() -> None:
+    """As in a notebook: the call blocks there, as any call does."""
+
+    async def main() -> int:
+        return Waiting().double(2)
+
+    assert asyncio.run(main()) == 4
+
+
+def test_groups_without_a_name_are_numbered_by_themselves() -> None:
+    """What pools there are has no say in a group's name, which its random numbers depend on."""
+    with colocate.connect() as runtime:
+        runtime.reserve()
+        group = runtime.reserve().spawn({"own": colocate.role(Own)})
+        assert group.name == "group-1"
+
+
+@pytest.mark.parametrize("call", ["submit", "keep"])
+def test_the_other_ways_to_call(call: str) -> None:
+    made = getattr(Waiting().double, call)(3)
+    assert (made.result() if call == "submit" else made.fetch()) == 6
