@@ -20,16 +20,16 @@ class Waiting(Role):
 
 
 def test_async_methods() -> None:
-    assert Waiting().double(2) == 4
+    assert Waiting().double(2) == [4]
 
 
 def test_async_methods_inside_a_running_loop() -> None:
     """As in a notebook: the call blocks there, as any call does."""
 
-    async def main() -> int:
+    async def main() -> list[int]:
         return Waiting().double(2)
 
-    assert asyncio.run(main()) == 4
+    assert asyncio.run(main()) == [4]
 
 
 def test_groups_without_a_name_are_numbered_by_themselves() -> None:
@@ -43,4 +43,4 @@ def test_groups_without_a_name_are_numbered_by_themselves() -> None:
 @pytest.mark.parametrize("call", ["submit", "keep"])
 def test_the_other_ways_to_call(call: str) -> None:
     made = getattr(Waiting().double, call)(3)
-    assert (made.result() if call == "submit" else made.fetch()) == 6
+    assert (made.result() if call == "submit" else made.fetch()) == [6]
