@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import pickle
+import shutil
 import socket
 import subprocess
 import sys
@@ -29,7 +30,11 @@ _OF_OTHERS = ("RAY_ADDRESS", "RAY_NAMESPACE", "RAY_AUTH_TOKEN", "RAY_JOB_CONFIG_
 
 
 class Envoy:
-    """A process that is in one Ray. Its end is the end of all that this driver has there."""
+    """A process that is in one Ray. Its end is the end of all that this driver has there.
+
+    Attributes:
+        folder: Where its private Ray keeps its files; None when it has joined a cluster.
+    """
 
     def __init__(self, cluster: Cluster, lost: Callable[[int, int, str], None]) -> None:
         """Start it, and wait until it is in.
@@ -42,23 +47,29 @@ class Envoy:
             ClusterError: The cluster can't be joined.
             ColocateError: A private Ray can't be started.
         """
+        self.folder: str | None = None
         self._lost = lost
         self._numbers = itertools.count(1)
         self._pending: dict[int, Future[Any]] = {0: Future()}
         self._lock = threading.Lock()
         self._over: str | None = None
         self._closing = False
-        self._log = tempfile.TemporaryFile(prefix="colocate-")
+        self._log = tempfile.TemporaryFile(prefix="colocate-")  # noqa: SIM115  # until `close`
         self._sock, theirs = socket.socketpair()
-        with theirs:
-            self._process = _started(cluster, theirs, self._log.fileno())
+        try:
+            with theirs:
+                self._process = _started(cluster, theirs, self._log.fileno())
+        except BaseException:
+            self._sock.close()
+            self._log.close()
+            raise
         _forks.track(self)
         self._reader = threading.Thread(target=self._read, name="colocate-ray-envoy", daemon=True)
         opened = self._pending[0]
         self._reader.start()
         try:
             self._write(cluster)
-            opened.result(_STARTS_WITHIN_S if cluster.private else _JOINS_WITHIN_S)
+            self.folder = opened.result(_STARTS_WITHIN_S if cluster.private else _JOINS_WITHIN_S)
         except TimeoutError:
             words = self._last_words()
             self.close()
@@ -115,6 +126,8 @@ class Envoy:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        if self.folder is not None:  # it does that itself, unless it was killed
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def _write(self, message: Any) -> None:
         data = pickle.dumps(message)

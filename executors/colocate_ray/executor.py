@@ -82,15 +82,17 @@ class RayExecutor(Executor, OwnProcess, MultiNode):
 
     def _place(self, number: int, slot: Slot) -> Place:
         key = number, slot.index
-        stuck = partial(self._envoy.post, "end_slot", *key)
-        kept = self._keepers.slot(slot.address, on_stuck=lambda: stuck().cancel() and None)
+        kept = self._keepers.slot(slot.address, on_stuck=partial(self._end_slot, key))
         with self._lock:
             self._slots[key] = kept
             words = self._lost.pop(key, None)
         if words is not None:  # it went before we had it
             kept.lost(words)
-        host = {} if self._cluster.private else {"host": slot.host}
-        return Place(slot.node, slot.devices, "cuda:0" if slot.devices else "cpu", handle=key, **host)
+        device = "cuda:0" if slot.gpus else "cpu"  # Ray shows an actor its own devices only
+        return Place(slot.node, slot.devices, device, slot.host, key)
+
+    def _end_slot(self, key: _Key) -> None:
+        self._envoy.post("end_slot", *key)
 
     def _actor_ended(self, number: int, index: int, words: str) -> None:
         with self._lock:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
@@ -12,6 +12,7 @@ import ray
 import colocate
 from colocate.keeper import Keeper
 from colocate.worker.main import die_with
+from colocate.worker.peers import LOOPBACK
 
 
 class Holder:
@@ -39,13 +40,14 @@ class Holder:
         die_with(os.getppid())  # a raylet that is killed would leave it behind
         if not cpus:
             os.environ.pop("OMP_NUM_THREADS", None)  # Ray's guess for an actor without CPUs of its own
-        host = ray.util.get_node_ip_address()
-        self._keeper = Keeper(key, host=None if local else host, env=env, on_end=lambda: os._exit(0))
+        address_of_node: Callable[[], str] = ray.util.get_node_ip_address
+        host = None if local else address_of_node()
+        self._keeper = Keeper(key, host=host, env=env, on_end=lambda: os._exit(0))
         context = ray.get_runtime_context()
         return {
             "node": context.get_node_id(),
             "devices": [str(device) for device in context.get_accelerator_ids().get("GPU", ())],
-            "host": host,
+            "host": host or LOOPBACK,
             "address": self._keeper.address,
         }
 

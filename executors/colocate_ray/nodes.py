@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -14,7 +15,10 @@ from colocate.placement import Ledger
 
 
 class Nodes:
-    """The nodes of the cluster by the names that we give them. Thread-safe."""
+    """The nodes of the cluster, by the names of their machines; where these are equal, with a part of Ray's id.
+
+    Thread-safe.
+    """
 
     def __init__(self) -> None:
         """Look when asked."""
@@ -76,23 +80,20 @@ class Nodes:
         return f"{request.owner or 'a pool'} of {request.slots} slots with {' and '.join(each)} each {how}:"
 
     @staticmethod
-    def mention(group_id: str) -> bool:
-        """Whether a node still sets something aside for a placement group."""
-        return any(group_id in resource for node in _free().values() for resource in node)
+    def holding(group_id: str) -> set[str]:
+        """Ids of the nodes that still set something aside for a placement group."""
+        return {node_id for node_id, free in _free().items() if any(group_id in resource for resource in free)}
 
     def _alive(self) -> list[dict[str, Any]]:
-        alive: list[dict[str, Any]] = [node for node in ray.nodes() if node["Alive"]]
+        nodes: Callable[[], list[dict[str, Any]]] = ray.nodes
+        alive = [node for node in nodes() if node["Alive"]]
         with self._lock:
+            machines = [node["NodeManagerHostname"] for node in alive]
             for node in alive:
-                self._give_name(node)
+                machine = node["NodeManagerHostname"]
+                alone = machines.count(machine) == 1 and machine not in self._names.values()
+                self._names.setdefault(node["NodeID"], machine if alone else f"{machine}/{node['NodeID'][:6]}")
             return sorted(alive, key=lambda node: self._names[node["NodeID"]])
-
-    def _give_name(self, node: dict[str, Any]) -> None:
-        """The machine's name; where several nodes have the same, with a part of the node's id."""
-        node_id, machine = node["NodeID"], node["NodeManagerHostname"]
-        if node_id not in self._names:
-            taken = machine in self._names.values()
-            self._names[node_id] = f"{machine}/{node_id[:6]}" if taken else machine
 
     def _offer(self, node_id: str, resources: dict[str, float]) -> Node:
         cpus, gpus = resources.get("CPU", 0.0), int(resources.get("GPU", 0))
@@ -105,10 +106,10 @@ def _fit(nodes: list[Node], request: Request) -> None:
 
 def _free() -> dict[str, dict[str, float]]:
     """What is free on each node; Ray has no public way to ask."""
-    from ray._private.state import available_resources_per_node
+    from ray._private import state
 
-    found: dict[str, dict[str, float]] = available_resources_per_node()
-    return found
+    ask: Callable[[], dict[str, dict[str, float]]] = state.available_resources_per_node
+    return ask()
 
 
 def _amounts_of(resources: dict[str, float]) -> str:

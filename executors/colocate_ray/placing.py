@@ -11,6 +11,7 @@ from typing import Any
 
 import attrs
 import ray
+from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -23,6 +24,7 @@ from colocate_ray.terms import Cluster, Slot
 
 _ACTORS_START_WITHIN_S = 120.0
 _RELEASED_WITHIN_S = 10.0
+_SUSPECT_S = 1.0
 # Ray comes to know with a delay what is free: what would fit by its own account is waited for even without patience.
 _SETTLES_WITHIN_S = 5.0
 _LOOKS_AFTER_NODE_S = 60.0
@@ -37,6 +39,8 @@ class Held:
     group: PlacementGroup | None = None
     actors: list[Any] = attrs.field(factory=list)
     watches: list[Any] = attrs.field(factory=list)
+    node_ids: list[str] = attrs.field(factory=list)
+    suspects: set[str] = attrs.field(factory=set)  # nodes on which an actor has ended by itself
     released: threading.Event = attrs.field(factory=threading.Event)
 
 
@@ -55,6 +59,7 @@ class Placing:
         self._lost = lost
         self._held: dict[int, Held] = {}
         self._lock = threading.Lock()
+        self._pause = threading.Event()  # never set: to wait between looks
 
     def list_nodes(self) -> list[Node]:
         """What the cluster offers."""
@@ -69,19 +74,25 @@ class Placing:
             ColocateError: The actors can't be started.
         """
         self.nodes.check_possible(request)
+        fits = self.nodes.fits_now(request)
         held = Held(request)
         with self._lock:
             self._held[number] = held
         try:
             held.group = placement_group([_bundle(request)] * request.slots, strategy=request.strategy.upper())
-            self._wait_placed(held)
-            slots = self._start(held, key)
+            placed = _wait_placed(held, max(request.timeout, _SETTLES_WITHIN_S) if fits else request.timeout)
+            slots = self._start(held, key) if placed else []
             self._watch(number, held)
-        except BaseException as error:
+        except Exception:
+            withdrawn = held.released.is_set()  # it then failed because of that, in one of several ways
             self.release(number)
-            if held.released.is_set() and not isinstance(error, ColocateError):
+            if withdrawn:
                 raise ColocateError("the reservation was withdrawn") from None
             raise
+        if not placed:
+            self.release(number)
+            words = self.nodes.words(request, f"did not become free within {request.timeout:g} s")
+            raise PlacementTimeout(words, nodes=self.nodes.table(request))
         return slots
 
     def end_slot(self, number: int, index: int) -> None:
@@ -108,37 +119,28 @@ class Placing:
             self._confirm(held, held.group)
 
     def _confirm(self, held: Held, group: PlacementGroup) -> None:
-        deadline = time.monotonic() + _RELEASED_WITHIN_S
+        """Wait until Ray has everything back, except from nodes that may be gone: they answer late or never."""
+        began = time.monotonic()
         if held.watches:
             ray.wait(held.watches, num_returns=len(held.watches), timeout=_RELEASED_WITHIN_S, fetch_local=False)
-        while not (_state(group) == "REMOVED" and not self.nodes.mention(group.id.hex())):
-            if time.monotonic() > deadline:
+        while True:
+            holding = self.nodes.holding(group.id.hex())
+            waited = time.monotonic() - began
+            if _state(group) == "REMOVED" and (not holding or (holding <= held.suspects and waited > _SUSPECT_S)):
+                return
+            if waited > _RELEASED_WITHIN_S:
                 raise ColocateError(
                     f"Ray was told to take {held.request.owner or 'a pool'}'s slots back, and hasn't confirmed it in "
-                    f"{_RELEASED_WITHIN_S:g} s (placement group {group.id.hex()} is {_state(group)})"
+                    f"{_RELEASED_WITHIN_S:g} s (placement group {group.id.hex()} is {_state(group)}; still held on "
+                    f"{', '.join(map(self.nodes.name, sorted(holding))) or 'no node'})"
                 )
-            held.released.wait(0) and time.sleep(_STEP_S)
-
-    def _wait_placed(self, held: Held) -> None:
-        assert held.group is not None
-        request = held.request
-        deadline = time.monotonic() + request.timeout
-        settled = deadline + _SETTLES_WITHIN_S
-        while not _placed(held.group):
-            now = time.monotonic()
-            if held.released.is_set():
-                raise ColocateError("the reservation was withdrawn")
-            if now > settled or (now > deadline and not self.nodes.fits_now(request)):
-                raise PlacementTimeout(
-                    self.nodes.words(request, f"did not become free within {request.timeout:g} s"),
-                    nodes=self.nodes.table(request),
-                )
-            held.released.wait(_STEP_S)
+            self._pause.wait(_STEP_S)
 
     def _start(self, held: Held, key: bytes) -> list[Slot]:
         request, group = held.request, held.group
         assert group is not None
-        actor_class: Any = ray.remote(concurrency_groups={"watch": 1})(Holder)
+        remote: Any = ray.remote  # its stubs lack the groups
+        actor_class = remote(concurrency_groups={"watch": 1})(Holder)
         options: dict[str, Any] = {
             "num_cpus": request.cpus,  # explicit: one with GPUs would otherwise take a CPU of its own
             "num_gpus": request.gpus,
@@ -154,7 +156,9 @@ class Placing:
             for actor in held.actors
         ]
         ray.wait(opened, num_returns=len(opened), timeout=_ACTORS_START_WITHIN_S, fetch_local=False)
-        slots = [self._slot(index, found) for index, found in enumerate(self._answers(group, opened))]
+        answers = self._answers(group, opened)
+        held.node_ids = [answer["node"] for answer in answers]
+        slots = [self._slot(index, answer) for index, answer in enumerate(answers)]
         return sorted(slots, key=lambda slot: (_natural(slot.node), slot.devices, slot.index))
 
     def _answers(self, group: PlacementGroup, opened: list[Any]) -> list[Mapping[str, Any]]:
@@ -167,7 +171,7 @@ class Placing:
                 if isinstance(answer, Mapping):
                     answers.append(answer)
                     continue
-            except ray.exceptions.GetTimeoutError:
+            except GetTimeoutError:
                 fault = f"it isn't there after {_ACTORS_START_WITHIN_S:g} s; Ray's logs on that machine may say why"
             except Exception as error:
                 fault = _start_words(str(error))
@@ -184,7 +188,7 @@ class Placing:
     def _slot(self, index: int, found: Mapping[str, Any]) -> Slot:
         devices = found["devices"]
         numbers = tuple(sorted(map(int, devices))) if all(device.isdigit() for device in devices) else ()
-        return Slot(index, self.nodes.name(found["node"]), numbers, found["host"], found["address"])
+        return Slot(index, self.nodes.name(found["node"]), numbers, len(devices), found["host"], found["address"])
 
     def _watch(self, number: int, held: Held) -> None:
         held.watches = [actor.watch.remote() for actor in held.actors]
@@ -196,6 +200,7 @@ class Placing:
         held = self._held.get(number)
         if held is None:  # it was released
             return
+        held.suspects.add(held.node_ids[index])
         self._lost(number, index, str(future.exception()))
         threading.Thread(target=self._look_after, args=(held,), name="colocate-ray-loss", daemon=True).start()
 
@@ -214,8 +219,16 @@ def _bundle(request: Request) -> dict[str, float]:
     return {name: amount for name, amount in bundle.items() if amount} or {"memory": 1}
 
 
-def _placed(group: PlacementGroup) -> bool:
-    return _state(group) == "CREATED"
+def _wait_placed(held: Held, patience: float) -> bool:
+    """Wait until a placement group has its slots; False when it has none in time."""
+    assert held.group is not None
+    deadline = time.monotonic() + patience
+    while _state(held.group) != "CREATED":
+        if held.released.wait(_STEP_S):
+            raise ColocateError("the reservation was withdrawn")
+        if time.monotonic() > deadline:
+            return False
+    return True
 
 
 def _state(group: PlacementGroup) -> str:

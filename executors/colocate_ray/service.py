@@ -61,7 +61,7 @@ class Service:
 
         self._placing = Placing(cluster, lambda *what: self._answers.put((None, *what)))
         self._opened.set()
-        self._answers.put((0, None))
+        self._answers.put((0, self._folder and str(self._folder.path)))
 
     def _receive(self) -> None:
         try:
@@ -88,10 +88,10 @@ class Service:
 
     def _leave(self) -> None:
         """End all that is ours, and this process."""
-        threading.Timer(_LEAVES_WITHIN_S, os._exit, (1,)).start()  # a cluster that is gone answers nothing
         if self._joined:
             import ray
 
+            threading.Timer(_LEAVES_WITHIN_S, os._exit, (1,)).start()  # a cluster that is gone answers nothing
             ray.shutdown()
         end_children()
         if self._folder is not None:

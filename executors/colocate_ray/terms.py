@@ -41,14 +41,16 @@ class Slot:
     Attributes:
         index: Which bundle of its placement group it is; the slots themselves are sorted by node and device.
         node: Name of the machine.
-        devices: Ray's numbers of its GPUs.
-        host: IP address of the machine.
+        devices: Ray's numbers of its GPUs; none where it has names for them.
+        gpus: How many it has.
+        host: Address under which other workers reach the machine.
         address: That of its keeper.
     """
 
     index: int
     node: str
     devices: tuple[int, ...]
+    gpus: int
     host: str
     address: str
 
