@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,8 @@ import ray
 from colocate.errors import PlacementError
 from colocate.executor import Node, Request
 from colocate.placement import Ledger
+
+_ANSWERS_WITHIN_S = 1.0
 
 
 class Nodes:
@@ -84,9 +87,13 @@ class Nodes:
         """Ids of the nodes that still set something aside for a placement group."""
         return {node_id for node_id, free in _free().items() if any(group_id in resource for resource in free)}
 
+    @staticmethod
+    def gone(node_ids: set[str]) -> set[str]:
+        """Those of some nodes that don't answer. Ray itself finds out only after many seconds."""
+        return {node["NodeID"] for node in _every() if node["NodeID"] in node_ids and not _answers(node)}
+
     def _alive(self) -> list[dict[str, Any]]:
-        nodes: Callable[[], list[dict[str, Any]]] = ray.nodes
-        alive = [node for node in nodes() if node["Alive"]]
+        alive = [node for node in _every() if node["Alive"]]
         with self._lock:
             machines = [node["NodeManagerHostname"] for node in alive]
             for node in alive:
@@ -104,6 +111,14 @@ def _fit(nodes: list[Node], request: Request) -> None:
     Ledger(nodes, lambda devices: "").reserve(attrs.evolve(request, timeout=0.0))
 
 
+def _answers(node: dict[str, Any]) -> bool:
+    try:
+        socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), _ANSWERS_WITHIN_S).close()
+    except OSError:
+        return False
+    return bool(node["Alive"])
+
+
 def _free() -> dict[str, dict[str, float]]:
     """What is free on each node; Ray has no public way to ask."""
     from ray._private import state
@@ -118,3 +133,8 @@ def _amounts_of(resources: dict[str, float]) -> str:
 
 def _amounts(cpus: float, gpus: int) -> str:
     return f"{cpus:g} CPU, {gpus} GPU"
+
+
+def _every() -> list[dict[str, Any]]:
+    ask: Callable[[], list[dict[str, Any]]] = ray.nodes
+    return ask()

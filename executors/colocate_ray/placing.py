@@ -24,7 +24,7 @@ from colocate_ray.terms import Cluster, Slot
 
 _ACTORS_START_WITHIN_S = 120.0
 _RELEASED_WITHIN_S = 10.0
-_SUSPECT_S = 1.0
+_DOUBT_AFTER_S = 0.5
 # Ray comes to know with a delay what is free: what would fit by its own account is waited for even without patience.
 _SETTLES_WITHIN_S = 5.0
 _LOOKS_AFTER_NODE_S = 60.0
@@ -39,8 +39,7 @@ class Held:
     group: PlacementGroup | None = None
     actors: list[Any] = attrs.field(factory=list)
     watches: list[Any] = attrs.field(factory=list)
-    node_ids: list[str] = attrs.field(factory=list)
-    suspects: set[str] = attrs.field(factory=set)  # nodes on which an actor has ended by itself
+    nodes: list[str] = attrs.field(factory=list)  # of the actors, by Ray's ids
     released: threading.Event = attrs.field(factory=threading.Event)
 
 
@@ -119,22 +118,23 @@ class Placing:
             self._confirm(held, held.group)
 
     def _confirm(self, held: Held, group: PlacementGroup) -> None:
-        """Wait until Ray has everything back, except from nodes that may be gone: they answer late or never."""
+        """Wait until Ray has everything back from the nodes that there still are."""
         began = time.monotonic()
-        if held.watches:
-            ray.wait(held.watches, num_returns=len(held.watches), timeout=_RELEASED_WITHIN_S, fetch_local=False)
-        while True:
-            holding = self.nodes.holding(group.id.hex())
+        while nodes := self._holding(held, group):
             waited = time.monotonic() - began
-            if _state(group) == "REMOVED" and (not holding or (holding <= held.suspects and waited > _SUSPECT_S)):
+            if waited > _DOUBT_AFTER_S and nodes <= self.nodes.gone(nodes):
                 return
             if waited > _RELEASED_WITHIN_S:
                 raise ColocateError(
                     f"Ray was told to take {held.request.owner or 'a pool'}'s slots back, and hasn't confirmed it in "
-                    f"{_RELEASED_WITHIN_S:g} s (placement group {group.id.hex()} is {_state(group)}; still held on "
-                    f"{', '.join(map(self.nodes.name, sorted(holding))) or 'no node'})"
+                    f"{_RELEASED_WITHIN_S:g} s for {', '.join(map(self.nodes.name, sorted(nodes)))}"
                 )
             self._pause.wait(_STEP_S)
+
+    def _holding(self, held: Held, group: PlacementGroup) -> set[str]:
+        """The nodes on which an actor still lives, or something is still set aside."""
+        running = ray.wait(held.watches, num_returns=len(held.watches), timeout=0)[1] if held.watches else []
+        return {held.nodes[held.watches.index(watch)] for watch in running} | self.nodes.holding(group.id.hex())
 
     def _start(self, held: Held, key: bytes) -> list[Slot]:
         request, group = held.request, held.group
@@ -157,7 +157,7 @@ class Placing:
         ]
         ray.wait(opened, num_returns=len(opened), timeout=_ACTORS_START_WITHIN_S, fetch_local=False)
         answers = self._answers(group, opened)
-        held.node_ids = [answer["node"] for answer in answers]
+        held.nodes = [answer["node"] for answer in answers]
         slots = [self._slot(index, answer) for index, answer in enumerate(answers)]
         return sorted(slots, key=lambda slot: (_natural(slot.node), slot.devices, slot.index))
 
@@ -200,7 +200,6 @@ class Placing:
         held = self._held.get(number)
         if held is None:  # it was released
             return
-        held.suspects.add(held.node_ids[index])
         self._lost(number, index, str(future.exception()))
         threading.Thread(target=self._look_after, args=(held,), name="colocate-ray-loss", daemon=True).start()
 
