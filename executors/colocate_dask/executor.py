@@ -24,8 +24,11 @@ except ImportError as error:
     raise ImportError(f'the executor dask needs distributed: pip install "colocate[dask]" ({error})') from error
 
 from colocate_dask import far, reservations
-from colocate_dask.connection import Connection, DaskConnectionError, PrivateCluster, security_of
+from colocate_dask.certificates import security_of
+from colocate_dask.connection import Connection, DaskConnectionError
+from colocate_dask.loop import LoopThread
 from colocate_dask.offers import Grant, Refusal, Wanted, host_key
+from colocate_dask.private import PrivateCluster
 
 __all__ = ["DaskExecutor"]
 
@@ -87,7 +90,9 @@ class DaskExecutor(Executor, OwnProcess, MultiNode):
             raise ConfigError("connect('dask', ...): cpus= and gpus= are of a private cluster; address= joins another")
         if address is None:
             count = _count_gpus() if gpus is None else gpus
-            return cls(None, None, Node(platform.node(), _count_cpus() if cpus is None else cpus, count), share, timeout)
+            return cls(
+                None, None, Node(platform.node(), _count_cpus() if cpus is None else cpus, count), share, timeout
+            )
         return cls(address, security_of(security), None, share, timeout)
 
     def __init__(self, address: str | None, security: Any, own: Node | None, share: bool, timeout: float) -> None:
@@ -95,17 +100,22 @@ class DaskExecutor(Executor, OwnProcess, MultiNode):
         self._share = share
         self._held: dict[str, _Held] = {}
         self._own = own
-        self._private = PrivateCluster() if own is not None else None
         self._ledger = Ledger([own], _device) if own is not None else None
+        self._private: PrivateCluster | None = None
         with contextlib.ExitStack() as undo:
-            if self._private is not None:
+            loop = LoopThread()
+            undo.callback(loop.close)
+            target: Any = address
+            if own is not None:
+                self._private = PrivateCluster(loop)
                 undo.callback(self._private.close)
-            target = address if self._private is None else self._private.cluster
-            self._connection = Connection(target, security, timeout)
+                target = self._private.cluster
+            self._connection = Connection(loop, target, security, timeout)
             undo.callback(self._connection.close)
             self._connection.subscribe(self._heard)
-            self._keepers = Keepers("dask")
-            undo.pop_all()
+            self._keepers = Keepers("dask", self._connection.tls)
+            undo.callback(self._keepers.close)
+            self._closing = undo.pop_all()
 
     def nodes(self) -> Sequence[Node]:
         """The machines of the cluster."""
@@ -147,11 +157,7 @@ class DaskExecutor(Executor, OwnProcess, MultiNode):
 
     def close(self) -> None:
         """Leave the cluster; end it if it is private."""
-        with contextlib.ExitStack() as closing:
-            if self._private is not None:
-                closing.callback(self._private.close)
-            closing.callback(self._connection.close)
-            closing.callback(self._keepers.close)
+        self._closing.close()
 
     # -- reserving
 
@@ -220,7 +226,7 @@ class DaskExecutor(Executor, OwnProcess, MultiNode):
     def _plan(self, held: _Held, grant: Grant, env: Mapping[str, str]) -> far.Plan:
         own = {"CUDA_VISIBLE_DEVICES": ",".join(grant.gpus)} if grant.gpus else {}
         host = None if _is_loopback(grant) else grant.host
-        return far.Plan(held.id, self._keepers.key, host, {**own, **env})
+        return far.Plan(held.id, self._keepers.key, host, {**own, **env}, self._connection.tls is not None)
 
     # -- freeing
 
@@ -263,7 +269,6 @@ def _reached(grant: Grant) -> str:
 
 
 def _count_cpus() -> int:
-    import os
 
     return len(os.sched_getaffinity(0))
 

@@ -13,13 +13,13 @@ import sys
 import threading
 import weakref
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import attrs
 
 import colocate
 from colocate.keeper import Keeper
+from colocate_dask.certificates import tls_of
 from colocate_dask.offers import Facts
 
 _REMEMBERED = 100
@@ -34,12 +34,14 @@ class Plan:
         key: The driver's secret.
         host: Address under which other machines reach this one; None when they needn't.
         env: Environment of its workers.
+        encrypted: Whether it talks with other machines by TLS, with the Dask worker's own certificates.
     """
 
     reservation: str
     key: bytes = attrs.field(repr=False)
     host: str | None
     env: Mapping[str, str]
+    encrypted: bool = False
 
 
 @attrs.define(eq=False)
@@ -77,8 +79,12 @@ async def start(plans: Mapping[str, Plan], dask_worker: Any) -> str:
         await end(reservation, dask_worker)
     if plan.reservation in tenancy.over:
         raise RuntimeError(f"reservation {plan.reservation} is over: its driver has gone")
-    forget = partial(tenancy.keepers.pop, plan.reservation, None)
-    keeper = Keeper(plan.key, host=plan.host, env=plan.env, on_end=forget)
+
+    def forget() -> None:
+        tenancy.keepers.pop(plan.reservation, None)
+
+    tls = tls_of(dask_worker.security, "worker") if plan.encrypted else None
+    keeper = Keeper(plan.key, host=plan.host, env=plan.env, tls=tls, on_end=forget)
     tenancy.keepers[plan.reservation] = keeper
     return keeper.address
 

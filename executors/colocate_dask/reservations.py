@@ -40,7 +40,7 @@ class _Hold:
     gone: asyncio.Event = attrs.field(factory=asyncio.Event)
 
 
-class Reservations(SchedulerPlugin):  # type: ignore[misc]  # distributed isn't typed
+class Reservations(SchedulerPlugin):
     """Who holds which worker."""
 
     name = NAME
@@ -86,7 +86,7 @@ class Reservations(SchedulerPlugin):  # type: ignore[misc]  # distributed isn't 
                     return Refusal(True, table(offers, wanted))
                 try:
                     await asyncio.wait_for(changed.wait(), max(0.0, deadline - time.monotonic()))
-                except asyncio.TimeoutError:
+                except TimeoutError:
                     return Refusal(False, table(offers, wanted))
         finally:
             self._waiting.pop(wanted.reservation, None)
@@ -172,7 +172,7 @@ class Reservations(SchedulerPlugin):  # type: ignore[misc]  # distributed isn't 
     async def _ask(self, worker: str) -> Facts | str:
         try:
             answer = await undocumented.call(self._scheduler, worker, far.describe, within_s=_ANSWER_S)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             return "that don't answer"
         except Exception as error:  # whatever keeps it from importing colocate
             return f"where colocate doesn't work ({error})"

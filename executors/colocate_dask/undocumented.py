@@ -42,7 +42,7 @@ async def call(
     Raises:
         Exception: It raised (a RuntimeError with its words), or couldn't be run: in time, or at all.
     """
-    message = {"op": "run", "function": dumps(function), "args": dumps(args), "kwargs": dumps({}), "wait": True}
+    message = {"op": "run", "function": dumps(function), "args": dumps(args), "kwargs": dumps({}), "wait": True}  # type: ignore[no-untyped-call]
     coming = scheduler.broadcast(msg=message, workers=[worker], nanny=nanny)
     answer = (await asyncio.wait_for(coming, within_s))[worker]
     if answer["status"] != "OK":
@@ -53,5 +53,5 @@ async def call(
 def _value(result: Any) -> Any:
     """The scheduler doesn't unpack what it passes on."""
     if isinstance(result, Serialized):
-        return deserialize(result.header, result.frames)
+        return deserialize(result.header, result.frames)  # type: ignore[no-untyped-call]
     return result.data if isinstance(result, Serialize) else result

@@ -1,0 +1,51 @@
+"""A thread with an event loop, on which the driver's side of Dask lives."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import queue
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class LoopThread:
+    """Runs coroutines for other threads. Ours, and not Dask's, so that it ends even when Dask doesn't get along."""
+
+    def __init__(self) -> None:
+        """Start it."""
+        started: queue.SimpleQueue[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._main, args=(started,), name="colocate-dask", daemon=True)
+        self._thread.start()
+        self._loop, self._over = started.get()
+
+    def run(self, coming: Coroutine[Any, Any, T], within_s: float | None = None) -> T:
+        """Run a coroutine, and wait for it; cancel it when the time is up, or Ctrl-C comes.
+
+        Raises:
+            TimeoutError: It took longer.
+        """
+        future = asyncio.run_coroutine_threadsafe(coming, self._loop)
+        try:
+            return future.result(within_s)
+        except concurrent.futures.CancelledError as error:
+            raise TimeoutError("it was cancelled") from error
+        finally:
+            future.cancel()
+
+    def close(self) -> None:
+        """Cancel what runs, and end the thread."""
+        self._loop.call_soon_threadsafe(self._over.set)
+        self._thread.join()
+
+    @staticmethod
+    def _main(started: queue.SimpleQueue[tuple[asyncio.AbstractEventLoop, asyncio.Event]]) -> None:
+        async def serve() -> None:
+            over = asyncio.Event()
+            started.put((asyncio.get_running_loop(), over))
+            await over.wait()
+
+        asyncio.run(serve())
