@@ -5,14 +5,26 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
 import shutil
 import tempfile
 from collections.abc import Sequence
 from typing import Any
 
+import attrs
 from distributed import LocalCluster, Worker
 
 from colocate_dask.loop import LoopThread
+
+_LOOPBACK = "127.0.0.1:0"
+
+
+@attrs.frozen(eq=False)
+class _Made:
+    """A worker, and the folder that Dask wants for it."""
+
+    worker: Worker
+    scratch: str
 
 
 class PrivateCluster:
@@ -25,7 +37,7 @@ class PrivateCluster:
     def __init__(self, loop: LoopThread) -> None:
         """Start one, without workers."""
         self._loop = loop
-        self._workers: dict[str, Worker] = {}
+        self._workers: dict[str, _Made] = {}
         self.cluster = loop.run(_start())
 
     def start(self, slots: int, cpus: float, gpus: int) -> list[str]:
@@ -42,41 +54,62 @@ class PrivateCluster:
 
     async def _start(self, slots: int, cpus: float, gpus: int) -> list[str]:
         scratch = tempfile.mkdtemp(prefix="colocate-dask-")
+        started = [
+            Worker(
+                self.cluster.scheduler_address,
+                nthreads=max(1, math.ceil(cpus)),
+                resources={"GPU": gpus} if gpus else None,
+                memory_limit=0,
+                dashboard=False,
+                dashboard_address=_LOOPBACK,
+                local_directory=scratch,
+            )
+            for _ in range(slots)
+        ]
+        made = [_Made(worker, scratch) for worker in started]
         try:
-            started = [
-                Worker(
-                    self.cluster.scheduler_address,
-                    nthreads=max(1, math.ceil(cpus)),
-                    resources={"GPU": gpus} if gpus else None,
-                    memory_limit=0,
-                    dashboard=False,
-                    local_directory=scratch,
-                )
-                for _ in range(slots)
-            ]
             await asyncio.gather(*started)
+            for worker in started:
+                _stop_listening(worker)
+        except BaseException:
+            await _end(made)
+            raise
         finally:
             # They get no tasks, so there is nothing to spill; a folder that is gone can't be left by a killed driver.
             shutil.rmtree(scratch, ignore_errors=True)
-        self._workers.update({worker.address: worker for worker in started})
+        self._workers.update({each.worker.address: each for each in made})
         return [worker.address for worker in started]
 
     async def _stop(self, workers: Sequence[str]) -> None:
-        ending = [worker for address in workers if (worker := self._workers.pop(address, None)) is not None]
-        await asyncio.gather(*(worker.close(nanny=False) for worker in ending))
+        await _end([each for address in workers if (each := self._workers.pop(address, None)) is not None])
 
     async def _close(self) -> None:
         await self._stop(list(self._workers))
         await self.cluster.close()
 
 
+async def _end(doomed: Sequence[_Made]) -> None:
+    for each in doomed:
+        os.makedirs(each.worker.local_directory, exist_ok=True)  # it complains when it can't remove it
+    await asyncio.gather(*(each.worker.close(nanny=False) for each in doomed))
+    for scratch in {each.scratch for each in doomed}:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
 async def _start() -> Any:
     options: dict[str, Any] = {
         "n_workers": 0,
         "processes": False,
-        "dashboard_address": None,
+        "dashboard_address": _LOOPBACK,
+        "scheduler_kwargs": {"dashboard": False},
         "silence_logs": logging.CRITICAL,
     }
     cluster = await LocalCluster(asynchronous=True, **options)  # type: ignore[no-untyped-call]
     cluster.shutdown_on_close = False  # at interpreter exit core closes it, after what uses it
+    _stop_listening(cluster.scheduler)
     return cluster
+
+
+def _stop_listening(node: Any) -> None:
+    """Close the server of status pages, which Dask opens even without a dashboard."""
+    node.http_server.stop()
