@@ -14,7 +14,7 @@ from colocate.errors import ConfigError
 from colocate.executor import Boot, Executor, Host, HostEvents, MultiNode, Node, OwnProcess, Place, Request, Reservation
 from colocate.keeper import Keepers, KeptSlot
 from colocate_ray.envoy import Envoy
-from colocate_ray.terms import Cluster, Slot
+from colocate_ray.terms import Cluster, ClusterError, Slot
 
 if importlib.util.find_spec("ray") is None:
     raise ModuleNotFoundError("No module named 'ray'", name="ray")
@@ -112,6 +112,8 @@ class RayExecutor(Executor, OwnProcess, MultiNode):
             self._slots[place.handle].close()
         try:
             self._envoy.call("release", reservation.handle)
+        except ClusterError:  # Ray takes back what a driver has held that is gone
+            pass
         finally:
             with self._lock:
                 for place in reservation.places:

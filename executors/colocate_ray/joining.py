@@ -34,7 +34,7 @@ def join(cluster: Cluster) -> None:
     Raises:
         ClusterError: It isn't, or doesn't let us in.
     """
-    address = _found(cluster.address or "auto")
+    address = _found(str(cluster.address))
     _dial(address)
     try:
         # The word stays "auto" where it was: Ray then takes the token of this user by itself.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
 from collections.abc import Callable
@@ -100,11 +101,16 @@ class Nodes:
                 machine = node["NodeManagerHostname"]
                 alone = machines.count(machine) == 1 and machine not in self._names.values()
                 self._names.setdefault(node["NodeID"], machine if alone else f"{machine}/{node['NodeID'][:6]}")
-            return sorted(alive, key=lambda node: self._names[node["NodeID"]])
+            return sorted(alive, key=lambda node: natural(self._names[node["NodeID"]]))
 
     def _offer(self, node_id: str, resources: dict[str, float]) -> Node:
         cpus, gpus = resources.get("CPU", 0.0), int(resources.get("GPU", 0))
         return Node(self._names[node_id], cpus, gpus, int(resources.get("memory", 0)))
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """A key by which node-2 comes before node-10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name) if part]
 
 
 def _fit(nodes: list[Node], request: Request) -> None:

@@ -19,7 +19,7 @@ import colocate
 from colocate.errors import ColocateError, PlacementTimeout
 from colocate.executor import Node, Request
 from colocate_ray.holder import Holder
-from colocate_ray.nodes import Nodes
+from colocate_ray.nodes import Nodes, natural
 from colocate_ray.terms import Cluster, Slot
 
 _ACTORS_START_WITHIN_S = 120.0
@@ -159,7 +159,7 @@ class Placing:
         answers = self._answers(group, opened)
         held.nodes = [answer["node"] for answer in answers]
         slots = [self._slot(index, answer) for index, answer in enumerate(answers)]
-        return sorted(slots, key=lambda slot: (_natural(slot.node), slot.devices, slot.index))
+        return sorted(slots, key=lambda slot: (natural(slot.node), slot.devices, slot.index))
 
     def _answers(self, group: PlacementGroup, opened: list[Any]) -> list[Mapping[str, Any]]:
         """What the actors said of themselves; an error that names the nodes of those that couldn't."""
@@ -242,8 +242,3 @@ def _start_words(text: str) -> str:
         f"colocate can't be imported there ({found[1]}): install the same version in the Python that Ray runs on every "
         "node, or deliver it: connect('ray', runtime_env={...})"
     )
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    """A key by which node-2 comes before node-10."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name) if part]

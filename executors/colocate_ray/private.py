@@ -71,6 +71,15 @@ def adopt_orphans() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
+def reap_orphans() -> None:
+    """Take away the zombies of processes that this one has become the parent of, until it has no child left."""
+    try:
+        while True:
+            os.waitpid(-1, 0)
+    except ChildProcessError:
+        return
+
+
 def end_children() -> None:
     """End every process below this one. None of them holds anything that it would have to write down."""
     deadline = time.monotonic() + _ENDS_WITHIN_S

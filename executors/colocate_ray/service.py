@@ -12,14 +12,14 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from colocate.errors import ColocateError
-from colocate_ray.private import PrivateFolder, adopt_orphans, end_children
+from colocate_ray.private import PrivateFolder, adopt_orphans, end_children, reap_orphans
 from colocate_ray.terms import Cluster, Failure
 
 if TYPE_CHECKING:
     from colocate_ray.placing import Placing
 
 _LEAVES_WITHIN_S = 5.0
-_TRIES = "5"  # to join, of a second each, where Ray makes twenty
+_TRIES = "3"  # to join, of a second each, where Ray makes twenty
 
 
 class Service:
@@ -55,6 +55,7 @@ class Service:
 
         if self._folder is not None:
             joining.start(cluster, self._folder)
+            threading.Thread(target=reap_orphans, name="reaper", daemon=True).start()
         else:
             joining.join(cluster)
             self._joined = True

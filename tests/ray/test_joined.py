@@ -1,0 +1,218 @@
+"""Clusters that are there already: joining them, several nodes, other drivers, what can go wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import colocate
+from colocate import Runtime
+from colocate.errors import ColocateError, ConfigError, PlacementError, PlacementTimeout
+from colocate.testing.probes.plain import Echo
+from tests.ray.deaths import death_of
+
+SCRIPT = """
+import json, os, sys
+import colocate
+from colocate.testing.probes.plain import Echo
+
+OPTIONS = json.loads(sys.argv[1])
+"""
+
+
+@pytest.fixture(scope="module")
+def runtime(cluster: Any) -> Iterator[Runtime]:
+    with colocate.connect("ray", **cluster.options) as runtime:
+        runtime.reserve(1).close()  # what a runtime makes for its first pool is there from now on
+        yield runtime
+
+
+def script(text: str, cluster: Any, **env: str) -> subprocess.Popen[str]:
+    """A driver as a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-c", SCRIPT + textwrap.dedent(text), json.dumps(cluster.options)],
+        env={**os.environ, **env},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def everything_is_free(runtime: Runtime) -> None:
+    with runtime.reserve(3, cpus=1, gpus=0, timeout=0), runtime.reserve(3, cpus=0, gpus=1, timeout=0):
+        pass
+
+
+def test_nodes(runtime: Runtime) -> None:
+    """Nodes of different kinds; two on one machine have different names."""
+    nodes = runtime.executor.nodes()
+    assert sorted((node.cpus, node.gpus) for node in nodes) == [(1, 2), (2, 1)]
+    assert len({node.name for node in nodes}) == 2
+
+
+def test_pack(runtime: Runtime) -> None:
+    """As few nodes as possible."""
+    with runtime.reserve(2, cpus=1) as pool:
+        assert len({slot.node for slot in pool.slots}) == 1
+
+
+def test_spread(runtime: Runtime) -> None:
+    """As many nodes as possible; values go from one to the other, between groups too."""
+    with runtime.reserve(2, cpus=1, strategy="spread") as pool:
+        assert len({slot.node for slot in pool.slots}) == 2
+        left = pool[0].spawn({"echo": colocate.role(Echo)}).role("echo", Echo)
+        right = pool[1].spawn({"echo": colocate.role(Echo)}).role("echo", Echo)
+        with left.first.keep([1, 2]) as kept:
+            assert right.first(kept.ref) == [1, 2]
+
+
+def test_ranks_are_sorted(runtime: Runtime) -> None:
+    """By node and device, as the ranks of a group see it too."""
+    with runtime.reserve(3, gpus=1, cpus=0) as pool:
+        places = [(slot.node, slot.devices) for slot in pool.slots]
+        nodes = [node.name for node in runtime.executor.nodes()]
+        assert places == sorted(places, key=lambda place: (nodes.index(place[0]), place[1]))
+        assert sorted(devices for _, devices in places) == [(0,), (0,), (1,)]
+        echo = pool.spawn({"echo": colocate.role(Echo)}).role("echo", Echo)
+        said: Any = echo.who()
+        assert [who["node"] for who in said] == [node for node, _ in places]
+        visible: Any = echo.env("CUDA_VISIBLE_DEVICES")
+        assert visible == [str(devices[0]) for _, devices in places]
+
+
+def test_never_fits(runtime: Runtime) -> None:
+    """There are 3 CPUs, but no node has them together."""
+    with pytest.raises(PlacementError, match="1 slots with 3 CPU each can never fit") as caught:
+        runtime.reserve(1, cpus=3, timeout=1e6)
+    rows = sorted(caught.value.nodes, key=lambda row: row["total"])
+    assert [row["total"] for row in rows] == ["1 CPU, 2 GPU", "2 CPU, 1 GPU"]
+    assert {row["wanted"] for row in rows} == {"3 CPU, 0 GPU"}
+
+
+def test_two_drivers(cluster: Any, runtime: Runtime) -> None:
+    """Each has what it has reserved: the other one can't have it, and its end frees nothing of it."""
+    with runtime.reserve(2, gpus=1, cpus=0) as pool:
+        echo = pool.spawn({"echo": colocate.role(Echo)}).role("echo", Echo)
+        with colocate.connect("ray", **cluster.options) as other:
+            with pytest.raises(PlacementTimeout) as caught:
+                other.reserve(2, gpus=1, cpus=0, timeout=0.1)
+            assert sorted(row["free"] for row in caught.value.nodes) in (
+                ["1 CPU, 0 GPU", "2 CPU, 1 GPU"],
+                ["1 CPU, 1 GPU", "2 CPU, 0 GPU"],
+            )
+            # The request was withdrawn: it takes nothing of what becomes free.
+            with other.reserve(1, gpus=1, cpus=0, timeout=0):
+                pass
+        assert echo.echo(1) == [1, 1]
+    everything_is_free(runtime)
+
+
+def test_killed_driver(cluster: Any, runtime: Runtime) -> None:
+    """What it held is free at once, and its workers are gone."""
+    driver = script(
+        """
+        runtime = colocate.connect("ray", **OPTIONS)
+        group = runtime.reserve(2, gpus=1, cpus=1).spawn({"echo": colocate.role(Echo)})
+        print(json.dumps([worker.pid for worker in group.workforce.workers]), flush=True)
+        sys.stdin.read()
+        """,
+        cluster,
+    )
+    with driver:
+        assert driver.stdout is not None
+        pids = json.loads(driver.stdout.readline())
+        driver.kill()
+    with runtime.reserve(3, cpus=1), runtime.reserve(3, gpus=1, cpus=0):
+        assert [pid for pid in pids if Path(f"/proc/{pid}").exists()] == []
+
+
+def test_own_init(cluster: Any) -> None:
+    """`auto` is the cluster that the driver is in by its own `ray.init()`, which stays as it is."""
+    driver = script(
+        """
+        import ray
+
+        ray.init(address=OPTIONS["address"], log_to_driver=False, logging_level="ERROR")
+        with colocate.connect("ray", address="auto") as runtime:
+            assert len(runtime.executor.nodes()) == 2
+            with runtime.reserve(1) as pool:
+                assert pool.spawn({"echo": colocate.role(Echo)}).role("echo", Echo).echo(1) == [1]
+        assert ray.get(ray.remote(lambda: 7).remote()) == 7
+        """,
+        cluster,
+        RAY_AUTH_MODE="token",
+        RAY_AUTH_TOKEN_PATH=cluster.options["token_file"],
+        RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
+    )
+    with driver:
+        assert driver.wait(60) == 0
+
+
+def test_auto(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`auto` is what RAY_ADDRESS says, where it is set."""
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    with colocate.connect("ray", address="auto", token_file=cluster.options["token_file"]) as runtime:
+        assert len(runtime.executor.nodes()) == 2
+
+
+def test_colocate_is_missing(cluster: Any) -> None:
+    """A node where colocate can't be imported is named, with what to do; nothing stays reserved."""
+    env = {"env_vars": {"PYTHONPATH": str(Path(__file__).parent / "without")}}
+    with colocate.connect("ray", **cluster.options, runtime_env=env) as runtime:
+        with pytest.raises(ColocateError, match=r"colocate can't be imported there .*colocate_ray.holder"):
+            runtime.reserve(1)
+        with pytest.raises(ColocateError, match=r"on .*runtime_env"):
+            runtime.reserve(2, gpus=1, timeout=0)
+
+
+def test_wrong_token(cluster: Any, tmp_path: Path) -> None:
+    """Said as such, with the ways to give the right one."""
+    wrong = tmp_path / "token"
+    wrong.write_text("cd" * 32)
+    with pytest.raises(ConnectionError, match=r"refuses this driver's token.*token_file") as caught:
+        colocate.connect("ray", address=cluster.address, token_file=str(wrong))
+    assert isinstance(caught.value, ColocateError)
+
+
+def test_unreachable() -> None:
+    """Said soon, where Ray would try for minutes."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with pytest.raises(ConnectionError, match=f"no Ray cluster can be reached at .*:{port}") as caught:
+        colocate.connect("ray", address=f"localhost:{port}")
+    assert isinstance(caught.value, ColocateError)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"address": "ray://head:10001"}, "ray job submit"),
+        ({"address": "auto", "cpus": 2}, "a cluster has its own"),
+        ({"token_file": "token"}, "a private Ray makes its own"),
+    ],
+)
+def test_refused_options(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        colocate.connect("ray", **options)
+
+
+def test_lost_node(cluster: Any, runtime: Runtime) -> None:
+    """The worker on it has died; the pool can be closed, and what the others held is free again."""
+    cluster.tell("add")
+    pool = runtime.reserve(3, cpus=1, strategy="spread")
+    assert len({slot.node for slot in pool.slots}) == 3
+    group = pool.spawn({"echo": colocate.role(Echo)})
+    assert group.role("echo", Echo).noop() == [None] * 3
+    cluster.tell("remove")
+    death_of(group)
+    pool.close()
+    everything_is_free(runtime)

@@ -1,0 +1,185 @@
+"""A private Ray: it is the driver's own, and gone with it, however it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import colocate
+from colocate import Runtime
+from colocate.errors import ColocateError
+from colocate.testing.probes.plain import Echo
+from colocate.testing.waiting import Processes, wait_until
+from tests.ray.deaths import death_of
+
+SCRIPT = """
+import json, os, sys
+import colocate
+from colocate.testing.probes.plain import Echo
+
+def say(what):
+    print(json.dumps(what), flush=True)
+"""
+CONNECTED = """
+runtime = colocate.connect("ray", cpus=2)
+group = runtime.reserve(2).spawn({"echo": colocate.role(Echo)})
+say(runtime.executor._envoy.folder)
+"""
+
+
+@pytest.fixture(scope="module")
+def runtime() -> Iterator[Runtime]:
+    with colocate.connect("ray", cpus=2, gpus=2) as runtime:
+        runtime.reserve(1).close()  # what a runtime makes for its first pool is there from now on
+        yield runtime
+
+
+def driver(text: str, **options: Any) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", SCRIPT + textwrap.dedent(text)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+
+
+def below(process: subprocess.Popen[str]) -> Processes:
+    return Processes(child.pid for child in psutil.Process(process.pid).children(recursive=True))
+
+
+def hear(process: subprocess.Popen[str]) -> Any:
+    assert process.stdout is not None
+    return json.loads(process.stdout.readline())
+
+
+def envoy(runtime: Runtime) -> Any:
+    executor: Any = runtime.executor
+    return executor._envoy
+
+
+def test_clean_end(tmp_path: Path) -> None:
+    """It leaves no process, no file and no word, and doesn't care for what the shell says of other clusters."""
+    home = tmp_path / "home"
+    home.mkdir()
+    env = {**os.environ, "HOME": str(home), "RAY_ADDRESS": "127.0.0.1:1", "RAY_AUTH_MODE": "disabled"}
+    process = driver(
+        CONNECTED + "assert not [name for name in sys.modules if name.partition('.')[0] == 'ray']\n"
+        "assert group.role('echo', Echo).echo(1) == [1, 1]\nsys.stdin.readline()\nruntime.close()",
+        env=env,
+        stderr=subprocess.PIPE,
+    )
+    with process:
+        folder = Path(hear(process))
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        assert stat.S_IMODE((folder / "token").stat().st_mode) == 0o600
+        processes = below(process)
+        assert process.communicate("\n", timeout=60) == ("", "")
+        assert process.returncode == 0
+    processes.wait()
+    processes.close()
+    assert not folder.exists()
+    assert list(home.iterdir()) == []
+
+
+@pytest.mark.parametrize("forks", [False, True])
+def test_killed_driver(forks: bool) -> None:
+    """Nothing is left behind, even if a forked child of the driver's lives on."""
+    text = "if os.fork() == 0:\n    sys.stdin.read(); os._exit(0)\n" if forks else ""
+    with driver(CONNECTED + text + "say(0)\nsys.stdin.read()") as process:
+        folder = Path(hear(process))
+        hear(process)
+        family = psutil.Process(process.pid).children(recursive=True)
+        child = [
+            each for each in psutil.Process(process.pid).children() if "colocate_ray.service" not in each.cmdline()
+        ]
+        assert len(child) == forks
+        processes = Processes(each.pid for each in family if each not in child)
+        process.kill()
+        processes.wait()
+        processes.close()
+        wait_until(lambda: not folder.exists(), "the folder is gone")
+
+
+def test_killed_while_it_starts() -> None:
+    """The same when Ray is only being started."""
+    with driver("colocate.connect('ray')") as process:
+        wait_until(lambda: len(psutil.Process(process.pid).children(recursive=True)) > 2, "Ray is being started")
+        processes = below(process)
+        process.kill()
+        processes.wait()
+        processes.close()
+
+
+def test_nobody_else_gets_in(runtime: Runtime) -> None:
+    """Another driver that finds it on this machine has no token for it."""
+    with pytest.raises(ConnectionError, match="refuses this driver's token"):
+        colocate.connect("ray", address=_address(runtime))
+
+
+def _address(runtime: Runtime) -> str:
+    raylets = [p for p in psutil.Process(envoy(runtime)._process.pid).children() if p.name() == "raylet"]
+    return next(a.partition("=")[2] for a in raylets[0].cmdline() if a.startswith("--gcs-address="))
+
+
+def test_another_one(runtime: Runtime) -> None:
+    """A second private Ray in the same driver is one of its own."""
+    with colocate.connect("ray", cpus=1) as other:
+        assert [node.cpus for node in other.executor.nodes()] == [1]
+        assert [node.cpus for node in runtime.executor.nodes()] == [2]
+        with other.reserve(1, timeout=0) as theirs, runtime.reserve(2, timeout=0) as ours:
+            assert theirs.spawn({"echo": colocate.role(Echo)}).role("echo", Echo).echo(1) == [1]
+            assert ours.spawn({"echo": colocate.role(Echo)}).role("echo", Echo).echo(1) == [1, 1]
+    with runtime.reserve(2, timeout=0):
+        pass
+
+
+def test_release(runtime: Runtime) -> None:
+    """What has been released can be reserved at once, again and again."""
+    for _ in range(3):
+        with runtime.reserve(2, gpus=1, timeout=0) as pool:
+            assert [slot.devices for slot in pool.slots] == [(0,), (1,)]
+
+
+def test_actor_dies(runtime: Runtime) -> None:
+    """The worker goes with the actor that holds its keeper; Ray's own words are in the error."""
+    with runtime.reserve(2) as pool:
+        group = pool.spawn({"echo": colocate.role(Echo)})
+        (pid, *_), _ = group.role("echo", Echo).place()
+        actor = psutil.Process(pid).ppid()
+        worker = Processes([pid])
+        os.kill(actor, signal.SIGKILL)
+        error = death_of(group)
+        worker.wait()
+        worker.close()
+        assert error.rank == 0
+        assert "actor" in str(error.detail)
+    with runtime.reserve(2, timeout=0):
+        pass
+
+
+def test_envoy_dies() -> None:
+    """Without the process that is in Ray nothing can go on; the error says so, and closing still ends all."""
+    runtime = colocate.connect("ray", cpus=1)
+    folder = Path(envoy(runtime).folder)
+    group = runtime.reserve(1).spawn({"echo": colocate.role(Echo)})
+    processes = Processes(child.pid for child in psutil.Process().children(recursive=True) if "ray" in child.name())
+    os.kill(envoy(runtime)._process.pid, signal.SIGKILL)
+    assert death_of(group).rank == 0
+    with pytest.raises(ColocateError, match="the connection to Ray has ended"):
+        runtime.reserve(1)
+    runtime.close()
+    processes.wait()
+    processes.close()
+    assert not folder.exists()

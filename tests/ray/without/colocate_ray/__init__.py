@@ -1,0 +1,1 @@
+"""Stands where colocate should be on a node, and isn't."""
