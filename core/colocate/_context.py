@@ -33,21 +33,21 @@ class CallState:
 class MeshPlace:
     """Where this rank lies in one mesh of its role."""
 
-    _mesh: Mesh
+    mesh: Mesh
     _rank: int
 
     @property
     def shape(self) -> Mapping[str, int]:
         """Size of each axis, in order; the last axis varies fastest."""
-        return self._mesh.shape
+        return self.mesh.shape
 
     def size(self, axis: str) -> int:
         """Size of an axis; 1 for an axis that the mesh lacks."""
-        return self._mesh.size(axis)
+        return self.mesh.size(axis)
 
     def rank(self, axis: str) -> int:
         """This rank's index along an axis; 0 for an axis that the mesh lacks."""
-        return self._mesh.coordinate(self._rank, axis)
+        return self.mesh.coordinate(self._rank, axis)
 
 
 @attrs.define(eq=False)

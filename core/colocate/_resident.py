@@ -13,7 +13,7 @@ import attrs
 from colocate._batch import Deferred, even_sizes
 from colocate._collect import Concat
 from colocate._mesh import Mesh
-from colocate.errors import ClosedError, ColocateError
+from colocate.errors import ClosedError, ColocateError, DispatchError
 from colocate.worker.uses import Own, Part, Rows, Source, Use
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class ResidentSpec:
     """What a resident holds, without its contents.
 
     Attributes:
-        structure: The value of the first rank with shapes and dtypes in place of tensors.
+        structure: The value of the first rank whose result counts, with shapes and dtypes in place of tensors.
         bytes_per_rank: Bytes of tensors and arrays on each rank.
         rows_per_rank: Rows that the call worked on, on each rank; None where nothing was scattered.
     """
@@ -135,7 +135,12 @@ class Kept:
     def sizes(self) -> list[int]:
         """Rows of each part in the order in which they are joined, once its call is done and if they are rows."""
         source = self.source
-        return list(source.ranks.pick([size[1] for size in self.call.bodies], source.collect.sources(source.ranks)))
+        counted = source.collect.sources(source.ranks)
+        sizes = source.ranks.pick([size[1] for size in self.call.bodies], counted)
+        for rank, size in zip(counted, sizes, strict=True):
+            if size is None:
+                raise DispatchError(f"what {source.label} has kept on rank {rank} has no rows to join", rank=rank)
+        return list(sizes)
 
     def use(self) -> None:
         """It becomes an argument."""

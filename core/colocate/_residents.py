@@ -155,7 +155,8 @@ class Residents(Leases):
         """What a resident holds."""
         _made(kept)
         source = kept.source
-        ((_, structure), _) = self._ask(kept, source.holders[:1], False)[0]
+        counted = source.collect.sources(source.ranks) or source.holders
+        ((_, structure), _) = self._ask(kept, counted[:1], False)[0]
         sizes = tuple(size[0] for size in kept.call.bodies)
         return ResidentSpec(structure, sizes, tuple(kept.call.rows))
 

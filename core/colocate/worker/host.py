@@ -31,7 +31,7 @@ from colocate.worker.functions import hosted_functions
 from colocate.worker.hosted import HostedRole
 from colocate.worker.lane import Lane, Work
 from colocate.worker.process_groups import ProcessGroups
-from colocate.worker.results import rows_to_join, without_padding
+from colocate.worker.results import counts, rows_to_join, without_padding
 from colocate.worker.store import Store
 from colocate.worker.transfer import Transfer
 from colocate.worker.uses import Peers, Resolver
@@ -325,7 +325,8 @@ class WorkerHost:
         _, seq, _, method, keep, _, _, _ = head
         result = ordinary(result)
         label = role.label(method)
-        if work.rows is not None:
+        spec = role.spec(method)
+        if work.rows is not None and (result is not None or counts(spec, role.ctx)):
             result = without_padding(result, work.rows, work.state.valid_rows, label)
         if len(self.store):
             self._check_writes(label, role, resolver)
@@ -334,7 +335,7 @@ class WorkerHost:
             body = None if result is None else self._packed(result, label)
             self._send(("done", seq, valid, start, time.time(), None), body)
         else:
-            rows = rows_to_join(result, role.spec(method))
+            rows = rows_to_join(result, spec, role.ctx)
             nbytes = self.store.put(keep, result, label, valid)
             self._send(("done", seq, valid, start, time.time(), (nbytes, rows)), None)
 

@@ -6,15 +6,31 @@ from typing import Any
 
 from colocate import _batch
 from colocate._collect import Concat
+from colocate._context import Context
+from colocate._mesh import Ranks
 from colocate._method import MethodSpec
 from colocate.errors import DispatchError
 
 
-def rows_to_join(result: Any, spec: MethodSpec) -> int | None:
-    """Rows of a kept result, where others may ask for some of them."""
+def rows_to_join(result: Any, spec: MethodSpec, ctx: Context) -> int | None:
+    """Rows of a kept result, where others may ask for some of them.
+
+    Ranks whose results don't count, such as those of a pipeline's earlier stages, need have none.
+    """
     if not isinstance(spec.collect, Concat):
         return None
-    return _batch.rows(result, f"the result of {spec.name}")
+    try:
+        return _batch.rows(result, f"the result of {spec.name}")
+    except DispatchError:
+        if counts(spec, ctx):
+            raise
+        return None
+
+
+def counts(spec: MethodSpec, ctx: Context) -> bool:
+    """Whether a call that goes to all ranks looks at the result of this one."""
+    meshes = {name: place.mesh for name, place in ctx.meshes.items()}
+    return ctx.rank in spec.collect.sources(Ranks(ctx.world_size, meshes))
 
 
 def without_padding(result: Any, rows: int, valid: int | None, label: str) -> Any:

@@ -77,6 +77,16 @@ class NamedMeshes(ExecutorCase):
             assert meshes.infer(kept.ref) == [4]
             assert meshes.train(kept.ref) == [3]
 
+    def test_named_stages(self, square: ColocatedGroup) -> None:
+        """Ranks of earlier stages may return nothing: kept or not, theirs isn't what counts."""
+        meshes = square.role("meshes", Meshes)
+        assert meshes.staged([1, 2, 3]) == [-1, -2, -3]
+        with meshes.staged.keep([1, 2, 3]) as kept:
+            assert kept.fetch() == [-1, -2, -3]
+            assert kept.spec.structure == ["int", "int"]
+            assert meshes.train_seen(kept.ref) == [[-1, -2], [-3], [-1, -2], [-3]]  # type: ignore[arg-type]
+            assert meshes.infer(kept.ref) == [-2, -4, -6]  # type: ignore[arg-type]
+
     def test_named_first_of_a_resident(self, square: ColocatedGroup) -> None:
         """A resident that First or Reduce collects is one value for every rank, wherever that lies."""
         meshes, axes = square.role("meshes", Meshes), square.role("axes", Axes)

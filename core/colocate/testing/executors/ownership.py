@@ -201,6 +201,8 @@ class Ownership(ExecutorCase):
                 "result": call.result,
                 "exception": call.exception,
                 "scope": lambda: pair.scope().__enter__(),
+                "pipeline": pair.pipeline,
+                "run": lambda: pair.run(_nothing),
             }
             assert in_a_fork(lambda: [name for name, use in uses.items() if not _refuses(use)]) == []
 
@@ -255,3 +257,7 @@ def in_a_fork(function: Callable[[], list[str]]) -> list[str]:
     with open(read, "rb") as answer:
         found: list[str] = json.loads(answer.read())
     return found
+
+
+def _nothing(ctx: colocate.Context) -> None:
+    """A function that does nothing."""

@@ -49,6 +49,12 @@ class Meshes(Role):
         """Twice as much."""
         return [2 * row for row in batch]
 
+    @method(dispatch=Scatter("batch", mesh="train"), collect=Concat(mesh="train"))
+    def staged(self, batch: list[int]) -> list[int] | None:
+        """Minus each row; as in pipelined training, only the last stage has a result."""
+        mesh = self.ctx.meshes["train"]
+        return [-row for row in batch] if mesh.rank("pp") == mesh.size("pp") - 1 else None
+
     @method(dispatch=Scatter("batch", mesh="train"), collect=Concat(mesh="infer"))
     def reshard(self, batch: list[int]) -> list[tuple[int, int]]:
         """Split along one mesh and joined along the other, with the rank."""
