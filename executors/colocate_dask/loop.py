@@ -7,6 +7,7 @@ import concurrent.futures
 import queue
 import threading
 from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -45,7 +46,11 @@ class LoopThread:
     def _main(started: queue.SimpleQueue[tuple[asyncio.AbstractEventLoop, asyncio.Event]]) -> None:
         async def serve() -> None:
             over = asyncio.Event()
-            started.put((asyncio.get_running_loop(), over))
+            loop = asyncio.get_running_loop()
+            # What Dask has other threads do is little: one is enough, and is there from the beginning.
+            loop.set_default_executor(ThreadPoolExecutor(1, "colocate-dask-helper"))
+            await loop.run_in_executor(None, int)
+            started.put((loop, over))
             await over.wait()
 
         asyncio.run(serve())

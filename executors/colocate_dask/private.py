@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from distributed import LocalCluster, Worker
 from colocate_dask.loop import LoopThread
 
 _LOOPBACK = "127.0.0.1:0"
+_PREFIX = "colocate-dask-"
 
 
 @attrs.frozen(eq=False)
@@ -53,7 +55,7 @@ class PrivateCluster:
         self._loop.run(self._close())
 
     async def _start(self, slots: int, cpus: float, gpus: int) -> list[str]:
-        scratch = tempfile.mkdtemp(prefix="colocate-dask-")
+        scratch = tempfile.mkdtemp(prefix=_PREFIX)
         started = [
             Worker(
                 self.cluster.scheduler_address,
@@ -75,8 +77,7 @@ class PrivateCluster:
             await _end(made)
             raise
         finally:
-            # They get no tasks, so there is nothing to spill; a folder that is gone can't be left by a killed driver.
-            shutil.rmtree(scratch, ignore_errors=True)
+            _forget(scratch)
         self._workers.update({each.worker.address: each for each in made})
         return [worker.address for worker in started]
 
@@ -93,21 +94,34 @@ async def _end(doomed: Sequence[_Made]) -> None:
         os.makedirs(each.worker.local_directory, exist_ok=True)  # it complains when it can't remove it
     await asyncio.gather(*(each.worker.close(nanny=False) for each in doomed))
     for scratch in {each.scratch for each in doomed}:
-        shutil.rmtree(scratch, ignore_errors=True)
+        _forget(scratch)
 
 
 async def _start() -> Any:
+    scratch = tempfile.mkdtemp(prefix=_PREFIX)
     options: dict[str, Any] = {
         "n_workers": 0,
         "processes": False,
         "dashboard_address": _LOOPBACK,
-        "scheduler_kwargs": {"dashboard": False},
+        "scheduler_kwargs": {"dashboard": False, "local_directory": scratch},
         "silence_logs": logging.CRITICAL,
     }
-    cluster = await LocalCluster(asynchronous=True, **options)  # type: ignore[no-untyped-call]
+    try:
+        cluster = await LocalCluster(asynchronous=True, **options)  # type: ignore[no-untyped-call]
+    finally:
+        _forget(scratch)
     cluster.shutdown_on_close = False  # at interpreter exit core closes it, after what uses it
     _stop_listening(cluster.scheduler)
     return cluster
+
+
+def _forget(scratch: str) -> None:
+    """Remove a folder that Dask wants, at once: what gets no tasks has nothing to spill, and a killed driver leaves it.
+
+    Dask has put it on the path of imports too, which is the driver's here.
+    """
+    shutil.rmtree(scratch, ignore_errors=True)
+    sys.path[:] = [entry for entry in sys.path if not entry.startswith(scratch)]
 
 
 def _stop_listening(node: Any) -> None:

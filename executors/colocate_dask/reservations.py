@@ -20,7 +20,7 @@ from colocate_dask.offers import Facts, Grant, Offer, Refusal, Wanted, choose, g
 NAME = "colocate-reservations"
 TOPIC = "colocate"  # of the events that tell drivers of lost workers
 
-_ANSWER_S = 5.0
+_ANSWER_S = 8.0
 _KILL_S = 3.0
 # A nanny replaces a worker within a second or so. Until then the worker counts as one that isn't free, lest a request
 # be refused for ever that can be met in a moment.

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("distributed", reason="Dask is not installed")
+
+# As dask-cuda's workers: one per GPU, all GPUs visible, its own first.
+DASK_CUDA = "import sys, types; sys.modules['dask_cuda'] = types.ModuleType('dask_cuda')\n"
+
+
+@contextmanager
+def running(workers: Sequence[dict[str, Any]], *more: str) -> Iterator[str]:
+    """A cluster; its address."""
+    script = Path(__file__).with_name("clusters.py")
+    command = [sys.executable, str(script), json.dumps(workers), *more]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    with process:
+        assert process.stdout is not None
+        address = process.stdout.readline().strip()
+        assert address, "the cluster doesn't start"
+        yield address
+        process.communicate(timeout=60)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Five workers: two alike, and on another address one that declares 2 GPUs and two of dask-cuda's kind."""
+    fake = tmp_path_factory.mktemp("preload") / "pretend_dask_cuda.py"
+    fake.write_text(DASK_CUDA)
+    cuda = {"host": "127.0.0.2", "nthreads": 1, "preload": [str(fake)]}
+    workers: list[dict[str, Any]] = [
+        {"host": "127.0.0.1", "nthreads": 2},
+        {"host": "127.0.0.1", "nthreads": 2},
+        {"host": "127.0.0.2", "nthreads": 4, "resources": {"GPU": 2}, "memory_limit": 2**30},
+        {**cuda, "env": {"CUDA_VISIBLE_DEVICES": "7,6"}},
+        {**cuda, "env": {"CUDA_VISIBLE_DEVICES": "6,7"}},
+    ]
+    with running(workers) as address:
+        yield address
+
+
+def script(text: str, *arguments: str) -> subprocess.Popen[str]:
+    """A driver as a process of its own."""
+    preamble = "import json, os, sys, threading\nimport colocate\nfrom colocate.testing.probes.plain import Echo\n"
+    return subprocess.Popen(
+        [sys.executable, "-c", preamble + textwrap.dedent(text), *arguments],
+        env={**os.environ},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )

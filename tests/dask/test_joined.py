@@ -1,0 +1,221 @@
+"""A cluster that is there already: what joins it holds workers alone, and leaves everything else as it is."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from distributed import Client, Future
+
+import colocate
+from colocate import Pool, Runtime, WorkerDied
+from colocate.errors import ColocateError, PlacementError, PlacementTimeout
+from colocate.testing.probes.plain import Echo
+from colocate.testing.waiting import PATIENCE_S, Processes, wait_until
+from tests.dask.conftest import script
+
+
+@pytest.fixture(scope="module")
+def runtime(cluster: str) -> Iterator[Runtime]:
+    with colocate.connect("dask", address=cluster) as runtime:
+        yield runtime
+
+
+@pytest.fixture(scope="module")
+def other(cluster: str) -> Iterator[Client]:
+    """Somebody else, who uses the cluster as Dask is meant to be used."""
+    made: Any = Client
+    with made(cluster, set_as_default=False) as client:
+        yield client
+
+
+def statuses(client: Client) -> list[str]:
+    """What the scheduler thinks of its workers."""
+    look: Any = client.run_on_scheduler
+    found: list[str] = look(lambda dask_scheduler: [w.status.name for w in dask_scheduler.workers.values()])
+    return sorted(found)
+
+
+def places(pool: Pool) -> list[tuple[str, tuple[int, ...]]]:
+    return [(slot.node, slot.devices) for slot in pool.slots]
+
+
+def echo(pool: Pool) -> Echo:
+    return pool.spawn({"echo": colocate.role(Echo)}).role("echo", Echo)
+
+
+def everything_is_free(runtime: Runtime, timeout: float = 0) -> None:
+    with runtime.reserve(5, cpus=0, timeout=timeout):
+        pass
+
+
+def test_nodes(runtime: Runtime) -> None:
+    """A node for each address, with what its workers have."""
+    nodes = [(node.name, node.cpus, node.gpus) for node in runtime.executor.nodes()]
+    assert nodes == [("127.0.0.1", 4, 0), ("127.0.0.2", 6, 4)]
+
+
+def test_pack_and_spread(runtime: Runtime) -> None:
+    """As few nodes as possible, or as many; ranks are sorted by node."""
+    with runtime.reserve(2, cpus=2, strategy="pack") as pool:
+        assert places(pool) == [("127.0.0.1", ())] * 2
+    with runtime.reserve(2, cpus=2, strategy="spread") as pool:
+        assert places(pool) == [("127.0.0.1", ()), ("127.0.0.2", ())]
+    with runtime.reserve(3, cpus=0) as pool:
+        assert places(pool) == [("127.0.0.2", ())] * 3
+
+
+def test_gpus(runtime: Runtime) -> None:
+    """dask-cuda's workers have their own GPU, others those that they declare; a role sees them and no others."""
+    with runtime.reserve(3, gpus=1, cpus=1) as pool:
+        assert places(pool) == [("127.0.0.2", (0,)), ("127.0.0.2", (6,)), ("127.0.0.2", (7,))]
+        assert echo(pool).env("CUDA_VISIBLE_DEVICES") == ["0", "6", "7"]
+    with runtime.reserve(1, gpus=2, cpus=1) as pool:
+        assert places(pool) == [("127.0.0.2", (0, 1))]
+        with pytest.raises(PlacementTimeout):
+            runtime.reserve(3, gpus=1, cpus=1, timeout=0)
+
+
+def test_never_fits(runtime: Runtime) -> None:
+    """What can never fit is refused at once, with a row for each node, and nothing stays pending."""
+    for senseless in ({"slots": 6, "cpus": 0}, {"slots": 1, "cpus": 5}, {"slots": 2, "gpus": 2}, {"slots": 4, "gpus": 1}):
+        with pytest.raises(PlacementError, match="can never fit") as caught:
+            runtime.reserve(timeout=1e6, **senseless)
+        assert not isinstance(caught.value, PlacementTimeout)
+        assert [row["node"] for row in caught.value.nodes] == ["127.0.0.1", "127.0.0.2"]
+    with pytest.raises(PlacementError, match="2.0 GiB"):  # one worker has a limit of 1 GiB; the others have none
+        runtime.reserve(5, cpus=0, host_memory="2GiB")
+    everything_is_free(runtime)
+
+
+def test_held_by_another_driver(cluster: str, runtime: Runtime) -> None:
+    """What one driver holds no other gets; who waits gets it as soon as it is given back."""
+    with colocate.connect("dask", address=cluster) as second:
+        first = runtime.reserve(4, cpus=0, name="greedy")
+        with pytest.raises(PlacementTimeout, match="4 held by greedy|3 held by greedy") as caught:
+            second.reserve(2, cpus=0, timeout=0)
+        assert "free" in caught.value.nodes[0]
+        got: list[Pool] = []
+        waiter = threading.Thread(target=lambda: got.append(second.reserve(2, cpus=0, timeout=PATIENCE_S, name="late")))
+        waiter.start()
+        wait_until(lambda: any(child.name == "late" for child in list(second.children.values())), "it waits")
+        first.close()
+        waiter.join()
+        assert echo(got[0]).noop() == [None, None]
+    everything_is_free(runtime)
+
+
+def test_tasks_of_others(runtime: Runtime, other: Client) -> None:
+    """Held workers get no tasks; workers with data or tasks of others can't be had; all is as before afterwards."""
+    with runtime.reserve(4, cpus=0, name="four"):
+        assert statuses(other) == ["paused"] * 4 + ["running"]
+        data: Future = other.submit(lambda: 42, pure=False)
+        assert data.result(timeout=PATIENCE_S) == 42
+        with pytest.raises(PlacementTimeout, match="with data of others"):
+            runtime.reserve(1, cpus=0, timeout=0)
+    assert statuses(other) == ["running"] * 5
+    with pytest.raises(PlacementTimeout):
+        runtime.reserve(5, cpus=0, timeout=0)
+    assert data.result(timeout=PATIENCE_S) == 42
+    del data
+    everything_is_free(runtime, timeout=PATIENCE_S)  # it waits until the data is gone
+    assert sorted(set(other.gather(other.map(lambda x: x % 3, range(50), pure=False)))) == [0, 1, 2]
+
+
+def test_share(cluster: str, other: Client) -> None:
+    """With `share=True` workers that serve others will do, and go on serving them."""
+    data: list[Future] = other.map(lambda x: x, range(10), pure=False)
+    other.gather(data)
+    with colocate.connect("dask", address=cluster, share=True) as runtime, runtime.reserve(5, cpus=0, timeout=0) as pool:
+        assert statuses(other) == ["running"] * 5
+        assert echo(pool).noop() == [None] * 5
+        assert other.submit(lambda: 1, pure=False).result(timeout=PATIENCE_S) == 1
+    assert other.gather(data) == list(range(10))
+
+
+def test_with_a_client(other: Client, runtime: Runtime) -> None:
+    """A client says where to connect; it stays its owner's."""
+    with colocate.connect("dask", client=other) as joined, joined.reserve(1, cpus=0, timeout=PATIENCE_S) as pool:
+        assert echo(pool).noop() == [None]
+        assert statuses(other).count("paused") == 1
+    assert other.submit(lambda: 1, pure=False).result(timeout=PATIENCE_S) == 1
+    everything_is_free(runtime, timeout=PATIENCE_S)
+
+
+def test_killed_driver(cluster: str, runtime: Runtime, other: Client) -> None:
+    """A driver that is killed leaves no process, and its workers serve others again."""
+    driver = script(
+        """
+        runtime = colocate.connect("dask", address=sys.argv[1])
+        echo = runtime.reserve(5, cpus=0).spawn({"echo": colocate.role(Echo)}).role("echo", Echo)
+        print(json.dumps([pid for pid, _, _ in echo.place()]), flush=True)
+        threading.Event().wait()
+        """,
+        cluster,
+    )
+    with driver:
+        assert driver.stdout is not None
+        workers = Processes(json.loads(driver.stdout.readline()))
+        with pytest.raises(PlacementTimeout):
+            runtime.reserve(1, cpus=0, timeout=0)
+        driver.kill()
+        workers.wait()
+        workers.close()
+    everything_is_free(runtime, timeout=PATIENCE_S)
+    assert statuses(other) == ["running"] * 5
+
+
+def test_killed_dask_worker(runtime: Runtime, other: Client) -> None:
+    """A Dask worker that dies fails its group with Dask's words; the one that replaces it isn't part of it."""
+    with runtime.reserve(2, cpus=2, strategy="pack") as pool:
+        group = pool.spawn({"echo": colocate.role(Echo)})
+        with pytest.raises(PlacementError, match="can never fit"):
+            runtime.reserve(6, cpus=0)
+        ask: Any = other.run
+        pids: dict[str, int] = ask(os.getpid)
+        processes = Processes([pid for pid, _, _ in group.role("echo", Echo).place()])
+        victim = next(pid for address, pid in pids.items() if address.startswith("tcp://127.0.0.1:"))
+        os.kill(victim, signal.SIGKILL)
+        wait_until(lambda: group.failure is not None, "the group fails")
+        assert isinstance(group.failure, WorkerDied)
+        assert "has left the cluster" in (group.failure.detail or "")
+        processes.wait()
+        processes.close()
+        with pytest.raises(ColocateError):
+            group.role("echo", Echo).noop()
+    everything_is_free(runtime, timeout=PATIENCE_S)
+    assert statuses(other) == ["running"] * 5
+
+
+def test_stopped_dask_worker(runtime: Runtime, other: Client) -> None:
+    """A Dask worker that doesn't answer is ended by its nanny, so that its slot is free again."""
+    pool = runtime.reserve(1, cpus=4)
+    group = pool.spawn({"echo": colocate.role(Echo)})
+    look: Any = other.run
+    pids = look(os.getpid)
+    find: Any = other.run_on_scheduler
+    held = find(lambda dask_scheduler: [a for a, w in dask_scheduler.workers.items() if w.status.name == "paused"])
+    workers = Processes([group.role("echo", Echo).place()[0][0], pids[held[0]]])
+    os.kill(pids[held[0]], signal.SIGSTOP)
+    pool.close(grace=0)
+    workers.wait()
+    workers.close()
+    everything_is_free(runtime, timeout=PATIENCE_S)
+
+
+def test_other_versions(runtime: Runtime) -> None:
+    """Workers of another version don't come into question, and the table says so."""
+    from colocate_dask import reservations
+    from colocate_dask.offers import Facts, Refusal, Wanted
+
+    executor: Any = runtime.executor
+    wanted = Wanted("none", executor._connection.id, "pool", 1)
+    answer = executor._connection.on_scheduler(reservations.reserve, wanted, Facts("2.7", "0.0"))
+    assert isinstance(answer, Refusal)
+    assert answer.never
+    assert "with Python 3" in answer.rows[0]["why"]

@@ -1,0 +1,88 @@
+"""A private cluster: nobody else reaches it, and nothing of it is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import warnings
+
+import psutil
+import pytest
+
+import colocate
+from colocate.errors import PlacementTimeout
+from colocate.testing.probes.plain import Echo
+from colocate.testing.waiting import Processes
+from tests.dask.conftest import script
+
+
+def test_leaves_nothing(no_leaks: None) -> None:
+    """Processes, threads, descriptors and files are gone; two clusters don't know each other."""
+    with colocate.connect("dask", cpus=1) as one, colocate.connect("dask", cpus=1) as two:
+        with one.reserve(1), two.reserve(1) as pool:
+            assert pool.spawn({"echo": colocate.role(Echo)}).role("echo", Echo).noop() == [None]
+            with pytest.raises(PlacementTimeout):
+                one.reserve(1, timeout=0)
+
+
+def test_listens_nowhere(no_leaks: None) -> None:
+    """No other user of the machine can talk to it."""
+    with colocate.connect("dask") as runtime, runtime.reserve(2, cpus=0) as pool:
+        pool.spawn({"echo": colocate.role(Echo)})
+        family = [psutil.Process(), *psutil.Process().children(recursive=True)]
+        found = [c for process in family for c in process.net_connections("inet") if c.status == "LISTEN"]
+        assert found == []
+
+
+def test_offers_this_machine() -> None:
+    """Its CPUs are this process's, unless told otherwise."""
+    with colocate.connect("dask") as runtime:
+        (node,) = runtime.executor.nodes()
+        assert node.cpus == len(os.sched_getaffinity(0))
+    with colocate.connect("dask", cpus=3, gpus=2) as runtime:
+        (node,) = runtime.executor.nodes()
+        assert (node.cpus, node.gpus) == (3, 2)
+
+
+def test_not_the_default_client() -> None:
+    """Dask's own default client is the user's business."""
+    from distributed import default_client
+
+    with colocate.connect("dask", cpus=1), pytest.raises(ValueError, match="No client"), warnings.catch_warnings():
+        default_client()
+
+
+def test_killed_driver() -> None:
+    """It goes with its driver."""
+    driver = script("""
+        runtime = colocate.connect("dask")
+        echo = runtime.reserve(2, cpus=0).spawn({"echo": colocate.role(Echo)}).role("echo", Echo)
+        print(json.dumps([pid for pid, _, _ in echo.place()]), flush=True)
+        threading.Event().wait()
+        """)
+    with driver:
+        assert driver.stdout is not None
+        workers = Processes(json.loads(driver.stdout.readline()))
+        driver.kill()
+        workers.wait()
+        workers.close()
+
+
+def test_waiting_is_withdrawn() -> None:
+    """A reservation that is waited for holds nothing when it is given up."""
+    with colocate.connect("dask", cpus=1) as runtime:
+        with runtime.reserve(1):
+            errors: list[BaseException] = []
+
+            def wait() -> None:
+                try:
+                    runtime.reserve(1, timeout=0.05)
+                except PlacementTimeout as error:
+                    errors.append(error)
+
+            waiter = threading.Thread(target=wait)
+            waiter.start()
+            waiter.join()
+            assert len(errors) == 1
+        runtime.reserve(1, timeout=0).close()
