@@ -1,0 +1,254 @@
+"""Pipelines: how bodies travel together, and what becomes of the calls when sending fails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import colocate
+from colocate import Call, ColocatedGroup, ColocateError, PipelineError, Resident
+from colocate._pipeline import _Memory, _together
+from colocate.testing.gate import Gate
+from colocate.testing.probes.faulty import Faulty
+from colocate.testing.probes.plain import Echo
+from colocate.testing.probes.rows import Rows
+from colocate.testing.waiting import PATIENCE_S
+from colocate.wire import Packed
+from colocate.worker.batch import take_apart
+
+KINDS: dict[str, dict[str, Any]] = {"threads": {}, "strict": {"strict": True}, "processes": {"processes": True}}
+
+
+def packed(data: bytes, *buffers: bytes) -> Packed:
+    return Packed(data, tuple(memoryview(bytearray(buffer)) for buffer in buffers))
+
+
+def apart(bodies: list[Any]) -> list[Any]:
+    """Bodies after they have travelled together."""
+    wheres, body = _together(bodies)
+    return [found for _, found in take_apart([((), where) for where in wheres], body)]
+
+
+def test_bodies_travel_together() -> None:
+    """Each comes out as it went in, with its own buffers."""
+    bodies = [packed(b"one", b"x" * 10, b"y" * 20), None, packed(b"", b"z"), packed(b"three")]
+    assert apart(bodies) == bodies
+    assert apart([None, None]) == [None, None]
+    assert apart([{"a": 1}, None, [2]]) == [{"a": 1}, None, [2]]
+
+
+def test_what_is_shared_travels_once() -> None:
+    """A body of several calls, and memory of several bodies, is there once."""
+    memory = _Memory()
+    first, second = (memory.snapshot(packed(b"data", b"x" * 5000)) for _ in range(2))
+    wheres, body = _together([first, first, second])
+    assert body.nbytes < 5100
+    assert [found for _, found in take_apart([((), where) for where in wheres], body)] == [first, first, second]
+
+
+def test_memory_is_as_it_was() -> None:
+    """A snapshot isn't touched by later writes, and what has been written to since is another."""
+    memory = _Memory()
+    own = bytearray(b"x" * 5000)
+    before = memory.snapshot(Packed(b"", (memoryview(own),)))
+    own[2500] = 0
+    after = memory.snapshot(Packed(b"", (memoryview(own),)))
+    assert before.buffers[0] == b"x" * 5000
+    assert after.buffers[0] == own
+    assert after.buffers[0] != before.buffers[0]
+
+
+BOTH = pytest.mark.parametrize("groups", ["strict", "processes"], indirect=True)
+
+
+@pytest.fixture(params=["threads"])
+def groups(request: pytest.FixtureRequest) -> Iterator[tuple[ColocatedGroup, ColocatedGroup]]:
+    """Two groups, of two slots and of one."""
+    roles = {"echo": colocate.role(Echo), "rows": colocate.role(Rows), "faulty": colocate.role(Faulty)}
+    with (
+        colocate.connect("local", **KINDS[request.param]) as runtime,
+        runtime.reserve(2) as two,
+        runtime.reserve(1) as one,
+    ):
+        yield two.spawn(roles), one.spawn(roles)
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, host: Any) -> None:
+    """Have a worker's host fail once."""
+    send = host.send
+
+    def fail(frame: Any) -> None:
+        monkeypatch.setattr(host, "send", send)
+        raise MemoryError("no memory for it")
+
+    monkeypatch.setattr(host, "send", fail)
+
+
+@BOTH
+@pytest.mark.parametrize("slot", [0, 1])
+def test_sending_fails(
+    groups: tuple[ColocatedGroup, ColocatedGroup], monkeypatch: pytest.MonkeyPatch, slot: int
+) -> None:
+    """What couldn't be sent to all workers is withdrawn from those that have it; the group goes on."""
+    group, _ = groups
+    echo, rows = group.role("echo", Echo), group.role("rows", Rows)
+    calls: list[Call[Any]] = []
+    kept: list[Resident[Any]] = []
+    failing(monkeypatch, group.workforce.workers[slot].host)
+
+    def block() -> None:
+        with group.pipeline():
+            kept.append(rows.double.keep([1, 2]))
+            calls.append(echo.echo.submit(kept[0].ref))
+
+    with pytest.raises(MemoryError):
+        block()
+    assert isinstance(calls[0].exception(PATIENCE_S), MemoryError)
+    assert echo.echo(1) == [1, 1]
+    assert rows.double([1, 2]) == [2, 4]
+    kept.clear()
+
+
+@BOTH
+def test_sending_to_the_second_group_fails(
+    groups: tuple[ColocatedGroup, ColocatedGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Calls that were sent already, and use what will never be made, don't wait for it."""
+    first, second = groups
+    failing(monkeypatch, second.workforce.workers[0].host)
+    calls: list[Call[Any]] = []
+
+    def block() -> None:
+        with first.pipeline(), second.pipeline():
+            made = first.role("rows", Rows).double.keep([1, 2])
+            there = second.role("rows", Rows).double.keep(made.ref)
+            calls.append(first.role("rows", Rows).double.submit(there.ref))
+
+    with pytest.raises(MemoryError):
+        block()
+    assert isinstance(calls[0].exception(PATIENCE_S), ColocateError)
+    for group in groups:
+        assert group.role("rows", Rows).double([1, 2]) == [2, 4]
+
+
+def test_a_closed_group_keeps_all_from_being_sent(groups: tuple[ColocatedGroup, ColocatedGroup]) -> None:
+    """If one of several groups can't be called when the block ends, none of them is."""
+    first, second = groups
+    echo = first.role("echo", Echo)
+    calls: list[Call[Any]] = []
+
+    def block() -> None:
+        with first.pipeline(), second.pipeline():
+            calls.append(echo.tracked.submit())
+            calls.append(second.role("echo", Echo).noop.submit())
+            second.close()
+
+    with pytest.raises(colocate.ClosedError):
+        block()
+    assert [type(call.exception(PATIENCE_S)) for call in calls] == [colocate.ClosedError] * 2
+    assert echo.is_alive() == [False, False]
+
+
+def test_closing_a_lender_by_force(groups: tuple[ColocatedGroup, ColocatedGroup]) -> None:
+    """A call that waits in a pipeline borrows as one that has been sent; broken, it isn't sent any more."""
+    first, second = groups
+    echo = first.role("echo", Echo)
+    kept = second.role("echo", Echo).first.keep("theirs")
+    with first.pipeline():
+        use = echo.first.submit(kept.ref)
+        again = echo.first.keep(kept.ref)
+        further = echo.first.submit(again.ref)
+        other = echo.first.submit("own")
+        with pytest.raises(colocate.BorrowedError, match=r"echo\.first of group"):
+            second.close()
+        second.close(force=True)
+    assert other.result(PATIENCE_S) == "own"
+    for call in (use, further):
+        error = call.exception(PATIENCE_S)
+        assert isinstance(error, ColocateError)
+        assert "was closed by" in str(error)
+    with pytest.raises(ColocateError, match="was closed by"):
+        again.fetch()
+
+
+def test_not_recorded(groups: tuple[ColocatedGroup, ColocatedGroup]) -> None:
+    """A call that is refused when it is made is no part of the pipeline."""
+    group, _ = groups
+    echo, rows = group.role("echo", Echo), group.role("rows", Rows)
+    freed = rows.double.keep([1, 2])
+    freed.free()
+    with group.pipeline():
+        before = echo.first.submit(1)
+        for refused in (
+            lambda: rows.double.submit([1]),
+            lambda: rows.double.submit(freed.ref),
+            lambda: echo.first.submit(),  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+        ):
+            with pytest.raises((ColocateError, TypeError)):
+                refused()
+        after = echo.first.submit(2)
+    assert (before.result(PATIENCE_S), after.result(PATIENCE_S)) == (1, 2)
+
+
+def test_given_up_by_an_interrupt(groups: tuple[ColocatedGroup, ColocatedGroup]) -> None:
+    """Ctrl-C in the block is an exception like any other."""
+    group, _ = groups
+    calls: list[Call[Any]] = []
+
+    def block() -> None:
+        with group.pipeline():
+            calls.append(group.role("echo", Echo).noop.submit())
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        block()
+    assert isinstance(calls[0].exception(), PipelineError)
+    assert group.role("echo", Echo).first(1) == 1
+
+
+def test_behind_a_hold(groups: tuple[ColocatedGroup, ColocatedGroup]) -> None:
+    """A pipeline that is sent while a hold is under way runs after it."""
+    group, _ = groups
+    faulty, echo = group.role("faulty", Faulty), group.role("echo", Echo)
+    with Gate() as gate:
+        failed = faulty.fail_after.submit([None, gate.address], failing=0)  # type: ignore[arg-type]
+        assert isinstance(failed.exception(PATIENCE_S), colocate.RoleError)
+        with group.pipeline():
+            calls = [echo.first.submit(index) for index in range(5)]
+        assert not any(call.done() for call in calls)
+    assert [call.result(PATIENCE_S) for call in calls] == list(range(5))
+
+
+Step = tuple[str, str, int]
+names = st.sampled_from(["double", "padded", "keep_rows", "first"])
+programs: st.SearchStrategy[list[Step]] = st.lists(
+    st.tuples(names, st.sampled_from("ab"), st.integers(0, 9)), min_size=1, max_size=8
+)
+
+
+def run(groups: tuple[ColocatedGroup, ColocatedGroup], program: list[Step], batch: list[int]) -> list[Resident[Any]]:
+    """What each step keeps, given the result of an earlier one or the batch."""
+    kept: list[Resident[Any]] = []
+    for name, where, back in program:
+        group = groups["ab".index(where)]
+        role: Any = group.role("echo", Echo) if name == "first" else group.role("rows", Rows)
+        kept.append(getattr(role, name).keep(kept[-1 - back].ref if back < len(kept) else batch))
+    return kept
+
+
+@BOTH
+def test_as_without(groups: tuple[ColocatedGroup, ColocatedGroup]) -> None:
+    """Random programs over two groups give in pipelines what they give call by call."""
+
+    @given(programs, st.lists(st.integers(), min_size=2, max_size=5))
+    @settings(max_examples=60, deadline=None)
+    def holds(program: list[Step], batch: list[int]) -> None:
+        with groups[0].pipeline(), groups[1].pipeline():
+            together = run(groups, program, batch)
+        assert [kept.fetch() for kept in together] == [kept.fetch() for kept in run(groups, program, batch)]
+
+    holds()
