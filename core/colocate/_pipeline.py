@@ -1,8 +1,7 @@
 """`group.pipeline()`: the calls made in the block are sent when it ends, as one message per worker.
 
 A pipeline belongs to the thread or task that entered it; what others call goes out at once, as ever. Blocks of one
-thread nest, of one group or of several: the outermost sends. A message's body holds those of its calls, one after the
-other, and memory that several of them refer to once.
+thread nest, of one group or of several: the outermost sends.
 """
 
 from __future__ import annotations
@@ -17,17 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from colocate._bundle import Memory, together
 from colocate._owned import caller, forks
 from colocate._pending import PendingCall
 from colocate.errors import ColocateError, PipelineError
-from colocate.wire import Packed
-from colocate.worker.batch import Entry, Where
+from colocate.worker.batch import Entry
 
 if TYPE_CHECKING:
     from colocate._group import ColocatedGroup
     from colocate._resident import Kept, Reference
-
-_EDGE_BYTES = 64
 
 
 @attrs.define(eq=False)
@@ -51,7 +48,7 @@ class Pipeline:
         self.open = True
         self.groups: list[ColocatedGroup] = []
         self._drafts: list[Draft] = []
-        self._memory = _Memory()
+        self._memory = Memory()
         self._task = _current_task()
         self._thread = threading.get_ident()
         self._forks = forks()
@@ -212,57 +209,13 @@ def _is_lost(draft: Draft) -> bool:
 
 def _message(lot: Sequence[tuple[Draft, int]], frees: Sequence[int]) -> tuple[tuple[Any, ...], Any]:
     """One message for all calls of one worker."""
-    wheres, body = _together([draft.bodies[index] for draft, index in lot])
+    wheres, body = together([draft.bodies[index] for draft, index in lot])
     entries: list[Entry] = []
     for (draft, index), where in zip(lot, wheres, strict=True):
         call = draft.call
         head = ("call", call.seq, draft.role, draft.method, call.keep, draft.valid[index], bool(call.uses), ())
         entries.append((head, where))
     return ("batch", tuple(frees), entries), body
-
-
-def _together(bodies: Sequence[Any]) -> tuple[list[Where], Any]:
-    """One body that holds all of them, and where in it each lies."""
-    given = [body for body in bodies if body is not None]
-    if not given:
-        return [None] * len(bodies), None
-    if not all(isinstance(body, Packed) for body in given):  # handed over as they are
-        return [None if body is None else index for index, body in enumerate(bodies)], tuple(bodies)
-    data: list[Any] = []
-    buffers: dict[int, tuple[int, memoryview]] = {}
-    wheres: list[Where] = []
-    known: dict[int, Where] = {}
-    end = 0
-    for body in bodies:
-        if body is not None and id(body) not in known:
-            start, end = end, end + len(body.data)
-            data.append(body.data)
-            places = tuple(buffers.setdefault(id(buffer), (len(buffers), buffer))[0] for buffer in body.buffers)
-            known[id(body)] = start, end, places
-        wheres.append(None if body is None else known[id(body)])
-    return wheres, Packed(b"".join(data), tuple(buffer for _, buffer in buffers.values()))
-
-
-class _Memory:
-    """Memory of recorded arguments, as it was when each call was made; equal memory is copied and sent once."""
-
-    def __init__(self) -> None:
-        self._copies: dict[tuple[int, bytes, bytes], list[memoryview]] = {}
-
-    def snapshot(self, body: Any) -> Any:
-        """The body with memory that nobody else writes to."""
-        if not isinstance(body, Packed) or not body.buffers:
-            return body
-        return Packed(body.data, tuple(self._copy(buffer) for buffer in body.buffers))
-
-    def _copy(self, buffer: memoryview) -> memoryview:
-        key = buffer.nbytes, bytes(buffer[:_EDGE_BYTES]), bytes(buffer[-_EDGE_BYTES:])
-        known = self._copies.setdefault(key, [])
-        found = next((copy for copy in known if copy.obj == buffer), None)  # the bytearray compares in one go
-        if found is None:
-            found = memoryview(bytearray(buffer))
-            known.append(found)
-        return found
 
 
 _open: ContextVar[Pipeline | None] = ContextVar("colocate_pipeline", default=None)

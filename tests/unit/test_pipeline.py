@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import colocate
 from colocate import Call, ColocatedGroup, ColocateError, PipelineError, Resident
-from colocate._pipeline import _Memory, _together
+from colocate._bundle import Memory, together
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
 from colocate.testing.probes.plain import Echo
@@ -29,11 +29,11 @@ def packed(data: bytes, *buffers: bytes) -> Packed:
 
 def apart(bodies: list[Any]) -> list[Any]:
     """Bodies after they have travelled together."""
-    wheres, body = _together(bodies)
+    wheres, body = together(bodies)
     return [found for _, found in take_apart([((), where) for where in wheres], body)]
 
 
-def test_bodies_travel_together() -> None:
+def test_bodies_traveltogether() -> None:
     """Each comes out as it went in, with its own buffers."""
     bodies = [packed(b"one", b"x" * 10, b"y" * 20), None, packed(b"", b"z"), packed(b"three")]
     assert apart(bodies) == bodies
@@ -43,16 +43,16 @@ def test_bodies_travel_together() -> None:
 
 def test_what_is_shared_travels_once() -> None:
     """A body of several calls, and memory of several bodies, is there once."""
-    memory = _Memory()
+    memory = Memory()
     first, second = (memory.snapshot(packed(b"data", b"x" * 5000)) for _ in range(2))
-    wheres, body = _together([first, first, second])
+    wheres, body = together([first, first, second])
     assert body.nbytes < 5100
     assert [found for _, found in take_apart([((), where) for where in wheres], body)] == [first, first, second]
 
 
 def test_memory_is_as_it_was() -> None:
     """A snapshot isn't touched by later writes, and what has been written to since is another."""
-    memory = _Memory()
+    memory = Memory()
     own = bytearray(b"x" * 5000)
     before = memory.snapshot(Packed(b"", (memoryview(own),)))
     own[2500] = 0
