@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import pickle
-import shutil
 import socket
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from typing import Any
 import colocate
 from colocate.errors import ColocateError
 from colocate.wire import _forks
+from colocate_ray.private import end_strays
 from colocate_ray.terms import Cluster, ClusterError, Failure
 
 _STARTS_WITHIN_S = 120.0
@@ -126,8 +126,8 @@ class Envoy:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        if self.folder is not None:  # it does that itself, unless it was killed
-            shutil.rmtree(self.folder, ignore_errors=True)
+        if self.folder is not None and self._process.returncode != 0:
+            end_strays(self.folder)
 
     def _write(self, message: Any) -> None:
         data = pickle.dumps(message)

@@ -10,6 +10,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -82,11 +83,29 @@ def reap_orphans() -> None:
 
 def end_children() -> None:
     """End every process below this one. None of them holds anything that it would have to write down."""
+    _end_all(lambda: psutil.Process().children(recursive=True))
+
+
+def end_strays(folder: str) -> None:
+    """End what is left of a private Ray whose envoy was killed: some of Ray's processes outlive their parents."""
+    token = str(Path(folder) / "token")
+    _end_all(lambda: [process for process in psutil.process_iter() if _token_of(process) == token])
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _token_of(process: psutil.Process) -> str | None:
+    try:
+        return process.environ().get("RAY_AUTH_TOKEN_PATH")
+    except (psutil.Error, OSError):  # somebody else's, or gone
+        return None
+
+
+def _end_all(find: Callable[[], list[psutil.Process]]) -> None:
     deadline = time.monotonic() + _ENDS_WITHIN_S
-    while (children := psutil.Process().children(recursive=True)) and time.monotonic() < deadline:
-        for child in children:
+    while (found := find()) and time.monotonic() < deadline:
+        for process in found:
             try:
-                child.send_signal(signal.SIGKILL)
+                process.send_signal(signal.SIGKILL)
             except psutil.NoSuchProcess:
                 pass
-        psutil.wait_procs(children, timeout=1.0)  # takes the zombies away too
+        psutil.wait_procs(found, timeout=1.0)  # takes zombies away too, where they are this process's

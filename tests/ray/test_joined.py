@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.ray.deaths import death_of
 
 import colocate
 from colocate import Runtime
 from colocate.errors import ColocateError, ConfigError, PlacementError, PlacementTimeout
 from colocate.testing.probes.plain import Echo
-from tests.ray.deaths import death_of
 
 SCRIPT = """
 import json, os, sys
