@@ -7,6 +7,7 @@ import itertools
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any
 
@@ -61,6 +62,7 @@ class RayExecutor(Executor, OwnProcess, MultiNode):
         self._lock = threading.Lock()
         self._slots: dict[_Key, KeptSlot] = {}
         self._lost: dict[_Key, str] = {}
+        self._ends: dict[_Key, Future[None]] = {}  # of keepers that didn't answer
         self._envoy = Envoy(cluster, self._actor_ended)
         self._keepers = Keepers("ray")
 
@@ -92,7 +94,7 @@ class RayExecutor(Executor, OwnProcess, MultiNode):
         return Place(slot.node, slot.devices, device, slot.host, key)
 
     def _end_slot(self, key: _Key) -> None:
-        self._envoy.post("end_slot", *key)
+        self._ends.setdefault(key, self._envoy.post("end_slot", *key))
 
     def _actor_ended(self, number: int, index: int, words: str) -> None:
         with self._lock:
@@ -111,6 +113,7 @@ class RayExecutor(Executor, OwnProcess, MultiNode):
         for place in reservation.places:
             self._slots[place.handle].close()
         try:
+            wait([end for key, end in list(self._ends.items()) if key[0] == reservation.handle])
             self._envoy.call("release", reservation.handle)
         except ClusterError:  # Ray takes back what a driver has held that is gone
             pass
@@ -118,6 +121,7 @@ class RayExecutor(Executor, OwnProcess, MultiNode):
             with self._lock:
                 for place in reservation.places:
                     del self._slots[place.handle]
+                    self._ends.pop(place.handle, None)
 
     def running(self) -> Sequence[str]:
         """The ids of the workers."""

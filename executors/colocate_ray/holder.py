@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import psutil
 import ray
 
 import colocate
@@ -46,6 +47,7 @@ class Holder:
         context = ray.get_runtime_context()
         return {
             "node": context.get_node_id(),
+            "process": (os.getpid(), psutil.Process().create_time()),
             "devices": [str(device) for device in context.get_accelerator_ids().get("GPU", ())],
             "host": host or LOOPBACK,
             "address": self._keeper.address,
@@ -55,3 +57,14 @@ class Holder:
     def watch(self) -> None:
         """Never returns: what ends this call is the end of the actor, of which Ray tells at once."""
         threading.Event().wait()
+
+
+def end_process(pid: int, created: float) -> None:
+    """End the process of a holder that doesn't answer, on its machine. Ray itself asks kindly, for seconds."""
+    try:
+        process = psutil.Process(pid)
+        if process.create_time() == created:
+            process.kill()
+            process.wait()
+    except psutil.NoSuchProcess:
+        return

@@ -11,14 +11,14 @@ from typing import Any
 
 import attrs
 import ray
-from ray.exceptions import GetTimeoutError
+from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 import colocate
 from colocate.errors import ColocateError, PlacementTimeout
 from colocate.executor import Node, Request
-from colocate_ray.holder import Holder
+from colocate_ray.holder import Holder, end_process
 from colocate_ray.nodes import Nodes, natural
 from colocate_ray.terms import Cluster, Slot
 
@@ -40,6 +40,7 @@ class Held:
     actors: list[Any] = attrs.field(factory=list)
     watches: list[Any] = attrs.field(factory=list)
     nodes: list[str] = attrs.field(factory=list)  # of the actors, by Ray's ids
+    processes: list[tuple[int, float]] = attrs.field(factory=list)  # of the actors, by pid and time of creation
     released: threading.Event = attrs.field(factory=threading.Event)
 
 
@@ -95,9 +96,16 @@ class Placing:
         return slots
 
     def end_slot(self, number: int, index: int) -> None:
-        """End the process of a keeper that doesn't answer."""
+        """End the process of a keeper that doesn't answer, by a task on its machine; returns when it is gone."""
         held = self._held.get(number)
-        if held is not None and index < len(held.actors):
+        if held is None or index >= len(held.processes):
+            return
+        there = NodeAffinitySchedulingStrategy(held.nodes[index], soft=False)
+        task: Any = ray.remote(end_process)
+        try:
+            options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": there}
+            ray.get(task.options(**options).remote(*held.processes[index]), timeout=_RELEASED_WITHIN_S)
+        except RayError:  # the node is gone, or as stuck as the keeper: Ray will do what it can
             ray.kill(held.actors[index], no_restart=True)
 
     def release(self, number: int) -> None:
@@ -158,6 +166,7 @@ class Placing:
         ray.wait(opened, num_returns=len(opened), timeout=_ACTORS_START_WITHIN_S, fetch_local=False)
         answers = self._answers(group, opened)
         held.nodes = [answer["node"] for answer in answers]
+        held.processes = [answer["process"] for answer in answers]
         slots = [self._slot(index, answer) for index, answer in enumerate(answers)]
         return sorted(slots, key=lambda slot: (natural(slot.node), slot.devices, slot.index))
 
