@@ -166,7 +166,7 @@ class DaskExecutor(Executor, OwnProcess, MultiNode):
         addresses = self._start_keepers(held, grants, request.env)
         places = []
         for grant in grants:
-            kill = partial(self._kill, grant.worker)
+            kill = partial(self._kill, held, grant.worker)
             slot = held.slots[grant.worker] = self._keepers.slot(addresses[grant.worker], on_stuck=kill)
             places.append(Place(self._node(grant), grant.devices, _device(grant.devices), _reached(grant), slot))
         return tuple(places)
@@ -243,8 +243,10 @@ class DaskExecutor(Executor, OwnProcess, MultiNode):
                 if held.taken is not None:
                     self._ledger.release(held.taken)
 
-    def _kill(self, worker: str) -> None:
+    def _kill(self, held: _Held, worker: str) -> None:
         """End the process of a Dask worker whose keeper is stuck. On a dialling thread."""
+        if held.id not in self._held:  # it is being given back: then the scheduler sees to it
+            return
         with contextlib.suppress(Exception):  # it is gone, or has no nanny; the scheduler sees to it on release
             self._connection.on_workers(far.kill, workers=[worker], nanny=True, within_s=_ANSWER_S)
 

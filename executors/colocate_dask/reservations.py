@@ -7,6 +7,7 @@ driver gives it back, when its driver's Dask client goes away in whatever manner
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
@@ -19,6 +20,8 @@ from colocate_dask.offers import Facts, Grant, Offer, Refusal, Wanted, choose, g
 
 NAME = "colocate-reservations"
 TOPIC = "colocate"  # of the events that tell drivers of lost workers
+
+_logger = logging.getLogger("distributed.scheduler")
 
 _ANSWER_S = 8.0
 _KILL_S = 3.0
@@ -241,8 +244,10 @@ class Reservations(SchedulerPlugin):
         worker = hold.grant.worker
         try:
             await undocumented.call(self._scheduler, worker, far.end, hold.reservation, within_s=_ANSWER_S)
-        except Exception:  # it is stopped, stuck or gone: its process has to end
-            await self._kill(hold)
+        except Exception as error:  # it is stopped, stuck or gone: its process has to end
+            if self._holds.get(worker) is hold:
+                _logger.warning("colocate: Dask worker %s doesn't end its slot (%r): ending it", worker, error)
+                await self._kill(hold)
             return
         if self._holds.get(worker) is hold:
             del self._holds[worker]
