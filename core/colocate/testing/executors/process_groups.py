@@ -14,6 +14,7 @@ from colocate.testing import leaks
 from colocate.testing.executors._base import ExecutorCase, Shared, Spawn, needs
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
+from colocate.testing.probes.rows import Axes
 from colocate.testing.probes.tensors import Collective
 from colocate.testing.waiting import PATIENCE_S
 
@@ -121,6 +122,7 @@ class ProcessGroups(ExecutorCase):
         """A rank in a later call's collective, which its peers won't begin before the hold is over, is freed."""
         pair, sender = ring.role("pair", Collective), ring.role("all", Collective)
         pair.sum(1.0)
+        mark = ring.role("axes", Axes).echo.keep("any")
         with Gate() as busy, Gate() as trigger, Gate() as begun:
             earlier = sender.pass_gate_and_fail.options(ranks=[2]).submit(busy.address, fail=False)
             failing = sender.pass_gate_and_fail.options(ranks=[0]).submit(trigger.address, fail=True)
@@ -133,6 +135,8 @@ class ProcessGroups(ExecutorCase):
             trigger.open()
             root = failing.exception(PATIENCE_S)
             assert isinstance(root, RoleError)
+            mark.fetch()  # who answers has heard of the hold, and so begins nothing later once it isn't busy any more
+        mark.free()
         assert earlier.result(PATIENCE_S) == [None]
         error = later.exception(PATIENCE_S)
         assert error is None or error.__cause__ is root
