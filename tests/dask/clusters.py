@@ -10,7 +10,7 @@ import asyncio
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from distributed import Nanny, Scheduler, Security
 
@@ -22,7 +22,8 @@ def security(folder: Path, whose: str = "good") -> Security:
         for side in ("client", "scheduler", "worker")
         for part in ("cert", "key")
     }
-    return Security(tls_ca_file=str(folder / f"{whose}-ca.pem"), require_encryption=True, **sides)
+    made: Any = Security
+    return cast(Security, made(tls_ca_file=str(folder / f"{whose}-ca.pem"), require_encryption=True, **sides))
 
 
 async def main(workers: list[dict[str, Any]], folder: Path | None) -> None:

@@ -23,7 +23,9 @@ def running(workers: Sequence[dict[str, Any]], *more: str) -> Iterator[str]:
     """A cluster; its address."""
     script = Path(__file__).with_name("clusters.py")
     command = [sys.executable, str(script), json.dumps(workers), *more]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
     with process:
         assert process.stdout is not None
         address = process.stdout.readline().strip()

@@ -10,35 +10,45 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from distributed import Client, Future
+from distributed import Client
+from tests.dask.conftest import script
 
 import colocate
 from colocate import Pool, Runtime, WorkerDied
 from colocate.errors import ColocateError, PlacementError, PlacementTimeout
+from colocate.testing import leaks
 from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import PATIENCE_S, Processes, wait_until
-from tests.dask.conftest import script
 
 
 @pytest.fixture(scope="module")
 def runtime(cluster: str) -> Iterator[Runtime]:
     with colocate.connect("dask", address=cluster) as runtime:
+        with runtime.reserve(5, cpus=0) as pool:  # what is made for the first worker is there from now on
+            pool.spawn({"echo": colocate.role(Echo)})
         yield runtime
 
 
 @pytest.fixture(scope="module")
-def other(cluster: str) -> Iterator[Client]:
+def other(cluster: str) -> Iterator[Any]:
     """Somebody else, who uses the cluster as Dask is meant to be used."""
     made: Any = Client
     with made(cluster, set_as_default=False) as client:
         yield client
 
 
-def statuses(client: Client) -> list[str]:
+def by_status(client: Any) -> dict[str, str]:
     """What the scheduler thinks of its workers."""
-    look: Any = client.run_on_scheduler
-    found: list[str] = look(lambda dask_scheduler: [w.status.name for w in dask_scheduler.workers.values()])
-    return sorted(found)
+
+    def look(dask_scheduler: Any) -> dict[str, str]:
+        return {address: state.status.name for address, state in dask_scheduler.workers.items()}
+
+    found: dict[str, str] = client.run_on_scheduler(look)
+    return found
+
+
+def statuses(client: Any) -> list[str]:
+    return sorted(by_status(client).values())
 
 
 def places(pool: Pool) -> list[tuple[str, tuple[int, ...]]]:
@@ -52,6 +62,12 @@ def echo(pool: Pool) -> Echo:
 def everything_is_free(runtime: Runtime, timeout: float = 0) -> None:
     with runtime.reserve(5, cpus=0, timeout=timeout):
         pass
+
+
+def everything_is_free_again(runtime: Runtime) -> None:
+    """After a nanny has replaced a worker, which the cluster owns."""
+    with leaks.shared():
+        everything_is_free(runtime, timeout=PATIENCE_S)
 
 
 def test_nodes(runtime: Runtime) -> None:
@@ -83,12 +99,12 @@ def test_gpus(runtime: Runtime) -> None:
 
 def test_never_fits(runtime: Runtime) -> None:
     """What can never fit is refused at once, with a row for each node, and nothing stays pending."""
-    for senseless in ({"slots": 6, "cpus": 0}, {"slots": 1, "cpus": 5}, {"slots": 2, "gpus": 2}, {"slots": 4, "gpus": 1}):
+    for slots, cpus, gpus in ((6, 0, 0), (1, 5, 0), (2, 0, 2), (4, 0, 1)):
         with pytest.raises(PlacementError, match="can never fit") as caught:
-            runtime.reserve(timeout=1e6, **senseless)
+            runtime.reserve(slots, cpus=cpus, gpus=gpus, timeout=1e6)
         assert not isinstance(caught.value, PlacementTimeout)
         assert [row["node"] for row in caught.value.nodes] == ["127.0.0.1", "127.0.0.2"]
-    with pytest.raises(PlacementError, match="2.0 GiB"):  # one worker has a limit of 1 GiB; the others have none
+    with pytest.raises(PlacementError, match=r"2\.0 GiB"):  # one worker has a limit of 1 GiB; the others have none
         runtime.reserve(5, cpus=0, host_memory="2GiB")
     everything_is_free(runtime)
 
@@ -97,7 +113,7 @@ def test_held_by_another_driver(cluster: str, runtime: Runtime) -> None:
     """What one driver holds no other gets; who waits gets it as soon as it is given back."""
     with colocate.connect("dask", address=cluster) as second:
         first = runtime.reserve(4, cpus=0, name="greedy")
-        with pytest.raises(PlacementTimeout, match="4 held by greedy|3 held by greedy") as caught:
+        with pytest.raises(PlacementTimeout, match="held by greedy") as caught:
             second.reserve(2, cpus=0, timeout=0)
         assert "free" in caught.value.nodes[0]
         got: list[Pool] = []
@@ -110,11 +126,11 @@ def test_held_by_another_driver(cluster: str, runtime: Runtime) -> None:
     everything_is_free(runtime)
 
 
-def test_tasks_of_others(runtime: Runtime, other: Client) -> None:
+def test_tasks_of_others(runtime: Runtime, other: Any) -> None:
     """Held workers get no tasks; workers with data or tasks of others can't be had; all is as before afterwards."""
     with runtime.reserve(4, cpus=0, name="four"):
         assert statuses(other) == ["paused"] * 4 + ["running"]
-        data: Future = other.submit(lambda: 42, pure=False)
+        data = other.submit(lambda: 42, pure=False)
         assert data.result(timeout=PATIENCE_S) == 42
         with pytest.raises(PlacementTimeout, match="with data of others"):
             runtime.reserve(1, cpus=0, timeout=0)
@@ -127,18 +143,21 @@ def test_tasks_of_others(runtime: Runtime, other: Client) -> None:
     assert sorted(set(other.gather(other.map(lambda x: x % 3, range(50), pure=False)))) == [0, 1, 2]
 
 
-def test_share(cluster: str, other: Client) -> None:
+def test_share(cluster: str, other: Any) -> None:
     """With `share=True` workers that serve others will do, and go on serving them."""
-    data: list[Future] = other.map(lambda x: x, range(10), pure=False)
+    data = other.map(lambda x: x, range(10), pure=False)
     other.gather(data)
-    with colocate.connect("dask", address=cluster, share=True) as runtime, runtime.reserve(5, cpus=0, timeout=0) as pool:
+    with (
+        colocate.connect("dask", address=cluster, share=True) as runtime,
+        runtime.reserve(5, cpus=0, timeout=0) as pool,
+    ):
         assert statuses(other) == ["running"] * 5
         assert echo(pool).noop() == [None] * 5
         assert other.submit(lambda: 1, pure=False).result(timeout=PATIENCE_S) == 1
     assert other.gather(data) == list(range(10))
 
 
-def test_with_a_client(other: Client, runtime: Runtime) -> None:
+def test_with_a_client(other: Any, runtime: Runtime) -> None:
     """A client says where to connect; it stays its owner's."""
     with colocate.connect("dask", client=other) as joined, joined.reserve(1, cpus=0, timeout=PATIENCE_S) as pool:
         assert echo(pool).noop() == [None]
@@ -147,7 +166,7 @@ def test_with_a_client(other: Client, runtime: Runtime) -> None:
     everything_is_free(runtime, timeout=PATIENCE_S)
 
 
-def test_killed_driver(cluster: str, runtime: Runtime, other: Client) -> None:
+def test_killed_driver(cluster: str, runtime: Runtime, other: Any) -> None:
     """A driver that is killed leaves no process, and its workers serve others again."""
     driver = script(
         """
@@ -170,14 +189,13 @@ def test_killed_driver(cluster: str, runtime: Runtime, other: Client) -> None:
     assert statuses(other) == ["running"] * 5
 
 
-def test_killed_dask_worker(runtime: Runtime, other: Client) -> None:
+def test_killed_dask_worker(runtime: Runtime, other: Any) -> None:
     """A Dask worker that dies fails its group with Dask's words; the one that replaces it isn't part of it."""
-    with runtime.reserve(2, cpus=2, strategy="pack") as pool:
+    with leaks.shared(), runtime.reserve(2, cpus=2, strategy="pack") as pool:  # shared: the cluster owns the new one
         group = pool.spawn({"echo": colocate.role(Echo)})
         with pytest.raises(PlacementError, match="can never fit"):
             runtime.reserve(6, cpus=0)
-        ask: Any = other.run
-        pids: dict[str, int] = ask(os.getpid)
+        pids: dict[str, int] = other.run(os.getpid)
         processes = Processes([pid for pid, _, _ in group.role("echo", Echo).place()])
         victim = next(pid for address, pid in pids.items() if address.startswith("tcp://127.0.0.1:"))
         os.kill(victim, signal.SIGKILL)
@@ -188,24 +206,22 @@ def test_killed_dask_worker(runtime: Runtime, other: Client) -> None:
         processes.close()
         with pytest.raises(ColocateError):
             group.role("echo", Echo).noop()
-    everything_is_free(runtime, timeout=PATIENCE_S)
+    everything_is_free_again(runtime)
     assert statuses(other) == ["running"] * 5
 
 
-def test_stopped_dask_worker(runtime: Runtime, other: Client) -> None:
+def test_stopped_dask_worker(runtime: Runtime, other: Any) -> None:
     """A Dask worker that doesn't answer is ended by its nanny, so that its slot is free again."""
     pool = runtime.reserve(1, cpus=4)
     group = pool.spawn({"echo": colocate.role(Echo)})
-    look: Any = other.run
-    pids = look(os.getpid)
-    find: Any = other.run_on_scheduler
-    held = find(lambda dask_scheduler: [a for a, w in dask_scheduler.workers.items() if w.status.name == "paused"])
-    workers = Processes([group.role("echo", Echo).place()[0][0], pids[held[0]]])
-    os.kill(pids[held[0]], signal.SIGSTOP)
-    pool.close(grace=0)
+    pids = other.run(os.getpid)
+    (held,) = (address for address, status in by_status(other).items() if status == "paused")
+    workers = Processes([group.role("echo", Echo).place()[0][0], pids[held]])
+    os.kill(pids[held], signal.SIGSTOP)
+    pool.close(grace=1)
     workers.wait()
     workers.close()
-    everything_is_free(runtime, timeout=PATIENCE_S)
+    everything_is_free_again(runtime)
 
 
 def test_other_versions(runtime: Runtime) -> None:

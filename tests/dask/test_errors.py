@@ -1,0 +1,155 @@
+"""What keeps a driver from a cluster: said clearly, within a bounded time, and nothing is left."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trustme
+from tests.dask.clusters import security
+from tests.dask.conftest import running
+
+import colocate
+from colocate.errors import ConfigError, PlacementError
+from colocate.testing.probes.plain import Echo
+from colocate_dask.connection import DaskConnectionError, check_versions
+from colocate_dask.offers import Facts
+
+WITHOUT_COLOCATE = "import sys; sys.modules['colocate'] = None\n"
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Those of the cluster, `good-…`, and those of another authority, `bad-…`."""
+    folder = tmp_path_factory.mktemp("certificates")
+    for whose in ("good", "bad"):
+        authority = trustme.CA()
+        one = authority.issue_cert("colocate.test")
+        authority.cert_pem.write_to_path(str(folder / f"{whose}-ca.pem"))
+        one.cert_chain_pems[0].write_to_path(str(folder / f"{whose}-cert.pem"))
+        one.private_key_pem.write_to_path(str(folder / f"{whose}-key.pem"))
+    return folder
+
+
+def own_address() -> str:
+    """An address of this machine that others would use; loopback when it has none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        try:
+            sock.connect(("192.0.2.1", 9))  # sends nothing
+        except OSError:
+            return "127.0.0.1"
+        return str(sock.getsockname()[0])
+
+
+@pytest.fixture(scope="module")
+def cluster(certificates: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A cluster that talks by TLS; one of its two workers has no colocate."""
+    without = tmp_path_factory.mktemp("preload") / "without_colocate.py"
+    without.write_text(WITHOUT_COLOCATE)
+    each: dict[str, Any] = {"host": own_address(), "nthreads": 1}
+    with running([each, {**each, "preload": [str(without)]}], str(certificates)) as address:
+        assert address.startswith("tls://")
+        yield address
+
+
+def test_tls(cluster: str, certificates: Path) -> None:
+    """With the certificates of the cluster, as an object or as options, it is joined, and everything is encrypted."""
+    joined = colocate.connect("dask", address=cluster, security=security(certificates))
+    with joined as runtime, runtime.reserve(1, cpus=0) as pool:
+        assert pool.spawn({"echo": colocate.role(Echo)}).role("echo", Echo).noop() == [None]
+        assert pool.slots[0].node == own_address()
+        executor: Any = runtime.executor
+        (held,) = executor._held.values()
+        assert not [kept.address for kept in held.slots.values() if "tcp:" in kept.address]
+    sides = ("ca_file", "client_cert", "client_key")
+    options = {
+        f"tls_{side}": str(certificates / f"good-{side.split('_')[0 if 'ca' in side else 1]}.pem") for side in sides
+    }
+    colocate.connect("dask", address=cluster, security=options).close()
+
+
+def test_worker_without_colocate(cluster: str, certificates: Path) -> None:
+    """A worker that can't import colocate doesn't come into question, and the table says why."""
+    joined = colocate.connect("dask", address=cluster, security=security(certificates))
+    with joined as runtime, pytest.raises(PlacementError, match="1 where colocate doesn't work"):
+        runtime.reserve(2, cpus=0)
+
+
+@pytest.mark.parametrize("whose", ["bad", "none", "plain"])
+def test_wrong_certificates(cluster: str, certificates: Path, whose: str) -> None:
+    """Another authority's certificates, none, or no TLS at all: told apart, at once."""
+    began = time.monotonic()
+    address, own, words = {
+        "bad": (cluster, security(certificates, "bad"), "shows no certificate of the authority"),
+        "none": (cluster, None, "needs certificates"),
+        "plain": (cluster.replace("tls://", "tcp://"), None, "does it use tls"),
+    }[whose]
+    with pytest.raises(DaskConnectionError, match=words) as caught:
+        colocate.connect("dask", address=address, security=own, timeout=30)
+    assert address in str(caught.value)
+    assert time.monotonic() - began < 30
+
+
+def test_client_that_the_cluster_does_not_know(cluster: str, certificates: Path) -> None:
+    """Knowing the authority isn't enough: it must have signed this side's certificate too."""
+    options = {
+        "tls_ca_file": str(certificates / "good-ca.pem"),
+        "tls_client_cert": str(certificates / "bad-cert.pem"),
+        "tls_client_key": str(certificates / "bad-key.pem"),
+    }
+    with pytest.raises(DaskConnectionError, match=r"doesn't accept the certificates|can be reached"):
+        colocate.connect("dask", address=cluster, security=options)
+
+
+def test_unreachable() -> None:
+    """Nobody listens there, or somebody who says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        address = f"tcp://127.0.0.1:{mute.getsockname()[1]}"
+        with pytest.raises(DaskConnectionError, match=f"no Dask scheduler can be reached at {address}"):
+            colocate.connect("dask", address=address, timeout=0.5)
+    with pytest.raises(DaskConnectionError, match="no Dask scheduler can be reached") as caught:
+        colocate.connect("dask", address=address, timeout=0.5)
+    assert isinstance(caught.value, ConnectionError)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"address": "nonsense"}, "tcp://host:port"),
+        ({"address": "tls://127.0.0.1:1", "security": {"certificate": "x"}}, "security"),
+        (
+            {"address": "tls://127.0.0.1:1", "security": {"tls_ca_file": "/nowhere", "tls_client_cert": "/no"}},
+            "missing",
+        ),
+        ({"address": "tcp://127.0.0.1:1", "client": object()}, "not both"),
+        ({"client": object()}, "distributed.Client"),
+        ({"address": "tcp://127.0.0.1:1", "cpus": 2}, "private cluster"),
+    ],
+)
+def test_options(options: dict[str, Any], words: str) -> None:
+    """Options that make no sense are refused before anything is started."""
+    with pytest.raises(ConfigError, match=words):
+        colocate.connect("dask", **options)
+
+
+def test_versions() -> None:
+    """Python and colocate have to be the same on both sides."""
+    check_versions(Facts("3.12", "1.0"), Facts("3.12", "1.0"), "it")
+    for there in (Facts("3.11", "1.0"), Facts("3.12", "2.0")):
+        with pytest.raises(DaskConnectionError, match="use the same versions"):
+            check_versions(Facts("3.12", "1.0"), there, "it")
+
+
+def test_not_installed() -> None:
+    """Without distributed, the error says what to install."""
+    source = "import sys; sys.modules['distributed'] = None\nimport colocate\ncolocate.connect('dask')"
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "PluginError" in done.stderr
+    assert 'pip install "colocate[dask]"' in done.stderr

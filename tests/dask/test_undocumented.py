@@ -1,0 +1,48 @@
+"""The parts of `distributed` that its documentation doesn't promise are as `colocate_dask` needs them."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from distributed import Scheduler, Status
+from distributed.diagnostics.plugin import SchedulerPlugin
+from distributed.protocol.serialize import Serialize, Serialized, deserialize, serialize, to_serialize
+
+from colocate_dask.reservations import Reservations
+
+
+def parameters(function: Any) -> set[str]:
+    return set(inspect.signature(function).parameters)
+
+
+def test_scheduler() -> None:
+    """How it is told that a worker gets no tasks, and how it talks to workers."""
+    assert list(inspect.signature(Scheduler.handle_worker_status_change).parameters)[1:] == [
+        "status",
+        "worker",
+        "stimulus_id",
+    ]
+    assert {"msg", "workers", "nanny"} <= parameters(Scheduler.broadcast)
+    assert {"topic", "msg"} <= parameters(Scheduler.log_event)
+    assert {"paused", "running"} <= {status.name for status in Status}
+
+
+def test_plugin_hooks() -> None:
+    """Every hook that ours overrides is there, with these parameters."""
+    for name in ("add_worker", "remove_worker", "remove_client", "transition", "log_event"):
+        theirs = list(inspect.signature(getattr(SchedulerPlugin, name)).parameters.values())
+        ours = inspect.signature(getattr(Reservations, name))
+        positional = [p for p in theirs if p.kind is p.POSITIONAL_OR_KEYWORD]
+        keywords = {p.name: None for p in theirs if p.kind is p.KEYWORD_ONLY}
+        ours.bind(*(None for _ in positional), **keywords)
+
+
+def test_serialization() -> None:
+    """What the scheduler passes on unread can be read."""
+    parts: Any = (Serialize, Serialized, deserialize, serialize)
+    wrapper, packed, unpack, write = parts
+    assert to_serialize is wrapper
+    assert wrapper(1).data == 1
+    sent = packed(*write({"a": 1}))
+    assert unpack(sent.header, sent.frames) == {"a": 1}
