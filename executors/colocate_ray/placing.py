@@ -244,6 +244,7 @@ def _state(group: PlacementGroup) -> str:
 
 
 def _start_words(text: str) -> str:
+    text = re.sub(r"\x1b\[\d*m", "", text)  # Ray colours its errors
     found = re.search(r"(?:ModuleNotFoundError|ImportError): (.*)", text)
     if found is None:
         return text

@@ -88,16 +88,15 @@ def end_children() -> None:
 
 def end_strays(folder: str) -> None:
     """End what is left of a private Ray whose envoy was killed: some of Ray's processes outlive their parents."""
-    token = str(Path(folder) / "token")
-    _end_all(lambda: [process for process in psutil.process_iter() if _token_of(process) == token])
+    _end_all(lambda: [process for process in psutil.process_iter() if _writes_into(folder, process)])
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _token_of(process: psutil.Process) -> str | None:
+def _writes_into(folder: str, process: psutil.Process) -> bool:
     try:
-        return process.environ().get("RAY_AUTH_TOKEN_PATH")
+        return any(file.path.startswith(f"{folder}/") for file in process.open_files())
     except (psutil.Error, OSError):  # somebody else's, or gone
-        return None
+        return False
 
 
 def _end_all(find: Callable[[], list[psutil.Process]]) -> None:

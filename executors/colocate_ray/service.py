@@ -49,6 +49,7 @@ class Service:
     def _open(self, cluster: Cluster) -> None:
         if cluster.private:
             self._folder = PrivateFolder()
+            _keep_no_workers()
         _prepare_environment(cluster.token_file if self._folder is None else str(self._folder.token))
         from colocate_ray import joining
         from colocate_ray.placing import Placing
@@ -107,6 +108,17 @@ def _prepare_environment(token_file: str | None) -> None:
         os.environ.pop("RAY_AUTH_TOKEN", None)
     os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", _TRIES)
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # as it will be anyway: silences a warning
+
+
+def _keep_no_workers() -> None:
+    """A private Ray runs nothing but our actors: it needs no processes in stock, one for each CPU."""
+    os.environ.update(
+        RAY_prestart_worker_first_driver="0",
+        RAY_enable_worker_prestart="0",
+        RAY_num_workers_soft_limit="0",
+        RAY_idle_worker_killing_time_threshold_ms="100",
+        RAY_kill_idle_workers_interval_ms="100",
+    )
 
 
 def _portable(error: BaseException) -> Failure:

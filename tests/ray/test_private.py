@@ -193,3 +193,16 @@ def test_not_installed() -> None:
     """
     with driver(text) as process:
         assert hear(process) == "pip install 'colocate[ray]'"
+
+
+def test_stuck_keeper(runtime: Runtime) -> None:
+    """A keeper that doesn't answer is ended, with its worker, before its slot counts as free."""
+    pool = runtime.reserve(1)
+    group = pool.spawn({"echo": colocate.role(Echo)})
+    ((pid, *_),) = group.role("echo", Echo).place()
+    actor = psutil.Process(pid).ppid()
+    both = [psutil.Process(pid), psutil.Process(actor)]
+    os.kill(actor, signal.SIGSTOP)
+    with pytest.raises(ExceptionGroup, match="was closed, and this had gone wrong"):
+        pool.close(grace=0)
+    assert [process for process in both if process.is_running()] == []
