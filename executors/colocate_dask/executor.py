@@ -200,7 +200,9 @@ class DaskExecutor(Executor, OwnProcess, MultiNode):
         return [attrs.evolve(grant, gpus=gpus) for grant, gpus in zip(grants, devices, strict=True)]
 
     def _granted(self, wanted: Wanted, request: Request) -> Sequence[Grant]:
-        answer = self._connection.on_scheduler(reservations.reserve, wanted, self._connection.version)
+        patience = request.timeout + _START_S  # the scheduler keeps the time; this is for one that hangs
+        version = self._connection.version
+        answer = self._connection.on_scheduler(reservations.reserve, wanted, version, within_s=patience)
         if not isinstance(answer, Refusal):
             return tuple(answer)
         each = f"{request.slots} slots with {request.cpus:g} CPU and {request.gpus} GPU each"
