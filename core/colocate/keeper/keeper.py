@@ -60,6 +60,7 @@ class Keeper:
         self._driver: wire.SocketLane | None = None
         self._workers: dict[bytes, _Worker] = {}
         self._lanes: dict[bytes, socket.socket] = {}  # those whose worker hasn't been asked for yet
+        self._greetings: set[socket.socket] = set()
         self._spare: _Spare | None = None
         self._lock = threading.Lock()
         self._over = False
@@ -79,7 +80,7 @@ class Keeper:
         self._launcher.run(self._end)
         self._launcher.close()
         self._hub.close()
-        for sock in self._lanes.values():
+        for sock in (*self._lanes.values(), *self._greetings):
             sock.close()
 
     def _end(self) -> None:
@@ -95,10 +96,14 @@ class Keeper:
     # -- on the hub's thread
 
     def _greet(self, sock: socket.socket) -> None:
+        self._greetings.add(sock)
         _Greeting(self._hub, self._connected, sock)
 
-    def _connected(self, token: bytes, sock: socket.socket) -> None:
-        if token != COMMANDS:
+    def _connected(self, token: bytes | None, sock: socket.socket) -> None:
+        self._greetings.discard(sock)
+        if token is None:  # it has gone again
+            sock.close()
+        elif token != COMMANDS:
             self._lanes[token] = sock
             if (worker := self._workers.get(token)) is not None:
                 self._launcher.soon(partial(self._hand_over, worker))
@@ -267,7 +272,7 @@ class _Spare:
 class _Greeting:
     """A connection that has yet to say what it is."""
 
-    def __init__(self, hub: wire.Hub, then: Callable[[bytes, socket.socket], None], sock: socket.socket) -> None:
+    def __init__(self, hub: wire.Hub, then: Callable[[bytes | None, socket.socket], None], sock: socket.socket) -> None:
         self._hub = hub
         self._then = then
         self._sock = sock
@@ -285,10 +290,7 @@ class _Greeting:
         if part and len(self._token) < TOKEN_BYTES:
             return
         self._hub.unwatch(self._sock.fileno())
-        if part:
-            self._then(self._token, self._sock)
-        else:
-            self._sock.close()
+        self._then(self._token if part else None, self._sock)
 
 
 class _NoProcess(WorkerProcess):

@@ -80,32 +80,43 @@ def _warm_up_square(group: ColocatedGroup) -> None:
     group.role("axes", Axes).seen.keep([1, 2]).fetch()
 
 
+def make_first_worker(runtime: Runtime) -> None:
+    """What a runtime makes for its first worker is there from now on, so that no test seems to leak it."""
+    with runtime.reserve(1, cpus=0) as pool:
+        pool.spawn({"echo": colocate.role(Echo)})
+
+
 class ExecutorCase:
     """Base of the areas. A subclass says how to connect; the suite does the rest.
 
     Attributes:
         executor: The name to connect to.
         options: The options to connect with.
+        private: The options for an engine of the test's own, where `options` join one that is shared; None: the same.
         start_s: How long the start of a worker took here, for tests with a time limit in which some have to start.
     """
 
     executor: ClassVar[str] = "local"
     options: ClassVar[Mapping[str, Any]] = {}
+    private: ClassVar[Mapping[str, Any] | None] = None
     start_s: ClassVar[float] = 0.0
 
     def connect(self, **more: Any) -> Runtime:
-        """Connect to the executor with its options and some more (such as `seed=`, or `cpus=` of a private engine)."""
+        """Connect to the executor with its options and some more (such as `seed=`)."""
         return colocate.connect(self.executor, **{**self.options, **more})
+
+    def connect_privately(self, **more: Any) -> Runtime:
+        """Connect to an engine of the test's own, with what it offers (such as `cpus=`)."""
+        return colocate.connect(self.executor, **{**(self.options if self.private is None else self.private), **more})
 
     @pytest.fixture(scope="class")
     @classmethod
     def runtime(cls, no_leaks_of_class: None) -> Iterator[Runtime]:
         """A runtime for all tests of the class."""
         with cls().connect() as runtime:
-            with runtime.reserve(1, cpus=0) as pool:  # what a runtime makes for its first worker is there from now on
-                began = time.monotonic()
-                pool.spawn({"echo": colocate.role(Echo)})
-                cls.start_s = time.monotonic() - began
+            began = time.monotonic()
+            make_first_worker(runtime)
+            cls.start_s = time.monotonic() - began
             yield runtime
 
     @pytest.fixture(autouse=True)

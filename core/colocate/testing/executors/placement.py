@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import threading
+from collections.abc import Iterator
 
 import pytest
 
@@ -11,13 +12,29 @@ import colocate
 from colocate import Pool, Runtime
 from colocate.errors import CapabilityError, ConfigError, PlacementError, PlacementTimeout
 from colocate.executor import Detachable, OwnProcess
-from colocate.testing.executors._base import ExecutorCase, needs
+from colocate.testing.executors._base import ExecutorCase, make_first_worker, needs
 from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import wait_until
 
 
 class Placement(ExecutorCase):
     """An engine that offers 2 CPUs, or 2 GPUs."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def two_cpus(cls, runtime: Runtime) -> Iterator[Runtime]:
+        """An engine with 2 CPUs."""
+        with cls().connect_privately(cpus=2) as two:
+            make_first_worker(two)
+            yield two
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def two_gpus(cls, runtime: Runtime) -> Iterator[Runtime]:
+        """An engine that has 2 GPUs, or says so."""
+        with cls().connect_privately(gpus=2) as two:
+            make_first_worker(two)
+            yield two
 
     def test_slots_of_a_pool(self, runtime: Runtime) -> None:
         """A pool tells of its slots: index, node, devices, state."""
@@ -29,74 +46,75 @@ class Placement(ExecutorCase):
             assert {slot.node for slot in pool.slots} <= nodes
             assert {slot.devices for slot in pool.slots} == {()}
 
-    def test_never_fits(self) -> None:
+    def test_never_fits(self, two_cpus: Runtime) -> None:
         """What can never fit is an error at once, with a table of every node; nothing stays pending."""
-        with self.connect(cpus=2) as runtime:
-            with pytest.raises(PlacementError) as caught:
-                runtime.reserve(slots=3, cpus=1, timeout=1e6)
-            error = caught.value
-            assert not isinstance(error, PlacementTimeout)
-            assert "can never fit" in str(error)
-            assert [set(row) >= {"node", "wanted", "total", "free"} for row in error.nodes] == [True] * len(error.nodes)
-            assert error.nodes[0]["node"] in str(error)
-            for word in ("wanted", "total", "free"):
-                assert word in str(error)
-            assert pickle.loads(pickle.dumps(error)).nodes == error.nodes
-            assert not runtime.children
-            with runtime.reserve(slots=2, cpus=1, timeout=0):
-                pass
+        runtime = two_cpus
+        with pytest.raises(PlacementError) as caught:
+            runtime.reserve(slots=3, cpus=1, timeout=1e6)
+        error = caught.value
+        assert not isinstance(error, PlacementTimeout)
+        assert "can never fit" in str(error)
+        assert [set(row) >= {"node", "wanted", "total", "free"} for row in error.nodes] == [True] * len(error.nodes)
+        assert error.nodes[0]["node"] in str(error)
+        for word in ("wanted", "total", "free"):
+            assert word in str(error)
+        assert pickle.loads(pickle.dumps(error)).nodes == error.nodes
+        assert not runtime.children
+        with runtime.reserve(slots=2, cpus=1, timeout=0):
+            pass
 
-    def test_does_not_fit_now(self) -> None:
+    def test_does_not_fit_now(self, two_cpus: Runtime) -> None:
         """What doesn't fit now is an error when time is up, says what is free, and holds nothing back."""
-        with self.connect(cpus=2) as runtime, runtime.reserve(slots=1, cpus=1):
+        with two_cpus.reserve(slots=1, cpus=1):
             with pytest.raises(PlacementTimeout, match="did not become free within 0 s") as caught:
-                runtime.reserve(slots=2, cpus=1, timeout=0)
+                two_cpus.reserve(slots=2, cpus=1, timeout=0)
             assert isinstance(caught.value, TimeoutError)
             assert "1 CPU" in str(caught.value.nodes[0]["free"])
-            with runtime.reserve(slots=1, cpus=1, timeout=0):
+            with two_cpus.reserve(slots=1, cpus=1, timeout=0):
                 pass
 
-    def test_waits(self) -> None:
+    def test_waits(self, two_cpus: Runtime) -> None:
         """A reservation waits until what it needs is free."""
-        with self.connect(cpus=2) as runtime:
-            first = runtime.reserve(slots=2, cpus=1, name="first")
-            found: list[Pool] = []
-            waiter = threading.Thread(target=lambda: found.append(runtime.reserve(slots=2, cpus=1, name="second")))
-            waiter.start()
-            wait_until(lambda: any(child.name == "second" for child in list(runtime.children.values())), "it waits")
-            assert found == []
-            first.close()
-            waiter.join()
-            assert [slot.state for slot in found[0].slots] == ["free", "free"]
+        runtime = two_cpus
+        first = runtime.reserve(slots=2, cpus=1, name="first")
+        found: list[Pool] = []
+        waiter = threading.Thread(target=lambda: found.append(runtime.reserve(slots=2, cpus=1, name="second")))
+        waiter.start()
+        wait_until(lambda: any(child.name == "second" for child in list(runtime.children.values())), "it waits")
+        assert found == []
+        first.close()
+        waiter.join()
+        assert [slot.state for slot in found[0].slots] == ["free", "free"]
+        found[0].close()
 
-    def test_close_frees(self) -> None:
+    def test_close_frees(self, two_cpus: Runtime) -> None:
         """When close has returned, the slots can be reserved again, after failures too."""
-        with self.connect(cpus=2) as runtime:
-            for _ in range(2):
-                with runtime.reserve(slots=2, cpus=1, timeout=0) as pool:
-                    assert pool.spawn({"echo": colocate.role(Echo)}).role("echo", Echo).noop() == [None, None]
+        runtime = two_cpus
+        for _ in range(2):
+            with runtime.reserve(slots=2, cpus=1, timeout=0) as pool:
+                assert pool.spawn({"echo": colocate.role(Echo)}).role("echo", Echo).noop() == [None, None]
 
-    def test_a_slot_larger_than_a_node(self) -> None:
+    def test_a_slot_larger_than_a_node(self, two_cpus: Runtime) -> None:
         """All of a slot lies on one node."""
-        with self.connect(cpus=2) as runtime, pytest.raises(PlacementError):
-            runtime.reserve(slots=1, cpus=3, timeout=0)
+        with pytest.raises(PlacementError):
+            two_cpus.reserve(slots=1, cpus=3, timeout=0)
 
-    def test_gpus(self) -> None:
+    def test_gpus(self, two_gpus: Runtime) -> None:
         """Slots have whole GPUs, each its own, sorted."""
-        with self.connect(gpus=2) as runtime:
-            with runtime.reserve(slots=2, gpus=1, cpus=0, timeout=0) as pool:
-                assert [slot.devices for slot in pool.slots] == [(0,), (1,)]
-                with pytest.raises(PlacementTimeout):
-                    runtime.reserve(slots=1, gpus=1, cpus=0, timeout=0)
-            with runtime.reserve(slots=1, gpus=2, cpus=0, timeout=0) as pool:
-                assert [slot.devices for slot in pool.slots] == [(0, 1)]
-            with pytest.raises(PlacementError, match="2 GPU"):
-                runtime.reserve(slots=3, gpus=1, cpus=0)
+        runtime = two_gpus
+        with runtime.reserve(slots=2, gpus=1, cpus=0, timeout=0) as pool:
+            assert [slot.devices for slot in pool.slots] == [(0,), (1,)]
+            with pytest.raises(PlacementTimeout):
+                runtime.reserve(slots=1, gpus=1, cpus=0, timeout=0)
+        with runtime.reserve(slots=1, gpus=2, cpus=0, timeout=0) as pool:
+            assert [slot.devices for slot in pool.slots] == [(0, 1)]
+        with pytest.raises(PlacementError, match="2 GPU"):
+            runtime.reserve(slots=3, gpus=1, cpus=0)
 
     @needs(OwnProcess)
-    def test_visible_gpus(self) -> None:
+    def test_visible_gpus(self, two_gpus: Runtime) -> None:
         """A worker that is a process sees its slot's GPUs and no others."""
-        with self.connect(gpus=2) as runtime, runtime.reserve(slots=2, gpus=1, cpus=0) as pool:
+        with two_gpus.reserve(slots=2, gpus=1, cpus=0) as pool:
             group = pool.spawn({"echo": colocate.role(Echo)})
             assert group.role("echo", Echo).env("CUDA_VISIBLE_DEVICES") == ["0", "1"]
 

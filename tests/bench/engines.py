@@ -1,0 +1,226 @@
+"""Ray and Dask: calls, tensors, deaths and starts, beside what the bare engine does in the same run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import attrs
+import torch
+from tests.bench.measure import side_by_side
+from tests.bench.rows import Row
+
+import colocate
+from colocate import First, Role, method
+
+_TENSOR_BYTES = 64 << 20
+_PIPELINED = 300
+_KILLS = 11
+_STARTS = 7
+
+
+class Bare:
+    """What an engine's own actors run."""
+
+    def noop(self) -> None:
+        """Nothing."""
+
+    def echo(self, x: Any) -> Any:
+        """Give back what it gets."""
+        return x
+
+
+class Probe(Role):
+    """The same as a role."""
+
+    @method(collect=First())
+    def noop(self) -> None:
+        """Nothing."""
+
+    @method(collect=First())
+    def echo(self, x: Any) -> Any:
+        """Give back what it gets."""
+        return x
+
+    @method
+    def pid(self) -> int:
+        """That of its worker."""
+        return os.getpid()
+
+    @method
+    def wait(self) -> None:
+        """For ever."""
+        threading.Event().wait()
+
+
+@attrs.frozen
+class Actors:
+    """Two actors of the bare engine."""
+
+    noop: Callable[[], object]
+    pipelined: Callable[[], object]
+    echo: Callable[[Any], object]
+    start: Callable[[], object]
+
+
+@contextmanager
+def bare_ray() -> Iterator[Actors]:
+    """Two Ray actors on a Ray of their own."""
+    with tempfile.TemporaryDirectory(prefix="r-", ignore_cleanup_errors=True) as folder:
+        os.environ.update(RAY_AUTH_MODE="disabled", RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0")
+        import ray
+
+        ray.init(
+            address="local",
+            num_cpus=8,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="ERROR",
+            _temp_dir=folder,
+        )
+        actor: Any = ray.remote(Bare)
+        actors = [actor.options(num_cpus=1).remote() for _ in range(2)]
+
+        def start() -> None:
+            made = [actor.options(num_cpus=1).remote() for _ in range(2)]
+            ray.get([one.noop.remote() for one in made])
+            for one in made:
+                ray.kill(one)
+
+        try:
+            yield Actors(
+                lambda: ray.get([one.noop.remote() for one in actors]),
+                lambda: ray.get([actors[0].noop.remote() for _ in range(_PIPELINED)]),
+                lambda x: ray.get(actors[0].echo.remote(x)),
+                start,
+            )
+        finally:
+            ray.shutdown()
+
+
+@contextmanager
+def bare_dask() -> Iterator[Actors]:
+    """Two Dask actors on a cluster of their own."""
+    from distributed import Client, LocalCluster
+
+    options: Mapping[str, Any] = {"n_workers": 2, "threads_per_worker": 1, "memory_limit": 0, "dashboard_address": None}
+    with LocalCluster(processes=True, **options) as cluster, Client(cluster) as client:
+        workers = list(client.scheduler_info()["workers"])
+
+        def made(worker: str) -> Any:
+            return client.submit(Bare, actor=True, workers=[worker], pure=False).result()
+
+        actors = [made(worker) for worker in workers]
+        yield Actors(
+            lambda: [future.result() for future in [one.noop() for one in actors]],
+            lambda: [future.result() for future in [actors[0].noop() for _ in range(_PIPELINED)]],
+            lambda x: actors[0].echo(x).result(),
+            lambda: [made(worker).noop().result() for worker in workers],
+        )
+
+
+_BARE = {"ray": bare_ray, "dask": bare_dask}
+
+
+def rows() -> Iterator[Row]:
+    """Both engines."""
+    for engine in _BARE:
+        yield from _engine(engine)
+
+
+def _engine(engine: str) -> Iterator[Row]:
+    title = engine.capitalize()
+    with ExitStack() as stack:
+        bare = stack.enter_context(_BARE[engine]())
+        runtime = stack.enter_context(colocate.connect(engine, cpus=8))
+        group = stack.enter_context(runtime.reserve(slots=2)).spawn({"probe": colocate.role(Probe)})
+        probe = group.role("probe", Probe)
+        alone = stack.enter_context(runtime.reserve()).spawn({"probe": colocate.role(Probe)}).role("probe", Probe)
+        yield from _calls(title, bare, probe, alone)
+        yield from _tensors(title, bare, alone)
+        yield from _starts(title, bare, runtime)
+        yield from _deaths(title, runtime)
+
+
+def _calls(title: str, bare: Actors, probe: Probe, alone: Probe) -> Iterator[Row]:
+    part = f"{title}: calls beside bare {title} actors"
+    timed = side_by_side({"bare": bare.noop, "ours": probe.noop}, rounds=20, calls=50)
+    yield Row(part, "a call that does nothing, 2 slots", timed["ours"].least * 1e6, "µs")
+    bars = {"Ray": 1.15, "Dask": 0.95}
+    yield Row(part, "to bare actors", timed["ours"].over(timed["bare"]), "x", bars[title])
+
+    def pipelined() -> None:
+        for call in [alone.noop.submit() for _ in range(_PIPELINED)]:
+            call.result()
+
+    timed = side_by_side({"bare": bare.pipelined, "ours": pipelined}, rounds=8, calls=1)
+    yield Row(part, "pipelined calls, 1 slot", _PIPELINED / timed["ours"].least, "calls/s")
+    yield Row(part, "time of those to bare actors", timed["ours"].over(timed["bare"]), "x", 0.25)
+
+
+def _tensors(title: str, bare: Actors, alone: Probe) -> Iterator[Row]:
+    part = f"{title}: a 64 MB tensor there and back, 1 slot"
+    x = torch.rand(_TENSOR_BYTES // 4)
+    timed = side_by_side({"bare": lambda: bare.echo(x), "ours": lambda: alone.echo(x)}, rounds=8, calls=1)
+    yield Row(part, "time", timed["ours"].least * 1e3, "ms")
+    bars = {"Ray": 0.35, "Dask": 1.3}
+    yield Row(part, "to a bare actor given the tensor", timed["ours"].over(timed["bare"]), "x", bars[title])
+
+
+def _starts(title: str, bare: Actors, runtime: colocate.Runtime) -> Iterator[Row]:
+    """Spawning directly after reserving, when nothing has had time to become warm."""
+    part = f"{title}: spawn of 2 slots with 4 roles"
+    reserved, spawned, again, ratios, whole = [], [], [], [], []
+    for _ in range(_STARTS):
+        began = time.perf_counter()
+        bare.start()
+        theirs = time.perf_counter() - began
+        began = time.perf_counter()
+        with runtime.reserve(slots=2) as pool:
+            reserved.append(time.perf_counter() - began)
+            roles = {name: colocate.role(Probe) for name in ("a", "b", "c", "d")}
+            began = time.perf_counter()
+            group = pool.spawn(roles)
+            spawned.append(time.perf_counter() - began)
+            group.close()
+            began = time.perf_counter()
+            pool.spawn(roles)
+            again.append(time.perf_counter() - began)
+        ratios.append(spawned[-1] / theirs)
+        whole.append((reserved[-1] + spawned[-1]) / theirs)
+    yield Row(part, "time", _ms(spawned), "ms", 150.0 if title == "Dask" else None)
+    yield Row(part, "a second time in the pool", _ms(again), "ms")
+    yield Row(part, "reserve, which starts the keepers", _ms(reserved), "ms")
+    if title == "Ray":
+        yield Row(part, "spawn to creating 2 bare actors", statistics.median(ratios), "x", 1.3)
+        yield Row(part, "reserve and spawn to the same", statistics.median(whole), "x")
+
+
+def _deaths(title: str, runtime: colocate.Runtime) -> Iterator[Row]:
+    part = f"{title}: SIGKILL of a worker to the error in a waiting call"
+    seconds = []
+    for _ in range(_KILLS):
+        with runtime.reserve(slots=2) as pool:
+            group = pool.spawn({"probe": colocate.role(Probe)})
+            probe = group.role("probe", Probe)
+            pid = probe.pid()[1]
+            call = probe.wait.submit()
+            began = time.perf_counter()
+            os.kill(pid, signal.SIGKILL)
+            error = call.exception()
+            seconds.append(time.perf_counter() - began)
+            assert isinstance(error, colocate.WorkerDied), error
+            group.close()
+    yield Row(part, "p50", _ms(seconds), "ms", 60.0)
+    yield Row(part, "the slowest of 11", max(seconds) * 1e3, "ms")
+
+
+def _ms(seconds: list[float]) -> float:
+    return statistics.median(seconds) * 1e3

@@ -1,0 +1,25 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from tests.conformance.shared import cluster
+
+from colocate.testing.executors import ExecutorSuite
+
+pytest.importorskip("ray")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared() -> Iterator[None]:
+    """The cluster that the suite joins, but where it asks for an engine of its own."""
+    with cluster("ray") as options:
+        TestRay.options = options
+        yield
+
+
+class TestRay(ExecutorSuite):
+    """Slots on a Ray cluster."""
+
+    executor = "ray"
+    private = {}
