@@ -17,6 +17,9 @@ from colocate import load_config
 
 NOT_RUN: dict[tuple[str, str], int] = {
     ("README.md", "trains for about a minute; the test test_the_two_commands checks both"): 2,
+    ("dask.md", "needs a cluster"): 0,
+    ("ray.md", "needs a cluster"): 5,
+    ("ray.md", "one start of a Ray is enough for the tests of this page"): 1,
     ("from-verl.md", "verl and Ray are not installed with the tests"): 2,
     ("write-an-executor.md", "takes a minute; the next command runs a part of it"): 1,
 }
