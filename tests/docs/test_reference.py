@@ -17,11 +17,11 @@ from tests.docs.blocks import PAGES, ROOT
 
 import colocate
 from colocate import Run, errors
+from colocate._plugins import find_executor
 from colocate.cli import app
 from colocate.config import Config, ExecutorConfig, GroupConfig, JobConfig, PoolConfig, RoleConfig
 from colocate.config.schema import key_of, keys
 from colocate.config.values import describe
-from colocate_local.local import Local
 
 DOCS = ROOT / "docs"
 SECTIONS = {
@@ -31,6 +31,11 @@ SECTIONS = {
     "a group": GroupConfig,
     "a role": RoleConfig,
     "a job": JobConfig,
+}
+OPTIONS = {  # where the options of each executor are
+    "local": ("configuration.md", "executor"),
+    "ray": ("ray.md", "A private Ray"),
+    "dask": ("dask.md", "A private cluster"),
 }
 
 
@@ -57,11 +62,17 @@ def test_the_keys_of_a_config_are_listed(heading: str) -> None:
     assert listed[: len(known)] == known
 
 
-def test_the_options_of_local_are_listed() -> None:
-    rows = tables(DOCS / "configuration.md")["executor"]
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_options_of_an_executor_are_listed(name: str) -> None:
+    """Every option with its type and its default, in the order of the signature."""
+    if name != "local":
+        pytest.importorskip({"dask": "distributed"}.get(name, name))
+    page, heading = OPTIONS[name]
+    rows = tables(DOCS / page)[heading]
     listed = [row[:3] for row in rows[[row[0] for row in rows].index("option") + 1 :]]
-    hints = typing.get_type_hints(Local.connect)
-    parameters = inspect.signature(Local.connect).parameters.values()
+    connect = find_executor(name).connect
+    hints = typing.get_type_hints(connect)
+    parameters = inspect.signature(connect).parameters.values()
     assert listed == [[f"`{p.name}`", words(hints[p.name]), yaml_of(p.default)] for p in parameters]
 
 
@@ -116,6 +127,8 @@ def test_the_index_has_every_page() -> None:
 
 def words(annotation: Any) -> str:
     """A type as the pages say it."""
+    if annotation is Any:
+        return "anything"
     if annotation in (ExecutorConfig, JobConfig):
         return {ExecutorConfig: "an executor", JobConfig: "a job"}[annotation]
     arguments = typing.get_args(annotation)
