@@ -28,7 +28,7 @@ test: install $(BARE)/.installed
 check: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy core/colocate executors/colocate_local plugins/colocate_ppo
+	$(BIN)/mypy core/colocate executors plugins/colocate_ppo
 	$(BIN)/pyright
 
 bench: install  ## one table; ratios are of things measured side by side in this run

@@ -62,8 +62,7 @@ class ColocateError(Exception):
 
 
 def _restore(cls: type[ColocateError], args: tuple[Any, ...], state: dict[str, Any]) -> ColocateError:
-    error = cls.__new__(cls, *args)
-    error.args = args
+    error = cls(*args)
     cause = state.pop("__cause__", None)
     error.__dict__.update(state)
     if cause is not None:
@@ -122,6 +121,10 @@ class PlacementError(ColocateError, RuntimeError):
 
     def __str__(self) -> str:
         return "\n".join([self.message, *_table(self.nodes)])
+
+
+class EngineError(ColocateError, ConnectionError):
+    """The engine can't be reached, doesn't let this driver in, or has been lost."""
 
 
 class PlacementTimeout(PlacementError, TimeoutError):

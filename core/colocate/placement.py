@@ -71,12 +71,12 @@ class Ledger:
             PlacementError: It could never fit.
             PlacementTimeout: It didn't fit in time.
         """
-        if self._assign([_Account.of(node) for node in self._nodes], request) is None:
-            raise PlacementError(self._words(request, "can never fit"), nodes=self._table(request))
+        if not can_ever_fit(self._nodes, request):
+            raise PlacementError(words(request, "can never fit"), nodes=self._table(request))
         deadline = time.monotonic() + request.timeout
         with self._news:
             while True:
-                chosen = self._assign(self._accounts, request)
+                chosen = _assign(self._accounts, request)
                 if chosen is not None:
                     places = [account.take(request, self._device) for account in chosen]
                     order = {node.name: index for index, node in enumerate(self._nodes)}
@@ -84,7 +84,7 @@ class Ledger:
                 left = deadline - time.monotonic()
                 if left <= 0 or not self._news.wait(left):
                     raise PlacementTimeout(
-                        self._words(request, f"did not become free within {request.timeout:g} s"),
+                        words(request, f"did not become free within {request.timeout:g} s"),
                         nodes=self._table(request),
                     )
 
@@ -97,30 +97,6 @@ class Ledger:
                 by_name[place.node].give(place, request)
             self._news.notify_all()
 
-    def _assign(self, accounts: Sequence[_Account], request: Request) -> list[_Account] | None:
-        """An account for each slot, or None."""
-        room = {id(account): account.fits(request) for account in accounts}
-        if sum(room.values()) < request.slots:
-            return None
-        chosen: list[_Account] = []
-        if request.strategy == "pack":
-            # As few nodes as possible: those with most room first.
-            for account in sorted(accounts, key=lambda account: -room[id(account)]):
-                chosen += [account] * min(room[id(account)], request.slots - len(chosen))
-            return chosen
-        while len(chosen) < request.slots:
-            for account in accounts:
-                if room[id(account)] and len(chosen) < request.slots:
-                    room[id(account)] -= 1
-                    chosen.append(account)
-        return chosen
-
-    def _words(self, request: Request, how: str) -> str:
-        each = [f"{request.cpus:g} CPU"] + ([f"{request.gpus} GPU"] if request.gpus else [])
-        if request.host_memory_bytes:
-            each.append(f"{request.host_memory_bytes / 2**30:.1f} GiB")
-        return f"{request.owner or 'a pool'} of {request.slots} slots with {' and '.join(each)} each {how}:"
-
     def _table(self, request: Request) -> tuple[dict[str, str], ...]:
         rows = []
         for account in self._accounts:
@@ -128,13 +104,46 @@ class Ledger:
             rows.append(
                 {
                     "node": node.name,
-                    "wanted": _amounts(request.cpus * request.slots, request.gpus * request.slots),
-                    "total": _amounts(node.cpus, node.gpus),
-                    "free": _amounts(None if node.cpus is None else account.cpus, len(account.devices)),
+                    "wanted": amounts(request.cpus * request.slots, request.gpus * request.slots),
+                    "total": amounts(node.cpus, node.gpus),
+                    "free": amounts(None if node.cpus is None else account.cpus, len(account.devices)),
                 }
             )
         return tuple(rows)
 
 
-def _amounts(cpus: float | None, gpus: int) -> str:
+def can_ever_fit(nodes: Sequence[Node], request: Request) -> bool:
+    """Whether some nodes, all of them free, have room for a request."""
+    return _assign([_Account.of(node) for node in nodes], request) is not None
+
+
+def words(request: Request, how: str) -> str:
+    """A request in words, before a table: "pool of 2 slots with 1 CPU each can never fit:"."""
+    each = [f"{request.cpus:g} CPU"] + ([f"{request.gpus} GPU"] if request.gpus else [])
+    if request.host_memory_bytes:
+        each.append(f"{request.host_memory_bytes / 2**30:.1f} GiB")
+    return f"{request.owner or 'a pool'} of {request.slots} slots with {' and '.join(each)} each {how}:"
+
+
+def _assign(accounts: Sequence[_Account], request: Request) -> list[_Account] | None:
+    """An account for each slot, or None."""
+    room = {id(account): account.fits(request) for account in accounts}
+    if sum(room.values()) < request.slots:
+        return None
+    chosen: list[_Account] = []
+    if request.strategy == "pack":
+        # As few nodes as possible: those with most room first.
+        for account in sorted(accounts, key=lambda account: -room[id(account)]):
+            chosen += [account] * min(room[id(account)], request.slots - len(chosen))
+        return chosen
+    while len(chosen) < request.slots:
+        for account in accounts:
+            if room[id(account)] and len(chosen) < request.slots:
+                room[id(account)] -= 1
+                chosen.append(account)
+    return chosen
+
+
+def amounts(cpus: float | None, gpus: int) -> str:
+    """What there is of each kind, in words. `cpus` None: not counted."""
     return f"{'any' if cpus is None else f'{cpus:g}'} CPU, {gpus} GPU"

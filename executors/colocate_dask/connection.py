@@ -9,7 +9,7 @@ from typing import Any
 
 from distributed import Client, Security
 
-from colocate.errors import ColocateError, ConfigError
+from colocate.errors import ConfigError, EngineError
 from colocate.wire import Tls
 from colocate_dask import far, reservations
 from colocate_dask.certificates import tls_of
@@ -17,10 +17,6 @@ from colocate_dask.loop import LoopThread
 from colocate_dask.offers import Facts
 
 _CLOSE_S = 3.0
-
-
-class DaskConnectionError(ColocateError, ConnectionError):
-    """A Dask scheduler can't be reached, or doesn't let us in."""
 
 
 class Connection:
@@ -64,20 +60,20 @@ class Connection:
         """Call one of the client's methods, for a bounded time.
 
         Raises:
-            DaskConnectionError: The scheduler doesn't answer in time, or is gone.
+            EngineError: The scheduler doesn't answer in time, or is gone.
         """
 
         async def call() -> Any:
             return await getattr(self._client, method)(*args, **kwargs)
 
         if self._client.status != "running":
-            raise DaskConnectionError(f"the connection to the Dask scheduler is {self._client.status}")
+            raise EngineError(f"the connection to the Dask scheduler is {self._client.status}")
         try:
             return self._loop.run(call(), within_s)
         except TimeoutError as error:
-            raise DaskConnectionError(f"the Dask scheduler at {self.address} didn't answer in {within_s} s") from error
+            raise EngineError(f"the Dask scheduler at {self.address} didn't answer in {within_s} s") from error
         except OSError as error:
-            raise DaskConnectionError(f"the Dask scheduler at {self.address} is gone: {error}") from error
+            raise EngineError(f"the Dask scheduler at {self.address} is gone: {error}") from error
 
     def on_scheduler(self, function: Callable[..., Any], *args: Any, within_s: float | None = None) -> Any:
         """Run a function in the scheduler."""
@@ -105,7 +101,7 @@ class Connection:
         except (ConnectionError, TimeoutError):
             raise
         except Exception as error:  # whatever it raised when it looked for colocate
-            raise DaskConnectionError(
+            raise EngineError(
                 f"the Dask scheduler at {self.address} can't use colocate ({type(error).__name__}: {error}); "
                 f"install colocate {self.version.colocate} where the scheduler and the workers run, "
                 "and leave distributed.scheduler.pickle on"
@@ -117,13 +113,13 @@ def check_versions(here: Facts, there: Facts, who: str) -> None:
     """Compare versions.
 
     Raises:
-        DaskConnectionError: They differ.
+        EngineError: They differ.
     """
     if not isinstance(there, Facts) or (here.python, here.colocate) != (there.python, there.colocate):
         theirs = (
             f"Python {there.python} and colocate {there.colocate}" if isinstance(there, Facts) else "another colocate"
         )
-        raise DaskConnectionError(
+        raise EngineError(
             f"{who} has {theirs}, the driver Python {here.python} and colocate {here.colocate}; "
             "use the same versions on both sides"
         )
@@ -153,14 +149,14 @@ def _connected(loop: LoopThread, address: Any, security: Security | None, timeou
         if "ssl_context" not in str(error):
             raise
         text = f"{address} needs certificates: connect('dask', address=..., security=Security(tls_ca_file=..., ...))"
-        raise DaskConnectionError(text) from error
+        raise EngineError(text) from error
     except ValueError as error:
         raise ConfigError(f"connect('dask', address={address!r}): {error}; it should be tcp://host:port") from error
     except FileNotFoundError as error:
         raise ConfigError(f"connect('dask', security=...): a certificate or key is missing: {error}") from error
     except (OSError, ImportError) as error:  # TimeoutError is an OSError
         words = str(error) or f"no answer within {timeout:g} s"
-        raise DaskConnectionError(f"{_why_not(error, address)}: {words}") from error
+        raise EngineError(f"{_why_not(error, address)}: {words}") from error
 
 
 def _close(loop: LoopThread, client: Any) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import attrs
 
-from colocate.errors import ConfigError, PlacementError, PlacementTimeout
+from colocate.errors import ConfigError, EngineError, PlacementError, PlacementTimeout
 from colocate.executor import Boot, Executor, Host, HostEvents, MultiNode, Node, OwnProcess, Place, Request, Reservation
 from colocate.keeper import Keepers, KeptSlot
 from colocate.placement import Ledger
@@ -25,7 +25,7 @@ except ImportError as error:
 
 from colocate_dask import far, reservations
 from colocate_dask.certificates import security_of
-from colocate_dask.connection import Connection, DaskConnectionError
+from colocate_dask.connection import Connection
 from colocate_dask.loop import LoopThread
 from colocate_dask.offers import Grant, Refusal, Wanted, host_key
 from colocate_dask.private import PrivateCluster
@@ -76,7 +76,7 @@ class DaskExecutor(Executor, OwnProcess, MultiNode):
 
         Raises:
             ConfigError: The options contradict each other.
-            DaskConnectionError: The scheduler can't be reached, refuses us, or has other versions.
+            EngineError: The scheduler can't be reached, refuses us, or has other versions.
         """
         if client is not None:
             if address is not None or security is not None:
@@ -84,7 +84,7 @@ class DaskExecutor(Executor, OwnProcess, MultiNode):
             if not isinstance(client, distributed.Client):
                 raise ConfigError(f"connect('dask', client=...) takes a distributed.Client, not {client!r}")
             if client.scheduler is None or client.status != "running":
-                raise DaskConnectionError(f"the Dask client given is not connected: it is {client.status}")
+                raise EngineError(f"the Dask client given is not connected: it is {client.status}")
             address, security = client.scheduler.address, client.security
         if address is not None and (cpus is not None or gpus is not None):
             raise ConfigError("connect('dask', ...): cpus= and gpus= are of a private cluster; address= joins another")
@@ -237,7 +237,7 @@ class DaskExecutor(Executor, OwnProcess, MultiNode):
         for slot in held.slots.values():
             slot.close()
         try:
-            with contextlib.suppress(DaskConnectionError):  # without a scheduler there is nothing to give back to
+            with contextlib.suppress(EngineError):  # without a scheduler there is nothing to give back to
                 self._connection.on_scheduler(reservations.release, held.id, within_s=_ANSWER_S)
         finally:
             if self._private is not None and self._ledger is not None:

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import colocate
-from colocate.errors import ColocateError
-from colocate.wire import _forks
+from colocate import wire
+from colocate.errors import ColocateError, EngineError
 from colocate_ray.private import end_strays
-from colocate_ray.terms import Cluster, ClusterError, Failure
+from colocate_ray.terms import Cluster, Failure
 
 _STARTS_WITHIN_S = 120.0
 _JOINS_WITHIN_S = 60.0
@@ -44,7 +44,7 @@ class Envoy:
             lost: Told when an actor is gone, on a thread of the envoy's: number of the reservation, index, Ray's words.
 
         Raises:
-            ClusterError: The cluster can't be joined.
+            EngineError: The cluster can't be joined.
             ColocateError: A private Ray can't be started.
         """
         self.folder: str | None = None
@@ -63,7 +63,7 @@ class Envoy:
             self._sock.close()
             self._log.close()
             raise
-        _forks.track(self)
+        wire.track(self)
         self._reader = threading.Thread(target=self._read, name="colocate-ray-envoy", daemon=True)
         opened = self._pending[0]
         self._reader.start()
@@ -94,7 +94,7 @@ class Envoy:
             if self._over is None:
                 self._pending[number] = future
         if self._over is not None:
-            future.set_exception(ClusterError(self._over))
+            future.set_exception(EngineError(self._over))
             return future
         try:
             self._write((number, name, arguments))
@@ -162,7 +162,7 @@ class Envoy:
             self._over = f"the connection to Ray has ended: {why}"
             pending, self._pending = self._pending, {}
         for future in pending.values():
-            future.set_exception(ClusterError(self._over))
+            future.set_exception(EngineError(self._over))
 
     def _post_mortem(self) -> str:
         self._end()
@@ -200,7 +200,7 @@ def _import_path() -> list[str]:
 def _too_slow(cluster: Cluster, words: str) -> ColocateError:
     if cluster.private:
         return ColocateError(f"a private Ray did not start within {_STARTS_WITHIN_S:g} s. {words}".strip())
-    return ClusterError(
+    return EngineError(
         f"the Ray cluster at {cluster.address} did not let this driver in within {_JOINS_WITHIN_S:g} s: is it a Ray "
         f"cluster of the same version that listens there? {words}".strip()
     )

@@ -11,11 +11,11 @@ from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any
 
-from colocate.errors import ConfigError
+from colocate.errors import ConfigError, EngineError
 from colocate.executor import Boot, Executor, Host, HostEvents, MultiNode, Node, OwnProcess, Place, Request, Reservation
 from colocate.keeper import Keepers, KeptSlot
 from colocate_ray.envoy import Envoy
-from colocate_ray.terms import Cluster, ClusterError, Slot
+from colocate_ray.terms import Cluster, Slot
 
 if importlib.util.find_spec("ray") is None:
     raise ModuleNotFoundError("No module named 'ray'", name="ray")
@@ -115,7 +115,7 @@ class RayExecutor(Executor, OwnProcess, MultiNode):
         try:
             wait([end for key, end in list(self._ends.items()) if key[0] == reservation.handle])
             self._envoy.call("release", reservation.handle)
-        except ClusterError:  # Ray takes back what a driver has held that is gone
+        except EngineError:  # Ray takes back what a driver has held that is gone
             pass
         finally:
             with self._lock:

@@ -8,9 +8,9 @@ from typing import Any
 
 import ray
 
-from colocate.errors import ColocateError
+from colocate.errors import ColocateError, EngineError
 from colocate_ray.private import PrivateFolder
-from colocate_ray.terms import Cluster, ClusterError
+from colocate_ray.terms import Cluster
 
 _DIAL_S = 5.0
 _QUIET: dict[str, Any] = {"log_to_driver": False, "configure_logging": False, "logging_level": "ERROR"}
@@ -32,7 +32,7 @@ def join(cluster: Cluster) -> None:
     """Join a cluster that is there.
 
     Raises:
-        ClusterError: It isn't, or doesn't let us in.
+        EngineError: It isn't, or doesn't let us in.
     """
     address = _found(str(cluster.address))
     _dial(address)
@@ -40,7 +40,7 @@ def join(cluster: Cluster) -> None:
         # The word stays "auto" where it was: Ray then takes the token of this user by itself.
         ray.init(address="auto" if cluster.address == "auto" else address, **_QUIET)
     except Exception as error:
-        raise ClusterError(_refusal(address, error)) from None
+        raise EngineError(_refusal(address, error)) from None
 
 
 def _found(address: str) -> str:
@@ -50,12 +50,12 @@ def _found(address: str) -> str:
     try:
         return str(services.canonicalize_bootstrap_address_or_die(address))
     except ConnectionError as error:
-        raise ClusterError(
+        raise EngineError(
             f"connect('ray', address='auto') finds no Ray on this machine: {_last_words(error)} Start one "
             "(`ray start --head`), give its address ('host:port'), or leave address out for a private one"
         ) from None
     except ValueError:
-        raise ClusterError(f"{address!r} is no address of a Ray cluster: write 'host:port', or 'auto'") from None
+        raise EngineError(f"{address!r} is no address of a Ray cluster: write 'host:port', or 'auto'") from None
 
 
 def _dial(address: str) -> None:
@@ -64,7 +64,7 @@ def _dial(address: str) -> None:
     try:
         socket.create_connection((host.strip("[]"), int(port)), _DIAL_S).close()
     except (OSError, ValueError) as error:
-        raise ClusterError(
+        raise EngineError(
             f"no Ray cluster can be reached at {address} ({error}). Is it running, and is this the address of its "
             "head (port 6379 unless `ray start` was told another)? With 'auto', RAY_ADDRESS or the file of a cluster "
             "that is gone may have named it: `ray stop` clears that"

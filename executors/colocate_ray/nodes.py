@@ -8,12 +8,11 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import attrs
 import ray
 
 from colocate.errors import PlacementError
 from colocate.executor import Node, Request
-from colocate.placement import Ledger
+from colocate.placement import amounts, can_ever_fit, words
 
 _ANSWERS_WITHIN_S = 1.0
 
@@ -47,24 +46,20 @@ class Nodes:
         Raises:
             PlacementError: It can't.
         """
-        try:
-            _fit(self.offers(), request)
-        except PlacementError as error:
-            raise PlacementError(error.message, nodes=self.table(request)) from None
+        if not can_ever_fit(self.offers(), request):
+            raise PlacementError(words(request, "can never fit"), nodes=self.table(request))
 
     def fits_now(self, request: Request) -> bool:
         """Whether it would fit into what Ray says is free."""
         free = _free()
-        try:
-            _fit([self._offer(node["NodeID"], free.get(node["NodeID"], {})) for node in self._alive()], request)
-        except PlacementError:
-            return False
-        return True
+        return can_ever_fit(
+            [self._offer(node["NodeID"], free.get(node["NodeID"], {})) for node in self._alive()], request
+        )
 
     def table(self, request: Request) -> tuple[dict[str, str], ...]:
         """A row for each node: what is wanted in all, what the node has, what of it is free."""
         free = _free()
-        wanted = _amounts(request.cpus * request.slots, request.gpus * request.slots)
+        wanted = amounts(request.cpus * request.slots, request.gpus * request.slots)
         return tuple(
             {
                 "node": self.name(node["NodeID"]),
@@ -74,14 +69,6 @@ class Nodes:
             }
             for node in self._alive()
         )
-
-    @staticmethod
-    def words(request: Request, how: str) -> str:
-        """A request in words."""
-        each = [f"{request.cpus:g} CPU"] + ([f"{request.gpus} GPU"] if request.gpus else [])
-        if request.host_memory_bytes:
-            each.append(f"{request.host_memory_bytes / 2**30:.1f} GiB")
-        return f"{request.owner or 'a pool'} of {request.slots} slots with {' and '.join(each)} each {how}:"
 
     @staticmethod
     def holding(group_id: str) -> set[str]:
@@ -113,10 +100,6 @@ def natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name) if part]
 
 
-def _fit(nodes: list[Node], request: Request) -> None:
-    Ledger(nodes, lambda devices: "").reserve(attrs.evolve(request, timeout=0.0))
-
-
 def _answers(node: dict[str, Any]) -> bool:
     try:
         socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), _ANSWERS_WITHIN_S).close()
@@ -134,11 +117,7 @@ def _free() -> dict[str, dict[str, float]]:
 
 
 def _amounts_of(resources: dict[str, float]) -> str:
-    return _amounts(resources.get("CPU", 0.0), int(resources.get("GPU", 0)))
-
-
-def _amounts(cpus: float, gpus: int) -> str:
-    return f"{cpus:g} CPU, {gpus} GPU"
+    return amounts(resources.get("CPU", 0.0), int(resources.get("GPU", 0)))
 
 
 def _every() -> list[dict[str, Any]]:

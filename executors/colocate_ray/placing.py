@@ -18,6 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 import colocate
 from colocate.errors import ColocateError, PlacementTimeout
 from colocate.executor import Node, Request
+from colocate.placement import words
 from colocate_ray.holder import Holder, end_process
 from colocate_ray.nodes import Nodes, natural
 from colocate_ray.terms import Cluster, Slot
@@ -91,8 +92,8 @@ class Placing:
             raise
         if not placed:
             self.release(number)
-            words = self.nodes.words(request, f"did not become free within {request.timeout:g} s")
-            raise PlacementTimeout(words, nodes=self.nodes.table(request))
+            text = words(request, f"did not become free within {request.timeout:g} s")
+            raise PlacementTimeout(text, nodes=self.nodes.table(request))
         return slots
 
     def end_slot(self, number: int, index: int) -> None:

@@ -55,10 +55,6 @@ class Slot:
     address: str
 
 
-class ClusterError(ColocateError, ConnectionError):
-    """A Ray cluster can't be joined, or has been lost."""
-
-
 @attrs.frozen
 class Failure:
     """An error on its way to the driver."""

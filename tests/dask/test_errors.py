@@ -18,7 +18,7 @@ from tests.dask.conftest import running
 import colocate
 from colocate.errors import ConfigError, PlacementError
 from colocate.testing.probes.plain import Echo
-from colocate_dask.connection import DaskConnectionError, check_versions
+from colocate_dask.connection import EngineError, check_versions
 from colocate_dask.offers import Facts
 
 WITHOUT_COLOCATE = "import sys; sys.modules['colocate'] = None\n"
@@ -90,7 +90,7 @@ def test_wrong_certificates(cluster: str, certificates: Path, whose: str) -> Non
         "none": (cluster, None, "needs certificates"),
         "plain": (cluster.replace("tls://", "tcp://"), None, "does it use tls"),
     }[whose]
-    with pytest.raises(DaskConnectionError, match=words) as caught:
+    with pytest.raises(EngineError, match=words) as caught:
         colocate.connect("dask", address=address, security=own, timeout=30)
     assert address in str(caught.value)
     assert time.monotonic() - began < 30
@@ -103,7 +103,7 @@ def test_client_that_the_cluster_does_not_know(cluster: str, certificates: Path)
         "tls_client_cert": str(certificates / "bad-cert.pem"),
         "tls_client_key": str(certificates / "bad-key.pem"),
     }
-    with pytest.raises(DaskConnectionError, match=r"doesn't accept the certificates|can be reached"):
+    with pytest.raises(EngineError, match=r"doesn't accept the certificates|can be reached"):
         colocate.connect("dask", address=cluster, security=options)
 
 
@@ -111,9 +111,9 @@ def test_unreachable() -> None:
     """Nobody listens there, or somebody who says nothing."""
     with socket.create_server(("127.0.0.1", 0)) as mute:
         address = f"tcp://127.0.0.1:{mute.getsockname()[1]}"
-        with pytest.raises(DaskConnectionError, match=f"no Dask scheduler can be reached at {address}"):
+        with pytest.raises(EngineError, match=f"no Dask scheduler can be reached at {address}"):
             colocate.connect("dask", address=address, timeout=0.5)
-    with pytest.raises(DaskConnectionError, match="no Dask scheduler can be reached") as caught:
+    with pytest.raises(EngineError, match="no Dask scheduler can be reached") as caught:
         colocate.connect("dask", address=address, timeout=0.5)
     assert isinstance(caught.value, ConnectionError)
 
@@ -142,7 +142,7 @@ def test_versions() -> None:
     """Python and colocate have to be the same on both sides."""
     check_versions(Facts("3.12", "1.0"), Facts("3.12", "1.0"), "it")
     for there in (Facts("3.11", "1.0"), Facts("3.12", "2.0")):
-        with pytest.raises(DaskConnectionError, match="use the same versions"):
+        with pytest.raises(EngineError, match="use the same versions"):
             check_versions(Facts("3.12", "1.0"), there, "it")
 
 

@@ -21,6 +21,7 @@ import attrs
 
 import colocate
 from colocate import wire
+from colocate.errors import ClosedError
 from colocate.keeper.launcher import Launcher
 from colocate.keeper.process import WorkerProcess
 
@@ -97,7 +98,8 @@ class Keeper:
 
     def _greet(self, sock: socket.socket) -> None:
         self._greetings.add(sock)
-        _Greeting(self._hub, self._connected, sock)
+        with contextlib.suppress(ClosedError):  # just now: `close` closes it
+            _Greeting(self._hub, self._connected, sock)
 
     def _connected(self, token: bytes | None, sock: socket.socket) -> None:
         self._greetings.discard(sock)
@@ -107,8 +109,11 @@ class Keeper:
             self._lanes[token] = sock
             if (worker := self._workers.get(token)) is not None:
                 self._launcher.soon(partial(self._hand_over, worker))
-        elif self._driver is None:
-            self._driver = self._hub.attach(sock, self._told, self._let_go)
+        elif self._driver is None and not self._over:
+            try:
+                self._driver = self._hub.attach(sock, self._told, self._let_go)
+            except ClosedError:  # just now
+                sock.close()
         else:
             sock.close()  # it is another driver's
 

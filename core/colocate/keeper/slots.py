@@ -157,7 +157,8 @@ class KeptSlot:
         except (OSError, ClosedError) as error:
             self._lost = f"its keeper can't be reached: {error}"
             self.keepers.hub.later(0.0, partial(self._over, self._lost))
-            self._on_stuck()
+            if not self._closed:  # otherwise it has been let go, and has gone
+                self._on_stuck()
         finally:
             self._connected.set()
 
@@ -174,7 +175,8 @@ class KeptSlot:
 
     def stuck(self) -> None:
         """The keeper doesn't do what it is told."""
-        self.keepers.soon(self._on_stuck)
+        if not self._closed:
+            self.keepers.soon(self._on_stuck)
 
     # -- from any thread
 

@@ -1,6 +1,6 @@
 """The wire: values as bytes, messages on authenticated sockets, one thread for any number of connections."""
 
-from colocate.wire._forks import own_descriptors
+from colocate.wire._forks import own_descriptors, track
 from colocate.wire.auth import KEY_BYTES, Listener, connect, listen, listen_widely, new_key
 from colocate.wire.codec import Packed, pack, unpack
 from colocate.wire.explain import explain
@@ -33,5 +33,6 @@ __all__ = [
     "new_key",
     "own_descriptors",
     "pack",
+    "track",
     "unpack",
 ]

@@ -10,7 +10,6 @@ import socket
 import weakref
 from typing import Protocol, TypeVar
 
-
 S = TypeVar("S", bound=socket.socket)
 
 

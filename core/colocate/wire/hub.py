@@ -283,9 +283,13 @@ class _Door:
         except OSError:
             sock.close()
             return
+        try:
+            with self._hub._lock:
+                self._hub._register(sock.fileno(), lambda _events: self._advance(handshake))
+        except ClosedError:  # just now
+            sock.close()
+            return
         self._pending[sock.fileno()] = handshake
-        with self._hub._lock:
-            self._hub._register(sock.fileno(), lambda _events: self._advance(handshake))
         if not self._sweeping:
             self._sweep()
 
