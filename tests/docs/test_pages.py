@@ -16,7 +16,7 @@ from tests.docs.pages import untrue
 from colocate import load_config
 
 NOT_RUN: dict[tuple[str, str], int] = {
-    ("README.md", "trains for about a minute; the test test_the_two_commands checks both"): 2,
+    ("README.md", "trains for about a minute; the test test_the_two_commands checks both"): 3,
     ("dask.md", "needs a cluster"): 5,
     ("ray.md", "needs a cluster"): 5,
     ("ray.md", "one start of a Ray is enough for the tests of this page"): 1,
