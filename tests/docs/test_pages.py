@@ -49,6 +49,8 @@ def test_the_two_commands() -> None:
     assert config.job is not None
     for change in re.findall(r"--set ([\w.]+=\w+)", readme):
         load_config(ROOT / command.split()[-1], set=[change])
+    for executor in re.findall(r"--executor (\w+)", readme):
+        assert load_config(ROOT / command.split()[-1], executor=executor).executor.use == executor
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
