@@ -11,7 +11,7 @@ from distributed import Client, Security
 
 from colocate.errors import ConfigError, EngineError
 from colocate.wire import Tls
-from colocate_dask import far, reservations
+from colocate_dask import far, reservations, undocumented
 from colocate_dask.certificates import tls_of
 from colocate_dask.loop import LoopThread
 from colocate_dask.offers import Facts
@@ -136,7 +136,9 @@ def _connected(loop: LoopThread, address: Any, security: Security | None, timeou
             "name": "colocate",
         }
         made.append(Client(address, asynchronous=True, **options))  # type: ignore[no-untyped-call]
-        return await made[0]
+        client = await made[0]
+        undocumented.ask_for_nothing(client)
+        return client
 
     try:
         try:

@@ -1,7 +1,7 @@
 """All that is used of `distributed` beyond its documentation; tests/dask/test_undocumented.py guards it.
 
-Everything here runs in the scheduler. The documented rest: `Client.run`, `run_on_scheduler`, `register_plugin` and
-`subscribe_topic`, `SchedulerPlugin` and its hooks, `Scheduler.log_event`, the attributes of `WorkerState`.
+All but the first of it runs in the scheduler. The documented rest: `Client.run`, `run_on_scheduler`, `register_plugin`
+and `subscribe_topic`, `SchedulerPlugin` and its hooks, `Scheduler.log_event`, the attributes of `WorkerState`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,11 @@ from typing import Any
 
 from distributed.protocol.pickle import dumps
 from distributed.protocol.serialize import Serialize, Serialized, deserialize
+
+
+def ask_for_nothing(client: Any) -> None:
+    """Have a client not ask every two seconds what workers there are: nobody here wants to know."""
+    client._periodic_callbacks["scheduler-info"].stop()
 
 
 def plugin_of(scheduler: Any, name: str) -> Any:

@@ -6,7 +6,8 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from colocate.errors import ColocateError, PlacementError, PlacementTimeout
 from colocate.testing import leaks
 from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import PATIENCE_S, Processes, wait_until
+from colocate_dask import undocumented
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +28,15 @@ def runtime(cluster: str) -> Iterator[Runtime]:
     with colocate.connect("dask", address=cluster) as runtime:
         with runtime.reserve(5, cpus=0) as pool:  # what is made for the first worker is there from now on
             pool.spawn({"echo": colocate.role(Echo)})
+        at_the_same_time(runtime.executor.nodes)
         yield runtime
+
+
+def at_the_same_time(ask: Callable[[], Any]) -> None:
+    """Have Dask open as many connections to the scheduler as any test will need: it keeps them."""
+    with ThreadPoolExecutor(3) as threads:
+        for asked in [threads.submit(ask) for _ in range(3)]:
+            asked.result()
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +44,8 @@ def other(cluster: str) -> Iterator[Any]:
     """Somebody else, who uses the cluster as Dask is meant to be used."""
     made: Any = Client
     with made(cluster, set_as_default=False) as client:
+        undocumented.ask_for_nothing(client)
+        at_the_same_time(lambda: client.run(os.getpid))
         yield client
 
 

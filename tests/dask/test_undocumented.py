@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from distributed import Scheduler, Status
+from distributed import Client, Scheduler, Status
 from distributed.diagnostics.plugin import SchedulerPlugin
 from distributed.protocol.serialize import Serialize, Serialized, deserialize, serialize, to_serialize
+from tornado.ioloop import PeriodicCallback
 
 from colocate_dask.reservations import Reservations
 
@@ -26,6 +27,12 @@ def test_scheduler() -> None:
     assert {"msg", "workers", "nanny"} <= parameters(Scheduler.broadcast)
     assert {"topic", "msg"} <= parameters(Scheduler.log_event)
     assert {"paused", "running"} <= {status.name for status in Status}
+
+
+def test_client() -> None:
+    """It asks for news of the workers by itself, which can be stopped."""
+    assert 'self._periodic_callbacks["scheduler-info"]' in inspect.getsource(Client.__init__)
+    assert hasattr(PeriodicCallback, "stop")
 
 
 def test_plugin_hooks() -> None:
