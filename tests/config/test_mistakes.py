@@ -245,7 +245,7 @@ class TestWhole:
 
     def test_an_unknown_executor(self, write: Write) -> None:
         assert only(write("executor: locl")) == (
-            "line 1: executor.use: no executor is called 'locl' (installed: local); did you mean 'local'?"
+            "line 1: executor.use: no executor is called 'locl' (installed: dask, local and ray); did you mean 'local'?"
         )
 
     def test_seed_is_no_option_of_an_executor(self, write: Write) -> None:

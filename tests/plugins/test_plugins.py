@@ -103,7 +103,7 @@ class TestMessages:
 
     def test_an_unknown_executor(self) -> None:
         assert message(lambda: find_executor("locla")) == (
-            "no executor is called 'locla' (installed: local); did you mean 'local'?"
+            "no executor is called 'locla' (installed: dask, local and ray); did you mean 'local'?"
         )
 
     def test_a_name_that_is_an_extra_of_ours_says_the_pip_line(self) -> None:
