@@ -16,7 +16,7 @@ from typing import Any
 
 from colocate import _batch
 from colocate._codec import Codec
-from colocate._context import CallState, Context, reset_current, running_call, set_current
+from colocate._context import Context, reset_current, running_call, set_current
 from colocate._dispatch import Scatter
 from colocate._method import MethodSpec
 from colocate._values import describe, ordinary
@@ -102,7 +102,7 @@ class WorkerHost:
         self._handlers[head[0]](head, body)
 
     def _on_build(self, head: tuple[Any, ...], body: Any) -> None:
-        self.lane.put(Work(0, partial(self._build, head, body), "build", state=CallState(seq=0)))
+        self.lane.put(Work(seq=0, run=self._build, label="build", head=head, body=body))
 
     def _on_call(self, head: tuple[Any, ...], body: Any) -> None:
         _, seq, role, method, keep, _valid, _uses, frees = head
@@ -111,7 +111,7 @@ class WorkerHost:
         hosted = self.roles.get(role) or self._for_functions(role)
         spec = hosted.spec(method)
         concurrency = spec.concurrency if spec.is_async else 0
-        work = Work(seq, partial(self._call, head, body), hosted.label(method), concurrency, CallState(seq))
+        work = Work(seq=seq, run=self._call, label=hosted.label(method), head=head, body=body, concurrency=concurrency)
         if keep is not None:
             self.store.expect(keep)
             work.on_drop = partial(self.store.fail, keep, f"{work.label} was withdrawn after a failure")
@@ -237,10 +237,10 @@ class WorkerHost:
     def _held(self, number: int, begun: int) -> None:
         self._send(("held", number, begun, self.groups.renew(number)), None)
 
-    def _build(self, head: tuple[Any, ...], body: Any, work: Work) -> bool:
-        _, seq, self.groups.generation, self.groups.default_role = head
+    def _build(self, work: Work) -> bool:
+        _, seq, self.groups.generation, self.groups.default_role = work.head
         start = time.time()
-        builds: list[RoleBuild] = self.codec.unpack(body, None)
+        builds: list[RoleBuild] = self.codec.unpack(work.body, None)
         for build in builds:
             if self.boot.slot not in build.slots:
                 continue
@@ -253,23 +253,24 @@ class WorkerHost:
         self._send(("done", seq, None, start, time.time(), None), None)
         return True
 
-    def _call(self, head: tuple[Any, ...], body: Any, work: Work) -> Any:
-        _, seq, key, method, keep, valid, uses, _ = head
+    def _call(self, work: Work) -> Any:
+        _, seq, key, method, keep, valid, uses, _ = work.head
+        body, work.body = work.body, None  # it may be large, and the role remembers its last call
         role = self.roles[key]
         spec = role.spec(method)
         start = time.time()
-        tokens = set_current(role.ctx), running_call.set(work.state)
-        role.ctx.last_call = work.state
+        tokens = set_current(role.ctx), running_call.set(work)
+        role.ctx.last_call = work
         try:
             resolver = self._resolver(seq) if uses else None
             arguments = self._arguments(body, resolver, role, spec)
-            work.state.valid_rows = resolver.valid if valid is None and resolver is not None else valid
+            work.valid_rows = resolver.valid if valid is None and resolver is not None else valid
             if spec.padded is not None:
                 work.rows = _batch.rows(arguments[spec.padded], spec.padded)
             result = spec.call(role.instance, arguments)
             if spec.is_async:
-                return self._finish_async(result, head, work, role, resolver, start)
-            self._finish(result, head, work, role, resolver, start)
+                return self._finish_async(result, work, role, spec, resolver, start)
+            self._finish(result, work, role, spec, resolver, start)
         except BaseException as error:  # whatever role code raises is the caller's to see, SystemExit included
             self._failed(seq, keep, role.name, error)
             return False
@@ -284,19 +285,19 @@ class WorkerHost:
     async def _finish_async(
         self,
         coroutine: Any,
-        head: tuple[Any, ...],
         work: Work,
         role: HostedRole,
+        spec: MethodSpec,
         resolver: Resolver | None,
         start: float,
     ) -> bool:
         # A task has a context of its own, in which nothing has to be reset.
         set_current(role.ctx)
-        running_call.set(work.state)
+        running_call.set(work)
         try:
-            self._finish(await coroutine, head, work, role, resolver, start)
+            self._finish(await coroutine, work, role, spec, resolver, start)
         except BaseException as error:
-            self._failed(head[1], head[4], role.name, error)
+            self._failed(work.seq, work.head[4], role.name, error)
             return False
         return True
 
@@ -320,17 +321,15 @@ class WorkerHost:
         return arguments
 
     def _finish(
-        self, result: Any, head: tuple[Any, ...], work: Work, role: HostedRole, resolver: Resolver | None, start: float
+        self, result: Any, work: Work, role: HostedRole, spec: MethodSpec, resolver: Resolver | None, start: float
     ) -> None:
-        _, seq, _, method, keep, _, _, _ = head
+        seq, label, keep = work.seq, work.label, work.head[4]
         result = ordinary(result)
-        label = role.label(method)
-        spec = role.spec(method)
         if work.rows is not None and (result is not None or counts(spec, role.ctx)):
-            result = without_padding(result, work.rows, work.state.valid_rows, label)
+            result = without_padding(result, work.rows, work.valid_rows, label)
         if len(self.store):
             self._check_writes(label, role, resolver)
-        valid = work.state.valid_rows
+        valid = work.valid_rows
         if keep is None:
             body = None if result is None else self._packed(result, label)
             self._send(("done", seq, valid, start, time.time(), None), body)

@@ -19,6 +19,11 @@ class HostedRole:
     instance: Any
     methods: Mapping[str, MethodSpec]
     ctx: Context
+    _labels: Mapping[str, str] = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        # Each call asks for one.
+        self._labels = {} if self.name is None else {method: f"{self.name}.{method}" for method in self.methods}
 
     def spec(self, method: str) -> MethodSpec:
         """One of its methods."""
@@ -26,4 +31,4 @@ class HostedRole:
 
     def label(self, method: str) -> str:
         """What a method is called in errors and stacks."""
-        return f"{self.name}.{method}" if self.name is not None else f"function {method}"
+        return self._labels.get(method) or f"function {method}"

@@ -22,15 +22,15 @@ from colocate._context import CallState
 from colocate.wire import Turns
 
 
-@attrs.define(eq=False)
-class Work:
+@attrs.define(eq=False, kw_only=True)
+class Work(CallState):
     """One call for the lane. `run` says whether it went well; for an async method it returns a coroutine of that."""
 
-    seq: int
     run: Callable[[Work], bool | Coroutine[Any, Any, bool]]
     label: str
+    head: tuple[Any, ...] = ()
+    body: Any = None
     concurrency: int = 0  # 0: a sync method, which waits for everything before it and is waited for
-    state: CallState = attrs.field(factory=CallState)
     rows: int | None = None
     on_drop: Callable[[], None] | None = None
 
@@ -112,7 +112,7 @@ class Lane:
         """Tell a running call, if it looks, that nobody waits for it."""
         work = self.running.get(seq)
         if work is not None:
-            work.state.cancelled = True
+            work.cancelled = True
 
     def resume(self, number: int, withdrawn: frozenset[int]) -> None:
         """Go on after a hold, without the withdrawn calls."""
@@ -122,7 +122,7 @@ class Lane:
         """End the thread after what runs now; queued work is dropped."""
         self.closing = True
         for work in list(self.running.values()):
-            work.state.cancelled = True
+            work.cancelled = True
         self._put(None)
 
     def _put(self, item: _Item) -> None:
