@@ -80,6 +80,15 @@ class Screen:
         self._bar.add_task("starting", total=None)
 
     @contextlib.contextmanager
+    def starting(self, what: str) -> Iterator[None]:
+        """Say on a terminal, while the block runs, that something starts: an engine may take seconds."""
+        if self.quiet or not self.console.is_terminal:
+            yield
+            return
+        with self.console.status(Text(what)):
+            yield
+
+    @contextlib.contextmanager
     def running(self, name: str, directory: Path, step: int | None) -> Iterator[None]:
         """Show progress while the block runs.
 
@@ -165,8 +174,9 @@ class Screen:
     def _renderable(self) -> Group:
         now = self._running[-1:]  # a copy: the job's thread changes it
         doing = "".join(f"  now {phase} {time.monotonic() - since:.0f}s" for phase, since in now)
-        times = Text("  " + _times(self._seconds) + doing, style="dim")
-        return Group(self._bar, Text("  " + _numbers(self._last)), times)
+        numbers, times = _numbers(self._last), _times(self._seconds) + doing
+        lines = [Text(f"  {numbers}"), Text(f"  {times.strip()}", style="dim")]
+        return Group(self._bar, *(line for line in lines if line.plain.strip()))
 
 
 def _numbers(scalars: Mapping[str, Any]) -> str:

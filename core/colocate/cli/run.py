@@ -28,8 +28,11 @@ def run_job(file: Path, executor: str | None, changes: Iterable[str], *, resume:
         screen = Screen(quiet=json)
         # What a job prints must not get between a script and the JSON it waits for.
         with contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext():
-            with launch(load(file, executor, changes)) as job:
-                record = execute(job.config, job.runtime, job.groups, resume=resume, screen=screen)
+            config = load(file, executor, changes)
+            with contextlib.ExitStack() as stack:
+                with screen.starting(f"{config.name}: starting on {config.executor.use}"):
+                    job = stack.enter_context(launch(config))
+                record = execute(config, job.runtime, job.groups, resume=resume, screen=screen)
             screen.say(_closed(record))
         if json:
             print_json(_summary(record))

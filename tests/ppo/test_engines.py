@@ -1,0 +1,105 @@
+"""The job on every executor from the same file, only `executor:` changed: its first update is the local one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from tests.conformance.shared import cluster
+
+import colocate
+
+EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "ppo-small.yaml"
+# One step at the full learning rate after a warm-up of two. Its answers are sampled, so it hangs on generators too.
+ONE_UPDATE = [
+    "groups.policy.roles.actor.with={layers: 1, hidden: 32, heads: 2, feed_forward: 64, lr: 1e-3, threads: 1}",
+    "job.with={task_options: {min_word_len: 3, max_word_len: 5}, warm_up_steps: 2, warm_up_batch: 9, steps: 1,"
+    " batch: 23, minibatch: 8, epochs: 2, critic_only_steps: 0, actor_ramp: 1, actor_decay: 0, eval_problems: 16}",
+]
+PROCESSES = {"use": "local", "with": {"processes": True}}
+NUMBERS = {"policy_loss", "value_loss", "policy_grad_norm", "value_grad_norm", "reward", "kl", "entropy", "eval_score"}
+
+
+@attrs.frozen(eq=False)
+class Update:
+    """What the first update leaves: the numbers it logs, and the tensors that each role saves, optimizers included."""
+
+    numbers: Mapping[str, float]
+    tensors: Mapping[str, torch.Tensor]
+
+
+def tensors_of(tree: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of what a role saved, by their path."""
+    if isinstance(tree, torch.Tensor):
+        yield path, tree
+    elif isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from tensors_of(value, f"{path}/{key}")
+
+
+Run = Callable[[Any, int], Update]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Runs the job on an executor with a number of slots."""
+
+    def go(executor: Any, slots: int) -> Update:
+        changes = [*ONE_UPDATE, f"pools.main.slots={slots}", f"executor={json.dumps(executor)}"]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(tmp_path_factory.mktemp("run"))
+            with colocate.launch(colocate.load_config(EXAMPLE, set=changes)) as job:
+                record = job.run(quiet=True)
+            files = record.directory.absolute().glob("checkpoints/*/*.pt")
+            states = {file.stem: torch.load(file, weights_only=True) for file in files}
+        tensors = {name: value for role, state in states.items() for name, value in tensors_of(state, role)}
+        numbers = {name: value for row in record.metrics for name, value in row.items() if name != "seconds"}
+        return Update(numbers, tensors)
+
+    return go
+
+
+@pytest.fixture(scope="module")
+def local(run: Run) -> Callable[[int], Update]:
+    """The local update: in a thread with one slot, in processes with two, since torch's process groups need them."""
+    return {1: run("local", 1), 2: run(PROCESSES, 2)}.__getitem__
+
+
+@pytest.fixture(scope="module", params=["processes", "ray", "dask"])
+def executor(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """The executor's entry in a config."""
+    if request.param == "processes":
+        yield PROCESSES
+        return
+    pytest.importorskip({"dask": "distributed"}.get(request.param, request.param))
+    with cluster(request.param) as options:
+        yield {"use": request.param, "with": options}
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_the_first_update_is_the_local_one(run: Run, local: Callable[[int], Update], executor: Any, slots: int) -> None:
+    if executor == PROCESSES and slots == 2:
+        pytest.skip("it is what the others are compared with")
+    found, expected = run(executor, slots), local(slots)
+    assert found.numbers.keys() >= NUMBERS
+    assert found.numbers == pytest.approx(expected.numbers, rel=1e-5, abs=1e-6)
+    roles = {"actor", "critic", "reference", *(f"actor-random-{rank}" for rank in range(slots))}
+    assert {name.partition("/")[0] for name in found.tensors} >= roles
+    torch.testing.assert_close(found.tensors, expected.tensors, rtol=1e-5, atol=1e-6)
+
+
+def test_the_update_is_one(local: Callable[[int], Update]) -> None:
+    """Or it would prove nothing that they are equal."""
+    for slots in (1, 2):
+        tensors = local(slots).tensors
+        before, after = (
+            [value for name, value in tensors.items() if name.startswith(which)]
+            for which in ("reference/state/", "actor/model/")
+        )
+        assert max((new - old).abs().max().item() for old, new in zip(before, after, strict=True)) > 1e-3
+    assert local(1).numbers["reward"] != local(2).numbers["reward"]  # other ranks, other answers
