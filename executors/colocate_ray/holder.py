@@ -11,9 +11,9 @@ import psutil
 import ray
 
 import colocate
+from colocate._parent import die_with
 from colocate.keeper import Keeper
-from colocate.worker.main import die_with
-from colocate.worker.peers import LOOPBACK
+from colocate.wire import LOOPBACK
 
 
 class Holder:

@@ -240,8 +240,8 @@ class _Spare:
         """Make it a worker."""
         # When it has just died, its end is told as this worker's.
         with lane, self._door, contextlib.suppress(OSError):
-            told = json.dumps(None if tls is None else attrs.asdict(tls))
-            socket.send_fds(self._door, [told.encode()], [lane.fileno()])
+            told = wire.NO_TLS if tls is None else json.dumps(attrs.asdict(tls)).encode()
+            socket.send_fds(self._door, [told], [lane.fileno()])
         with self._lock:
             worker.process = self._process
             self._worker, ended = worker, self._ended

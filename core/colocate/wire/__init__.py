@@ -1,18 +1,20 @@
 """The wire: values as bytes, messages on authenticated sockets, one thread for any number of connections."""
 
 from colocate.wire._forks import own_descriptors, track
-from colocate.wire.auth import KEY_BYTES, Listener, connect, listen, listen_widely, new_key
+from colocate.wire.auth import KEY_BYTES, LOOPBACK, Listener, connect, listen, listen_widely, new_key
 from colocate.wire.codec import Packed, pack, unpack
 from colocate.wire.explain import explain
 from colocate.wire.framing import Frame, Head, Message, encode
 from colocate.wire.hub import Hub
 from colocate.wire.lane import OnClosed, OnMessage, SocketLane
 from colocate.wire.peer import PeerChannel
-from colocate.wire.tls import Tls
+from colocate.wire.tls import NO_TLS, Tls
 from colocate.wire.turns import Turns
 
 __all__ = [
     "KEY_BYTES",
+    "LOOPBACK",
+    "NO_TLS",
     "Frame",
     "Head",
     "Hub",

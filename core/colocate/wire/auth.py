@@ -28,6 +28,7 @@ from colocate.wire.tls import Tls, TlsDoor, dial_tls
 Kind: TypeAlias = Literal["unix", "tcp"]
 
 KEY_BYTES = 32
+LOOPBACK = "127.0.0.1"
 _GREETING = b"colocate-wire-1\n"
 _NONCE_BYTES = 32
 _PROOF_BYTES = 32

@@ -11,13 +11,17 @@ import contextlib
 import os
 import select
 import socket
-import ssl
 import threading
+from typing import TYPE_CHECKING
 
 import attrs
 
 from colocate.wire._forks import track_socket
 
+if TYPE_CHECKING:
+    import ssl  # at run time it is imported where it is used: most workers never need it
+
+NO_TLS = b"-"  # what a worker is handed in the place of certificates
 _CHUNK_BYTES = 1 << 18
 _HANDSHAKE_S = 10.0
 
@@ -38,6 +42,8 @@ class Tls:
 
     def context(self, server: bool) -> ssl.SSLContext:
         """What a connection is made with. Names aren't checked: the authority signs for the cluster alone."""
+        import ssl
+
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname = False
         context.verify_mode = ssl.CERT_REQUIRED
@@ -177,6 +183,8 @@ class _Tunnel:
 
 def _read(sock: socket.socket) -> bytes:
     """What there is; nothing when there is nothing."""
+    import ssl
+
     try:
         data = sock.recv(_CHUNK_BYTES)
     except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
@@ -187,6 +195,8 @@ def _read(sock: socket.socket) -> bytes:
 
 
 def _write(sock: socket.socket, data: memoryview) -> int:
+    import ssl
+
     try:
         return sock.send(data)
     except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import pickle
 import sys
 from collections.abc import Mapping
@@ -60,6 +59,8 @@ class Shipped:
     def _compare_versions(self) -> None:
         if self.distribution is None:
             return
+        import importlib.metadata  # takes a while, and only roles from distributions need it
+
         try:
             here = importlib.metadata.version(self.distribution)
         except importlib.metadata.PackageNotFoundError:

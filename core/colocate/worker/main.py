@@ -7,9 +7,7 @@ even while role code holds the GIL.
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
-import json
 import os
 import platform
 import signal
@@ -18,17 +16,15 @@ import sys
 from functools import partial
 from typing import Any
 
-import psutil
-
 from colocate import wire
 from colocate._codec import BY_VALUE
+from colocate._parent import die_with
 from colocate.executor import Boot
 from colocate.worker.guard import start_guard
 from colocate.worker.host import WorkerHost
 from colocate.worker.output import label_output
-from colocate.worker.peers import LOOPBACK, ChannelPeers
+from colocate.worker.peers import ChannelPeers
 
-_PR_SET_PDEATHSIG = 1
 GIVEN_BYTES = 1 << 20
 
 
@@ -53,8 +49,12 @@ def _given(door: socket.socket) -> tuple[socket.socket, wire.Tls | None]:
         data, fds, _, _ = socket.recv_fds(door, GIVEN_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
     if not fds:
         os._exit(0)
+    if data == wire.NO_TLS:
+        return socket.socket(fileno=fds[0]), None
+    import json
+
     tls = json.loads(data)
-    return socket.socket(fileno=fds[0]), None if tls is None else wire.Tls(**tls)
+    return socket.socket(fileno=fds[0]), wire.Tls(**tls)
 
 
 def _leave_signals_to_the_driver() -> None:
@@ -75,14 +75,6 @@ def _leave_signals_to_the_driver() -> None:
                 signal.signal(number, signal.SIG_DFL)
 
     os.register_at_fork(after_in_child=restore)
-
-
-def die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent's launching thread ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it was gone before the kernel had been told
-        os._exit(0)
 
 
 def serve(sock: socket.socket, tls: wire.Tls | None = None) -> None:
@@ -110,7 +102,7 @@ def start(boot: Boot, lane: wire.SocketLane, hub: wire.Hub, tls: wire.Tls | None
     os.environ.update(boot.env)
     if (interface := _interface(boot.host)) is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        if boot.host != LOOPBACK:
+        if boot.host != wire.LOOPBACK:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
     sys.path.extend(entry for entry in boot.path if entry not in sys.path)
     if boot.cpus is not None and "OMP_NUM_THREADS" not in boot.env:
@@ -130,6 +122,10 @@ def start(boot: Boot, lane: wire.SocketLane, hub: wire.Hub, tls: wire.Tls | None
 
 def _interface(host: str) -> str | None:
     """The network interface that has an address; left to itself torch may choose one that others don't reach."""
+    if host == wire.LOOPBACK:
+        return "lo"
+    import psutil
+
     found = (name for name, entries in psutil.net_if_addrs().items() for entry in entries if entry.address == host)
     return next(found, None)
 

@@ -14,7 +14,6 @@ from colocate.worker.uses import Peers, Source
 if TYPE_CHECKING:
     from colocate.worker.host import WorkerHost
 
-LOOPBACK = "127.0.0.1"
 Find = Callable[[str, int], "WorkerHost"]
 
 
@@ -76,7 +75,7 @@ class ChannelPeers(Peers):
 
     def __init__(self, host: WorkerHost, tls: wire.Tls | None = None) -> None:
         self._host = host
-        elsewhere = None if host.boot.host == LOOPBACK else host.boot.host
+        elsewhere = None if host.boot.host == wire.LOOPBACK else host.boot.host
         self._channel = wire.PeerChannel(host.boot.secret, self._answer, elsewhere, tls)
         self._addresses: dict[tuple[str, int], str] = {}
 
