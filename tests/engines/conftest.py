@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.cli.conftest import CommandLine
+from tests.distributions.install import Installed
+
+ENGINES = ["ray", "dask"]
+PACKAGES = {"ray": "ray", "dask": "distributed"}
+
+
+@pytest.fixture(scope="session")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    """The distributions under tests/distributions, installed by pip into throwaway folders."""
+    return Installed(tmp_path_factory.mktemp("installed"))
+
+
+@pytest.fixture
+def colocate(tmp_path: Path, installed: Installed) -> CommandLine:
+    """The command in a folder of its own, with a config of a third party's role and one from beside it."""
+    command = CommandLine(tmp_path, installed)
+    command.write("demo.yaml", CONFIG)
+    command.write("beside.py", BESIDE)
+    return command
+
+
+CONFIG = """
+    executor: local
+    pools:
+      main: {slots: 2}
+    groups:
+      policy:
+        pool: main
+        roles:
+          reward: {use: acme.reward, with: {wanted: 4, scale: 0.5}}
+          loud: {use: "beside:Loud", slots: [1]}
+    job: {use: acme.tally, with: {steps: 3}}
+"""
+
+BESIDE = """
+    import colocate
+
+    class Loud(colocate.Role):
+        def __init__(self):
+            print("here I am")
+
+        @colocate.method
+        def go(self): ...
+"""

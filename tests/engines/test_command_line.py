@@ -1,0 +1,156 @@
+"""`colocate` on Ray and on Dask: a third party's roles from the same file, with one word changed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import psutil
+import pytest
+from ruamel.yaml import YAML
+from tests.cli.conftest import CommandLine
+from tests.engines.conftest import ENGINES, PACKAGES
+
+from colocate.testing.waiting import wait_until
+
+LOUD = "[policy/loud 0] here I am\n"
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request: pytest.FixtureRequest) -> str:
+    pytest.importorskip(PACKAGES[request.param])
+    return str(request.param)
+
+
+@attrs.frozen
+class Left:
+    """What a run leaves that has to be the same on every executor: numbers without times, tables, checkpoints."""
+
+    metrics: list[Mapping[str, Any]]
+    scores: list[str]
+    owners: list[str]
+    checkpoints: Mapping[str, str]
+
+
+def run(colocate: CommandLine, *args: str) -> Left:
+    done = colocate("run", "demo.yaml", *args, distributions=("acme",))
+    assert (done.returncode, done.stderr) == (0, LOUD)
+    lines = done.stdout.splitlines()
+    start = lines.index("scores")
+    (folder,) = (colocate.folder / "runs").iterdir()
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert "report: runs/demo/report.html" in lines
+    assert lines[-1] == "everything is closed: 1 runtime, 1 pool, 1 group, 2 workers, 3 roles"
+    return Left(
+        [{name: value for name, value in row.items() if name != "seconds"} for row in rows],
+        lines[start : lines.index("", start)],
+        [line.strip() for line in lines if "role " in line and "rank" in line],
+        {path.parent.name: path.read_text() for path in folder.glob("checkpoints/*/done.json")},
+    )
+
+
+def test_the_same_results_everywhere(colocate: CommandLine, tmp_path: Path, engine: str) -> None:
+    """Numbers, tables and checkpoints; on the way nothing is printed by an engine."""
+    here = run(attrs.evolve(colocate, folder=_copy(colocate, "here")), "--set", "executor.with.processes=true")
+    there = run(attrs.evolve(colocate, folder=_copy(colocate, "there")), "--executor", engine)
+    assert there == here
+    assert len(here.metrics) == 3
+    assert len(here.scores) == 5
+    assert len(here.owners) == 3
+    used = YAML(typ="safe", pure=True).load(tmp_path / "there" / "runs" / "demo" / "config.yaml")
+    assert used["executor"]["use"] == engine
+
+
+def _copy(colocate: CommandLine, name: str) -> Path:
+    folder = colocate.folder / name
+    folder.mkdir()
+    for file in ("demo.yaml", "beside.py"):
+        (folder / file).write_text((colocate.folder / file).read_text())
+    return folder
+
+
+def test_check(colocate: CommandLine, engine: str) -> None:
+    """The plan names the engine; the rest of it is the same, and nothing is started."""
+    plans = [
+        colocate("check", "demo.yaml", "--executor", name, distributions=("acme",)).stdout for name in ("local", engine)
+    ]
+    assert f"\nexecutor  {engine} " in plans[1]
+    here, there = ([line for line in plan.splitlines() if not line.startswith("executor")] for plan in plans)
+    assert [line.split() for line in there] == [line.split() for line in here]
+    assert not (colocate.folder / "runs").exists()
+
+
+def test_check_of_options(colocate: CommandLine, engine: str) -> None:
+    """Options are checked against those that the engine has."""
+    changes = ("--executor", engine, "--set", "executor.with.adress=auto")
+    done = colocate("check", "demo.yaml", *changes, distributions=("acme",))
+    assert done.returncode == 1
+    assert f"executor {engine!r} has no parameter 'adress'" in done.stderr
+    assert "did you mean 'address'?" in done.stderr
+
+
+def test_doctor(colocate: CommandLine, engine: str) -> None:
+    """Its pools are really held for a moment: whether they fit is what the engine says."""
+    changes = ("--executor", engine, "--set", "executor.with.cpus=2")
+    done = colocate("doctor", "demo.yaml", *changes, distributions=("acme",))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "demo.yaml: works here" in done.stdout
+    done = colocate("doctor", "demo.yaml", *changes, "--set", "pools.main.slots=3", distributions=("acme",))
+    assert done.returncode == 1
+    assert "demo.yaml: would not work here" in done.stdout
+    assert "can never fit" in done.stderr
+
+
+@pytest.mark.parametrize("whom", ["all", "driver"])
+def test_interrupted(colocate: CommandLine, engine: str, whom: str) -> None:
+    """Ctrl-C, which a terminal sends to the driver and all its processes, or SIGINT to the driver alone.
+
+    It ends with a checkpoint, quietly, leaves no process, and can go on.
+    """
+    mark = uuid.uuid4().hex
+    changes = ("--executor", engine, "--set", "job.with.steps=1000000")
+    command, environment = colocate.command("run", "demo.yaml", *changes, distributions=("acme",))
+    with subprocess.Popen(
+        command,
+        cwd=colocate.folder,
+        env={**environment, "COLOCATE_TEST_MARK": mark},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as running:
+        assert running.stdout is not None
+        next(line for line in running.stdout if line.startswith("step 2/"))
+        (os.killpg if whom == "all" else os.kill)(running.pid, signal.SIGINT)
+        out, err = running.communicate()
+    assert running.returncode == 128 + signal.SIGINT
+    assert err == f"{LOUD}SIGINT: stopping after a checkpoint (a second one ends it at once)\n"
+    assert out.splitlines()[-1] == "stopped by SIGINT; go on with --resume"
+    wait_until(lambda: _marked(mark) == [], "no process of it is left")
+    if whom == "all":
+        (*_, last) = sorted((colocate.folder / "runs" / "demo" / "checkpoints").iterdir())
+        step = int(last.name.partition("-")[2])
+        done = colocate(
+            "run", "demo.yaml", "--resume", *changes[:2], "--set", f"job.with.steps={step + 1}", distributions=("acme",)
+        )
+        assert (done.returncode, done.stderr) == (0, LOUD)
+        assert f"going on after step {step}\nstep {step + 1}/{step + 1} " in done.stdout
+
+
+def _marked(mark: str) -> list[str]:
+    """The processes that have inherited the driver's environment."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("COLOCATE_TEST_MARK") == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(" ".join(process.cmdline()))
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found
