@@ -34,13 +34,12 @@ _CONFIG = Path(__file__).parents[2] / "docs" / "examples" / "ppo.yaml"
 _NAMES = ("Actor", "Critic", "Reference", "Reward")
 _STEPS = 400
 _ROUND = 20
-_BAR_MS = 3.0
+_BARS_MS = {"local": 3.0, "ray": 10.0, "dask": 10.0}
 _SMALL = [f"groups.policy.roles.actor.with.{size}" for size in ("hidden=32", "feed_forward=32", "layers=1")]
 # One evaluation at the beginning, of as many answers as a step has: a recorded score fits both.
 _JOB = {"warm_up_steps": 0, "batch": 256, "eval_problems": 256, "eval_every": 10**6, "checkpoint_every": 10**6}
 
-_recorded: dict[tuple[str, str, int], Any] = {}
-_begun: list[float] = []
+_recorded: dict[tuple[str, str, int], Any] = {}  # goes to worker processes with the roles, whose bodies use it
 
 
 def _rows_asked(arguments: dict[str, Any]) -> int:
@@ -60,8 +59,6 @@ def _record(cls: type, spec: MethodSpec) -> Callable[..., Any]:
 def _replay(cls: type, spec: MethodSpec) -> Callable[..., Any]:
     @functools.wraps(spec.function)
     def body(self: Any, **arguments: Any) -> Any:
-        if spec.name == "generate":
-            _begun.append(time.perf_counter())
         return _recorded[cls.__name__, spec.name, _rows_asked(arguments)]
 
     return body
@@ -95,26 +92,35 @@ class Replaying:
 
 
 def rows() -> Iterator[Row]:
-    """The time from step to step."""
+    """The time from step to step: each draws its problems on the driver, once."""
     problems: list[Any] = []
+    begun: list[float] = []
     draw = Task.draw
 
     def drawn(task: Task, count: int) -> list[Any]:
         problems.extend(draw(task, count - len(problems)) if len(problems) < count else ())
+        begun.append(time.perf_counter())
         return problems[:count]
 
     with mock.patch.object(Task, "draw", drawn):
-        _train("Recording", 1)
-        _train("Replaying", _STEPS)
-    seconds = [end - start for start, end in pairwise(_begun[-_STEPS:])]
+        _train("local", "Recording", 1)
+        for executor, bar_ms in _BARS_MS.items():
+            begun.clear()
+            _train(executor, "Replaying", _STEPS)
+            name = "threads" if executor == "local" else executor
+            yield Row(_PART, f"{name}, 1 slot", _least_median_s(begun) * 1e3, "ms", bar_ms)
+
+
+def _least_median_s(begun: list[float]) -> float:
+    seconds = [end - start for start, end in pairwise(begun)]
     rounds = [statistics.median(seconds[at : at + _ROUND]) for at in range(0, len(seconds) - _ROUND + 1, _ROUND)]
-    yield Row(_PART, "threads, 1 slot", Rounds(rounds).least * 1e3, "ms", _BAR_MS)
+    return Rounds(rounds).least
 
 
-def _train(roles: str, steps: int) -> None:
+def _train(executor: str, roles: str, steps: int) -> None:
     """Run the demo's job on other roles, in a folder that goes away, without a screen."""
     changes = [f"groups.policy.roles.{name.lower()}.use={__name__}:{roles}.{name}" for name in _NAMES]
     changes += [*_SMALL, *(f"job.with.{name}={value}" for name, value in _JOB.items()), f"job.with.steps={steps}"]
-    config = colocate.load_config(_CONFIG, set=changes)
+    config = colocate.load_config(_CONFIG, executor=executor, set=changes)
     with tempfile.TemporaryDirectory() as directory, contextlib.chdir(directory), colocate.launch(config) as launched:
         launched.run(quiet=True)

@@ -128,6 +128,7 @@ def test_interrupted(colocate: CommandLine, engine: str, whom: str) -> None:
     ) as running:
         assert running.stdout is not None
         next(line for line in running.stdout if line.startswith("step 2/"))
+        assert len(_marked(mark)) > 2  # the driver and the workers at least
         (os.killpg if whom == "all" else os.kill)(running.pid, signal.SIGINT)
         out, err = running.communicate()
     assert running.returncode == 128 + signal.SIGINT
