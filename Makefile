@@ -3,6 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 BARE := .venv/bare
+VERL := .venv/verl
 export PYRIGHT_PYTHON_CACHE_DIR := $(CURDIR)/.venv/pyright
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
@@ -23,7 +24,7 @@ $(BARE)/.installed: $(INSTALLED)  # an environment without any extra, in which s
 	touch $@
 
 test: install $(BARE)/.installed
-	COLOCATE_BASE_PYTHON=$(CURDIR)/$(BARE)/bin/python $(BIN)/python -m pytest
+	COLOCATE_BASE_PYTHON=$(CURDIR)/$(BARE)/bin/python $(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: install
 	$(BIN)/ruff check .
@@ -31,8 +32,15 @@ check: install
 	$(BIN)/mypy core/colocate executors plugins/colocate_ppo
 	$(BIN)/pyright
 
-bench: install  ## one table; ratios are of things measured side by side in this run
-	$(BIN)/python -m tests.bench
+$(VERL)/.installed: $(INSTALLED)  # verl beside everything that .venv has, for a comparison in the bench only
+	$(PYTHON) -m venv $(VERL)
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
+		> "$$($(VERL)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/base.pth"
+	$(VERL)/bin/python -m pip install --quiet --no-deps verl==0.9.1 omegaconf==2.4.0 antlr4-python3-runtime==4.9.3
+	touch $@
+
+bench: install $(VERL)/.installed  ## one table; ratios are of things measured side by side in this run
+	VERL_PYTHON=$(CURDIR)/$(VERL)/bin/python $(BIN)/python -m tests.bench
 
 format: install
 	$(BIN)/ruff check --fix .
