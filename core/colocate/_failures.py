@@ -119,10 +119,12 @@ def death_error(link: Link, slot: int, pid: int | None, exit: Exit, running: str
     elif exit.exitcode is not None:
         how = f"exited with code {exit.exitcode}"
     else:
-        how = exit.detail or "is gone"
+        how = "is gone"
     doing = f" while it ran {running}" if running else ""
+    why = f": {exit.detail}" if exit.detail else ""
+    where = f"pid {pid}, node {link.node(slot)}" if pid is not None else f"node {link.node(slot)}"
     return WorkerDied(
-        f"worker {slot} of group {link.name!r} (pid {pid}, node {link.node(slot)}) {how}{doing}",
+        f"worker {slot} of group {link.name!r} ({where}) {how}{doing}{why}",
         group=link.name,
         rank=slot,
         node=link.node(slot),

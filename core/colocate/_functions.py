@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ def run(
         raise TypeError(f"group.run runs a function of the worker's context, not {function!r}")
     name = getattr(function, "__name__", type(function).__name__)
     label = f"function {name}"
+    _check_fits(function, name, args, kwargs)
     if (pipeline := recording(group)) is not None:
         pipeline.refuse_call(f"group.run({name})")
     group.check()
@@ -41,6 +43,17 @@ def run(
     planned = plan(RUN.dispatch, {"function": shipped, **given}, role.ranks)
     call = PendingCall(label, "", name, role.slots)
     return group.submit(call, role, RUN, planned, uses, None, keep=False)
+
+
+def _check_fits(function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some written in C have none: the workers will see
+        return
+    try:
+        signature.bind(None, *args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{name}{signature}: {error}; its first argument is the worker's context") from None
 
 
 def _everyone(group: ColocatedGroup) -> RoleInfo:

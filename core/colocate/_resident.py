@@ -194,6 +194,15 @@ class Reference(Deferred):
         """The value, on the driver."""
         return self._kept.group.residents.fetch(self._kept)
 
+    def _no_use(self, *_args: Any) -> NoReturn:
+        raise TypeError(
+            f"the value of {self._kept.source.label} lives in the workers: .ref only stands for it as an argument of a "
+            "call; .fetch() brings it to the driver"
+        )
+
+    __iter__ = __len__ = __getitem__ = __bool__ = __add__ = __radd__ = __mul__ = __rmul__ = __sub__ = _no_use
+    __truediv__ = __matmul__ = __float__ = __int__ = __contains__ = __lt__ = __gt__ = _no_use
+
     def _own(self, axis: str, mesh: str | None, count: int) -> bool:
         """Whether each rank of the consumer finds its part in its own worker: same slots, same partition."""
         source, consumer = self._kept.source, self._consumer

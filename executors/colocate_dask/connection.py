@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ssl
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from distributed import Client, Security
@@ -17,6 +18,10 @@ from colocate_dask.loop import LoopThread
 from colocate_dask.offers import Facts
 
 _CLOSE_S = 3.0
+_FILES = (
+    "tls_ca_file",
+    *(f"tls_{side}_{what}" for side in ("client", "worker", "scheduler") for what in ("cert", "key")),
+)
 
 
 class Connection:
@@ -148,6 +153,10 @@ def _connected(loop: LoopThread, address: Any, security: Security | None, timeou
                 _close(loop, made[0])
             raise
     except TypeError as error:
+        if "abstract class" in str(error):  # of a protocol whose library isn't there
+            raise ConfigError(
+                f"connect('dask', address={address!r}): this protocol isn't available: {error}"
+            ) from error
         if "ssl_context" not in str(error):
             raise
         text = f"{address} needs certificates: connect('dask', address=..., security=Security(tls_ca_file=..., ...))"
@@ -155,10 +164,18 @@ def _connected(loop: LoopThread, address: Any, security: Security | None, timeou
     except ValueError as error:
         raise ConfigError(f"connect('dask', address={address!r}): {error}; it should be tcp://host:port") from error
     except FileNotFoundError as error:
-        raise ConfigError(f"connect('dask', security=...): a certificate or key is missing: {error}") from error
+        raise ConfigError(f"connect('dask', security=...): {_missing_files(security)}") from error
     except (OSError, ImportError) as error:  # TimeoutError is an OSError
         words = str(error) or f"no answer within {timeout:g} s"
         raise EngineError(f"{_why_not(error, address)}: {words}") from error
+
+
+def _missing_files(security: Security | None) -> str:
+    """Which certificates can't be read; Python's own error doesn't say."""
+    given = {name: getattr(security, name, None) for name in _FILES}
+    paths = {name: path for name, path in given.items() if isinstance(path, str) and "\n" not in path}
+    missing = [f"{name}={path!r}" for name, path in paths.items() if not Path(path).exists()]
+    return f"a certificate or key is missing: {', '.join(missing) or 'a file'}"
 
 
 def _close(loop: LoopThread, client: Any) -> None:

@@ -23,7 +23,7 @@ def start(cluster: Cluster, folder: PrivateFolder) -> None:
         ColocateError: It doesn't start.
     """
     try:
-        ray.init(**folder.settings(cluster), **_QUIET)
+        ray.init(**folder.settings(cluster), **_environment(cluster), **_QUIET)
     except Exception as error:
         raise ColocateError(f"a private Ray could not be started: {_last_words(error)}") from None
 
@@ -38,9 +38,14 @@ def join(cluster: Cluster) -> None:
     _dial(address)
     try:
         # The word stays "auto" where it was: Ray then takes the token of this user by itself.
-        ray.init(address="auto" if cluster.address == "auto" else address, **_QUIET)
+        ray.init(address="auto" if cluster.address == "auto" else address, **_environment(cluster), **_QUIET)
     except Exception as error:
         raise EngineError(_refusal(address, error)) from None
+
+
+def _environment(cluster: Cluster) -> dict[str, Any]:
+    """The runtime environment is the job's: Ray delivers local folders and modules for a whole job only."""
+    return {"runtime_env": dict(cluster.runtime_env)} if cluster.runtime_env else {}
 
 
 def _found(address: str) -> str:

@@ -155,7 +155,6 @@ class Placing:
             "num_gpus": request.gpus,
             "max_restarts": 0,
             "max_task_retries": 0,
-            "runtime_env": dict(self._cluster.runtime_env) if self._cluster.runtime_env else None,
         }
         for index in range(request.slots):
             strategy = PlacementGroupSchedulingStrategy(group, index, placement_group_capture_child_tasks=False)
@@ -210,7 +209,7 @@ class Placing:
         held = self._held.get(number)
         if held is None:  # it was released
             return
-        self._lost(number, index, str(future.exception()))
+        self._lost(number, index, _brief(str(future.exception())))
         threading.Thread(target=self._look_after, args=(held,), name="colocate-ray-loss", daemon=True).start()
 
     def _look_after(self, held: Held) -> None:
@@ -220,6 +219,12 @@ class Placing:
             if held.group is not None and _state(held.group) != "CREATED":
                 remove_placement_group(held.group)
                 return
+
+
+def _brief(text: str) -> str:
+    """Ray's words without the table of ids in them."""
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("\t")]
+    return " ".join(lines)
 
 
 def _bundle(request: Request) -> dict[str, float]:

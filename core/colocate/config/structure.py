@@ -16,6 +16,8 @@ from colocate.config.schema import Config, key_of, keys
 from colocate.config.source import Document
 from colocate.config.values import Place, Problem, path_text, problems, shown
 
+_MISSING = "is missing"
+
 
 def structure(document: Document) -> Config | None:
     """The config as far as it is right; mistakes go to the document. None when nothing is left of it."""
@@ -23,7 +25,11 @@ def structure(document: Document) -> Config | None:
     found = _try(data)
     if isinstance(found, list):
         told = {mistake.path for mistake in document.mistakes}
+        # A key that is misspelt isn't missing besides.
+        meant = {(*problem.place[:-1], problem.nearest) for problem in found if problem.nearest is not None}
         for problem in found:
+            if problem.message == _MISSING and problem.place in meant:
+                continue
             if path_text(problem.place) not in told:  # what could not be read is null here
                 document.wrong(problem.place, problem.message, problem.nearest)
     # What is wrong is taken out and the rest is tried again, so that the checks of the whole see all that is right.
@@ -87,7 +93,7 @@ def _problems(error: BaseException, place: Place, owner: Any) -> Iterator[Proble
     elif isinstance(error, _Misfit):
         yield from (Problem((*place, *each.place), each.message, each.nearest) for each in error.found)
     elif isinstance(error, KeyError):
-        yield Problem(place, "is missing")
+        yield Problem(place, _MISSING)
     else:
         yield Problem(place, str(error))
 
