@@ -100,13 +100,16 @@ class Ledger:
     def _table(self, request: Request) -> tuple[dict[str, str], ...]:
         rows = []
         for account in self._accounts:
-            node = account.node
+            node, memory = account.node, request.host_memory_bytes
+            total = free = None
+            if memory and node.host_memory_bytes is not None:
+                total, free = node.host_memory_bytes, account.memory
             rows.append(
                 {
                     "node": node.name,
-                    "wanted": amounts(request.cpus * request.slots, request.gpus * request.slots),
-                    "total": amounts(node.cpus, node.gpus),
-                    "free": amounts(None if node.cpus is None else account.cpus, len(account.devices)),
+                    "wanted": wanted(request),
+                    "total": amounts(node.cpus, node.gpus, total),
+                    "free": amounts(None if node.cpus is None else account.cpus, len(account.devices), free),
                 }
             )
         return tuple(rows)
@@ -144,6 +147,15 @@ def _assign(accounts: Sequence[_Account], request: Request) -> list[_Account] | 
     return chosen
 
 
-def amounts(cpus: float | None, gpus: int) -> str:
-    """What there is of each kind, in words. `cpus` None: not counted."""
-    return f"{'any' if cpus is None else f'{cpus:g}'} CPU, {gpus} GPU"
+def wanted(request: Request) -> str:
+    """What a request wants in all."""
+    memory = request.host_memory_bytes
+    return amounts(
+        request.cpus * request.slots, request.gpus * request.slots, memory * request.slots if memory else None
+    )
+
+
+def amounts(cpus: float | None, gpus: int, memory: float | None = None) -> str:
+    """What there is of each kind, in words. `cpus` None: not counted; `memory` in bytes, None where nobody asks."""
+    words = f"{'any' if cpus is None else f'{cpus:g}'} CPU, {gpus} GPU"
+    return words if memory is None else f"{words}, {memory / 2**30:.1f} GiB"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import psutil
 
 from colocate.errors import ConfigError, EngineError, PlacementError, PlacementTimeout
 from colocate.executor import Boot, Executor, Host, HostEvents, MultiNode, Node, OwnProcess, Place, Request, Reservation
@@ -90,9 +91,9 @@ class DaskExecutor(Executor, OwnProcess, MultiNode):
             raise ConfigError("connect('dask', ...): cpus= and gpus= are of a private cluster; address= joins another")
         if address is None:
             count = _count_gpus() if gpus is None else gpus
-            return cls(
-                None, None, Node(platform.node(), _count_cpus() if cpus is None else cpus, count), share, timeout
-            )
+            memory = psutil.virtual_memory().total
+            own = Node(platform.node(), _count_cpus() if cpus is None else cpus, count, memory)
+            return cls(None, None, own, share, timeout)
         return cls(address, security_of(security), None, share, timeout)
 
     def __init__(self, address: str | None, security: Any, own: Node | None, share: bool, timeout: float) -> None:

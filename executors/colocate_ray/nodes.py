@@ -12,7 +12,7 @@ import ray
 
 from colocate.errors import PlacementError
 from colocate.executor import Node, Request
-from colocate.placement import amounts, can_ever_fit, words
+from colocate.placement import amounts, can_ever_fit, wanted, words
 
 _ANSWERS_WITHIN_S = 1.0
 
@@ -58,14 +58,13 @@ class Nodes:
 
     def table(self, request: Request) -> tuple[dict[str, str], ...]:
         """A row for each node: what is wanted in all, what the node has, what of it is free."""
-        free = _free()
-        wanted = amounts(request.cpus * request.slots, request.gpus * request.slots)
+        free, memory = _free(), bool(request.host_memory_bytes)
         return tuple(
             {
                 "node": self.name(node["NodeID"]),
-                "wanted": wanted,
-                "total": _amounts_of(node["Resources"]),
-                "free": _amounts_of(free.get(node["NodeID"], {})),
+                "wanted": wanted(request),
+                "total": _amounts_of(node["Resources"], memory),
+                "free": _amounts_of(free.get(node["NodeID"], {}), memory),
             }
             for node in self._alive()
         )
@@ -116,8 +115,9 @@ def _free() -> dict[str, dict[str, float]]:
     return ask()
 
 
-def _amounts_of(resources: dict[str, float]) -> str:
-    return amounts(resources.get("CPU", 0.0), int(resources.get("GPU", 0)))
+def _amounts_of(resources: dict[str, float], memory: bool) -> str:
+    of_memory = resources.get("memory", 0.0) if memory else None
+    return amounts(resources.get("CPU", 0.0), int(resources.get("GPU", 0)), of_memory)
 
 
 def _every() -> list[dict[str, Any]]:

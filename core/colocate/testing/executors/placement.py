@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import threading
 from collections.abc import Iterator
@@ -13,8 +14,10 @@ from colocate import Pool, Runtime
 from colocate.errors import CapabilityError, ConfigError, PlacementError, PlacementTimeout
 from colocate.executor import Detachable, OwnProcess
 from colocate.testing.executors._base import ExecutorCase, make_first_worker, needs
+from colocate.testing.gate import Gate
+from colocate.testing.probes.faulty import Faulty
 from colocate.testing.probes.plain import Echo
-from colocate.testing.waiting import wait_until
+from colocate.testing.waiting import PATIENCE_S, wait_until
 
 
 class Placement(ExecutorCase):
@@ -93,6 +96,23 @@ class Placement(ExecutorCase):
         for _ in range(2):
             with runtime.reserve(slots=2, cpus=1, timeout=0) as pool:
                 assert pool.spawn({"echo": colocate.role(Echo)}).role("echo", Echo).noop() == [None, None]
+
+    @needs(OwnProcess)
+    def test_close_frees_after_failures(self, two_cpus: Runtime) -> None:
+        """After a close with a hung rank, and with a dead one, the slots can be reserved again."""
+        for how in (Faulty.wait, Faulty.kill):
+            pool = two_cpus.reserve(slots=2, cpus=1, timeout=0)
+            faulty = pool.spawn({"faulty": colocate.role(Faulty)}).role("faulty", Faulty)
+            with Gate() as gate:
+                if how is Faulty.wait:
+                    faulty.wait.submit(gate.address)
+                    gate.wait_for()
+                else:
+                    faulty.kill.submit().exception(PATIENCE_S)
+                with contextlib.suppress(BaseExceptionGroup):  # what was wrong is another test's business
+                    pool.close(grace=0)
+        with two_cpus.reserve(slots=2, cpus=1, timeout=0) as pool:
+            assert pool.spawn({"echo": colocate.role(Echo)}).role("echo", Echo).noop() == [None, None]
 
     def test_a_slot_larger_than_a_node(self, two_cpus: Runtime) -> None:
         """All of a slot lies on one node."""
