@@ -22,6 +22,7 @@ from colocate import ColocatedGroup, Runtime
 from colocate.errors import ColocateError
 from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import Processes, wait_until
+from colocate_ray.private import _STORE_BYTES
 
 SCRIPT = """
 import json, os, sys
@@ -163,6 +164,15 @@ def test_release(runtime: Runtime) -> None:
     for _ in range(3):
         with runtime.reserve(2, gpus=1, timeout=0) as pool:
             assert [slot.devices for slot in pool.slots] == [(0,), (1,)]
+
+
+def test_larger_than_the_object_store(runtime: Runtime) -> None:
+    """Values don't go through it: an argument, a result and a resident may be larger."""
+    block = bytes(_STORE_BYTES + 1)
+    with runtime.reserve(2) as pool:
+        group = pool.spawn({"echo": colocate.role(Echo), "left": colocate.role(Echo).on(slots=[0])})
+        kept = group.role("left", Echo).first.keep(block)
+        assert group.role("echo", Echo).first(kept.ref) == block
 
 
 def test_actor_dies(runtime: Runtime) -> None:

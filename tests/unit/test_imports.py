@@ -106,6 +106,15 @@ def test_ppo_says_the_pip_line_without_torch(bare_python: str) -> None:
     assert "pip install 'colocate[ppo]'" in run(bare_python, code)
 
 
+@pytest.mark.parametrize("engine", ["ray", "dask"])
+def test_engines_say_the_pip_line(bare_python: str, engine: str) -> None:
+    """So is an executor whose engine isn't installed."""
+    code = (
+        f"import colocate\ntry: colocate.connect({engine!r})\nexcept colocate.PluginError as error: print(error.hint)"
+    )
+    assert run(bare_python, code).strip() == f"pip install 'colocate[{engine}]'"
+
+
 def test_public_names_are_the_same_for_checkers_and_at_run_time() -> None:
     """Each name is written twice in `colocate/__init__.py`: both say where it comes from, and it is there."""
     tree = ast.parse(Path(colocate.__file__).read_text())
