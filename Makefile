@@ -4,10 +4,14 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 BARE := .venv/bare
 VERL := .venv/verl
+OLDEST := .venv/oldest
+# Have an environment see the packages of .venv, after its own.
+PURELIB := -c "import sysconfig; print(sysconfig.get_path('purelib'))"
+BESIDE = echo "import site; site.addsitedir('$$($(BIN)/python $(PURELIB))')" > "$$($(1)/bin/python $(PURELIB))/base.pth"
 export PYRIGHT_PYTHON_CACHE_DIR := $(CURDIR)/.venv/pyright
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: install demo test check bench format clean
+.PHONY: install demo test versions check bench format clean
 install: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt
@@ -26,6 +30,16 @@ $(BARE)/.installed: $(INSTALLED)  # an environment without any extra, in which s
 test: install $(BARE)/.installed
 	COLOCATE_BASE_PYTHON=$(CURDIR)/$(BARE)/bin/python $(BIN)/python -m pytest -n 2 --dist loadfile
 
+$(OLDEST)/.installed: $(INSTALLED)  # the oldest Dask of the declared range, beside everything else that .venv has
+	$(PYTHON) -m venv $(OLDEST)
+	$(call BESIDE,$(OLDEST))
+	$(OLDEST)/bin/python -m pip install --quiet --no-deps distributed==2025.4.0 dask==2025.4.0
+	touch $@
+
+versions: $(OLDEST)/.installed  ## Dask's tests and the suite on the oldest version that colocate supports
+	$(OLDEST)/bin/python -c "import distributed; assert distributed.__version__ == '2025.4.0'"
+	$(OLDEST)/bin/python -m pytest -n 2 --dist loadfile tests/dask tests/conformance/test_dask.py
+
 check: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -34,8 +48,7 @@ check: install
 
 $(VERL)/.installed: $(INSTALLED)  # verl beside everything that .venv has, for a comparison in the bench only
 	$(PYTHON) -m venv $(VERL)
-	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
-		> "$$($(VERL)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/base.pth"
+	$(call BESIDE,$(VERL))
 	$(VERL)/bin/python -m pip install --quiet --no-deps verl==0.9.1 omegaconf==2.4.0 antlr4-python3-runtime==4.9.3
 	touch $@
 
