@@ -21,7 +21,8 @@ from colocate.testing.gate import Gate
 from colocate.testing.waiting import PATIENCE_S, Processes
 
 PREAMBLE = """
-import json, os, sys, threading
+import json, os, signal, sys, threading
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs, and their children, ignore it
 import colocate
 from colocate.testing.probes.faulty import Faulty
 from colocate.testing.probes.plain import Echo
