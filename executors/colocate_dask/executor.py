@@ -8,7 +8,6 @@ import platform
 import secrets
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -17,7 +16,7 @@ import psutil
 from colocate.errors import ConfigError, EngineError, PlacementError, PlacementTimeout
 from colocate.executor import Boot, Executor, Host, HostEvents, MultiNode, Node, OwnProcess, Place, Request, Reservation
 from colocate.keeper import Keepers, KeptSlot
-from colocate.placement import Ledger
+from colocate.placement import Ledger, count_gpus
 
 try:
     import distributed
@@ -90,7 +89,7 @@ class DaskExecutor(Executor, OwnProcess, MultiNode):
         if address is not None and (cpus is not None or gpus is not None):
             raise ConfigError("connect('dask', ...): cpus= and gpus= are of a private cluster; address= joins another")
         if address is None:
-            count = _count_gpus() if gpus is None else gpus
+            count = count_gpus() if gpus is None else gpus
             memory = psutil.virtual_memory().total
             own = Node(platform.node(), _count_cpus() if cpus is None else cpus, count, memory)
             return cls(None, None, own, share, timeout)
@@ -276,9 +275,3 @@ def _reached(grant: Grant) -> str:
 def _count_cpus() -> int:
 
     return len(os.sched_getaffinity(0))
-
-
-def _count_gpus() -> int:
-    """NVIDIA GPUs of this machine, without importing anything that would initialise them."""
-    folder = Path("/proc/driver/nvidia/gpus")
-    return len(list(folder.iterdir())) if folder.is_dir() else 0

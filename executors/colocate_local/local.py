@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Sequence
-from pathlib import Path
 from typing import ClassVar
 
 from colocate.executor import Executor, Node, Request, Reservation
-from colocate.placement import Ledger
+from colocate.placement import Ledger, count_gpus
 
 
 class Local(Executor):
@@ -61,9 +60,3 @@ class Local(Executor):
     def release(self, reservation: Reservation) -> None:
         """Give them back."""
         self._ledger.release(reservation)
-
-
-def count_gpus() -> int:
-    """NVIDIA GPUs of this machine, without importing anything that would initialise them."""
-    folder = Path("/proc/driver/nvidia/gpus")
-    return len(list(folder.iterdir())) if folder.is_dir() else 0
