@@ -138,3 +138,10 @@ def test_nobody_listens(cluster: Tls) -> None:
         port = gone.getsockname()[1]
     with pytest.raises(ConnectionRefusedError, match="nobody listens"):
         connect(f"tls:127.0.0.1:{port}", KEY, tls=cluster)
+
+
+def test_a_machine_that_vanishes_is_noticed_by_the_kernel(server: Server, cluster: Tls) -> None:
+    """Both ends of a connection between machines ask whether the other one is there."""
+    with connect(server.address, KEY, tls=cluster) as tunnel:
+        assert tunnel.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert tunnel.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 8000

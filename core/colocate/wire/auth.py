@@ -23,7 +23,7 @@ import time
 from typing import Literal, TypeAlias
 
 from colocate.wire._forks import track_socket
-from colocate.wire.tls import Tls, TlsDoor, dial_tls
+from colocate.wire.tls import Tls, TlsDoor, dial_tls, tune_tcp
 
 Kind: TypeAlias = Literal["unix", "tcp"]
 
@@ -261,7 +261,7 @@ def tune(sock: socket.socket) -> None:
     if sock.family == socket.AF_UNIX:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
     else:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        tune_tcp(sock)
 
 
 def _proof(key: bytes, side: bytes, nonces: bytes | bytearray) -> bytes:

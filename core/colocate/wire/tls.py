@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 NO_TLS = b"-"  # what a worker is handed in the place of certificates
 _CHUNK_BYTES = 1 << 18
 _HANDSHAKE_S = 10.0
+_PROBE_EVERY_S, _PROBES = 2, 3
 
 
 @attrs.frozen
@@ -144,8 +145,8 @@ class _Tunnel:
         self._plain = plain
         secured.setblocking(False)
         plain.setblocking(False)
-        for sock in (secured, plain):
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        tune_tcp(secured)
+        tune_tcp(plain)
 
     def start(self) -> None:
         """Carry on a thread of its own, which ends with the connection."""
@@ -179,6 +180,19 @@ class _Tunnel:
         finally:
             self._secured.close()
             self._plain.close()
+
+
+def tune_tcp(sock: socket.socket) -> None:
+    """Send small messages at once, and find out in seconds that the other machine is gone without a word.
+
+    The kernel asks and answers: a process that is stopped, or busy, isn't taken for a machine that is gone.
+    """
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_EVERY_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_EVERY_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _PROBE_EVERY_S * (_PROBES + 1) * 1000)
 
 
 def _read(sock: socket.socket) -> bytes:
