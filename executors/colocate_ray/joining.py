@@ -9,6 +9,7 @@ from typing import Any
 import ray
 
 from colocate.errors import ColocateError, EngineError
+from colocate_ray.greeting import greet
 from colocate_ray.private import PrivateFolder
 from colocate_ray.terms import Cluster
 
@@ -67,13 +68,15 @@ def _dial(address: str) -> None:
     """Fail fast where nobody listens: Ray would try for minutes."""
     host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), _DIAL_S).close()
+        sock = socket.create_connection((host.strip("[]"), int(port)), _DIAL_S)
     except (OSError, ValueError) as error:
         raise EngineError(
             f"no Ray cluster can be reached at {address} ({error}). Is it running, and is this the address of its "
             "head (port 6379 unless `ray start` was told another)? With 'auto', RAY_ADDRESS or the file of a cluster "
             "that is gone may have named it: `ray stop` clears that"
         ) from None
+    with sock:
+        greet(sock, address)
 
 
 def _refusal(address: str, error: Exception) -> str:
