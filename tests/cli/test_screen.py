@@ -57,6 +57,14 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
     ]
 
 
+def test_what_starts_is_shown_on_a_terminal_while_it_does() -> None:
+    for make, shown in ((terminal, True), (plain, False)):
+        console, out = make()
+        with Screen(console).starting("demo: starting on ray"):
+            pass
+        assert ("demo: starting on ray" in out.getvalue()) is shown
+
+
 def test_a_bar_with_the_last_numbers_on_a_terminal() -> None:
     console, out = terminal()
     screen = Screen(console)
