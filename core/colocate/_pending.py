@@ -25,6 +25,7 @@ class PendingCall(Call[Any]):
 
     __slots__ = (
         "bodies",
+        "canceller",
         "dispatcher",
         "forks",
         "keep",
@@ -67,8 +68,15 @@ class PendingCall(Call[Any]):
         self.line: tuple[str, int] = ("", 0)
         self.on_end: Callable[[PendingCall], None] | None = None
         self.dispatcher: Dispatcher | None = None
+        self.canceller: Callable[[PendingCall], bool] | None = None
         self.pipeline: Unsent | None = None
         self.forks = forks()
+
+    def cancel(self) -> bool:
+        """Withdraw the call from all ranks, if none has begun it."""
+        self._check_fork()
+        self._check_unsent()
+        return self.canceller is not None and not self.done() and self.canceller(self)
 
     def _wait(self, timeout: float | None) -> None:
         self._check_fork()

@@ -142,6 +142,9 @@ class Worker:
     def _stacks(self, head: tuple[Any, ...], body: Any) -> None:
         self.group.order.stacks(self.slot, *head[1:])
 
+    def _can_withdraw(self, head: tuple[Any, ...], body: Any) -> None:
+        self.group.order.cancellations.answered(self.slot, *head[1:])
+
     def _fetched(self, head: tuple[Any, ...], body: Any) -> None:
         self.group.residents.answered(self.slot, head, body)
 
@@ -164,6 +167,7 @@ _HANDLERS: dict[str, Callable[[Worker, tuple[Any, ...], Any], None]] = {
     "alive": Worker._alive,
     "held": Worker._held,
     "stacks": Worker._stacks,
+    "can_withdraw": Worker._can_withdraw,
     "fetched": Worker._fetched,
     "ask": Worker._ask,
     "progress": Worker._progress,

@@ -7,6 +7,7 @@ with attributes, cause and notes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import CancelledError
 from typing import Any, ClassVar
 
 import attrs
@@ -112,6 +113,10 @@ class CallTimeout(ColocateError, TimeoutError):
         parts = [self.message]
         parts += [f"rank {rank} is here:\n{stack.rstrip()}" for rank, stack in sorted(self.stacks.items())]
         return "\n\n".join(parts)
+
+
+class CallCancelled(ColocateError, CancelledError, RuntimeError):
+    """The call was cancelled before any rank had begun it."""
 
 
 class PlacementError(ColocateError, RuntimeError):

@@ -1,8 +1,8 @@
 """The worker: receives messages, constructs roles, runs their methods on the lane, answers. The same everywhere.
 
 Messages are `(head, body)`; a head's first item says what it is. To the worker: build, call, batch, free, hold, resume,
-cancel, stack, fetch, listen, answer, close. From it: hello, done, failed, held, alive, stacks, fetched, address, ask,
-progress, closed.
+withdraw, decided, stack, fetch, listen, answer, close. From it: hello, done, failed, held, alive, can_withdraw, stacks,
+fetched, address, ask, progress, closed.
 """
 
 from __future__ import annotations
@@ -88,6 +88,8 @@ class WorkerHost:
             "hold": self._on_hold,
             "resume": self._on_resume,
             "cancel": self._on_cancel,
+            "withdraw": self._on_withdraw,
+            "decided": self._on_decided,
             "stack": self._on_stack,
             "fetch": self._on_fetch,
             "listen": self._on_listen,
@@ -148,6 +150,16 @@ class WorkerHost:
 
     def _on_cancel(self, head: tuple[Any, ...], body: Any) -> None:
         self.lane.cancel(head[1])
+
+    def _on_withdraw(self, head: tuple[Any, ...], body: Any) -> None:
+        _, token, seq = head
+        self._send(("can_withdraw", token, self.lane.hold_up(token, seq)), None)
+
+    def _on_decided(self, head: tuple[Any, ...], body: Any) -> None:
+        _, token, seq, drop = head
+        if not drop:
+            self.lane.cancel(seq)
+        self.lane.decide(token, seq if drop else None)
 
     def _on_stack(self, head: tuple[Any, ...], body: Any) -> None:
         self._send(("stacks", head[1], self.stack()), None)

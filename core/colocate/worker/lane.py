@@ -46,7 +46,13 @@ class _Resume:
     withdrawn: frozenset[int]
 
 
-_Item: TypeAlias = "Work | _Hold | _Resume | None"
+@attrs.frozen
+class _Decided:
+    token: int
+    dropped: int | None
+
+
+_Item: TypeAlias = "Work | _Hold | _Resume | _Decided | None"
 _NEVER = sys.maxsize
 
 
@@ -75,6 +81,7 @@ class Lane:
         self._turns = turns
         self._held = self._noted = self._resumed = self._reported = 0
         self._limits: dict[int, int] = {}  # by hold that isn't over: only calls before this one begin
+        self._held_up: dict[int, int] = {}  # calls that may be withdrawn: they and later ones wait, by question
         self._begun = -1
         self.closing = False
         self.running: dict[int, Work] = {}
@@ -106,7 +113,16 @@ class Lane:
 
     @property
     def _limit(self) -> int:
-        return min(list(self._limits.values()), default=_NEVER)
+        return min([*self._limits.values(), *self._held_up.values()], default=_NEVER)
+
+    def hold_up(self, token: int, seq: int) -> bool:
+        """Don't begin a call before it is decided whether it is withdrawn; False when it has been begun already."""
+        self._held_up[token] = seq  # before looking: what the lane begins after this it has looked at this for
+        return seq not in self.running and seq > self._begun
+
+    def decide(self, token: int, dropped: int | None) -> None:
+        """Go on after `hold_up`, without the call that is dropped, if it is."""
+        self._put(_Decided(token, dropped))
 
     def cancel(self, seq: int) -> None:
         """Tell a running call, if it looks, that nobody waits for it."""
@@ -175,7 +191,7 @@ class Lane:
         return False
 
     def _may_begin(self, work: Work) -> bool:
-        if self._limits and work.seq >= self._limit:
+        if (self._limits or self._held_up) and work.seq >= self._limit:
             return False
         # Async methods overlap up to their own limit; a sync one is a barrier, whose turn comes when nothing runs.
         return len(self._tasks) < max(1, work.concurrency)
@@ -184,7 +200,7 @@ class Lane:
         """Whether a hold is to be reported: nothing runs, and nothing that came before the failed call waits."""
         if self._tasks or self._reported >= self._held or self._noted < self._held:
             return False
-        return not self._waiting or self._waiting[0].seq >= self._limit
+        return not self._waiting or self._waiting[0].seq >= min(list(self._limits.values()), default=_NEVER)
 
     def _take(self) -> None:
         """Wait for something to happen and take note of it."""
@@ -212,11 +228,17 @@ class Lane:
             self._resumed = item.hold
             for number in [number for number in list(self._limits) if number <= item.hold]:
                 del self._limits[number]
-            dropped = [work for work in self._waiting if work.seq in item.withdrawn]
-            for work in dropped:
-                self._waiting.remove(work)
-                if work.on_drop is not None:
-                    work.on_drop()
+            self._drop(item.withdrawn)
+        elif isinstance(item, _Decided):
+            self._held_up.pop(item.token, None)
+            if item.dropped is not None:
+                self._drop(frozenset({item.dropped}))
+
+    def _drop(self, withdrawn: frozenset[int]) -> None:
+        for work in [work for work in self._waiting if work.seq in withdrawn]:
+            self._waiting.remove(work)
+            if work.on_drop is not None:
+                work.on_drop()
 
     def _run(self, work: Work) -> None:
         try:

@@ -14,6 +14,7 @@ lacks a capability for is skipped with the capability's name; what needs torch i
 
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs
 from colocate.testing.executors.calls import Calls
+from colocate.testing.executors.cancelling import Cancelling
 from colocate.testing.executors.closing import Closing
 from colocate.testing.executors.context import Contexts
 from colocate.testing.executors.deaths import Deaths
@@ -43,6 +44,7 @@ class ExecutorSuite(
     Pipelines,
     Functions,
     Order,
+    Cancelling,
     Failures,
     Serialization,
     Startup,
@@ -58,6 +60,7 @@ class ExecutorSuite(
 
 __all__ = [
     "Calls",
+    "Cancelling",
     "Closing",
     "Contexts",
     "Deaths",

@@ -1,0 +1,90 @@
+"""Cancelling calls: what no rank has begun goes from all of them, or from none."""
+
+from __future__ import annotations
+
+import concurrent.futures
+from typing import Any
+
+import pytest
+
+from colocate import ColocatedGroup
+from colocate.errors import CallCancelled, RoleError
+from colocate.testing.executors._base import ExecutorCase
+from colocate.testing.executors.order import cleared
+from colocate.testing.gate import Gate
+from colocate.testing.probes.plain import Log
+from colocate.testing.probes.rows import Rows
+from colocate.testing.waiting import PATIENCE_S
+
+
+class Cancelling(ExecutorCase):
+    """`call.cancel()`."""
+
+    def test_cancel_queued(self, pair: ColocatedGroup) -> None:
+        """A queued call is withdrawn from every rank; those before and after it run."""
+        log = cleared(pair)
+        with Gate() as gate:
+            first = log.add_at.submit(gate.address, "first")
+            second = log.add.submit("second")
+            third = log.add.submit("third")
+            gate.wait_for(2)
+            assert second.cancel()
+            assert second.done()
+            with pytest.raises(CallCancelled, match=r"log\.add was cancelled before any rank had begun it"):
+                second.result()
+            assert isinstance(second.exception(), concurrent.futures.CancelledError)
+            assert not second.cancel()
+        first.result(PATIENCE_S)
+        third.result(PATIENCE_S)
+        assert log.read() == [["first", "third"], ["first", "third"]]
+
+    def test_cancel_begun_on_some_rank(self, pair: ColocatedGroup) -> None:
+        """A call that one rank has begun goes on everywhere, so that no collective waits for ever."""
+        log: Any = cleared(pair)
+        with Gate() as one, Gate() as other:
+            busy = log.at.submit([one.address, None], ["add", "add"], "busy")
+            call = log.at.submit([None, other.address], ["add", "add"], "both")
+            one.wait_for(1)
+            other.wait_for(1)  # rank 1 is in the call, rank 0 hasn't begun it
+            assert not call.cancel()
+            assert not call.done()
+            one.open()
+            other.open()
+            busy.result(PATIENCE_S)
+            call.result(PATIENCE_S)
+        assert [[entry for entry in each if entry == "both"] for each in log.read()] == [["both"], ["both"]]
+
+    def test_cancel_running(self, pair: ColocatedGroup) -> None:
+        """A running method finds `ctx.cancelled` and ends as it likes; its result is there for whoever asks."""
+        log = cleared(pair)
+        with Gate() as gate:
+            call = log.look_until_cancelled.submit(gate.address)
+            gate.wait_for(2)
+            gate.open()
+            assert not call.cancel()
+            assert call.result(PATIENCE_S) == ["cancelled", "cancelled"]
+        log.add("later")
+        assert log.read() == [["later"], ["later"]]
+
+    def test_cancel_kept(self, pair: ColocatedGroup) -> None:
+        """The resident of a cancelled call is of no use, and says why; so does what was to use it."""
+        log, rows = cleared(pair), pair.role("rows", Rows)
+        with Gate() as gate, pair.scope():
+            log.add_at.submit(gate.address, "first")
+            gate.wait_for(2)
+            kept = rows.double.keep([1, 2])
+            used = rows.double.submit(kept.ref)
+            assert kept._kept.call.cancel()  # type: ignore[attr-defined]
+            gate.open()
+            with pytest.raises((CallCancelled, RoleError)):
+                used.result(PATIENCE_S)
+            with pytest.raises(CallCancelled):
+                kept.fetch()
+            assert log.read() == [["first"], ["first"]]
+
+    def test_cancel_done(self, pair: ColocatedGroup) -> None:
+        """There is nothing to cancel about a call that is done."""
+        call = pair.role("log", Log).read.submit()
+        call.result(PATIENCE_S)
+        assert not call.cancel()
+        call.result()
