@@ -14,6 +14,7 @@ from typing import Any
 from colocate.errors import ConfigError, EngineError
 from colocate.executor import Boot, Executor, Host, HostEvents, MultiNode, Node, OwnProcess, Place, Request, Reservation
 from colocate.keeper import Keepers, KeptSlot
+from colocate_ray.certificates import tls_of_environment
 from colocate_ray.envoy import Envoy
 from colocate_ray.terms import Cluster, Slot
 
@@ -64,7 +65,7 @@ class RayExecutor(Executor, OwnProcess, MultiNode):
         self._lost: dict[_Key, str] = {}
         self._ends: dict[_Key, Future[None]] = {}  # of keepers that didn't answer
         self._envoy = Envoy(cluster, self._actor_ended)
-        self._keepers = Keepers("ray")
+        self._keepers = Keepers("ray", None if cluster.private else tls_of_environment())
 
     def nodes(self) -> Sequence[Node]:
         """The nodes of the cluster."""

@@ -14,6 +14,7 @@ import colocate
 from colocate._parent import die_with
 from colocate.keeper import Keeper
 from colocate.wire import LOOPBACK
+from colocate_ray.certificates import tls_of_environment
 
 
 class Holder:
@@ -43,7 +44,8 @@ class Holder:
             os.environ.pop("OMP_NUM_THREADS", None)  # Ray's guess for an actor without CPUs of its own
         address_of_node: Callable[[], str] = ray.util.get_node_ip_address
         host = None if local else address_of_node()
-        self._keeper = Keeper(key, host=host, env=env, on_end=lambda: os._exit(0))
+        tls = None if local else tls_of_environment()
+        self._keeper = Keeper(key, host=host, env=env, tls=tls, on_end=lambda: os._exit(0))
         context = ray.get_runtime_context()
         return {
             "node": context.get_node_id(),
