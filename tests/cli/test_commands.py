@@ -117,7 +117,7 @@ class TestCheck:
             "error: demo.yaml: 4 mistakes",
             "  line 6: groups.policy.pool: no pool is called 'man'; there are main (did you mean 'main'?)",
             "  line 8: groups.policy.roles.reward.with.wanted: must be an integer, not the text 'four'",
-            "  executor.use: no executor is called 'rey' (installed: local); install the distribution that has it "
+            "  executor.use: no executor is called 'rey' (installed: dask, local and ray); did you mean 'ray'? "
             "(from --executor rey)",
             "  job.with.step: job acme.tally has no parameter 'step' (from --set job.with.step=1) "
             "(did you mean 'steps'?)",
