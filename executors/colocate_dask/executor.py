@@ -11,17 +11,13 @@ from functools import partial
 from typing import Any
 
 import attrs
+import distributed
 import psutil
 
 from colocate.errors import ConfigError, EngineError, PlacementError, PlacementTimeout
 from colocate.executor import Boot, Executor, Host, HostEvents, MultiNode, Node, OwnProcess, Place, Request, Reservation
 from colocate.keeper import Keepers, KeptSlot
 from colocate.placement import Ledger, count_gpus
-
-try:
-    import distributed
-except ImportError as error:
-    raise ImportError(f'the executor dask needs distributed: pip install "colocate[dask]" ({error})') from error
 
 from colocate_dask import far, reservations
 from colocate_dask.certificates import security_of
