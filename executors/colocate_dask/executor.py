@@ -18,7 +18,6 @@ from colocate.errors import ConfigError, EngineError, PlacementError, PlacementT
 from colocate.executor import Boot, Executor, Host, HostEvents, MultiNode, Node, OwnProcess, Place, Request, Reservation
 from colocate.keeper import Keepers, KeptSlot
 from colocate.placement import Ledger, count_gpus
-
 from colocate_dask import far, reservations
 from colocate_dask.certificates import security_of
 from colocate_dask.connection import Connection
