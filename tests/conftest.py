@@ -1,9 +1,22 @@
 import signal
+from pathlib import Path
 
 import pytest
 
 # A shell has its background jobs ignore SIGINT, and whatever they start: the tests of Ctrl-C wouldn't work there.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# With two processes the longest files go first, so that neither waits for the other in the end.
+LONGEST = ("conformance/test_ray.py", "laws/", "conformance/", "ppo/", "ray/", "engines/", "dask/")
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def turn(item: pytest.Item) -> int:
+        path = item.path.relative_to(HERE).as_posix()
+        return next((i for i, start in enumerate(LONGEST) if path.startswith(start)), len(LONGEST))
+
+    items.sort(key=turn)
 
 
 @pytest.fixture(autouse=True)

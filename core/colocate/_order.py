@@ -18,6 +18,7 @@ from colocate._dispatcher import Dispatcher, Timer
 from colocate._failures import failure_error, hung_error, later_error, timeout_error
 from colocate._pending import PendingCall as PendingCall
 from colocate.errors import ColocateError, RoleError
+from colocate.worker.consequence import POISONED
 
 _STACKS_WITHIN_S = 0.5
 _ALIVE_WITHIN_S = 1.0
@@ -61,6 +62,7 @@ class _Hold:
     suspected: tuple[PendingCall, ColocateError] | None = None
     later: list[tuple[PendingCall, ColocateError]] = attrs.field(factory=list)
     timer: Timer | None = None
+    patient: bool = False  # the cause of what is suspected may come from a rank that is alive
 
     def cause(self) -> ColocateError | None:
         """What is known of why it was begun."""
@@ -156,6 +158,7 @@ class CallOrder:
             self._lower(hold, seq, slot)
             if told[4] and hold.root is None and poison is None:
                 # A lost connection or resident is a consequence: its cause is on its way, as a failure or as a death.
+                hold.patient = hold.patient or told[0] == POISONED
                 self._suspect(hold, call, error)
             elif seq > hold.failed and (hold.root or hold.suspected):
                 hold.later.append((call, error))
@@ -256,7 +259,7 @@ class CallOrder:
         self._check_suspicion(hold)
 
     def _check_suspicion(self, hold: _Hold) -> None:
-        if not hold.silent:
+        if not hold.silent and not hold.patient:
             self._settle_suspicion(hold)
 
     def _settle_suspicion(self, hold: _Hold) -> None:

@@ -234,10 +234,14 @@ def _missing_module(error: BaseException) -> str | None:
     return None
 
 
+# Folders of what imports entry points; with the backport installed, that serves them instead of Python's own.
+_IMPORTING = ("importlib", "metadata", "importlib_metadata", "colocate")
+
+
 def _place(error: Exception) -> str:
     """Where it was raised, when that is a file of somebody's and not the import system itself."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<")]
-    frames = [f for f in frames if Path(f.filename).parent.name not in ("importlib", "metadata", "colocate")]
+    frames = [f for f in frames if Path(f.filename).parent.name not in _IMPORTING]
     return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
 
 

@@ -10,4 +10,10 @@ class Consequence(ColocateError):
 
 
 class Poisoned(Consequence):
-    """A part that was never made: the failure of the call that should have made it is the cause."""
+    """A part that can't be used: the failure of the call that should have made it, or wrote into it, is the cause.
+
+    That call may still be running, on a rank that is alive and well.
+    """
+
+
+POISONED = f"{Poisoned.__module__}.{Poisoned.__qualname__}"  # as a worker tells it
