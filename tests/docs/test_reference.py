@@ -19,7 +19,7 @@ import colocate
 from colocate import Run, errors
 from colocate._plugins import find_executor
 from colocate.cli import app
-from colocate.config import Config, ExecutorConfig, GroupConfig, JobConfig, PoolConfig, RoleConfig
+from colocate.config import Config, ExecutorConfig, GroupConfig, JobConfig, PluginsConfig, PoolConfig, RoleConfig
 from colocate.config.schema import key_of, keys
 from colocate.config.values import describe
 
@@ -31,6 +31,7 @@ SECTIONS = {
     "a group": GroupConfig,
     "a role": RoleConfig,
     "a job": JobConfig,
+    "plugins": PluginsConfig,
 }
 OPTIONS = {  # where the options of each executor are
     "local": ("configuration.md", "executor"),
@@ -130,7 +131,7 @@ def words(annotation: Any) -> str:
     if annotation is Any:
         return "anything"
     if annotation in (ExecutorConfig, JobConfig):
-        return {ExecutorConfig: "an executor", JobConfig: "a job"}[annotation]
+        return {ExecutorConfig: "an executor", JobConfig: "a job", PluginsConfig: "plugins"}[annotation]
     arguments = typing.get_args(annotation)
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         arms = list(dict.fromkeys(map(words, arguments)))

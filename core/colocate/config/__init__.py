@@ -1,6 +1,15 @@
 """Configs: YAML or a dict, read strictly, with every mistake reported at once."""
 
 from colocate.config.load import load_config
-from colocate.config.schema import Config, ExecutorConfig, GroupConfig, JobConfig, PoolConfig, RoleConfig
+from colocate.config.schema import Config, ExecutorConfig, GroupConfig, JobConfig, PluginsConfig, PoolConfig, RoleConfig
 
-__all__ = ["Config", "ExecutorConfig", "GroupConfig", "JobConfig", "PoolConfig", "RoleConfig", "load_config"]
+__all__ = [
+    "Config",
+    "ExecutorConfig",
+    "GroupConfig",
+    "JobConfig",
+    "PluginsConfig",
+    "PoolConfig",
+    "RoleConfig",
+    "load_config",
+]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from colocate._bytes import parse_bytes
 from colocate._mesh import parse_meshes
@@ -13,22 +13,33 @@ from colocate._plugins import find_executor, find_job, find_role
 from colocate.config.arguments import Arguments, arguments_of, connect_arguments
 from colocate.config.schema import Config, PoolConfig, RoleConfig
 from colocate.config.source import Document
+from colocate.config.trust import Trust
 from colocate.config.values import Place
 from colocate.errors import ConfigError, PluginError
 
 
-def check(config: Config, document: Document) -> None:
+def check(config: Config, document: Document, allow_import: bool = True) -> None:
     """Note everything that is wrong between the parts of a config, each of which is right in itself."""
+    trust = Trust(config.plugins.allow, allow_import)
     if not re.fullmatch(r"\w[\w.-]*", config.name):
         document.wrong(("name",), f"{config.name!r} can't name a folder; use letters, digits, '-', '_' and '.'")
-    _executor(config, document)
+    _executor(config, trust, document)
     for name, pool in config.pools.items():
         _pool(pool, ("pools", name), document)
-    _groups(config, document)
-    _job(config, document)
+    _groups(config, trust, document)
+    _job(config, trust, document)
 
 
-def _executor(config: Config, document: Document) -> None:
+def _trusted(trust: Trust, use: str, kind: Literal["executor", "roles"], place: Place, document: Document) -> bool:
+    why = trust.objection(use, kind)
+    if why is not None:
+        document.wrong((*place, "use"), why)
+    return why is None
+
+
+def _executor(config: Config, trust: Trust, document: Document) -> None:
+    if not _trusted(trust, config.executor.use, "executor", ("executor",), document):
+        return
     try:
         arguments = connect_arguments(find_executor(config.executor.use))
     except PluginError as error:
@@ -37,8 +48,8 @@ def _executor(config: Config, document: Document) -> None:
         _with(arguments, config.executor.with_, ("executor",), document)
 
 
-def _job(config: Config, document: Document) -> None:
-    if config.job is None:
+def _job(config: Config, trust: Trust, document: Document) -> None:
+    if config.job is None or not _trusted(trust, config.job.use, "roles", ("job",), document):
         return
     try:
         function = find_job(config.job.use).load()
@@ -59,7 +70,7 @@ def _pool(pool: PoolConfig, place: Place, document: Document) -> None:
             document.wrong((*place, key), f"must be at least {least}, not {number}")
 
 
-def _groups(config: Config, document: Document) -> None:
+def _groups(config: Config, trust: Trust, document: Document) -> None:
     taken: dict[str, str] = {}
     for name, group in config.groups.items():
         place: Place = ("groups", name)
@@ -70,7 +81,7 @@ def _groups(config: Config, document: Document) -> None:
         if pool is not None:
             _mesh(group.mesh, pool.slots, (*place, "mesh"), document)
         for role_name, role in group.roles.items():
-            _role(role_name, role, pool, (*place, "roles", role_name), document)
+            _role(role_name, role, pool, trust, (*place, "roles", role_name), document)
         if len(wanting := [key for key, role in group.roles.items() if role.default_group]) > 1:
             text = f"{' and '.join(wanting)} both want torch's default group; one role of a group can"
             document.wrong((*place, "roles", wanting[-1], "default_group"), text)
@@ -90,12 +101,14 @@ def _pool_of(pool: str, first: str, place: Place, document: Document) -> None:
         document.wrong((*place, "pool"), text)
 
 
-def _role(name: str, role: RoleConfig, pool: PoolConfig | None, place: Place, document: Document) -> None:
+def _role(name: str, role: RoleConfig, pool: PoolConfig | None, trust: Trust, place: Place, document: Document) -> None:
     if not name.isidentifier():
         document.wrong(place, f"{name!r} can't be a role's name: use letters, digits and _")
     if pool is not None and _slots(role, pool, place, document):
         count = pool.slots if role.slots is None else len(role.slots)
         _mesh(role.mesh, count, (*place, "mesh"), document)
+    if not _trusted(trust, role.use, "roles", place, document):
+        return
     try:
         cls = find_role(role.use).load()
     except PluginError as error:

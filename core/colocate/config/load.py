@@ -21,6 +21,7 @@ def load_config(
     *,
     executor: str | None = None,
     set: Iterable[str] = (),
+    allow_import: bool = True,
 ) -> Config:
     """Read a config and check all of it: names, types, references, and arguments against signatures.
 
@@ -30,6 +31,7 @@ def load_config(
         source: A YAML file, or the same as a dict.
         executor: The name of another executor, which replaces the whole entry.
         set: Changes "path=value", applied in order; values are read as YAML.
+        allow_import: Whether it may name "module:Class", which is imported; False for configs of others.
 
     Raises:
         ConfigError: Something is wrong; its `mistakes` are all there are.
@@ -48,7 +50,7 @@ def load_config(
         expand(document)
     config = structure(document)
     if config is not None:
-        check(config, document)
+        check(config, document, allow_import)
     if document.mistakes or config is None:
         raise document.error()
     return attrs.evolve(config, lines=document.file_lines())

@@ -79,6 +79,18 @@ class JobConfig:
 
 
 @attrs.frozen
+class PluginsConfig:
+    """Which plugins this config may use.
+
+    Attributes:
+        allow: Their names: executors, and namespaces of roles and jobs. None for all that are installed; colocate's own
+            may always be used.
+    """
+
+    allow: list[str] | None = None
+
+
+@attrs.frozen
 class Config:
     """A whole config, checked.
 
@@ -89,6 +101,7 @@ class Config:
         pools: Slots to reserve, by name, in order.
         groups: Groups to spawn, by name, in order.
         job: What to run; None for a config that is only launched.
+        plugins: Which plugins may be used.
         lines: File and line of each pool and group, and of the executor ("pools.main"), for the ownership graph.
     """
 
@@ -98,6 +111,7 @@ class Config:
     pools: dict[str, PoolConfig] = attrs.field(factory=dict)
     groups: dict[str, GroupConfig] = attrs.field(factory=dict)
     job: JobConfig | None = None
+    plugins: PluginsConfig = attrs.field(factory=PluginsConfig)
     lines: Mapping[str, tuple[str, int]] = attrs.field(factory=dict, eq=False, repr=False, metadata={"key": False})
 
     def dump(self) -> str:
