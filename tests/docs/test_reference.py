@@ -130,7 +130,7 @@ def words(annotation: Any) -> str:
     """A type as the pages say it."""
     if annotation is Any:
         return "anything"
-    if annotation in (ExecutorConfig, JobConfig):
+    if annotation in (ExecutorConfig, JobConfig, PluginsConfig):
         return {ExecutorConfig: "an executor", JobConfig: "a job", PluginsConfig: "plugins"}[annotation]
     arguments = typing.get_args(annotation)
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
