@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -76,9 +77,11 @@ def everything_is_free(runtime: Runtime, timeout: float = 0) -> None:
         pass
 
 
-def everything_is_free_again(runtime: Runtime) -> None:
-    """After a nanny has replaced a worker, which the cluster owns."""
+@contextlib.contextmanager
+def replacing(runtime: Runtime) -> Iterator[None]:
+    """A block in which a Dask worker ends, and its nanny replaces it: the new one is the cluster's."""
     with leaks.shared():
+        yield
         everything_is_free(runtime, timeout=PATIENCE_S)
 
 
@@ -203,7 +206,7 @@ def test_killed_driver(cluster: str, runtime: Runtime, other: Any) -> None:
 
 def test_killed_dask_worker(runtime: Runtime, other: Any) -> None:
     """A Dask worker that dies fails its group with Dask's words; the one that replaces it isn't part of it."""
-    with leaks.shared(), runtime.reserve(2, cpus=2, strategy="pack") as pool:  # shared: the cluster owns the new one
+    with replacing(runtime), runtime.reserve(2, cpus=2, strategy="pack") as pool:
         group = pool.spawn({"echo": colocate.role(Echo)})
         with pytest.raises(PlacementError, match="can never fit"):
             runtime.reserve(6, cpus=0)
@@ -218,7 +221,6 @@ def test_killed_dask_worker(runtime: Runtime, other: Any) -> None:
         processes.close()
         with pytest.raises(ColocateError):
             group.role("echo", Echo).noop()
-    everything_is_free_again(runtime)
     assert statuses(other) == ["running"] * 5
 
 
@@ -229,11 +231,11 @@ def test_stopped_dask_worker(runtime: Runtime, other: Any) -> None:
     pids = other.run(os.getpid)
     (held,) = (address for address, status in by_status(other).items() if status == "paused")
     workers = Processes([group.role("echo", Echo).place()[0][0], pids[held]])
-    os.kill(pids[held], signal.SIGSTOP)
-    pool.close(grace=1)
-    workers.wait()
-    workers.close()
-    everything_is_free_again(runtime)
+    with replacing(runtime):
+        os.kill(pids[held], signal.SIGSTOP)
+        pool.close(grace=1)
+        workers.wait()
+        workers.close()
 
 
 def test_other_versions(runtime: Runtime) -> None:
