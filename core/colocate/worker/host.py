@@ -104,7 +104,7 @@ class WorkerHost:
         self._handlers[head[0]](head, body)
 
     def _on_build(self, head: tuple[Any, ...], body: Any) -> None:
-        self.lane.put(Work(seq=0, run=self._build, label="build", head=head, body=body))
+        self.lane.put(Work(0, self._build, "build", head, body))
 
     def _on_call(self, head: tuple[Any, ...], body: Any) -> None:
         _, seq, role, method, keep, _valid, _uses, frees = head
@@ -113,7 +113,7 @@ class WorkerHost:
         hosted = self.roles.get(role) or self._for_functions(role)
         spec = hosted.spec(method)
         concurrency = spec.concurrency if spec.is_async else 0
-        work = Work(seq=seq, run=self._call, label=hosted.label(method), head=head, body=body, concurrency=concurrency)
+        work = Work(seq, self._call, hosted.label(method), head, body, concurrency)
         if keep is not None:
             self.store.expect(keep)
             work.on_drop = partial(self.store.fail, keep, f"{work.label} was withdrawn after a failure")

@@ -22,17 +22,21 @@ from colocate._context import CallState
 from colocate.wire import Turns
 
 
-@attrs.define(eq=False, kw_only=True)
+@attrs.define(eq=False)
 class Work(CallState):
     """One call for the lane. `run` says whether it went well; for an async method it returns a coroutine of that."""
 
+    # Made for each call: given by position, and what begins as nothing isn't given at all.
+    seq: int
     run: Callable[[Work], bool | Coroutine[Any, Any, bool]]
     label: str
     head: tuple[Any, ...] = ()
     body: Any = None
     concurrency: int = 0  # 0: a sync method, which waits for everything before it and is waited for
-    rows: int | None = None
-    on_drop: Callable[[], None] | None = None
+    valid_rows: int | None = attrs.field(default=None, init=False)
+    cancelled: bool = attrs.field(default=False, init=False)
+    rows: int | None = attrs.field(default=None, init=False)
+    on_drop: Callable[[], None] | None = attrs.field(default=None, init=False)
 
 
 @attrs.frozen
@@ -171,6 +175,11 @@ class Lane:
     def _next(self) -> Work | None:
         """The next call to begin, or None to end."""
         while True:
+            if self._is_plain():  # as nearly always: the next item in the queue is what to do
+                item = self._queue.get()
+                if isinstance(item, Work):
+                    return item
+                self._note(item)
             if self.closing and not self._tasks:
                 return None
             if self._waiting and not self.closing and self._may_begin(self._waiting[0]):
@@ -179,6 +188,12 @@ class Lane:
                 self._reported = self._held
                 self._on_held(self._held, self._begun)
             self._take()
+
+    def _is_plain(self) -> bool:
+        """Whether nothing runs, waits or is held, and something has come."""
+        return not (
+            self._waiting or self._tasks or self._limits or self._held_up or self.closing or self._reported < self._held
+        ) and (self._turns is None or self._turns.wait(self._has_news))
 
     def _begins(self, work: Work) -> bool:
         """Note that it runs; False when a hold has come meanwhile, which has looked at what runs before this."""
