@@ -331,6 +331,8 @@ class CallOrder:
                 self.link.send(live, ("cancel", call.seq))
                 self.link.send(live, ("hold", hold.number, hold.failed, True))
             hold.withdrawn.add(call.seq)
+            if hold.suspected is not None and hold.suspected[0].seq < call.seq:
+                self._settle_suspicion(hold)  # a later call is no cause of it
             self._tell_root(hold, call, error)
 
     def ask_stacks(self, slots: list[int], then: Callable[[dict[int, str]], None]) -> None:

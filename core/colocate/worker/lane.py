@@ -196,9 +196,9 @@ class Lane:
         ) and (self._turns is None or self._turns.wait(self._has_news))
 
     def _begins(self, work: Work) -> bool:
-        """Note that it runs; False when a hold has come meanwhile, which has looked at what runs before this."""
+        """Note that it runs; False when a hold, or the end, has come meanwhile and looked at what runs before this."""
         self.running[work.seq] = work
-        if self._may_begin(work):
+        if not self.closing and self._may_begin(work):
             self._begun = work.seq
             return True
         del self.running[work.seq]
