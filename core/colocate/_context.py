@@ -24,9 +24,9 @@ R = TypeVar("R")
 class CallState:
     """What one running call knows of itself."""
 
-    seq: int = 0
-    valid_rows: int | None = None
-    cancelled: bool = False
+    seq: int
+    valid_rows: int | None = attrs.field(default=None, kw_only=True)
+    cancelled: bool = attrs.field(default=False, kw_only=True)
 
 
 @attrs.define(eq=False)
@@ -83,7 +83,7 @@ class Context:
     )
     _report: Callable[[Context, int, int | None], None] | None = attrs.field(default=None, alias="report")
     _generator: torch.Generator | None = attrs.field(default=None, init=False)
-    last_call: CallState = attrs.field(factory=CallState, init=False)
+    last_call: CallState = attrs.field(factory=lambda: CallState(0), init=False)
 
     @property
     def mesh(self) -> MeshPlace:

@@ -57,7 +57,7 @@ class StandaloneCall:
 
     def _run(self, planned: Plan) -> Any:
         ctx = _context_of(self._instance)
-        state = CallState(valid_rows=planned.valid[0])
+        state = CallState(0, valid_rows=planned.valid[0])
         token, call_token = set_current(ctx), running_call.set(state)
         try:
             result = self._spec.call(self._instance, dict(planned.arguments[0]))

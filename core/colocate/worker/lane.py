@@ -27,14 +27,11 @@ class Work(CallState):
     """One call for the lane. `run` says whether it went well; for an async method it returns a coroutine of that."""
 
     # Made for each call: given by position, and what begins as nothing isn't given at all.
-    seq: int
     run: Callable[[Work], bool | Coroutine[Any, Any, bool]]
     label: str
     head: tuple[Any, ...] = ()
     body: Any = None
     concurrency: int = 0  # 0: a sync method, which waits for everything before it and is waited for
-    valid_rows: int | None = attrs.field(default=None, init=False)
-    cancelled: bool = attrs.field(default=False, init=False)
     rows: int | None = attrs.field(default=None, init=False)
     on_drop: Callable[[], None] | None = attrs.field(default=None, init=False)
 
