@@ -7,7 +7,7 @@ VERL := .venv/verl
 OLDEST := .venv/oldest
 # Have an environment see the packages of .venv, after its own.
 PURELIB := -c "import sysconfig; print(sysconfig.get_path('purelib'))"
-BESIDE = echo "import site; site.addsitedir('$$($(BIN)/python $(PURELIB))')" > "$$($(1)/bin/python $(PURELIB))/base.pth"
+BESIDE = site=$$($(BIN)/python $(PURELIB)); (echo $$site; grep -h '^/' $$site/*.pth) > "$$($(1)/bin/python $(PURELIB))/base.pth"
 export PYRIGHT_PYTHON_CACHE_DIR := $(CURDIR)/.venv/pyright
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
