@@ -25,7 +25,6 @@ from colocate_ray.terms import Cluster, Slot
 
 _ACTORS_START_WITHIN_S = 120.0
 _RELEASED_WITHIN_S = 10.0
-_ENDED_WITHIN_S = 30.0  # by a task, whose process Ray may have to start on a busy machine
 _DOUBT_AFTER_S = 0.5
 # Ray comes to know with a delay what is free: what would fit by its own account is waited for even without patience.
 _SETTLES_WITHIN_S = 5.0
@@ -106,7 +105,7 @@ class Placing:
         task: Any = ray.remote(end_process)
         try:
             options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": there}
-            ray.get(task.options(**options).remote(*held.processes[index]), timeout=_ENDED_WITHIN_S)
+            ray.get(task.options(**options).remote(*held.processes[index]), timeout=_RELEASED_WITHIN_S)
         except RayError:  # the node is gone, or as stuck as the keeper: Ray will do what it can
             ray.kill(held.actors[index], no_restart=True)
 

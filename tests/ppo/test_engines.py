@@ -83,8 +83,6 @@ def executor(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 @pytest.mark.parametrize("slots", [1, 2])
 def test_the_first_update_is_the_local_one(run: Run, local: Callable[[int], Update], executor: Any, slots: int) -> None:
-    if executor == PROCESSES and slots == 2:
-        pytest.skip("it is what the others are compared with")
     found, expected = run(executor, slots), local(slots)
     assert found.numbers.keys() >= NUMBERS
     assert found.numbers == pytest.approx(expected.numbers, rel=1e-5, abs=1e-6)

@@ -156,9 +156,7 @@ class KeptSlot:
                 self._dial()
         except (OSError, ClosedError) as error:
             self._lost = f"its keeper can't be reached: {error}"
-            self.keepers.hub.later(0.0, partial(self._over, self._lost))
-            if not self._closed:  # otherwise it has been let go, and has gone
-                self._on_stuck()
+            self._end_keeper(partial(self._over, self._lost))
         finally:
             self._connected.set()
 
@@ -173,10 +171,17 @@ class KeptSlot:
         self._connected.wait()
         return self._lost if self._commands is not None else self._lost or "its keeper was let go"
 
-    def stuck(self) -> None:
-        """The keeper doesn't do what it is told."""
-        if not self._closed:
-            self.keepers.soon(self._on_stuck)
+    def stuck(self, then: Callable[[], None]) -> None:
+        """The keeper doesn't do what it is told. `then` runs on the hub's thread, once the engine has been told."""
+        self.keepers.soon(partial(self._end_keeper, then))
+
+    def _end_keeper(self, then: Callable[[], None]) -> None:
+        # First the engine, then whoever waits for the workers: that may be who gives the slot back.
+        try:
+            if not self._closed:  # otherwise it has been let go, and has gone
+                self._on_stuck()
+        finally:
+            self.keepers.hub.later(0.0, then)
 
     # -- from any thread
 
@@ -297,8 +302,7 @@ class KeptHost(Host):
 
     def _check_killed(self) -> None:
         if not self._over:
-            self.slot.stuck()
-            self.ended(Exit(detail="it was killed, which its keeper hasn't confirmed"))
+            self.slot.stuck(partial(self.ended, Exit(detail="it was killed, which its keeper hasn't confirmed")))
 
     def _finish(self) -> None:
         with self._lock:

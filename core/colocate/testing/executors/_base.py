@@ -80,10 +80,11 @@ def _warm_up_square(group: ColocatedGroup) -> None:
     group.role("axes", Axes).seen.keep([1, 2]).fetch()
 
 
-def make_first_worker(runtime: Runtime) -> None:
+def make_first_worker(runtime: Runtime) -> Runtime:
     """What a runtime makes for its first worker is there from now on, so that no test seems to leak it."""
     with runtime.reserve(1, cpus=0) as pool:
         pool.spawn({"echo": colocate.role(Echo)})
+    return runtime
 
 
 class ExecutorCase:

@@ -28,16 +28,14 @@ class Placement(ExecutorCase):
     def two_cpus(cls, runtime: Runtime) -> Iterator[Runtime]:
         """An engine with 2 CPUs."""
         with cls().connect_privately(cpus=2) as two:
-            make_first_worker(two)
-            yield two
+            yield make_first_worker(two)
 
     @pytest.fixture(scope="class")
     @classmethod
     def two_gpus(cls, runtime: Runtime) -> Iterator[Runtime]:
         """An engine that has 2 GPUs, or says so."""
         with cls().connect_privately(gpus=2) as two:
-            make_first_worker(two)
-            yield two
+            yield make_first_worker(two)
 
     def test_slots_of_a_pool(self, runtime: Runtime) -> None:
         """A pool tells of its slots: index, node, devices, state."""
