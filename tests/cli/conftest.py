@@ -34,6 +34,19 @@ class CommandLine:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path), "COLUMNS": "200"}
         return [sys.executable, "-W", "error", "-m", "colocate.cli", *args], environment
 
+    def start(self, *args: str, distributions: tuple[str, ...] = (), **variables: str) -> "subprocess.Popen[str]":
+        """Start it as a terminal does, in a process group of its own, and let it run."""
+        command, environment = self.command(*args, distributions=distributions)
+        return subprocess.Popen(
+            command,
+            cwd=self.folder,
+            env=environment | variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
     def write(self, name: str, text: str) -> Path:
         """Write a file into the folder."""
         path = self.folder / name

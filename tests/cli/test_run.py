@@ -98,16 +98,7 @@ def test_nothing_to_resume(colocate: CommandLine) -> None:
 def test_a_signal_ends_it_with_a_checkpoint(colocate: CommandLine, number: signal.Signals, processes: str) -> None:
     colocate.write("demo.yaml", ACME)
     changes = ("--set", "job.with.steps=1000000", "--set", f"executor.with.processes={processes}")
-    command, environment = colocate.command("run", "demo.yaml", *changes, distributions=("acme",))
-    with subprocess.Popen(
-        command,
-        cwd=colocate.folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as running:
+    with colocate.start("run", "demo.yaml", *changes, distributions=("acme",)) as running:
         assert running.stdout is not None
         assert running.stderr is not None
         next(line for line in running.stdout if line.startswith("step 2/"))
@@ -202,16 +193,7 @@ def test_a_second_signal_ends_what_hangs(colocate: CommandLine) -> None:
         job: beside:job
         """,
     )
-    command, environment = colocate.command("run", "demo.yaml")
-    with subprocess.Popen(
-        command,
-        cwd=colocate.folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as running:
+    with colocate.start("run", "demo.yaml") as running:
         assert running.stdout is not None
         assert running.stderr is not None
         next(line for line in running.stdout if line.startswith("step 1"))

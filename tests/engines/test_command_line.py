@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -115,16 +114,7 @@ def test_interrupted(colocate: CommandLine, engine: str, whom: str) -> None:
     """
     mark = uuid.uuid4().hex
     changes = ("--executor", engine, "--set", "job.with.steps=1000000")
-    command, environment = colocate.command("run", "demo.yaml", *changes, distributions=("acme",))
-    with subprocess.Popen(
-        command,
-        cwd=colocate.folder,
-        env={**environment, "COLOCATE_TEST_MARK": mark},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as running:
+    with colocate.start("run", "demo.yaml", *changes, distributions=("acme",), COLOCATE_TEST_MARK=mark) as running:
         assert running.stdout is not None
         next(line for line in running.stdout if line.startswith("step 2/"))
         assert len(_marked(mark)) > 2  # the driver and the workers at least
