@@ -13,6 +13,7 @@ from colocate._method import MethodSpec
 from colocate._pending import PendingCall
 from colocate._pipeline import recording
 from colocate._resident import Consumer, Reference
+from colocate._sending import submit
 from colocate._ship import ship, ship_by_value
 from colocate._view import RoleInfo, refuse_inside, with_references
 from colocate.worker.build import Shipped
@@ -35,14 +36,14 @@ def run(
         pipeline.refuse_call(f"group.run({name})")
     group.check()
     refuse_inside(label, group)
-    role = _everyone(group)
+    role = everyone(group)
     uses: list[Reference] = []
     consumer = Consumer(group.name, role.slots, role.ranks.mesh)
     given = with_references({"args": args, "kwargs": dict(kwargs)}, consumer, label, group.runtime, uses)
     shipped = _ship(function, name, group.runtime.executor.in_process)
     planned = plan(RUN.dispatch, {"function": shipped, **given}, role.ranks)
     call = PendingCall(label, "", name, role.slots)
-    return group.submit(call, role, RUN, planned, uses, None, keep=False)
+    return submit(group, call, role, RUN, planned, uses, None, keep=False)
 
 
 def _check_fits(function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -56,8 +57,8 @@ def _check_fits(function: Callable[..., Any], name: str, args: tuple[Any, ...], 
         raise TypeError(f"{name}{signature}: {error}; its first argument is the worker's context") from None
 
 
-def _everyone(group: ColocatedGroup) -> RoleInfo:
-    """The role that functions run in. Workers know it by what its context needs."""
+def everyone(group: ColocatedGroup) -> RoleInfo:
+    """The role that functions run in, on all slots. Workers know it by what its context needs."""
     slots = range(len(group.workforce.workers))
     methods: Mapping[str, MethodSpec] = {RUN.name: RUN}
     key = len(slots), group.runtime.seed

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast, overload
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, overload
 
-from colocate import _functions
+from colocate import _checkpoint, _functions
 from colocate._context import Context
-from colocate._dispatch import Plan
-from colocate._joiner import Joiner
 from colocate._mesh import Ranks
 from colocate._method import MethodSpec
 from colocate._order import CallOrder, PendingCall
-from colocate._owned import Owned, caller, raise_together
-from colocate._pipeline import Draft, pipeline, recording, refuse_unsent
+from colocate._owned import Owned, raise_together
+from colocate._pipeline import pipeline, recording
 from colocate._questions import Questions
-from colocate._resident import Kept, Reference
+from colocate._resident import Kept
 from colocate._residents import Residents
+from colocate._restart import Restarts
 from colocate._spawn import Declared
 from colocate._view import RoleInfo, RoleView
 from colocate._workforce import Workforce
 from colocate.errors import ClosedError, ColocateError, ConfigError
-from colocate.executor import Place
 from colocate.worker.uses import Source
 
 if TYPE_CHECKING:
@@ -34,22 +34,28 @@ P = ParamSpec("P")
 
 
 class ColocatedGroup(Owned):
-    """Several roles in one worker per slot. Made by `pool.spawn`; a context manager that closes it."""
+    """Several roles in one worker per slot. Made by `pool.spawn`; a context manager that closes it.
+
+    Its `state` is "starting", "ready", "closing", "closed", "failed" or "restarting".
+    """
 
     grace: float = 10.0
 
-    def __init__(self, pool: Pool, places: Sequence[Place], declared: Declared, name: str) -> None:
+    def __init__(self, pool: Pool, indices: Sequence[int], declared: Declared, name: str, restarts: int = 0) -> None:
         """Use `pool.spawn`."""
         super().__init__("group", name, pool)
         self.state = "starting"
+        self.indices = indices
         self.pool = pool
         self.runtime = pool.runtime
         self.generation = 0
+        self._start_timeout: float | None = None
         self.declared = declared
         self.failure: ColocateError | None = None
         self.order = CallOrder(self, self.runtime.dispatcher)
-        self.workforce = Workforce(self, places)
+        self.workforce = Workforce(self, [pool.places[index] for index in indices])
         self.questions = Questions(self)
+        self.restarts = Restarts(self, restarts)
         self._roles = declared.infos
         self._views: dict[str, RoleView] = {}
         self.residents = Residents(self)
@@ -114,80 +120,16 @@ class ColocatedGroup(Owned):
     # -- calls
 
     def check(self) -> None:
-        """Raise unless it can be called: it is closed, or has failed."""
+        """Raise unless it can be called: it is closed, or has failed, or nobody has noted that it was restarted."""
         if self.failure is not None and self.alive:
             self.workforce.failure_seen = True
             raise self.failure.with_traceback(None)  # of who was told before
         super().check()
+        self.restarts.check()
 
-    def submit(
-        self,
-        call: PendingCall,
-        role: RoleInfo,
-        spec: MethodSpec,
-        planned: Plan,
-        uses: list[Reference],
-        timeout: float | None,
-        keep: bool,
-    ) -> PendingCall:
-        """Send a call to its ranks. Everything that can't be sent is found out before anything is."""
-        executor = self.runtime.executor
-        codec = executor.codec
-        bodies: dict[int, Any] = {}
-        for arguments in planned.arguments:
-            if id(arguments) not in bodies:
-                bodies[id(arguments)] = codec.pack_arguments(cast("dict[str, Any]", arguments), call.label)
-        call.uses = uses
-        call.line = caller()
-        call._joiner = Joiner(self, role, spec)
-        key = call.keep = self.runtime.new_key() if keep else None
-        if self.runtime.observers or uses:
-            call.on_end = self._ended
-        found = recording(self)
-        refuse_unsent(uses, call.label, found)
-        if found is not None:
-            self.check()
-            packed = [bodies[id(arguments)] for arguments in planned.arguments]
-            found.add(Draft(self, call, role.key, call.method, packed, planned.valid, timeout), uses)
-            return call
-        with self.order.lock:
-            self.check()
-            sent: list[int] = []
-            try:
-                self._send_call(call, role, planned, bodies, sent)
-            except BaseException as error:  # Ctrl-C, or no descriptor or memory is left
-                self.order.give_up(call, error, bool(sent))
-                if key is not None:
-                    self.residents.end(key)
-                raise
-        if timeout is not None:
-            self.order.watch(call, timeout)
-        return call
-
-    def _send_call(
-        self, call: PendingCall, role: RoleInfo, planned: Plan, bodies: dict[int, Any], sent: list[int]
-    ) -> None:
-        """Give a call its place in the order and send it. The order's lock is held; `sent` tells how far it came."""
-        executor, workers = self.runtime.executor, self.workforce.workers
-        lent: list[Reference] = []
-        uses, call.uses = call.uses, lent
-        for use in uses:
-            use._kept.group.residents.lend(call, use._kept, self)
-            lent.append(use)
-        seq = self.order.enter(call)
-        frees = self.residents.take() if self.residents.news and len(call.targets) == len(workers) else ()
-        last: tuple[Any, Any] = (None, None)
-        frame: Any = None
-        for slot, arguments, valid in zip(call.targets, planned.arguments, planned.valid, strict=True):
-            if frame is None or last != (id(arguments), valid):
-                if frame is not None:
-                    executor.discard(frame)
-                last = (id(arguments), valid)
-                head = ("call", seq, role.key, call.method, call.keep, valid, bool(lent), frees)
-                frame = executor.frame(head, bodies[id(arguments)])
-            sent.append(slot)
-            workers[slot].host.send(frame)
-        executor.discard(frame)
+    def refuse_closed(self) -> None:
+        """Raise if it is closed, whatever else there is."""
+        super().check()
 
     def kept(self, call: PendingCall, role: RoleInfo, spec: MethodSpec) -> Kept:
         """The record of a kept call's resident."""
@@ -195,7 +137,7 @@ class ColocatedGroup(Owned):
         ranks = role.ranks
         if call.targets is not role.slots:
             ranks = Ranks(ranks.world_size, ranks.meshes, targets=call.ranks)
-        source = Source(call.keep, self.name, role.slots, ranks, spec.collect, call.label)
+        source = Source(call.keep, self.name, role.slots, ranks, spec.collect, call.label, self.generation)
         kept = Kept(source, self, call, call.line)
         self.residents.add(kept)
         found = recording(self)
@@ -243,6 +185,39 @@ class ColocatedGroup(Owned):
         self.check()
         return pipeline(self)
 
+    def checkpoint(self, directory: str | os.PathLike[str], tag: str | int | float | None = None) -> None:
+        """Have every role that has `save(dir)` and `restore(dir)` save itself, between the group's calls.
+
+        Each role gets a folder of its own, the same for all of its ranks; the states of `ctx.generator` are kept too.
+        A restart goes on from the last checkpoint.
+
+        Args:
+            directory: Becomes the checkpoint's folder when all of it is written; what is there is replaced then. The
+                driver and all workers have to see it.
+            tag: What `wait_ready` returns after a restart from it; None for the folder's name.
+
+        Raises:
+            ConfigError: A role has only one of the two methods, or no role has them.
+            RoleError: A `save` raised; what was in the directory stays.
+        """
+        folder = Path(directory)
+        self.restarts.committed(_checkpoint.write(self, folder, folder.name if tag is None else tag))
+
+    def wait_ready(self, timeout: float | None = None) -> str | int | float | None:
+        """Wait until it can be called, after a restart too; calls are refused until somebody has.
+
+        Args:
+            timeout: Seconds to wait at most; None waits as long as it takes.
+
+        Returns:
+            The tag of the checkpoint that the roles were restored from; None when they are as constructed.
+
+        Raises:
+            TimeoutError: It isn't ready yet.
+            ColocateError: It has failed for good, or is closed.
+        """
+        return self.restarts.wait(timeout)
+
     def borrowers(self, closing: Owned) -> list[str]:
         """Unfinished uses of its residents by groups that don't lie in what is closing."""
         return self.residents.borrowers(closing)
@@ -253,14 +228,6 @@ class ColocatedGroup(Owned):
             self.workforce.built(slot, None)
             return
         self.order.done(slot, seq, rows, start, end, size if body is None else body)
-
-    def _ended(self, call: PendingCall) -> None:
-        """A call is about to be settled."""
-        for use in call.uses:
-            use._kept.group.residents.give_back(call, use._kept)
-        call.uses = ()
-        if self.runtime.observers and call.seq >= 0:  # otherwise it was never sent
-            self.runtime.dispatcher.soon(lambda: self.runtime.observers.tell_call(self.name, call))
 
     # -- what its calls and workers need
 
@@ -284,17 +251,67 @@ class ColocatedGroup(Owned):
         """The value of a body."""
         return None if body is None else self.runtime.executor.codec.unpack(body, None)
 
+    def enter(self, state: str, cause: ColocateError | None = None) -> None:
+        """It is in another state now, of which observers are told."""
+        self.state = state
+        if self.runtime.observers:
+            tell = self.runtime.observers.tell
+            self.runtime.dispatcher.soon(lambda: tell("colocate_group_changed", self.name, state, cause))
+
     def fail(self, error: ColocateError) -> None:
         """It can't go on: every pending call ends with this error, every worker is ended."""
         with self.order.lock:
-            if self.failure is not None or self.closed_by is not None or self.state == "starting":
+            if self.failure is not None or self.closed_by is not None or not self.workforce.started:
                 return
-            self.failure = error
-            self.state = "failed"
+            self.failure = told = self.restarts.begin(error)
+            self.enter("failed", error)
             self.workforce.failure_seen = any(call.keep is None for call in self.order.pending.values())
-            self.order.fail_all(error)
-        self.residents.fail(error)
+            self.order.fail_all(told)
+        self.residents.fail(told)
         self.workforce.kill()
+        if told is not error:
+            self.restarts.go(error)
+
+    def fail_for_good(self, error: ColocateError, why: BaseException) -> None:
+        """It could not be restarted."""
+        error.add_note(f"and group {self.name!r} could not be restarted: {why}")
+        with self.order.lock:
+            self.failure = error
+            self.workforce.failure_seen = False
+            self.enter("failed", error)
+
+    def start(self, timeout: float | None, restore: Path | None) -> None:
+        """Start its workers, with roles as constructed or as a checkpoint has them.
+
+        Raises:
+            RoleStartError: They don't start; everything is ended.
+        """
+        self._start_timeout = timeout
+        if restore is not None:
+            self.restarts.checkpoint = _checkpoint.Checkpoint.read(restore, self._roles)
+        self._start()
+
+    def _start(self) -> None:
+        found = self.restarts.checkpoint
+        self.workforce.start(self._start_timeout, None if found is None else found.folder)
+        self.workforce.ready()
+
+    def rebuild(self) -> None:
+        """Start its next generation; the last one's workers are gone.
+
+        Raises:
+            ColocateError: It doesn't start.
+        """
+        places = self.pool.places_for(self)
+        with self.order.lock:
+            self.refuse_closed()
+            self.generation += 1
+            self.order.renew()
+            self.questions = Questions(self)
+            self.workforce = Workforce(self, places)
+            if self.failure is not None:
+                self.residents.renew(self.failure)
+        self._start()
 
     # -- the end
 
@@ -321,15 +338,18 @@ class ColocatedGroup(Owned):
             self.wait_closed()
             return
         try:
-            self.state = "closing"
+            with self.order.lock:  # whoever rebuilds it has either made its new workers or will make none
+                self.enter("closing")
+            self.restarts.stop()
             self.residents.break_borrows()
             errors = self.workforce.end(grace)
+            self.restarts.join()
         finally:  # also when Ctrl-C has ended the wait
             error = ClosedError(f"group {self.name!r} was closed by {self.closed_by}", closed_by=self.closed_by)
             failed = self.residents.unseen()
             self.order.fail_all(error)
             self.residents.fail(error)
-            self.state = "closed"
+            self.enter("closed")
             self.disown()
             self.pool.vacate(self)
             self._finished.set()

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 from colocate._mesh import Ranks
 from colocate._method import MethodSpec
 from colocate._order import PendingCall
-from colocate._view import RoleInfo
 
 if TYPE_CHECKING:
     from colocate._group import ColocatedGroup
+    from colocate._view import RoleInfo
 
 
 class Joiner:

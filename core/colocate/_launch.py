@@ -57,7 +57,8 @@ def launch(config: Config) -> Iterator[Launched]:
     """
     from colocate import connect
 
-    with connect(config.executor.use, seed=config.seed, **config.executor.with_) as runtime:
+    use, options = config.executor.use, config.executor.with_
+    with connect(use, seed=config.seed, call_timeout=config.call_timeout, **options) as runtime:
         runtime.line = config.lines.get("executor", runtime.line)
         pools = {name: reserve_pool(runtime, name, config) for name in config.pools}
         groups = {name: _spawn(pools[group.pool], name, config) for name, group in config.groups.items()}
@@ -74,7 +75,7 @@ def reserve_pool(runtime: Runtime, name: str, config: Config) -> Pool:
 def _spawn(pool: Pool, name: str, config: Config) -> ColocatedGroup:
     entry = config.groups[name]
     roles: dict[str, RoleSpec[Any]] = {key: _role(role) for key, role in entry.roles.items()}
-    group = pool.spawn(roles, name=name, mesh=entry.mesh, on_failure=entry.on_failure)
+    group = pool.spawn(roles, name=name, mesh=entry.mesh, on_failure=entry.on_failure, restarts=entry.restarts)
     group.line = config.lines.get(f"groups.{name}", group.line)
     return group
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from colocate._resident import Kept
+    from colocate.errors import ColocateError
 
 
 class Leases:
@@ -32,6 +33,15 @@ class Leases:
     def news(self) -> bool:
         """Whether leases have ended since they were last taken."""
         return bool(self._ended)
+
+    def forget(self, error: ColocateError) -> None:
+        """The workers are gone, and what they have kept with them: whoever uses that is told this."""
+        with self._lock:
+            for kept in self.kept.values():
+                kept.lost = error
+            self.kept.clear()
+            self._ended.clear()
+            self._unmade.clear()
 
     def begin_use(self, kept: Kept) -> None:
         """A call or a fetch uses it from now on.

@@ -84,6 +84,11 @@ class CallOrder:
         self._stacks: dict[int, tuple[set[int], dict[int, str], Callable[[dict[int, str]], None]]] = {}
         self._token = 0
 
+    def renew(self) -> None:
+        """Begin anew with other workers, after `fail_all`. The lock is held."""
+        self._resumed = 0  # as new lanes count
+        self._stacks.clear()
+
     # -- submission
 
     def enter(self, call: PendingCall) -> int:

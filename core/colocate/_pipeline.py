@@ -7,6 +7,7 @@ thread nest, of one group or of several: the outermost sends.
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -37,7 +38,7 @@ class Draft:
     method: str
     bodies: Sequence[Any]
     valid: Sequence[int | None]
-    timeout: float | None
+    timeout: float
     kept: Kept | None = None
 
 
@@ -195,7 +196,7 @@ def _send(drafts: Sequence[Draft]) -> None:
         if draft.kept is not None:
             group.residents.end_use(draft.kept)
             draft.kept = None
-        if draft.timeout is not None:
+        if draft.timeout != math.inf:
             order.watch(draft.call, draft.timeout)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 import attrs
@@ -12,7 +14,7 @@ from colocate._group import ColocatedGroup
 from colocate._owned import Owned, raise_together
 from colocate._role import RoleSpec
 from colocate._spawn import declare
-from colocate.errors import ColocateError, ConfigError
+from colocate.errors import ColocateError, ConfigError, PlacementError
 from colocate.executor import Place, Request, Reservation
 
 if TYPE_CHECKING:
@@ -55,13 +57,19 @@ class PoolPart:
         mesh: Mapping[str, Any] | None = None,
         on_failure: str = "fail",
         timeout: float | None = None,
+        restarts: int = 3,
+        restore: str | os.PathLike[str] | None = None,
     ) -> ColocatedGroup:
         """As `Pool.spawn`, on these slots."""
-        return self.pool._spawn(self.indices, roles, name, mesh, on_failure, timeout)
+        return self.pool._spawn(self.indices, roles, name, mesh, on_failure, timeout, restarts, restore)
 
 
 class Pool(Owned):
-    """Slots reserved together, all or none. Made by `runtime.reserve`; a context manager that closes it."""
+    """Slots reserved together, all or none. Made by `runtime.reserve`; a context manager that closes it.
+
+    Attributes:
+        places: Where its slots lie.
+    """
 
     def __init__(self, runtime: Runtime, name: str, request: Request) -> None:
         """Use `runtime.reserve`."""
@@ -69,6 +77,7 @@ class Pool(Owned):
         self.runtime = runtime
         self.request = request
         self.reservation: Reservation | None = None
+        self.places: tuple[Place, ...] = ()
         self._taken: dict[int, ColocatedGroup] = {}
         self._lock = threading.Lock()
 
@@ -77,14 +86,10 @@ class Pool(Owned):
         with self._lock:
             if self.closed_by is None:
                 self.reservation = reservation
+                self.places = reservation.places
                 return
         self.runtime.executor.release(reservation)
         self.check()
-
-    @property
-    def places(self) -> tuple[Place, ...]:
-        """Where its slots lie."""
-        return self.reservation.places if self.reservation is not None else ()
 
     @property
     def slots(self) -> list[Slot]:
@@ -121,6 +126,8 @@ class Pool(Owned):
         mesh: Mapping[str, Any] | None = None,
         on_failure: str = "fail",
         timeout: float | None = None,
+        restarts: int = 3,
+        restore: str | os.PathLike[str] | None = None,
     ) -> ColocatedGroup:
         """Start one worker per slot and construct the roles in it; returns when every role of every rank is there.
 
@@ -128,14 +135,17 @@ class Pool(Owned):
             roles: The roles by name, as `colocate.role(...)` declares them; constructed in this order.
             name: Name of the group, unique in the runtime.
             mesh: Mesh of the roles that live on all slots and name none of their own.
-            on_failure: What happens when the group fails: "fail".
-            timeout: Seconds that starting may take at most; None for no limit.
+            on_failure: What happens when the group fails: "fail", or "restart": it is rebuilt in its pool, from its
+                last `group.checkpoint(...)`; see `group.wait_ready`.
+            timeout: Seconds that starting may take at most, also of a restart; None for no limit.
+            restarts: How often it is rebuilt without a new checkpoint in between, before it fails for good.
+            restore: Folder of a checkpoint to start from.
 
         Raises:
             ConfigError: The declaration is wrong; says all mistakes.
             RoleStartError: A role could not be constructed; `errors` names each rank. Nothing is left running.
         """
-        return self._spawn(tuple(range(len(self))), roles, name, mesh, on_failure, timeout)
+        return self._spawn(tuple(range(len(self))), roles, name, mesh, on_failure, timeout, restarts, restore)
 
     def _spawn(
         self,
@@ -145,23 +155,26 @@ class Pool(Owned):
         mesh: Mapping[str, Any] | None,
         on_failure: str,
         timeout: float | None,
+        restarts: int,
+        restore: str | os.PathLike[str] | None,
     ) -> ColocatedGroup:
         self.check()
-        if on_failure != "fail":
-            raise ConfigError(f"on_failure={on_failure!r}: this version knows 'fail'")
+        if on_failure not in ("fail", "restart"):
+            raise ConfigError(f"on_failure={on_failure!r}: it is 'fail' or 'restart'")
+        if restarts < 1:
+            raise ConfigError(f"restarts={restarts}: at least 1; a group that isn't restarted has on_failure='fail'")
         declared = declare(roles, len(indices), mesh)
-        group = self._occupy(indices, declared, name)
+        group = self._occupy(indices, declared, name, restarts if on_failure == "restart" else 0)
         try:
-            group.workforce.start(timeout)
+            group.start(timeout, None if restore is None else Path(restore))
         except BaseException as error:
             group.close_after(error, "its failed start", 0.0)
             raise
-        group.workforce.ready()
         if self.runtime.observers:
             self.runtime.dispatcher.soon(lambda: self.runtime.observers.tell("colocate_group_spawned", group))
         return group
 
-    def _occupy(self, indices: tuple[int, ...], declared: Any, name: str | None) -> ColocatedGroup:
+    def _occupy(self, indices: tuple[int, ...], declared: Any, name: str | None, restarts: int) -> ColocatedGroup:
         with self._lock:
             self.check()
             busy = {index: self._taken[index].name for index in indices if index in self._taken}
@@ -172,11 +185,38 @@ class Pool(Owned):
                     "time. Put the roles into one group, close the other one, or spawn on a part: pool[a:b].spawn(...)"
                 )
             chosen = self.runtime.group_name(name)
-            group = ColocatedGroup(self, [self.places[index] for index in indices], declared, chosen)
+            group = ColocatedGroup(self, indices, declared, chosen, restarts)
             self.runtime.groups[chosen] = group
             for index in indices:
                 self._taken[index] = group
             return group
+
+    def places_for(self, group: ColocatedGroup) -> list[Place]:
+        """Where a group's slots lie. If the engine has lost some, all of the pool's are reserved anew.
+
+        Raises:
+            PlacementError: What is left of the cluster has no place for them.
+        """
+        executor = self.runtime.executor
+        lost = [index for index in group.indices if executor.lost(self.places[index])]
+        if lost:
+            self._reserve_again(group, lost)
+        return [self.places[index] for index in group.indices]
+
+    def _reserve_again(self, group: ColocatedGroup, lost: Sequence[int]) -> None:
+        with self._lock:
+            self.check()
+            others = {other.name for other in self._taken.values() if other is not group}
+            if others:
+                gone = ", ".join(f"{index} on {self.places[index].node}" for index in lost)
+                raise PlacementError(
+                    f"pool {self.name!r} has lost slot {gone}; it can't be reserved anew while group "
+                    f"{', '.join(sorted(others))} lives on others of its slots"
+                )
+            reservation, self.reservation = self.reservation, None
+        if reservation is not None:
+            self.runtime.executor.release(reservation)
+        self.hold(self.runtime.executor.reserve(self.request))
 
     def vacate(self, group: ColocatedGroup) -> None:
         """A group has gone: its slots are free."""

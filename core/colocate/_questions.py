@@ -28,7 +28,8 @@ class Questions:
             worker.send(("answer", token, answer, error))
 
         if what == "locate":
-            self._locate(details[0], details[1], tell)
+            group, slot, generation = details
+            self._locate(group, slot, generation, tell)
             return
         if what == "aligned":
             seq, key, others = details
@@ -84,10 +85,13 @@ class Questions:
         if not left:
             answer()
 
-    def _locate(self, group: str, slot: int, tell: Tell) -> None:
+    def _locate(self, group: str, slot: int, generation: int, tell: Tell) -> None:
         found = self._group.runtime.groups.get(group)
         if found is None or not found.alive:
             tell(None, f"group {group!r} is closed")
+            return
+        if found.generation != generation:
+            tell(None, f"group {group!r} has been restarted")
             return
 
         def located(address: str | None) -> None:

@@ -112,6 +112,7 @@ class Kept:
     line: tuple[str, int]
     used: bool = False
     freed_by: str | None = None
+    lost: ColocateError | None = None
     bytes_per_rank: list[int] = attrs.field(factory=list)
 
     def check(self) -> None:
@@ -119,7 +120,7 @@ class Kept:
         self.refuse_fork()
         if self.freed_by is not None:
             raise ClosedError(f"resident of {self.source.label} was freed by {self.freed_by}", closed_by=self.freed_by)
-        error = self.call._error
+        error = self.call._error or self.lost
         if error is not None:
             self.used = True
             # Each gets a copy: its traceback will hold the frames, and so the handle, of who is told, while the group

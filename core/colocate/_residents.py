@@ -177,6 +177,11 @@ class Residents(Leases):
         """No part will come any more."""
         self._fetches.fail(error)
 
+    def renew(self, error: ColocateError) -> None:
+        """Begin anew with other workers, after `fail`. Who still has a handle is told the error."""
+        self.forget(error)
+        self._fetches = Fetches(self._group.workforce.tell)
+
 
 def _made(kept: Kept) -> None:
     """Wait until it is there."""

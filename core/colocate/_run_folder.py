@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -14,6 +13,7 @@ from typing import Any
 
 import attrs
 
+from colocate._atomic import atomic_folder
 from colocate.errors import ConfigError
 
 _STEP = re.compile(r"step-(\d+)")
@@ -105,21 +105,8 @@ class RunFolder:
             keep: How many complete ones stay.
         """
         folder = self.path / "checkpoints"
-        part, final, old = (folder / f"{prefix}step-{step:06d}" for prefix in (".part-", "", ".old-"))
-        for leftover in (part, old):
-            shutil.rmtree(leftover, ignore_errors=True)
-        part.mkdir(parents=True)
-        try:
+        with atomic_folder(folder / f"step-{step:06d}") as part:
             yield part
-        except BaseException:
-            shutil.rmtree(part, ignore_errors=True)
-            raise
-        _sync(part)
-        if final.exists():
-            final.rename(old)
-        part.rename(final)
-        _sync_one(folder)
-        shutil.rmtree(old, ignore_errors=True)
         for _, path in self.checkpoints()[:-keep]:
             shutil.rmtree(path)
 
@@ -140,17 +127,3 @@ def _row(line: str) -> dict[str, Any] | None:
     except ValueError:
         return None
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
-
-
-def _sync(folder: Path) -> None:
-    """Have everything below a folder on the disk before its name says that it is complete."""
-    for path in [*folder.rglob("*"), folder]:
-        _sync_one(path)
-
-
-def _sync_one(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import math
 import os
 import secrets
 import sys
@@ -29,7 +30,14 @@ _live: dict[int, Runtime] = {}
 _numbers = itertools.count(1)
 
 
-def connect(executor: str = "local", *, seed: int = 0, strict: bool = False, **options: Any) -> Runtime:
+def connect(
+    executor: str = "local",
+    *,
+    seed: int = 0,
+    strict: bool = False,
+    call_timeout: float | None = None,
+    **options: Any,
+) -> Runtime:
     """Connect to an executor.
 
     Args:
@@ -37,6 +45,8 @@ def connect(executor: str = "local", *, seed: int = 0, strict: bool = False, **o
         seed: What every `ctx.generator` is derived from.
         strict: Check what is otherwise trusted: values go through the wire format even between threads, and residents
             are checked for writes by their contents.
+        call_timeout: Seconds after which a call is given up that names no `options(timeout=...)` of its own; None for
+            never.
         **options: The executor's own options.
 
     Returns:
@@ -49,7 +59,9 @@ def connect(executor: str = "local", *, seed: int = 0, strict: bool = False, **o
     cls = find_executor(executor)
     if strict:
         options["strict"] = True
-    return Runtime(executor, _connected(executor, cls, options), seed, strict)
+    if call_timeout is not None and call_timeout <= 0:
+        raise ConfigError(f"connect(call_timeout={call_timeout}): more than 0 seconds, or None for no limit")
+    return Runtime(executor, _connected(executor, cls, options), seed, strict, call_timeout)
 
 
 def _connected(name: str, cls: type[Executor], options: dict[str, Any]) -> Executor:
@@ -66,12 +78,15 @@ def _connected(name: str, cls: type[Executor], options: dict[str, Any]) -> Execu
 class Runtime(Owned):
     """A connection to one executor. Made by `connect`; a context manager that closes everything in it."""
 
-    def __init__(self, name: str, executor: Executor, seed: int, strict: bool) -> None:
+    def __init__(
+        self, name: str, executor: Executor, seed: int, strict: bool, call_timeout: float | None = None
+    ) -> None:
         """Use `connect`."""
         super().__init__("runtime", name, None)
         self.executor = executor
         self.seed = seed
         self.strict = strict
+        self.call_timeout = math.inf if call_timeout is None else call_timeout
         self.id = f"{os.getpid()}-{next(_numbers)}"
         self.secret = secrets.token_bytes(32)
         self.path = tuple(entry or os.getcwd() for entry in sys.path)
@@ -92,8 +107,9 @@ class Runtime(Owned):
     def observe(self, plugin: Any) -> None:
         """Tell an object what happens, by the hooks that it has, on the runtime's dispatcher thread.
 
-        Hooks are `colocate_group_spawned(group)`, `colocate_call_finished(record)`, `colocate_worker_died(error)` and
-        `colocate_group_closed(name)`; the record is a `CallRecord`.
+        Hooks are `colocate_group_spawned(group)`, `colocate_call_finished(record)` (a `CallRecord`),
+        `colocate_worker_died(error)`, `colocate_group_changed(name, state, cause)` (its new state, and the error that
+        made it fail) and `colocate_group_closed(name)`.
         """
         self.observers.add(plugin)
 

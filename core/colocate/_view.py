@@ -18,6 +18,7 @@ from colocate._owned import Owned
 from colocate._pipeline import recording
 from colocate._resident import Consumer, KeptResident, Reference, Resident, check_same_runtime
 from colocate._role import no_such_method
+from colocate._sending import submit
 from colocate._tree import map_leaves
 from colocate.errors import ColocateError
 
@@ -150,7 +151,13 @@ class ViewCall:
         return KeptResident(self._group.kept(self._submit(args, kwargs, keep=True), self._role, self._spec))
 
     def options(self, *, timeout: float | None = None, ranks: Sequence[int] | None = None) -> ViewCall:
-        """The same method with a deadline, or on some ranks only."""
+        """The same method with a deadline, or on some ranks only.
+
+        Args:
+            timeout: Seconds until the call is given up (`CallTimeout`); None for the runtime's `call_timeout`,
+                `math.inf` for never.
+            ranks: The ranks to call, in order; None for all.
+        """
         return ViewCall(self._group, self._role, self._spec, timeout, ranks)
 
     def __repr__(self) -> str:
@@ -168,7 +175,7 @@ class ViewCall:
         if arguments:
             arguments = with_references(arguments, self._consumer, self._label, group.runtime, uses)
         planned = plan(spec.dispatch, arguments, self._role.ranks, self._ranks)
-        return group.submit(self._call(planned), self._role, spec, planned, uses, self._timeout, keep)
+        return submit(group, self._call(planned), self._role, spec, planned, uses, self._timeout, keep)
 
     def _call(self, planned: Plan) -> PendingCall:
         slots = self._role.slots

@@ -6,6 +6,7 @@ import platform
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import colocate
@@ -34,14 +35,16 @@ class Workforce:
         # The slots from which something is still to come: waiting takes no look at those from which it has.
         self._silent, self._unbuilt, self._busy, self._living = (set(range(len(places))) for _ in range(4))
         self._leaving: set[int] = set()
+        self.started = False
         self.failure_seen = False
         runtime, pool = group.runtime, group.pool
+        generation = f"@{group.generation}" if group.generation else ""
         self.workers = [
             Worker(
                 group,
                 slot,
                 Boot(
-                    worker=f"{runtime.id}/{group.name}/{slot}",
+                    worker=f"{runtime.id}/{group.name}{generation}/{slot}",
                     group=group.name,
                     slot=slot,
                     node=place.node,
@@ -60,8 +63,12 @@ class Workforce:
 
     # -- start
 
-    def start(self, timeout: float | None) -> None:
+    def start(self, timeout: float | None, checkpoint: Path | None = None) -> None:
         """Start the workers and construct the roles.
+
+        Args:
+            timeout: Seconds that it may take; None for no limit.
+            checkpoint: Where the roles are restored from; None leaves them as constructed.
 
         Raises:
             RoleStartError: A worker didn't start, or a role wasn't constructed; everything is ended.
@@ -86,7 +93,8 @@ class Workforce:
             self._check_versions()
         if not self._built:
             live = group.live()
-            group.send(live, ("build", 0, group.generation, group.declared.default_role), body)
+            restored = None if checkpoint is None else str(checkpoint)
+            group.send(live, ("build", 0, group.generation, group.declared.default_role, restored), body)
             self._wait(lambda: not self._unbuilt or self._build_failed, deadline)
             if self._build_failed:
                 # The others are told by a hold, and have as long as after any failed call.
@@ -196,8 +204,11 @@ class Workforce:
 
     def ready(self) -> None:
         """The group can be called. A worker that went after it had constructed its roles is found now."""
-        if self._group.closed_by is None:
-            self._group.state = "ready"
+        group = self._group
+        with group.order.lock:
+            if group.closed_by is None:
+                self.started, group.failure = True, None
+                group.enter("ready")
         for worker in self.workers:
             if worker.exit is not None:
                 self.exited(worker)
@@ -213,7 +224,10 @@ class Workforce:
         assert worker.exit is not None
         group = self._group
         group.order.gone(worker.slot)
-        if group.state in ("ready", "failed"):
+        if not self.started:
+            running = "the constructors of its roles" if worker.hello is not None else None
+            self.built(worker.slot, death_error(group, worker.slot, worker.pid, worker.exit, running))
+        elif group.state in ("ready", "failed"):
             with group.order.lock:
                 running = next(
                     (call.label for call in list(group.order.pending.values()) if worker.slot in call.missing()), None
@@ -223,9 +237,6 @@ class Workforce:
                 group.fail(error)
                 if group.runtime.observers:
                     group.runtime.dispatcher.soon(lambda: group.runtime.observers.tell("colocate_worker_died", error))
-        elif group.state == "starting":
-            running = "the constructors of its roles" if worker.hello is not None else None
-            self.built(worker.slot, death_error(group, worker.slot, worker.pid, worker.exit, running))
         with self._news:
             self._came(worker.slot, self._silent, self._unbuilt, self._busy, self._leaving, self._living)
 
@@ -234,6 +245,14 @@ class Workforce:
         for worker in self.workers:
             if worker.exit is None:
                 worker.host.kill()
+
+    def wait_gone(self) -> bool:
+        """Wait until all of them are gone, after `kill`; whether they are."""
+        with self._news:
+            for worker in self.workers:
+                if worker.host is NOT_LAUNCHED:
+                    self._came(worker.slot, self._living)
+        return self._wait(lambda: not self._living, time.monotonic() + _AFTER_KILL_S)
 
     # -- the end
 

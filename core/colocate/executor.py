@@ -188,6 +188,10 @@ class Executor(abc.ABC):
     def release(self, reservation: Reservation) -> None:
         """Give slots back; when it returns they can be reserved again. All their hosts have exited or been killed."""
 
+    def lost(self, place: Place) -> bool:
+        """Whether nothing can be launched there any more: its node, or the engine's process in the slot, is gone."""
+        return False
+
     @abc.abstractmethod
     def running(self) -> Sequence[str]:
         """The ids of the workers that the engine runs for this runtime (for the audit)."""

@@ -142,6 +142,11 @@ class DaskExecutor(Executor, OwnProcess, MultiNode):
         slot: KeptSlot = place.handle
         return slot.launch(boot, events)
 
+    def lost(self, place: Place) -> bool:
+        """Whether the Dask worker of a slot is gone."""
+        slot: KeptSlot = place.handle
+        return slot.is_lost
+
     def release(self, reservation: Reservation) -> None:
         """Give the Dask workers back; they serve their cluster again."""
         self._free(reservation.handle)

@@ -109,6 +109,10 @@ class RayExecutor(Executor, OwnProcess, MultiNode):
         """Have the slot's keeper start a worker."""
         return self._slots[place.handle].launch(boot, events)
 
+    def lost(self, place: Place) -> bool:
+        """Whether the actor of a slot is gone."""
+        return self._slots[place.handle].is_lost
+
     def release(self, reservation: Reservation) -> None:
         """End the actors, and give the placement group back."""
         for place in reservation.places:

@@ -62,7 +62,8 @@ class GroupConfig:
     pool: str
     roles: dict[str, RoleConfig]
     mesh: Mesh | None = None
-    on_failure: Literal["fail"] = "fail"
+    on_failure: Literal["fail", "restart"] = "fail"
+    restarts: int = 3
 
 
 @attrs.frozen
@@ -97,6 +98,7 @@ class Config:
     Attributes:
         name: What the run is called; its folder is runs/<name>.
         seed: The runtime's seed.
+        call_timeout: Seconds after which a call is given up; None for never.
         executor: The engine.
         pools: Slots to reserve, by name, in order.
         groups: Groups to spawn, by name, in order.
@@ -107,6 +109,7 @@ class Config:
 
     name: str
     seed: int = 0
+    call_timeout: float | None = None
     executor: ExecutorConfig = attrs.field(factory=ExecutorConfig)
     pools: dict[str, PoolConfig] = attrs.field(factory=dict)
     groups: dict[str, GroupConfig] = attrs.field(factory=dict)

@@ -122,6 +122,11 @@ class KeptSlot:
         self._words: str | None = None
         self._lost: str | None = None
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether its keeper is gone, and no worker can be started any more."""
+        return self._lost is not None
+
     def launch(self, boot: Boot, events: HostEvents, env: Mapping[str, str] | None = None) -> Host:
         """Start a worker; returns at once.
 

@@ -1,4 +1,4 @@
-"""`group.run` in a worker: a role without a name, whose one method calls the function that it is given."""
+"""What concerns a whole worker: functions of `group.run`, and checkpoints. A role without a name does it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from colocate._context import Context, MeshPlace, current, derive_seed
 from colocate._mesh import Mesh
 from colocate._method import MethodSpec, RoleMethod, method
+from colocate.worker import checkpoint
 from colocate.worker.build import Shipped
 from colocate.worker.hosted import HostedRole
 
@@ -18,7 +19,10 @@ if TYPE_CHECKING:
 
 
 class Functions:
-    """What runs the functions."""
+    """What runs the functions, and has the roles of its worker saved."""
+
+    def __init__(self, roles: Mapping[Any, HostedRole]) -> None:
+        self._roles = roles
 
     @method
     def run(self, function: Shipped, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -26,9 +30,17 @@ class Functions:
         result = function.load()(current(), *args, **kwargs)
         return asyncio.run(result) if inspect.iscoroutine(result) else result
 
+    @method
+    def save(self, directory: str) -> None:
+        """Have the roles write their states into a folder."""
+        checkpoint.save([role for role in self._roles.values() if role.name is not None], directory)
 
+
+CHECKPOINT = "the checkpoint"  # no name of a function can be the same
 _run: RoleMethod[..., Any] = Functions.__dict__["run"]
+_save: RoleMethod[..., Any] = Functions.__dict__["save"]
 RUN: MethodSpec = _run.spec
+SAVE: MethodSpec = _save.spec
 
 
 def hosted_functions(host: WorkerHost, slots: int, seed: int) -> HostedRole:
@@ -55,4 +67,4 @@ def hosted_functions(host: WorkerHost, slots: int, seed: int) -> HostedRole:
         process_group=host.groups.get,
         report=host.report,
     )
-    return HostedRole(None, Functions(), {RUN.name: RUN}, ctx)
+    return HostedRole(None, Functions(host.roles), {RUN.name: RUN, CHECKPOINT: SAVE}, ctx)

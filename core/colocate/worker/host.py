@@ -23,7 +23,7 @@ from colocate._values import describe, ordinary
 from colocate.errors import CapabilityError, ColocateError, DispatchError, RoleError, SerializationError
 from colocate.executor import Boot
 from colocate.wire import Turns
-from colocate.worker import failure
+from colocate.worker import checkpoint, failure
 from colocate.worker.batch import take_apart
 from colocate.worker.build import RoleBuild, construct
 from colocate.worker.consequence import Consequence
@@ -250,7 +250,7 @@ class WorkerHost:
         self._send(("held", number, begun, self.groups.renew(number)), None)
 
     def _build(self, work: Work) -> bool:
-        _, seq, self.groups.generation, self.groups.default_role = work.head
+        _, seq, self.groups.generation, self.groups.default_role, restored = work.head
         start = time.time()
         builds: list[RoleBuild] = self.codec.unpack(work.body, None)
         for build in builds:
@@ -262,6 +262,12 @@ class WorkerHost:
                 self._failed(seq, None, build.name, error)
                 return False
             self.instances[build.name] = self.roles[build.name].instance
+        for role in list(self.roles.values()) if restored is not None else ():
+            try:
+                checkpoint.restore(role, restored)
+            except BaseException as error:
+                self._failed(seq, None, role.name, error)
+                return False
         self._send(("done", seq, None, start, time.time(), None), None)
         return True
 

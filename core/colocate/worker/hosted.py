@@ -23,11 +23,14 @@ class HostedRole:
 
     def __attrs_post_init__(self) -> None:
         # Each call asks for one.
-        self._labels = {} if self.name is None else {method: f"{self.name}.{method}" for method in self.methods}
+        named = self.name is not None
+        self._labels = {method: f"{self.name}.{method}" if named else method for method in self.methods}
 
     def spec(self, method: str) -> MethodSpec:
         """One of its methods."""
-        return self.methods["run" if self.name is None else method]
+        if self.name is None:
+            return self.methods.get(method) or self.methods["run"]
+        return self.methods[method]
 
     def label(self, method: str) -> str:
         """What a method is called in errors and stacks."""

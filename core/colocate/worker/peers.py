@@ -77,7 +77,7 @@ class ChannelPeers(Peers):
         self._host = host
         elsewhere = None if host.boot.host == wire.LOOPBACK else host.boot.host
         self._channel = wire.PeerChannel(host.boot.secret, self._answer, elsewhere, tls)
-        self._addresses: dict[tuple[str, int], str] = {}
+        self._addresses: dict[tuple[str, int, int], str] = {}
 
     @property
     def address(self) -> str:
@@ -122,7 +122,7 @@ class ChannelPeers(Peers):
         return source.group == self._host.boot.group and source.slot(rank) == self._host.boot.slot
 
     def _ask(self, source: Source, rank: int, *question: Any) -> tuple[tuple[Any, ...], Any]:
-        where = source.group, source.slot(rank)
+        where = source.group, source.slot(rank), source.generation
         address = self._addresses.get(where)
         if address is None:
             address = self._addresses[where] = self._host.ask("locate", *where)

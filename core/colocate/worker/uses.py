@@ -34,6 +34,7 @@ class Source:
         ranks: The ranks of the call that made it.
         collect: How the parts become the value.
         label: What errors call it.
+        generation: That of the group; the workers of another one never had it.
     """
 
     key: int
@@ -42,6 +43,7 @@ class Source:
     ranks: Ranks
     collect: Collect
     label: str
+    generation: int = 0
 
     def slot(self, rank: int) -> int:
         """The slot of a rank."""

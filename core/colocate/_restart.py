@@ -1,0 +1,175 @@
+"""Restart: a group that has failed is rebuilt in its pool, all ranks together, a bounded number of times.
+
+What was pending, and every resident, belonged to the generation that failed: each use of it raises `GroupRestarted`.
+New calls are refused with it too until somebody has asked `group.wait_ready()`: roles are then as the last checkpoint
+has them, and nobody goes on with that by accident.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from colocate.errors import ClosedError, ColocateError, GroupRestarted, WorkerDied
+
+if TYPE_CHECKING:
+    from colocate._checkpoint import Checkpoint, Tag
+    from colocate._group import ColocatedGroup
+
+_BACKOFF_S = 0.5
+_LONGEST_BACKOFF_S = 30.0
+_ENDS_WITHIN_S = 5.0
+_log = logging.getLogger("colocate")
+
+
+class Restarts:
+    """Those of one group.
+
+    Attributes:
+        limit: How many there may be without a checkpoint in between; 0: the first failure is the last.
+        checkpoint: The last one; None as long as there is none.
+        under_way: Whether the group is being rebuilt.
+    """
+
+    def __init__(self, group: ColocatedGroup, limit: int) -> None:
+        self.limit = limit
+        self.checkpoint: Checkpoint | None = None
+        self.under_way = False
+        self._group = group
+        self._used = 0
+        self._round = 0
+        self._restored: Tag = None  # the tag of what the roles were restored from
+        self._unseen: ColocateError | None = None  # a failure that nobody has been told to be over
+        self._turn = threading.Condition()
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    # -- what users see
+
+    def check(self) -> None:
+        """Raise if the group has been restarted and nobody has taken note of that."""
+        if self._unseen is not None:
+            raise self._unseen.with_traceback(None)
+
+    def wait(self, timeout: float | None) -> Tag:
+        """Wait until the group can be called again; the tag of the checkpoint that its roles were restored from.
+
+        Raises:
+            TimeoutError: It isn't ready yet.
+            ColocateError: It could not be restarted, or is closed.
+        """
+        group = self._group
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            with self._turn:
+                if not self._turn.wait_for(lambda: not self.under_way, left):
+                    raise TimeoutError(f"group {group.name!r} isn't ready after {timeout} s: it is {group.state}")
+            with group.order.lock:
+                if self.under_way:  # it has failed again just now
+                    continue
+                group.refuse_closed()
+                if group.failure is not None:
+                    raise group.failure.with_traceback(None)
+                self._unseen = None
+                return self._restored
+
+    def committed(self, checkpoint: Checkpoint) -> None:
+        """There is a new checkpoint: what comes after it is a new attempt."""
+        self.checkpoint = checkpoint
+        self._used = 0
+
+    # -- when the group fails
+
+    def begin(self, cause: ColocateError) -> ColocateError:
+        """The group has failed; what its users are told. The order's lock is held.
+
+        A restart begins with `go`, once they have been.
+        """
+        if self._used >= self.limit:
+            return cause
+        self.under_way = True
+        self._round += 1
+        self._unseen = _restarted(self._group.name, cause, self.checkpoint)
+        return self._unseen
+
+    def go(self, cause: ColocateError) -> None:
+        """Rebuild the group, on a thread of its own."""
+        name = f"colocate-restart-{self._group.name}"
+        self._thread = threading.Thread(target=self._main, args=(cause, self._round), name=name, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """The group is closing."""
+        self._stopping.set()
+        self._turned()
+
+    def join(self) -> None:
+        """Wait until nothing is rebuilt any more, after the workers have been ended."""
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(_ENDS_WITHIN_S)
+
+    # -- on its thread
+
+    def _main(self, cause: ColocateError, number: int) -> None:
+        group = self._group
+        try:
+            while True:
+                fault = self._attempt()
+                if fault is None or group.closed_by is not None:
+                    return
+                if self._used >= self.limit:
+                    group.fail_for_good(cause, fault)
+                    return
+                _log.warning("group %r could not be restarted, and is tried again: %s", group.name, fault)
+        finally:
+            if number == self._round:  # otherwise it has failed again: the next one tells
+                self._turned()
+
+    def _attempt(self) -> BaseException | None:
+        """Rebuild the group once; what went wrong."""
+        group = self._group
+        if not group.workforce.wait_gone():
+            self._used = self.limit
+            return ColocateError(f"workers of group {group.name!r} did not go when killed")
+        self._used += 1
+        group.enter("restarting")
+        if self._stopping.wait(min(_BACKOFF_S * (2 ** (self._used - 1) - 1), _LONGEST_BACKOFF_S)):
+            return None
+        began, checkpoint = time.monotonic(), self.checkpoint
+        try:
+            self._restored = None if checkpoint is None else checkpoint.tag
+            group.rebuild()
+        except ClosedError as error:  # just now: whoever closes it ends the workers, here or there
+            group.workforce.kill()
+            return error
+        except Exception as error:
+            group.workforce.kill()
+            return error
+        source = "anew" if checkpoint is None else f"from its checkpoint {checkpoint.tag!r}"
+        words = f"group {group.name!r} was restarted {source}, in {time.monotonic() - began:.1f} s"
+        _log.warning("%s (generation %d)", words, group.generation)
+        return None
+
+    def _turned(self) -> None:
+        with self._turn:
+            self.under_way = False
+            self._turn.notify_all()
+
+
+def _restarted(name: str, cause: ColocateError, checkpoint: Checkpoint | None) -> GroupRestarted:
+    """What users of a failed generation are told."""
+    facts: dict[str, Any] = {
+        key: getattr(cause, key)
+        for key in (*ColocateError._facts, *(("detail", "running") if isinstance(cause, WorkerDied) else ()))
+    }
+    source = "as constructed" if checkpoint is None else f"as of its checkpoint {checkpoint.tag!r}"
+    found = GroupRestarted(
+        f"{cause.message}\ngroup {name!r} is being restarted; its calls are refused until group.wait_ready() has "
+        f"returned, with roles {source}",
+        **facts,
+    )
+    found.__cause__ = cause
+    return found

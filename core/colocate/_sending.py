@@ -1,0 +1,112 @@
+"""Sending a call: it gets its place in the group's order and goes to its ranks, or to none."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+from colocate._dispatch import Plan
+from colocate._joiner import Joiner
+from colocate._method import MethodSpec
+from colocate._order import PendingCall
+from colocate._owned import caller
+from colocate._pipeline import Draft, recording, refuse_unsent
+from colocate._resident import Reference
+
+if TYPE_CHECKING:
+    from colocate._group import ColocatedGroup
+    from colocate._view import RoleInfo
+
+
+def submit(
+    group: ColocatedGroup,
+    call: PendingCall,
+    role: RoleInfo,
+    spec: MethodSpec,
+    planned: Plan,
+    uses: list[Reference],
+    timeout: float | None,
+    keep: bool,
+) -> PendingCall:
+    """Send a call to its ranks. Everything that can't be sent is found out before anything is.
+
+    Args:
+        group: The group.
+        call: The call.
+        role: Whose method it is.
+        spec: The method.
+        planned: How the arguments reach the ranks.
+        uses: The residents among them.
+        timeout: Seconds until it is given up; None for the runtime's default, infinity for never.
+        keep: Whether its result stays in the workers.
+    """
+    if timeout is None:
+        timeout = group.runtime.call_timeout
+    executor = group.runtime.executor
+    codec = executor.codec
+    bodies: dict[int, Any] = {}
+    for arguments in planned.arguments:
+        if id(arguments) not in bodies:
+            bodies[id(arguments)] = codec.pack_arguments(cast("dict[str, Any]", arguments), call.label)
+    call.uses = uses
+    call.line = caller()
+    call._joiner = Joiner(group, role, spec)
+    key = call.keep = group.runtime.new_key() if keep else None
+    if group.runtime.observers or uses:
+        call.on_end = partial(_ended, group)
+    found = recording(group)
+    refuse_unsent(uses, call.label, found)
+    if found is not None:
+        group.check()
+        packed = [bodies[id(arguments)] for arguments in planned.arguments]
+        found.add(Draft(group, call, role.key, call.method, packed, planned.valid, timeout), uses)
+        return call
+    with group.order.lock:
+        group.check()
+        sent: list[int] = []
+        try:
+            _send_call(group, call, role, planned, bodies, sent)
+        except BaseException as error:  # Ctrl-C, or no descriptor or memory is left
+            group.order.give_up(call, error, bool(sent))
+            if key is not None:
+                group.residents.end(key)
+            raise
+    if timeout != math.inf:
+        group.order.watch(call, timeout)
+    return call
+
+
+def _send_call(
+    group: ColocatedGroup, call: PendingCall, role: RoleInfo, planned: Plan, bodies: dict[int, Any], sent: list[int]
+) -> None:
+    """Give a call its place in the order and send it. The order's lock is held; `sent` tells how far it came."""
+    executor, workers = group.runtime.executor, group.workforce.workers
+    lent: list[Reference] = []
+    uses, call.uses = call.uses, lent
+    for use in uses:
+        use._kept.group.residents.lend(call, use._kept, group)
+        lent.append(use)
+    seq = group.order.enter(call)
+    frees = group.residents.take() if group.residents.news and len(call.targets) == len(workers) else ()
+    last: tuple[Any, Any] = (None, None)
+    frame: Any = None
+    for slot, arguments, valid in zip(call.targets, planned.arguments, planned.valid, strict=True):
+        if frame is None or last != (id(arguments), valid):
+            if frame is not None:
+                executor.discard(frame)
+            last = (id(arguments), valid)
+            head = ("call", seq, role.key, call.method, call.keep, valid, bool(lent), frees)
+            frame = executor.frame(head, bodies[id(arguments)])
+        sent.append(slot)
+        workers[slot].host.send(frame)
+    executor.discard(frame)
+
+
+def _ended(group: ColocatedGroup, call: PendingCall) -> None:
+    """A call is about to be settled."""
+    for use in call.uses:
+        use._kept.group.residents.give_back(call, use._kept)
+    call.uses = ()
+    if group.runtime.observers and call.seq >= 0:  # otherwise it was never sent
+        group.runtime.dispatcher.soon(lambda: group.runtime.observers.tell_call(group.name, call))

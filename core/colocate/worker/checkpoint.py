@@ -1,0 +1,82 @@
+"""A worker's share of a checkpoint: its roles' `save` and `restore`, and the states of their generators.
+
+Each role has a folder of its own, the same for all of its ranks; colocate's files are beside those.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from colocate._context import reset_current, set_current
+from colocate.errors import ColocateError
+from colocate.worker.hosted import HostedRole
+
+_OWN = ".colocate"
+
+
+def save(roles: Sequence[HostedRole], directory: str) -> None:
+    """Have roles write their states.
+
+    Args:
+        roles: Those of this worker.
+        directory: The checkpoint's folder.
+
+    Raises:
+        ColocateError: This machine doesn't see the folder.
+    """
+    folder = Path(directory)
+    if not folder.is_dir():
+        raise ColocateError(
+            f"the checkpoint's folder {folder} isn't there on this machine: it has to lie on a file system that the "
+            "driver and all workers share"
+        )
+    for role in roles:
+        _call(role, "save", folder)
+        generator = role.ctx._generator
+        if generator is not None:
+            own = _generator_file(role, folder)
+            own.parent.mkdir(exist_ok=True)
+            own.write_bytes(generator.get_state().numpy().tobytes())
+
+
+def restore(role: HostedRole, directory: str) -> None:
+    """Have a role go on where it was saved. One that has no `save` is as its constructor made it."""
+    folder = Path(directory)
+    try:
+        _call(role, "restore", folder)
+        own = _generator_file(role, folder)
+        if own.exists():
+            import torch
+
+            state = torch.frombuffer(bytearray(own.read_bytes()), dtype=torch.uint8)
+            role.ctx.generator.set_state(state)
+    except Exception as error:
+        error.add_note(f"role {role.name!r} was being restored from {folder}")
+        raise
+
+
+def role_folder(folder: Path, role: str) -> Path:
+    """Where the ranks of a role write."""
+    return folder / role
+
+
+def _call(role: HostedRole, name: str, folder: Path) -> None:
+    method: Any = getattr(role.instance, name, None)
+    assert role.name is not None
+    if method is None or not role_folder(folder, role.name).is_dir():
+        return
+    token = set_current(role.ctx)
+    try:
+        result = method(str(role_folder(folder, role.name)))
+        if inspect.iscoroutine(result):
+            asyncio.run(result)
+    finally:
+        reset_current(token)
+
+
+def _generator_file(role: HostedRole, folder: Path) -> Path:
+    return folder / _OWN / f"{role.name}-{role.ctx.rank}.generator"
