@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ssl
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,9 @@ from colocate_dask.loop import LoopThread
 from colocate_dask.offers import Facts
 
 _CLOSE_S = 3.0
+# A scheduler that has been silent for so long is asked whether it is there.
+_SILENCE_S = 2.0
+_PONG_WITHIN_S = 4.0
 _FILES = (
     "tls_ca_file",
     *(f"tls_{side}_{what}" for side in ("client", "worker", "scheduler") for what in ("cert", "key")),
@@ -67,22 +72,37 @@ class Connection:
         Raises:
             EngineError: The scheduler doesn't answer in time, or is gone.
         """
+        return self._asked(partial(getattr(self._client, method), *args, **kwargs), within_s)
 
-        async def call() -> Any:
-            return await getattr(self._client, method)(*args, **kwargs)
+    def _asked(self, question: Callable[[], Awaitable[Any]], within_s: float | None) -> Any:
+        async def ask() -> Any:
+            return await question()
 
         if self._client.status != "running":
             raise EngineError(f"the connection to the Dask scheduler is {self._client.status}")
         try:
-            return self._loop.run(call(), within_s)
+            return self._loop.run(ask(), within_s)
         except TimeoutError as error:
-            raise EngineError(f"the Dask scheduler at {self.address} didn't answer in {within_s} s") from error
+            raise EngineError(f"the Dask scheduler at {self.address} didn't answer in time") from error
         except OSError as error:
             raise EngineError(f"the Dask scheduler at {self.address} is gone: {error}") from error
 
     def on_scheduler(self, function: Callable[..., Any], *args: Any, within_s: float | None = None) -> Any:
-        """Run a function in the scheduler."""
-        return self.ask("run_on_scheduler", function, *args, within_s=within_s)
+        """Run a function in the scheduler, and wait while it shows that it is alive.
+
+        Raises:
+            EngineError: It doesn't answer in time, or is stopped, stuck or gone.
+        """
+        return self._asked(partial(self._while_it_lives, function, *args), within_s)
+
+    async def _while_it_lives(self, function: Callable[..., Any], *args: Any) -> Any:
+        answer = asyncio.ensure_future(self._client.run_on_scheduler(function, *args))
+        try:
+            while not (await asyncio.wait([answer], timeout=_SILENCE_S))[0]:
+                await asyncio.wait_for(self._client.run_on_scheduler(far.describe), _PONG_WITHIN_S)
+            return answer.result()
+        finally:
+            answer.cancel()
 
     def on_workers(self, function: Callable[..., Any], *args: Any, workers: Sequence[str], **kwargs: Any) -> Any:
         """Run a function in workers; the answers by address, an exception where it failed."""

@@ -29,6 +29,7 @@ __all__ = ["DaskExecutor"]
 
 _START_S = 60.0  # for the first keeper in a worker, which imports colocate
 _ANSWER_S = 30.0
+_KILL_S = 5.0
 
 
 @attrs.define(eq=False)
@@ -237,20 +238,29 @@ class DaskExecutor(Executor, OwnProcess, MultiNode):
         for slot in held.slots.values():
             slot.close()
         try:
-            with contextlib.suppress(EngineError):  # without a scheduler there is nothing to give back to
-                self._connection.on_scheduler(reservations.release, held.id, within_s=_ANSWER_S)
+            self._give_back(held)
         finally:
             if self._private is not None and self._ledger is not None:
                 self._private.stop(held.workers)
                 if held.taken is not None:
                     self._ledger.release(held.taken)
 
+    def _give_back(self, held: _Held) -> None:
+        try:
+            stuck = self._connection.on_scheduler(reservations.release, held.id, within_s=_ANSWER_S)
+        except EngineError as error:
+            if isinstance(error.__cause__, TimeoutError):
+                raise
+            return  # without a scheduler there is nothing to give back to
+        if stuck:
+            raise EngineError(f"these Dask workers are stuck, and stay held until they are gone: {', '.join(stuck)}")
+
     def _kill(self, held: _Held, worker: str) -> None:
         """End the process of a Dask worker whose keeper is stuck. On a dialling thread."""
         if held.id not in self._held:  # it is being given back: then the scheduler sees to it
             return
         with contextlib.suppress(Exception):  # it is gone, or has no nanny; the scheduler sees to it on release
-            self._connection.on_workers(far.kill, workers=[worker], nanny=True, within_s=_ANSWER_S)
+            self._connection.on_workers(far.kill, workers=[worker], nanny=True, within_s=_KILL_S)
 
     def _heard(self, event: Mapping[str, Any]) -> None:
         """On the client's loop: the scheduler says that a held worker is gone."""

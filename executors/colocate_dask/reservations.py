@@ -94,11 +94,16 @@ class Reservations(SchedulerPlugin):
         finally:
             self._waiting.pop(wanted.reservation, None)
 
-    async def release(self, reservation: str) -> None:
-        """Free the slots of a reservation, or withdraw it; returns when they are free."""
+    async def release(self, reservation: str) -> list[str]:
+        """Free the slots of a reservation, or withdraw it; returns when they are free.
+
+        Returns:
+            The workers that are stuck, and can't be ended: they stay held until they go.
+        """
         self._waiting.pop(reservation, None)
         self._news()
         await self._end_all(lambda hold: hold.reservation == reservation)
+        return [worker for worker, hold in self._holds.items() if hold.reservation == reservation]
 
     async def offers(self) -> list[Offer]:
         """Every worker, as it is now."""
@@ -274,9 +279,9 @@ async def reserve(wanted: Wanted, version: Facts, *, dask_scheduler: Any) -> Seq
     return await _table(dask_scheduler).reserve(wanted, version)
 
 
-async def release(reservation: str, *, dask_scheduler: Any) -> None:
+async def release(reservation: str, *, dask_scheduler: Any) -> list[str]:
     """See `Reservations.release`."""
-    await _table(dask_scheduler).release(reservation)
+    return await _table(dask_scheduler).release(reservation)
 
 
 async def offers(*, dask_scheduler: Any) -> list[Offer]:

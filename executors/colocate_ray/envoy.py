@@ -3,27 +3,37 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import pickle
+import secrets
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 import colocate
 from colocate import wire
 from colocate.errors import ColocateError, EngineError
-from colocate_ray.private import end_strays
-from colocate_ray.terms import Cluster, Failure
+from colocate_ray import janitor
+from colocate_ray.private import new_folder
+from colocate_ray.terms import PING, Cluster, Failure
 
 _STARTS_WITHIN_S = 120.0
 _JOINS_WITHIN_S = 60.0
-_ENDS_WITHIN_S = 20.0
+_ENDS_WITHIN_S = 10.0
+# An envoy that has been silent for so long is asked whether it is there, and ended when it isn't.
+_SILENCE_S = 2.0
+_PONG_WITHIN_S = 3.0
+_MARK = "COLOCATE_ENVOY"
 _LAST_WORDS_BYTES = 2000
 # What the driver's shell, or a job that it was submitted as, says of other clusters.
 _OF_OTHERS = ("RAY_ADDRESS", "RAY_NAMESPACE", "RAY_AUTH_TOKEN", "RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_RUNTIME_ENV_HOOK")
@@ -47,7 +57,7 @@ class Envoy:
             EngineError: The cluster can't be joined.
             ColocateError: A private Ray can't be started.
         """
-        self.folder: str | None = None
+        self.folder = new_folder() if cluster.private else None
         self._lost = lost
         self._numbers = itertools.count(1)
         self._pending: dict[int, Future[Any]] = {0: Future()}
@@ -58,7 +68,9 @@ class Envoy:
         self._sock, theirs = socket.socketpair()
         try:
             with theirs:
-                self._process = _started(cluster, theirs, self._log.fileno())
+                mark = f"{_MARK}={secrets.token_hex(8)}"
+                self._process = _started(cluster, theirs, self._log.fileno(), mark)
+            self._janitor = _watched(self._process, mark, self.folder)
         except BaseException:
             self._sock.close()
             self._log.close()
@@ -68,8 +80,8 @@ class Envoy:
         opened = self._pending[0]
         self._reader.start()
         try:
-            self._write(cluster)
-            self.folder = opened.result(_STARTS_WITHIN_S if cluster.private else _JOINS_WITHIN_S)
+            self._write((cluster, self.folder))
+            opened.result(_STARTS_WITHIN_S if cluster.private else _JOINS_WITHIN_S)
         except TimeoutError:
             words = self._last_words()
             self.close()
@@ -78,13 +90,29 @@ class Envoy:
             self.close()
             raise
 
-    def call(self, name: str, *arguments: Any) -> Any:
-        """Have it do something, and wait for the result.
+    def call(self, name: str, *arguments: Any, within_s: float | None = None) -> Any:
+        """Have it do something, and wait for the result: while the envoy lives, and at most so many seconds.
 
         Raises:
-            ColocateError: It failed, or the envoy is gone.
+            ColocateError: It failed, or took longer, or the envoy is gone.
         """
-        return self.post(name, *arguments).result()
+        future = self.post(name, *arguments)
+        if not self.wait([future], within_s):
+            raise ColocateError(f"Ray hasn't done within {within_s:g} s what it was asked for ({name})")
+        return future.result()
+
+    def wait(self, futures: Sequence[Future[Any]], within_s: float | None = None) -> bool:
+        """Wait for what was posted; whether all of it is done. An envoy that shows no life meanwhile is ended."""
+        deadline = math.inf if within_s is None else time.monotonic() + within_s
+        while True:
+            left = max(0.0, deadline - time.monotonic())
+            if not wait(futures, min(_SILENCE_S, left)).not_done:
+                return True
+            if left <= _SILENCE_S:
+                return False
+            if wait([self.post(PING)], _PONG_WITHIN_S).not_done:
+                # Stopped, or stuck. What it holds can be freed by its end alone, of which the reader will tell.
+                self._process.kill()
 
     def post(self, name: str, *arguments: Any) -> Future[Any]:
         """Have it do something."""
@@ -121,13 +149,13 @@ class Envoy:
             os.close(descriptor)
 
     def _end(self) -> None:
-        try:
-            self._process.wait(_ENDS_WITHIN_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        if self.folder is not None and self._process.returncode != 0:
-            end_strays(self.folder)
+        deadline = time.monotonic() + _ENDS_WITHIN_S
+        while not _has_ended(self._process, 1.0):
+            if time.monotonic() > deadline or _is_stopped(self._process.pid):
+                self._process.kill()
+        if not _has_ended(self._janitor, _ENDS_WITHIN_S):
+            self._janitor.kill()
+            self._janitor.wait()
 
     def _write(self, message: Any) -> None:
         data = pickle.dumps(message)
@@ -175,8 +203,8 @@ class Envoy:
         return f"Its last words:\n{text}" if text else ""
 
 
-def _started(cluster: Cluster, sock: socket.socket, log: int) -> subprocess.Popen[bytes]:
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(_import_path())}
+def _started(cluster: Cluster, sock: socket.socket, log: int, mark: str) -> subprocess.Popen[bytes]:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(_import_path()), _MARK: mark.partition("=")[2]}
     if cluster.private:
         for name in _OF_OTHERS:
             env.pop(name, None)
@@ -189,6 +217,46 @@ def _started(cluster: Cluster, sock: socket.socket, log: int) -> subprocess.Pope
         pass_fds=[sock.fileno()],
         start_new_session=True,  # Ctrl-C is the driver's
     )
+
+
+def _watched(envoy: subprocess.Popen[bytes], mark: str, folder: str | None) -> subprocess.Popen[bytes]:
+    """Start the janitor of an envoy."""
+    try:
+        pidfds = [os.pidfd_open(pid) for pid in (os.getpid(), envoy.pid)]
+        try:
+            return subprocess.Popen(
+                [
+                    *(sys.executable, "-I", "-S", janitor.__file__),
+                    *(*map(str, pidfds), str(envoy.pid), mark, folder or ""),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=pidfds,
+                start_new_session=True,
+            )
+        finally:
+            for pidfd in pidfds:
+                os.close(pidfd)
+    except BaseException:
+        envoy.kill()
+        envoy.wait()
+        raise
+
+
+def _has_ended(process: subprocess.Popen[bytes], within_s: float) -> bool:
+    try:
+        process.wait(within_s)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _import_path() -> list[str]:

@@ -7,7 +7,7 @@ import itertools
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,8 @@ from colocate_ray.terms import Cluster, Slot
 
 if importlib.util.find_spec("ray") is None:
     raise ModuleNotFoundError("No module named 'ray'", name="ray")
+
+_RELEASED_WITHIN_S = 11.0  # a little more than Ray is given
 
 _Key = tuple[int, int]  # a slot: number of its reservation, index of its bundle
 
@@ -118,8 +120,9 @@ class RayExecutor(Executor, OwnProcess, MultiNode):
         for place in reservation.places:
             self._slots[place.handle].close()
         try:
-            wait([end for key, end in list(self._ends.items()) if key[0] == reservation.handle])
-            self._envoy.call("release", reservation.handle)
+            ends = [end for key, end in list(self._ends.items()) if key[0] == reservation.handle]
+            self._envoy.wait(ends, _RELEASED_WITHIN_S)
+            self._envoy.call("release", reservation.handle, within_s=_RELEASED_WITHIN_S)
         except EngineError:  # Ray takes back what a driver has held that is gone
             pass
         finally:

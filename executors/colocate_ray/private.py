@@ -10,7 +10,6 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +29,10 @@ _STORE_BYTES = 100 * 2**20  # nothing of ours goes through Ray's object store
 class PrivateFolder:
     """A folder that only this user can enter, for everything that a private Ray writes."""
 
-    def __init__(self) -> None:
+    def __init__(self, path: str) -> None:
         """Make it, with a new token in it."""
-        self.path = Path(tempfile.mkdtemp(prefix="colocate-ray-", dir=_parent()))
+        self.path = Path(path)
+        self.path.mkdir(0o700)
         self.token = self.path / "token"
         descriptor = os.open(self.token, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
         with os.fdopen(descriptor, "w") as file:
@@ -53,6 +53,15 @@ class PrivateFolder:
     def remove(self) -> None:
         """Remove it with everything in it."""
         shutil.rmtree(self.path, ignore_errors=True)
+
+
+def new_folder() -> str:
+    """The path of a folder that isn't there yet.
+
+    Raises:
+        ColocateError: There is no place for one.
+    """
+    return f"{_parent()}/colocate-ray-{secrets.token_hex(4)}"
 
 
 def _parent() -> str:
@@ -83,25 +92,8 @@ def reap_orphans() -> None:
 
 def end_children() -> None:
     """End every process below this one. None of them holds anything that it would have to write down."""
-    _end_all(lambda: psutil.Process().children(recursive=True))
-
-
-def end_strays(folder: str) -> None:
-    """End what is left of a private Ray whose envoy was killed: some of Ray's processes outlive their parents."""
-    _end_all(lambda: [process for process in psutil.process_iter() if _writes_into(folder, process)])
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-def _writes_into(folder: str, process: psutil.Process) -> bool:
-    try:
-        return any(file.path.startswith(f"{folder}/") for file in process.open_files())
-    except (psutil.Error, OSError):  # somebody else's, or gone
-        return False
-
-
-def _end_all(find: Callable[[], list[psutil.Process]]) -> None:
     deadline = time.monotonic() + _ENDS_WITHIN_S
-    while (found := find()) and time.monotonic() < deadline:
+    while (found := psutil.Process().children(recursive=True)) and time.monotonic() < deadline:
         for process in found:
             try:
                 process.send_signal(signal.SIGKILL)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from colocate.errors import ColocateError
 from colocate_ray.private import PrivateFolder, adopt_orphans, end_children, reap_orphans
-from colocate_ray.terms import Cluster, Failure
+from colocate_ray.terms import PING, Cluster, Failure
 
 if TYPE_CHECKING:
     from colocate_ray.placing import Placing
@@ -38,17 +38,17 @@ class Service:
     def run(self) -> None:
         """Serve. On the main thread: the kernel ties the lives of Ray's processes to the thread that starts them."""
         threading.Thread(target=self._send, name="answers", daemon=True).start()
-        cluster: Cluster = pickle.load(self._requests)
+        cluster, folder = pickle.load(self._requests)
         threading.Thread(target=self._receive, name="requests", daemon=True).start()
         try:
-            self._open(cluster)
+            self._open(cluster, folder)
         except BaseException as error:
             self._answers.put((0, _portable(error)))
         threading.Event().wait()
 
-    def _open(self, cluster: Cluster) -> None:
-        if cluster.private:
-            self._folder = PrivateFolder()
+    def _open(self, cluster: Cluster, folder: str | None) -> None:
+        if folder is not None:
+            self._folder = PrivateFolder(folder)
             _keep_no_workers()
         _prepare_environment(cluster.token_file if self._folder is None else str(self._folder.token))
         from colocate_ray import joining
@@ -63,12 +63,15 @@ class Service:
 
         self._placing = Placing(cluster, lambda *what: self._answers.put((None, *what)))
         self._opened.set()
-        self._answers.put((0, self._folder and str(self._folder.path)))
+        self._answers.put((0, None))
 
     def _receive(self) -> None:
         try:
             while True:
                 number, name, arguments = pickle.load(self._requests)
+                if name == PING:
+                    self._answers.put((number, None))
+                    continue
                 threading.Thread(target=self._do, args=(number, name, arguments), name=name, daemon=True).start()
         except (EOFError, OSError):  # the driver has let go, or is gone
             self._leave()

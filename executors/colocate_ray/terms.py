@@ -9,6 +9,8 @@ import attrs
 
 from colocate.errors import ColocateError
 
+PING = "ping"  # the request that is answered at once, whatever else goes on
+
 
 @attrs.frozen
 class Cluster:

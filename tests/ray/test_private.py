@@ -96,19 +96,17 @@ def test_clean_end(tmp_path: Path) -> None:
 
 def test_killed_driver() -> None:
     """Nothing is left behind, even if a forked child of the driver's lives on."""
-    fork = "if os.fork() == 0:\n    sys.stdin.read(); os._exit(0)\n"
-    with driver(CONNECTED + fork + "say(0)\nsys.stdin.read()") as process:
+    fork = "child = os.fork()\nif child == 0:\n    sys.stdin.read(); os._exit(0)\n"
+    with driver(CONNECTED + fork + "say(child)\nsys.stdin.read()") as process:
         folder = Path(hear(process))
-        hear(process)
+        child = psutil.Process(hear(process))
         family = psutil.Process(process.pid)
-        child = [each for each in family.children() if "colocate_ray.service" not in each.cmdline()]
-        assert len(child) == 1
-        processes = Processes(each.pid for each in family.children(recursive=True) if each not in child)
+        processes = Processes(each.pid for each in family.children(recursive=True) if each != child)
         process.kill()
         processes.wait()
         processes.close()
         wait_until(lambda: not folder.exists(), "the folder is gone")
-        assert child[0].is_running()
+        assert child.is_running()
 
 
 def test_killed_while_it_starts() -> None:

@@ -1,0 +1,78 @@
+"""The janitor: a small process that outlives a driver and its envoy, for as long as it takes to end what they leave.
+
+`python janitor.py DRIVER ENVOY SESSION MARK FOLDER`: two pidfds, the envoy's session, a text that is in the environment
+of everything below the envoy, and the folder of a private Ray ("" for a cluster that was joined: what happens there is
+the cluster's to end). It imports only the standard library, so that it is there soon and takes little.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import signal
+import sys
+import time
+
+_LEAVES_WITHIN_S = 0.7  # an envoy whose driver is gone leaves by itself, unless it is stopped or stuck
+_SWEEPS_FOR_S = 10.0
+_PAUSE_S = 0.02
+
+
+def main() -> None:
+    """Wait for the ends of both, and leave nothing of theirs."""
+    driver, envoy, session = (int(number) for number in sys.argv[1:4])
+    mark, folder = sys.argv[4].encode(), sys.argv[5]
+    if not _wait([driver, envoy], None, envoy):
+        _wait([envoy], _LEAVES_WITHIN_S, envoy)
+        try:
+            signal.pidfd_send_signal(envoy, signal.SIGKILL)
+        except ProcessLookupError:  # it has left by itself
+            pass
+        _wait([envoy], None, envoy)
+    if folder:
+        _sweep(session, mark)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _wait(pidfds: list[int], patience: float | None, envoy: int) -> bool:
+    """Wait until one of some processes has ended; whether the envoy has."""
+    poll = select.poll()
+    for pidfd in pidfds:
+        poll.register(pidfd, select.POLLIN)
+    return envoy in [pidfd for pidfd, _ in poll.poll(None if patience is None else patience * 1000)]
+
+
+def _sweep(session: int, mark: bytes) -> None:
+    """End all that the envoy has started, below it or not: some of Ray's processes outlive their parents."""
+    deadline = time.monotonic() + _SWEEPS_FOR_S
+    while (found := _left(session, mark)) and time.monotonic() < deadline:
+        for pid in found:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:  # just now
+                pass
+        time.sleep(_PAUSE_S)
+
+
+def _left(session: int, mark: bytes) -> list[int]:
+    own = os.getpid()
+    return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if pid != own and _is(pid, session, mark)]
+
+
+def _is(pid: int, session: int, mark: bytes) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            state, _parent, _group, its_session, *_ = file.read().rpartition(b") ")[2].split()
+        if state in (b"Z", b"X"):
+            return False
+        if int(its_session) == session:
+            return True
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            return mark in file.read()
+    except (OSError, ValueError):  # it has gone, or is another user's
+        return False
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""A Dask cluster's own processes stopped or killed: closing ends, and what can be freed is."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from tests.dask.conftest import running, script
+
+import colocate
+from colocate import ColocatedGroup, Pool, Runtime
+from colocate.errors import ColocateError
+from colocate.testing import leaks
+from colocate.testing.probes.plain import Echo
+from colocate.testing.waiting import PATIENCE_S, Processes
+
+SIGNALS = pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL], ids=["stopped", "killed"])
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[tuple[str, psutil.Process]]:
+    """Two workers with their nannies; the address, and the process of the scheduler and the nannies."""
+    with leaks.shared(), running([{"host": "127.0.0.1", "nthreads": 1}] * 2) as address:
+        port = int(address.rpartition(":")[2])
+        (scheduler,) = (child for child in psutil.Process().children() if port in ports(child))
+        everything = [scheduler, *scheduler.children(recursive=True)]
+        yield address, scheduler
+        for process in [*everything, *(scheduler.children(recursive=True) if scheduler.is_running() else [])]:
+            if process.is_running():
+                process.kill()
+
+
+def ports(process: psutil.Process) -> list[int]:
+    return [each.laddr.port for each in process.net_connections("inet") if each.status == psutil.CONN_LISTEN]
+
+
+def spawned(runtime: Runtime) -> tuple[Pool, ColocatedGroup, Processes]:
+    pool = runtime.reserve(2, cpus=1)
+    group = pool.spawn({"echo": colocate.role(Echo)})
+    return pool, group, Processes(pid for pid, _, _ in group.role("echo", Echo).place())
+
+
+def ended(close: Callable[..., None], **options: float) -> list[str]:
+    """Close something; what has gone wrong, in words. Fails if it doesn't end."""
+    wrong: list[str] = []
+
+    def run() -> None:
+        try:
+            close(**options)
+        except BaseExceptionGroup as group:
+            wrong.extend(map(str, group.exceptions))
+
+    closer = threading.Thread(target=run, daemon=True)
+    closer.start()
+    closer.join(PATIENCE_S)
+    assert not closer.is_alive(), "the close doesn't end"
+    return wrong
+
+
+@SIGNALS
+def test_scheduler(cluster: tuple[str, psutil.Process], number: signal.Signals) -> None:
+    """Without a scheduler all ends here; one that is stopped hasn't confirmed it, and that is said."""
+    address, scheduler = cluster
+    runtime = colocate.connect("dask", address=address)
+    pool, group, workers = spawned(runtime)
+    scheduler.send_signal(number)
+    if number == signal.SIGSTOP:
+        assert group.role("echo", Echo).echo(1) == [1, 1]  # no call goes through it
+    wrong = ended(pool.close, grace=1.0)
+    workers.wait()
+    workers.close()
+    assert pool.state == "closed"
+    if number == signal.SIGSTOP:
+        assert "the Dask scheduler" in wrong[-1]
+        assert "didn't answer in time" in wrong[-1]
+        with pytest.raises(ColocateError, match="didn't answer in time"):
+            runtime.reserve(1)
+    ended(runtime.close)
+
+
+def test_scheduler_that_goes_on(cluster: tuple[str, psutil.Process]) -> None:
+    """What a stopped scheduler held of a driver that has closed is free when it goes on."""
+    address, scheduler = cluster
+    with colocate.connect("dask", address=address) as other:
+        runtime = colocate.connect("dask", address=address)
+        _, _, workers = spawned(runtime)
+        scheduler.suspend()
+        ended(runtime.close, grace=1.0)
+        workers.wait()
+        workers.close()
+        scheduler.resume()
+        other.reserve(2, cpus=1, timeout=PATIENCE_S).close()
+
+
+@SIGNALS
+def test_worker(cluster: tuple[str, psutil.Process], number: signal.Signals) -> None:
+    """The Dask worker that a keeper lives in: the slot can be had again when its nanny has replaced it."""
+    address, _ = cluster
+    with colocate.connect("dask", address=address) as other, colocate.connect("dask", address=address) as runtime:
+        pool, group, workers = spawned(runtime)
+        (pid, *_), *_ = group.role("echo", Echo).place()
+        os.kill(psutil.Process(pid).ppid(), number)
+        ended(pool.close, grace=0.0)
+        workers.wait()
+        workers.close()
+        other.reserve(2, cpus=1, timeout=PATIENCE_S).close()
+
+
+@SIGNALS
+def test_killed_driver(cluster: tuple[str, psutil.Process], number: signal.Signals) -> None:
+    """A driver that is killed while one of its Dask workers is stopped, or has just been killed."""
+    address, _ = cluster
+    text = """
+    runtime = colocate.connect("dask", address=sys.argv[1])
+    group = runtime.reserve(2, cpus=1).spawn({"echo": colocate.role(Echo)})
+    print(json.dumps([pid for pid, _, _ in group.role("echo", Echo).place()]), flush=True)
+    threading.Event().wait()
+    """
+    with colocate.connect("dask", address=address) as other, script(text, address) as driver:
+        assert driver.stdout is not None
+        pids = [int(pid) for pid in driver.stdout.readline().strip("[]\n").split(",")]
+        workers = Processes(pids)
+        os.kill(psutil.Process(pids[0]).ppid(), number)
+        driver.kill()
+        workers.wait()
+        workers.close()
+        other.reserve(2, cpus=1, timeout=PATIENCE_S).close()

@@ -1,0 +1,161 @@
+"""Ray's own processes, and ours in it, stopped or killed: closing ends, and nothing is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import colocate
+from colocate import Runtime
+from colocate.errors import ColocateError
+from colocate.testing.probes.plain import Echo
+from colocate.testing.waiting import PATIENCE_S, Processes, wait_until
+
+DRIVER = """
+import sys, colocate
+from colocate.testing.probes.plain import Echo
+runtime = colocate.connect("ray", cpus=2)
+runtime.reserve(2).spawn({"echo": colocate.role(Echo)})
+envoy = runtime.executor._envoy
+print(envoy._process.pid, envoy.folder, flush=True)
+sys.stdin.read()
+"""
+
+
+def envoy(runtime: Runtime) -> Any:
+    executor: Any = runtime.executor
+    return executor._envoy
+
+
+def of_ray(runtime: Runtime, name: str) -> psutil.Process:
+    """One of the processes of a private Ray."""
+    (found,) = (each for each in psutil.Process(envoy(runtime)._process.pid).children() if each.name() == name)
+    return found
+
+
+def ended(close: Callable[..., None], **options: Any) -> list[str]:
+    """Close something; what has gone wrong, in words. Fails if it doesn't end."""
+    wrong: list[str] = []
+
+    def run() -> None:
+        try:
+            close(**options)
+        except BaseExceptionGroup as group:
+            wrong.extend(map(str, group.exceptions))
+
+    closer = threading.Thread(target=run, daemon=True)
+    closer.start()
+    closer.join(PATIENCE_S)
+    assert not closer.is_alive(), "the close doesn't end"
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [("gcs_server", signal.SIGKILL), ("raylet", signal.SIGSTOP), ("raylet", signal.SIGKILL)],
+    ids=["gcs-killed", "raylet-stopped", "raylet-killed"],
+)
+def test_engine(name: str, number: signal.Signals) -> None:
+    """Without its control store or its raylet a Ray confirms nothing: that is said, all ends, and is gone."""
+    runtime = colocate.connect("ray", cpus=2)
+    pool = runtime.reserve(2)
+    group = pool.spawn({"echo": colocate.role(Echo)})
+    workers = Processes(pid for pid, _, _ in group.role("echo", Echo).place())
+    everything = Processes(child.pid for child in psutil.Process(envoy(runtime)._process.pid).children(recursive=True))
+    of_ray(runtime, name).send_signal(number)
+    wrong = ended(pool.close, grace=1.0)
+    workers.wait()
+    if number == signal.SIGSTOP:
+        assert "Ray" in wrong[-1]
+    assert pool.state == "closed"
+    ended(runtime.close)
+    everything.wait()
+    assert not Path(envoy(runtime).folder).exists()
+    workers.close()
+    everything.close()
+
+
+def test_stopped_envoy() -> None:
+    """One that shows no life is ended, and with it all that it held."""
+    runtime = colocate.connect("ray", cpus=2)
+    pool = runtime.reserve(2)
+    group = pool.spawn({"echo": colocate.role(Echo)})
+    processes = Processes(child.pid for child in psutil.Process(envoy(runtime)._process.pid).children(recursive=True))
+    os.kill(envoy(runtime)._process.pid, signal.SIGSTOP)
+    assert group.role("echo", Echo).echo(1) == [1, 1]  # no call goes through it
+    assert ended(pool.close) == []
+    processes.wait()
+    processes.close()
+    with pytest.raises(ColocateError, match="the connection to Ray has ended"):
+        runtime.reserve(1)
+    assert ended(runtime.close) == []
+    assert not Path(envoy(runtime).folder).exists()
+
+
+def test_stopped_envoy_of_a_closed_runtime() -> None:
+    runtime = colocate.connect("ray", cpus=1)
+    os.kill(envoy(runtime)._process.pid, signal.SIGSTOP)
+    assert ended(runtime.close) == []
+    assert not Path(envoy(runtime).folder).exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL], ids=["stopped", "killed"])
+def test_driver_and_envoy(number: signal.Signals) -> None:
+    """A driver that is killed together with its envoy, or while that is stopped, leaves nothing either."""
+    with subprocess.Popen(
+        [sys.executable, "-c", DRIVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as driver:
+        assert driver.stdout is not None
+        pid, folder = driver.stdout.readline().split()
+        processes = Processes(child.pid for child in psutil.Process(driver.pid).children(recursive=True))
+        os.kill(int(pid), number)
+        driver.kill()
+        processes.wait()
+        processes.close()
+    wait_until(lambda: not Path(folder).exists(), "the folder is gone")
+
+
+@pytest.fixture
+def joined(cluster: Any) -> Iterator[Runtime]:
+    with colocate.connect("ray", **cluster.options) as runtime:
+        yield runtime
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL], ids=["stopped", "killed"])
+def test_envoy_in_a_cluster(cluster: Any, joined: Runtime, number: signal.Signals) -> None:
+    """What an envoy held that is stopped or killed, another driver gets; a third one notices nothing."""
+    with joined.reserve(1, cpus=1) as theirs, colocate.connect("ray", **cluster.options) as runtime:
+        other = theirs.spawn({"echo": colocate.role(Echo)}).role("echo", Echo)
+        pool = runtime.reserve(2, cpus=1)
+        group = pool.spawn({"echo": colocate.role(Echo)})
+        workers = Processes(pid for pid, _, _ in group.role("echo", Echo).place())
+        os.kill(envoy(runtime)._process.pid, number)
+        ended(pool.close, grace=1.0)
+        workers.wait()
+        workers.close()
+        with joined.reserve(2, cpus=1):
+            assert other.echo(1) == [1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL], ids=["stopped", "killed"])
+def test_actor_in_a_cluster(joined: Runtime, number: signal.Signals) -> None:
+    """The process of a keeper stopped or killed: when the pool is closed, its slots can be had at once."""
+    pool = joined.reserve(3, cpus=1)
+    group = pool.spawn({"echo": colocate.role(Echo)})
+    (pid, *_), *_ = group.role("echo", Echo).place()
+    actor = psutil.Process(pid).ppid()
+    processes = Processes([pid, actor])
+    os.kill(actor, number)
+    ended(pool.close, grace=0.0)
+    processes.wait()
+    processes.close()
+    joined.reserve(3, cpus=1, timeout=0).close()
