@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from colocate._audit import Audit
     from colocate._batch import register_batch
     from colocate._call import Call, as_completed, wait
     from colocate._collect import Collect, Concat, First, Gather, Reduce
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "_audit": ("Audit",),
     "_batch": ("register_batch",),
     "_call": (
         "Call",
@@ -137,6 +139,7 @@ _HOMES = {
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "Audit",
     "BorrowedError",
     "Broadcast",
     "Call",

@@ -6,12 +6,14 @@ import atexit
 import itertools
 import math
 import os
+import platform
 import secrets
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from colocate._audit import Audit, audit
 from colocate._bytes import parse_bytes
 from colocate._dispatcher import Dispatcher
 from colocate._graph import Graph
@@ -87,7 +89,7 @@ class Runtime(Owned):
         self.seed = seed
         self.strict = strict
         self.call_timeout = math.inf if call_timeout is None else call_timeout
-        self.id = f"{os.getpid()}-{next(_numbers)}"
+        self.id = f"{platform.node()}-{os.getpid()}-{next(_numbers)}"
         self.secret = secrets.token_bytes(32)
         self.path = tuple(entry or os.getcwd() for entry in sys.path)
         self.dispatcher = Dispatcher(f"colocate-dispatcher-{self.id}")
@@ -95,6 +97,7 @@ class Runtime(Owned):
         self.groups: dict[str, ColocatedGroup] = {}
         self._keys = itertools.count(1)
         self._pool_numbers = itertools.count(1)
+        self._pools_named: dict[str, Iterator[int]] = {}
         self._group_numbers = itertools.count(1)
         self._slow = SlowCalls(self)
         _live[id(self)] = self
@@ -152,7 +155,7 @@ class Runtime(Owned):
         memory = None if host_memory is None else parse_bytes(host_memory, "host_memory")
         chosen = name or f"pool-{next(self._pool_numbers)}"
         variables = {key: str(value) for key, value in (env or {}).items()}
-        request = Request(slots, gpus, cpus, memory, strategy, timeout, chosen, variables)
+        request = Request(slots, gpus, cpus, memory, strategy, timeout, chosen, variables, self._pool_id(chosen))
         pool = Pool(self, chosen, request)
         try:
             reservation = self.executor.reserve(request)
@@ -161,6 +164,11 @@ class Runtime(Owned):
             raise
         pool.hold(reservation)
         return pool
+
+    def _pool_id(self, name: str) -> str:
+        """An id for a pool's reservation: several pools may have one name."""
+        number = next(self._pools_named.setdefault(name, itertools.count(1)))
+        return f"{self.id}/{name}" if number == 1 else f"{self.id}/{name}~{number}"
 
     def _require(self, capability: type, what: str) -> None:
         if not isinstance(self.executor, capability):
@@ -185,6 +193,16 @@ class Runtime(Owned):
                 f"there is a group {wanted!r} already, made at {_at(self.groups[wanted])}; names are unique"
             )
         return wanted
+
+    def audit(self) -> Audit:
+        """Compare the graph with what the engine really runs and holds; false when they agree.
+
+        Returns:
+            What the engine has under our name and no graph owns (`.leaked`), and what the graph claims and the engine
+            lacks (`.missing`). What is just starting or closing is in neither.
+        """
+        self.check()
+        return audit(self)
 
     def close(self, grace: float = 10.0, force: bool = False) -> None:
         """Close its pools, the newest first, and disconnect.

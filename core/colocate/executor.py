@@ -38,8 +38,10 @@ class Request:
         host_memory_bytes: Memory of each, where the executor counts it; None for any.
         strategy: "pack" (as few nodes as possible) or "spread" (as many).
         timeout: Seconds to wait while they could fit but don't now.
-        owner: Name of the pool, for the engine's own listings.
+        owner: Name of the pool, for messages.
         env: Environment variables of its workers (`Boot.env` again), for an executor that starts something early.
+        id: Of the reservation to be, unique among all drivers: the runtime's id, a slash, the pool's name. Whatever
+            the engine holds for it should carry this, in the engine's own listings too.
     """
 
     slots: int
@@ -50,6 +52,7 @@ class Request:
     timeout: float = 60.0
     owner: str = ""
     env: Mapping[str, str] = attrs.field(factory=dict)
+    id: str = ""
 
 
 @attrs.frozen
@@ -123,6 +126,31 @@ class Exit:
     log_tail: str | None = None
 
 
+@attrs.frozen
+class Running:
+    """Something that an engine runs or holds under our name, as its far side tells it.
+
+    Attributes:
+        kind: "worker", "reservation", or the executor's own word for what else it keeps ("Ray actor").
+        id: That of the worker (`Boot.worker`) or of the reservation (`Request.id`); else what tells it apart.
+        owner: Id of the reservation to which it belongs, for what is neither.
+        node: Name of the machine, where it lies on one.
+        pid: Its process, where it has one.
+        since: When it began, in seconds of time.time(), where that is known.
+        detail: What else the engine tells of it.
+        doubt: Why the engine can't be taken to have it (nobody answers, a slot of it is lost); empty when it does.
+    """
+
+    kind: str
+    id: str
+    owner: str = ""
+    node: str = ""
+    pid: int | None = None
+    since: float | None = None
+    detail: str = ""
+    doubt: str = ""
+
+
 class HostEvents(Protocol):
     """What core wants to hear of one host. Any thread may call; calls for one host come in order."""
 
@@ -193,8 +221,21 @@ class Executor(abc.ABC):
         return False
 
     @abc.abstractmethod
-    def running(self) -> Sequence[str]:
-        """The ids of the workers that the engine runs for this runtime (for the audit)."""
+    def running(self) -> Sequence[Running]:
+        """What the engine has for this runtime: workers, reservations, and what else it keeps for these.
+
+        The audit compares this with the ownership graph, so it is worth as much as it is independent of the driver: ask
+        the far side. Takes a bounded time; what doesn't answer is listed with its `doubt`.
+        """
+
+    def strays(self) -> Sequence[Running]:
+        """What the engine has under colocate's name, from any driver, although that driver is gone."""
+        return ()
+
+    @classmethod
+    def left_here(cls) -> Sequence[Running]:
+        """What drivers that are gone have left on this machine; found without connecting."""
+        return ()
 
     @abc.abstractmethod
     def close(self) -> None:

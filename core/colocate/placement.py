@@ -10,7 +10,7 @@ from pathlib import Path
 import attrs
 
 from colocate.errors import PlacementError, PlacementTimeout
-from colocate.executor import Node, Place, Request, Reservation
+from colocate.executor import Node, Place, Request, Reservation, Running
 
 
 @attrs.define(eq=False)
@@ -64,6 +64,7 @@ class Ledger:
         self._nodes = list(nodes)
         self._device = device
         self._news = threading.Condition()
+        self._held: dict[int, tuple[Reservation, float]] = {}
 
     def reserve(self, request: Request) -> Reservation:
         """Take all slots of a request, waiting up to its timeout.
@@ -81,7 +82,9 @@ class Ledger:
                 if chosen is not None:
                     places = [account.take(request, self._device) for account in chosen]
                     order = {node.name: index for index, node in enumerate(self._nodes)}
-                    return Reservation(tuple(sorted(places, key=lambda p: (order[p.node], p.devices))), request)
+                    held = Reservation(tuple(sorted(places, key=lambda p: (order[p.node], p.devices))), request)
+                    self._held[id(held)] = held, time.time()
+                    return held
                 left = deadline - time.monotonic()
                 if left <= 0 or not self._news.wait(left):
                     raise PlacementTimeout(
@@ -96,7 +99,23 @@ class Ledger:
         with self._news:
             for place in reservation.places:
                 by_name[place.node].give(place, request)
+            self._held.pop(id(reservation), None)
             self._news.notify_all()
+
+    def running(self) -> list[Running]:
+        """The reservations that are held (for `Executor.running`)."""
+        with self._news:
+            held = list(self._held.values())
+        return [
+            Running(
+                "reservation",
+                reservation.handle.id,
+                node=", ".join(dict.fromkeys(place.node for place in reservation.places)),
+                since=since,
+                detail=f"{len(reservation.places)} slots",
+            )
+            for reservation, since in held
+        ]
 
     def _table(self, request: Request) -> tuple[dict[str, str], ...]:
         rows = []

@@ -15,15 +15,27 @@ import distributed
 import psutil
 
 from colocate.errors import ConfigError, EngineError, PlacementError, PlacementTimeout
-from colocate.executor import Boot, Executor, Host, HostEvents, MultiNode, Node, OwnProcess, Place, Request, Reservation
+from colocate.executor import (
+    Boot,
+    Executor,
+    Host,
+    HostEvents,
+    MultiNode,
+    Node,
+    OwnProcess,
+    Place,
+    Request,
+    Reservation,
+    Running,
+)
 from colocate.keeper import Keepers, KeptSlot
 from colocate.placement import Ledger, count_gpus
 from colocate_dask import far, reservations
 from colocate_dask.certificates import security_of
 from colocate_dask.connection import Connection
 from colocate_dask.loop import LoopThread
-from colocate_dask.offers import Grant, Refusal, Wanted, host_key
-from colocate_dask.private import PrivateCluster
+from colocate_dask.offers import Grant, Held, Refusal, Wanted, host_key
+from colocate_dask.private import PrivateCluster, left_here
 
 __all__ = ["DaskExecutor"]
 
@@ -152,9 +164,23 @@ class DaskExecutor(Executor, OwnProcess, MultiNode):
         """Give the Dask workers back; they serve their cluster again."""
         self._free(reservation.handle)
 
-    def running(self) -> Sequence[str]:
-        """The ids of the workers."""
-        return self._keepers.running()
+    def running(self) -> Sequence[Running]:
+        """What the scheduler's table has for this driver, and the workers as their keepers find them."""
+        own = [held for held in self._listed() if held.client == self._connection.id]
+        return [*map(_running, own), *self._keepers.running()]
+
+    def strays(self) -> Sequence[Running]:
+        """Dask workers that are held for drivers that are gone."""
+        return [_running(held) for held in self._listed() if not held.present]
+
+    @classmethod
+    def left_here(cls) -> Sequence[Running]:
+        """Folders of private clusters, which are made to be removed at once."""
+        return left_here()
+
+    def _listed(self) -> list[Held]:
+        found: list[Held] = self._connection.on_scheduler(reservations.held, within_s=_ANSWER_S)
+        return found
 
     def close(self) -> None:
         """Leave the cluster; end it if it is private."""
@@ -164,7 +190,7 @@ class DaskExecutor(Executor, OwnProcess, MultiNode):
 
     def _place(self, held: _Held, request: Request) -> tuple[Place, ...]:
         grants = self._own_grants(held, request) if held.taken is not None else self._ask(held, request)
-        addresses = self._start_keepers(held, grants, request.env)
+        addresses = self._start_keepers(held, grants, request)
         places = []
         for grant in grants:
             kill = partial(self._kill, held, grant.worker)
@@ -187,6 +213,7 @@ class DaskExecutor(Executor, OwnProcess, MultiNode):
             request.strategy,
             request.timeout,
             self._share,
+            label=request.id,
         )
         return self._granted(wanted, request)
 
@@ -195,7 +222,8 @@ class DaskExecutor(Executor, OwnProcess, MultiNode):
         assert self._private is not None
         assert held.taken is not None
         held.workers = tuple(self._private.start(request.slots, request.cpus, request.gpus))
-        wanted = Wanted(held.id, self._connection.id, request.owner, request.slots, only=held.workers)
+        ids = held.id, self._connection.id
+        wanted = Wanted(*ids, request.owner, request.slots, only=held.workers, label=request.id)
         grants = self._granted(wanted, request)
         devices = [tuple(map(str, place.devices)) for place in held.taken.places]
         return [attrs.evolve(grant, gpus=gpus) for grant, gpus in zip(grants, devices, strict=True)]
@@ -216,9 +244,9 @@ class DaskExecutor(Executor, OwnProcess, MultiNode):
         text = f"{pool} did not become free within {request.timeout:g} s ({rule}):"
         raise PlacementTimeout(text, nodes=answer.rows)
 
-    def _start_keepers(self, held: _Held, grants: Sequence[Grant], env: Mapping[str, str]) -> Mapping[str, str]:
+    def _start_keepers(self, held: _Held, grants: Sequence[Grant], request: Request) -> Mapping[str, str]:
         """Their addresses, by Dask worker."""
-        plans = {grant.worker: self._plan(held, grant, env) for grant in grants}
+        plans = {grant.worker: self._plan(held, grant, request) for grant in grants}
         answers = self._connection.on_workers(far.start, plans, workers=list(plans), within_s=_START_S)
         for worker in plans:
             answer = answers.get(worker)
@@ -226,10 +254,11 @@ class DaskExecutor(Executor, OwnProcess, MultiNode):
                 raise PlacementError(f"no worker can be started at the Dask worker {worker}: {answer!r}")
         return dict(answers)
 
-    def _plan(self, held: _Held, grant: Grant, env: Mapping[str, str]) -> far.Plan:
+    def _plan(self, held: _Held, grant: Grant, request: Request) -> far.Plan:
         own = {"CUDA_VISIBLE_DEVICES": ",".join(grant.gpus)} if grant.gpus else {}
         host = None if _is_loopback(grant) else grant.host
-        return far.Plan(held.id, self._keepers.key, host, {**own, **env}, self._connection.tls is not None)
+        encrypted = self._connection.tls is not None
+        return far.Plan(held.id, self._keepers.key, host, {**own, **request.env}, encrypted, request.id)
 
     # -- freeing
 
@@ -268,6 +297,15 @@ class DaskExecutor(Executor, OwnProcess, MultiNode):
         slot = held.slots.get(event.get("lost", "")) if held is not None else None
         if slot is not None:
             slot.lost(event["words"])
+
+
+def _running(held: Held) -> Running:
+    detail = f"{len(held.workers)} Dask workers held for client {held.client}: {', '.join(held.workers)}"
+    if held.stuck:
+        detail += f"; {', '.join(held.stuck)} didn't end their slots"
+    lost = held.slots - len(held.workers)
+    doubt = f"{lost} of its {held.slots} Dask workers have left the cluster" if lost else ""
+    return Running("reservation", held.label, node=", ".join(held.hosts), since=held.since, detail=detail, doubt=doubt)
 
 
 def _device(devices: tuple[int, ...]) -> str:

@@ -35,6 +35,7 @@ class Plan:
         host: Address under which other machines reach this one; None when they needn't.
         env: Environment of its workers.
         encrypted: Whether it talks with other machines by TLS, with the Dask worker's own certificates.
+        label: The reservation's name among those of all drivers (`Request.id`).
     """
 
     reservation: str
@@ -42,6 +43,7 @@ class Plan:
     host: str | None
     env: Mapping[str, str]
     encrypted: bool = False
+    label: str = ""
 
 
 @attrs.define(eq=False)
@@ -84,7 +86,7 @@ async def start(plans: Mapping[str, Plan], dask_worker: Any) -> str:
         tenancy.keepers.pop(plan.reservation, None)
 
     tls = tls_of(dask_worker.security, "worker") if plan.encrypted else None
-    keeper = Keeper(plan.key, host=plan.host, env=plan.env, tls=tls, on_end=forget)
+    keeper = Keeper(plan.key, host=plan.host, env=plan.env, tls=tls, name=plan.label, on_end=forget)
     tenancy.keepers[plan.reservation] = keeper
     return keeper.address
 

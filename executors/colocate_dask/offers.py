@@ -24,6 +24,7 @@ class Wanted:
         timeout: Seconds to wait while they could fit but don't now.
         share: Whether workers that serve others will do, and go on serving them.
         only: The very workers to hold, in this order; None to choose.
+        label: The reservation's name among those of all drivers (`Request.id`).
     """
 
     reservation: str
@@ -37,6 +38,32 @@ class Wanted:
     timeout: float = 60.0
     share: bool = False
     only: tuple[str, ...] | None = None
+    label: str = ""
+
+
+@attrs.frozen
+class Held:
+    """A reservation, as the scheduler's table has it.
+
+    Attributes:
+        label: Its name (`Request.id`).
+        client: Id of the driver's Dask client.
+        present: Whether that is still there.
+        slots: How many it was made of.
+        workers: Addresses of its Dask workers that are still there.
+        hosts: Those of their machines.
+        since: When it was made, in seconds of time.time().
+        stuck: Addresses of those that didn't end their slots when they were told to.
+    """
+
+    label: str
+    client: str
+    present: bool
+    slots: int
+    workers: tuple[str, ...]
+    hosts: tuple[str, ...]
+    since: float
+    stuck: tuple[str, ...] = ()
 
 
 @attrs.frozen

@@ -9,16 +9,20 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import attrs
 from distributed import LocalCluster, Worker
 
+from colocate.executor import Running
 from colocate_dask.loop import LoopThread
 
 _LOOPBACK = "127.0.0.1:0"
 _PREFIX = "colocate-dask-"
+_MADE_WITHIN_S = 60.0
 
 
 @attrs.frozen(eq=False)
@@ -113,6 +117,19 @@ async def _start() -> Any:
     cluster.shutdown_on_close = False  # at interpreter exit core closes it, after what uses it
     _stop_listening(cluster.scheduler)
     return cluster
+
+
+def left_here() -> list[Running]:
+    """Folders that have stayed, of drivers that ended in just that moment."""
+    found = []
+    for entry in sorted(Path(tempfile.gettempdir()).glob(f"{_PREFIX}*")):
+        try:
+            since = entry.stat().st_mtime
+        except FileNotFoundError:
+            continue
+        if time.time() - since > _MADE_WITHIN_S:
+            found.append(Running("folder", str(entry), since=since, detail="of a private Dask cluster"))
+    return found
 
 
 def _forget(scratch: str) -> None:

@@ -16,7 +16,7 @@ import attrs
 from distributed.diagnostics.plugin import SchedulerPlugin
 
 from colocate_dask import far, undocumented
-from colocate_dask.offers import Facts, Grant, Offer, Refusal, Wanted, choose, grant, table
+from colocate_dask.offers import Facts, Grant, Held, Offer, Refusal, Wanted, choose, grant, table
 
 NAME = "colocate-reservations"
 TOPIC = "colocate"  # of the events that tell drivers of lost workers
@@ -39,6 +39,10 @@ class _Hold:
     grant: Grant
     paused: bool
     taken: str
+    label: str
+    slots: int
+    since: float
+    stuck: bool = False
     ending: asyncio.Task[None] | None = None
     gone: asyncio.Event = attrs.field(factory=asyncio.Event)
 
@@ -104,6 +108,25 @@ class Reservations(SchedulerPlugin):
         self._news()
         await self._end_all(lambda hold: hold.reservation == reservation)
         return [worker for worker, hold in self._holds.items() if hold.reservation == reservation]
+
+    def held(self) -> list[Held]:
+        """Every reservation, of whatever driver."""
+        by_reservation: dict[str, list[_Hold]] = {}
+        for hold in self._holds.values():
+            by_reservation.setdefault(hold.reservation, []).append(hold)
+        return [
+            Held(
+                holds[0].label,
+                holds[0].client,
+                holds[0].client in self._scheduler.clients,
+                holds[0].slots,
+                tuple(hold.grant.worker for hold in holds),
+                tuple(dict.fromkeys(hold.grant.host for hold in holds)),
+                holds[0].since,
+                tuple(hold.grant.worker for hold in holds if hold.stuck),
+            )
+            for holds in by_reservation.values()
+        ]
 
     async def offers(self) -> list[Offer]:
         """Every worker, as it is now."""
@@ -230,7 +253,8 @@ class Reservations(SchedulerPlugin):
             used.setdefault(hold.grant.host, set()).update(hold.grant.gpus)
         given = grant(offer, wanted, used)
         taken = f"held by {wanted.owner or 'a pool'}"
-        hold = _Hold(wanted.reservation, wanted.client, given, not wanted.share, taken)
+        told = wanted.label, wanted.slots, time.time()
+        hold = _Hold(wanted.reservation, wanted.client, given, not wanted.share, taken, *told)
         self._holds[offer.worker] = hold
         if hold.paused:
             undocumented.pause(self._scheduler, offer.worker, f"colocate-hold-{wanted.reservation}")
@@ -262,7 +286,7 @@ class Reservations(SchedulerPlugin):
 
     async def _kill(self, hold: _Hold) -> None:
         """Have the nanny end a worker's process. What can't be ended stays held, until it goes."""
-        hold.taken = "stuck: it didn't end its slot"
+        hold.taken, hold.stuck = "stuck: it didn't end its slot", True
         worker = hold.grant.worker
         try:
             await undocumented.call(self._scheduler, worker, far.kill, within_s=_KILL_S, nanny=True)
@@ -287,6 +311,11 @@ async def release(reservation: str, *, dask_scheduler: Any) -> list[str]:
 async def offers(*, dask_scheduler: Any) -> list[Offer]:
     """See `Reservations.offers`."""
     return await _table(dask_scheduler).offers()
+
+
+async def held(*, dask_scheduler: Any) -> list[Held]:
+    """See `Reservations.held`."""
+    return _table(dask_scheduler).held()
 
 
 def _table(scheduler: Any) -> Reservations:

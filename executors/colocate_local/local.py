@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import abc
 import platform
 from collections.abc import Sequence
 from typing import ClassVar
 
-from colocate.executor import Executor, Node, Request, Reservation
+from colocate.executor import Executor, Node, Request, Reservation, Running
 from colocate.placement import Ledger, count_gpus
 
 
@@ -43,6 +44,7 @@ class Local(Executor):
         """Use `connect`."""
         self._node = node
         self._ledger = Ledger([node], self._device)
+        self._runtimes: set[str] = set()  # ids; it is one, which its requests tell
 
     @staticmethod
     def _device(devices: tuple[int, ...]) -> str:
@@ -55,8 +57,20 @@ class Local(Executor):
 
     def reserve(self, request: Request) -> Reservation:
         """Take slots."""
+        self._runtimes.add(request.id.partition("/")[0])
         return self._ledger.reserve(request)
 
     def release(self, reservation: Reservation) -> None:
         """Give them back."""
         self._ledger.release(reservation)
+
+    def running(self) -> Sequence[Running]:
+        """The reservations, and the workers as the operating system or the interpreter shows them."""
+        return [*self._ledger.running(), *self._workers()]
+
+    @abc.abstractmethod
+    def _workers(self) -> list[Running]:
+        """The workers."""
+
+    def _is_ours(self, worker: str) -> bool:
+        return worker.partition("/")[0] in self._runtimes

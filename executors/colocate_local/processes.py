@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
 from typing import Any
 
-from colocate import wire
-from colocate.executor import Boot, Exit, Host, HostEvents, Node, OwnProcess, Place
+from colocate import _processes, wire
+from colocate.executor import Boot, Exit, Host, HostEvents, Node, OwnProcess, Place, Running
 from colocate.keeper import AFTER_LANE_S, Launcher, WorkerProcess
 from colocate_local.local import Local
 
@@ -41,9 +40,13 @@ class LocalProcesses(Local, OwnProcess):
             raise
         return host
 
-    def running(self) -> Sequence[str]:
-        """The ids of the workers."""
-        return list(self.hosts)
+    def _workers(self) -> list[Running]:
+        """The processes that this one has started, whatever it remembers of them."""
+        return [
+            Running("worker", found.label, node=self._node.name, pid=found.pid, since=found.since)
+            for found in _processes.below_this()
+            if self._is_ours(found.label)
+        ]
 
     def close(self) -> None:
         """End the threads that serve the workers."""
@@ -68,7 +71,7 @@ class ProcessHost(Host):
         try:
             self._lane = self._executor.hub.attach(ours, self._events.received, self._lane_closed)
             with theirs:
-                self._process.start(env, theirs)
+                self._process.start(env, theirs, label=self.boot.worker)
         except BaseException:
             if self._lane is not None:
                 self._lane.close()

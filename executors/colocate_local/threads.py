@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Sequence
 from typing import Any
 
 from colocate._codec import BY_REFERENCE, STRICT
 from colocate.errors import ColocateError
-from colocate.executor import Boot, Exit, Host, HostEvents, Node, Place
-from colocate.worker.host import WorkerHost
+from colocate.executor import Boot, Exit, Host, HostEvents, Node, Place, Running
+from colocate.worker.host import LANE, WorkerHost
 from colocate.worker.main import hello
 from colocate.worker.peers import LocalPeers
 from colocate_local.local import Local
+
+_GIVEN_UP = "a thread, which can't be killed: it was given up, and still runs"
 
 
 class LocalThreads(Local):
@@ -51,9 +53,15 @@ class LocalThreads(Local):
         """A worker has ended."""
         self._hosts.pop((boot.group, boot.slot), None)
 
-    def running(self) -> Sequence[str]:
-        """The ids of the workers."""
-        return [host.boot.worker for host in list(self._hosts.values())]
+    def _workers(self) -> list[Running]:
+        """The lanes among the threads of this process; also those that hang and were given up."""
+        living = {host.boot.worker for host in list(self._hosts.values())}
+        names = [thread.name.removeprefix(LANE) for thread in threading.enumerate() if thread.name.startswith(LANE)]
+        return [
+            Running("worker", name, node=self._node.name, pid=os.getpid(), detail="" if name in living else _GIVEN_UP)
+            for name in names
+            if self._is_ours(name)
+        ]
 
     def close(self) -> None:
         """There is nothing to disconnect."""

@@ -209,7 +209,7 @@ def _started(cluster: Cluster, sock: socket.socket, log: int, mark: str) -> subp
         for name in _OF_OTHERS:
             env.pop(name, None)
     return subprocess.Popen(
-        [sys.executable, "-P", "-W", "ignore", "-m", "colocate_ray.service", str(sock.fileno())],
+        [sys.executable, "-P", "-W", "ignore", "-m", "colocate_ray.service", str(sock.fileno()), str(os.getpid())],
         env=env,
         stdin=subprocess.DEVNULL,
         stdout=log,

@@ -12,16 +12,30 @@ from functools import partial
 from typing import Any
 
 from colocate.errors import ConfigError, EngineError
-from colocate.executor import Boot, Executor, Host, HostEvents, MultiNode, Node, OwnProcess, Place, Request, Reservation
+from colocate.executor import (
+    Boot,
+    Executor,
+    Host,
+    HostEvents,
+    MultiNode,
+    Node,
+    OwnProcess,
+    Place,
+    Request,
+    Reservation,
+    Running,
+)
 from colocate.keeper import Keepers, KeptSlot
 from colocate_ray.certificates import tls_of_environment
 from colocate_ray.envoy import Envoy
+from colocate_ray.leftovers import left_here
 from colocate_ray.terms import Cluster, Slot
 
 if importlib.util.find_spec("ray") is None:
     raise ModuleNotFoundError("No module named 'ray'", name="ray")
 
 _RELEASED_WITHIN_S = 11.0  # a little more than Ray is given
+_LISTED_WITHIN_S = 10.0
 
 _Key = tuple[int, int]  # a slot: number of its reservation, index of its bundle
 
@@ -131,9 +145,19 @@ class RayExecutor(Executor, OwnProcess, MultiNode):
                     del self._slots[place.handle]
                     self._ends.pop(place.handle, None)
 
-    def running(self) -> Sequence[str]:
-        """The ids of the workers."""
-        return self._keepers.running()
+    def running(self) -> Sequence[Running]:
+        """What Ray's tables have for this driver, and the workers as their keepers find them."""
+        return [*self._keepers.running(), *self._envoy.call("list_running", within_s=_LISTED_WITHIN_S)]
+
+    def strays(self) -> Sequence[Running]:
+        """Placement groups and Ray actors of ours whose jobs have ended."""
+        found: list[Running] = self._envoy.call("list_strays", within_s=_LISTED_WITHIN_S)
+        return found
+
+    @classmethod
+    def left_here(cls) -> Sequence[Running]:
+        """Envoys, and what is left of private Rays."""
+        return left_here()
 
     def close(self) -> None:
         """Leave the cluster, or end the private one."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import psutil
@@ -12,6 +13,7 @@ import ray
 
 import colocate
 from colocate._parent import die_with
+from colocate.executor import Request
 from colocate.keeper import Keeper
 from colocate.wire import LOOPBACK
 from colocate_ray.certificates import tls_of_environment
@@ -24,14 +26,13 @@ class Holder:
         """Nothing that could fail: what a constructor raises reaches nobody but as text."""
         self._keeper: Keeper | None = None
 
-    def open(self, version: str, key: bytes, env: Mapping[str, str], cpus: float, local: bool) -> dict[str, Any] | str:
+    def open(self, version: str, key: bytes, request: Request, local: bool) -> dict[str, Any] | str:
         """Make the keeper.
 
         Args:
             version: The driver's version of colocate.
             key: The key of the driver's keepers.
-            env: Environment of the workers.
-            cpus: CPUs of the slot.
+            request: What the slot was reserved by.
             local: Whether the driver is on this machine for certain.
 
         Returns:
@@ -40,12 +41,13 @@ class Holder:
         if version != colocate.__version__:
             return f"it has colocate {colocate.__version__}, the driver has {version}; install the same on all"
         die_with(os.getppid())  # a raylet that is killed would leave it behind
-        if not cpus:
+        if not request.cpus:
             os.environ.pop("OMP_NUM_THREADS", None)  # Ray's guess for an actor without CPUs of its own
         address_of_node: Callable[[], str] = ray.util.get_node_ip_address
         host = None if local else address_of_node()
         tls = None if local else tls_of_environment()
-        self._keeper = Keeper(key, host=host, env=env, tls=tls, on_end=lambda: os._exit(0))
+        end = partial(os._exit, 0)
+        self._keeper = Keeper(key, host=host, env=request.env, tls=tls, name=request.id, on_end=end)
         context = ray.get_runtime_context()
         return {
             "node": context.get_node_id(),

@@ -17,8 +17,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 import colocate
 from colocate.errors import ColocateError, PlacementTimeout
-from colocate.executor import Node, Request
+from colocate.executor import Node, Request, Running
 from colocate.placement import words
+from colocate_ray import listing
 from colocate_ray.holder import Holder, end_process
 from colocate_ray.nodes import Nodes, natural
 from colocate_ray.terms import Cluster, Slot
@@ -66,6 +67,14 @@ class Placing:
         """What the cluster offers."""
         return self.nodes.offers()
 
+    def list_running(self) -> list[Running]:
+        """What Ray has for this driver."""
+        return listing.of_this_job(self.nodes)
+
+    def list_strays(self) -> list[Running]:
+        """What Ray has of drivers that are gone."""
+        return listing.of_ended_jobs(self.nodes)
+
     def reserve(self, number: int, request: Request, key: bytes) -> list[Slot]:
         """Hold slots, with a keeper in each.
 
@@ -80,7 +89,8 @@ class Placing:
         with self._lock:
             self._held[number] = held
         try:
-            held.group = placement_group([_bundle(request)] * request.slots, strategy=request.strategy.upper())
+            bundles, strategy = [_bundle(request)] * request.slots, request.strategy.upper()
+            held.group = placement_group(bundles, strategy, name=f"{listing.PREFIX}{request.id}")
             placed = _wait_placed(held, max(request.timeout, _SETTLES_WITHIN_S) if fits else request.timeout)
             slots = self._start(held, key) if placed else []
             self._watch(number, held)
@@ -158,11 +168,9 @@ class Placing:
         }
         for index in range(request.slots):
             strategy = PlacementGroupSchedulingStrategy(group, index, placement_group_capture_child_tasks=False)
-            held.actors.append(actor_class.options(**options, scheduling_strategy=strategy).remote())
-        opened = [
-            actor.open.remote(colocate.__version__, key, dict(request.env), request.cpus, self._cluster.private)
-            for actor in held.actors
-        ]
+            name = f"{listing.PREFIX}{request.id}/{index}"
+            held.actors.append(actor_class.options(name=name, **options, scheduling_strategy=strategy).remote())
+        opened = [actor.open.remote(colocate.__version__, key, request, self._cluster.private) for actor in held.actors]
         ray.wait(opened, num_returns=len(opened), timeout=_ACTORS_START_WITHIN_S, fetch_local=False)
         answers = self._answers(group, opened)
         held.nodes = [answer["node"] for answer in answers]

@@ -1,4 +1,7 @@
-"""The envoy's process: `python -m colocate_ray.service FD`. It is in Ray on the driver's behalf, and ends with it."""
+"""The envoy's process: `python -m colocate_ray.service FD DRIVER_PID`. It is in Ray on the driver's behalf.
+
+It ends with the driver, whose process id is there for whoever looks at the processes of this machine.
+"""
 
 from __future__ import annotations
 

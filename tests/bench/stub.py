@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from colocate.executor import Boot, Executor, Exit, Host, HostEvents, Node, Place, Request, Reservation
+from colocate.executor import Boot, Executor, Exit, Host, HostEvents, Node, Place, Request, Reservation, Running
 from colocate.worker.main import hello
 
 
@@ -45,9 +45,9 @@ class StubExecutor(Executor):
     def release(self, reservation: Reservation) -> None:
         """There is nothing to free."""
 
-    def running(self) -> Sequence[str]:
-        """The workers' ids."""
-        return list(self._running)
+    def running(self) -> Sequence[Running]:
+        """The workers."""
+        return [Running("worker", name) for name in self._running]
 
     def close(self) -> None:
         """There is nothing to disconnect."""

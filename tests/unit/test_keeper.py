@@ -71,7 +71,7 @@ def test_a_worker_comes_and_goes(kept: Kept, keepers: Keepers) -> None:
     kind, hello = heard.messages.get(timeout=WAIT_S)
     assert kind == "hello"
     assert psutil.Process(hello["pid"]).ppid() == os.getpid()
-    assert keepers.running() == ["w"]
+    assert [one.id for one in keepers.running()] == ["w"]
     host.kill()
     assert heard.exits.get(timeout=WAIT_S) == Exit(signal="SIGKILL")
     assert keepers.running() == []
@@ -180,7 +180,7 @@ def test_a_stranger_and_a_second_driver_are_turned_away(kept: Kept, keepers: Kee
     second = Heard()
     keepers.slot(kept.keeper.address).launch(Boot("y", "g", 0, "here"), second)
     assert second.exits.get(timeout=WAIT_S).detail is not None
-    assert keepers.running() == ["w"]
+    assert [one.id for one in keepers.running()] == ["w"]
     assert not kept.ended.is_set()
 
 

@@ -1,4 +1,4 @@
-"""The command line: `colocate run / check / plugins / doctor`. Commands are imported when they are run."""
+"""The command line: `colocate run / check / plugins / doctor / audit`. Commands are imported when they are run."""
 
 from __future__ import annotations
 
@@ -67,6 +67,22 @@ def doctor(
     from colocate.cli.doctor import examine
 
     raise typer.Exit(examine(file, executor, changes or [], json=json))
+
+
+@app.command()
+def audit(
+    file: Annotated[Path | None, typer.Argument(help="A config, whose cluster is looked at.")] = None,
+    executor: Executor = None,
+    address: Annotated[
+        str | None, typer.Option("--address", metavar="ADDRESS", help="The cluster to join, as the executor names it.")
+    ] = None,
+    changes: Changes = None,
+    json: Json = False,
+) -> None:
+    """Find what is still there under colocate's name, here or on a cluster, although its driver is gone."""
+    from colocate.cli.audit import find_strays
+
+    raise typer.Exit(find_strays(file, executor, address, changes or [], json=json))
 
 
 def main() -> None:

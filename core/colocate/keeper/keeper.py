@@ -1,8 +1,8 @@
 """The far side: a keeper in some process of the engine, and the worker processes that it starts for one driver.
 
 The driver dials it and says by a token what the connection is: its commands, or the lane of a worker, which is handed
-to that worker as it is. Commands are `start` and `kill`; the keeper tells `said` and `ended`. When the connection of
-the commands ends, the driver has let go of the keeper or is gone: the workers are killed.
+to that worker as it is. Commands are `start`, `kill` and `list`; the keeper tells `said`, `ended` and `listed`. When
+the connection of the commands ends, the driver has let go of the keeper or is gone: the workers are killed.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import socket
 import threading
 from collections.abc import Callable, Mapping
@@ -20,7 +21,7 @@ from typing import Any
 import attrs
 
 import colocate
-from colocate import wire
+from colocate import _processes, wire
 from colocate.errors import ClosedError
 from colocate.keeper.launcher import Launcher
 from colocate.keeper.process import WorkerProcess
@@ -40,6 +41,7 @@ class Keeper:
         host: Address under which other machines reach this one; None when the driver is on this machine.
         env: Environment of the workers on top of this process's own. A first one is started at once with it.
         tls: What connections with other machines are encrypted with; None leaves them in clear text.
+        name: Whose it is (`Request.id`), for whoever looks at the processes of its machine.
         on_end: Called once, on a thread of its own, when the driver has let go of the keeper or is gone, and everything
             here has been ended.
     """
@@ -51,8 +53,10 @@ class Keeper:
         host: str | None = None,
         env: Mapping[str, str] | None = None,
         tls: wire.Tls | None = None,
+        name: str = "",
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
+        self.label = f"{name}#{secrets.token_hex(4)}"  # there may be several of one name in a process
         self._env = {**os.environ, **_importable(), **(env or {})}
         self._tls = tls
         self._on_end = on_end
@@ -119,8 +123,10 @@ class Keeper:
 
     def _told(self, head: tuple[Any, ...], body: Any) -> None:
         command, token, *rest = head
-        if command == "start":
-            self._workers[token] = worker = _Worker(self, token, rest[0])
+        if command == "list":
+            self._launcher.soon(partial(self._list, token))  # there, so that nothing is being started meanwhile
+        elif command == "start":
+            self._workers[token] = worker = _Worker(self, token, *rest)
             if token in self._lanes:
                 self._launcher.soon(partial(self._hand_over, worker))
         elif (doomed := self._workers.get(token)) is not None:  # otherwise it has ended by itself
@@ -150,10 +156,21 @@ class Keeper:
 
     # -- on the launching thread
 
+    def _list(self, question: bytes) -> None:
+        """What the operating system says of the processes started here: known to the driver, or not."""
+        workers = {worker.process.pid: worker.name for worker in list(self._workers.values())}
+        spare = self._spare.pid if self._spare is not None else 0
+        found = [
+            (workers.get(process.pid), process.pid, process.since)
+            for process in _processes.below_this()
+            if process.label == self.label and process.pid != spare
+        ]
+        self.tell("listed", question, found)
+
     def _warm(self) -> None:
         if not self._over:
             try:
-                self._spare = _Spare(self._hub, self._env)
+                self._spare = _Spare(self._hub, self._env, self.label)
             except OSError:  # `start` will say why
                 self._spare = None
 
@@ -171,7 +188,7 @@ class Keeper:
             spare = None
         try:
             if spare is None:
-                spare = _Spare(self._hub, env)
+                spare = _Spare(self._hub, env, self.label)
         except OSError as error:
             lane.close()
             self._hub.later(0.0, partial(worker.failed, f"{type(error).__name__}: {error}"))
@@ -182,8 +199,9 @@ class Keeper:
 class _Worker:
     """One worker of a keeper, from the driver's command to its end."""
 
-    def __init__(self, keeper: Keeper, token: bytes, env: Mapping[str, str]) -> None:
+    def __init__(self, keeper: Keeper, token: bytes, env: Mapping[str, str], name: str) -> None:
         self.token = token
+        self.name = name
         self.env = env
         self.killed = False
         self.gone = threading.Event()
@@ -216,7 +234,7 @@ class _Worker:
 class _Spare:
     """A process that waits for its lane: the interpreter and what a worker imports take a while."""
 
-    def __init__(self, hub: wire.Hub, env: Mapping[str, str]) -> None:
+    def __init__(self, hub: wire.Hub, env: Mapping[str, str], label: str) -> None:
         self._worker: _Worker | None = None
         self._ended: tuple[int | None, str | None] | None = None
         self._said: list[str] = []
@@ -226,10 +244,15 @@ class _Spare:
         self._door, theirs = socket.socketpair()
         try:
             with theirs:
-                self._process.start(env, theirs, waits=True)
+                self._process.start(env, theirs, waits=True, label=label)
         except BaseException:
             self._door.close()
             raise
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
 
     @property
     def waits(self) -> bool:
@@ -303,6 +326,11 @@ class _NoProcess(WorkerProcess):
 
     def __init__(self) -> None:
         pass
+
+    @property
+    def pid(self) -> int:
+        """There is none."""
+        return 0
 
     def kill(self) -> None:
         """There is nothing to end."""

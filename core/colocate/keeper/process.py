@@ -51,13 +51,14 @@ class WorkerProcess:
         """Whether it is known to have ended."""
         return self._process is not None and self._process.returncode is not None
 
-    def start(self, env: Mapping[str, str], sock: socket.socket, waits: bool = False) -> None:
+    def start(self, env: Mapping[str, str], sock: socket.socket, waits: bool = False, label: str = "") -> None:
         """Start it. On a launcher's thread, with which it ends.
 
         Args:
             env: All of its environment.
             sock: The other end of its lane (its own to close), or of a socket on which that end will come (`waits`).
             waits: Whether it waits for its lane.
+            label: Whose it is, for whoever looks at the processes of this machine.
 
         Raises:
             OSError: It couldn't be started; nothing is left.
@@ -67,7 +68,7 @@ class WorkerProcess:
             self._process = subprocess.Popen(
                 [
                     *(sys.executable, "-P", "-m", "colocate.worker", str(sock.fileno()), str(os.getpid())),
-                    *(["waits"] if waits else []),
+                    *("waits" if waits else "serves", label.replace("\0", "")),
                 ],
                 env=dict(env),
                 stdin=subprocess.DEVNULL,

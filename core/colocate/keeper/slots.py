@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import secrets
 import threading
+import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
 from colocate import wire
 from colocate.errors import ClosedError
-from colocate.executor import Boot, Exit, Host, HostEvents
+from colocate.executor import Boot, Exit, Host, HostEvents, Running
 from colocate.keeper.keeper import COMMANDS, TOKEN_BYTES
 from colocate.keeper.process import AFTER_LANE_S
 
@@ -20,6 +22,7 @@ _WORDS_S = 0.3
 # After its end, a worker's lane may still hold what it has sent; a child that it forked may keep the lane open.
 _LAST_WORDS_S = 0.2
 _KILLED_WITHIN_S = 2.0
+_LISTED_WITHIN_S = 2.0
 
 
 class Keepers:
@@ -59,9 +62,12 @@ class Keepers:
         self.soon(slot.connect)
         return slot
 
-    def running(self) -> list[str]:
-        """The ids of the workers."""
-        return [host.boot.worker for host in list(self.hosts.values())]
+    def running(self) -> list[Running]:
+        """The workers (for `Executor.running`), as the keepers on their machines find them. Takes a bounded time."""
+        deadline = time.monotonic() + _LISTED_WITHIN_S
+        slots = list(self._slots)
+        answers = [(slot, slot.ask(deadline)) for slot in slots]
+        return [each for slot, answer in answers for each in slot.listed(answer, deadline)]
 
     def close(self) -> None:
         """Let go of all keepers, and end the threads."""
@@ -121,6 +127,7 @@ class KeptSlot:
         self._closed = False
         self._words: str | None = None
         self._lost: str | None = None
+        self._questions: dict[bytes, Future[list[Any]]] = {}
 
     @property
     def is_lost(self) -> bool:
@@ -190,6 +197,39 @@ class KeptSlot:
 
     # -- from any thread
 
+    def ask(self, deadline: float) -> Future[list[Any]] | None:
+        """Ask the keeper what it runs; None when there is no keeper to ask."""
+        self._connected.wait(max(0.0, deadline - time.monotonic()))
+        if self._closed or self._lost is not None:
+            return None
+        question, answer = secrets.token_bytes(TOKEN_BYTES), Future[list[Any]]()
+        self._questions[question] = answer
+        self.command("list", question)
+        if self._lost is not None:  # just now
+            self._give_up_questions()
+        return answer
+
+    def listed(self, answer: Future[list[Any]] | None, deadline: float) -> list[Running]:
+        """What it has answered; if it doesn't, what ought to run there, with that doubt."""
+        hosts = [host.boot for host in list(self.keepers.hosts.values()) if host.slot is self]
+        node = hosts[0].node if hosts else ""
+        if answer is None:
+            return []
+        try:
+            found = answer.result(max(0.0, deadline - time.monotonic()))
+        except TimeoutError:
+            self._give_up_questions(answer)
+            doubt = f"its keeper hasn't answered within {_LISTED_WITHIN_S:g} s"
+            return [Running("worker", boot.worker, node=boot.node, doubt=doubt) for boot in hosts]
+        return [
+            Running("worker", name or f"process {pid}", node=node, pid=pid, since=since) for name, pid, since in found
+        ]
+
+    def _give_up_questions(self, only: Future[list[Any]] | None = None) -> None:
+        for question, answer in list(self._questions.items()):
+            if only in (None, answer) and self._questions.pop(question, None) is not None:  # from several threads
+                answer.set_result([])
+
     def command(self, *head: Any) -> None:
         """Tell the keeper something."""
         if self._commands is not None:
@@ -199,6 +239,10 @@ class KeptSlot:
 
     def _told(self, head: tuple[Any, ...], body: Any) -> None:
         what, token, *rest = head
+        if what == "listed":
+            if (answer := self._questions.pop(token, None)) is not None:
+                answer.set_result(rest[0])
+            return
         host = self.keepers.hosts.get(token)
         if host is None:
             return
@@ -216,6 +260,7 @@ class KeptSlot:
     def _over(self, reason: str) -> None:
         """The keeper is gone, and its workers with it."""
         self._lost = self._lost or self._words or reason
+        self._give_up_questions()
         for host in list(self.keepers.hosts.values()):
             if host.slot is self:
                 host.ended(Exit(detail=self._lost))
@@ -266,7 +311,7 @@ class KeptHost(Host):
         if lost is not None or self._killed:
             hub.later(0.0, partial(self.ended, Exit(detail=lost)))
             return
-        slot.command("start", self.token, self._env)
+        slot.command("start", self.token, self._env, self.boot.worker)
         try:
             # Nothing comes before the boot.
             lane = slot.keepers.dial(slot.address, self.token, self.events.received, self._lane_closed)

@@ -37,6 +37,7 @@ from colocate.worker.transfer import Transfer
 from colocate.worker.uses import Peers, Resolver
 
 Send = Callable[[tuple[Any, ...], Any], None]
+LANE = "colocate-lane-"  # names of lanes begin with it, and go on with the id of their worker
 _HOST_ERRORS = (DispatchError, RoleError, SerializationError)
 
 
@@ -79,7 +80,7 @@ class WorkerHost:
         self.groups = ProcessGroups(self.ask, in_process, boot.host)
         self.peers = peers(self)
         self._transfer = Transfer(f"colocate-transfer-{boot.worker}")
-        self.lane = Lane(f"colocate-lane-{boot.worker}", self._held, self._broken, turns)
+        self.lane = Lane(f"{LANE}{boot.worker}", self._held, self._broken, turns)
         self._handlers: dict[str, Callable[..., None]] = {
             "build": self._on_build,
             "call": self._on_call,

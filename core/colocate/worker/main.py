@@ -1,6 +1,7 @@
-"""A worker process: `python -m colocate.worker FD PARENT_PID [waits]`.
+"""A worker process: `python -m colocate.worker FD PARENT_PID serves|waits LABEL`.
 
-The descriptor is its end of the lane, or with `waits` a socket on which that comes later. The worker lives as long as
+The descriptor is its end of the lane, or with `waits` a socket on which that comes later; the label, which is for
+whoever looks at the processes of this machine, says whose it is. The worker lives as long as
 its driver and whoever started it: it ends when the lane does, and the kernel kills it when the launching thread ends,
 even while role code holds the GIL.
 """
@@ -37,7 +38,7 @@ def main() -> None:
     faulthandler.enable()
     start_guard()
     sock = socket.socket(fileno=fd)
-    if sys.argv[3:] == ["waits"]:
+    if sys.argv[3] == "waits":
         serve(*_given(sock))
     else:
         serve(sock)

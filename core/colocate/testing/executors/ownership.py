@@ -84,15 +84,6 @@ class Ownership(ExecutorCase):
         with pytest.raises(ConfigError, match="tree, mermaid, dot, json"):
             graph.render("svg")
 
-    def test_running(self, runtime: Runtime) -> None:
-        """The executor lists the workers that it runs, by their ids, until they are closed."""
-        before = set(runtime.executor.running())
-        with runtime.reserve(2, cpus=0) as pool:
-            group = pool.spawn({"echo": colocate.role(Echo)})
-            ids = {worker.boot.worker for worker in group.workforce.workers}
-            assert set(runtime.executor.running()) == before | ids
-        assert set(runtime.executor.running()) == before
-
     def test_dropping_closes_nothing(self, runtime: Runtime) -> None:
         """Dropping every variable leaves pools and groups alive; their owner has them still."""
         pool_name = runtime.reserve(1, cpus=0, name="kept by its owner").name
@@ -190,6 +181,7 @@ class Ownership(ExecutorCase):
             uses: dict[str, Callable[[], object]] = {
                 "runtime.reserve": lambda: runtime.reserve(1),
                 "runtime.close": runtime.close,
+                "runtime.audit": runtime.audit,
                 "pool.spawn": lambda: pair.pool.spawn({"echo": colocate.role(Echo)}),
                 "pool.close": pair.pool.close,
                 "group.close": pair.close,

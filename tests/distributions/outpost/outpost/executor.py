@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import attrs
 
 from colocate.errors import PlacementError
-from colocate.executor import Boot, Executor, Host, HostEvents, Node, OwnProcess, Place, Request, Reservation
+from colocate.executor import Boot, Executor, Host, HostEvents, Node, OwnProcess, Place, Request, Reservation, Running
 from colocate.keeper import Keepers, KeptSlot
 from colocate.placement import Ledger
 
@@ -62,9 +62,9 @@ class Outposts(Executor, OwnProcess):
             post.end()
         self._ledger.release(inner)
 
-    def running(self) -> Sequence[str]:
-        """The ids of the workers."""
-        return self._keepers.running()
+    def running(self) -> Sequence[Running]:
+        """What is held, and what runs."""
+        return [*self._ledger.running(), *self._keepers.running()]
 
     def close(self) -> None:
         """End the threads."""

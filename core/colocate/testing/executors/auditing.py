@@ -1,0 +1,212 @@
+"""Audits: what the engine has and no graph owns, what a graph claims and the engine lacks; and no false alarm."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import attrs
+import pytest
+
+import colocate
+from colocate import Audit, ColocatedGroup, Pool, RoleSpec, Runtime
+from colocate._owned import Owned
+from colocate._worker import Worker
+from colocate.errors import RoleStartError
+from colocate.executor import Exit, OwnProcess, Reservation
+from colocate.testing import leaks
+from colocate.testing.executors._base import ExecutorCase, Spawn, needs
+from colocate.testing.gate import Gate
+from colocate.testing.probes.faulty import FailsToStart, Faulty
+from colocate.testing.probes.plain import Echo
+from colocate.testing.waiting import PATIENCE_S, wait_until
+
+ROLES: dict[str, RoleSpec[Any]] = {"echo": colocate.role(Echo), "faulty": colocate.role(Faulty)}
+
+
+@contextmanager
+def forgotten(node: Owned) -> Iterator[None]:
+    """A block in which a node isn't in the graph, although it lives."""
+    assert node.owner is not None
+    node.disown()
+    try:
+        yield
+    finally:
+        node.owner.children[id(node)] = node
+
+
+def ids(group: ColocatedGroup) -> set[str]:
+    """The ids of a group's workers."""
+    return {worker.boot.worker for worker in group.workforce.workers}
+
+
+def found(differences: Any, kind: str) -> set[str]:
+    """The ids of what an audit has found of one kind."""
+    return {each.id for each in differences if each.kind == kind}
+
+
+class Auditing(ExecutorCase):
+    """`runtime.audit()`: false when the graph and the engine agree."""
+
+    def test_clean_at_each_stage(self, runtime: Runtime) -> None:
+        """Nothing is found before, between and after: reserved, spawned, called, failed to start, closed."""
+        assert not runtime.audit()
+        with runtime.reserve(2, cpus=0, name="audited") as pool:
+            assert not runtime.audit()
+            group = pool.spawn(ROLES)
+            assert not runtime.audit()
+            with Gate() as gate:
+                call = group.role("faulty", Faulty).wait.submit(gate.address)
+                gate.wait_for(2)
+                assert not runtime.audit()
+            call.result(PATIENCE_S)
+            group.close()
+            assert not runtime.audit()
+            with pytest.raises(RoleStartError):
+                pool.spawn({"bad": colocate.role(FailsToStart, (1,))})
+            assert not runtime.audit()
+        audit = runtime.audit()
+        assert not audit
+        assert (audit.leaked, audit.missing) == ((), ())
+        assert str(audit) == "clean: nothing is leaked, nothing is missing"
+
+    @needs(OwnProcess)
+    def test_clean_after_a_death(self, spawn: Spawn) -> None:
+        """A worker that has died is neither leaked nor missing: the graph knows."""
+        group = spawn(ROLES)
+        pid = group.workforce.workers[0].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: all(worker.exit for worker in group.workforce.workers), "all workers have gone")
+        assert not group.runtime.audit()
+
+    def test_clean_while_things_come_and_go(self, runtime: Runtime) -> None:
+        """What is just starting or closing is no difference."""
+        audits: list[Audit] = []
+        over = threading.Event()
+
+        def look() -> None:
+            while not over.is_set():
+                audits.append(runtime.audit())
+
+        with leaks.shared():  # asked from two threads, an engine may open a further connection, which it keeps
+            looker = threading.Thread(target=look)
+            looker.start()
+            try:
+                for _ in range(3):
+                    with runtime.reserve(2, cpus=0) as pool:
+                        pool[0].spawn(ROLES)
+                        pool[1].spawn(ROLES).close()
+            finally:
+                over.set()
+                looker.join()
+        assert audits
+        assert [str(audit) for audit in audits if audit] == []
+
+    def test_forgotten_group(self, spawn: Spawn) -> None:
+        """Workers that run although no group has them are leaked, with what is known of them."""
+        group = spawn(ROLES)
+        with forgotten(group):
+            audit = group.runtime.audit()
+        assert audit
+        assert audit.missing == ()
+        assert found(audit.leaked, "worker") == ids(group)
+        assert {each.kind for each in audit.leaked} == {"worker"}
+        assert {(each.id, each.pid) for each in audit.leaked} == {
+            (worker.boot.worker, worker.pid) for worker in group.workforce.workers
+        }
+        lines = str(audit).splitlines()
+        assert len(lines) == 2
+        assert all(line.startswith(f"leaked: worker {group.runtime.id}/{group.name}/") for line in lines)
+        assert json.loads(audit.json()) == json.loads(json.dumps(audit.data()))
+        assert audit.data()["clean"] is False
+        assert not group.runtime.audit()
+
+    def test_forgotten_pool(self, runtime: Runtime) -> None:
+        """Slots that are held although no pool has them are leaked, and so is what runs in them."""
+        with runtime.reserve(2, cpus=0, name="forgotten") as pool:
+            group = pool.spawn(ROLES)
+            with forgotten(pool):
+                audit = runtime.audit()
+            assert audit.missing == ()
+            assert found(audit.leaked, "reservation") == {pool.request.id}
+            assert found(audit.leaked, "worker") == ids(group)
+            assert pool.request.id == f"{runtime.id}/forgotten"
+        assert not runtime.audit()
+
+    def test_pools_of_one_name(self, runtime: Runtime) -> None:
+        """Two pools of one name are told apart."""
+        with runtime.reserve(1, cpus=0, name="same") as one, runtime.reserve(1, cpus=0, name="same") as other:
+            assert not runtime.audit()
+            with forgotten(one):
+                assert found(runtime.audit().leaked, "reservation") == {one.request.id}
+            with forgotten(other):
+                assert found(runtime.audit().leaked, "reservation") == {other.request.id}
+
+    def test_claimed_worker(self, spawn: Spawn) -> None:
+        """A worker that the graph has and nobody runs is missing, with the line that made its group."""
+        group = spawn(ROLES)
+        workers = group.workforce.workers
+        boot = attrs.evolve(workers[0].boot, worker=f"{group.runtime.id}/{group.name}/ghost", slot=2)
+        workers.append(Worker(group, 2, boot, hello=workers[0].hello))
+        try:
+            audit = group.runtime.audit()
+        finally:
+            workers.pop()
+        assert audit.leaked == ()
+        (missing,) = audit.missing
+        assert (missing.kind, missing.id) == ("worker", boot.worker)
+        assert f"worker 2 of group {group.name!r}" in missing.what
+        assert "_base.py:" in missing.what
+        assert str(audit).startswith("missing: worker ")
+        assert not group.runtime.audit()
+
+    def test_claimed_pool(self, runtime: Runtime) -> None:
+        """Slots that the graph has and nobody holds are missing."""
+        with runtime.reserve(1, cpus=0) as real:
+            ghost = Pool(runtime, "ghost", attrs.evolve(real.request, id=f"{runtime.id}/ghost"))
+            ghost.reservation = Reservation(real.places)
+            try:
+                audit = runtime.audit()
+            finally:
+                ghost.disown()
+            assert audit.leaked == ()
+            (missing,) = audit.missing
+            assert (missing.kind, missing.id) == ("reservation", ghost.request.id)
+            assert "pool 'ghost' made at " in missing.what
+            assert "auditing.py:" in missing.what
+
+    @needs(OwnProcess)
+    def test_unheard_death(self, spawn: Spawn, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A worker that has died without its driver hearing of it is missing: the engine itself is asked."""
+        group = spawn(ROLES)
+        victim = group.workforce.workers[1]
+        unheard: list[Exit] = []
+        heard = Worker.exited
+
+        def deaf(worker: Worker, exit: Exit) -> None:
+            unheard.append(exit) if worker is victim else heard(worker, exit)
+
+        monkeypatch.setattr(Worker, "exited", deaf)
+        assert victim.pid is not None
+        os.kill(victim.pid, signal.SIGKILL)
+        wait_until(lambda: unheard, "the worker has gone")
+        audit = group.runtime.audit()
+        assert audit.leaked == ()
+        assert [(each.id, each.pid) for each in audit.missing] == [(victim.boot.worker, victim.pid)]
+        heard(victim, unheard[0])
+        assert group.failure is not None
+        wait_until(lambda: all(worker.exit for worker in group.workforce.workers), "all workers have gone")
+        assert not group.runtime.audit()
+
+    def test_closed(self) -> None:
+        """A closed runtime has no engine to compare with."""
+        with self.connect() as runtime:
+            assert not runtime.audit()
+        with pytest.raises(colocate.ClosedError):
+            runtime.audit()

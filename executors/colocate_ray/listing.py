@@ -1,0 +1,90 @@
+"""What a Ray cluster has under colocate's name, by Ray's own tables. In the envoy's process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import attrs
+import ray
+from ray.util.placement_group import placement_group_table
+
+from colocate.executor import Running
+from colocate_ray.nodes import Nodes
+
+PREFIX = "colocate/"  # of the names that placement groups and actors have in Ray's listings
+_ACTOR = "Ray actor"
+_JOB_DIGITS = 8  # with which the id of a placement group ends; Ray's table has no column for its job
+
+
+def of_this_job(nodes: Nodes) -> list[Running]:
+    """The placement groups and actors of this driver."""
+    own: str = ray.get_runtime_context().get_job_id()
+    groups = [group for group in _groups() if group["job"] == own]
+    actors = [actor for actor in _actors() if actor["JobID"] == own]
+    there = {actor["Name"] for actor in actors}
+    found = [_doubted(_reservation(group, nodes, None), group, there) for group in groups]
+    return found + [_actor(actor, nodes) for actor in actors]
+
+
+def of_ended_jobs(nodes: Nodes) -> list[Running]:
+    """The placement groups and actors of drivers that are gone."""
+    jobs = {job["JobID"]: job for job in _jobs()}
+    living = {name for name, job in jobs.items() if not job["IsDead"]}
+    found = [_reservation(group, nodes, jobs.get(group["job"])) for group in _groups() if group["job"] not in living]
+    return found + [_actor(actor, nodes) for actor in _actors() if actor["JobID"] not in living]
+
+
+def _reservation(group: Mapping[str, Any], nodes: Nodes, job: Mapping[str, Any] | None) -> Running:
+    names = sorted({nodes.name(node) for node in group["bundles_to_node_id"].values() if node})
+    detail = f"placement group {group['placement_group_id']} of {len(group['bundles'])} slots"
+    if job is not None:
+        detail += f", made by the job {job['JobID']} of pid {job['DriverPid']} on {job['DriverIPAddress']}"
+    if group["state"] != "CREATED":
+        detail += f", {group['state']}"
+    return Running("reservation", group["name"].removeprefix(PREFIX), node=", ".join(names), detail=detail)
+
+
+def _doubted(found: Running, group: Mapping[str, Any], actors: set[str]) -> Running:
+    """A reservation of this driver, with what makes it less than whole."""
+    lost = [str(index) for index in group["bundles"] if f"{group['name']}/{index}" not in actors]
+    doubt = ""
+    if group["state"] != "CREATED":
+        doubt = f"its placement group is {group['state']}"
+    elif lost:
+        doubt = f"of its placement group's bundles, {', '.join(lost)} have lost the Ray actors that keep their slots"
+    return attrs.evolve(found, doubt=doubt)
+
+
+def _actor(actor: Mapping[str, Any], nodes: Nodes) -> Running:
+    name = actor["Name"].removeprefix(PREFIX)
+    return Running(
+        _ACTOR,
+        name,
+        owner=name.rpartition("/")[0],
+        node=nodes.name(actor["Address"]["NodeID"]),
+        pid=actor["Pid"],
+        since=actor["StartTime"] / 1000 or None,
+        detail=f"actor {actor['ActorID']}",
+    )
+
+
+def _groups() -> Iterator[dict[str, Any]]:
+    table: Mapping[str, dict[str, Any]] = placement_group_table()
+    for found, group in table.items():
+        if group["name"].startswith(PREFIX) and group["state"] != "REMOVED":
+            yield {**group, "job": found[-_JOB_DIGITS:]}
+
+
+def _actors() -> list[dict[str, Any]]:
+    from ray._private import state
+
+    ask: Callable[..., dict[str, dict[str, Any]]] = state.actors
+    return [actor for actor in ask(actor_state_name="ALIVE").values() if actor["Name"].startswith(PREFIX)]
+
+
+def _jobs() -> list[dict[str, Any]]:
+    from ray._private import state
+
+    ask: Callable[[], list[dict[str, Any]]] = state.jobs
+    return ask()

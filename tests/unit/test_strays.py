@@ -1,0 +1,156 @@
+"""What drivers that are gone have left on this machine is found; what lives isn't taken for it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import colocate
+from colocate import _processes, _strays
+from colocate._audit import audit_strays
+from colocate.cli.audit import find_strays
+from colocate.testing.probes.plain import Echo
+from colocate.testing.waiting import wait_until
+
+# Waits for its input to end; its arguments stand on its command line, as those of a worker do.
+WAIT = "import sys; sys.stdin.read()"
+FORK = "import os, sys; child = os.fork(); child and print(child, flush=True); sys.stdin.read()"
+
+
+@contextmanager
+def pretending(*words: str, code: str = WAIT) -> Iterator[subprocess.Popen[str]]:
+    """A process with the command line of one of ours."""
+    command = [sys.executable, "-c", code, *words]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        with process:
+            wait_until(lambda: set(words) <= set(_words(process.pid)), "it has its command line")
+            yield process
+            process.kill()
+    finally:
+        process.kill()
+
+
+def _words(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+
+
+@pytest.fixture(scope="module")
+def gone() -> int:
+    """The id of a process that is gone."""
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        pass
+    return process.pid
+
+
+def worker(starter: int, label: str) -> list[str]:
+    return ["-m", "colocate.worker", "3", str(starter), "waits", label]
+
+
+def found(pid: int) -> list[str]:
+    """What is said of a process."""
+    return [each.kind for each in _strays.of_this_machine() if each.pid == pid]
+
+
+def test_worker_without_its_starter(gone: int) -> None:
+    """It is found with its name, and the audit says what it is and since when."""
+    label = f"here-{gone}-1/pool#{uuid.uuid4().hex}"
+    with pretending(*worker(gone, label)) as process:
+        (line,) = (each for each in audit_strays(_strays.of_this_machine).leaked if each.pid == process.pid)
+        assert line.id == label
+        date = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
+        facts = rf"worker process {re.escape(label)} \(pid {process.pid}, since {date}\): it is still there although"
+        assert re.match(facts, str(line))
+        assert f"started by process {gone}" in str(line)
+    assert found(process.pid) == []
+
+
+def test_living_workers() -> None:
+    """Workers with their driver aren't strays, and neither are the children that they fork."""
+    with pretending(*worker(os.getpid(), "ours"), code=FORK) as process:
+        assert process.stdout is not None
+        child = int(process.stdout.readline())
+        seen = {each.pid: each for each in _processes.of_this_machine() if each.pid in (process.pid, child)}
+        assert {each.label for each in seen.values()} == {"ours"}
+        assert set(seen) == {process.pid, child}
+        assert found(process.pid) == found(child) == []
+    with colocate.connect("local", processes=True) as runtime:
+        group = runtime.reserve(1).spawn({"echo": colocate.role(Echo)})
+        (only,) = group.workforce.workers
+        assert only.pid is not None
+        assert [each.label for each in _processes.below_this() if each.pid == only.pid] == [only.boot.worker]
+        assert found(only.pid) == []
+
+
+def test_guard_without_its_worker(gone: int) -> None:
+    """A shell that waits for the end of a worker that is gone; the guard of a living one is none."""
+    for worker_pid, kinds in ((gone, ["guard process"]), (os.getpid(), [])):
+        script = f"read _; kill -s KILL -- -{worker_pid} 2>/dev/null"
+        with subprocess.Popen(["/bin/sh", "-c", script], stdin=subprocess.PIPE) as shell:
+            try:
+                wait_until(lambda shell=shell, script=script: script in _words(shell.pid), "it has its command line")
+                assert found(shell.pid) == kinds
+            finally:
+                shell.kill()
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="shared memory has no names here")
+def test_named_memory() -> None:
+    """Named shared memory under colocate's name belongs to nobody."""
+    path = Path("/dev/shm") / f"colocate-{uuid.uuid4().hex}"
+    path.touch()
+    try:
+        assert str(path) in {each.id for each in _strays.of_this_machine()}
+    finally:
+        path.unlink()
+    assert str(path) not in {each.id for each in _strays.of_this_machine()}
+
+
+def test_what_goes_by_itself_is_nothing(gone: int) -> None:
+    """What is on its way out when it is first seen isn't reported."""
+    looks: list[int] = []
+    with pretending(*worker(gone, "going")) as process:
+
+        def look() -> list[_strays.Running]:
+            looks.append(1)
+            if len(looks) == 2:
+                process.kill()
+                process.wait()
+            return [each for each in _strays.of_this_machine() if each.pid == process.pid]
+
+        assert not audit_strays(look)
+    assert len(looks) == 2
+
+
+def test_the_command(gone: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exit status 1 and a line for each stray; 0 when there is none; JSON on demand."""
+    monkeypatch.setattr("colocate._audit.SETTLES_S", 0.1)
+    with pretending(*worker(gone, "left")) as process:
+        monkeypatch.setattr(
+            "colocate.cli.audit.of_this_machine",
+            lambda: [each for each in _strays.of_this_machine() if each.pid == process.pid],
+        )
+        assert find_strays(None, None, None, (), json=False) == 1
+        title, line = capsys.readouterr().out.splitlines()
+        assert title == "1 left on this machine"
+        assert line.startswith(f"leaked: worker process left (pid {process.pid}, since ")
+        assert find_strays(None, None, None, (), json=True) == 1
+        assert f'"pid": {process.pid}' in capsys.readouterr().out
+    assert find_strays(None, "local", None, (), json=False) == 0
+    assert capsys.readouterr().out == "clean: nothing has been left on this machine\n"
+
+
+def test_mistakes_in_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """An address without an engine, and a change without a config, are said as such."""
+    assert find_strays(None, None, "auto", (), json=False) == 1
+    assert "Say --executor ray" in capsys.readouterr().err
+    assert find_strays(None, None, None, ["executor=ray"], json=False) == 1
+    assert "name one" in capsys.readouterr().err
