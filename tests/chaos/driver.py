@@ -1,0 +1,215 @@
+"""A driver: `python -m tests.chaos.driver EXECUTOR OPTIONS MARK [endless]`. It plays the seeds that it reads.
+
+It says each thing that it begins with its bound, so that who watches knows when it hangs, and what came of each
+episode.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import itertools
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+from tests.chaos import marks, model, mutants
+from tests.chaos.player import CLOSE_S, Player
+from tests.chaos.programs import SLOTS, Program, program
+from tests.chaos.steps import HANG_S
+
+import colocate
+from colocate import Pool, Runtime
+
+RESERVE_S = 20.0
+CONNECT_S = 60.0
+GONE_S = 2.0
+GONE_AT_LAST_S = 20.0
+
+
+def say(**what: Any) -> None:
+    """Tell whoever watches."""
+    sys.stdout.write(json.dumps(what) + "\n")
+    sys.stdout.flush()
+
+
+def say_bound(what: str, seconds: float) -> None:
+    """Something begins that must end within a time; "": it has ended."""
+    say(begin=what, bound_s=seconds)
+
+
+@attrs.define(eq=False)
+class Stage:
+    """The runtime on which programs are played, one after the other."""
+
+    executor: str
+    options: dict[str, Any]
+    mark: str
+    runtime: Runtime | None = None
+    hangs: list[str] = attrs.field(factory=list)
+
+    def open(self) -> Runtime:
+        """The runtime; connected now if there is none."""
+        if self.runtime is None:
+            say_bound("connect", CONNECT_S)
+            self.runtime = colocate.connect(self.executor, **self.options)
+            say_bound("", 0.0)
+        return self.runtime
+
+    def reserve(self, slots: int) -> Pool:
+        """Slots; the whole of what this driver may have is free between programs."""
+        say_bound("reserve", RESERVE_S)
+        try:
+            return self.open().reserve(slots, cpus=1, timeout=RESERVE_S, env={marks.MARK: self.mark})
+        finally:
+            say_bound("", 0.0)
+
+    def close(self, pool: Pool, grace: float) -> list[str]:
+        """Close a pool whose groups are closed: nothing can have gone wrong."""
+        began = time.monotonic()
+        say_bound("close of an empty pool", grace + CLOSE_S)
+        try:
+            pool.close(grace)
+        except BaseExceptionGroup as error:
+            return [f"close of a pool without groups raised {error.exceptions!r}"]
+        finally:
+            say_bound("", 0.0)
+            if time.monotonic() - began > grace + CLOSE_S + HANG_S:
+                self.hangs.append("close of an empty pool")
+        return []
+
+    def leave(self) -> list[str]:
+        """Close the runtime."""
+        runtime, self.runtime = self.runtime, None
+        if runtime is None:
+            return []
+        say_bound("close of the runtime", CLOSE_S + 20.0)
+        try:
+            runtime.close(0.0)
+        except BaseExceptionGroup as error:
+            return [f"close of an empty runtime raised {error.exceptions!r}"]
+        finally:
+            say_bound("", 0.0)
+        return []
+
+    def own(self) -> set[int]:
+        """The processes that a runtime itself consists of."""
+        executor: Any = None if self.runtime is None else self.runtime.executor
+        envoy = getattr(executor, "_envoy", None)
+        return {os.getpid(), *(() if envoy is None else (envoy._process.pid,))}
+
+
+def play(stage: Stage, played: Program) -> None:
+    """Play a program, and say what came of each of its episodes."""
+    idents = itertools.count(1)
+    pool = stage.reserve(played.slots)
+    for number, episode in enumerate(played.episodes):
+        began = time.monotonic()
+        player = Player(stage.open(), pool, episode, idents, say_bound)
+        outcome = player.play()
+        wrong = model.complaints(outcome.played, outcome.applied)
+        wrong += _free(pool) if not outcome.pool_closed else []
+        lost = outcome.applied is not None and outcome.applied.kind in ("keeper", "envoy")
+        if lost and not outcome.pool_closed:
+            wrong += stage.close(pool, episode.fault.grace)
+        if outcome.applied is not None and outcome.applied.kind == "envoy":
+            wrong += stage.leave()
+        left = _left(stage) if outcome.pool_closed or lost else []
+        say(
+            episode=number,
+            kind=episode.fault.kind,
+            target=episode.fault.target,
+            moment=episode.fault.moment,
+            ending=episode.fault.ending,
+            applied=outcome.applied is not None,
+            error_s=outcome.error_s,
+            close_over_s=outcome.close_over_s,
+            wrong=wrong,
+            hangs=outcome.hangs,
+            left=left,
+            took_s=time.monotonic() - began,
+            calls=sum(len(each.sent) for each in outcome.played),
+        )
+        if outcome.pool_closed or lost:
+            pool = stage.reserve(played.slots)
+    wrong = stage.close(pool, 1.0)
+    wrong += _all_free(stage)
+    say(program=played.seed, wrong=wrong, left=_left(stage), hangs=stage.hangs)
+
+
+def play_endlessly(stage: Stage, played: Program) -> None:
+    """Play a program again and again, until somebody kills this process; sometimes a forked child lives on."""
+    if played.seed % 4 == 0:
+        child = os.fork()
+        if child == 0:
+            threading.Event().wait()
+        say(forked=child)
+    else:
+        say(ready=os.getpid())
+    while True:
+        idents = itertools.count(1)
+        for episode in played.episodes:
+            pool = stage.reserve(played.slots)
+            Player(stage.open(), pool, episode, idents, say_bound).play()
+            stage.close(pool, 0.2)
+
+
+def _free(pool: Pool) -> list[str]:
+    return [f"slot {slot.index} is still {slot.state} after the close" for slot in pool.slots if slot.state != "free"]
+
+
+def _all_free(stage: Stage) -> list[str]:
+    """All that this driver may have can be reserved at once."""
+    began = time.monotonic()
+    try:
+        pool = stage.reserve(SLOTS)
+    except colocate.errors.PlacementError as error:
+        return [f"not all slots are free after {time.monotonic() - began:.1f} s: {error}"]
+    return stage.close(pool, 1.0)
+
+
+def _left(stage: Stage) -> list[str]:
+    """Processes of a pool that has been closed."""
+    took, left = marks.gone_within(stage.mark, stage.own(), GONE_AT_LAST_S)
+    if left:
+        return [f"process {pid} is left: {line}" for pid, line in left.items()]
+    return [f"the last process went {took:.1f} s after the close"] if took > GONE_S else []
+
+
+def seeds() -> Iterator[tuple[int, bool | None]]:
+    """What to play."""
+    for line in sys.stdin:
+        asked = json.loads(line)
+        yield asked["seed"], asked.get("torch")
+
+
+def main() -> None:
+    """Play until the input ends."""
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    executor, options, mark, *endless = sys.argv[1:]
+    os.environ[marks.MARK] = mark
+    mutants.apply_from_environment()
+    stage = Stage(executor, json.loads(options), mark)
+    stage.open()
+    if endless:
+        seed, torch = next(seeds())
+        play_endlessly(stage, program(executor, seed, torch))
+    say(ready=os.getpid())
+    for seed, torch in seeds():
+        try:
+            play(stage, program(executor, seed, torch))
+        except Exception as error:
+            traceback.print_exc()
+            say(program=seed, wrong=[f"the program ended with {type(error).__name__}: {error}"], left=[], hangs=[])
+            return
+    stage.leave()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""An engine that all drivers of a run share, in a process of its own: `python -m tests.chaos.engine ray|dask SLOTS`.
+
+It says where it is. Each line that it reads asks it whether another tenant could have all of it: it tries, gives it
+back, and says how long that took. It ends with its input.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+FREE_WITHIN_S = 20.0
+
+
+@attrs.define(eq=False)
+class Engine:
+    """What an executor runs on in this run.
+
+    Attributes:
+        executor: Its name.
+        options: What to connect with.
+        slots: How many slots there are; None where each driver has its own.
+    """
+
+    executor: str
+    options: dict[str, Any]
+    slots: int | None = None
+    _process: subprocess.Popen[str] | None = None
+    _lock: threading.Lock = attrs.field(factory=threading.Lock)
+
+    def all_free(self) -> tuple[float | None, str]:
+        """Reserve all of it at once: after how many seconds that was possible, or who has it."""
+        if self._process is None:
+            return 0.0, ""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with self._lock:
+            self._process.stdin.write("free?\n")
+            self._process.stdin.flush()
+            took, holders = json.loads(self._process.stdout.readline())
+        return took, holders
+
+
+@contextmanager
+def running(executor: str, slots: int, own: int) -> Iterator[Engine]:
+    """Start the engine of an executor.
+
+    Args:
+        executor: Which.
+        slots: How many all drivers share.
+        own: How many each driver has, where they share nothing.
+    """
+    if executor == "local":
+        yield Engine(executor, {"processes": True, "cpus": own})
+        return
+    with tempfile.TemporaryDirectory(prefix="cc-", dir="/tmp", ignore_cleanup_errors=True) as folder:  # short, for Ray
+        token = Path(folder) / "token"
+        token.write_text(secrets.token_hex(32))
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.chaos.engine", executor, str(slots)],
+            env={
+                **os.environ,
+                "RAY_TMPDIR": folder,
+                "RAY_AUTH_MODE": "token",
+                "RAY_AUTH_TOKEN_PATH": str(token),
+                "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+            },
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        with process:
+            assert process.stdout is not None
+            options = json.loads(process.stdout.readline())
+            if executor == "ray":
+                options["token_file"] = str(token)
+            try:
+                yield Engine(executor, options, slots, process)
+            finally:
+                try:
+                    process.communicate(timeout=60)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+
+
+def ray(slots: int) -> None:
+    """One node. Reserving all of it is a placement group, as a driver makes it."""
+    import ray
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    context = ray.init(
+        address="local", num_cpus=slots, include_dashboard=False, log_to_driver=False, logging_level="ERROR"
+    )
+    tell({"address": context.address_info["gcs_address"]})
+    for _ in sys.stdin:
+        began = time.monotonic()
+        everything = placement_group([{"CPU": 1}] * slots)
+        free = everything.wait(FREE_WITHIN_S)
+        took = time.monotonic() - began
+        remove_placement_group(everything)
+        tell((took, "") if free else (None, f"of {slots} CPUs are free: {ray.available_resources().get('CPU', 0)}"))
+    ray.shutdown()
+
+
+def dask(slots: int) -> None:
+    """A scheduler, and a Dask worker per slot with a nanny. Reserving all of it goes as for a driver."""
+    from distributed import LocalCluster
+
+    from colocate_dask import reservations
+    from colocate_dask.connection import Connection
+    from colocate_dask.loop import LoopThread
+    from colocate_dask.offers import Refusal, Wanted
+
+    options: dict[str, Any] = {"threads_per_worker": 1, "memory_limit": 0, "dashboard_address": None}
+    with LocalCluster(n_workers=slots, processes=True, protocol="tcp", host="127.0.0.1", **options) as made:
+        connection = Connection(LoopThread(), made.scheduler_address, None, 30.0)
+        tell({"address": made.scheduler_address})
+        for _ in sys.stdin:
+            began = time.monotonic()
+            wanted = Wanted(secrets.token_hex(8), connection.id, "chaos", slots, 1, timeout=FREE_WITHIN_S)
+            answer = connection.on_scheduler(reservations.reserve, wanted, connection.version)
+            took = time.monotonic() - began
+            connection.on_scheduler(reservations.release, wanted.reservation)
+            tell((None, str(list(answer.rows))) if isinstance(answer, Refusal) else (took, ""))
+        connection.close()
+
+
+def tell(what: Any) -> None:
+    """Say something."""
+    print(json.dumps(what), flush=True)
+
+
+if __name__ == "__main__":
+    {"ray": ray, "dask": dask}[sys.argv[1]](int(sys.argv[2]))

@@ -1,0 +1,97 @@
+"""Doing a fault at its moment, on a thread of its own, while the program goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from tests.chaos import sockets
+from tests.chaos.programs import Fault
+from tests.chaos.records import Applied, Played
+
+from colocate import Pool, Runtime
+
+_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+_STEP_S = 0.001
+_LOOKS_FOR_S = 3.0
+
+
+class Injector:
+    """One fault of an episode.
+
+    Attributes:
+        applied: What has been done; None when it came too late, or there was nothing to do it to.
+        over: Whether it is settled what came of it.
+    """
+
+    def __init__(self, fault: Fault, runtime: Runtime, pool: Pool, played: Sequence[Played]) -> None:
+        self.fault = fault
+        self.applied: Applied | None = None
+        self.over = threading.Event()
+        self._runtime = runtime
+        self._pool = pool
+        self._played = played
+        self._thread = threading.Thread(target=self._run, name="chaos-fault", daemon=True)
+        self._given_up = threading.Event()
+        self._began = 0.0
+
+    def start(self) -> None:
+        """Its moment has come: do it after its delay."""
+        self._began = time.monotonic()
+        self._thread.start()
+
+    def note(self, kind: str, pid: int, began: float) -> None:
+        """It is role code that does it, from now on."""
+        now = time.monotonic()
+        self.applied = Applied(kind, self.fault.group, self.fault.rank, pid, began, now, self.fault.moment)
+        self.over.set()
+
+    def give_up(self) -> None:
+        """Nothing is there any more that it could be done to; waits until it is decided."""
+        self._given_up.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+        self.over.set()
+
+    def go_on(self) -> None:
+        """Let a stopped worker go on."""
+        assert self.applied is not None
+        os.kill(self.applied.pid, signal.SIGCONT)
+        self.applied.went_on = time.monotonic()
+
+    def _run(self) -> None:
+        try:
+            time.sleep(self.fault.delay_s)
+            deadline = self._began + _LOOKS_FOR_S
+            while not self._given_up.is_set() and time.monotonic() < deadline:
+                if self._done():
+                    return
+                time.sleep(_STEP_S)
+        finally:
+            self.over.set()
+
+    def _done(self) -> bool:
+        """Do it, if there is something to do it to."""
+        fault = self.fault
+        group = self._pool.groups.get(self._played[fault.group].name)
+        if group is None:
+            return False
+        pid = group.workforce.workers[fault.rank].pid or 0
+        began = time.monotonic()
+        act: Callable[[], object]
+        if fault.kind == "drop":
+            act = lambda: sockets.drop(fault.target, self._runtime, group, fault.rank)  # noqa: E731
+        elif not pid:
+            return False
+        else:
+            act = lambda: os.kill(pid, _SIGNALS[fault.kind])  # noqa: E731
+        try:
+            act()
+        except (sockets.NoSuchSocket, ProcessLookupError):
+            return False
+        kind = fault.target or fault.kind
+        self.applied = Applied(kind, fault.group, fault.rank, pid, began, time.monotonic(), fault.moment)
+        return True

@@ -1,0 +1,153 @@
+"""What all runs of the same code have come to, in a file that each run continues."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import attrs
+from tests.chaos.programs import KINDS
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("core", "executors", "tests/chaos")
+"""What makes a difference to the numbers: with another text in there they begin anew."""
+SUFFIXES = (".py",)
+STEP = len(KINDS)
+"""Seeds of one kind are so far apart."""
+
+
+def digest(root: Path = ROOT) -> str:
+    """A hash of the code that the numbers are of."""
+    found = hashlib.sha256()
+    for folder in FOLDERS:
+        for path in sorted((root / folder).rglob("*")):
+            if path.suffix in SUFFIXES and path.is_file():
+                found.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return found.hexdigest()[:16]
+
+
+def commit() -> str:
+    """The commit that is checked out, where git can tell."""
+    try:
+        done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    except OSError:  # no git here
+        return "unknown"
+    return done.stdout.strip() or "unknown"
+
+
+@attrs.define(eq=False)
+class Tally:
+    """What one kind of fault has come to on one executor.
+
+    Attributes:
+        seeds: Those played.
+        tried: Faults that were done.
+        survived: Those after which all was as the laws want it.
+        hangs: What outlived its bound by more than it may.
+        left: What was left behind.
+        wrong: Results, errors and orders that the laws don't allow.
+        error_ms: From the fault to the first error that told it.
+        over_ms: What closes took beside their grace.
+        free_ms: From the end of a driver until nothing of it was left.
+        targets: Faults by what they hit: moments, sockets.
+    """
+
+    seeds: list[int] = attrs.field(factory=list)
+    tried: int = 0
+    survived: int = 0
+    hangs: int = 0
+    left: int = 0
+    wrong: int = 0
+    error_ms: list[float] = attrs.field(factory=list)
+    over_ms: list[float] = attrs.field(factory=list)
+    free_ms: list[float] = attrs.field(factory=list)
+    targets: dict[str, int] = attrs.field(factory=dict)
+
+    def count(self, target: str) -> None:
+        """Note what a fault has hit."""
+        self.targets[target] = self.targets.get(target, 0) + 1
+
+
+@attrs.define(eq=False)
+class Ledger:
+    """The file. All methods may be called from any thread."""
+
+    path: Path | None = None
+    code: str = attrs.field(factory=digest)
+    commit: str = attrs.field(factory=commit)
+    tallies: dict[str, dict[str, Tally]] = attrs.field(factory=dict)
+    problems: list[dict[str, Any]] = attrs.field(factory=list)
+    lock: threading.RLock = attrs.field(factory=threading.RLock)
+
+    @classmethod
+    def open(cls, path: Path | None) -> Ledger:
+        """Continue a file, if it is of this very code."""
+        ledger = cls(path)
+        if path is None or not path.exists():
+            return ledger
+        data = json.loads(path.read_text())
+        if data.get("code") == ledger.code:
+            for executor, kinds in data["executors"].items():
+                for kind, fields in kinds.items():
+                    fields["seeds"] = list(spelled_out(fields["seeds"]))
+                    ledger.tallies.setdefault(executor, {})[kind] = Tally(**fields)
+            ledger.problems = data["problems"]
+        return ledger
+
+    def tally(self, executor: str, kind: str) -> Tally:
+        """Of one kind of fault on one executor."""
+        with self.lock:
+            return self.tallies.setdefault(executor, {}).setdefault(kind, Tally())
+
+    def problem(self, executor: str, kind: str, seed: int, what: str, words: str) -> None:
+        """Note what went wrong: `what` is hangs, left or wrong."""
+        with self.lock:
+            tally = self.tally(executor, kind)
+            setattr(tally, what, getattr(tally, what) + 1)
+            entry = {"executor": executor, "kind": kind, "seed": seed, "what": what, "words": words[:4000]}
+            self.problems.append(entry)
+
+    def save(self) -> None:
+        """Write the file; whole, or not at all."""
+        if self.path is None:
+            return
+        with self.lock:
+            executors = {
+                name: {
+                    kind: {**attrs.asdict(tally), "seeds": ranges(tally.seeds)} for kind, tally in sorted(kinds.items())
+                }
+                for name, kinds in sorted(self.tallies.items())
+            }
+            data = {"code": self.code, "commit": self.commit, "executors": executors, "problems": self.problems}
+            text = json.dumps(data)
+            new = self.path.with_name(f"{self.path.name}.{os.getpid()}")
+            new.write_text(text + "\n")
+            new.replace(self.path)
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Numbers in short, those of one step of five as a range: "0-45, 60"."""
+    found: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if found and number == found[-1][-1] + STEP:
+            found[-1].append(number)
+        else:
+            found.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in found)
+
+
+STEP = 5
+"""Seeds of one kind are so far apart."""
+
+
+def spelled_out(text: str) -> Iterable[int]:
+    """The reverse of `ranges`."""
+    for part in filter(None, text.split(", ")):
+        first, _, last = part.partition("-")
+        yield from range(int(first), int(last or first) + 1, STEP)

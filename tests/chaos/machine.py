@@ -1,0 +1,142 @@
+"""The role of all programs: a deterministic state machine that notes every call it runs, in order."""
+
+from __future__ import annotations
+
+import ctypes
+import secrets
+import time
+import zlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from colocate import Concat, Gather, Role, Scatter, method
+
+if TYPE_CHECKING:
+    from colocate._context import Context
+
+Seen: TypeAlias = tuple[str, int, tuple[int, ...], Any]
+"""What a rank answers: its nonce, its rank, the calls that its worker has begun so far, and the call's own value."""
+
+FOR_EVER_S = 3600
+_STEP_S = 0.005
+
+
+class Deliberate(Exception):
+    """What a machine raises when it is told to."""
+
+    def __init__(self, ident: int, rank: int) -> None:
+        super().__init__(ident, rank)
+        self.ident = ident
+        self.rank = rank
+
+
+class Machine(Role):
+    """Its whole state is the list of the calls that its worker has begun."""
+
+    def __init__(self, takes_s: float = 0.0, hangs: int | None = None, main: str = "") -> None:
+        """Args: takes_s: How long this takes. hangs: The rank that keeps the GIL here. main: Whose notes it adds to."""
+        from tests.chaos import mutants  # here: by its name it would be pickled along
+
+        mutants.apply_from_environment()
+        if self.ctx.rank == hangs:
+            keep_the_gil()
+        time.sleep(takes_s)
+        self.nonce = secrets.token_hex(4)
+        self.notes: list[int] = self.ctx.sibling(main, Machine).notes if main else []
+
+    def _note(self, ident: int, work_s: float = 0.0) -> None:
+        self.notes.append(ident)
+        if work_s:
+            time.sleep(work_s)
+
+    def _seen(self, value: Any) -> Seen:
+        return self.nonce, self.ctx.rank, tuple(self.notes), value
+
+    @method(collect=Gather())
+    def step(self, ident: int, work_s: float, payload: bytes) -> Seen:
+        """Take a while, and mix the argument with the rank."""
+        self._note(ident, work_s)
+        return self._seen(mixed(ident, self.ctx.rank, payload))
+
+    @method(collect=Concat())
+    def make(self, ident: int, work_s: float, rows: int, size: int) -> list[bytes]:
+        """Rows of its own, to be kept."""
+        self._note(ident, work_s)
+        return [row(ident, self.ctx.rank, index, size) for index in range(rows)]
+
+    @method(collect=Gather())
+    def take(self, ident: int, rows: Sequence[bytes]) -> Seen:
+        """The checksums of all rows, wherever they come from."""
+        self._note(ident)
+        return self._seen([zlib.crc32(each) for each in rows])
+
+    @method(dispatch=Scatter("rows"), collect=Concat())
+    def share(self, ident: int, rows: Sequence[bytes]) -> list[tuple[int, int]]:
+        """The checksums of a share of the rows."""
+        self._note(ident)
+        return [(ident, zlib.crc32(each)) for each in rows]
+
+    @method(collect=Gather())
+    def fail(self, ident: int, work_s: float, ranks: Sequence[int]) -> Seen:
+        """Raise on some ranks."""
+        self._note(ident, work_s)
+        if self.ctx.rank in ranks:
+            raise Deliberate(ident, self.ctx.rank)
+        return self._seen(None)
+
+    @method(collect=Gather())
+    def until_cancelled(self, ident: int, at_most_s: float) -> Seen:
+        """Go on until nobody waits for it any more."""
+        self._note(ident)
+        deadline = time.monotonic() + at_most_s
+        while not self.ctx.cancelled and time.monotonic() < deadline:
+            time.sleep(_STEP_S)
+        return self._seen(self.ctx.cancelled)
+
+    @method(collect=Gather())
+    def add(self, ident: int, failing: Sequence[int]) -> Seen:
+        """The sum of what all ranks put in, unless this one is to raise before."""
+        import torch
+        import torch.distributed as dist
+
+        self._note(ident)
+        group = self.ctx.process_group()
+        if self.ctx.rank in failing:
+            raise Deliberate(ident, self.ctx.rank)
+        put = torch.tensor([put_in(ident, self.ctx.rank)], dtype=torch.int64)
+        dist.all_reduce(put, group=group)
+        return self._seen(int(put.item()))
+
+    @method
+    def hold(self, ident: int, sign: str) -> None:
+        """Keep the interpreter's lock, in C, for ever; a file says that it is so."""
+        self._note(ident)
+        with open(sign, "x"):
+            pass
+        keep_the_gil()
+
+
+def keep_the_gil() -> None:
+    """Sleep in C without giving the lock away: no thread of this process runs any more."""
+    ctypes.PyDLL(None).sleep(FOR_EVER_S)
+
+
+def mixed(ident: int, rank: int, payload: bytes) -> int:
+    """The value of a step."""
+    return zlib.crc32(payload, ident * 31 + rank)
+
+
+def row(ident: int, rank: int, index: int, size: int) -> bytes:
+    """One row of what a rank makes."""
+    return bytes([ident % 251, rank, index % 251, 7]) * max(1, size // 4)
+
+
+def put_in(ident: int, rank: int) -> int:
+    """What a rank adds."""
+    return ident * 1000 + 10**rank
+
+
+def ran(ctx: Context, ident: int) -> tuple[str | None, int, int]:
+    """For `group.run`: note it where role "a" notes its calls."""
+    ctx.sibling("a", Machine).notes.append(ident)
+    return ctx.role, ctx.rank, ident

@@ -1,0 +1,40 @@
+"""Which processes belong to a driver: they carry its mark in their environment, on every executor."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Collection
+
+MARK = "COLOCATE_CHAOS_MARK"
+
+
+def marked(mark: str, besides: Collection[int] = ()) -> dict[int, str]:
+    """The processes that carry a mark, with their command lines; zombies aren't processes any more."""
+    wanted = f"{MARK}={mark}".encode()
+    found = {}
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit() or int(entry) in besides:
+            continue
+        try:
+            with open(f"/proc/{entry}/environ", "rb") as file:
+                if wanted not in file.read().split(b"\0"):
+                    continue
+            with open(f"/proc/{entry}/cmdline", "rb") as file:
+                line = file.read().replace(b"\0", b" ").decode(errors="replace").strip()
+        except OSError:  # it has just gone
+            continue
+        if line:
+            found[int(entry)] = line[:200]
+    return found
+
+
+def gone_within(mark: str, besides: Collection[int], seconds: float) -> tuple[float, dict[int, str]]:
+    """Wait until no process carries the mark any more: how long that took, and what is left."""
+    began = time.monotonic()
+    while True:
+        left = marked(mark, besides)
+        took = time.monotonic() - began
+        if not left or took > seconds:
+            return took, left
+        time.sleep(0.01)

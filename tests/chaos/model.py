@@ -1,0 +1,240 @@
+"""The model of the laws: which results are right, which errors may come of which fault, and in what order calls ran."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from tests.chaos.machine import Deliberate
+from tests.chaos.records import Applied, Played, Sent, chain, leaves, short
+
+from colocate.errors import (
+    CallCancelled,
+    CallTimeout,
+    ClosedError,
+    ColocateError,
+    EngineError,
+    RoleError,
+    RoleStartError,
+    WorkerDied,
+)
+
+DEADLY = ("kill", "lane", "keeper", "envoy")
+"""Faults that end a worker."""
+HANGING = ("stop", "gil")
+"""Faults after which a worker doesn't answer, and lives."""
+
+AMPLE_S = 1.0
+"""A grace in which every rank that isn't hit by anything ends."""
+
+
+def complaints(played: Sequence[Played], applied: Applied | None) -> list[str]:
+    """All that the laws don't allow in what one episode did."""
+    found: list[str] = []
+    for group in played:
+        mine = applied if applied is not None and concerns(applied, group) else None
+        for sent in group.sent:
+            found += (f"{group.name}: {sent}: {words}" for words in _of_call(sent, group, mine, applied))
+        found += (f"{group.name}: {words}" for words in order(group.sent))
+        found += (f"{group.name}: {words}" for words in _of_spawn(group, mine))
+        found += (f"{group.name}: {words}" for words in _of_close(group, mine, applied))
+    return found
+
+
+def concerns(applied: Applied, group: Played) -> bool:
+    """Whether a fault was done to this group. The end of the envoy is that of all there is in Ray."""
+    return applied.kind == "envoy" or applied.group == group.index
+
+
+# -- calls
+
+
+def _of_call(sent: Sent, group: Played, mine: Applied | None, anywhere: Applied | None) -> Iterator[str]:
+    if sent.settled is None:
+        yield "was never settled"
+        return
+    if sent.withdrawn:
+        if not isinstance(sent.error, CallCancelled):
+            yield f"cancel() said that it was withdrawn, but it ended with {short(sent.error)}"
+        return
+    if sent.error is None:
+        if sent.fails:
+            yield f"should have raised on rank {sent.fails}, but gave {sent.value!r}"
+        elif sent.times_out:
+            yield f"should have timed out, but gave {sent.value!r}"
+        elif (wrong := sent.expected(sent.value)) is not None:
+            yield f"wrong result: {wrong}"
+        elif mine is not None and mine.kind == "kill" and mine.rank in sent.ranks and sent.submitted > mine.done:
+            yield f"succeeded although rank {mine.rank} had been killed before"
+        return
+    if not allowed(sent, sent.error, group, mine, anywhere):
+        yield f"ended with {short(sent.error)}"
+
+
+def allowed(sent: Sent, error: BaseException, group: Played, mine: Applied | None, anywhere: Applied | None) -> bool:
+    """Whether a call may end with this error."""
+    if sent.fails and _is_deliberate(sent, error):
+        return True
+    if sent.times_out and isinstance(error, CallTimeout):
+        return set(error.stacks) <= set(sent.ranks)
+    if isinstance(error, ClosedError):
+        return group.closing is not None and sent.settled is not None and sent.settled >= group.closing
+    over = mine is not None and mine.went_on is not None and sent.submitted > mine.went_on
+    if mine is not None and not over and may_follow(error, mine):
+        return True
+    # A value that lay in another group, which the fault has hit.
+    lent = sent.uses is not None and anywhere is not None and sent.uses not in group.sent
+    return lent and anywhere is not None and isinstance(error, ColocateError)
+
+
+def _is_deliberate(sent: Sent, error: BaseException) -> bool:
+    cause = error.__cause__
+    return (
+        isinstance(error, RoleError)
+        and error.rank in sent.fails
+        and isinstance(cause, Deliberate)
+        and (cause.ident, cause.rank) == (sent.ident, error.rank)
+        and error.remote_traceback is not None
+    )
+
+
+def may_follow(error: BaseException, fault: Applied) -> bool:
+    """Whether an error may come of a fault."""
+    if fault.kind in DEADLY:
+        return is_death(error, fault)
+    if fault.kind == "peer":
+        return isinstance(error, RoleError) and "peer" in str(error)
+    if isinstance(error, CallTimeout):
+        return fault.rank in error.stacks
+    # The group has failed, for a rank that isn't back from a call that timed out; it is named, and so is the cause.
+    return (
+        isinstance(error, RoleError)
+        and error.rank == fault.rank
+        and "did not come back" in str(error)
+        and any(isinstance(cause, CallTimeout) for cause in chain(error)[1:])
+    )
+
+
+def is_death(error: BaseException, fault: Applied) -> bool:
+    """Whether an error tells the end of a worker as it was."""
+    if fault.kind == "envoy":
+        return isinstance(error, WorkerDied | EngineError)
+    if not isinstance(error, WorkerDied) or error.rank != fault.rank:
+        return False
+    if fault.pid and error.pid not in (None, fault.pid):
+        return False
+    return fault.kind != "kill" or error.signal == "SIGKILL"
+
+
+# -- order
+
+
+def order(calls: Sequence[Sent]) -> Iterator[str]:
+    """Each rank has begun the calls in the order of their submission, each once, and lost none that succeeded."""
+    by_ident = {sent.ident: sent for sent in calls}
+    last: dict[str, tuple[int, ...]] = {}
+    for sent in calls:
+        if not sent.fine or not isinstance(sent.value, list):
+            continue
+        for nonce, rank, notes, _ in (seen for seen in sent.value if isinstance(seen, tuple) and len(seen) == 4):
+            yield from (f"{sent} on rank {rank}: {words}" for words in _of_notes(sent, rank, notes, by_ident, calls))
+            before = last.get(nonce, ())
+            if notes[: len(before)] != before:
+                yield f"{sent} on rank {rank}: the calls begun before it were {before}, now they are {notes}"
+            last[nonce] = notes
+
+
+def _of_notes(
+    sent: Sent, rank: int, notes: tuple[int, ...], by_ident: dict[int, Sent], calls: Sequence[Sent]
+) -> Iterator[str]:
+    slot = sent.ranks[rank] if rank < len(sent.ranks) else rank
+    if list(notes) != sorted(set(notes)):
+        yield f"out of order, or twice: {notes}"
+    if sent.ident not in notes:
+        yield f"it isn't among the calls that its worker has begun: {notes}"
+    for ident in notes:
+        other = by_ident.get(ident)
+        if other is None:
+            yield f"it has begun call {ident}, which was another group's"
+        elif other.withdrawn:
+            yield f"it has begun {other}, which was withdrawn"
+    for other in calls:
+        if other.ident >= sent.ident:
+            break
+        if other.fine and slot in other.ranks and other.ident not in notes:
+            yield f"{other} had succeeded, and is lost: {notes}"
+
+
+# -- spawn and close
+
+
+def _of_spawn(group: Played, mine: Applied | None) -> Iterator[str]:
+    error = group.spawn_error
+    if error is None:
+        return
+    if mine is None:
+        yield f"spawn failed: {short(error)}"
+    elif mine.kind == "envoy":
+        if not isinstance(error, ColocateError):
+            yield f"spawn failed: {short(error)}"
+    elif not isinstance(error, RoleStartError):
+        if not (isinstance(error, WorkerDied) and is_death(error, mine)):
+            yield f"spawn failed: {short(error)}"
+    elif mine.rank not in error.errors:
+        yield f"spawn didn't name rank {mine.rank}, but {sorted(error.errors)}: {short(error)}"
+    elif mine.kind in DEADLY and not is_death(error.errors[mine.rank], mine):
+        yield f"spawn says of rank {mine.rank}: {short(error.errors[mine.rank])}"
+
+
+def _of_close(group: Played, mine: Applied | None, anywhere: Applied | None) -> Iterator[str]:
+    for error in group.close_errors:
+        for leaf in leaves(error):
+            if not _told_by_close(leaf, group, mine, anywhere):
+                yield f"close raised {short(leaf)}"
+    if must_complain(group, mine) and not group.close_errors:
+        assert mine is not None
+        yield f"close said nothing of rank {mine.rank}, which hung"
+
+
+def must_complain(group: Played, mine: Applied | None) -> bool:
+    """Whether closing must say that a rank did not end: it hung, and nobody had been told that the group had failed."""
+    return (
+        mine is not None
+        and mine.kind in HANGING
+        and mine.went_on is None
+        and group.spawn_error is None
+        and group.closing is not None
+        and mine.done < group.closing
+        and not any(isinstance(sent.error, RoleError) and "did not come back" in str(sent.error) for sent in group.sent)
+    )
+
+
+def _told_by_close(leaf: BaseException, group: Played, mine: Applied | None, anywhere: Applied | None) -> bool:
+    if any(isinstance(sent.error, BaseException) and leaf is sent.error for sent in group.sent):
+        return True  # of a kept call that nobody has used: judged as that call's
+    if isinstance(leaf, RoleError) and "did not end within" in str(leaf):
+        # Any rank may need a moment: to come out of a wait for the one that hangs, or because the machine is busy.
+        return group.grace < AMPLE_S or (mine is not None and mine.kind in HANGING and leaf.rank == mine.rank)
+    return mine is not None and may_follow(leaf, mine)
+
+
+def value_of(expected: Any) -> Any:
+    """Compares with one value."""
+
+    def look(value: Any) -> str | None:
+        return None if value == expected else f"{value!r:.200} instead of {expected!r:.200}"
+
+    return look
+
+
+def seen_by(expected: Sequence[tuple[int, Any]]) -> Any:
+    """Compares what each rank has seen: (rank, value) in order of ranks."""
+
+    def look(value: Any) -> str | None:
+        try:
+            told = [(rank, own) for _, rank, _, own in value]
+        except (TypeError, ValueError):
+            return f"{value!r:.200} is no list of what ranks have seen"
+        return None if told == list(expected) else f"{told!r:.200} instead of {list(expected)!r:.200}"
+
+    return look

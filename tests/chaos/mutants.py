@@ -1,0 +1,5 @@
+"""Deliberately broken builds."""
+
+
+def apply_from_environment() -> None:
+    """Nothing yet."""

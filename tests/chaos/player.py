@@ -1,0 +1,305 @@
+"""Plays one episode of a program: spawns its groups, makes its calls, has the fault done, and closes."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+
+import attrs
+from tests.chaos import model
+from tests.chaos.faults import Injector
+from tests.chaos.machine import Machine
+from tests.chaos.programs import Episode, Step
+from tests.chaos.records import Applied, Played, Sent
+from tests.chaos.steps import LONG_S, SHORT_S, STACKS_S, Say, Steps
+
+import colocate
+from colocate import Pool, Runtime
+from colocate.testing.waiting import becomes_true
+
+SPAWN_S = 20.0
+SPAWN_HUNG_S = 2.0
+CLOSE_S = 1.0
+"""What a close may take beside its grace."""
+ENVOY_S = 10.0
+"""How long an envoy that is told to leave may take to: Ray is asked kindly first."""
+
+
+@attrs.define(eq=False)
+class Outcome:
+    """What came of an episode.
+
+    Attributes:
+        played: Its groups.
+        applied: Its fault, if it could be done.
+        hangs: What outlived its bound.
+        error_s: From the fault to the first error that tells it.
+        close_over_s: What the close of a group that hung took beside its grace.
+        pool_closed: Whether the pool was closed with it.
+        unsafe: Whether the pool is of no use any more.
+    """
+
+    played: list[Played]
+    applied: Applied | None = None
+    hangs: list[str] = attrs.field(factory=list)
+    error_s: float | None = None
+    close_over_s: float | None = None
+    pool_closed: bool = False
+
+
+class Player:
+    """Plays one episode on a pool."""
+
+    def __init__(self, runtime: Runtime, pool: Pool, episode: Episode, idents: Iterator[int], say: Say) -> None:
+        self._pool = pool
+        self._episode = episode
+        self._fault = episode.fault
+        self._played = [Played(index, f"g{next(idents)}", slots) for index, slots in enumerate(episode.groups)]
+        self._faulty = self._played[self._fault.group]
+        self._steps = Steps(self._played, idents, say)
+        self._injector = Injector(episode.fault, runtime, pool, self._played)
+        self._outcome = Outcome(self._played, hangs=self._steps.hangs)
+
+    def play(self) -> Outcome:
+        """From spawn to close."""
+        try:
+            self._spawn_all()
+            if all(played.group is not None for played in self._played):
+                for step in self._episode.before:
+                    self._steps.do(step)
+                self._strike()
+                self._aftermath()
+        finally:
+            self._close_all()
+            self._injector.give_up()
+            self._settle_all()
+        self._outcome.applied = self._injector.applied
+        return self._outcome
+
+    def _settle_all(self) -> None:
+        for played in self._played:
+            self._steps.settle(played.sent)
+
+    def _hits(self, played: Played) -> Applied | None:
+        """The fault, if it has been done and was to this group."""
+        applied = self._injector.applied
+        return applied if applied is not None and model.concerns(applied, played) else None
+
+    # -- spawn
+
+    def _spawn_all(self) -> None:
+        first = 0
+        for played in self._played:
+            part = self._pool[first : first + played.slots]
+            first += played.slots
+            struck = played is self._faulty and self._fault.moment == "spawn"
+            hangs = self._fault.rank if struck and self._fault.kind == "gil" else None
+            roles = {"a": colocate.role(Machine, 0.03 if struck else 0.0, hangs)}
+            if self._episode.second:
+                declared = colocate.role(Machine, 0.0, None, "a")
+                roles["b"] = declared.on(slots=[0]) if self._episode.second == "first" else declared
+                played.second = (0,) if self._episode.second == "first" else tuple(range(played.slots))
+            timeout = SPAWN_HUNG_S if struck and self._fault.kind in model.HANGING else SPAWN_S
+            if struck and self._fault.kind not in ("gil", "none"):
+                self._injector.start()
+            began = time.monotonic()
+            with self._steps.bound("spawn", timeout + CLOSE_S):
+                try:
+                    played.group = part.spawn(roles, name=played.name, timeout=timeout)
+                    played.pids = tuple(worker.pid or 0 for worker in played.group.workforce.workers)
+                except Exception as error:
+                    played.spawn_error = error
+            if hangs is not None:
+                self._injector.note("gil", 0, began)
+            if played.group is None:
+                return
+
+    # -- the fault
+
+    def _strike(self) -> None:
+        """Have the fault done while its moment lasts."""
+        fault, injector = self._fault, self._injector
+        if fault.kind == "none":
+            self._moment()
+            return
+        if fault.moment == "spawn":
+            injector.over.wait(LONG_S)
+            return
+        if fault.ending == "grace" and fault.kind in model.HANGING:
+            assert self._faulty.group is not None
+            self._settle_all()  # with the group's usual grace
+            self._faulty.group.grace = SHORT_S
+        if fault.kind == "gil":
+            self._hold_the_gil()
+        elif fault.moment == "close":
+            return
+        elif fault.target == "peer":
+            self._steps.do(Step("use", group=fault.group, size=1000))  # so that the workers know each other
+            self._steps.do(Step("sync", group=fault.group))
+            injector.start()
+        else:
+            injector.start()
+        if fault.moment != "close":
+            self._moment()
+            injector.over.wait(LONG_S)  # so that what comes next comes after the fault
+
+    def _hold_the_gil(self) -> None:
+        rank, played = self._fault.rank, self._faulty
+        began = time.monotonic()
+        timeout = None if self._fault.moment == "close" else SHORT_S
+        self._settle_all()  # so that the lane takes it up at once
+        sent = self._steps.new("hold", (rank,), timeout, times_out=timeout is not None)
+        sign = os.path.join(tempfile.gettempdir(), f"holds-{os.getpid()}-{began}")
+        self._steps.submit(
+            played, sent, lambda view, ident: view.hold.options(timeout=timeout, ranks=[rank]).submit(ident, sign)
+        )
+        if becomes_true(lambda: os.path.exists(sign), LONG_S):
+            os.remove(sign)
+            self._injector.note("gil", played.pids[rank], began)
+
+    def _moment(self) -> None:
+        """What is under way when the fault is done."""
+        group, moment = self._fault.group, self._fault.moment
+        timeout = SHORT_S if self._fault.kind in model.HANGING else LONG_S
+        if moment == "transfer":
+            for size in (200_000, 4_000_000):
+                self._steps.do(Step("use", group=group, size=size), timeout)
+        elif moment == "queue":
+            self._steps.do(Step("submit", group=group, work_s=0.03, count=4), timeout)
+        elif moment not in ("idle", "spawn", "close"):
+            what = {"call": "submit", "collective": "add"}.get(moment, moment)
+            self._steps.do(Step(what, group=group, work_s=0.12), timeout)
+
+    def _aftermath(self) -> None:
+        """A group that the fault has hit says so; every other one goes on."""
+        for played in self._played:
+            applied = self._hits(played)
+            if applied is not None and applied.kind in model.DEADLY:
+                self._probe_dead(played, applied)
+            elif applied is not None and applied.kind == "stop" and self._fault.ending == "cont":
+                self._steps.settle(_soon(played))
+                self._injector.go_on()
+                self._works(played)
+            elif applied is not None and applied.kind in model.HANGING:
+                self._probe_hung(played)
+            else:
+                self._works(played)
+
+    def _works(self, played: Played) -> None:
+        for step in self._episode.after:
+            if step.group == played.index:
+                self._steps.do(step)
+        self._steps.do(Step("step", group=played.index))
+
+    def _probe_dead(self, played: Played, applied: Applied) -> None:
+        """A call to a group one of whose workers has been ended fails, and says of what."""
+        deadline = time.monotonic() + (ENVOY_S if applied.kind == "envoy" else 0.0)
+        while True:
+            sent = self._steps.do(Step("submit", group=played.index))
+            self._steps.settle(played.sent)
+            assert sent is not None
+            if not sent.fine:
+                break
+            if time.monotonic() > deadline:
+                self._steps.hangs.append(f"{played.name}: {sent} has succeeded after the end of rank {applied.rank}")
+                break
+        told = [each.settled for each in played.sent if each.error is not None and each.settled is not None]
+        after = [at - applied.began for at in told if at >= applied.began]
+        if after and applied.moment != "spawn":
+            self._outcome.error_s = min([self._outcome.error_s or after[0], *after])
+
+    def _probe_hung(self, played: Played) -> None:
+        """A call to a group one of whose workers doesn't answer ends by its timeout, or with the group."""
+        if self._fault.moment == "close":
+            return
+        assert played.group is not None
+        group = played.group
+        if self._fault.ending == "grace":
+            self._steps.do(Step("submit", group=played.index), SHORT_S)
+            with self._steps.bound("the group's failure by its own grace", 2 * SHORT_S + 2 * STACKS_S + CLOSE_S):
+                becomes_true(lambda: group.failure is not None, LONG_S)
+        timeout = None if self._fault.ending == "thread" else SHORT_S
+        self._steps.do(Step("submit", group=played.index), timeout)
+        if self._fault.grace > 0.15:  # otherwise the close comes before the timeouts
+            self._steps.settle(_soon(played))
+
+    # -- close
+
+    def _close_all(self) -> None:
+        if self._fault.moment == "close" and self._fault.kind not in ("gil", "none") and self._faulty.group is not None:
+            self._injector.start()
+            if self._fault.kind == "stop":
+                self._injector.over.wait(LONG_S)  # a stop that comes too late is none
+        if self._fault.ending == "pool":
+            self._close_pool()
+            return
+        for played in reversed(self._played):
+            if played.group is not None:
+                self._close(played)
+
+    def _close(self, played: Played) -> None:
+        assert played.group is not None
+        group = played.group
+        played.grace = grace = self._fault.grace if played is self._faulty else 5 * model.AMPLE_S
+        began = played.closing = time.monotonic()
+        with self._steps.bound("close", grace + CLOSE_S):
+            try:
+                if self._fault.ending == "thread":
+                    self._close_elsewhere(played, grace)
+                else:
+                    group.close(grace, force=True)
+            except BaseExceptionGroup as error:
+                played.close_errors += (error,)
+        self._note_close(played, began)
+
+    def _close_elsewhere(self, played: Played, grace: float) -> None:
+        """On another thread, while this one waits for what it has called."""
+        assert played.group is not None
+        group = played.group
+        raised: list[BaseException] = []
+
+        def close() -> None:
+            try:
+                group.close(grace, force=True)
+            except BaseExceptionGroup as error:
+                raised.append(error)
+
+        thread = threading.Thread(target=close, name="chaos-close")
+        thread.start()
+        self._steps.settle(played.sent)
+        thread.join()
+        for error in raised:
+            assert isinstance(error, BaseExceptionGroup)
+            raise error
+
+    def _close_pool(self) -> None:
+        began = time.monotonic()
+        for played in self._played:
+            played.closing, played.grace = began, self._fault.grace
+        with self._steps.bound("close of the pool", self._fault.grace * len(self._played) + CLOSE_S):
+            try:
+                self._pool.close(self._fault.grace, force=True)
+            except BaseExceptionGroup as error:
+                for played in self._played:
+                    mine = tuple(leaf for leaf in model.leaves(error) if getattr(leaf, "group", None) == played.name)
+                    played.close_errors += mine
+                strange = [leaf for leaf in model.leaves(error) if not self._of_a_group(leaf)]
+                self._faulty.close_errors += tuple(strange)
+        self._outcome.pool_closed = True
+        self._note_close(self._faulty, began)
+
+    def _of_a_group(self, leaf: BaseException) -> bool:
+        return getattr(leaf, "group", None) in [played.name for played in self._played]
+
+    def _note_close(self, played: Played, began: float) -> None:
+        applied = self._hits(played)
+        if applied is not None and applied.kind in model.HANGING and applied.went_on is None:
+            self._outcome.close_over_s = time.monotonic() - began - self._fault.grace
+
+
+def _soon(played: Played) -> list[Sent]:
+    """The calls that end soon by their own timeouts."""
+    return [sent for sent in played.sent if sent.timeout is not None and sent.timeout <= SHORT_S]

@@ -1,0 +1,177 @@
+"""Random programs: plain data, made from a seed alone."""
+
+from __future__ import annotations
+
+import random
+
+import attrs
+
+KINDS = ("kill", "stop", "gil", "drop", "driver")
+"""SIGKILL of a worker, SIGSTOP of a worker, the GIL held for ever, a connection dropped, SIGKILL of the driver."""
+
+DROPS = {"local": ("lane", "peer"), "ray": ("lane", "peer", "keeper", "envoy"), "dask": ("lane", "peer", "keeper")}
+"""The sockets that are ours, by executor: `local` has no keeper and no envoy, Dask no envoy."""
+
+MOMENTS = ("idle", "call", "call", "queue", "transfer", "pipeline", "run", "spawn", "close")
+TORCH = 0.05  # the share of programs that use process groups: importing torch takes longer than all the rest
+SLOTS = 3
+
+
+@attrs.frozen
+class Step:
+    """One thing that a program does.
+
+    Attributes:
+        what: Its kind: a method of the player.
+        role: "a" or "b".
+        group: Which of the episode's groups.
+        work_s: How long role code takes.
+        ranks: Ranks that it concerns: those called, or those that raise.
+        size: Bytes of what is passed on.
+        count: How many calls.
+    """
+
+    what: str
+    role: str = "a"
+    group: int = 0
+    work_s: float = 0.0
+    ranks: tuple[int, ...] = ()
+    size: int = 0
+    count: int = 1
+
+
+@attrs.frozen
+class Fault:
+    """One fault.
+
+    Attributes:
+        kind: What is done.
+        moment: What is under way then.
+        group: To which of the groups.
+        rank: To which of its slots.
+        delay_s: How long after the moment has begun.
+        target: What is dropped.
+        ending: How what hangs is ended: by the group's close, the pool's, one from another thread, the group's own
+            grace, or (of a stop) by going on.
+        grace: That of the close.
+    """
+
+    kind: str
+    moment: str
+    group: int
+    rank: int
+    delay_s: float
+    target: str = ""
+    ending: str = "close"
+    grace: float = 0.2
+
+
+@attrs.frozen
+class Episode:
+    """Groups are spawned on the pool, do something, suffer one fault, and are closed.
+
+    Attributes:
+        groups: The number of slots of each.
+        second: Whether there is a role "b", and on which slots it is: "all", "first" or "".
+        before: What is done first.
+        fault: What happens then.
+        after: What is done once it has; with a group that has not failed it must work.
+    """
+
+    groups: tuple[int, ...]
+    second: str
+    before: tuple[Step, ...]
+    fault: Fault
+    after: tuple[Step, ...]
+
+
+@attrs.frozen
+class Program:
+    """What is played with one seed."""
+
+    seed: int
+    kind: str
+    slots: int
+    torch: bool
+    episodes: tuple[Episode, ...]
+
+
+def kind_of(seed: int) -> str:
+    """Each seed has its kind, so that a count of each can be had."""
+    return KINDS[seed % len(KINDS)]
+
+
+def program(executor: str, seed: int, torch: bool | None = None) -> Program:
+    """The program of a seed on an executor."""
+    draw = random.Random(f"{seed}")
+    with_torch = draw.random() < TORCH if torch is None else torch
+    kind = kind_of(seed)
+    slots = draw.choice((2, 3, 3)) if with_torch else draw.choice((1, 2, 2, 3))
+    episodes = tuple(_episode(draw, executor, kind, slots, with_torch) for _ in range(draw.randint(2, 4)))
+    return Program(seed, kind, slots, with_torch, episodes)
+
+
+def _episode(draw: random.Random, executor: str, kind: str, slots: int, torch: bool) -> Episode:
+    groups = (slots,)
+    if slots > 1 and not torch and draw.random() < 0.35:
+        first = draw.randint(1, slots - 1)
+        groups = (first, slots - first)
+    second = draw.choice(("", "all", "first"))
+    fault = _fault(draw, executor, kind, groups, torch)
+    before = tuple(_step(draw, groups, second, torch) for _ in range(draw.randint(0, 3)))
+    after = tuple(_step(draw, groups, second, torch) for _ in range(draw.randint(1, 2)))
+    return Episode(groups, second, before, fault, after)
+
+
+def _fault(draw: random.Random, executor: str, kind: str, groups: tuple[int, ...], torch: bool) -> Fault:
+    group = draw.randrange(len(groups))
+    rank = draw.randrange(groups[group])
+    moment = draw.choice((*MOMENTS, "collective", "collective", "collective") if torch else MOMENTS)
+    if kind == "driver":  # it is in the middle of anything, also with ranks that can't listen
+        kind = draw.choice(("none", "none", "kill", "stop", "gil"))
+    target, endings = "", ("close", "close", "pool", "thread", "grace")
+    if kind == "drop":
+        target = draw.choice(_targets(executor, groups[group]))
+        moment = "transfer" if target == "peer" else moment
+        moment = "call" if target == "envoy" and moment == "close" else moment
+    if kind == "stop":
+        endings += ("cont", "cont")
+    if moment == "close":
+        endings = ("close", "pool")
+    elif moment == "spawn":
+        endings = ("close",)
+    delay_s = draw.choice((0.0, 0.002, 0.01, 0.03, 0.06, 0.1))
+    return Fault(
+        kind, moment, group, rank, delay_s, target, draw.choice(endings), draw.choice((0.0, 0.1, 0.2, 0.3, 0.5))
+    )
+
+
+def _targets(executor: str, slots: int) -> tuple[str, ...]:
+    found = [name for name in DROPS[executor] if name != "peer" or slots > 1]  # one worker has no peers
+    if "envoy" in found:
+        # The end of an envoy is the end of a connection to Ray, and another one takes seconds.
+        found = [name for name in found for _ in range(1 if name == "envoy" else 3)]
+    return tuple(found)
+
+
+def _step(draw: random.Random, groups: tuple[int, ...], second: str, torch: bool) -> Step:
+    what = draw.choice(
+        ("step", "submit", "submit", "some", "use", "use", "lend", "share", "pipeline", "run", "fail", "cancel")
+        + ("until_cancelled", "fetch")
+        + (("add", "add", "add_failing") if torch else ())
+    )
+    group = draw.randrange(len(groups))
+    role = "b" if second and draw.random() < 0.4 else "a"
+    slots = groups[group] if role == "a" or second == "all" else 1
+    ranks = tuple(sorted(draw.sample(range(slots), draw.randint(1, slots))))
+    if what in ("add_failing", "fail") and len(ranks) > 1 and draw.random() < 0.7:
+        ranks = ranks[:1]
+    return Step(
+        what,
+        role,
+        group,
+        draw.choice((0.0, 0.0, 0.005, 0.02)),
+        ranks,
+        draw.choice((0, 100, 20_000, 300_000)),
+        draw.randint(1, 4),
+    )

@@ -1,0 +1,123 @@
+"""What a program did and what came of it, as the model judges it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+
+from colocate import Call, ColocatedGroup
+
+
+@attrs.define(eq=False)
+class Sent:
+    """One call.
+
+    Attributes:
+        ident: Its number, unique in the program; the order of numbers is the order of submission.
+        what: The method, in words.
+        ranks: The slots of the group that run it.
+        timeout: Its own.
+        expected: Looks at its value; a complaint, or None.
+        fails: The slots on which the method is told to raise.
+        times_out: Whether it has been made to outlive its timeout.
+        call: What was submitted; None when that failed.
+        withdrawn: Whether `cancel()` has said so.
+        value: Its value.
+        error: What it ended with.
+        submitted: When, in monotonic time.
+        settled: When it was known how it ended.
+    """
+
+    ident: int
+    what: str
+    ranks: tuple[int, ...]
+    timeout: float | None
+    expected: Callable[[Any], str | None]
+    fails: tuple[int, ...] = ()
+    times_out: bool = False
+    call: Call[Any] | None = None
+    withdrawn: bool = False
+    value: Any = None
+    error: BaseException | None = None
+    submitted: float = 0.0
+    settled: float | None = None
+    uses: Sent | None = None
+
+    @property
+    def fine(self) -> bool:
+        """Whether it has succeeded."""
+        return self.settled is not None and self.error is None
+
+    def __str__(self) -> str:
+        on = ",".join(map(str, self.ranks))
+        return f"call {self.ident} ({self.what} on {on})"
+
+
+@attrs.define(eq=False)
+class Played:
+    """One group of an episode, and its calls in order of submission."""
+
+    index: int
+    name: str
+    slots: int
+    group: ColocatedGroup | None = None
+    second: tuple[int, ...] = ()
+    pids: tuple[int, ...] = ()
+    sent: list[Sent] = attrs.field(factory=list)
+    close_errors: tuple[BaseException, ...] = ()
+    closing: float | None = None
+    grace: float = 0.0
+    spawn_error: BaseException | None = None
+
+
+@attrs.define(eq=False)
+class Applied:
+    """A fault that has been done.
+
+    Attributes:
+        kind: As in the program; of a dropped connection its target.
+        group: Index of the group.
+        rank: The slot.
+        pid: Of the worker.
+        began: When it began to be done, in monotonic time.
+        done: When it was done.
+        moment: What was under way.
+        went_on: When a stopped worker was made to go on.
+    """
+
+    kind: str
+    group: int
+    rank: int
+    pid: int
+    began: float
+    done: float
+    moment: str
+    went_on: float | None = None
+
+
+def leaves(error: BaseException) -> tuple[BaseException, ...]:
+    """What an `ExceptionGroup` holds, or the error itself."""
+    if isinstance(error, BaseExceptionGroup):
+        return tuple(leaf for each in error.exceptions for leaf in leaves(each))
+    return (error,)
+
+
+def chain(error: BaseException | None) -> tuple[BaseException, ...]:
+    """An error and its causes, down to the root."""
+    found: list[BaseException] = []
+    while error is not None and error not in found:
+        found.append(error)
+        error = error.__cause__
+    return tuple(found)
+
+
+def short(error: BaseException | None) -> str:
+    """An error in a line."""
+    if error is None:
+        return "no error"
+    told = " <- ".join(
+        f"{type(each).__name__}: {str(each).splitlines()[0] if str(each) else ''}" for each in chain(error)
+    )
+    return told[:600]

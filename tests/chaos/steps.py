@@ -1,0 +1,289 @@
+"""The steps of a program: each makes calls, and notes what the model must know of them."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import attrs
+from tests.chaos.machine import mixed, put_in, ran, row
+from tests.chaos.model import seen_by, value_of
+from tests.chaos.programs import Step
+from tests.chaos.records import Played, Sent
+
+import colocate
+from colocate._functions import run as run_later
+
+LONG_S = 10.0
+"""The timeout of calls that nothing should delay: nobody waits for it but when something is wrong."""
+SHORT_S = 0.3
+STACKS_S = 0.5
+"""How long a timed out call asks its late ranks for their stacks."""
+HANG_S = 5.0
+"""What outlives its bound by so much hangs."""
+
+Say = Callable[[str, float], None]
+Submit = Callable[[Any, int], Any]
+
+
+@attrs.define(eq=False)
+class _Kept:
+    """Rows that lie in workers."""
+
+    owner: Played
+    sent: Sent
+    resident: Any
+    rows: list[bytes]
+
+
+class Steps:
+    """Does steps on the groups of one episode.
+
+    Attributes:
+        hangs: What has outlived its bound, in words.
+    """
+
+    def __init__(self, played: Sequence[Played], idents: Iterator[int], say: Say) -> None:
+        self.hangs: list[str] = []
+        self._played = played
+        self._idents = idents
+        self._say = say
+        self._kept: list[_Kept] = []
+
+    def do(self, step: Step, timeout: float | None = LONG_S) -> Sent | None:
+        """Do a step; its last call."""
+        played = self._played[step.group]
+        if played.group is None:
+            return None
+        sent: Sent | None = getattr(self, f"_{step.what}")(step, played, timeout)
+        return sent
+
+    # -- bounds
+
+    @contextmanager
+    def bound(self, what: str, seconds: float) -> Iterator[None]:
+        """What must end within a time. Who watches from outside is told."""
+        self._say(what, seconds)
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            took = time.monotonic() - began
+            self._say("", 0.0)
+            if took > seconds + HANG_S:
+                self.hangs.append(f"{what} took {took:.2f} s, and has a bound of {seconds:.2f} s")
+
+    def settle(self, calls: Iterable[Sent]) -> None:
+        """Wait for calls, each within its own timeout."""
+        for sent in calls:
+            self.wait(sent)
+
+    def wait(self, sent: Sent) -> None:
+        """Wait for the end of a call."""
+        if sent.settled is not None or sent.call is None:
+            return
+        at_most = (LONG_S if sent.timeout is None else sent.timeout) + STACKS_S
+        self._say(str(sent), at_most)
+        try:
+            sent.value = sent.call.result(at_most + HANG_S)
+        except TimeoutError as error:
+            if not sent.call.done():
+                self.hangs.append(f"{sent} is not done {HANG_S:g} s after its timeout of {sent.timeout} s")
+                return
+            sent.error = error
+        except Exception as error:
+            sent.error = error
+        finally:
+            self._say("", 0.0)
+        sent.settled = time.monotonic()
+
+    # -- making calls
+
+    def submit(self, played: Played, sent: Sent, call: Submit, role: str = "a") -> Any:
+        """Submit a call, or find out that the group takes none any more."""
+        assert played.group is not None
+        played.sent.append(sent)
+        sent.submitted = time.monotonic()
+        try:
+            made = call(played.group.role(role), sent.ident)
+        except Exception as error:
+            sent.error, sent.settled = error, time.monotonic()
+            return None
+        sent.call = made if isinstance(made, colocate.Call) else made._kept.call
+        return made
+
+    def new(self, what: str, ranks: Sequence[int], timeout: float | None, **more: Any) -> Sent:
+        """The record of a call that is about to be made."""
+        return Sent(next(self._idents), what, tuple(ranks), timeout, value_of(None), **more)
+
+    def _role(self, played: Played, step: Step) -> tuple[str, tuple[int, ...]]:
+        if step.role == "b" and played.second:
+            return "b", played.second
+        return "a", tuple(range(played.slots))
+
+    def _plain(self, step: Step, played: Played, timeout: float | None, chosen: tuple[int, ...] = ()) -> Sent:
+        role, slots = self._role(played, step)
+        ranks = tuple(rank for rank in chosen if rank in slots) or slots
+        payload = bytes(step.size)
+        sent = self.new("step", ranks, timeout)
+        sent.expected = seen_by([(rank, mixed(sent.ident, rank, payload)) for rank in ranks])
+        options: dict[str, Any] = {"ranks": list(ranks)} if ranks != slots else {}
+        self.submit(
+            played,
+            sent,
+            lambda view, ident: view.step.options(timeout=timeout, **options).submit(ident, step.work_s, payload),
+            role,
+        )
+        return sent
+
+    # -- the steps
+
+    def _step(self, step: Step, played: Played, timeout: float | None) -> Sent:
+        sent = self._plain(step, played, timeout)
+        self.wait(sent)
+        return sent
+
+    def _submit(self, step: Step, played: Played, timeout: float | None) -> Sent:
+        return [self._plain(step, played, timeout) for _ in range(step.count)][-1]
+
+    def _some(self, step: Step, played: Played, timeout: float | None) -> Sent:
+        return self._plain(step, played, timeout, step.ranks)
+
+    def _sync(self, step: Step, played: Played, timeout: float | None) -> None:
+        self.settle(played.sent)
+
+    def _make(self, step: Step, played: Played, timeout: float | None) -> _Kept | None:
+        slots = range(played.slots)
+        sent = self.new("make", slots, timeout)
+        resident = self.submit(
+            played,
+            sent,
+            lambda view, ident: view.make.options(timeout=timeout).keep(ident, step.work_s, 2, step.size),
+        )
+        rows = [row(sent.ident, rank, index, step.size) for rank in slots for index in range(2)]
+        sent.expected = lambda value: None  # it stays where it is: whoever takes it looks
+        if resident is None:
+            return None
+        self._kept.append(_Kept(played, sent, resident, rows))
+        return self._kept[-1]
+
+    def _use(self, step: Step, played: Played, timeout: float | None) -> Sent | None:
+        """Rows from all ranks to all ranks: worker to worker, but for each one's own."""
+        kept = self._make(step, played, timeout)
+        return None if kept is None else self._take(step, played, timeout, kept)
+
+    def _take(self, step: Step, played: Played, timeout: float | None, kept: _Kept) -> Sent:
+        role, slots = self._role(played, step)
+        sent = self.new("take", slots, timeout, uses=kept.sent)
+        sums = [zlib.crc32(each) for each in kept.rows]
+        sent.expected = seen_by([(rank, sums) for rank in slots])
+        self.submit(
+            played,
+            sent,
+            lambda view, ident: view.take.options(timeout=timeout).submit(ident, kept.resident.ref),
+            role,
+        )
+        return sent
+
+    def _lend(self, step: Step, played: Played, timeout: float | None) -> Sent | None:
+        """What one group keeps, another one takes."""
+        other = self._played[(step.group + 1) % len(self._played)]
+        if other.group is None:
+            return None
+        kept = self._make(step, played, timeout)
+        return None if kept is None else self._take(step, other, timeout, kept)
+
+    def _share(self, step: Step, played: Played, timeout: float | None) -> Sent:
+        """Rows scattered over the ranks, and joined again."""
+        role, slots = self._role(played, step)
+        sent = self.new("share", slots, timeout)
+        rows = [row(sent.ident, 0, index, min(step.size, 1000)) for index in range(len(slots) + step.count)]
+        sent.expected = value_of([(sent.ident, zlib.crc32(each)) for each in rows])
+        self.submit(played, sent, lambda view, ident: view.share.options(timeout=timeout).submit(ident, rows), role)
+        return sent
+
+    def _pipeline(self, step: Step, played: Played, timeout: float | None) -> None:
+        """Several calls in one message, the later ones with what the earlier ones give."""
+        assert played.group is not None
+        begun = len(played.sent)
+        try:
+            with played.group.pipeline():
+                for _ in range(step.count):
+                    self._plain(step, played, timeout)
+                self._use(step, played, timeout)
+        except Exception as error:  # it has failed meanwhile: none of them was sent
+            for sent in played.sent[begun:]:
+                sent.error, sent.settled, sent.call = error, time.monotonic(), None
+
+    def _run(self, step: Step, played: Played, timeout: float | None) -> Sent:
+        """A plain function on every worker. `group.run` takes no timeout: a close ends it."""
+        assert played.group is not None
+        group = played.group
+        sent = self.new("run", range(played.slots), None)
+        sent.expected = value_of([(None, rank, sent.ident) for rank in range(played.slots)])
+        self.submit(played, sent, lambda view, ident: run_later(group, ran, (ident,), {}))
+        return sent
+
+    def _fail(self, step: Step, played: Played, timeout: float | None) -> Sent:
+        role, slots = self._role(played, step)
+        ranks = tuple(rank for rank in step.ranks if rank in slots) or slots[:1]
+        sent = self.new("fail", slots, timeout, fails=ranks)
+        self.submit(
+            played,
+            sent,
+            lambda view, ident: view.fail.options(timeout=timeout).submit(ident, step.work_s, ranks),
+            role,
+        )
+        return sent
+
+    def _cancel(self, step: Step, played: Played, timeout: float | None) -> Sent:
+        """Cancel the last of some calls, which may have begun, or be done."""
+        for _ in range(step.count):
+            sent = self._plain(step, played, timeout)
+        if sent.call is not None:
+            with self.bound(f"cancel() of {sent}", 1.0):
+                sent.withdrawn = sent.call.cancel()
+        return sent
+
+    def _until_cancelled(self, step: Step, played: Played, timeout: float | None) -> Sent:
+        """One that outlives its timeout, and comes back when it is told."""
+        role, slots = self._role(played, step)
+        sent = self.new("until_cancelled", slots, 0.15, times_out=True)
+        self.submit(
+            played,
+            sent,
+            lambda view, ident: view.until_cancelled.options(timeout=0.15).submit(ident, 2 * LONG_S),
+            role,
+        )
+        return sent
+
+    def _fetch(self, step: Step, played: Played, timeout: float | None) -> Sent | None:
+        """What was kept, on the driver. Without a timeout of its own: only when all is well."""
+        kept = self._make(step, played, timeout)
+        if kept is None:
+            return None
+        self.wait(kept.sent)
+        if kept.sent.fine:
+            with self.bound("fetch", LONG_S):
+                try:
+                    kept.sent.value = kept.resident.fetch()
+                    kept.sent.expected = value_of(kept.rows)
+                except Exception as error:
+                    kept.sent.error = error
+        return kept.sent
+
+    def _add(self, step: Step, played: Played, timeout: float | None, fails: tuple[int, ...] = ()) -> Sent:
+        """A collective of all ranks."""
+        slots = range(played.slots)
+        sent = self.new("add", slots, timeout, fails=fails)
+        total = sum(put_in(sent.ident, rank) for rank in slots)
+        sent.expected = seen_by([(rank, total) for rank in slots])
+        self.submit(played, sent, lambda view, ident: view.add.options(timeout=timeout).submit(ident, fails))
+        return sent
+
+    def _add_failing(self, step: Step, played: Played, timeout: float | None) -> Sent:
+        """One in which some ranks raise while the others wait for them."""
+        return self._add(step, played, timeout, tuple(rank for rank in step.ranks if rank < played.slots) or (0,))

@@ -1,0 +1,144 @@
+"""A driver process as seen from outside: what it says, and whether it hangs."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import attrs
+from tests.chaos import marks
+from tests.chaos.steps import HANG_S
+
+_GRACE_S = 3.0  # what a driver finds out by itself, it says within so much
+_STARTS_S = 120.0
+_TAIL_BYTES = 6000
+
+
+class Hung(Exception):
+    """A driver has begun something that outlives its bound."""
+
+
+class Ended(Exception):
+    """A driver has ended without having been told to."""
+
+
+@attrs.define(eq=False)
+class Watched:
+    """One driver process, in a folder of its own for its temporary files.
+
+    Attributes:
+        mark: What all its processes carry in their environment.
+        folder: Its temporary files.
+        begun: What it is doing now.
+    """
+
+    mark: str
+    folder: Path
+    process: subprocess.Popen[str]
+    begun: str = "start"
+    _deadline: float = attrs.field(factory=lambda: time.monotonic() + _STARTS_S)
+    _heard: queue.SimpleQueue[dict[str, Any] | None] = attrs.field(factory=queue.SimpleQueue)
+    _log: Path | None = None
+
+    @classmethod
+    def start(cls, executor: str, options: dict[str, Any], mark: str, *more: str, **env: str) -> Watched:
+        """Start it."""
+        folder = Path(tempfile.mkdtemp(prefix="chaos-"))
+        log = folder.with_suffix(".log")
+        with log.open("w") as errors:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "tests.chaos.driver", executor, json.dumps(options), mark, *more],
+                env={**os.environ, **env, "TMPDIR": str(folder), marks.MARK: mark},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
+        watched = cls(mark, folder, process, log=log)
+        threading.Thread(target=watched._read, name="chaos-watch", daemon=True).start()
+        return watched
+
+    def ask(self, **what: Any) -> None:
+        """Tell it what to play."""
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(json.dumps(what) + "\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:  # `hear` says so
+            pass
+
+    def hear(self) -> dict[str, Any]:
+        """What it says next, but for what it begins.
+
+        Raises:
+            Hung: What it has begun outlives its bound by more than it may.
+            Ended: It has.
+        """
+        while True:
+            try:
+                told = self._heard.get(timeout=max(0.01, self._deadline - time.monotonic()))
+            except queue.Empty:
+                raise Hung(self.begun) from None
+            if told is None:
+                raise Ended(f"the driver ended with code {self.process.wait()} in {self.begun!r}:\n{self.tail()}")
+            if "begin" not in told:
+                return told
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            told = json.loads(line)
+            if "begin" in told:
+                self.begun = told["begin"]
+                patience = told["bound_s"] + HANG_S + _GRACE_S if self.begun else _STARTS_S
+                self._deadline = time.monotonic() + patience
+            self._heard.put(told)
+        self._heard.put(None)
+
+    def stacks(self) -> str:
+        """Where its threads are; it need not answer."""
+        self.process.send_signal(signal.SIGUSR1)
+        time.sleep(0.5)  # it writes them from a signal handler, and says nothing when it has
+        return self.tail()
+
+    def tail(self) -> str:
+        """The end of what it has written to stderr."""
+        assert self._log is not None
+        return self._log.read_bytes()[-_TAIL_BYTES:].decode(errors="replace")
+
+    def kill(self) -> float:
+        """SIGKILL; when it was, in monotonic time."""
+        at = time.monotonic()
+        self.process.kill()
+        return at
+
+    def end(self) -> None:
+        """End it in order; at once if it doesn't go."""
+        try:
+            self.process.communicate(timeout=30.0)
+        except (subprocess.TimeoutExpired, ValueError):
+            self.process.kill()
+            self.process.wait()
+        self.clean()
+
+    def clean(self) -> None:
+        """Remove its files. It has ended."""
+        for stream in (self.process.stdin, self.process.stdout):
+            if stream is not None:
+                try:
+                    stream.close()
+                except BrokenPipeError:  # what it hasn't read is lost with it
+                    pass
+        shutil.rmtree(self.folder, ignore_errors=True)
+        if self._log is not None:
+            self._log.unlink(missing_ok=True)
