@@ -294,6 +294,7 @@ class ColocatedGroup(Owned):
     def _start(self) -> None:
         found = self.restarts.checkpoint
         self.workforce.start(self._start_timeout, None if found is None else found.folder)
+        self.restarts.restored = None if found is None else found.tag
         self.workforce.ready()
 
     def rebuild(self) -> None:
@@ -309,6 +310,7 @@ class ColocatedGroup(Owned):
             self.order.renew()
             self.questions = Questions(self)
             self.workforce = Workforce(self, places)
+            self.workforce.failure_seen = True  # of the last generation: it was told
             if self.failure is not None:
                 self.residents.renew(self.failure)
         self._start()

@@ -30,17 +30,18 @@ class Restarts:
     Attributes:
         limit: How many there may be without a checkpoint in between; 0: the first failure is the last.
         checkpoint: The last one; None as long as there is none.
+        restored: The tag of the one that the roles were restored from.
         under_way: Whether the group is being rebuilt.
     """
 
     def __init__(self, group: ColocatedGroup, limit: int) -> None:
         self.limit = limit
         self.checkpoint: Checkpoint | None = None
+        self.restored: Tag = None
         self.under_way = False
         self._group = group
         self._used = 0
         self._round = 0
-        self._restored: Tag = None  # the tag of what the roles were restored from
         self._unseen: ColocateError | None = None  # a failure that nobody has been told to be over
         self._turn = threading.Condition()
         self._stopping = threading.Event()
@@ -74,11 +75,15 @@ class Restarts:
                 if group.failure is not None:
                     raise group.failure.with_traceback(None)
                 self._unseen = None
-                return self._restored
+                return self.restored
 
     def committed(self, checkpoint: Checkpoint) -> None:
         """There is a new checkpoint: what comes after it is a new attempt."""
         self.checkpoint = checkpoint
+        self.progressed()
+
+    def progressed(self) -> None:
+        """There is something new to go on from: what fails from now on has its own number of attempts."""
         self._used = 0
 
     # -- when the group fails
@@ -140,7 +145,6 @@ class Restarts:
             return None
         began, checkpoint = time.monotonic(), self.checkpoint
         try:
-            self._restored = None if checkpoint is None else checkpoint.tag
             group.rebuild()
         except ClosedError as error:  # just now: whoever closes it ends the workers, here or there
             group.workforce.kill()

@@ -23,7 +23,7 @@ from colocate._calls import CallLog, Span, Total
 from colocate._plugins import find_job
 from colocate._run_folder import RunFolder
 from colocate.config.schema import Config
-from colocate.errors import ConfigError
+from colocate.errors import ConfigError, GroupRestarted
 
 if TYPE_CHECKING:
     from colocate._group import ColocatedGroup
@@ -136,11 +136,28 @@ class Run:
             for counts in (self._seconds, self._phases):
                 counts[phase] = counts.get(phase, 0.0) + spent
 
+    def _rewind(self, restarted: GroupRestarted) -> None:
+        """Be as the last checkpoint was, with all groups as they were constructed or as that will restore them."""
+        complete = self._folder.checkpoints()
+        self._screen.say(f"{restarted.message.partition(chr(10))[0]}: restarting group {restarted.group!r}")
+        for group in self.groups.values():
+            if not group.alive:  # the job has closed it
+                continue
+            if not complete and group.name != restarted.group:
+                group.fail(restarted)  # it has come as far as the other: all begin anew, or none can
+            group.wait_ready()
+        step, self.resumed = complete[-1] if complete else (-1, None)
+        self._metrics[:] = self._folder.rewind(step)
+        self._seconds.clear()
+        self._screen.say("going on " + ("from the start" if self.resumed is None else f"after step {step}"))
+
     @contextlib.contextmanager
     def checkpoint(self, step: int) -> Iterator[Path]:
         """A folder to write a checkpoint into; it counts when the block ends well, and the last two are kept."""
         with self._folder.checkpoint(step) as directory:
             yield directory
+        for group in self.groups.values():
+            group.restarts.progressed()
 
 
 @attrs.define(eq=False)
@@ -184,7 +201,7 @@ def execute(
     """
     if config.job is None:
         raise ConfigError(f"config {config.name!r} has no job to run; add one: `job: plugin.job`, or module:function")
-    function = find_job(config.job.use).load()
+    function, options = find_job(config.job.use).load(), config.job.with_
     folder, step, metrics = _folder(config.name, resume)
     folder.write("config.yaml", config.dump())
     calls = CallLog(config)
@@ -195,7 +212,7 @@ def execute(
     run = Run(config.name, runtime, groups, folder.path, resumed, folder, screen, signals, metrics)
     try:
         with screen.running(config.name, folder.path, step), signals:
-            function(run, **config.job.with_)
+            _until_done(run, lambda: function(run, **options))
     except Exception as error:
         _report_failure(run, calls, started, error)
         raise
@@ -203,6 +220,17 @@ def execute(
     screen.finished(record)
     screen.reported(_report(record))
     return record
+
+
+def _until_done(run: Run, job: Callable[[], object]) -> None:
+    """Run the job; once more, from its last checkpoint, whenever a group has been restarted under it."""
+    while True:
+        try:
+            job()
+        except GroupRestarted as restarted:
+            run._rewind(restarted)
+        else:
+            return
 
 
 def _record(run: Run, calls: CallLog, started: float) -> RunRecord:

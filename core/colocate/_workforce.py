@@ -207,7 +207,7 @@ class Workforce:
         group = self._group
         with group.order.lock:
             if group.closed_by is None:
-                self.started, group.failure = True, None
+                self.started, self.failure_seen, group.failure = True, False, None
                 group.enter("ready")
         for worker in self.workers:
             if worker.exit is not None:

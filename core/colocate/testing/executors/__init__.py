@@ -29,6 +29,7 @@ from colocate.testing.executors.pipelines import Pipelines
 from colocate.testing.executors.placement import Placement
 from colocate.testing.executors.process_groups import ProcessGroups
 from colocate.testing.executors.residents import Residents
+from colocate.testing.executors.restarting import Restarting
 from colocate.testing.executors.startup import Startup
 from colocate.testing.executors.tensors import Memory, TensorResidents
 
@@ -49,6 +50,7 @@ class ExecutorSuite(
     Serialization,
     Startup,
     Deaths,
+    Restarting,
     Ownership,
     Closing,
     Placement,
@@ -78,6 +80,7 @@ __all__ = [
     "Placement",
     "ProcessGroups",
     "Residents",
+    "Restarting",
     "Serialization",
     "Spawn",
     "Startup",

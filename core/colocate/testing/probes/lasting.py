@@ -1,0 +1,103 @@
+"""Roles whose state outlives their workers, or doesn't."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+from colocate import Concat, Gather, Role, Scatter, method
+from colocate.testing.gate import Address, pass_gate
+
+
+class Lasting(Role):
+    """Counts, and can be saved.
+
+    Args:
+        gate: Where its constructor waits from the second generation on; None: nowhere.
+        breaks: How many generations after the first it can't be constructed in.
+        unsaved: Whether `save` raises.
+    """
+
+    def __init__(self, gate: Address | None = None, breaks: int = 0, unsaved: bool = False) -> None:
+        self.count = 0
+        self.unsaved = unsaved
+        if 0 < self.ctx.generation <= breaks:
+            raise ValueError(f"it doesn't come back in generation {self.ctx.generation}")
+        if gate is not None and self.ctx.generation:
+            pass_gate(gate)
+
+    @method
+    def add(self, amount: int = 1) -> int:
+        """Count."""
+        self.count += amount
+        return self.count
+
+    @method(dispatch=Scatter("rows"), collect=Concat())
+    def counted(self, rows: list[int]) -> list[int]:
+        """The rows, each with the count added."""
+        return [row + self.count for row in rows]
+
+    @method
+    def wait(self, gate: Address) -> int:
+        """Wait at a gate."""
+        pass_gate(gate)
+        return self.count
+
+    @method(collect=Gather())
+    def tell(self) -> tuple[int, int, int]:
+        """Count, generation and pid."""
+        return self.count, self.ctx.generation, os.getpid()
+
+    @method
+    def kill(self, rank: int = 0) -> None:
+        """End a rank's worker."""
+        if self.ctx.rank == rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def save(self, directory: str) -> None:
+        """Write the count, each rank its own."""
+        Path(directory, str(self.ctx.rank)).write_text(str(self.count))
+        if self.unsaved and self.ctx.rank == 1:
+            raise OSError("the disk is full")
+
+    def restore(self, directory: str) -> None:
+        """Read it."""
+        self.count = int(Path(directory, str(self.ctx.rank)).read_text())
+
+
+class Passing(Role):
+    """Counts, and can't be saved."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    @method
+    def add(self) -> int:
+        """Count."""
+        self.count += 1
+        return self.count
+
+
+class HalfSaved(Passing):
+    """Saves itself, and can't be restored."""
+
+    def save(self, directory: str) -> None:
+        """Nothing."""
+
+
+class Drawing(Role):
+    """Draws random numbers. Needs torch."""
+
+    @method
+    def draw(self) -> list[int]:
+        """The next ones of its generator."""
+        import torch
+
+        return [int(n) for n in torch.randint(0, 1 << 30, (3,), generator=self.ctx.generator)]
+
+    def save(self, directory: str) -> None:
+        """It has no other state."""
+
+    def restore(self, directory: str) -> None:
+        """It has no other state."""
