@@ -34,13 +34,16 @@ class CommandLine:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path), "COLUMNS": "200"}
         return [sys.executable, "-W", "error", "-m", "colocate.cli", *args], environment
 
-    def start(self, *args: str, distributions: tuple[str, ...] = (), **variables: str) -> "subprocess.Popen[str]":
-        """Start it as a terminal does, in a process group of its own, and let it run."""
+    def start(
+        self, *args: str, distributions: tuple[str, ...] = (), stdin: bool = False, **variables: str
+    ) -> "subprocess.Popen[str]":
+        """Start it as a terminal does, in a process group of its own, and let it run; perhaps with something to read."""
         command, environment = self.command(*args, distributions=distributions)
         return subprocess.Popen(
             command,
             cwd=self.folder,
             env=environment | variables,
+            stdin=subprocess.PIPE if stdin else None,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

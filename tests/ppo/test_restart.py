@@ -1,0 +1,60 @@
+"""The PPO job survives a worker's SIGKILL, and ends with the metrics of a run that nothing has happened to."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import colocate
+from colocate import CallRecord, ColocatedGroup
+
+EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "ppo-small.yaml"
+CHANGES = [
+    "groups.policy.roles.actor.with={layers: 1, hidden: 32, heads: 2, feed_forward: 64, lr: 1e-3, threads: 1}",
+    "job.with={task_options: {min_word_len: 3, max_word_len: 5}, warm_up_steps: 2, warm_up_batch: 9, steps: 6,"
+    " batch: 16, minibatch: 8, critic_only_steps: 0, actor_ramp: 1, eval_every: 2, eval_problems: 8,"
+    " checkpoint_every: 2}",
+    "pools.main.slots=2",
+    "executor={use: local, with: {processes: true}}",
+    "groups.policy.on_failure=restart",
+]
+
+
+class Killer:
+    """An observer that ends a worker while an update of the actor runs."""
+
+    def __init__(self, group: ColocatedGroup, at: int | None) -> None:
+        self.pids = group.run(lambda ctx: os.getpid())
+        self.at = at
+        self.updates = 0
+
+    def colocate_call_finished(self, record: CallRecord) -> None:
+        """The critic has been updated: the actor is next."""
+        if (record.role, record.method) == ("critic", "update"):
+            self.updates += 1
+            if self.updates == self.at:
+                os.kill(self.pids[1], signal.SIGKILL)
+
+
+def metrics(folder: Path, monkeypatch: pytest.MonkeyPatch, at: int | None) -> tuple[list[dict[str, Any]], int]:
+    """What a run logs, without its times; and the generation in which it ends."""
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    with colocate.launch(colocate.load_config(EXAMPLE, set=CHANGES)) as job:
+        group = job.groups["policy"]
+        job.runtime.observe(Killer(group, at))
+        record = job.run(quiet=True)
+        return [{k: v for k, v in row.items() if k != "seconds"} for row in record.metrics], group.generation
+
+
+def test_a_killed_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    undisturbed, generation = metrics(tmp_path / "undisturbed", monkeypatch, None)
+    assert generation == 0
+    assert [row["step"] for row in undisturbed] == [0, 1, 2, 3, 4, 5, 6]
+    found, generation = metrics(tmp_path / "killed", monkeypatch, 4)
+    assert generation == 1
+    assert found == undisturbed
