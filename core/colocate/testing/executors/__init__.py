@@ -13,6 +13,7 @@ lacks a capability for is skipped with the capability's name; what needs torch i
 """
 
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs
+from colocate.testing.executors.auditing import Auditing
 from colocate.testing.executors.calls import Calls
 from colocate.testing.executors.cancelling import Cancelling
 from colocate.testing.executors.closing import Closing
@@ -52,6 +53,7 @@ class ExecutorSuite(
     Deaths,
     Restarting,
     Ownership,
+    Auditing,
     Closing,
     Placement,
     ProcessGroups,
@@ -61,6 +63,7 @@ class ExecutorSuite(
 
 
 __all__ = [
+    "Auditing",
     "Calls",
     "Cancelling",
     "Closing",
