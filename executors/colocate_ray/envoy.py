@@ -33,7 +33,7 @@ _ENDS_WITHIN_S = 10.0
 # An envoy that has been silent for so long is asked whether it is there, and ended when it isn't.
 _SILENCE_S = 2.0
 _PONG_WITHIN_S = 3.0
-_MARK = "COLOCATE_ENVOY"
+MARK = "COLOCATE_ENVOY"  # in the environment of an envoy, and of what it has started
 _LAST_WORDS_BYTES = 2000
 # What the driver's shell, or a job that it was submitted as, says of other clusters.
 _OF_OTHERS = ("RAY_ADDRESS", "RAY_NAMESPACE", "RAY_AUTH_TOKEN", "RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_RUNTIME_ENV_HOOK")
@@ -68,7 +68,7 @@ class Envoy:
         self._sock, theirs = socket.socketpair()
         try:
             with theirs:
-                mark = f"{_MARK}={secrets.token_hex(8)}"
+                mark = f"{MARK}={secrets.token_hex(8)}"
                 self._process = _started(cluster, theirs, self._log.fileno(), mark)
             self._janitor = _watched(self._process, mark, self.folder)
         except BaseException:
@@ -204,7 +204,7 @@ class Envoy:
 
 
 def _started(cluster: Cluster, sock: socket.socket, log: int, mark: str) -> subprocess.Popen[bytes]:
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(_import_path()), _MARK: mark.partition("=")[2]}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(_import_path()), MARK: mark.partition("=")[2]}
     if cluster.private:
         for name in _OF_OTHERS:
             env.pop(name, None)

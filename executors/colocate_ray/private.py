@@ -18,6 +18,7 @@ import psutil
 from colocate.errors import ColocateError
 from colocate_ray.terms import Cluster
 
+PREFIX = "colocate-ray-"  # of the folder's name
 _PR_SET_CHILD_SUBREAPER = 36
 # Ray's sockets lie below the folder: "/r/session_<date>_<microseconds>_<pid>/sockets/plasma_store".
 _LONGEST_SOCKET = 107
@@ -61,7 +62,7 @@ def new_folder() -> str:
     Raises:
         ColocateError: There is no place for one.
     """
-    return f"{_parent()}/colocate-ray-{secrets.token_hex(4)}"
+    return f"{_parent()}/{PREFIX}{secrets.token_hex(4)}"
 
 
 def _parent() -> str:

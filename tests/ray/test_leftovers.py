@@ -1,0 +1,93 @@
+"""What is left of Ray on this machine by drivers that are gone is found; a private Ray that lives isn't."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import colocate
+from colocate.testing.waiting import wait_until
+from colocate_ray.envoy import MARK
+from colocate_ray.executor import RayExecutor
+from colocate_ray.leftovers import SERVICE
+from colocate_ray.private import PREFIX
+
+WAIT = "import sys; sys.stdin.read()"
+
+
+@contextmanager
+def pretending(*words: str, **env: str) -> Iterator[int]:
+    """A process with the command line of one of ours."""
+    command = [sys.executable, "-c", WAIT, *words]
+    with subprocess.Popen(command, env={**os.environ, **env}, stdin=subprocess.PIPE) as process:
+        try:
+            file = Path(f"/proc/{process.pid}/cmdline")
+            wait_until(lambda: WAIT in file.read_text().split("\0"), "it has its command line")
+            yield process.pid
+        finally:
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def gone() -> int:
+    """The id of a process that is gone."""
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        pass
+    return process.pid
+
+
+def found(pid: int) -> list[str]:
+    return [each.kind for each in RayExecutor.left_here() if each.pid == pid]
+
+
+def test_envoy_without_its_driver(gone: int) -> None:
+    with pretending("-m", SERVICE, "3", str(gone)) as pid:
+        (stray,) = (each for each in RayExecutor.left_here() if each.pid == pid)
+        assert stray.kind == "Ray envoy"
+        assert f"on behalf of driver {gone}" in stray.detail
+    with pretending("-m", SERVICE, "3", str(os.getpid())) as pid:
+        assert found(pid) == []
+
+
+def test_processes_without_their_envoy() -> None:
+    """By the folder on their command line, or by the mark in their environment; a janitor is none of them."""
+    folder = f"{tempfile.gettempdir()}/{PREFIX}{uuid.uuid4().hex[:8]}"
+    with pretending(f"--session-dir={folder}/r/session_1") as pid:
+        (stray,) = (each for each in RayExecutor.left_here() if each.pid == pid)
+        assert stray.kind == "process of an envoy"
+        assert f"its folder is {folder}" in stray.detail
+    with pretending("anything", **{MARK: "abc"}) as pid:
+        assert found(pid) == ["process of an envoy"]
+    with pretending("janitor.py", folder) as pid:
+        assert found(pid) == []
+
+
+def test_folder_that_nobody_uses() -> None:
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+    try:
+        assert str(folder) in {each.id for each in RayExecutor.left_here()}
+        with pretending("janitor.py", str(folder)):
+            assert str(folder) not in {each.id for each in RayExecutor.left_here()}
+    finally:
+        folder.rmdir()
+
+
+def test_living_private_ray() -> None:
+    """Nothing of one is found, while it starts, while it runs and when it has ended."""
+    before = {each.id for each in RayExecutor.left_here()}
+    with colocate.connect("ray", cpus=1) as runtime, runtime.reserve(1):
+        executor: Any = runtime.executor
+        pids = {each.pid for each in executor.running()}
+        assert pids
+        assert Path(executor._envoy.folder).is_dir()
+        assert [each for each in RayExecutor.left_here() if each.id not in before] == []
+    assert [each for each in RayExecutor.left_here() if each.id not in before] == []
