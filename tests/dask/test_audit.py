@@ -1,0 +1,108 @@
+"""Audits on a cluster that is there already: by the scheduler's own table, whatever drivers remember."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from distributed import Client
+
+import colocate
+from colocate import Runtime, WorkerDied
+from colocate.cli.audit import find_strays
+from colocate.testing import leaks
+from colocate.testing.probes.plain import Echo
+from colocate.testing.waiting import PATIENCE_S, wait_until
+from colocate_dask import reservations, undocumented
+from colocate_dask.offers import Wanted
+
+
+@pytest.fixture(scope="module")
+def runtime(cluster: str) -> Iterator[Runtime]:
+    with colocate.connect("dask", address=cluster) as runtime:
+        with runtime.reserve(5, cpus=0) as pool:  # what is made for the first worker is there from now on
+            pool.spawn({"echo": colocate.role(Echo)})
+        yield runtime
+
+
+@pytest.fixture(scope="module")
+def client(cluster: str) -> Iterator[Any]:
+    made: Any = Client
+    with made(cluster, set_as_default=False) as client:
+        undocumented.ask_for_nothing(client)
+        yield client
+
+
+@contextmanager
+def planted(client: Any, label: str) -> Iterator[str]:
+    """A block in which a Dask worker is held for a client that there isn't; its address."""
+
+    async def plant(label: str, dask_scheduler: Any) -> str:  # inside, so that it goes to the scheduler by value
+        table = undocumented.plugin_of(dask_scheduler, reservations.NAME)
+        wanted = Wanted("planted", "Client-that-is-gone", "lost", 1, label=label)
+        free = next(offer for offer in await table.offers() if not offer.taken)
+        return str(table._hold(wanted, free).worker)
+
+    async def pull_out(dask_scheduler: Any) -> None:
+        await undocumented.plugin_of(dask_scheduler, reservations.NAME).release("planted")
+
+    worker: str = client.run_on_scheduler(plant, label)
+    try:
+        yield worker
+    finally:
+        client.run_on_scheduler(pull_out)
+
+
+def test_hold_of_a_client_that_is_gone(
+    cluster: str, runtime: Runtime, client: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is found by every driver's audit, and by the command, with the Dask worker that it holds."""
+    with planted(client, "elsewhere-7-1/lost") as worker:
+        audit = runtime.audit()
+        assert audit.missing == ()
+        (leaked,) = audit.leaked
+        assert (leaked.kind, leaked.id) == ("reservation", "elsewhere-7-1/lost")
+        assert "Client-that-is-gone" in leaked.what
+        assert worker in leaked.what
+        assert leaked.since is not None
+        assert find_strays(None, "dask", cluster, (), json=True) == 1
+        data = json.loads(capsys.readouterr().out)
+        assert data["looked_at"] == ["this machine", f"dask at {cluster}"]
+        assert "elsewhere-7-1/lost" in {each["id"] for each in data["leaked"]}
+    assert not runtime.audit()
+    find_strays(None, "dask", cluster, (), json=True)
+    assert "elsewhere-7-1/lost" not in capsys.readouterr().out
+
+
+def test_other_drivers_are_nobodys_strays(cluster: str, runtime: Runtime) -> None:
+    """What living drivers hold is theirs, and in nobody else's audit."""
+    with colocate.connect("dask", address=cluster) as other, other.reserve(2, cpus=0, name="theirs") as pool:
+        pool.spawn({"echo": colocate.role(Echo)})
+        assert not runtime.audit()
+        assert not other.audit()
+        (held,) = (each for each in other.executor.running() if each.kind == "reservation")
+        assert held.id == f"{other.id}/theirs"
+        assert held.detail.startswith("2 Dask workers held for client ")
+
+
+def test_lost_slot(runtime: Runtime, client: Any) -> None:
+    """A pool that has lost a Dask worker claims what the scheduler has no longer."""
+    with leaks.shared(), runtime.reserve(2, cpus=2, strategy="pack") as pool:
+        group = pool.spawn({"echo": colocate.role(Echo)})
+        pids: dict[str, int] = client.run(os.getpid)
+        victim = next(pid for address, pid in pids.items() if address.startswith("tcp://127.0.0.1:"))
+        os.kill(victim, signal.SIGKILL)
+        wait_until(lambda: group.failure, "the group fails")
+        with pytest.raises(WorkerDied):
+            group.role("echo", Echo).noop()
+        audit = runtime.audit()
+        assert audit.leaked == ()
+        assert [(each.kind, each.id) for each in audit.missing] == [("reservation", pool.request.id)]
+        assert "1 of its 2 Dask workers have left the cluster" in audit.missing[0].what
+    with runtime.reserve(5, cpus=0, timeout=PATIENCE_S):
+        assert not runtime.audit()

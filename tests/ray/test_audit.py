@@ -1,0 +1,158 @@
+"""Audits on a cluster that is there already: by Ray's own tables, whatever drivers remember."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+import colocate
+from colocate import Runtime, WorkerDied
+from colocate.cli.audit import find_strays
+from colocate.testing.probes.plain import Echo
+from colocate.testing.waiting import wait_until
+
+# A driver that leaves a placement group with an actor in it, under our name, and another time takes them away.
+STRANGER = """
+import json, sys
+import ray
+from ray.util import get_placement_group, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+address, what, name = sys.argv[1:]
+ray.init(address=address, namespace="audit", log_to_driver=False, logging_level="ERROR")
+
+class Idle:
+    def pid(self):
+        import os
+        return os.getpid()
+
+if what == "leave":
+    group = placement_group([{"CPU": 1}], name=name, lifetime="detached")
+    assert group.wait(60)
+    strategy = PlacementGroupSchedulingStrategy(group, 0)
+    actor = ray.remote(Idle).options(name=name + "/0", lifetime="detached", num_cpus=0, scheduling_strategy=strategy)
+    print(ray.get(actor.remote().pid.remote()))
+else:
+    remove_placement_group(get_placement_group(name))
+"""
+
+
+@pytest.fixture(scope="module")
+def runtime(cluster: Any) -> Iterator[Runtime]:
+    with colocate.connect("ray", **cluster.options) as runtime:
+        runtime.reserve(1).close()
+        yield runtime
+
+
+def stranger(cluster: Any, what: str, name: str) -> str:
+    """Run that driver to its end; what it says."""
+    command = [sys.executable, "-c", STRANGER, cluster.address, what, name]
+    env = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(cluster.token_file)}
+    return subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True, timeout=120).stdout
+
+
+@contextmanager
+def left(cluster: Any) -> Iterator[tuple[str, int]]:
+    """A block in which a placement group under our name belongs to nobody: its id, and the pid of its actor."""
+    name = f"elsewhere-{uuid.uuid4().hex[:8]}/pool"
+    pid = int(stranger(cluster, "leave", f"colocate/{name}"))
+    try:
+        yield name, pid
+    finally:
+        stranger(cluster, "take", f"colocate/{name}")
+
+
+def test_names(runtime: Runtime) -> None:
+    """Placement groups and actors have names that tell whose they are, also in Ray's own tables."""
+    with runtime.reserve(2, name="named") as pool:
+        told = {(each.kind, each.id, each.owner) for each in runtime.executor.running()}
+        owner = f"{runtime.id}/named"
+        actors = {("Ray actor", f"{owner}/{index}", owner) for index in range(2)}
+        assert told == {("reservation", owner, ""), *actors}
+        pids = {each.pid for each in runtime.executor.running() if each.kind == "Ray actor"}
+        assert all(pid is not None and "ray::" in _command(pid) for pid in pids)
+        assert len(pool.slots) == 2
+
+
+def _command(pid: int) -> str:
+    with open(f"/proc/{pid}/cmdline") as file:
+        return file.read()
+
+
+def test_placement_group_of_nobody(
+    cluster: Any, runtime: Runtime, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a driver that is gone has left is found by every other driver's audit, and by the command."""
+    with left(cluster) as (name, pid):
+        audit = runtime.audit()
+        assert audit.missing == ()
+        told = {(each.kind, each.id): each for each in audit.leaked}
+        assert set(told) == {("reservation", name), ("Ray actor", f"{name}/0")}
+        assert told["Ray actor", f"{name}/0"].pid == pid
+        assert "made by the job" in told["reservation", name].what
+        assert f"leaked: reservation {name} (node " in str(audit)
+
+        monkeypatch.setenv("RAY_AUTH_MODE", "token")
+        monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(cluster.token_file))
+        assert find_strays(None, "ray", cluster.address, (), json=True) == 1
+        data = json.loads(capsys.readouterr().out)
+        assert data["looked_at"] == ["this machine", f"ray at {cluster.address}"]
+        assert {name, f"{name}/0"} <= {each["id"] for each in data["leaked"]}
+    assert not runtime.audit()
+    find_strays(None, "ray", cluster.address, (), json=True)
+    assert name not in capsys.readouterr().out
+
+
+def test_other_drivers_are_nobodys_strays(cluster: Any, runtime: Runtime) -> None:
+    """What living drivers have is theirs, and in nobody else's audit."""
+    with colocate.connect("ray", **cluster.options) as other, other.reserve(1) as pool:
+        pool.spawn({"echo": colocate.role(Echo)})
+        assert not runtime.audit()
+        assert not other.audit()
+        assert runtime.executor.strays() == other.executor.strays() == []
+
+
+def test_keeper_that_does_not_answer(runtime: Runtime) -> None:
+    """An audit ends all the same, and says which workers can't be asked for."""
+    with runtime.reserve(1) as pool:
+        group = pool.spawn({"echo": colocate.role(Echo)})
+        (actor,) = (each for each in runtime.executor.running() if each.kind == "Ray actor")
+        assert actor.pid is not None
+        os.kill(actor.pid, signal.SIGSTOP)
+        try:
+            audit = runtime.audit()
+        finally:
+            os.kill(actor.pid, signal.SIGCONT)
+        assert audit.leaked == ()
+        (missing,) = audit.missing
+        assert missing.id == group.workforce.workers[0].boot.worker
+        assert "its keeper hasn't answered within 2 s" in missing.what
+        assert group.role("echo", Echo).noop() == [None]
+        assert not runtime.audit()
+
+
+def test_lost_slot(runtime: Runtime) -> None:
+    """A pool that has lost the actor of a slot claims what Ray has no longer."""
+    with runtime.reserve(2) as pool:
+        group = pool.spawn({"echo": colocate.role(Echo)})
+        actor = next(each for each in runtime.executor.running() if each.kind == "Ray actor")
+        assert actor.pid is not None
+        os.kill(actor.pid, signal.SIGKILL)
+        wait_until(lambda: group.failure, "the group fails")
+        with pytest.raises(WorkerDied):
+            group.role("echo", Echo).noop()
+        audit = runtime.audit()
+        assert audit.leaked == ()
+        assert [(each.kind, each.id) for each in audit.missing] == [("reservation", pool.request.id)]
+        bundle = actor.id.rpartition("/")[2]
+        assert f"bundles, {bundle} have lost the Ray actors" in audit.missing[0].what
+    assert not runtime.audit()
