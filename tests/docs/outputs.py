@@ -9,6 +9,7 @@ NODE = "laptop"  # what pages call the machine
 
 _VARIES = (
     (re.compile(r"\bpid \d+"), "pid N"),
+    (re.compile(rf"\b{NODE}-\d+-\d+/"), f"{NODE}-N-N/"),  # the id of a runtime
     (re.compile(r"(?<![\w./])/[^\s'\",:)\]]*/"), ""),  # where things lie on this machine
     (re.compile(r"(\.(?:py|yaml):)\d+"), r"\1N"),
     (re.compile(r'(", line )\d+'), r"\1N"),
