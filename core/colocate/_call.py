@@ -14,6 +14,7 @@ from colocate.errors import ColocateError
 C = TypeVar("C")
 C_co = TypeVar("C_co", covariant=True)
 _MISSING: Any = object()
+_SLICE_S = 1.0
 
 
 class Call(Generic[C_co]):
@@ -117,7 +118,12 @@ class Call(Generic[C_co]):
     # -- for the group that settles it
 
     def _wait(self, timeout: float | None) -> None:
-        if not self._gate.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
+        if timeout is None:
+            # In slices: a signal that comes just before the lock is waited for is seen only when that ends.
+            while not self._gate.acquire(timeout=_SLICE_S):
+                pass
+            return
+        if not self._gate.acquire(timeout=max(0.0, timeout)):
             raise TimeoutError(f"{self.label} isn't done after {timeout} s; the call goes on")
 
     def _check_unsent(self, *, awaits: bool = False) -> None:

@@ -290,13 +290,10 @@ class _Lease:
         self._kept = kept
 
     def end(self, by: str) -> None:
-        kept = self._kept
-        if kept.freed_by is None:
-            kept.freed_by = by
-            kept.group.residents.end(kept.source.key)
+        self._kept.group.residents.release(self._kept, by)
 
     def __del__(self) -> None:
-        # May run at any point of any thread, so it takes no lock: `end` only appends.
+        # May run at any point of any thread, so it takes no lock: `release` only appends.
         self.end("dropping its handle")
 
 

@@ -14,6 +14,7 @@ from colocate._collect import Concat
 from colocate._fetch import Fetches
 from colocate._leases import Leases
 from colocate._mesh import Ranks
+from colocate._owned import caller
 from colocate._resident import Kept, ResidentSpec
 from colocate.errors import ClosedError, ColocateError
 
@@ -39,39 +40,63 @@ class _Borrow:
         return f"{self.call.label} of group {self.borrower.name!r} uses the resident of {self.kept.source.label}"
 
 
+@attrs.define(eq=False)
+class Scope:
+    """A block that frees what is kept in it; `line` entered it."""
+
+    line: tuple[str, int]
+    kept: list[Kept] = attrs.field(factory=list)
+
+
 class Residents(Leases):
-    """What a group keeps in its workers."""
+    """What a group keeps in its workers.
+
+    Attributes:
+        scopes: The scopes that are open, in whatever thread.
+    """
 
     def __init__(self, group: ColocatedGroup) -> None:
         super().__init__()
         self._group = group
         self._fetches = Fetches(group.workforce.tell)
         self._borrows: dict[tuple[int, int], _Borrow] = {}
-        self._scopes = threading.local()
+        self.scopes: list[Scope] = []
+        self._here = threading.local()
         self._flushing = False
 
     def add(self, kept: Kept) -> None:
         """A call has been sent whose result is kept."""
         super().add(kept)
         self._flush_later()
-        for scope in getattr(self._scopes, "open", ()):
-            scope.append(kept)
+        for scope in getattr(self._here, "scopes", ()):
+            scope.kept.append(kept)
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
         """Free what this thread keeps inside the block; raise the failure of a kept call that nobody has used."""
-        inside: list[Kept] = []
-        stack = self._scopes.__dict__.setdefault("open", [])
-        stack.append(inside)
+        scope = Scope(caller())
+        self.scopes.append(scope)
+        stack: list[Scope] = self._here.__dict__.setdefault("scopes", [])
+        stack.append(scope)
         try:
             yield
         finally:
-            stack[:] = [other for other in stack if other is not inside]
-            for kept in inside:
-                if kept.freed_by is None:
-                    kept.freed_by = "the end of its scope"
-                    self.end(kept.source.key)
-        self._raise_unseen([kept for kept in inside if kept.call.done()])
+            stack[:] = [other for other in stack if other is not scope]
+            self.leave(scope)
+        self._raise_unseen([kept for kept in scope.kept if kept.call.done()])
+
+    def leave(self, scope: Scope) -> None:
+        """Free what was kept in a scope. Idempotent."""
+        if scope in self.scopes:
+            self.scopes.remove(scope)
+        for kept in scope.kept:
+            self.release(kept, "the end of its scope")
+
+    def release(self, kept: Kept, by: str) -> None:
+        """Let go of a resident on behalf of `by`, if nobody has done so before."""
+        if kept.freed_by is None:
+            kept.freed_by = by
+            self.end(kept.source.key)
 
     def _raise_unseen(self, keeps: Sequence[Kept]) -> None:
         errors = [error for kept in keeps if (error := kept.call._error) is not None and not kept.used]

@@ -83,7 +83,7 @@ def test_what_is_left_is_found(
     monkeypatch.setattr(leaks, "_PATIENCE_S", 0.0)
     outer, inner = Watch(), Watch()
     with leave():
-        with pytest.raises(AssertionError, match=r"left behind:\n") as caught:
+        with pytest.raises(AssertionError, match=r"^left behind: ") as caught:
             inner.check()
         assert words in str(caught.value)
     outer.check()

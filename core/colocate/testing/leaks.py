@@ -1,4 +1,4 @@
-"""What a piece of code leaves behind in this process and below it: processes, threads, descriptors, memory, files."""
+"""What a piece of code leaves behind in this process and below it, with the lines that made it."""
 
 from __future__ import annotations
 
@@ -6,56 +6,126 @@ import contextlib
 import gc
 import os
 import tempfile
-import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import psutil
-
+from colocate._owned import Owned
+from colocate.testing import origins
+from colocate.testing.inventory import Thing, everything, key_of, live_objects, without_engines
 from colocate.testing.waiting import becomes_true
 
 _PATIENCE_S = 10.0
+_LAST_WORDS = "What can be closed has been closed; the rest is not counted against the tests that follow."
+_FIRST = "left behind: "
+_MORE = " " * len(_FIRST)
 _watches: list[Watch] = []
 
 
 class Watch:
-    """What there was at one moment; `check` fails if there is more later."""
+    """What there was at one moment; `check` fails if there is more later.
+
+    Attributes:
+        shares_engines: Whether runtimes that outlive it may start what they need later: threads and connections of
+            colocate's own, and processes below those that there were.
+    """
+
+    shares_engines = False
 
     def __init__(self) -> None:
-        self._before = _everything()
+        origins.begin()
+        self._before = set(everything())
+        self._told: list[str] = []
         _watches.append(self)
 
-    def adopt(self, more: dict[str, str]) -> None:
+    def adopt(self, more: Iterable[str]) -> None:
         """Take what has been made since for a part of what there was."""
         self._before.update(more)
 
     def leaked(self) -> list[str]:
         """What there is more now, in words."""
-        return [words for key, words in _everything().items() if key not in self._before]
+        return [thing.words for thing in self._left().values()]
+
+    def settle(self, spared: Owned | None = None) -> None:
+        """Take note of colocate's own objects that are left, and close them; all but one that somebody else closes."""
+        found = {key: thing for key, thing in live_objects().items() if key not in self._before}
+        if spared is not None:
+            found.pop(key_of(spared), None)
+        found = {key: thing for key, thing in found.items() if thing.group not in found}
+        if any(thing.made == "kept" for thing in found.values()):  # their handles may be in a cycle
+            gc.collect()
+            found = {key: thing for key, thing in live_objects().items() if key in found}
+        for thing in found.values():
+            self._told.append(thing.words)
+        for thing in found.values():  # owners come first, and close what they own
+            self._told += _closed(thing)
 
     def check(self) -> None:
-        """Fail if something is left, after what is on its way out has had time to go.
+        """Fail if something is left, after what is on its way out has had time to go. Close what can be closed.
 
         Raises:
-            AssertionError: Says what is left.
+            AssertionError: Says what is left, and which line made it.
         """
+        try:
+            self.settle()
+            if self._left():
+                gc.collect()
+                becomes_true(lambda: not self._left(), _PATIENCE_S)
+            left = self._left()
+            told = [*self._told, *(thing.words for thing in left.values())]
+            for thing in left.values():
+                told += _closed(thing)
+        finally:
+            self._end()
+        if told:
+            raise AssertionError("\n".join([_FIRST + told[0], *(_MORE + words for words in told[1:]), _LAST_WORDS]))
+
+    def dismiss(self) -> None:
+        """Close what can be closed, and say nothing: the test has failed, and there is enough to read."""
+        try:
+            self.settle()
+            for thing in self._left().values():
+                _closed(thing)
+        finally:
+            self._end()
+
+    def _left(self) -> dict[str, Thing]:
+        now = everything()
+        left = {key: thing for key, thing in now.items() if key not in self._before}
+        return without_engines(left, now) if self.shares_engines else left
+
+    def _end(self) -> None:
         _watches.remove(self)
-        if not self.leaked():
-            return
-        gc.collect()
-        becomes_true(lambda: not self.leaked(), _PATIENCE_S)
-        left = self.leaked()
-        assert not left, "left behind:\n" + "\n".join(f"  {words}" for words in left)
+        for outer in _watches:  # what has been told isn't told again
+            outer.adopt(self._left())
+        origins.end()
+
+
+def _closed(thing: Thing) -> list[str]:
+    """Close it; what went wrong with that."""
+    if thing.close is None:
+        return []
+    try:
+        thing.close()
+    except BaseExceptionGroup as group:
+        return [_went_wrong(each) for each in group.exceptions]
+    except Exception as error:
+        return [_went_wrong(error)]
+    return []
+
+
+def _went_wrong(error: BaseException) -> str:
+    text = str(error).partition("\n")[0]
+    return f"and then, closing it: {type(error).__name__}: {text}"
 
 
 @contextlib.contextmanager
 def shared() -> Iterator[None]:
     """What is made inside is shared by several tests: whoever made it closes it, later."""
-    before = _everything()
+    before = everything()
     try:
         yield
     finally:
-        made = {key: words for key, words in _everything().items() if key not in before}
+        made = [key for key in everything() if key not in before]
         for watch in _watches:
             watch.adopt(made)
 
@@ -72,62 +142,3 @@ def own_temporary_folder(folder: Path) -> Iterator[str]:
         del os.environ["TMPDIR"]
         if old_env is not None:
             os.environ["TMPDIR"] = old_env
-
-
-def _everything() -> dict[str, str]:
-    return {**_processes(), **_threads(), **_descriptors(), **_memory(), **_files()}
-
-
-def _processes() -> dict[str, str]:
-    found = {}
-    for process in psutil.Process().children(recursive=True):
-        try:
-            key = f"process {process.pid} {process.create_time()}"
-            what = "a zombie" if process.status() == psutil.STATUS_ZOMBIE else " ".join(process.cmdline())[:200]
-        except psutil.NoSuchProcess:
-            continue
-        found[key] = f"process {process.pid}: {what}"
-    return found
-
-
-def _threads() -> dict[str, str]:
-    return {f"thread {id(thread)} {thread.name}": f"thread {thread.name!r}" for thread in threading.enumerate()}
-
-
-def _descriptors() -> dict[str, str]:
-    found = {}
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            target = os.readlink(f"/proc/self/fd/{name}")
-        except FileNotFoundError:  # that of the listing itself
-            continue
-        found[f"descriptor {name} {target}"] = f"file descriptor {name}: {target}"
-    return found
-
-
-def _memory() -> dict[str, str]:
-    """Memory shared with other processes: mapped here, or named after this process."""
-    found = {}
-    with open("/proc/self/maps") as maps:
-        for line in maps:
-            if "/memfd:" in line or "/dev/shm/" in line:
-                address, *_, path = line.split(maxsplit=5)
-                found[f"mapping {address.partition('-')[0]} {path}"] = f"shared memory at {address}: {path.strip()}"
-    shm = Path("/dev/shm")
-    if shm.is_dir():
-        for entry in shm.iterdir():
-            if "colocate" in entry.name or f"_{os.getpid()}_" in entry.name:
-                found[f"shm {entry}"] = f"shared memory {entry}"
-    return found
-
-
-def _files() -> dict[str, str]:
-    folder = Path(tempfile.gettempdir())
-    return {f"file {entry}": f"temporary file {entry}" for entry in folder.iterdir() if _ours(entry)}
-
-
-def _ours(entry: Path) -> bool:
-    if entry.name.startswith("torchinductor_"):  # torch's own cache
-        return False
-    # In a folder of our own everything is ours (see own_temporary_folder), elsewhere what has our name.
-    return tempfile.tempdir == os.environ.get("TMPDIR") or "colocate" in entry.name

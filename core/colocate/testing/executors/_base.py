@@ -18,6 +18,7 @@ from colocate.testing.probes.meshes import Meshes
 from colocate.testing.probes.plain import Echo, Log
 from colocate.testing.probes.rows import Axes, Own, Rows
 from colocate.testing.probes.tensors import Collective, Tensors
+from colocate.testing.runtimes import make_first_worker
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -78,13 +79,6 @@ def _warm_up(group: ColocatedGroup) -> None:
 
 def _warm_up_square(group: ColocatedGroup) -> None:
     group.role("axes", Axes).seen.keep([1, 2]).fetch()
-
-
-def make_first_worker(runtime: Runtime) -> Runtime:
-    """What a runtime makes for its first worker is there from now on, so that no test seems to leak it."""
-    with runtime.reserve(1, cpus=0) as pool:
-        pool.spawn({"echo": colocate.role(Echo)})
-    return runtime
 
 
 class ExecutorCase:

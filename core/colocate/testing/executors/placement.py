@@ -13,10 +13,11 @@ import colocate
 from colocate import Pool, Runtime
 from colocate.errors import CapabilityError, ConfigError, PlacementError, PlacementTimeout
 from colocate.executor import Detachable, OwnProcess
-from colocate.testing.executors._base import ExecutorCase, make_first_worker, needs
+from colocate.testing.executors._base import ExecutorCase, needs
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
 from colocate.testing.probes.plain import Echo
+from colocate.testing.runtimes import make_first_worker
 from colocate.testing.waiting import PATIENCE_S, wait_until
 
 

@@ -1,0 +1,298 @@
+"""What there is in this process and below it now: live objects, processes, threads, descriptors, memory, files."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import os
+import shutil
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import psutil
+
+from colocate.testing import origins
+
+if TYPE_CHECKING:
+    from colocate._group import ColocatedGroup
+    from colocate._owned import Owned
+
+_ENDS_WITHIN_S = 5.0
+_CLOSES_WITHIN_S = 2.0
+_OPEN = "was left open"
+
+
+@attrs.frozen(eq=False)
+class Thing:
+    """Something that a test may leave behind.
+
+    Attributes:
+        what: What it is.
+        made: How its making is called: "started", "opened".
+        line: Finds the line that made it; None where nobody knows.
+        left: What is wrong with it.
+        close: Does away with it; None where that isn't safe.
+        group: The key of the group that it goes with.
+        parent: The process that started it, where it is one.
+        of_colocate: Whether colocate has made it for itself.
+    """
+
+    what: str
+    made: str
+    line: Callable[[], str | None]
+    left: str
+    close: Callable[[], object] | None = None
+    group: str | None = None
+    parent: int | None = None
+    of_colocate: Callable[[], bool] = bool
+
+    @property
+    def words(self) -> str:
+        """All of that."""
+        line = self.line()
+        return f"{self.what}, {self.made} at {line}, {self.left}" if line is not None else f"{self.what} {self.left}"
+
+
+def everything() -> dict[str, Thing]:
+    """All of it, by keys that are never those of something else later."""
+    return {
+        **live_objects(),
+        **_processes(),
+        **_threads(),
+        **_descriptors(),
+        **_memory(),
+        **_named_memory(),
+        **_files(),
+    }
+
+
+def without_engines(left: dict[str, Thing], now: dict[str, Thing]) -> dict[str, Thing]:
+    """What is left but for colocate's own things and for processes below such as were there before."""
+    pids = {int(key.split()[1]): key for key in now if key.startswith("process ")}
+
+    def is_of_engine(thing: Thing) -> bool:
+        if thing.parent not in pids:
+            return thing.of_colocate()
+        above = pids[thing.parent]
+        return above not in left or is_of_engine(left[above])
+
+    return {key: thing for key, thing in left.items() if not is_of_engine(thing)}
+
+
+# -- colocate's own
+
+
+def live_objects() -> dict[str, Thing]:
+    """Runtimes, pools and groups that are open, and the scopes and residents of groups; owners first."""
+    runtime = sys.modules.get("colocate._runtime")
+    found: dict[str, Thing] = {}
+    for node in list(runtime._live.values()) if runtime is not None else ():
+        found.update(_below(node))
+    return found
+
+
+def _below(node: Owned) -> Iterator[tuple[str, Thing]]:
+    from colocate._group import ColocatedGroup
+
+    def close() -> None:
+        node.close_for("the leak check of its test", _CLOSES_WITHIN_S, True)
+
+    if node.alive:  # neither closed nor the parent's of a fork
+        what = f"{node.kind} {node.name!r}"
+        yield key_of(node), Thing(what, "made", lambda: origins.at(node.line), _OPEN, close)
+    for child in list(node.children.values()):
+        yield from _below(child)
+    if isinstance(node, ColocatedGroup) and node.alive:
+        yield from _kept(node)
+
+
+def key_of(node: Owned) -> str:
+    """The key of a runtime, pool or group."""
+    return f"{node.kind} {id(node)} {node.created}"
+
+
+def _kept(group: ColocatedGroup) -> Iterator[tuple[str, Thing]]:
+    residents = group.residents
+    for scope in list(residents.scopes):
+        key = f"scope {id(scope)} {group.created}"
+        yield (
+            key,
+            Thing(
+                f"a scope of group {group.name!r}",
+                "entered",
+                lambda scope=scope: origins.at(scope.line),  # type: ignore[misc]
+                _OPEN,
+                lambda scope=scope: residents.leave(scope),  # type: ignore[misc]
+                key_of(group),
+            ),
+        )
+    for kept in list(residents.kept.values()):
+        # One whose call has failed holds nothing; what is in a scope is told with that.
+        if kept.freed_by is None and kept.call._error is None and not any(kept in s.kept for s in residents.scopes):
+            yield (
+                f"resident {kept.source.key} {group.created}",
+                Thing(
+                    f"the resident of {kept.source.label} in group {group.name!r}",
+                    "kept",
+                    lambda kept=kept: origins.at(kept.line),  # type: ignore[misc]
+                    "was not freed",
+                    lambda kept=kept: residents.release(kept, "the leak check of its test"),  # type: ignore[misc]
+                    key_of(group),
+                ),
+            )
+
+
+# -- of the process
+
+
+def _processes() -> dict[str, Thing]:
+    found = {}
+    helper = _helper("_pid")
+    for process in psutil.Process().children(recursive=True):
+        pid = process.pid
+        if pid == helper:
+            continue
+        try:
+            key = f"process {pid} {process.create_time()}"
+            zombie = process.status() == psutil.STATUS_ZOMBIE
+            what = "a zombie" if zombie else " ".join(process.cmdline())[:200]
+            parent = process.ppid()
+        except psutil.NoSuchProcess:
+            continue
+        found[key] = Thing(
+            f"process {pid} ({what})",
+            "started",
+            lambda pid=pid: origins.of_process(pid),  # type: ignore[misc]
+            "was never waited for" if zombie else "still runs",
+            lambda process=process: _end(process),  # type: ignore[misc]
+            parent=parent,
+        )
+    return found
+
+
+def _helper(name: str) -> object:
+    """What Python's own tracker of shared memory has; it starts with the first use, and ends with the process."""
+    module = sys.modules.get("multiprocessing.resource_tracker")
+    return getattr(getattr(module, "_resource_tracker", None), name, None)
+
+
+def _end(process: psutil.Process) -> None:
+    popen = origins.popen_of(process.pid)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process.kill()
+    if popen is not None:
+        popen.wait(_ENDS_WITHIN_S)
+    else:
+        process.wait(_ENDS_WITHIN_S)  # takes a zombie away too
+
+
+def _threads() -> dict[str, Thing]:
+    # There is no way to end a thread from outside.
+    return {
+        f"thread {id(thread)} {thread.name}": Thing(
+            f"thread {thread.name!r}",
+            "started",
+            lambda thread=thread: origins.of_thread(thread),  # type: ignore[misc]
+            "still runs",
+            of_colocate=lambda thread=thread: origins.is_of_colocate(thread),  # type: ignore[misc]
+        )
+        for thread in threading.enumerate()
+    }
+
+
+def _descriptors() -> dict[str, Thing]:
+    found = {}
+    helper = _helper("_fd")
+    for name in os.listdir("/proc/self/fd"):
+        number = int(name)
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}")
+        except FileNotFoundError:  # that of the listing itself
+            continue
+        if number != helper and number > 2:  # pytest's capture changes those of input and output
+            found[f"descriptor {name} {target}"] = Thing(
+                f"file descriptor {name} ({target})",
+                "opened",
+                lambda number=number, target=target: origins.of_descriptor(number, target),  # type: ignore[misc]
+                "is still open",
+                lambda number=number, target=target: _close_owners(number, target),  # type: ignore[misc]
+                of_colocate=lambda number=number: origins.is_of_colocate(origins.socket_of(number)),  # type: ignore[misc]
+            )
+    return found
+
+
+def _close_owners(number: int, target: str) -> None:
+    """Close the objects that own a descriptor. One of which nobody knows where it comes from may be anybody's."""
+    if (sock := origins.socket_of(number)) is not None:
+        sock.close()
+    if origins.of_descriptor(number, target) is None:
+        return
+    owners: list[Any] = [each for each in gc.get_objects() if issubclass(type(each), io.IOBase)]
+    for owner in owners:
+        with contextlib.suppress(ValueError, OSError):  # it is closed, or has no descriptor
+            if owner.fileno() == number:
+                owner.close()
+
+
+def _memory() -> dict[str, Thing]:
+    """Memory that is mapped here, and shared with other processes. Whoever holds the mapping has to let go of it."""
+    found = {}
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            if "/memfd:" in line or "/dev/shm/" in line:
+                address, *_, path = line.split(maxsplit=5)
+                path = path.strip()
+                found[f"mapping {address.partition('-')[0]} {path}"] = Thing(
+                    f"shared memory {path} at {address}",
+                    "mapped",
+                    lambda path=path: origins.mapped().get(path),  # type: ignore[misc]
+                    "is still mapped",
+                )
+    return found
+
+
+def _named_memory() -> dict[str, Thing]:
+    found = {}
+    mapped = origins.mapped()
+    folder = Path("/dev/shm")
+    for entry in folder.iterdir() if folder.is_dir() else ():
+        path = str(entry)
+        if path in mapped or f"_{os.getpid()}_" in entry.name:
+            found[f"shm {path}"] = Thing(
+                f"shared memory {path}",
+                "made",
+                lambda path=path: mapped.get(path),  # type: ignore[misc]
+                "was not unlinked",
+                lambda entry=entry: entry.unlink(missing_ok=True),  # type: ignore[misc]
+            )
+    return found
+
+
+def _files() -> dict[str, Thing]:
+    # In a folder of our own everything is ours (see `leaks.own_temporary_folder`), elsewhere what has our name.
+    own = tempfile.tempdir is not None and tempfile.tempdir == os.environ.get("TMPDIR")
+    found = {}
+    for entry in Path(tempfile.gettempdir()).iterdir():
+        if entry.name.startswith("torchinductor_") or not (own or "colocate" in entry.name):  # torch's own cache
+            continue
+        found[f"file {entry}"] = Thing(
+            f"temporary file {entry}",
+            "made",
+            lambda entry=entry: origins.of_path(str(entry)),  # type: ignore[misc]
+            "is still there",
+            (lambda entry=entry: _remove(entry)) if own else None,  # type: ignore[misc]
+        )
+    return found
+
+
+def _remove(entry: Path) -> None:
+    if entry.is_dir() and not entry.is_symlink():
+        shutil.rmtree(entry, ignore_errors=True)
+    else:
+        entry.unlink(missing_ok=True)
