@@ -73,6 +73,7 @@ class Restarts:
                     continue
                 group.refuse_closed()
                 if group.failure is not None:
+                    group.workforce.failure_seen = True
                     raise group.failure.with_traceback(None)
                 self._unseen = None
                 return self.restored

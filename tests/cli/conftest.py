@@ -37,7 +37,7 @@ class CommandLine:
     def start(
         self, *args: str, distributions: tuple[str, ...] = (), stdin: bool = False, **variables: str
     ) -> "subprocess.Popen[str]":
-        """Start it as a terminal does, in a process group of its own, and let it run; perhaps with something to read."""
+        """Start it as a terminal does, in a process group of its own, and let it run; with `stdin`, it reads a pipe."""
         command, environment = self.command(*args, distributions=distributions)
         return subprocess.Popen(
             command,

@@ -1,4 +1,4 @@
-"""`colocate run` with `on_failure: restart`: a job goes on from its last checkpoint, and ends as one that was never hurt."""
+"""`colocate run` with `on_failure: restart`: a job goes on from its last checkpoint to the end it would have had."""
 
 from __future__ import annotations
 

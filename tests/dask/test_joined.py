@@ -19,6 +19,7 @@ import colocate
 from colocate import Pool, Runtime, WorkerDied
 from colocate.errors import ColocateError, PlacementError, PlacementTimeout
 from colocate.testing import leaks
+from colocate.testing.probes.lasting import Lasting
 from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import PATIENCE_S, Processes, wait_until
 from colocate_dask import undocumented
@@ -221,6 +222,21 @@ def test_killed_dask_worker(runtime: Runtime, other: Any) -> None:
         processes.close()
         with pytest.raises(ColocateError):
             group.role("echo", Echo).noop()
+    assert statuses(other) == ["running"] * 5
+
+
+def test_restart_after_a_killed_dask_worker(runtime: Runtime, other: Any) -> None:
+    """The pool is reserved anew, with the worker that its nanny has put in the place of the dead one."""
+    with replacing(runtime), runtime.reserve(5, cpus=0) as pool:
+        group = pool.spawn({"lasting": colocate.role(Lasting)}, on_failure="restart")
+        lasting = group.role("lasting", Lasting)
+        pids: dict[str, int] = other.run(os.getpid)
+        os.kill(next(iter(pids.values())), signal.SIGKILL)
+        wait_until(lambda: group.generation, "it is restarted")
+        group.wait_ready(PATIENCE_S)
+        assert lasting.add() == [1] * 5
+        with pytest.raises(PlacementError):
+            runtime.reserve(1, cpus=0, timeout=0)
     assert statuses(other) == ["running"] * 5
 
 

@@ -17,8 +17,10 @@ from tests.ray.deaths import death_of
 
 import colocate
 from colocate import Runtime
-from colocate.errors import ColocateError, ConfigError, PlacementError, PlacementTimeout
+from colocate.errors import ColocateError, ConfigError, PlacementError, PlacementTimeout, WorkerDied
+from colocate.testing.probes.lasting import Lasting
 from colocate.testing.probes.plain import Echo
+from colocate.testing.waiting import PATIENCE_S, wait_until
 
 SCRIPT = """
 import json, os, sys
@@ -214,5 +216,34 @@ def test_lost_node(cluster: Any, runtime: Runtime) -> None:
     assert group.role("echo", Echo).noop() == [None] * 3
     cluster.tell("remove")
     death_of(group)
+    pool.close()
+    everything_is_free(runtime)
+
+
+def test_restart_after_a_lost_node(cluster: Any, runtime: Runtime) -> None:
+    """The pool is reserved anew on the nodes that are left, if it fits there."""
+    cluster.tell("add")
+    with runtime.reserve(3, cpus=1, strategy="spread") as pool:
+        group = pool.spawn({"lasting": colocate.role(Lasting)}, on_failure="restart")
+        lasting = group.role("lasting", Lasting)
+        assert lasting.add() == [1] * 3
+        cluster.tell("remove")
+        wait_until(lambda: group.generation, "it is restarted")
+        group.wait_ready(PATIENCE_S)
+        assert lasting.add() == [1] * 3
+        assert len({slot.node for slot in pool.slots}) == 2
+    everything_is_free(runtime)
+
+
+def test_what_is_left_is_too_small(cluster: Any, runtime: Runtime) -> None:
+    """The group fails for good: the first cause, and the table of what there is."""
+    cluster.tell("add")
+    pool = runtime.reserve(4, cpus=1, timeout=5)
+    group = pool.spawn({"lasting": colocate.role(Lasting)}, on_failure="restart", restarts=1)
+    cluster.tell("remove")
+    wait_until(lambda: isinstance(group.failure, WorkerDied) and not group.restarts.under_way, "it has failed for good")
+    with pytest.raises(WorkerDied) as caught:
+        group.wait_ready()
+    assert "could not be restarted" in caught.value.__notes__[0]
     pool.close()
     everything_is_free(runtime)
