@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import ssl
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -13,7 +14,7 @@ from typing import Any
 from distributed import Client, Security
 
 from colocate.errors import ConfigError, EngineError
-from colocate.wire import Tls
+from colocate.wire import Tls, track
 from colocate_dask import far, reservations, undocumented
 from colocate_dask.certificates import tls_of
 from colocate_dask.loop import LoopThread
@@ -44,6 +45,7 @@ class Connection:
         self._timeout = timeout
         self.version = far.describe()
         self._client: Any = _connected(loop, address, security, timeout)
+        track(self)
         try:
             self._check_scheduler()
             self.ask("register_plugin", reservations.Reservations(), within_s=timeout)
@@ -115,6 +117,13 @@ class Connection:
             self._client.subscribe_topic(reservations.TOPIC, lambda event: heard(event[1]))
 
         self._loop.run(subscribe())
+
+    def forget(self) -> None:
+        """In a forked child: copies of the sockets would keep this driver's slots held after the driver."""
+        for sock in undocumented.sockets_of(self._client):
+            descriptor = sock.detach()
+            if descriptor >= 0:
+                os.close(descriptor)
 
     def close(self) -> None:
         """Leave."""

@@ -1,12 +1,13 @@
 """All that is used of `distributed` beyond its documentation; tests/dask/test_undocumented.py guards it.
 
-All but the first of it runs in the scheduler. The documented rest: `Client.run`, `run_on_scheduler`, `register_plugin`
+All but the first two of it runs in the scheduler. The documented rest: `Client.run`, `run_on_scheduler`, `register_plugin`
 and `subscribe_topic`, `SchedulerPlugin` and its hooks, `Scheduler.log_event`, the attributes of `WorkerState`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,15 @@ from distributed.protocol.serialize import Serialize, Serialized, deserialize
 def ask_for_nothing(client: Any) -> None:
     """Have a client not ask every two seconds what workers there are: nobody here wants to know."""
     client._periodic_callbacks["scheduler-info"].stop()
+
+
+def sockets_of(client: Any) -> list[socket.socket]:
+    """The sockets of a client's connections to its scheduler: of its stream, and of its pool."""
+    stream = client.scheduler_comm.comm if client.scheduler_comm is not None else None
+    pools = [*client.rpc.available.values(), *client.rpc.occupied.values()]
+    comms = [comm for comm in (stream, *(comm for pool in pools for comm in pool)) if comm is not None]
+    streams = [getattr(comm, "stream", None) for comm in comms]  # one within a process has none, nor has a closed one
+    return [stream.socket for stream in streams if stream is not None and stream.socket is not None]
 
 
 def plugin_of(scheduler: Any, name: str) -> Any:

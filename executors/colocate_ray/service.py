@@ -112,6 +112,8 @@ def _prepare_environment(token_file: str | None) -> None:
     if token_file is not None:
         os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=os.path.expanduser(token_file))
         os.environ.pop("RAY_AUTH_TOKEN", None)
+    # A request that is still under way when the driver goes would start a Ray of its own, after `ray.shutdown()`.
+    os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
     os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", _TRIES)
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # as it will be anyway: silences a warning
 

@@ -205,6 +205,27 @@ def test_killed_driver(cluster: str, runtime: Runtime, other: Any) -> None:
     assert statuses(other) == ["running"] * 5
 
 
+def test_killed_driver_with_a_fork_alive(cluster: str, runtime: Runtime) -> None:
+    """A forked child that lives on has no connection of its parent's: the workers are free all the same."""
+    driver = script(
+        """
+        runtime = colocate.connect("dask", address=sys.argv[1])
+        runtime.reserve(5, cpus=0)
+        child = os.fork()
+        if child:
+            print(child, flush=True)
+        threading.Event().wait()
+        """,
+        cluster,
+    )
+    with driver:
+        assert driver.stdout is not None
+        child = int(driver.stdout.readline())
+        driver.kill()
+    everything_is_free(runtime, timeout=PATIENCE_S)
+    os.kill(child, signal.SIGKILL)
+
+
 def test_killed_dask_worker(runtime: Runtime, other: Any) -> None:
     """A Dask worker that dies fails its group with Dask's words; the one that replaces it isn't part of it."""
     with replacing(runtime), runtime.reserve(2, cpus=2, strategy="pack") as pool:

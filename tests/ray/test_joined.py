@@ -137,6 +137,33 @@ def test_killed_driver(cluster: Any, runtime: Runtime) -> None:
         assert [pid for pid in pids if Path(f"/proc/{pid}").exists()] == []
 
 
+def test_no_ray_by_accident(tmp_path: Path) -> None:
+    """What an envoy is still asked for when it has left its cluster, as its driver was killed, starts no other Ray."""
+    text = """
+        from colocate_ray.service import _prepare_environment
+        _prepare_environment(None)
+        import ray
+        from ray.util.placement_group import placement_group
+
+        def actor():
+            ray.remote(Echo).options(num_cpus=0).remote()
+
+        for asked in (ray.nodes, actor, lambda: placement_group([{"CPU": 1}])):
+            try:
+                asked()
+            except Exception as error:
+                print(type(error).__name__, ray.is_initialized(), flush=True)
+        """
+    code = SCRIPT.replace("json.loads(sys.argv[1])", "None") + textwrap.dedent(text)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "TMPDIR": str(tmp_path)}, capture_output=True, text=True
+    )
+    said = done.stdout.splitlines()
+    assert len(said) == 3, done.stderr
+    assert all(line.endswith(" False") for line in said)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_own_init(cluster: Any) -> None:
     """`auto` is the cluster that the driver is in by its own `ray.init()`, which stays as it is."""
     driver = script(
