@@ -1,7 +1,8 @@
 """All that is used of `distributed` beyond its documentation; tests/dask/test_undocumented.py guards it.
 
-All but the first two of it runs in the scheduler. The documented rest: `Client.run`, `run_on_scheduler`, `register_plugin`
-and `subscribe_topic`, `SchedulerPlugin` and its hooks, `Scheduler.log_event`, the attributes of `WorkerState`.
+All but the first two of it runs in the scheduler. The documented rest: `Client.run`, `run_on_scheduler`,
+`register_plugin` and `subscribe_topic`, `SchedulerPlugin` and its hooks, `Scheduler.log_event`, the attributes of
+`WorkerState`.
 """
 
 from __future__ import annotations
