@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 
 import attrs
@@ -30,9 +29,32 @@ class WorkerFound:
     since: float
 
 
-def below_this() -> list[WorkerFound]:
-    """Those that this very process has started. Zombies, which run nothing, aren't among them."""
-    return [found for found in _found(psutil.Process().children()) if found.starter == os.getpid()]
+@attrs.frozen
+class Child:
+    """A process that this very process has started.
+
+    Attributes:
+        pid: Its process id.
+        since: When it was started, in seconds of time.time().
+        label: What it was started for; empty when it isn't a worker's, or has changed its command line.
+    """
+
+    pid: int
+    since: float
+    label: str
+
+
+def below_this() -> list[Child]:
+    """What this very process has started, and runs. Zombies run nothing."""
+    found = []
+    for process in psutil.Process().children():
+        try:
+            if process.status() != psutil.STATUS_ZOMBIE:
+                told = arguments_of(process, MODULE)
+                found.append(Child(process.pid, process.create_time(), "".join((told or [])[3:4])))
+        except psutil.Error:  # gone
+            continue
+    return found
 
 
 def of_this_machine() -> list[WorkerFound]:

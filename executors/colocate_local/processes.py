@@ -42,10 +42,12 @@ class LocalProcesses(Local, OwnProcess):
 
     def _workers(self) -> list[Running]:
         """The processes that this one has started, whatever it remembers of them."""
+        known = {host.pid: worker for worker, host in list(self.hosts.items())}
+        children = [(known.get(child.pid, child.label), child) for child in _processes.below_this()]
         return [
-            Running("worker", found.label, node=self._node.name, pid=found.pid, since=found.since)
-            for found in _processes.below_this()
-            if self._is_ours(found.label)
+            Running("worker", worker, node=self._node.name, pid=child.pid, since=child.since)
+            for worker, child in children
+            if self._is_ours(worker)
         ]
 
     def close(self) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import queue
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -182,6 +184,54 @@ def test_a_stranger_and_a_second_driver_are_turned_away(kept: Kept, keepers: Kee
     assert second.exits.get(timeout=WAIT_S).detail is not None
     assert [one.id for one in keepers.running()] == ["w"]
     assert not kept.ended.is_set()
+
+
+def test_processes_that_nobody_knows_are_listed(kept: Kept, keepers: Keepers) -> None:
+    """What runs below a keeper under its name is told, also what the keeper has lost sight of; its spare isn't."""
+    assert keepers.running() == []
+    words = ["-m", "colocate.worker", "3", str(os.getpid()), "waits", kept.keeper.label]
+    with subprocess.Popen([sys.executable, "-c", "input()", *words], stdin=subprocess.PIPE) as process:
+        try:
+            wait_until(lambda: [one.pid for one in keepers.running()] == [process.pid], "it is listed")
+            (found,) = keepers.running()
+            assert (found.kind, found.id, found.doubt) == ("worker", f"process {process.pid}", "")
+        finally:
+            process.kill()
+    assert keepers.running() == []
+
+
+def test_a_keeper_that_does_not_answer(kept: Kept, keepers: Keepers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The list comes in time all the same: with the workers that ought to be there, and that doubt."""
+    _host, heard = kept.launch()
+    heard.messages.get(timeout=WAIT_S)
+    monkeypatch.setattr("colocate.keeper.slots._LISTED_WITHIN_S", 0.05)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def stick() -> None:
+        begun.set()
+        go_on.wait(WAIT_S)
+
+    kept.keeper._launcher.soon(stick)
+    assert begun.wait(WAIT_S)
+    try:
+        (found,) = keepers.running()
+    finally:
+        go_on.set()
+    assert (found.id, found.doubt) == ("w", "its keeper hasn't answered within 0.05 s")
+    assert kept.slot._questions == {}
+    monkeypatch.undo()
+    (found,) = keepers.running()
+    assert (found.id, found.doubt) == ("w", "")
+    assert found.pid is not None
+
+
+def test_a_keeper_that_is_gone_is_asked_nothing(kept: Kept, keepers: Keepers) -> None:
+    """What is known to be lost runs nothing; nobody waits for its answer."""
+    _host, heard = kept.launch()
+    heard.messages.get(timeout=WAIT_S)
+    kept.keeper.close()
+    heard.exits.get(timeout=WAIT_S)
+    assert keepers.running() == []
 
 
 def test_nobody_dials(keepers: Keepers, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,7 +86,7 @@ def test_living_workers() -> None:
         group = runtime.reserve(1).spawn({"echo": colocate.role(Echo)})
         (only,) = group.workforce.workers
         assert only.pid is not None
-        assert [each.label for each in _processes.below_this() if each.pid == only.pid] == [only.boot.worker]
+        assert [child.label for child in _processes.below_this() if child.pid == only.pid] == [only.boot.worker]
         assert found(only.pid) == []
 
 

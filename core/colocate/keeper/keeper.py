@@ -161,9 +161,9 @@ class Keeper:
         workers = {worker.process.pid: worker.name for worker in list(self._workers.values())}
         spare = self._spare.pid if self._spare is not None else 0
         found = [
-            (workers.get(process.pid), process.pid, process.since)
-            for process in _processes.below_this()
-            if process.label == self.label and process.pid != spare
+            (workers.get(child.pid), child.pid, child.since)
+            for child in _processes.below_this()
+            if child.pid != spare and (child.pid in workers or child.label == self.label)
         ]
         self.tell("listed", question, found)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -14,7 +15,7 @@ import attrs
 import pytest
 
 import colocate
-from colocate import Audit, ColocatedGroup, Pool, RoleSpec, Runtime
+from colocate import Audit, ColocatedGroup, Context, Pool, RoleSpec, Runtime
 from colocate._owned import Owned
 from colocate._worker import Worker
 from colocate.errors import RoleStartError
@@ -48,6 +49,15 @@ def ids(group: ColocatedGroup) -> set[str]:
 def found(differences: Any, kind: str) -> set[str]:
     """The ids of what an audit has found of one kind."""
     return {each.id for each in differences if each.kind == kind}
+
+
+def retitle(ctx: Context) -> str:
+    """Write over this process's command line; what is to be read there now."""
+    with open("/proc/self/stat") as stat:
+        start, end = (int(field) for field in stat.read().rpartition(")")[2].split()[45:47])
+    ctypes.memmove(start, b"another title".ljust(end - start, b"\0"), end - start)
+    with open("/proc/self/cmdline") as words:
+        return words.read().rstrip("\0")
 
 
 class Auditing(ExecutorCase):
@@ -107,6 +117,34 @@ class Auditing(ExecutorCase):
                 looker.join()
         assert audits
         assert [str(audit) for audit in audits if audit] == []
+
+    @needs(OwnProcess)
+    def test_clean_with_another_title(self, spawn: Spawn) -> None:
+        """A worker whose role has changed its command line, as some libraries do, is still the worker that it was."""
+        group = spawn(ROLES)
+        titles = group.run(retitle)
+        assert titles == ["another title"] * 2
+        assert not group.runtime.audit()
+
+    @needs(OwnProcess)
+    def test_clean_while_restarting(self, spawn: Spawn) -> None:
+        """A group that is being rebuilt has its old workers until they are gone, and its new ones from their hello."""
+        group = spawn(ROLES, on_failure="restart")
+        pid = group.workforce.workers[0].pid
+        assert pid is not None
+        audits: list[Audit] = []
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: group.failure is not None or group.generation, "the group has failed")
+
+        def is_back() -> bool:
+            audits.append(group.runtime.audit())
+            return group.generation == 1 and group.state == "ready"
+
+        wait_until(is_back, "the group has been rebuilt")
+        audits.append(group.runtime.audit())
+        group.wait_ready()
+        assert [str(audit) for audit in audits if audit] == []
+        assert group.role("echo", Echo).noop() == [None, None]
 
     def test_forgotten_group(self, spawn: Spawn) -> None:
         """Workers that run although no group has them are leaked, with what is known of them."""
