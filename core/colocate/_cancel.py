@@ -32,9 +32,9 @@ class _Question:
 class Cancellations:
     """Those of one group. All methods may be called from any thread."""
 
-    def __init__(self, order: CallOrder) -> None:
+    def __init__(self, order: CallOrder, base: int = 0) -> None:
         self._order = order
-        self._tokens = itertools.count(1)
+        self._tokens = itertools.count(base + 1)
         self._asked: dict[int, _Question] = {}
 
     def cancel(self, call: PendingCall) -> bool:

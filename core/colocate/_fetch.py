@@ -23,10 +23,10 @@ class _Fetch:
 class Fetches:
     """Asks workers for parts of residents and waits for all of them."""
 
-    def __init__(self, ask: Callable[[int, tuple[Any, ...]], None]) -> None:
-        """Args: ask: Sends a head to a slot's worker."""
+    def __init__(self, ask: Callable[[int, tuple[Any, ...]], None], base: int = 0) -> None:
+        """Args: ask: Sends a head to a slot's worker. base: Its numbers are above this."""
         self._ask = ask
-        self._tokens = itertools.count(1)
+        self._tokens = itertools.count(base + 1)
         self._pending: dict[int, _Fetch] = {}
         self._failed: ColocateError | None = None
         self._lock = threading.Lock()

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, overload
 
 from colocate import _checkpoint, _functions
@@ -49,10 +50,11 @@ class ColocatedGroup(Owned):
         self.pool = pool
         self.runtime = pool.runtime
         self.generation = 0
+        self.seed = self.runtime.seed
         self._start_timeout: float | None = None
         self.declared = declared
         self.failure: ColocateError | None = None
-        self.order = CallOrder(self, self.runtime.dispatcher)
+        self.order = CallOrder(self, self.runtime.dispatcher, pool.base)
         self.workforce = Workforce(self, [pool.places[index] for index in indices])
         self.questions = Questions(self)
         self.restarts = Restarts(self, restarts)
@@ -79,7 +81,7 @@ class ColocatedGroup(Owned):
         info = self._roles.get(name)
         if info is None:
             raise ConfigError(f"group {self.name!r} has no role {name!r}: it has {', '.join(self._roles)}")
-        if cls is not None and cls is not info.cls and not issubclass(info.cls, cls):
+        if cls is not None and cls is not info.cls and not issubclass(info.cls, cls) and not self._is_of(info, cls):
             raise ConfigError(
                 f"role {name!r} of group {self.name!r} is a {info.cls.__qualname__}, not a {cls.__qualname__}"
             )
@@ -88,6 +90,11 @@ class ColocatedGroup(Owned):
             view = self._views[name] = RoleView(self, info)
         return view
 
+    def _is_of(self, info: RoleInfo, cls: type) -> bool:
+        """Whether a role's class is the one of that name here: that of an attached pool may have come by value."""
+        names = [(each.__module__, each.__qualname__) for each in info.cls.__mro__]
+        return self.pool.tenancy is not None and (cls.__module__, cls.__qualname__) in names
+
     @overload
     def __getitem__(self, key: str) -> Any: ...
     @overload
@@ -95,7 +102,7 @@ class ColocatedGroup(Owned):
     def __getitem__(self, key: Any) -> Any:
         if isinstance(key, str):
             return self.role(key)
-        found = [name for name, info in self._roles.items() if issubclass(info.cls, key)]
+        found = [name for name, info in self._roles.items() if issubclass(info.cls, key) or self._is_of(info, key)]
         if len(found) != 1:
             has = ", ".join(f"{name} ({info.cls.__qualname__})" for name, info in self._roles.items())
             raise ConfigError(
@@ -296,6 +303,7 @@ class ColocatedGroup(Owned):
         self.workforce.start(self._start_timeout, None if found is None else found.folder)
         self.restarts.restored = None if found is None else found.tag
         self.workforce.ready()
+        self.pool.changed()
 
     def rebuild(self) -> None:
         """Start its next generation; the last one's workers are gone.
@@ -334,6 +342,9 @@ class ColocatedGroup(Owned):
         """Close it on behalf of `by` (None: of its caller)."""
         if self.forked:
             self.check()
+        if self.pool.goes_on(self):
+            _detached().let_go(self, by)
+            return
         if not force and self.closed_by is None:
             self.refuse_if_borrowed()
         if not self.mark_closed(by):
@@ -359,3 +370,9 @@ class ColocatedGroup(Owned):
         if self.runtime.observers:
             self.runtime.dispatcher.soon(lambda: self.runtime.observers.tell("colocate_group_closed", self.name))
         raise_together(f"group {self.name!r} was closed, and this had gone wrong", errors)
+
+
+def _detached() -> ModuleType:
+    import colocate._detached as module  # which needs groups
+
+    return module

@@ -72,21 +72,28 @@ class _Hold:
 class CallOrder:
     """The calls of one group. All methods may be called from any thread."""
 
-    def __init__(self, link: Link, dispatcher: Dispatcher) -> None:
+    def __init__(self, link: Link, dispatcher: Dispatcher, base: int = 0) -> None:
+        """Begin.
+
+        Args:
+            link: The group.
+            dispatcher: Where callbacks and timers run.
+            base: All numbers are above this: those up to it were an earlier driver's.
+        """
         self.lock = threading.RLock()
         self.pending: dict[int, PendingCall] = {}
-        self.cancellations = Cancellations(self)
+        self.cancellations = Cancellations(self, base)
         self.link = link
         self._dispatcher = dispatcher
-        self._next = 1  # 0 is the construction of the roles
-        self._resumed = 0
+        self._next = base + 1  # 0 is the construction of the roles
+        self._resumed = self._base = base
         self._hold: _Hold | None = None
         self._stacks: dict[int, tuple[set[int], dict[int, str], Callable[[dict[int, str]], None]]] = {}
-        self._token = 0
+        self._token = base
 
     def renew(self) -> None:
         """Begin anew with other workers, after `fail_all`. The lock is held."""
-        self._resumed = 0  # as new lanes count
+        self._resumed = self._base  # as new lanes count
         self._stacks.clear()
 
     # -- submission
@@ -231,6 +238,11 @@ class CallOrder:
                 self._hold.timer.cancel()
             self._hold = None
             return bool(calls)
+
+    def begin_anew(self) -> None:
+        """Have all ranks come back from what an earlier driver has left them in, before they begin anything."""
+        with self.lock:
+            self._begin_hold(self._next - 1, known=None, cut=True)
 
     # -- the hold
 

@@ -129,6 +129,15 @@ class Owned:
             self._closer = threading.get_ident()
             return True
 
+    def reopen(self) -> None:
+        """What was to close it has come to nothing."""
+        with self._closing:
+            self.closed_by = self._closer = None
+
+    def finished(self) -> None:
+        """It is closed: let those go on who wait for that."""
+        self._finished.set()
+
     def wait_closed(self) -> None:
         """Wait until who closes it has done so, unless that is this very thread (in a signal's handler, say)."""
         if self._closer != threading.get_ident():

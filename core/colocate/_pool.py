@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING, Any, overload
 
 import attrs
 
+from colocate._epochs import base_of
 from colocate._group import ColocatedGroup
 from colocate._owned import Owned, raise_together
 from colocate._role import RoleSpec
-from colocate._spawn import declare
+from colocate._spawn import Declared, declare
 from colocate.errors import ColocateError, ConfigError, PlacementError
 from colocate.executor import Place, Request, Reservation
 
 if TYPE_CHECKING:
+    from colocate._detached import Tenancy
     from colocate._runtime import Runtime
 
 
@@ -77,13 +79,20 @@ class Pool(Owned):
         self.runtime = runtime
         self.request = request
         self.reservation: Reservation | None = None
+        self.epoch = 1
+        self.tenancy: Tenancy | None = None
         self.places: tuple[Place, ...] = ()
         self._taken: dict[int, ColocatedGroup] = {}
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
+
+    @property
+    def base(self) -> int:
+        """Numbers of calls, holds and residents of this driver's are above this (see `_epochs.py`)."""
+        return base_of(self.epoch)
 
     def hold(self, reservation: Reservation) -> None:
         """Take the slots, or give them back at once when it has been closed meanwhile."""
-        with self._lock:
+        with self.lock:
             if self.closed_by is None:
                 self.reservation = reservation
                 self.places = reservation.places
@@ -174,8 +183,8 @@ class Pool(Owned):
             self.runtime.dispatcher.soon(lambda: self.runtime.observers.tell("colocate_group_spawned", group))
         return group
 
-    def _occupy(self, indices: tuple[int, ...], declared: Any, name: str | None, restarts: int) -> ColocatedGroup:
-        with self._lock:
+    def _occupy(self, indices: tuple[int, ...], declared: Declared, name: str | None, restarts: int) -> ColocatedGroup:
+        with self.lock:
             self.check()
             busy = {index: self._taken[index].name for index in indices if index in self._taken}
             if busy:
@@ -184,12 +193,16 @@ class Pool(Owned):
                     f"slot {index} of pool {self.name!r} is taken by group {holder!r}: a slot takes one group at a "
                     "time. Put the roles into one group, close the other one, or spawn on a part: pool[a:b].spawn(...)"
                 )
-            chosen = self.runtime.group_name(name)
-            group = ColocatedGroup(self, indices, declared, chosen, restarts)
-            self.runtime.groups[chosen] = group
-            for index in indices:
-                self._taken[index] = group
-            return group
+            return self.place(indices, declared, self.runtime.group_name(name), restarts)
+
+    def place(self, indices: Sequence[int], declared: Declared, name: str, restarts: int) -> ColocatedGroup:
+        """Put a group on free slots; nothing is started."""
+        name = self.runtime.group_name(name)
+        group = ColocatedGroup(self, indices, declared, name, restarts)
+        self.runtime.groups[name] = group
+        for index in indices:
+            self._taken[index] = group
+        return group
 
     def places_for(self, group: ColocatedGroup) -> list[Place]:
         """Where a group's slots lie. If the engine has lost some, all of the pool's are reserved anew.
@@ -204,11 +217,16 @@ class Pool(Owned):
         return [self.places[index] for index in group.indices]
 
     def _reserve_again(self, group: ColocatedGroup, lost: Sequence[int]) -> None:
-        with self._lock:
+        with self.lock:
             self.check()
+            gone = ", ".join(f"{index} on {self.places[index].node}" for index in lost)
+            if self.tenancy is not None:
+                raise PlacementError(
+                    f"pool {self.name!r} has lost slot {gone}; it was detached as {self.tenancy.name!r}, and such a "
+                    "pool isn't reserved anew"
+                )
             others = {other.name for other in self._taken.values() if other is not group}
             if others:
-                gone = ", ".join(f"{index} on {self.places[index].node}" for index in lost)
                 raise PlacementError(
                     f"pool {self.name!r} has lost slot {gone}; it can't be reserved anew while group "
                     f"{', '.join(sorted(others))} lives on others of its slots"
@@ -220,12 +238,48 @@ class Pool(Owned):
 
     def vacate(self, group: ColocatedGroup) -> None:
         """A group has gone: its slots are free."""
-        with self._lock:
+        with self.lock:
             self._taken = {index: other for index, other in self._taken.items() if other is not group}
             self.runtime.groups.pop(group.name, None)
+        self.changed()
+
+    # -- from driver to driver
+
+    def detach(self, name: str, ttl: float) -> None:
+        """Give it, with its groups, to the cluster; this driver is through with it, as if it were closed.
+
+        Any driver of the cluster may go on with it: `runtime.attach(name)`. Residents are freed.
+
+        Args:
+            name: What it is called there; unique in the cluster.
+            ttl: Seconds that it lives without a driver, from now on and from the end of each borrow. Then it ends.
+
+        Raises:
+            ConfigError: It was reserved without `detachable=True`, or the name is taken.
+            ColocateError: Calls are pending, or another group uses its residents.
+        """
+        from colocate._detached import detach
+
+        detach(self, name, ttl)
+
+    def goes_on(self, group: ColocatedGroup) -> bool:
+        """Whether a group lives on when this driver lets go of it."""
+        return self.tenancy is not None and not self.tenancy.own and group.name in self.tenancy.kept
+
+    def changed(self) -> None:
+        """Its groups aren't the ones that they were; drivers after this one are to know."""
+        if self.tenancy is not None:
+            from colocate._detached import changed
+
+            changed(self)
+
+    @property
+    def borrowed(self) -> bool:
+        """Whether closing it ends this driver's borrow only."""
+        return self.tenancy is not None and not self.tenancy.own
 
     def close(self, grace: float = 10.0, force: bool = False) -> None:
-        """Close its groups, the newest first, and give its slots back.
+        """Close its groups, the newest first, and give its slots back. One that is attached without `own=True` goes on.
 
         Args:
             grace: Seconds that running calls have to finish.
@@ -247,11 +301,17 @@ class Pool(Owned):
             self.wait_closed()
             return
         self.state = "closing"
-        with self._lock:  # whoever has passed the check before is done: its group is a child, its slots are held
+        with self.lock:  # whoever has passed the check before is done: its group is a child, its slots are held
             reservation = self.reservation
         errors: list[BaseException] = []
         try:
-            errors += close_children(self, grace)
+            if self.borrowed:
+                from colocate._detached import end_borrow
+
+                errors += end_borrow(self, by, grace)
+                reservation = None
+            else:
+                errors += close_children(self, grace)
         finally:
             try:
                 if reservation is not None:

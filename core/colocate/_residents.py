@@ -58,7 +58,7 @@ class Residents(Leases):
     def __init__(self, group: ColocatedGroup) -> None:
         super().__init__()
         self._group = group
-        self._fetches = Fetches(group.workforce.tell)
+        self._fetches = Fetches(group.workforce.tell, group.pool.base)
         self._borrows: dict[tuple[int, int], _Borrow] = {}
         self.scopes: list[Scope] = []
         self._here = threading.local()
@@ -128,6 +128,10 @@ class Residents(Leases):
         """Unfinished uses by groups that don't lie in what is closing."""
         found = [borrow.words for borrow in list(self._borrows.values()) if not borrow.borrower.lies_in(closing)]
         return list(dict.fromkeys(found))
+
+    def lent(self) -> list[str]:
+        """Unfinished uses by any other group."""
+        return list(dict.fromkeys(borrow.words for borrow in list(self._borrows.values())))
 
     def break_borrows(self) -> None:
         """The group is closing: calls of other groups that use its residents fail of that."""
@@ -205,7 +209,7 @@ class Residents(Leases):
     def renew(self, error: ColocateError) -> None:
         """Begin anew with other workers, after `fail`. Who still has a handle is told the error."""
         self.forget(error)
-        self._fetches = Fetches(self._group.workforce.tell)
+        self._fetches = Fetches(self._group.workforce.tell, self._group.pool.base)
 
 
 def _made(kept: Kept) -> None:

@@ -26,7 +26,7 @@ from colocate._slow import SlowCalls
 from colocate.config.arguments import options_of
 from colocate.config.values import path_text
 from colocate.errors import CapabilityError, ConfigError, Mistake
-from colocate.executor import Executor, OwnProcess, Request
+from colocate.executor import Detachable, Executor, OwnProcess, Request
 
 _live: dict[int, Runtime] = {}
 _numbers = itertools.count(1)
@@ -151,11 +151,12 @@ class Runtime(Owned):
         if env:
             self._require(OwnProcess, "set the environment of a worker (env=)")
         if detachable:
-            raise CapabilityError(f"executor {self.name!r} can't detach pools", capability="Detachable", executors=())
+            self._require(Detachable, "give a pool to its cluster (detachable=)")
         memory = None if host_memory is None else parse_bytes(host_memory, "host_memory")
         chosen = name or f"pool-{next(self._pool_numbers)}"
         variables = {key: str(value) for key, value in (env or {}).items()}
-        request = Request(slots, gpus, cpus, memory, strategy, timeout, chosen, variables, self._pool_id(chosen))
+        id = self._pool_id(chosen)
+        request = Request(slots, gpus, cpus, memory, strategy, timeout, chosen, variables, id, detachable)
         pool = Pool(self, chosen, request)
         try:
             reservation = self.executor.reserve(request)
@@ -169,6 +170,27 @@ class Runtime(Owned):
         """An id for a pool's reservation: several pools may have one name."""
         number = next(self._pools_named.setdefault(name, itertools.count(1)))
         return f"{self.id}/{name}" if number == 1 else f"{self.id}/{name}~{number}"
+
+    def attach(self, name: str, own: bool = False) -> Pool:
+        """Go on with a pool that was detached; its groups are in `pool.groups`.
+
+        It is borrowed: closing it, or the end of this driver in whatever manner, leaves it as it is for the next one.
+
+        Args:
+            name: What it was detached as.
+            own: Take it from whoever has it, whose uses of it end with `ClosedError`. It is this driver's then: it ends
+                with it, unless it is detached again.
+
+        Raises:
+            ConfigError: There is no such pool.
+            BorrowedError: Another driver has it (without `own`).
+            CapabilityError: The executor can't detach pools.
+        """
+        from colocate._detached import attach
+
+        self.check()
+        self._require(Detachable, "attach a pool")
+        return attach(self, name, own)
 
     def _require(self, capability: type, what: str) -> None:
         if not isinstance(self.executor, capability):

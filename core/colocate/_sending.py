@@ -52,7 +52,7 @@ def submit(
     call.uses = uses
     call.line = caller()
     call._joiner = Joiner(group, role, spec)
-    key = call.keep = group.runtime.new_key() if keep else None
+    key = call.keep = group.pool.base + group.runtime.new_key() if keep else None
     if group.runtime.observers or uses:
         call.on_end = partial(_ended, group)
     found = recording(group)

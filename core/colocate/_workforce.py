@@ -15,7 +15,7 @@ from colocate._order import PendingCall
 from colocate._spawn import BuildErrors, builds
 from colocate._worker import NOT_LAUNCHED, Worker
 from colocate.errors import ColocateError, RoleError
-from colocate.executor import Boot, Host, Place
+from colocate.executor import Boot, Detachable, Host, Place
 
 if TYPE_CHECKING:
     from colocate._group import ColocatedGroup
@@ -80,7 +80,7 @@ class Workforce:
             group.declared,
             executor.codec,
             group.name,
-            group.runtime.seed,
+            group.seed,
             group.generation,
             executor.in_process,
         )
@@ -111,6 +111,17 @@ class Workforce:
                 errors.add(worker.slot, error)
         if errors.errors:
             raise errors.error()
+
+    def take(self, executor: Detachable, tokens: Sequence[bytes]) -> None:
+        """Take up workers that an earlier driver has started, with all their roles constructed."""
+        for worker, place, token in zip(self.workers, self._places, tokens, strict=True):
+            self.built(worker.slot, None)
+            worker.host = executor.take(place, worker.boot, worker, token)
+
+    def wait_hello(self, grace: float) -> list[int]:
+        """Wait until all workers have said hello, or have ended; the slots of those that haven't in time."""
+        self._wait(lambda: not self._silent, time.monotonic() + grace)
+        return [worker.slot for worker in self._awaited(self._silent)]
 
     def _launched(self, worker: Worker, place: Place) -> Host:
         group = self._group

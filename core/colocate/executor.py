@@ -8,13 +8,16 @@ reports when it is gone. `colocate.testing.executors` is the suite that an execu
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import attrs
 
 from colocate import wire
 from colocate._codec import BY_VALUE, Codec
+
+if TYPE_CHECKING:
+    from colocate.keeper.tenure import Terms
 
 
 @attrs.frozen
@@ -42,6 +45,7 @@ class Request:
         env: Environment variables of its workers (`Boot.env` again), for an executor that starts something early.
         id: Of the reservation to be, unique among all drivers: the runtime's id, a slash, the pool's name. Whatever
             the engine holds for it should carry this, in the engine's own listings too.
+        detachable: Whether the pool may be given to the cluster later; only to an executor that is `Detachable`.
     """
 
     slots: int
@@ -53,6 +57,7 @@ class Request:
     owner: str = ""
     env: Mapping[str, str] = attrs.field(factory=dict)
     id: str = ""
+    detachable: bool = False
 
 
 @attrs.frozen
@@ -165,9 +170,15 @@ class HostEvents(Protocol):
 
 
 class Host(abc.ABC):
-    """The driver's end of one worker."""
+    """The driver's end of one worker.
+
+    Attributes:
+        pid: Its process id, where the executor knows it first.
+        token: What another driver can take it up by (`Detachable.take`).
+    """
 
     pid: int | None = None
+    token: bytes = b""
 
     @abc.abstractmethod
     def send(self, frame: Any) -> None:
@@ -262,5 +273,68 @@ class MultiNode:
     """Capability: slots may lie on several machines."""
 
 
-class Detachable:
-    """Capability: a pool can outlive its driver."""
+@attrs.frozen
+class Adopted:
+    """A detached pool that this driver commands from now on.
+
+    Attributes:
+        reservation: Its slots.
+        epoch: The driver's, higher than that of any before.
+        record: What the driver that detached it has left for those after it.
+    """
+
+    reservation: Reservation
+    epoch: int
+    record: bytes = attrs.field(repr=False)
+
+
+class Detachable(abc.ABC):
+    """Capability: a pool can outlive its driver, and be commanded by others after it, one at a time.
+
+    What `colocate.keeper` has for it (`Estate`, `ClaimedSlot`) does all of this but for two things, which are the
+    engine's: a registry of names, and that what a pool holds is freed when its lead keeper ends by itself.
+    """
+
+    @abc.abstractmethod
+    def publish(self, reservation: Reservation, terms: Terms) -> None:
+        """Give a reservation that was made `detachable` to the cluster. Nothing has changed when it raises.
+
+        Raises:
+            ConfigError: Another pool has that name.
+            EngineError: The cluster doesn't confirm it.
+        """
+
+    @abc.abstractmethod
+    def published(self) -> Sequence[Mapping[str, Any]]:
+        """The detached pools of the cluster, as `Tenure.seen` describes each."""
+
+    @abc.abstractmethod
+    def adopt(self, name: str, who: str, own: bool, fenced: Callable[[str], None]) -> Adopted:
+        """Command a detached pool from now on.
+
+        Args:
+            name: Its name.
+            who: Who wants it, in words.
+            own: Whether it is taken from whoever has it; it then ends with this driver.
+            fenced: Told, on any thread and without waiting there, when another driver takes it: who, in words.
+
+        Raises:
+            ConfigError: There is no such pool.
+            BorrowedError: Another driver has it.
+            EngineError: It is gone.
+        """
+
+    @abc.abstractmethod
+    def take(self, place: Place, boot: Boot, events: HostEvents, token: bytes) -> Host:
+        """Take up a worker that runs in an adopted reservation; its first message is `hello`, as after `launch`."""
+
+    @abc.abstractmethod
+    def keep(self, reservation: Reservation, terms: Terms) -> None:
+        """The record, or the workers that belong to the pool, have changed."""
+
+    @abc.abstractmethod
+    def let_go(self, reservation: Reservation) -> None:
+        """Let go of a reservation that goes on: it was published, adopted without `own`, or taken by another driver.
+
+        When it returns, another driver can adopt it.
+        """

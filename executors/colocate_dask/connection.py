@@ -114,7 +114,7 @@ class Connection:
         """Hear what the scheduler tells drivers. On the client's loop: don't wait there."""
 
         async def subscribe() -> None:
-            self._client.subscribe_topic(reservations.TOPIC, lambda event: heard(event[1]))
+            self._client.subscribe_topic(far.TOPIC, lambda event: heard(event[1]))
 
         self._loop.run(subscribe())
 

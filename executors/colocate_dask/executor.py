@@ -8,12 +8,13 @@ import platform
 import secrets
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 import distributed
 import psutil
 
+from colocate import wire
 from colocate.errors import ConfigError, EngineError, PlacementError, PlacementTimeout
 from colocate.executor import (
     Boot,
@@ -28,7 +29,7 @@ from colocate.executor import (
     Reservation,
     Running,
 )
-from colocate.keeper import Keepers, KeptSlot
+from colocate.keeper import Estate, Keepers, KeptSlot
 from colocate.placement import Ledger, count_gpus
 from colocate_dask import far, reservations
 from colocate_dask.certificates import security_of
@@ -40,24 +41,26 @@ from colocate_dask.private import PrivateCluster, left_here
 __all__ = ["DaskExecutor"]
 
 _START_S = 60.0  # for the first keeper in a worker, which imports colocate
-_ANSWER_S = 30.0
+ANSWER_S = 30.0
 _KILL_S = 5.0
 
 
 @attrs.define(eq=False)
-class _Held:
-    """What a reservation holds: its slots by Dask worker, and what it took of a private cluster."""
+class Lot:
+    """What a reservation holds: its slots by Dask worker; what it took of a private cluster; what can be detached."""
 
     id: str
     slots: dict[str, KeptSlot] = attrs.field(factory=dict)
     workers: tuple[str, ...] = ()
     taken: Reservation | None = None
+    estate: Estate | None = None
 
 
 class DaskExecutor(Executor, OwnProcess, MultiNode):
     """Slots are Dask workers that are held; roles run in processes beside them."""
 
     name = "dask"
+    variants: ClassVar[dict[str, str]] = {"Detachable": "dask with address=…"}
 
     @classmethod
     def connect(  # type: ignore[override]  # its options are the user's to see
@@ -101,12 +104,14 @@ class DaskExecutor(Executor, OwnProcess, MultiNode):
             memory = psutil.virtual_memory().total
             own = Node(platform.node(), _count_cpus() if cpus is None else cpus, count, memory)
             return cls(None, None, own, share, timeout)
-        return cls(address, security_of(security), None, share, timeout)
+        from colocate_dask.joined import JoinedDaskExecutor
+
+        return JoinedDaskExecutor(address, security_of(security), None, share, timeout)
 
     def __init__(self, address: str | None, security: Any, own: Node | None, share: bool, timeout: float) -> None:
         """Use `connect`."""
         self._share = share
-        self._held: dict[str, _Held] = {}
+        self._held: dict[str, Lot] = {}
         self._own = own
         self._ledger = Ledger([own], _device) if own is not None else None
         self._private: PrivateCluster | None = None
@@ -130,7 +135,7 @@ class DaskExecutor(Executor, OwnProcess, MultiNode):
         if self._own is not None:
             return [self._own]
         by_host: dict[str, Node] = {}
-        for offer in self._connection.on_scheduler(reservations.offers, within_s=_ANSWER_S):
+        for offer in self._connection.on_scheduler(reservations.offers, within_s=ANSWER_S):
             old = by_host.get(offer.host, Node(offer.host, 0.0, 0, 0))
             memory = (old.host_memory_bytes or 0) + offer.memory
             by_host[offer.host] = Node(offer.host, (old.cpus or 0) + offer.cpus, old.gpus + offer.gpus, memory)
@@ -139,7 +144,7 @@ class DaskExecutor(Executor, OwnProcess, MultiNode):
 
     def reserve(self, request: Request) -> Reservation:
         """Hold a Dask worker per slot, with a keeper in each."""
-        held = _Held(secrets.token_hex(8))
+        held = Lot(secrets.token_hex(8))
         self._held[held.id] = held
         try:
             if self._ledger is not None:
@@ -179,7 +184,7 @@ class DaskExecutor(Executor, OwnProcess, MultiNode):
         return left_here()
 
     def _listed(self) -> list[Held]:
-        found: list[Held] = self._connection.on_scheduler(reservations.held, within_s=_ANSWER_S)
+        found: list[Held] = self._connection.on_scheduler(reservations.held, within_s=ANSWER_S)
         return found
 
     def close(self) -> None:
@@ -188,20 +193,24 @@ class DaskExecutor(Executor, OwnProcess, MultiNode):
 
     # -- reserving
 
-    def _place(self, held: _Held, request: Request) -> tuple[Place, ...]:
+    def _place(self, held: Lot, request: Request) -> tuple[Place, ...]:
         grants = self._own_grants(held, request) if held.taken is not None else self._ask(held, request)
-        addresses = self._start_keepers(held, grants, request)
+        key = wire.new_key() if request.detachable else None  # it will be known to others
+        addresses = self._start_keepers(held, grants, request, key)
         places = []
         for grant in grants:
             kill = partial(self._kill, held, grant.worker)
-            slot = held.slots[grant.worker] = self._keepers.slot(addresses[grant.worker], on_stuck=kill)
+            slot = held.slots[grant.worker] = self._keepers.slot(addresses[grant.worker], on_stuck=kill, key=key)
             places.append(Place(self._node(grant), grant.devices, _device(grant.devices), _reached(grant), slot))
+        if key is not None:
+            slots = list(held.slots.values())
+            held.estate = Estate(key, slots[0], slots)
         return tuple(places)
 
     def _node(self, grant: Grant) -> str:
         return grant.host if self._own is None else self._own.name
 
-    def _ask(self, held: _Held, request: Request) -> Sequence[Grant]:
+    def _ask(self, held: Lot, request: Request) -> Sequence[Grant]:
         wanted = Wanted(
             held.id,
             self._connection.id,
@@ -217,7 +226,7 @@ class DaskExecutor(Executor, OwnProcess, MultiNode):
         )
         return self._granted(wanted, request)
 
-    def _own_grants(self, held: _Held, request: Request) -> Sequence[Grant]:
+    def _own_grants(self, held: Lot, request: Request) -> Sequence[Grant]:
         """Workers of the private cluster, made for these slots."""
         assert self._private is not None
         assert held.taken is not None
@@ -244,9 +253,11 @@ class DaskExecutor(Executor, OwnProcess, MultiNode):
         text = f"{pool} did not become free within {request.timeout:g} s ({rule}):"
         raise PlacementTimeout(text, nodes=answer.rows)
 
-    def _start_keepers(self, held: _Held, grants: Sequence[Grant], request: Request) -> Mapping[str, str]:
+    def _start_keepers(
+        self, held: Lot, grants: Sequence[Grant], request: Request, key: bytes | None
+    ) -> Mapping[str, str]:
         """Their addresses, by Dask worker."""
-        plans = {grant.worker: self._plan(held, grant, request) for grant in grants}
+        plans = {grant.worker: self._plan(held, grant, request, key) for grant in grants}
         answers = self._connection.on_workers(far.start, plans, workers=list(plans), within_s=_START_S)
         for worker in plans:
             answer = answers.get(worker)
@@ -254,15 +265,16 @@ class DaskExecutor(Executor, OwnProcess, MultiNode):
                 raise PlacementError(f"no worker can be started at the Dask worker {worker}: {answer!r}")
         return dict(answers)
 
-    def _plan(self, held: _Held, grant: Grant, request: Request) -> far.Plan:
+    def _plan(self, held: Lot, grant: Grant, request: Request, key: bytes | None) -> far.Plan:
         own = {"CUDA_VISIBLE_DEVICES": ",".join(grant.gpus)} if grant.gpus else {}
         host = None if _is_loopback(grant) else grant.host
-        encrypted = self._connection.tls is not None
-        return far.Plan(held.id, self._keepers.key, host, {**own, **request.env}, encrypted, request.id)
+        tls = self._connection.tls is not None
+        env = {**own, **request.env}
+        return far.Plan(held.id, key or self._keepers.key, host, env, tls, request.id, detachable=key is not None)
 
     # -- freeing
 
-    def _free(self, held: _Held) -> None:
+    def _free(self, held: Lot) -> None:
         self._held.pop(held.id, None)
         for slot in held.slots.values():
             slot.close()
@@ -274,9 +286,9 @@ class DaskExecutor(Executor, OwnProcess, MultiNode):
                 if held.taken is not None:
                     self._ledger.release(held.taken)
 
-    def _give_back(self, held: _Held) -> None:
+    def _give_back(self, held: Lot) -> None:
         try:
-            stuck = self._connection.on_scheduler(reservations.release, held.id, within_s=_ANSWER_S)
+            stuck = self._connection.on_scheduler(reservations.release, held.id, within_s=ANSWER_S)
         except EngineError as error:
             if isinstance(error.__cause__, TimeoutError):
                 raise
@@ -284,7 +296,7 @@ class DaskExecutor(Executor, OwnProcess, MultiNode):
         if stuck:
             raise EngineError(f"these Dask workers are stuck, and stay held until they are gone: {', '.join(stuck)}")
 
-    def _kill(self, held: _Held, worker: str) -> None:
+    def _kill(self, held: Lot, worker: str) -> None:
         """End the process of a Dask worker whose keeper is stuck. On a dialling thread."""
         if held.id not in self._held:  # it is being given back: then the scheduler sees to it
             return

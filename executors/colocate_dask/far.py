@@ -22,6 +22,10 @@ from colocate.keeper import Keeper
 from colocate_dask.certificates import tls_of
 from colocate_dask.offers import Facts
 
+TOPIC = (
+    "colocate"  # of the events of Dask's that tell drivers of lost workers, and the scheduler of pools that are over
+)
+
 _REMEMBERED = 100
 
 
@@ -36,6 +40,7 @@ class Plan:
         env: Environment of its workers.
         encrypted: Whether it talks with other machines by TLS, with the Dask worker's own certificates.
         label: The reservation's name among those of all drivers (`Request.id`).
+        detachable: Whether other drivers may follow this one.
     """
 
     reservation: str
@@ -44,6 +49,7 @@ class Plan:
     env: Mapping[str, str]
     encrypted: bool = False
     label: str = ""
+    detachable: bool = False
 
 
 @attrs.define(eq=False)
@@ -84,9 +90,19 @@ async def start(plans: Mapping[str, Plan], dask_worker: Any) -> str:
 
     def forget() -> None:
         tenancy.keepers.pop(plan.reservation, None)
+        if plan.detachable:  # with the driver, a detached pool may have no other way to say that it is over
+            dask_worker.loop.add_callback(dask_worker.log_event, TOPIC, {"over": plan.reservation})
 
     tls = tls_of(dask_worker.security, "worker") if plan.encrypted else None
-    keeper = Keeper(plan.key, host=plan.host, env=plan.env, tls=tls, name=plan.label, on_end=forget)
+    keeper = Keeper(
+        plan.key,
+        host=plan.host,
+        env=plan.env,
+        tls=tls,
+        name=plan.label,
+        detachable=plan.detachable,
+        on_end=forget,
+    )
     tenancy.keepers[plan.reservation] = keeper
     return keeper.address
 

@@ -15,11 +15,12 @@ from typing import Any
 import attrs
 from distributed.diagnostics.plugin import SchedulerPlugin
 
+from colocate.keeper import Title
 from colocate_dask import far, undocumented
+from colocate_dask.far import TOPIC
 from colocate_dask.offers import Facts, Grant, Held, Offer, Refusal, Wanted, choose, grant, table
 
 NAME = "colocate-reservations"
-TOPIC = "colocate"  # of the events that tell drivers of lost workers
 
 _logger = logging.getLogger("distributed.scheduler")
 
@@ -43,7 +44,7 @@ class _Hold:
     slots: int
     since: float
     stuck: bool = False
-    ending: asyncio.Task[None] | None = None
+    ending: asyncio.Task[Any] | None = None
     gone: asyncio.Event = attrs.field(factory=asyncio.Event)
 
 
@@ -60,12 +61,15 @@ class Reservations(SchedulerPlugin):
         self._seen: dict[str, tuple[str, Offer]] = {}  # by worker: its nanny, and what it offered when last looked at
         self._replaced: dict[str, Offer] = {}  # by nanny: what the worker offered that it is replacing
         self._waiting: dict[str, str] = {}  # reservations to be, with their clients
+        self._titles: dict[
+            str, tuple[str, str, Title]
+        ] = {}  # detached: by name the reservation, its lead, and the rest
 
     async def start(self, scheduler: Any) -> None:
         """Called by Dask, in the scheduler."""
         self._scheduler = scheduler
         self._changed = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         for worker in scheduler.workers:
             self.add_worker(scheduler, worker)
 
@@ -105,6 +109,7 @@ class Reservations(SchedulerPlugin):
             The workers that are stuck, and can't be ended: they stay held until they go.
         """
         self._waiting.pop(reservation, None)
+        self._forget(reservation)
         self._news()
         await self._end_all(lambda hold: hold.reservation == reservation)
         return [worker for worker, hold in self._holds.items() if hold.reservation == reservation]
@@ -127,6 +132,35 @@ class Reservations(SchedulerPlugin):
             )
             for holds in by_reservation.values()
         ]
+
+    def publish(self, reservation: str, lead: str, title: Title) -> str | None:
+        """Give a reservation to the cluster by a name; who has that name, if somebody else has it.
+
+        From now on it isn't freed when its driver's client goes, but when its keepers say that it is over.
+        """
+        other = self._titles.get(title.name)
+        if other is not None and other[0] != reservation:
+            return f"reservation {other[0]}"
+        self._forget(reservation)
+        self._titles[title.name] = reservation, lead, title
+        for hold in self._holds.values():
+            if hold.reservation == reservation:
+                hold.client = ""
+        return None
+
+    def withdraw(self, reservation: str, client: str) -> None:
+        """Take a publication back: the reservation is the driver's again."""
+        self._forget(reservation)
+        for hold in self._holds.values():
+            if hold.reservation == reservation:
+                hold.client = client
+
+    def titles(self) -> list[Title]:
+        """What is detached."""
+        return [title for _, _, title in self._titles.values()]
+
+    def _forget(self, reservation: str) -> None:
+        self._titles = {name: title for name, title in self._titles.items() if title[0] != reservation}
 
     async def offers(self) -> list[Offer]:
         """Every worker, as it is now."""
@@ -152,6 +186,8 @@ class Reservations(SchedulerPlugin):
             hold.gone.set()
             words = f"Dask worker {worker} has left the cluster: its process ended, or lost its scheduler"
             scheduler.log_event(TOPIC, {"lost": worker, "reservation": hold.reservation, "words": words})
+            if any(lead == worker for _, lead, _ in self._titles.values()):
+                self._background(self.release(hold.reservation))  # nobody can have it without its lead
         self._news()
 
     def remove_client(self, scheduler: Any, client: str) -> None:
@@ -166,7 +202,9 @@ class Reservations(SchedulerPlugin):
             self._news()
 
     def log_event(self, topic: str, msg: Any) -> None:
-        """Something was logged: perhaps that a worker runs again."""
+        """Something was logged: perhaps that a worker runs again, or that a detached pool is over."""
+        if topic == TOPIC and isinstance(msg, Mapping) and "over" in msg:
+            self._background(self.release(msg["over"]))
         if self._waiting and isinstance(msg, Mapping) and msg.get("action") == "worker-status-change":
             self._news()
 
@@ -176,7 +214,7 @@ class Reservations(SchedulerPlugin):
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def _background(self, coming: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _background(self, coming: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = asyncio.create_task(coming)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -316,6 +354,21 @@ async def offers(*, dask_scheduler: Any) -> list[Offer]:
 async def held(*, dask_scheduler: Any) -> list[Held]:
     """See `Reservations.held`."""
     return _table(dask_scheduler).held()
+
+
+def publish(reservation: str, lead: str, title: Title, *, dask_scheduler: Any) -> str | None:
+    """See `Reservations.publish`."""
+    return _table(dask_scheduler).publish(reservation, lead, title)
+
+
+def withdraw(reservation: str, client: str, *, dask_scheduler: Any) -> None:
+    """See `Reservations.withdraw`."""
+    _table(dask_scheduler).withdraw(reservation, client)
+
+
+def titles(*, dask_scheduler: Any) -> list[Title]:
+    """See `Reservations.titles`."""
+    return _table(dask_scheduler).titles()
 
 
 def _table(scheduler: Any) -> Reservations:

@@ -10,8 +10,8 @@ from colocate._codec import BY_REFERENCE, STRICT
 from colocate.errors import ColocateError
 from colocate.executor import Boot, Exit, Host, HostEvents, Node, Place, Running
 from colocate.worker.host import LANE, WorkerHost
-from colocate.worker.main import hello
 from colocate.worker.peers import LocalPeers
+from colocate.worker.service import hello
 from colocate_local.local import Local
 
 _GIVEN_UP = "a thread, which can't be killed: it was given up, and still runs"

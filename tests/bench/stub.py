@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from colocate.executor import Boot, Executor, Exit, Host, HostEvents, Node, Place, Request, Reservation, Running
-from colocate.worker.main import hello
+from colocate.worker.service import hello
 
 
 class StubExecutor(Executor):

@@ -8,7 +8,6 @@ the connection of the commands ends, the driver has let go of the keeper or is g
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import secrets
 import socket
@@ -18,16 +17,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import attrs
-
 import colocate
 from colocate import _processes, wire
 from colocate.errors import ClosedError
+from colocate.keeper.greeting import COMMANDS, NEWCOMER, Greeting
+from colocate.keeper.hired import NO_PROCESS, Hired, Spare
 from colocate.keeper.launcher import Launcher
-from colocate.keeper.process import WorkerProcess
-
-TOKEN_BYTES = 16
-COMMANDS = bytes(TOKEN_BYTES)  # the token of the connection that carries the commands
+from colocate.keeper.tenure import Tenure, Terms
 
 # A driver that reserves a slot dials its keeper at once; one that doesn't has gone meanwhile.
 _DIALLED_WITHIN_S = 60.0
@@ -39,9 +35,12 @@ class Keeper:
     Args:
         key: The secret that the driver knows (`Keepers.key`).
         host: Address under which other machines reach this one; None when the driver is on this machine.
-        env: Environment of the workers on top of this process's own. A first one is started at once with it.
+        env: Environment of the workers on top of this process's own. A first one is started at once with it; None
+            when there will be no workers.
         tls: What connections with other machines are encrypted with; None leaves them in clear text.
         name: Whose it is (`Request.id`), for whoever looks at the processes of its machine.
+        detachable: Whether other drivers may follow the first one, once that has said so.
+        dialled_within_s: How long the first driver is waited for.
         on_end: Called once, on a thread of its own, when the driver has let go of the keeper or is gone, and everything
             here has been ended.
     """
@@ -54,27 +53,34 @@ class Keeper:
         env: Mapping[str, str] | None = None,
         tls: wire.Tls | None = None,
         name: str = "",
+        detachable: bool = False,
+        dialled_within_s: float | None = None,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
         self.label = f"{name}#{secrets.token_hex(4)}"  # there may be several of one name in a process
         self._env = {**os.environ, **_importable(), **(env or {})}
         self._tls = tls
         self._on_end = on_end
-        self._hub = wire.Hub("keeper")
+        self.hub = wire.Hub("keeper")
         self._launcher = Launcher()
-        self._driver: wire.SocketLane | None = None
-        self._workers: dict[bytes, _Worker] = {}
+        self._tenure = Tenure() if detachable else None
+        self._driver: _Driver | None = None
+        self._dialled = False
+        self._workers: dict[bytes, Hired] = {}
         self._lanes: dict[bytes, socket.socket] = {}  # those whose worker hasn't been asked for yet
+        self._tickets: dict[bytes, bytes] = {}  # of lanes to workers that run: the workers' tokens
+        self._departed: dict[bytes, tuple[list[str], tuple[Any, ...]]] = {}  # last words and ends, for newcomers
         self._greetings: set[socket.socket] = set()
-        self._spare: _Spare | None = None
+        self._spare: Spare | None = None
         self._lock = threading.Lock()
         self._over = False
         listeners = wire.listen_widely(host, tls)
         self.address = ",".join(listener.address for listener in listeners)
         for listener in listeners:
-            self._hub.listen(listener, key, self._greet)
-        self._hub.later(_DIALLED_WITHIN_S, self._check_dialled)
-        self._launcher.soon(self._warm)
+            self.hub.listen(listener, key, self._greet)
+        self.hub.later(dialled_within_s or _DIALLED_WITHIN_S, self._check_dialled)
+        if env is not None:
+            self._launcher.soon(self._warm)
 
     def close(self) -> None:
         """End the workers and close everything. Idempotent; from any thread but the hub's."""
@@ -84,7 +90,7 @@ class Keeper:
             self._over = True
         self._launcher.run(self._end)
         self._launcher.close()
-        self._hub.close()
+        self.hub.close()
         for sock in (*self._lanes.values(), *self._greetings):
             sock.close()
 
@@ -94,7 +100,7 @@ class Keeper:
             self._spare.drop()
             self._spare.gone.wait()
         for worker in list(self._workers.values()):
-            if worker.process is not _NO_PROCESS:
+            if worker.process is not NO_PROCESS:
                 worker.process.kill()
                 worker.gone.wait()
 
@@ -103,36 +109,49 @@ class Keeper:
     def _greet(self, sock: socket.socket) -> None:
         self._greetings.add(sock)
         with contextlib.suppress(ClosedError):  # just now: `close` closes it
-            _Greeting(self._hub, self._connected, sock)
+            Greeting(self.hub, self._connected, sock)
 
     def _connected(self, token: bytes | None, sock: socket.socket) -> None:
         self._greetings.discard(sock)
         if token is None:  # it has gone again
             sock.close()
-        elif token != COMMANDS:
+        elif token not in (COMMANDS, NEWCOMER):
             self._lanes[token] = sock
-            if (worker := self._workers.get(token)) is not None:
-                self._launcher.soon(partial(self._hand_over, worker))
-        elif self._driver is None and not self._over:
+            if (worker := self._workers.get(self._tickets.get(token, token))) is not None:
+                self._launcher.soon(partial(self._hand_over, worker, token))
+        elif self._over or (token == COMMANDS and self._dialled) or (token == NEWCOMER and self._tenure is None):
+            sock.close()  # it is another driver's
+        else:
             try:
-                self._driver = self._hub.attach(sock, self._told, self._let_go)
+                caller = _Driver(self, sock)
             except ClosedError:  # just now
                 sock.close()
-        else:
-            sock.close()  # it is another driver's
+                return
+            if token == COMMANDS:
+                self._driver, self._dialled = caller, True
 
-    def _told(self, head: tuple[Any, ...], body: Any) -> None:
-        command, token, *rest = head
-        if command == "list":
-            self._launcher.soon(partial(self._list, token))  # there, so that nothing is being started meanwhile
-        elif command == "start":
-            self._workers[token] = worker = _Worker(self, token, *rest)
-            if token in self._lanes:
-                self._launcher.soon(partial(self._hand_over, worker))
-        elif (doomed := self._workers.get(token)) is not None:  # otherwise it has ended by itself
+    def told(self, by: _Driver, head: tuple[Any, ...]) -> None:
+        """Somebody has said something."""
+        if by is self._driver:
+            _COMMANDS[head[0]](self, *head[1:])
+        elif self._tenure is not None and head[0] == "attach":
+            self._attach(by, self._tenure, *head[1:])
+        elif self._tenure is not None and head[0] == "look":
+            by.lane.send(("seen", None if self._tenure.terms is None else self._tenure.seen()))
+
+    def _told_to_list(self, question: bytes) -> None:
+        self._launcher.soon(partial(self._list, question))  # there, so that nothing is being started meanwhile
+
+    def _start(self, token: bytes, env: Mapping[str, str], name: str) -> None:
+        self._workers[token] = worker = Hired(self, token, env, name)
+        if token in self._lanes:
+            self._launcher.soon(partial(self._hand_over, worker, token))
+
+    def _kill(self, token: bytes) -> None:
+        if (doomed := self._workers.get(token)) is not None:  # otherwise it has ended by itself
             doomed.kill()
 
-    def _let_go(self, reason: str) -> None:
+    def _let_go(self) -> None:
         threading.Thread(target=self._leave, name="colocate-keeper-end", daemon=True).start()
 
     def _leave(self) -> None:
@@ -140,18 +159,94 @@ class Keeper:
         self._on_end()
 
     def _check_dialled(self) -> None:
-        if self._driver is None:
-            self._let_go("nobody has dialled")
+        if not self._dialled:
+            self._let_go()
 
     def tell(self, *head: Any) -> None:
         """Tell the driver something."""
         if self._driver is not None:
-            self._driver.send(head)
+            self._driver.lane.send(head)
 
-    def forget(self, token: bytes) -> None:
+    def forget(self, worker: Hired, exit: tuple[Any, ...]) -> None:
         """A worker has ended."""
-        self._workers.pop(token, None)
-        if (sock := self._lanes.pop(token, None)) is not None:
+        self._workers.pop(worker.token, None)
+        if self._tenure is not None and self._tenure.terms is not None and worker.token in self._tenure.terms.kept:
+            self._departed[worker.token] = list(worker.tail), exit
+        if (sock := self._lanes.pop(worker.token, None)) is not None:
+            sock.close()
+
+    # -- from driver to driver, on the hub's thread
+
+    def left(self, driver: _Driver) -> None:
+        """The connection of somebody has ended."""
+        if driver is not self._driver:
+            return
+        self._driver = None
+        tenure = self._tenure
+        if tenure is None or tenure.terms is None or tenure.owned:
+            self._let_go()
+            return
+        self._cut(tenure.terms)
+        self.hub.later(tenure.vacate(), partial(self._expire, tenure.vacancies))
+
+    def _cut(self, terms: Terms) -> None:
+        """End what a driver has here that no longer commands, but for the workers that stay."""
+        for sock in self._lanes.values():
+            sock.close()
+        self._lanes.clear()
+        self._tickets.clear()
+        for token, worker in list(self._workers.items()):
+            if token in terms.kept:
+                self._launcher.soon(worker.cut)
+            else:
+                worker.kill()
+
+    def _expire(self, vacancies: int) -> None:
+        tenure = self._tenure
+        if self._driver is None and tenure is not None and tenure.vacancies == vacancies:
+            self._let_go()
+
+    def _attach(self, newcomer: _Driver, tenure: Tenure, epoch: int, who: str, own: bool) -> None:
+        refusal = tenure.refusal(epoch, own)
+        if refusal is not None:
+            newcomer.lane.send(("refused", *refusal))
+            return
+        assert tenure.terms is not None
+        former, self._driver = self._driver, newcomer
+        tenure.grant(epoch, who, own)
+        if former is not None:
+            former.lane.send(("fenced", f"{who} (epoch {tenure.epoch})"))
+            former.lane.close("another driver has it now")
+        self._cut(tenure.terms)
+        newcomer.lane.send(("granted", tenure.epoch, tenure.terms.record))
+
+    def _detach(self, terms: Terms) -> None:
+        if self._tenure is not None:
+            self._tenure.terms, self._tenure.owned = terms, False
+            self.tell("detached")
+
+    def _keep(self, terms: Terms) -> None:
+        if self._tenure is not None and self._tenure.terms is not None:
+            self._tenure.terms = terms
+
+    def _give_up(self) -> None:
+        driver = self._driver
+        assert driver is not None
+        self.left(driver)
+        driver.lane.close("it has let go")
+
+    def _adopt(self, ticket: bytes, token: bytes, name: str) -> None:
+        if (worker := self._workers.get(token)) is not None:
+            worker.name = name
+            self._tickets[ticket] = token
+            if ticket in self._lanes:
+                self._launcher.soon(partial(self._hand_over, worker, ticket))
+            return
+        lines, exit = self._departed.get(token, ([], (None, None, "its keeper knows nothing of it")))
+        for line in lines:
+            self.tell("said", token, line)
+        self.tell("ended", token, *exit)
+        if (sock := self._lanes.pop(ticket, None)) is not None:
             sock.close()
 
     # -- on the launching thread
@@ -170,16 +265,19 @@ class Keeper:
     def _warm(self) -> None:
         if not self._over:
             try:
-                self._spare = _Spare(self._hub, self._env, self.label)
+                self._spare = Spare(self.hub, self._env, self.label)
             except OSError:  # `start` will say why
                 self._spare = None
 
-    def _hand_over(self, worker: _Worker) -> None:
-        lane = self._lanes.pop(worker.token, None)
+    def _hand_over(self, worker: Hired, token: bytes) -> None:
+        lane = self._lanes.pop(token, None)
         if lane is None:  # it has been killed meanwhile
             return
         if self._over:
             lane.close()
+            return
+        if worker.spare is not None:
+            worker.spare.pass_on(lane, self._epoch, self._tls)
             return
         spare, self._spare = self._spare, None
         env = {**self._env, **worker.env}
@@ -188,155 +286,42 @@ class Keeper:
             spare = None
         try:
             if spare is None:
-                spare = _Spare(self._hub, env, self.label)
+                spare = Spare(self.hub, env, self.label)
         except OSError as error:
             lane.close()
-            self._hub.later(0.0, partial(worker.failed, f"{type(error).__name__}: {error}"))
+            self.hub.later(0.0, partial(worker.failed, f"{type(error).__name__}: {error}"))
             return
-        spare.give(worker, lane, self._tls)
+        spare.give(worker, lane, self._epoch, self._tls)
+
+    @property
+    def _epoch(self) -> int:
+        """That of the driver; 0 when none can follow it."""
+        return self._tenure.epoch if self._tenure is not None else 0
 
 
-class _Worker:
-    """One worker of a keeper, from the driver's command to its end."""
+_COMMANDS: dict[str, Callable[..., None]] = {
+    "start": Keeper._start,
+    "kill": Keeper._kill,
+    "list": Keeper._told_to_list,
+    "adopt": Keeper._adopt,
+    "detach": Keeper._detach,
+    "keep": Keeper._keep,
+    "give_up": Keeper._give_up,
+}
 
-    def __init__(self, keeper: Keeper, token: bytes, env: Mapping[str, str], name: str) -> None:
-        self.token = token
-        self.name = name
-        self.env = env
-        self.killed = False
-        self.gone = threading.Event()
+
+class _Driver:
+    """A connection of somebody who commands, would like to, or asks."""
+
+    def __init__(self, keeper: Keeper, sock: socket.socket) -> None:
         self._keeper = keeper
-        self.process: WorkerProcess = _NO_PROCESS
+        self.lane = keeper.hub.attach(sock, self._told, self._closed)
 
-    def kill(self) -> None:
-        self.killed = True
-        if self.process is _NO_PROCESS:
-            self.ended(None, None)
-        else:
-            self.process.kill()
+    def _told(self, head: tuple[Any, ...], body: Any) -> None:
+        self._keeper.told(self, head)
 
-    def said(self, line: str) -> None:
-        self._keeper.tell("said", self.token, line)
-
-    def ended(self, exitcode: int | None, signal: str | None) -> None:
-        self._report(exitcode, signal, None)
-
-    def failed(self, why: str) -> None:
-        self._report(None, None, f"it could not be started: {why}")
-
-    def _report(self, exitcode: int | None, signal: str | None, detail: str | None) -> None:
-        if not self.gone.is_set():
-            self._keeper.tell("ended", self.token, exitcode, signal, detail)
-            self._keeper.forget(self.token)
-            self.gone.set()
-
-
-class _Spare:
-    """A process that waits for its lane: the interpreter and what a worker imports take a while."""
-
-    def __init__(self, hub: wire.Hub, env: Mapping[str, str], label: str) -> None:
-        self._worker: _Worker | None = None
-        self._ended: tuple[int | None, str | None] | None = None
-        self._said: list[str] = []
-        self._lock = threading.Lock()
-        self.gone = threading.Event()
-        self._process = WorkerProcess(hub, self)
-        self._door, theirs = socket.socketpair()
-        try:
-            with theirs:
-                self._process.start(env, theirs, waits=True, label=label)
-        except BaseException:
-            self._door.close()
-            raise
-
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-        return self._process.pid
-
-    @property
-    def waits(self) -> bool:
-        """Whether it can still be given a lane."""
-        return self._ended is None
-
-    def give(self, worker: _Worker, lane: socket.socket, tls: wire.Tls | None) -> None:
-        """Make it a worker."""
-        # When it has just died, its end is told as this worker's.
-        with lane, self._door, contextlib.suppress(OSError):
-            told = wire.NO_TLS if tls is None else json.dumps(attrs.asdict(tls)).encode()
-            socket.send_fds(self._door, [told], [lane.fileno()])
-        with self._lock:
-            worker.process = self._process
-            self._worker, ended = worker, self._ended
-        for line in self._said:
-            worker.said(line)
-        if ended is not None:  # it had ended already
-            worker.ended(*ended)
-        elif worker.killed:
-            self._process.kill()
-
-    def drop(self) -> None:
-        """It isn't needed."""
-        self._process.kill()
-        self._door.close()
-
-    # -- on the hub's thread
-
-    def said(self, line: str) -> None:
-        if self._worker is None:
-            self._said.append(line)
-        else:
-            self._worker.said(line)
-
-    def ended(self, exitcode: int | None, signal: str | None) -> None:
-        with self._lock:
-            self._ended = exitcode, signal
-            worker = self._worker
-        if worker is not None:
-            worker.ended(exitcode, signal)
-        self.gone.set()
-
-
-class _Greeting:
-    """A connection that has yet to say what it is."""
-
-    def __init__(self, hub: wire.Hub, then: Callable[[bytes | None, socket.socket], None], sock: socket.socket) -> None:
-        self._hub = hub
-        self._then = then
-        self._sock = sock
-        self._token = b""
-        hub.watch(sock.fileno(), self._read)
-
-    def _read(self) -> None:
-        try:
-            part = self._sock.recv(TOKEN_BYTES - len(self._token))
-        except BlockingIOError:
-            return
-        except OSError:
-            part = b""
-        self._token += part
-        if part and len(self._token) < TOKEN_BYTES:
-            return
-        self._hub.unwatch(self._sock.fileno())
-        self._then(self._token if part else None, self._sock)
-
-
-class _NoProcess(WorkerProcess):
-    """Stands where a worker's process will be."""
-
-    def __init__(self) -> None:
-        pass
-
-    @property
-    def pid(self) -> int:
-        """There is none."""
-        return 0
-
-    def kill(self) -> None:
-        """There is nothing to end."""
-
-
-_NO_PROCESS = _NoProcess()
+    def _closed(self, reason: str) -> None:
+        self._keeper.left(self)
 
 
 def _importable() -> dict[str, str]:

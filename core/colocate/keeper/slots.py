@@ -13,7 +13,7 @@ from typing import Any
 from colocate import wire
 from colocate.errors import ClosedError
 from colocate.executor import Boot, Exit, Host, HostEvents, Running
-from colocate.keeper.keeper import COMMANDS, TOKEN_BYTES
+from colocate.keeper.greeting import COMMANDS, TOKEN_BYTES
 from colocate.keeper.process import AFTER_LANE_S
 
 _DIAL_S = 10.0
@@ -23,6 +23,7 @@ _WORDS_S = 0.3
 _LAST_WORDS_S = 0.2
 _KILLED_WITHIN_S = 2.0
 _LISTED_WITHIN_S = 2.0
+_LOOK_S = 0.05
 
 
 class Keepers:
@@ -49,18 +50,27 @@ class Keepers:
         self._lock = threading.Lock()
         self._closed = False
 
-    def slot(self, address: str, *, on_stuck: Callable[[], None] = lambda: None) -> KeptSlot:
+    def slot(self, address: str, *, on_stuck: Callable[[], None] = lambda: None, key: bytes | None = None) -> KeptSlot:
         """Connect to a slot's keeper, in the background.
 
         Args:
             address: The keeper's.
             on_stuck: Called on a thread of its own when the keeper can't be reached or doesn't confirm a kill: the
                 engine should end the process that it lives in.
+            key: The keeper's, where it has one of its own.
         """
-        slot = KeptSlot(self, address, on_stuck)
-        self._slots.add(slot)
-        self.soon(slot.connect)
+        slot = KeptSlot(self, address, on_stuck, key)
+        self.add(slot)
         return slot
+
+    def add(self, slot: KeptSlot) -> None:
+        """Have a slot connect, in the background."""
+        self.track(slot)
+        self.soon(slot.connect)
+
+    def track(self, slot: KeptSlot) -> None:
+        """Let go of a slot when all of it is closed."""
+        self._slots.add(slot)
 
     def running(self) -> list[Running]:
         """The workers (for `Executor.running`), as the keepers on their machines find them. Takes a bounded time."""
@@ -94,14 +104,21 @@ class Keepers:
                 self._dialling.add(thread)
                 thread.start()
 
-    def dial(self, address: str, token: bytes, on_message: wire.OnMessage, on_closed: wire.OnClosed) -> wire.SocketLane:
+    def dial(
+        self,
+        address: str,
+        token: bytes,
+        on_message: wire.OnMessage,
+        on_closed: wire.OnClosed,
+        key: bytes | None = None,
+    ) -> wire.SocketLane:
         """Open a connection to a keeper.
 
         Raises:
             OSError: It can't be reached.
             ClosedError: All of it was closed meanwhile.
         """
-        sock = wire.connect(address, self.key, _DIAL_S, self.tls)
+        sock = wire.connect(address, key or self.key, _DIAL_S, self.tls)
         try:
             sock.sendall(token)
             return self.hub.attach(sock, on_message, on_closed)
@@ -117,10 +134,13 @@ class Keepers:
 class KeptSlot:
     """One slot: the connection that carries the commands to its keeper."""
 
-    def __init__(self, keepers: Keepers, address: str, on_stuck: Callable[[], None]) -> None:
+    def __init__(self, keepers: Keepers, address: str, on_stuck: Callable[[], None], key: bytes | None = None) -> None:
         """Use `Keepers.slot`."""
         self.keepers = keepers
         self.address = address
+        self.key = key
+        self._gone = threading.Event()
+        self._answered = threading.Event()
         self._on_stuck = on_stuck
         self._commands: wire.SocketLane | None = None
         self._connected = threading.Event()
@@ -142,7 +162,13 @@ class KeptSlot:
             events: Who hears of it.
             env: Environment on top of the boot's.
         """
-        host = KeptHost(self, boot, events, {**boot.env, **(env or {})})
+        return self._host(KeptHost(self, boot, events, {**boot.env, **(env or {})}))
+
+    def take(self, boot: Boot, events: HostEvents, token: bytes) -> Host:
+        """Take up a worker that runs, or did, by its token; returns at once."""
+        return self._host(KeptHost(self, boot, events, {}, token))
+
+    def _host(self, host: KeptHost) -> Host:
         self.keepers.hosts[host.token] = host
         self.keepers.soon(host.connect)
         return host
@@ -156,6 +182,21 @@ class KeptSlot:
         """Let go: the keeper kills what runs, and goes."""
         self._closed = True
         if self._commands is not None:
+            self._commands.close()
+        self.keepers.forget(self)
+
+    def confirm(self, *head: Any, within_s: float) -> bool:
+        """Tell the keeper something that it confirms; whether it has. One at a time."""
+        self._answered.clear()
+        self.command(*head)
+        return self._answered.wait(within_s) and not self._gone.is_set()
+
+    def give_up(self, within_s: float) -> None:
+        """Let go of a keeper that goes on without this driver, and wait until it knows."""
+        self._closed = True
+        if self._commands is not None:
+            self._commands.send(("give_up",))
+            self._gone.wait(within_s)
             self._commands.close()
         self.keepers.forget(self)
 
@@ -174,7 +215,7 @@ class KeptSlot:
 
     def _dial(self) -> None:
         keepers = self.keepers
-        self._commands = keepers.dial(self.address, COMMANDS, self._told, self._disconnected)
+        self._commands = keepers.dial(self.address, COMMANDS, self._told, self._disconnected, self.key)
         if self._closed:
             self._commands.close()
 
@@ -238,20 +279,25 @@ class KeptSlot:
     # -- on the hub's thread
 
     def _told(self, head: tuple[Any, ...], body: Any) -> None:
-        what, token, *rest = head
-        if what == "listed":
-            if (answer := self._questions.pop(token, None)) is not None:
-                answer.set_result(rest[0])
+        what, *rest = head
+        if what == "detached":
+            self._answered.set()
             return
-        host = self.keepers.hosts.get(token)
+        if what == "listed":
+            if (answer := self._questions.pop(rest[0], None)) is not None:
+                answer.set_result(rest[1])
+            return
+        host = self.keepers.hosts.get(rest[0])
         if host is None:
             return
         if what == "said":
-            host.events.logged(rest[0])
+            host.events.logged(rest[1])
         else:
-            host.ended(Exit(*rest))
+            host.ended(Exit(*rest[1:]))
 
     def _disconnected(self, reason: str) -> None:
+        self._gone.set()
+        self._answered.set()
         if self._closed:
             self._over("its keeper was let go")
         else:
@@ -269,11 +315,14 @@ class KeptSlot:
 class KeptHost(Host):
     """The driver's end of one worker that a keeper has started."""
 
-    def __init__(self, slot: KeptSlot, boot: Boot, events: HostEvents, env: Mapping[str, str]) -> None:
+    def __init__(
+        self, slot: KeptSlot, boot: Boot, events: HostEvents, env: Mapping[str, str], token: bytes | None = None
+    ) -> None:
         self.slot = slot
         self.boot = boot
         self.events = events
-        self.token = secrets.token_bytes(TOKEN_BYTES)
+        self.token = token or secrets.token_bytes(TOKEN_BYTES)
+        self._taken = token is not None
         self._env = dict(env)
         self._lock = threading.Lock()
         self._lane: wire.SocketLane | None = None
@@ -311,10 +360,15 @@ class KeptHost(Host):
         if lost is not None or self._killed:
             hub.later(0.0, partial(self.ended, Exit(detail=lost)))
             return
-        slot.command("start", self.token, self._env, self.boot.worker)
+        ticket = self.token
+        if self._taken:
+            ticket = secrets.token_bytes(TOKEN_BYTES)
+            slot.command("adopt", ticket, self.token, self.boot.worker)
+        else:
+            slot.command("start", self.token, self._env, self.boot.worker)
         try:
             # Nothing comes before the boot.
-            lane = slot.keepers.dial(slot.address, self.token, self.events.received, self._lane_closed)
+            lane = slot.keepers.dial(slot.address, ticket, self.events.received, self._lane_closed, slot.key)
         except (OSError, ClosedError) as error:
             hub.later(0.0, partial(self.ended, Exit(detail=f"its lane could not be opened: {error}")))
             slot.command("kill", self.token)
@@ -351,6 +405,10 @@ class KeptHost(Host):
             self.slot.keepers.hub.later(AFTER_LANE_S, self.kill)
 
     def _check_killed(self) -> None:
+        # This process may have been stopped: what has come meanwhile is taken first.
+        self.slot.keepers.hub.later(_LOOK_S, self._doubt)
+
+    def _doubt(self) -> None:
         if not self._over:
             self.slot.stuck(partial(self.ended, Exit(detail="it was killed, which its keeper hasn't confirmed")))
 

@@ -1,6 +1,6 @@
 """The wire: values as bytes, messages on authenticated sockets, one thread for any number of connections."""
 
-from colocate.wire._forks import own_descriptors, track
+from colocate.wire._forks import own_descriptors, track, track_socket
 from colocate.wire.auth import KEY_BYTES, LOOPBACK, Listener, connect, listen, listen_widely, new_key
 from colocate.wire.codec import Packed, pack, unpack
 from colocate.wire.explain import explain
@@ -8,10 +8,11 @@ from colocate.wire.framing import Frame, Head, Message, encode
 from colocate.wire.hub import Hub
 from colocate.wire.lane import OnClosed, OnMessage, SocketLane
 from colocate.wire.peer import PeerChannel
-from colocate.wire.tls import NO_TLS, Tls
+from colocate.wire.tls import CUT, NO_TLS, Tls
 from colocate.wire.turns import Turns
 
 __all__ = [
+    "CUT",
     "KEY_BYTES",
     "LOOPBACK",
     "NO_TLS",
@@ -36,5 +37,6 @@ __all__ = [
     "own_descriptors",
     "pack",
     "track",
+    "track_socket",
     "unpack",
 ]

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import ssl  # at run time it is imported where it is used: most workers never need it
 
 NO_TLS = b"-"  # what a worker is handed in the place of certificates
+CUT = b"cut"  # and in the place of a lane: the one that it has is over
 _CHUNK_BYTES = 1 << 18
 _HANDSHAKE_S = 10.0
 _PROBE_EVERY_S, _PROBES = 2, 3

@@ -23,7 +23,8 @@ class Turns:
         self._scratch = memoryview(bytearray(SCRATCH_BYTES))
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._news = select.poll()  # not select: it can't take descriptors from 1024 on
-        self._news.register(lane.fileno(), select.POLLIN)
+        self._fd = lane.fileno()
+        self._news.register(self._fd, select.POLLIN)
         self._news.register(self._wake, select.POLLIN)
         self._waiting = False
         track(self)
@@ -56,6 +57,14 @@ class Turns:
             return [] if until() else [fd for fd, _ in self._news.poll()]
         finally:
             self._waiting = False
+
+    def turn_to(self, lane: SocketLane) -> None:
+        """Receive from another lane from now on: the one before has ended. On the thread that waits."""
+        if self._fd >= 0:
+            self._news.unregister(self._fd)
+        self._lane, self._fd = lane, lane.fileno()
+        if self._fd >= 0:  # otherwise it has ended as well, which `wait` finds
+            self._news.register(self._fd, select.POLLIN)
 
     def wake(self) -> None:
         """Have the thread look again; from any thread."""

@@ -17,3 +17,4 @@ class Poisoned(Consequence):
 
 
 POISONED = f"{Poisoned.__module__}.{Poisoned.__qualname__}"  # as a worker tells it
+LET_GO = "the driver that asked for it has let go of the group"

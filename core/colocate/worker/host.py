@@ -26,7 +26,7 @@ from colocate.wire import Turns
 from colocate.worker import checkpoint, failure
 from colocate.worker.batch import take_apart
 from colocate.worker.build import RoleBuild, construct
-from colocate.worker.consequence import Consequence
+from colocate.worker.consequence import LET_GO, Consequence
 from colocate.worker.functions import hosted_functions
 from colocate.worker.hosted import HostedRole
 from colocate.worker.lane import Lane, Work
@@ -77,7 +77,9 @@ class WorkerHost:
         self._asks: dict[int, tuple[int, Future[Any]]] = {}
         self._interrupted: tuple[int, str] | None = None
         self._tokens = itertools.count(1)
+        self._base = 0  # calls up to this are of a driver that has let go
         self.groups = ProcessGroups(self.ask, in_process, boot.host)
+        self._make_peers = peers
         self.peers = peers(self)
         self._transfer = Transfer(f"colocate-transfer-{boot.worker}")
         self.lane = Lane(f"{LANE}{boot.worker}", self._held, self._broken, turns)
@@ -192,6 +194,31 @@ class WorkerHost:
         self.lane.close()
         self._transfer.put(self._end)
 
+    # -- from driver to driver, on the receiving thread
+
+    def renew(self, base: int) -> None:
+        """Its driver has let go: what that asked for is dropped, what runs is cancelled, what it kept is forgotten.
+
+        Args:
+            base: The numbers of the next driver's calls, holds and residents are above this.
+        """
+        self._base = base
+        self.store.renew(base)
+        self._interrupted = None
+        for token in list(self._asks):
+            if (asked := self._asks.pop(token, None)) is not None:
+                asked[1].set_exception(Consequence(LET_GO))
+        self.lane.renew(base)
+        self.peers.abort(LET_GO)
+        self.groups.give_up_making()
+        self.groups.cut()
+
+    def adopt(self, boot: Boot) -> None:
+        """Another driver commands it from now on, with a secret of its own for what workers tell each other."""
+        self.boot = boot
+        former, self.peers = self.peers, self._make_peers(self)
+        self._transfer.put(former.close)
+
     def _broken(self) -> None:
         """Without its lane the worker is of no use: it leaves, and its group fails instead of waiting for it."""
         self.close("its lane broke")
@@ -218,6 +245,8 @@ class WorkerHost:
     def interruption(self) -> str | None:
         """Why the call that asks mustn't wait for another worker; None when it may."""
         state = running_call.get()
+        if state is not None and 0 < state.seq <= self._base:
+            return LET_GO
         if self._interrupted is not None and (state is None or state.seq >= self._interrupted[0]):
             return self._interrupted[1]
         return None
@@ -377,7 +406,8 @@ class WorkerHost:
         )
         secondary = isinstance(error, Consequence) or self.groups.lost_a_peer()
         told = failure.describe(error, role=role, host=host, secondary=secondary)
-        self._send(("failed", seq, told.head()), failure.sendable(error, self.codec))
+        if not 0 < seq <= self._base:  # otherwise nobody would lead the hold that follows
+            self._send(("failed", seq, told.head()), failure.sendable(error, self.codec))
         if keep is not None:  # who uses it fails of that in turn, and is to be heard of later than this
             self.store.fail(keep, f"{told.type}: {told.text}")
         del error

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import attrs
 
 from colocate._context import CallState
-from colocate.wire import Turns
+from colocate.wire import SocketLane, Turns
 
 
 @attrs.define(eq=False)
@@ -53,7 +53,17 @@ class _Decided:
     dropped: int | None
 
 
-_Item: TypeAlias = "Work | _Hold | _Resume | _Decided | None"
+@attrs.frozen
+class _Renewed:
+    base: int
+
+
+@attrs.frozen
+class _Turned:
+    lane: SocketLane
+
+
+_Item: TypeAlias = "Work | _Hold | _Resume | _Decided | _Renewed | _Turned | None"
 _NEVER = sys.maxsize
 
 
@@ -84,6 +94,7 @@ class Lane:
         self._limits: dict[int, int] = {}  # by hold that isn't over: only calls before this one begin
         self._held_up: dict[int, int] = {}  # calls that may be withdrawn: they and later ones wait, by question
         self._begun = -1
+        self._base = 0  # calls (but for the construction of roles) and holds up to this are of a driver that has let go
         self.closing = False
         self.running: dict[int, Work] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -134,6 +145,17 @@ class Lane:
     def resume(self, number: int, withdrawn: frozenset[int]) -> None:
         """Go on after a hold, without the withdrawn calls."""
         self._put(_Resume(number, withdrawn))
+
+    def renew(self, base: int) -> None:
+        """Drop what a driver has left behind; the numbers of the next one's calls and holds are above `base`."""
+        self._base = base
+        for work in list(self.running.values()):
+            work.cancelled = work.cancelled or work.seq <= base
+        self._put(_Renewed(base))
+
+    def turn_to(self, lane: SocketLane) -> None:
+        """Messages come by another lane from now on."""
+        self._put(_Turned(lane))
 
     def close(self) -> None:
         """End the thread after what runs now; queued work is dropped."""
@@ -245,6 +267,20 @@ class Lane:
             self._held_up.pop(item.token, None)
             if item.dropped is not None:
                 self._drop(frozenset({item.dropped}))
+        elif isinstance(item, _Renewed):
+            self._forget(item.base)
+        elif isinstance(item, _Turned) and self._turns is not None:
+            self._turns.turn_to(item.lane)
+
+    def _forget(self, base: int) -> None:
+        """Nothing is known of what a driver did that has let go. The next one's first hold may be known already."""
+        for number in [number for number in list(self._limits) if number <= base]:
+            del self._limits[number]
+        for token in [token for token, seq in list(self._held_up.items()) if seq <= base]:
+            del self._held_up[token]
+        self._held, self._noted = max(self._held, base), max(self._noted, base)
+        self._resumed, self._reported = max(self._resumed, base), max(self._reported, base)
+        self._drop(frozenset(work.seq for work in self._waiting if work.seq <= base))
 
     def _drop(self, withdrawn: frozenset[int]) -> None:
         for work in [work for work in self._waiting if work.seq in withdrawn]:
@@ -260,6 +296,8 @@ class Lane:
             del self.running[work.seq]
 
     def _stop(self, work: Work) -> None:
+        if 0 < work.seq <= self._base:  # nobody leads the hold that would follow
+            return
         # The hold that this failure will lead to is the next one, unless one is under way already.
         self._noted = self._held = max(self._held, self._resumed + 1)
         self._limit_to(self._held, work.seq)

@@ -1,21 +1,19 @@
 """A worker process: `python -m colocate.worker FD PARENT_PID serves|waits LABEL`.
 
 The descriptor is its end of the lane, or with `waits` a socket on which that comes later; the label, which is for
-whoever looks at the processes of this machine, says whose it is. The worker lives as long as
-its driver and whoever started it: it ends when the lane does, and the kernel kills it when the launching thread ends,
-even while role code holds the GIL.
+whoever looks at the processes of this machine, says whose it is. The worker lives as long as its driver and whoever
+started it: it ends when the lane does (in a pool that may be detached: when its keeper says so), and the kernel kills
+it when the launching thread ends, even while role code holds the GIL.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import os
-import platform
 import signal
 import socket
 import sys
 from functools import partial
-from typing import Any
 
 from colocate import wire
 from colocate._codec import BY_VALUE
@@ -25,8 +23,7 @@ from colocate.worker.guard import start_guard
 from colocate.worker.host import WorkerHost
 from colocate.worker.output import label_output
 from colocate.worker.peers import ChannelPeers
-
-GIVEN_BYTES = 1 << 20
+from colocate.worker.service import Service, given
 
 
 def main() -> None:
@@ -39,23 +36,24 @@ def main() -> None:
     start_guard()
     sock = socket.socket(fileno=fd)
     if sys.argv[3] == "waits":
-        serve(*_given(sock))
+        _wait_for_lane(sock)
     else:
         serve(sock)
 
 
-def _given(door: socket.socket) -> tuple[socket.socket, wire.Tls | None]:
+def _wait_for_lane(door: socket.socket) -> None:
     """Wait for the lane and the certificates of this machine; without a lane there is nothing to do."""
-    with door:
-        data, fds, _, _ = socket.recv_fds(door, GIVEN_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
-    if not fds:
+    try:
+        found = given(door)
+    except EOFError:
         os._exit(0)
-    if data == wire.NO_TLS:
-        return socket.socket(fileno=fds[0]), None
-    import json
-
-    tls = json.loads(data)
-    return socket.socket(fileno=fds[0]), wire.Tls(**tls)
+    assert found is not None
+    sock, epoch, tls = found
+    if epoch:
+        serve(sock, tls, epoch, wire.track_socket(door))
+    else:
+        door.close()
+        serve(sock, tls)
 
 
 def _leave_signals_to_the_driver() -> None:
@@ -78,27 +76,21 @@ def _leave_signals_to_the_driver() -> None:
     os.register_at_fork(after_in_child=restore)
 
 
-def serve(sock: socket.socket, tls: wire.Tls | None = None) -> None:
-    """Be the worker at the other end of a connected, authenticated socket; the first message is the boot."""
+def serve(sock: socket.socket, tls: wire.Tls | None = None, epoch: int = 0, door: socket.socket | None = None) -> None:
+    """Be the worker at the other end of a connected, authenticated socket; the first message is the boot.
+
+    Args:
+        sock: The socket.
+        tls: This machine's certificates.
+        epoch: That of the driver, in a pool that may be detached.
+        door: Where lanes to the drivers after it will come from.
+    """
     hub = wire.Hub("worker", own_thread=False)
-    state: dict[str, WorkerHost] = {}
-
-    def received(head: tuple[Any, ...], body: Any) -> None:
-        if head[0] == "boot":
-            state["host"] = start(wire.unpack(body), lane, hub, tls)
-        else:
-            state["host"].receive(head, body)
-
-    def closed(reason: str) -> None:
-        # Without the driver nothing here has an owner; role code that still runs must not keep the process.
-        if "host" not in state or not state["host"].ended:
-            os._exit(0)
-
-    lane = hub.attach(sock, received, closed)
+    Service(hub, start, tls, door).open(sock, epoch)
     hub.run()
 
 
-def start(boot: Boot, lane: wire.SocketLane, hub: wire.Hub, tls: wire.Tls | None) -> WorkerHost:
+def start(boot: Boot, service: Service, lane: wire.SocketLane) -> WorkerHost:
     """Set the process up as the boot says, and start the host."""
     os.environ.update(boot.env)
     if (interface := _interface(boot.host)) is not None:
@@ -111,14 +103,13 @@ def start(boot: Boot, lane: wire.SocketLane, hub: wire.Hub, tls: wire.Tls | None
         os.environ["OMP_NUM_THREADS"] = str(max(1, int(boot.cpus)))
 
     def leave() -> None:
-        lane.drain(1.0)
-        hub.close()
+        service.drain(1.0)
+        service.hub.close()
         turns.close()
 
     turns = wire.Turns(lane)
-    host = WorkerHost(boot, BY_VALUE, partial(_say, lane), partial(ChannelPeers, tls=tls), on_end=leave, turns=turns)
-    lane.send(("hello", hello()))
-    return host
+    peers = partial(ChannelPeers, tls=service.tls)
+    return WorkerHost(boot, BY_VALUE, service.say, peers, on_end=leave, turns=turns)
 
 
 def _interface(host: str) -> str | None:
@@ -129,18 +120,3 @@ def _interface(host: str) -> str | None:
 
     found = (name for name, entries in psutil.net_if_addrs().items() for entry in entries if entry.address == host)
     return next(found, None)
-
-
-def _say(lane: wire.SocketLane, head: tuple[Any, ...], body: Any) -> None:
-    lane.send(head, body)
-
-
-def hello() -> dict[str, Any]:
-    """What a worker says of itself first."""
-    import colocate
-
-    return {
-        "pid": os.getpid(),
-        "python": platform.python_version().rpartition(".")[0],
-        "colocate": colocate.__version__,
-    }

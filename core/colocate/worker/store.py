@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 
 from colocate._values import Watch
-from colocate.worker.consequence import Consequence, Poisoned
+from colocate.worker.consequence import LET_GO, Consequence, Poisoned
 
 
 @attrs.define(eq=False)
@@ -32,6 +32,7 @@ class Store:
         self._entries: dict[int, Entry] = {}
         self._news = threading.Condition()
         self._closed: str | None = None
+        self._base = 0  # keys up to this are of a driver that has let go
 
     def expect(self, key: int) -> None:
         """A call is queued here whose result will be kept."""
@@ -91,7 +92,7 @@ class Store:
                     if entry.error is not None:
                         raise Poisoned(entry.error)
                     return entry
-                reason = interruption()
+                reason = LET_GO if key <= self._base else interruption()
                 if reason is not None:
                     raise Consequence(reason)
                 self._news.wait()
@@ -99,6 +100,14 @@ class Store:
     def poke(self) -> None:
         """Let those who wait look whether they still may."""
         with self._news:
+            self._news.notify_all()
+
+    def renew(self, base: int) -> None:
+        """Forget what a driver that has let go has kept; the next one's keys are above `base`."""
+        with self._news:
+            self._base = base
+            for key in [key for key in self._entries if key <= base]:
+                del self._entries[key]
             self._news.notify_all()
 
     def close(self, reason: str) -> None:

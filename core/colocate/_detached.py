@@ -1,0 +1,285 @@
+"""Detaching and attaching: a pool changes its driver. What a driver does; `keeper/tenure.py` has the other half.
+
+Whoever detaches a pool is through with it. Whoever attaches it borrows it: the end of that, however it comes, leaves
+the pool as it is; or owns it (`own=True`), and then it ends with its driver as any other. One driver commands a pool at
+a time, and each has an epoch higher than any before: the numbers of its calls, holds and residents begin above those of
+the epoch before, so that nothing of one is ever taken for something of another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import attrs
+
+from colocate import _record
+from colocate._failures import hung_error
+from colocate._group import ColocatedGroup
+from colocate._owned import Owned, caller
+from colocate._pool import Pool
+from colocate._record import GroupRecord
+from colocate.errors import ClosedError, ColocateError, ConfigError
+from colocate.executor import Detachable
+from colocate.keeper.tenure import Terms
+
+if TYPE_CHECKING:
+    from colocate._runtime import Runtime
+
+
+@attrs.define(eq=False)
+class Tenancy:
+    """How this driver has a pool that was detached once.
+
+    Attributes:
+        name: What it is called in the cluster.
+        own: Whether it ends with this driver.
+        ttl: Seconds that it lives without any.
+        kept: The groups that belong to it, by name; others end with this driver.
+    """
+
+    name: str
+    own: bool
+    ttl: float
+    kept: set[str] = attrs.field(factory=set)
+
+
+# -- detach
+
+
+def detach(pool: Pool, name: str, ttl: float) -> None:
+    """See `Pool.detach`."""
+    _check_terms(name, ttl)
+    pool.check()
+    executor = pool.runtime.executor
+    if not pool.request.detachable or not isinstance(executor, Detachable):
+        raise ConfigError(
+            f"pool {pool.name!r} was reserved without detachable=True: runtime.reserve(..., detachable=True)"
+        )
+    if pool.tenancy is not None and not pool.tenancy.own:
+        raise ConfigError(
+            f"pool {pool.name!r} is borrowed, and stays detached as {pool.tenancy.name!r} when this borrow is closed; "
+            f"runtime.attach({pool.tenancy.name!r}, own=True) takes it, and may detach it again"
+        )
+    file, number = caller()
+    by = f"detaching pool {pool.name!r} as {name!r} at {file}:{number}; runtime.attach({name!r}) takes it up"
+    assert pool.reservation is not None
+    groups = _close_all(pool, by)
+    try:
+        executor.publish(pool.reservation, _terms(pool, groups, name, ttl))
+    except BaseException:
+        _reopen([pool, *groups])
+        raise
+    _left(pool, groups)
+    executor.let_go(pool.reservation)
+
+
+def _check_terms(name: str, ttl: Any) -> None:
+    if not isinstance(name, str) or not name or any(not (each.isalnum() or each in "-_.") for each in name):
+        raise ConfigError(f"a pool can't be detached as {name!r}: use letters, digits, '-', '_' and '.'")
+    if isinstance(ttl, bool) or not isinstance(ttl, int | float) or not 0 < ttl < float("inf"):
+        raise ConfigError(
+            f"pool.detach({name!r}, ttl={ttl!r}): give seconds. They are how long it lives without a driver; "
+            "a pool without an end would be a leak"
+        )
+
+
+def _close_all(pool: Pool, by: str) -> list[ColocatedGroup]:
+    """Refuse all new uses at once, or none; the groups."""
+    with contextlib.ExitStack() as locks:
+        locks.enter_context(pool.lock)
+        groups = list(pool.groups.values())
+        for group in groups:
+            locks.enter_context(group.order.lock)
+        pool.check()
+        for group in groups:
+            _check_idle(group)
+        for each in (pool, *groups):
+            each.mark_closed(by)
+    return groups
+
+
+def _check_idle(group: ColocatedGroup) -> None:
+    """Raise when detaching it would break something."""
+    group.check()
+    if group.state != "ready":
+        raise ColocateError(f"group {group.name!r} can't be detached while it is {group.state}")
+    if group.order.pending:
+        first = next(iter(group.order.pending.values()))
+        raise ColocateError(
+            f"group {group.name!r} can't be detached while calls are pending ({len(group.order.pending)}, the first is "
+            f"{first.label}): wait for them"
+        )
+    if lent := group.residents.lent():
+        raise ColocateError(f"group {group.name!r} can't be detached: {'; '.join(lent)}. Wait for that")
+
+
+def _reopen(nodes: Sequence[Owned]) -> None:
+    for node in nodes:
+        node.reopen()
+
+
+def _terms(pool: Pool, groups: Sequence[ColocatedGroup], name: str, ttl: float) -> Terms:
+    kept = frozenset(worker.host.token for group in groups for worker in group.workforce.workers)
+    return Terms(name, float(ttl), kept, _record.record_of(pool, groups, float(ttl)), _record.about(pool, groups))
+
+
+def changed(pool: Pool) -> None:
+    """Groups of the pool have come, gone or been restarted: those after this driver are to find what there is."""
+    tenancy = pool.tenancy
+    executor = pool.runtime.executor
+    if tenancy is None or pool.reservation is None or pool.closed_by is not None:
+        return
+    groups = [group for group in pool.groups.values() if tenancy.own or group.name in tenancy.kept]
+    tenancy.kept = {group.name for group in groups}
+    cast("Detachable", executor).keep(pool.reservation, _terms(pool, groups, tenancy.name, tenancy.ttl))
+
+
+# -- attach
+
+
+def attach(runtime: Runtime, name: str, own: bool) -> Pool:
+    """See `Runtime.attach`."""
+    executor = cast("Detachable", runtime.executor)
+    file, number = caller()
+    who = f"driver {os.getpid()} on {platform.node()} ({file}:{number})"
+    fence = _Fence()
+    adopted = executor.adopt(name, who, own, fence.fenced)
+    try:
+        record = _record.load(adopted.record, name)
+        pool = Pool(runtime, record.name, record.request)
+    except BaseException:
+        executor.let_go(adopted.reservation)
+        raise
+    pool.tenancy = Tenancy(name, own, record.ttl, {group.name for group in record.groups})
+    pool.epoch = adopted.epoch
+    try:
+        pool.hold(adopted.reservation)
+        fence.watch(pool)
+        taken = [_taken(pool, each) for each in record.groups]
+        for group in taken:
+            _greet(group)
+    except BaseException as error:
+        pool.tenancy.own = False  # it goes on
+        pool.close_after(error, "its failed attachment", 0.0)
+        raise
+    return pool
+
+
+class _Fence:
+    """Hears that another driver has taken a pool, perhaps before there is one."""
+
+    def __init__(self) -> None:
+        self._pool: Pool | None = None
+        self._by: str | None = None
+        self._lock = threading.Lock()
+
+    def fenced(self, by: str) -> None:
+        """Another driver has it. On the thread that hears messages."""
+        with self._lock:
+            self._by = by
+            pool = self._pool
+        if pool is not None:
+            lost(pool, by)
+
+    def watch(self, pool: Pool) -> None:
+        """Tell a pool, also when it has happened already."""
+        with self._lock:
+            self._pool = pool
+            by = self._by
+        if by is not None:
+            lost(pool, by)
+
+
+def _taken(pool: Pool, record: GroupRecord) -> ColocatedGroup:
+    group = pool.place(record.slots, record.declared(), record.name, record.restarts)
+    group.generation, group.seed, group.line, group.created = (
+        record.generation,
+        record.seed,
+        record.line,
+        record.created,
+    )
+    group.restarts.checkpoint = record.checkpoint
+    executor = cast("Detachable", pool.runtime.executor)
+    group.workforce.take(executor, record.tokens)
+    return group
+
+
+def _greet(group: ColocatedGroup) -> None:
+    """Wait until its workers have heard of their new driver; then have them all come back from what they were in."""
+    silent = group.workforce.wait_hello(group.grace)
+    group.workforce.ready()
+    if silent and group.failure is None:
+        group.fail(hung_error(group, silent[0], None, None))
+    elif group.failure is None:
+        group.order.begin_anew()
+
+
+# -- the end
+
+
+def end_borrow(pool: Pool, by: str | None, grace: float) -> list[BaseException]:
+    """Let go of a borrowed pool: it goes on, but for groups that this driver has spawned on it."""
+    errors: list[BaseException] = []
+    for group in reversed(list(pool.groups.values())):
+        try:
+            group.close_for(f"closing pool {pool.name!r} ({pool.closed_by})", grace, force=True)
+        except BaseExceptionGroup as found:
+            errors += found.exceptions
+    if pool.reservation is not None:
+        cast("Detachable", pool.runtime.executor).let_go(pool.reservation)
+    return errors
+
+
+def let_go(group: ColocatedGroup, by: str | None) -> None:
+    """Let go of a group that goes on in a borrowed pool: what this driver has in it ends."""
+    if not group.mark_closed(by):
+        group.wait_closed()
+        return
+    group.residents.break_borrows()
+    _end(group)
+
+
+def _end(group: ColocatedGroup) -> None:
+    error = ClosedError(f"group {group.name!r} was closed by {group.closed_by}", closed_by=group.closed_by)
+    group.order.fail_all(error)
+    group.residents.fail(error)
+    group.restarts.stop()
+    group.enter("closed")
+    group.runtime.groups.pop(group.name, None)
+    group.disown()
+    group.finished()
+
+
+def _left(pool: Pool, groups: Sequence[ColocatedGroup]) -> None:
+    """Nothing of it is this driver's any more."""
+    for group in groups:
+        _end(group)
+    pool.state = "closed"
+    pool.disown()
+    pool.finished()
+
+
+def lost(pool: Pool, by: str) -> None:
+    """Another driver has taken it. On the thread that hears messages: nothing here waits."""
+    words = f"{by}, who has attached it with own=True"
+    if not pool.mark_closed(words):
+        return  # it is being closed here, which this cuts short
+    groups = list(pool.groups.values())
+    for group in groups:
+        if group.mark_closed(words):
+            group.residents.break_borrows()
+    _left(pool, groups)
+    executor, reservation = cast("Detachable", pool.runtime.executor), pool.reservation
+    if reservation is not None:
+        threading.Thread(target=executor.let_go, args=(reservation,), name="colocate-fenced", daemon=True).start()
+
+
+def seen(found: Mapping[str, Any]) -> dict[str, Any]:
+    """A listed pool, as JSON has it."""
+    return {**found, "since": time.strftime("%FT%T%z", time.localtime(found["since"]))}

@@ -1,0 +1,147 @@
+"""The record of a detached pool: what the drivers after the one that made it need to take it up, starting nothing."""
+
+from __future__ import annotations
+
+import pickle
+import platform
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+import colocate
+from colocate._checkpoint import Checkpoint
+from colocate._role import check_role
+from colocate._ship import ship_by_value
+from colocate._spawn import Declared
+from colocate._view import RoleInfo
+from colocate.errors import ColocateError
+from colocate.executor import Request
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from colocate._group import ColocatedGroup
+    from colocate._pool import Pool
+
+
+@attrs.frozen
+class GroupRecord:
+    """One group.
+
+    Attributes:
+        name: Its name.
+        roles: Its roles, pickled; classes that no installed distribution has are in it by value.
+        slots: The slots of the pool that it has.
+        tokens: By which its workers are taken up, by slot.
+        pids: Of its workers.
+        generation: How often it has been restarted.
+        seed: That of the runtime that made it.
+        line: The line that made it.
+        created: When.
+        restarts: How often it is rebuilt at most.
+        checkpoint: What it is rebuilt from, if there is something.
+    """
+
+    name: str
+    roles: bytes = attrs.field(repr=False)
+    slots: tuple[int, ...]
+    tokens: tuple[bytes, ...] = attrs.field(repr=False)
+    pids: tuple[int | None, ...]
+    generation: int
+    seed: int
+    line: tuple[str, int]
+    created: float
+    restarts: int
+    checkpoint: Checkpoint | None
+
+    def declared(self) -> Declared:
+        """Its roles."""
+        default_role, distributions, roles = pickle.loads(self.roles)
+        infos = {
+            name: RoleInfo(name, cls, check_role(name, cls), slots, meshes, origin)
+            for name, (cls, _, slots, meshes, origin) in roles.items()
+        }
+        return Declared(infos, {name: spec for name, (_, spec, *_) in roles.items()}, distributions, default_role)
+
+
+@attrs.frozen
+class PoolRecord:
+    """A pool and its groups."""
+
+    name: str
+    request: Request
+    line: tuple[str, int]
+    created: float
+    ttl: float
+    groups: tuple[GroupRecord, ...]
+
+
+def record_of(pool: Pool, groups: Iterable[ColocatedGroup], ttl: float) -> bytes:
+    """The record of a pool.
+
+    Raises:
+        SerializationError: A role can't be pickled.
+    """
+    groups_found = tuple(_group(pool, each) for each in groups)
+    found = PoolRecord(pool.name, pool.request, pool.line, pool.created, ttl, groups_found)
+    return pickle.dumps((_versions(), pickle.dumps(found)))
+
+
+def load(record: bytes, name: str) -> PoolRecord:
+    """What a record says.
+
+    Raises:
+        ColocateError: Other versions have made it.
+    """
+    there, body = pickle.loads(record)
+    if there != _versions():
+        raise ColocateError(
+            f"pool {name!r} was detached by a driver with {_words(there)}, and this one has {_words(_versions())}: "
+            "attach with the same versions (colocate close NAME works with any)"
+        )
+    found: PoolRecord = pickle.loads(body)
+    return found
+
+
+def about(pool: Pool, groups: Iterable[ColocatedGroup]) -> dict[str, Any]:
+    """What listings show of a pool."""
+    return {
+        "pool": pool.name,
+        "slots": len(pool),
+        "nodes": sorted({place.node for place in pool.places}),
+        "groups": {group.name: list(group.roles) for group in groups},
+    }
+
+
+def _group(pool: Pool, group: ColocatedGroup) -> GroupRecord:
+    declared = group.declared
+    roles = {
+        name: (info.cls, declared.specs[name], info.slots, info.meshes, info.origin)
+        for name, info in declared.infos.items()
+    }
+    pickled = ship_by_value(
+        (declared.default_role, dict(declared.distributions), roles), f"what roles of group {group.name!r} are made of"
+    ).data
+    assert pickled is not None
+    workers = group.workforce.workers
+    return GroupRecord(
+        group.name,
+        pickled,
+        tuple(group.indices),
+        tuple(worker.host.token for worker in workers),
+        tuple(worker.pid for worker in workers),
+        group.generation,
+        group.seed,
+        group.line,
+        group.created,
+        group.restarts.limit,
+        group.restarts.checkpoint,
+    )
+
+
+def _versions() -> tuple[str, str]:
+    return colocate.__version__, platform.python_version().rpartition(".")[0]
+
+
+def _words(versions: tuple[str, str]) -> str:
+    return f"colocate {versions[0]} and Python {versions[1]}"

@@ -1,0 +1,230 @@
+"""The driver's side of a pool that may be detached: all its keepers together, one of which is the lead."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import attrs
+
+from colocate.errors import BorrowedError, ClosedError, ColocateError, EngineError
+from colocate.keeper.greeting import NEWCOMER
+from colocate.keeper.slots import Keepers, KeptSlot
+from colocate.keeper.tenure import Terms
+
+_ANSWER_S = 10.0
+_LEAVE_S = 2.0
+
+
+@attrs.frozen
+class Title:
+    """What a registry of the engine has of a detached pool: enough to find it and to prove that one may.
+
+    Attributes:
+        name: What it is called in the cluster.
+        lead: Address of the lead keeper.
+        key: The secret of its keepers.
+        facts: What the executor needs to find the slots again; plain data.
+    """
+
+    name: str
+    lead: str
+    key: bytes = attrs.field(repr=False)
+    facts: Any = None
+
+
+@attrs.frozen
+class Claim:
+    """What a newcomer says.
+
+    Attributes:
+        who: Who it is, in words.
+        own: Whether it takes the pool from whoever has it.
+        epoch: What the lead has granted; 0 to the lead itself.
+        fenced: Told, on the hub's thread, when another driver has taken the pool: who, in words.
+    """
+
+    who: str
+    own: bool
+    fenced: Callable[[str], None]
+    epoch: int = 0
+
+
+class ClaimedSlot(KeptSlot):
+    """A slot whose keeper another driver has started."""
+
+    def __init__(
+        self, keepers: Keepers, address: str, key: bytes, claim: Claim, on_stuck: Callable[[], None] = lambda: None
+    ) -> None:
+        super().__init__(keepers, address, on_stuck, key)
+        self.record = b""
+        self.epoch = 0
+        self._claim = claim
+        self._refusal: tuple[str, str] | None = None
+        self._settled = threading.Event()
+
+    def connect(self) -> None:
+        """Claim it, after the lead has been granted."""
+        try:
+            if not self._closed:
+                self._dial()
+        except (OSError, ColocateError) as error:
+            self._lost = f"its keeper can't be had: {error}"
+            self.keepers.hub.later(0.0, partial(self._over, self._lost))
+        finally:
+            self._connected.set()
+
+    def claim(self) -> None:
+        """Claim it as the lead.
+
+        Raises:
+            BorrowedError: Another driver has it.
+            EngineError: It is gone.
+        """
+        try:
+            self._dial()
+        except OSError as error:
+            raise EngineError(f"its lead keeper can't be reached: {error}") from error
+        finally:
+            self._connected.set()
+
+    def _dial(self) -> None:
+        """Claim it.
+
+        Raises:
+            BorrowedError: Another driver has it.
+            ClosedError: A later driver has it, or it isn't detached any more.
+            EngineError: No answer.
+        """
+        keepers, claim = self.keepers, self._claim
+        self._commands = keepers.dial(self.address, NEWCOMER, self._told, self._disconnected, self.key)
+        self._commands.send(("attach", claim.epoch, claim.who, claim.own))
+        try:
+            if not self._settled.wait(_ANSWER_S):
+                raise EngineError(f"the keeper at {self.address} doesn't answer")
+            if self._refusal is not None:
+                kind, words = self._refusal
+                raise BorrowedError(words, borrowers=(words,)) if kind == "borrowed" else ClosedError(words)
+            if not self.epoch:
+                raise EngineError(f"the keeper at {self.address} has ended")
+        except ColocateError:
+            self._commands.close()
+            raise
+        if self._closed:
+            self._commands.close()
+
+    def _told(self, head: tuple[Any, ...], body: Any) -> None:
+        if head[0] == "granted":
+            self.epoch, self.record = head[1:]
+            self._settled.set()
+        elif head[0] == "refused":
+            self._refusal = head[1:]
+            self._settled.set()
+        elif head[0] == "fenced":
+            self._closed = True
+            self._claim.fenced(head[1])
+        else:
+            super()._told(head, body)
+
+    def _disconnected(self, reason: str) -> None:
+        self._settled.set()
+        super()._disconnected(reason)
+
+
+class Estate:
+    """The keepers of one pool that may be detached.
+
+    Attributes:
+        key: Their secret.
+        lead: The one that has the record.
+        slots: Those with slots; the lead may be among them.
+    """
+
+    def __init__(self, key: bytes, lead: KeptSlot, slots: Sequence[KeptSlot]) -> None:
+        """Take them together."""
+        self.key = key
+        self.lead = lead
+        self.slots = slots
+
+    def title(self, name: str, facts: Any) -> Title:
+        """What the engine's registry is to know."""
+        return Title(name, self.lead.address, self.key, facts)
+
+    def detach(self, terms: Terms) -> None:
+        """Have every keeper go on without this driver, when that lets go.
+
+        Raises:
+            EngineError: One of them doesn't confirm it.
+        """
+        # The lead last: until it agrees nobody can attach, and what goes wrong before ends with the driver.
+        for slot in [*(slot for slot in self.slots if slot is not self.lead), self.lead]:
+            its = terms if slot is self.lead else attrs.evolve(terms, record=b"", about={})
+            lost = slot.wait_connected()
+            if lost is not None or not slot.confirm("detach", its, within_s=_ANSWER_S):
+                raise EngineError(f"the keeper at {slot.address} doesn't confirm that the pool is detached")
+
+    def keep(self, terms: Terms) -> None:
+        """The record has changed."""
+        for slot in self._all():
+            slot.command("keep", terms if slot is self.lead else attrs.evolve(terms, record=b"", about={}))
+
+    def give_up(self) -> None:
+        """Let go; the pool goes on."""
+        threads = [threading.Thread(target=slot.give_up, args=(_LEAVE_S,), daemon=True) for slot in self._all()]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def _all(self) -> list[KeptSlot]:
+        return [*(slot for slot in self.slots if slot is not self.lead), self.lead]
+
+
+def look(keepers: Keepers, title: Title) -> Mapping[str, Any] | None:
+    """What the lead of a detached pool says of it; None when it is gone."""
+    answers: list[Any] = []
+    answered = threading.Event()
+
+    def told(head: tuple[Any, ...], body: Any) -> None:
+        answers.append(head[1])
+        answered.set()
+
+    try:
+        lane = keepers.dial(title.lead, NEWCOMER, told, lambda reason: answered.set(), title.key)
+    except (OSError, ClosedError):
+        return None
+    lane.send(("look",))
+    answered.wait(_ANSWER_S)
+    lane.close()
+    return answers[0] if answers else None
+
+
+def claim_lead(
+    keepers: Keepers, title: Title, claim: Claim, on_stuck: Callable[[], None] = lambda: None
+) -> ClaimedSlot:
+    """Claim a pool: its lead decides.
+
+    Raises:
+        BorrowedError: Another driver has it.
+        EngineError: It is gone.
+    """
+    lead = ClaimedSlot(keepers, title.lead, title.key, claim, on_stuck)
+    keepers.track(lead)
+    try:
+        lead.claim()
+    except BorrowedError as error:
+        lead.close()
+        raise BorrowedError(
+            f"pool {title.name!r} is attached by {error.message}. Wait for that to end, or take it: "
+            f"runtime.attach({title.name!r}, own=True)",
+            borrowers=error.borrowers,
+        ) from None
+    except (ClosedError, EngineError) as error:
+        lead.close()
+        raise EngineError(f"pool {title.name!r} can't be attached: {error.message}") from error
+    except BaseException:
+        lead.close()
+        raise
+    return lead

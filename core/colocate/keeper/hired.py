@@ -1,0 +1,173 @@
+"""A worker of a keeper, from the driver's command to its end; and the process that becomes one."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import attrs
+
+from colocate import wire
+from colocate.keeper.process import WorkerProcess
+
+_TAIL_LINES = 20
+
+
+class Teller(Protocol):
+    """The keeper, as its workers see it."""
+
+    def tell(self, *head: Any) -> None:
+        """Tell the driver something."""
+
+    def forget(self, worker: Hired, exit: tuple[Any, ...]) -> None:
+        """A worker has ended."""
+
+
+class _NoProcess(WorkerProcess):
+    """Stands where a worker's process will be."""
+
+    def __init__(self) -> None:
+        pass
+
+    @property
+    def pid(self) -> int:
+        """There is none."""
+        return 0
+
+    def kill(self) -> None:
+        """There is nothing to end."""
+
+
+NO_PROCESS = _NoProcess()
+
+
+class Hired:
+    """One worker of a keeper, from the driver's command to its end."""
+
+    def __init__(self, keeper: Teller, token: bytes, env: Mapping[str, str], name: str) -> None:
+        self.token = token
+        self.name = name
+        self.env = env
+        self.killed = False
+        self.gone = threading.Event()
+        self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self.spare: Spare | None = None
+        self._keeper = keeper
+        self.process: WorkerProcess = NO_PROCESS
+
+    def kill(self) -> None:
+        """End it."""
+        self.killed = True
+        if self.process is NO_PROCESS:
+            self.ended(None, None)
+        else:
+            self.process.kill()
+
+    def cut(self) -> None:
+        """The driver at the other end of its lane no longer commands. On the launching thread."""
+        if self.spare is not None:
+            self.spare.cut()
+
+    def said(self, line: str) -> None:
+        """A line of its output."""
+        self.tail.append(line)
+        self._keeper.tell("said", self.token, line)
+
+    def ended(self, exitcode: int | None, signal: str | None) -> None:
+        """It is gone."""
+        self._report(exitcode, signal, None)
+
+    def failed(self, why: str) -> None:
+        """There was no process to be started."""
+        self._report(None, None, f"it could not be started: {why}")
+
+    def _report(self, exitcode: int | None, signal: str | None, detail: str | None) -> None:
+        if not self.gone.is_set():
+            self._keeper.tell("ended", self.token, exitcode, signal, detail)
+            self._keeper.forget(self, (exitcode, signal, detail))
+            self.gone.set()
+
+
+class Spare:
+    """A process that waits for its lane: the interpreter and what a worker imports take a while."""
+
+    def __init__(self, hub: wire.Hub, env: Mapping[str, str], label: str) -> None:
+        self._worker: Hired | None = None
+        self._ended: tuple[int | None, str | None] | None = None
+        self._said: list[str] = []
+        self._lock = threading.Lock()
+        self.gone = threading.Event()
+        self._process = WorkerProcess(hub, self)
+        self._door, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        try:
+            with theirs:
+                self._process.start(env, theirs, waits=True, label=label)
+        except BaseException:
+            self._door.close()
+            raise
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    @property
+    def waits(self) -> bool:
+        """Whether it can still be given a lane."""
+        return self._ended is None
+
+    def give(self, worker: Hired, lane: socket.socket, epoch: int, tls: wire.Tls | None) -> None:
+        """Make it a worker. It may be given another lane later, if it is told an epoch."""
+        self.pass_on(lane, epoch, tls)
+        if not epoch:
+            self._door.close()
+        with self._lock:
+            worker.process, worker.spare = self._process, self
+            self._worker, ended = worker, self._ended
+        for line in self._said:
+            worker.said(line)
+        if ended is not None:  # it had ended already
+            worker.ended(*ended)
+        elif worker.killed:
+            self._process.kill()
+
+    def pass_on(self, lane: socket.socket, epoch: int, tls: wire.Tls | None) -> None:
+        """Give it a lane."""
+        # When it has just died, its end is told as the worker's.
+        with lane, contextlib.suppress(OSError):
+            told = wire.NO_TLS if tls is None else json.dumps(attrs.asdict(tls)).encode()
+            socket.send_fds(self._door, [b"%d " % epoch + told], [lane.fileno()])
+
+    def cut(self) -> None:
+        """Have it let go of the lane that it has."""
+        with contextlib.suppress(OSError):  # it has just died
+            self._door.send(wire.CUT)
+
+    def drop(self) -> None:
+        """It isn't needed."""
+        self._process.kill()
+        self._door.close()
+
+    # -- on the hub's thread
+
+    def said(self, line: str) -> None:
+        """A line of its output."""
+        if self._worker is None:
+            self._said.append(line)
+        else:
+            self._worker.said(line)
+
+    def ended(self, exitcode: int | None, signal: str | None) -> None:
+        """It is gone."""
+        with self._lock:
+            self._ended = exitcode, signal
+            worker = self._worker
+        if worker is not None:
+            worker.ended(exitcode, signal)
+            self._door.close()
+        self.gone.set()

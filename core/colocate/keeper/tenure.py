@@ -1,0 +1,110 @@
+"""Who commands a keeper: one driver at a time, each by a higher epoch than the one before; for a while, nobody.
+
+A keeper whose pool may be detached has one. Until the pool is detached, the end of its driver is its end, as for any
+other. The lead keeper of a pool has the record and decides who may have it; the others take the lead's word, which is
+an epoch higher than theirs.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import attrs
+
+# The other keepers of a pool outlive the lead a little, lest somebody be granted a pool that is about to go.
+SLACK_S = 5.0
+
+
+@attrs.frozen
+class Terms:
+    """On what terms a pool was given to the cluster.
+
+    Attributes:
+        name: What it is called there.
+        ttl: Seconds that it lives without a driver.
+        kept: The tokens of the workers that belong to it; others end with the driver that started them.
+        record: What a driver needs to take it up; empty but for the lead.
+        about: What listings show of it.
+    """
+
+    name: str
+    ttl: float
+    kept: frozenset[bytes] = frozenset()
+    record: bytes = attrs.field(default=b"", repr=False)
+    about: dict[str, Any] = attrs.field(factory=dict)
+
+    @property
+    def lead(self) -> bool:
+        """Whether these are the lead's."""
+        return bool(self.record)
+
+
+@attrs.define(eq=False)
+class Tenure:
+    """The state of one keeper.
+
+    Attributes:
+        epoch: That of the driver that commands it, or did last.
+        owned: Whether the end of that driver is the end of all.
+        terms: Those of the last detach; None before the first.
+        who: Who commands it, in words; empty when nobody does.
+        since: Since when, in seconds of time.time().
+        vacancies: How often it has been without a driver.
+        ends: When the time to live is over, by time.monotonic(); None while somebody commands it.
+    """
+
+    epoch: int = 1
+    owned: bool = True
+    terms: Terms | None = None
+    who: str = ""
+    since: float = attrs.field(factory=time.time)
+    vacancies: int = 0
+    ends: float | None = None
+
+    def refusal(self, epoch: int, own: bool) -> tuple[str, str] | None:
+        """Why a newcomer can't have it: a kind and words; None when it can.
+
+        Args:
+            epoch: What the lead has granted; 0 when this is the lead, and asked to grant one.
+            own: Whether it takes the pool from whoever has it.
+        """
+        if self.terms is None:
+            return "closed", "it hasn't been detached"
+        if epoch:
+            return (
+                None if epoch > self.epoch else ("late", f"{self.who or 'another driver'} has it (epoch {self.epoch})")
+            )
+        if not self.terms.lead:
+            return "closed", "its lead keeper isn't here"
+        if self.who and not own:
+            return "borrowed", f"{self.who}, since {time.strftime('%F %T', time.localtime(self.since))}"
+        return None
+
+    def grant(self, epoch: int, who: str, own: bool) -> None:
+        """A newcomer has it from now on."""
+        self.epoch = epoch or self.epoch + 1
+        self.owned, self.who, self.since, self.ends = own, who, time.time(), None
+
+    def vacate(self) -> float:
+        """Nobody has it from now on; how long it lives like that."""
+        assert self.terms is not None
+        left = self.terms.ttl if self.terms.lead else self.terms.ttl + SLACK_S
+        self.vacancies += 1
+        self.who, self.since, self.ends = "", time.time(), time.monotonic() + left
+        return left
+
+    def seen(self) -> dict[str, Any]:
+        """What listings show."""
+        assert self.terms is not None
+        left = None if self.ends is None else max(0.0, self.ends - time.monotonic())
+        return {
+            "name": self.terms.name,
+            "epoch": self.epoch,
+            "driver": self.who or None,
+            "owned": self.owned,
+            "ttl_s": self.terms.ttl,
+            "left_s": left,
+            "since": self.since,
+            **self.terms.about,
+        }

@@ -1,0 +1,152 @@
+"""A worker at the end of its lane, or of several that follow each other: a detached pool changes its drivers.
+
+While its keeper keeps the door open (a socket on which lanes come), the end of a lane isn't the worker's end: it drops
+what the driver has asked for, and waits for the next. Without a door, the end of its lane is its own.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from colocate import wire
+from colocate._epochs import base_of
+from colocate.executor import Boot
+from colocate.worker.host import WorkerHost
+
+GIVEN_BYTES = 1 << 20
+
+Start = Callable[[Boot, "Service", wire.SocketLane], WorkerHost]
+
+
+def given(door: socket.socket) -> tuple[socket.socket, int, wire.Tls | None] | None:
+    """What has come through the door: a lane, the epoch of its driver (0: the only one), this machine's certificates.
+
+    None when the driver of the present lane has been replaced.
+
+    Raises:
+        EOFError: The keeper is gone, or has no use for a worker.
+    """
+    data, fds, _, _ = socket.recv_fds(door, GIVEN_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+    if data == wire.CUT:
+        return None
+    if not fds:
+        raise EOFError
+    epoch, _, certificates = data.partition(b" ")
+    sock = socket.socket(fileno=fds[0])
+    if certificates == wire.NO_TLS:
+        return sock, int(epoch), None
+    import json
+
+    return sock, int(epoch), wire.Tls(**json.loads(certificates))
+
+
+class Service:
+    """Serves one lane after the other. On the hub's thread, unless said otherwise."""
+
+    def __init__(self, hub: wire.Hub, start: Start, tls: wire.Tls | None, door: socket.socket | None) -> None:
+        """Serve none yet.
+
+        Args:
+            hub: Whose thread receives while the worker's lane is busy.
+            start: Starts the host when the first boot has come.
+            tls: This machine's certificates.
+            door: Where further lanes come from; None: there will be one.
+        """
+        self.hub = hub
+        self.tls = tls
+        self._start = start
+        self._door = door
+        self._host: WorkerHost | None = None
+        self._lane: wire.SocketLane | None = None
+        self._epoch = 0
+        self._next: tuple[socket.socket, int] | None = None
+        if door is not None:
+            door.setblocking(False)
+            hub.watch(door.fileno(), self._at_the_door)
+
+    def open(self, sock: socket.socket, epoch: int) -> None:
+        """Serve a connected, authenticated socket; the first message on it is the boot."""
+        self._epoch = epoch
+        if self._host is not None:
+            self._host.renew(base_of(epoch))
+        self._lane = self.hub.attach(sock, self._received, self._closed)
+        if self._host is not None:
+            self._host.lane.turn_to(self._lane)
+
+    def say(self, head: tuple[Any, ...], body: Any) -> None:
+        """Tell the driver something; from any thread. Nobody hears it while there is none."""
+        if (lane := self._lane) is not None:
+            lane.send(head, body)
+
+    def drain(self, timeout: float) -> None:
+        """Wait until what was said has gone out; not on the hub's thread."""
+        if (lane := self._lane) is not None:
+            lane.drain(timeout)
+
+    def _received(self, head: tuple[Any, ...], body: Any) -> None:
+        if head[0] != "boot":
+            assert self._host is not None
+            self._host.receive(head, body)
+        elif self._host is None:
+            assert self._lane is not None
+            self._host = self._start(wire.unpack(body), self, self._lane)
+            if self._epoch > 1:  # the numbers that it is about to hear don't begin with 1
+                self._host.renew(base_of(self._epoch))
+        else:
+            self._host.adopt(wire.unpack(body))
+        if head[0] == "boot":
+            self.say(("hello", hello()), None)
+
+    def _closed(self, reason: str) -> None:
+        """The lane has ended. On the thread that was receiving."""
+        host = self._host
+        if host is not None and host.ended:
+            return
+        if self._door is None or host is None:
+            # Without the driver nothing here has an owner; role code that still runs must not keep the process.
+            os._exit(0)
+        self.hub.later(0.0, partial(self._vacate, host))
+
+    def _vacate(self, host: WorkerHost) -> None:
+        self._lane = None
+        host.renew(base_of(self._epoch + 1))
+        self._open_next()
+
+    def _at_the_door(self) -> None:
+        assert self._door is not None
+        try:
+            found = given(self._door)
+        except BlockingIOError:
+            return
+        except (EOFError, OSError):  # without a keeper nothing here has an owner
+            os._exit(0)
+        if found is not None:
+            sock, epoch, _ = found
+            if self._next is not None:
+                self._next[0].close()
+            self._next = sock, epoch
+        if self._lane is not None:
+            self._lane.close("another driver has it now")
+        else:
+            self._open_next()
+
+    def _open_next(self) -> None:
+        if self._next is not None:
+            (sock, epoch), self._next = self._next, None
+            self.open(sock, epoch)
+
+
+def hello() -> dict[str, Any]:
+    """What a worker says of itself first."""
+    import colocate
+
+    return {
+        "pid": os.getpid(),
+        "python": platform.python_version().rpartition(".")[0],
+        "colocate": colocate.__version__,
+    }

@@ -1,0 +1,96 @@
+"""Pools that outlive their drivers, on a Dask cluster that was there before them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import attrs
+
+from colocate.errors import ConfigError
+from colocate.executor import Adopted, Boot, Detachable, Host, HostEvents, Place, Reservation
+from colocate.keeper import Claim, ClaimedSlot, Estate, KeptSlot, Terms, Title, claim_lead, look
+from colocate_dask import reservations
+from colocate_dask.executor import ANSWER_S, DaskExecutor, Lot
+
+
+class JoinedDaskExecutor(DaskExecutor, Detachable):
+    """A cluster that others use too. The scheduler's plugin has the names; the first slot's keeper is the lead."""
+
+    def publish(self, reservation: Reservation, terms: Terms) -> None:
+        """Register the name; then have the keepers go on."""
+        held: Lot = reservation.handle
+        assert held.estate is not None
+        rows = [
+            (worker, slot.address, attrs.evolve(place, handle=None))
+            for (worker, slot), place in zip(held.slots.items(), reservation.places, strict=True)
+        ]
+        title = held.estate.title(terms.name, (held.id, rows))
+        scheduler = self._connection.on_scheduler
+        other = scheduler(reservations.publish, held.id, rows[0][0], title, within_s=ANSWER_S)
+        if other is not None:
+            raise ConfigError(
+                f"there is a detached pool {terms.name!r} in this cluster already: {self._words(terms.name)}; names "
+                f"are unique (colocate close {terms.name} ends that one)"
+            )
+        try:
+            held.estate.detach(terms)
+        except BaseException:
+            scheduler(reservations.withdraw, held.id, self._connection.id, within_s=ANSWER_S)
+            raise
+
+    def published(self) -> Sequence[Mapping[str, Any]]:
+        """Ask the lead of each."""
+        found = (look(self._keepers, title) for title in self._titles().values())
+        return [each for each in found if each is not None]
+
+    def adopt(self, name: str, who: str, own: bool, fenced: Callable[[str], None]) -> Adopted:
+        """Claim the lead, and by its leave the others."""
+        titles = self._titles()
+        title = titles.get(name)
+        if title is None:
+            known = ", ".join(map(repr, sorted(titles))) or "none"
+            raise ConfigError(f"no pool {name!r} is detached in this cluster; there are: {known}")
+        id, rows = title.facts
+        held = Lot(id)
+        claim = Claim(who, own, fenced)
+        lead = claim_lead(self._keepers, title, claim, partial(self._kill, held, rows[0][0]))
+        self._held[id] = held
+        claim = attrs.evolve(claim, epoch=lead.epoch)
+        places = []
+        for worker, address, place in rows:
+            slot: KeptSlot = lead
+            if address != lead.address:
+                slot = ClaimedSlot(self._keepers, address, title.key, claim, partial(self._kill, held, worker))
+                self._keepers.add(slot)
+            held.slots[worker] = slot
+            places.append(attrs.evolve(place, handle=slot))
+        held.estate = Estate(title.key, lead, list(held.slots.values()))
+        return Adopted(Reservation(tuple(places), held), lead.epoch, lead.record)
+
+    def take(self, place: Place, boot: Boot, events: HostEvents, token: bytes) -> Host:
+        """By the slot's keeper."""
+        slot: KeptSlot = place.handle
+        return slot.take(boot, events, token)
+
+    def keep(self, reservation: Reservation, terms: Terms) -> None:
+        """Tell the keepers."""
+        if (estate := reservation.handle.estate) is not None:
+            estate.keep(terms)
+
+    def let_go(self, reservation: Reservation) -> None:
+        """Close the connections to its keepers, once they know."""
+        held: Lot = reservation.handle
+        if self._held.get(held.id) is held:
+            del self._held[held.id]
+        if held.estate is not None:
+            held.estate.give_up()
+
+    def _titles(self) -> dict[str, Title]:
+        found = self._connection.on_scheduler(reservations.titles, within_s=ANSWER_S)
+        return {title.name: title for title in found}
+
+    def _words(self, name: str) -> str:
+        seen = next((each for each in self.published() if each["name"] == name), None)
+        return "it is about to end" if seen is None else f"pool {seen['pool']!r} of {seen['slots']} slots"
