@@ -230,8 +230,10 @@ class Keeper:
             self._tenure.terms = terms
 
     def _give_up(self) -> None:
-        driver = self._driver
+        driver, tenure = self._driver, self._tenure
         assert driver is not None
+        if tenure is not None and tenure.terms is not None:
+            tenure.owned = False  # one that took it lets it go on
         self.left(driver)
         driver.lane.close("it has let go")
 

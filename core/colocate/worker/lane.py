@@ -217,6 +217,11 @@ class Lane:
     def _begins(self, work: Work) -> bool:
         """Note that it runs; False when a hold, or the end, has come meanwhile and looked at what runs before this."""
         self.running[work.seq] = work
+        if 0 < work.seq <= self._base:  # its driver has let go, of which the queue will tell
+            del self.running[work.seq]
+            if work.on_drop is not None:
+                work.on_drop()
+            return False
         if not self.closing and self._may_begin(work):
             self._begun = work.seq
             return True

@@ -19,6 +19,7 @@ from colocate.testing.executors.cancelling import Cancelling
 from colocate.testing.executors.closing import Closing
 from colocate.testing.executors.context import Contexts
 from colocate.testing.executors.deaths import Deaths
+from colocate.testing.executors.detaching import Detaching
 from colocate.testing.executors.dispatch import Dispatching
 from colocate.testing.executors.drivers import Drivers
 from colocate.testing.executors.failures import Failures, Serialization
@@ -58,6 +59,7 @@ class ExecutorSuite(
     Placement,
     ProcessGroups,
     Drivers,
+    Detaching,
 ):
     """Everything that holds for every executor."""
 
@@ -69,6 +71,7 @@ __all__ = [
     "Closing",
     "Contexts",
     "Deaths",
+    "Detaching",
     "Dispatching",
     "Drivers",
     "ExecutorCase",

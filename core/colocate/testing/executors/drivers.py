@@ -84,8 +84,8 @@ class Scripts:
             process.communicate()
 
 
-class Drivers(ExecutorCase):
-    """A driver that ends, in whatever way, leaves nothing behind."""
+class Scripted(ExecutorCase):
+    """Base of the areas that need other drivers."""
 
     def connect_source(self, **more: Any) -> str:
         """The Python expression that connects in a script; override it where `connect` is overridden."""
@@ -98,6 +98,10 @@ class Drivers(ExecutorCase):
         scripts = Scripts(tmp_path, self.connect_source())
         yield scripts
         scripts.close()
+
+
+class Drivers(Scripted):
+    """A driver that ends, in whatever way, leaves nothing behind."""
 
     def test_main(self, scripts: Scripts) -> None:
         """Roles may be defined in a script, without any guard, and in modules beside it; they go by value."""

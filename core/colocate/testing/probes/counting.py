@@ -1,0 +1,94 @@
+"""Roles whose state tells that it is still the same, driver after driver."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import TYPE_CHECKING
+
+from colocate import Gather, PerRank, Role, method
+from colocate.testing.gate import Address, pass_gate
+from colocate.testing.probes.plain import Tracked
+
+if TYPE_CHECKING:
+    import weakref
+
+
+class Counting(Role):
+    """Counts."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.kept: weakref.ref[Tracked] | None = None
+
+    @method
+    def add(self, number: int = 1) -> int:
+        """Count on."""
+        self.count += number
+        return self.count
+
+    @method
+    def pid(self) -> int:
+        """Its process."""
+        return os.getpid()
+
+    @method
+    def draw(self) -> float:
+        """The next number of the context's generator."""
+        import torch
+
+        return torch.rand(1, generator=self.ctx.generator).item()
+
+    @method(collect=Gather())
+    def made(self) -> Tracked:
+        """Something to keep."""
+        import weakref
+
+        found = Tracked([1])
+        self.kept = weakref.ref(found)
+        return found
+
+    @method
+    def still_kept(self) -> bool:
+        """Whether what was made is still in this process."""
+        return self.kept is not None and self.kept() is not None
+
+    @method
+    def wait_and_add(self, gate: Address) -> int:
+        """Count on after a gate."""
+        pass_gate(gate)
+        self.count += 1
+        return self.count
+
+    @method
+    def until_cancelled(self, gate: Address) -> None:
+        """Pass a gate, work until nobody wants the result, and count then."""
+        pass_gate(gate)
+        pause = threading.Event()
+        while not self.ctx.cancelled:
+            pause.wait(0.002)
+        self.count += 1
+
+    @method(dispatch=PerRank("gate"))
+    def sum_at(self, gate: Address | None, come: Address) -> float:
+        """The sum over the ranks of one, after the gate of those that have one; the others say that they have come."""
+        if gate is None:
+            import socket
+
+            socket.create_connection(come).close()
+        else:
+            pass_gate(gate)
+        return self._sum()
+
+    @method
+    def sum(self) -> float:
+        """The sum over the ranks of one."""
+        return self._sum()
+
+    def _sum(self) -> float:
+        import torch
+        import torch.distributed as dist
+
+        one = torch.ones(1)
+        dist.all_reduce(one, group=self.ctx.process_group())
+        return one.item()
