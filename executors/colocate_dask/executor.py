@@ -171,7 +171,7 @@ class DaskExecutor(Executor, OwnProcess, MultiNode):
 
     def running(self) -> Sequence[Running]:
         """What the scheduler's table has for this driver, and the workers as their keepers find them."""
-        own = [held for held in self._listed() if held.client == self._connection.id]
+        own = [held for held in self._listed() if held.client == self._connection.id or held.id in self._held]
         return [*map(_running, own), *self._keepers.running()]
 
     def strays(self) -> Sequence[Running]:

@@ -47,8 +47,9 @@ class Held:
 
     Attributes:
         label: Its name (`Request.id`).
-        client: Id of the driver's Dask client.
-        present: Whether that is still there.
+        id: The reservation's.
+        client: Id of the driver's Dask client; empty when the reservation was given to the cluster.
+        present: Whether that is still there, or nobody has to be.
         slots: How many it was made of.
         workers: Addresses of its Dask workers that are still there.
         hosts: Those of their machines.
@@ -57,6 +58,7 @@ class Held:
     """
 
     label: str
+    id: str
     client: str
     present: bool
     slots: int

@@ -122,8 +122,9 @@ class Reservations(SchedulerPlugin):
         return [
             Held(
                 holds[0].label,
+                holds[0].reservation,
                 holds[0].client,
-                holds[0].client in self._scheduler.clients,
+                not holds[0].client or holds[0].client in self._scheduler.clients,
                 holds[0].slots,
                 tuple(hold.grant.worker for hold in holds),
                 tuple(dict.fromkeys(hold.grant.host for hold in holds)),
