@@ -144,7 +144,7 @@ class Restarts:
         group.enter("restarting")
         if self._stopping.wait(min(_BACKOFF_S * (2 ** (self._used - 1) - 1), _LONGEST_BACKOFF_S)):
             return None
-        began, checkpoint = time.monotonic(), self.checkpoint
+        checkpoint = self.checkpoint
         try:
             group.rebuild()
         except ClosedError as error:  # just now: whoever closes it ends the workers, here or there
@@ -154,8 +154,7 @@ class Restarts:
             group.workforce.kill()
             return error
         source = "anew" if checkpoint is None else f"from its checkpoint {checkpoint.tag!r}"
-        words = f"group {group.name!r} was restarted {source}, in {time.monotonic() - began:.1f} s"
-        _log.warning("%s (generation %d)", words, group.generation)
+        _log.warning("group %r was restarted %s (generation %d)", group.name, source, group.generation)
         return None
 
     def _turned(self) -> None:
