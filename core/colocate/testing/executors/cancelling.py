@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import concurrent.futures
+import math
 from typing import Any
 
 import pytest
 
+import colocate
 from colocate import ColocatedGroup
-from colocate.errors import CallCancelled, RoleError
+from colocate.errors import CallCancelled, CallTimeout, ConfigError, RoleError
 from colocate.testing.executors._base import ExecutorCase
 from colocate.testing.executors.order import cleared
 from colocate.testing.gate import Gate
+from colocate.testing.probes.faulty import Faulty
 from colocate.testing.probes.plain import Log
 from colocate.testing.probes.rows import Rows
 from colocate.testing.waiting import PATIENCE_S
@@ -88,3 +91,20 @@ class Cancelling(ExecutorCase):
         call.result(PATIENCE_S)
         assert not call.cancel()
         call.result()
+
+    def test_a_default_deadline(self, no_leaks: None) -> None:
+        """`call_timeout` is that of every call that names none of its own; infinity is none."""
+        with self.connect(call_timeout=0.2) as runtime:
+            group = runtime.reserve(1, cpus=0).spawn({"faulty": colocate.role(Faulty)})
+            wait = group.role("faulty", Faulty).wait
+            with Gate() as gate:
+                patient = wait.options(timeout=math.inf).submit(gate.address)
+                assert isinstance(wait.submit(gate.address).exception(PATIENCE_S), CallTimeout)
+                with pytest.raises(CallTimeout, match="0.2 s"):
+                    group.run(lambda ctx: None)
+            patient.result(PATIENCE_S)
+
+    def test_no_default_deadline(self) -> None:
+        """It is a time."""
+        with pytest.raises(ConfigError, match="more than 0 seconds"):
+            self.connect(call_timeout=0)
