@@ -100,7 +100,7 @@ class Cancelling(ExecutorCase):
             with Gate() as gate:
                 patient = wait.options(timeout=math.inf).submit(gate.address)
                 assert isinstance(wait.submit(gate.address).exception(PATIENCE_S), CallTimeout)
-                with pytest.raises(CallTimeout, match="0.2 s"):
+                with pytest.raises(CallTimeout, match=r"0\.2 s"):
                     group.run(lambda ctx: None)
             patient.result(PATIENCE_S)
 
