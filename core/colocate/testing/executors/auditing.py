@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import threading
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,7 +20,7 @@ from colocate import Audit, ColocatedGroup, Context, Pool, RoleSpec, Runtime
 from colocate._owned import Owned
 from colocate._worker import Worker
 from colocate.errors import RoleStartError
-from colocate.executor import Exit, OwnProcess, Reservation
+from colocate.executor import Detachable, Exit, OwnProcess, Reservation
 from colocate.testing import leaks
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs
 from colocate.testing.gate import Gate
@@ -145,6 +146,27 @@ class Auditing(ExecutorCase):
         group.wait_ready()
         assert [str(audit) for audit in audits if audit] == []
         assert group.role("echo", Echo).noop() == [None, None]
+
+    @needs(Detachable)
+    def test_detached_pool(self, runtime: Runtime) -> None:
+        """A pool that was given to the cluster is nobody's leak; who attaches it has it in its graph, as its own."""
+        name = f"audited-{uuid.uuid4().hex[:8]}"
+        given = runtime.reserve(2, cpus=0, detachable=True)
+        given.spawn(ROLES, name="given")
+        assert not runtime.audit()
+        given.detach(name, ttl=5 * PATIENCE_S)
+        assert not runtime.audit()
+        with self.connect() as other:
+            assert not other.audit()
+            for own in (False, True):
+                with other.attach(name, own=own) as pool:
+                    assert not other.audit()
+                    assert not runtime.audit()
+                    group = pool.groups["given"]
+                    with forgotten(group):
+                        assert found(other.audit().leaked, "worker") == ids(group)
+                assert not other.audit()
+        assert not runtime.audit()
 
     def test_forgotten_group(self, spawn: Spawn) -> None:
         """Workers that run although no group has them are leaked, with what is known of them."""
