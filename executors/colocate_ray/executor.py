@@ -9,7 +9,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from colocate.errors import ConfigError, EngineError
 from colocate.executor import (
@@ -34,8 +34,8 @@ from colocate_ray.terms import Cluster, Slot
 if importlib.util.find_spec("ray") is None:
     raise ModuleNotFoundError("No module named 'ray'", name="ray")
 
-_RELEASED_WITHIN_S = 11.0  # a little more than Ray is given
-_LISTED_WITHIN_S = 10.0
+RELEASED_WITHIN_S = 11.0  # a little more than Ray is given
+LISTED_WITHIN_S = 10.0
 
 _Key = tuple[int, int]  # a slot: number of its reservation, index of its bundle
 
@@ -44,6 +44,7 @@ class RayExecutor(Executor, OwnProcess, MultiNode):
     """Workers on the machines of a Ray cluster, or of a private Ray on this one."""
 
     name = "ray"
+    variants: ClassVar[dict[str, str]] = {"Detachable": "ray with address=…"}
 
     @classmethod
     def connect(  # type: ignore[override]  # its options are the user's to see
@@ -70,7 +71,12 @@ class RayExecutor(Executor, OwnProcess, MultiNode):
             _check_joining(address, cpus, gpus)
         elif token_file is not None:
             raise ConfigError("connect('ray', token_file=...) is for joining a cluster: a private Ray makes its own")
-        return cls(Cluster(_of_this_process(address), cpus, gpus, token_file, runtime_env))
+        cluster = Cluster(_of_this_process(address), cpus, gpus, token_file, runtime_env)
+        if cluster.private:
+            return cls(cluster)
+        from colocate_ray.joined import JoinedRayExecutor
+
+        return JoinedRayExecutor(cluster)
 
     def __init__(self, cluster: Cluster) -> None:
         """Use `connect`."""
@@ -107,8 +113,7 @@ class RayExecutor(Executor, OwnProcess, MultiNode):
             words = self._lost.pop(key, None)
         if words is not None:  # it went before we had it
             kept.lost(words)
-        device = "cuda:0" if slot.gpus else "cpu"  # Ray shows an actor its own devices only
-        return Place(slot.node, slot.devices, device, slot.host, key)
+        return place_of(slot, key)
 
     def _end_slot(self, key: _Key) -> None:
         self._ends.setdefault(key, self._envoy.post("end_slot", *key))
@@ -135,23 +140,26 @@ class RayExecutor(Executor, OwnProcess, MultiNode):
             self._slots[place.handle].close()
         try:
             ends = [end for key, end in list(self._ends.items()) if key[0] == reservation.handle]
-            self._envoy.wait(ends, _RELEASED_WITHIN_S)
-            self._envoy.call("release", reservation.handle, within_s=_RELEASED_WITHIN_S)
+            self._envoy.wait(ends, RELEASED_WITHIN_S)
+            self._envoy.call("release", reservation.handle, within_s=RELEASED_WITHIN_S)
         except EngineError:  # Ray takes back what a driver has held that is gone
             pass
         finally:
-            with self._lock:
-                for place in reservation.places:
-                    del self._slots[place.handle]
-                    self._ends.pop(place.handle, None)
+            self._forget(reservation)
+
+    def _forget(self, reservation: Reservation) -> None:
+        with self._lock:
+            for place in reservation.places:
+                self._slots.pop(place.handle, None)
+                self._ends.pop(place.handle, None)
 
     def running(self) -> Sequence[Running]:
         """What Ray's tables have for this driver, and the workers as their keepers find them."""
-        return [*self._keepers.running(), *self._envoy.call("list_running", within_s=_LISTED_WITHIN_S)]
+        return [*self._keepers.running(), *self._envoy.call("list_running", within_s=LISTED_WITHIN_S)]
 
     def strays(self) -> Sequence[Running]:
         """Placement groups and Ray actors of ours whose jobs have ended."""
-        found: list[Running] = self._envoy.call("list_strays", within_s=_LISTED_WITHIN_S)
+        found: list[Running] = self._envoy.call("list_strays", within_s=LISTED_WITHIN_S)
         return found
 
     @classmethod
@@ -163,6 +171,12 @@ class RayExecutor(Executor, OwnProcess, MultiNode):
         """Leave the cluster, or end the private one."""
         self._keepers.close()
         self._envoy.close()
+
+
+def place_of(slot: Slot, key: _Key) -> Place:
+    """Where a slot lies, by which key this driver finds it again."""
+    device = "cuda:0" if slot.gpus else "cpu"  # Ray shows an actor its own devices only
+    return Place(slot.node, slot.devices, device, slot.host, key)
 
 
 def _check_joining(address: str, cpus: float | None, gpus: int | None) -> None:

@@ -47,7 +47,9 @@ class Holder:
         host = None if local else address_of_node()
         tls = None if local else tls_of_environment()
         end = partial(os._exit, 0)
-        self._keeper = Keeper(key, host=host, env=request.env, tls=tls, name=request.id, on_end=end)
+        self._keeper = Keeper(
+            key, host=host, env=request.env, tls=tls, name=request.id, detachable=request.detachable, on_end=end
+        )
         context = ray.get_runtime_context()
         return {
             "node": context.get_node_id(),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -13,15 +13,27 @@ from colocate.executor import Running
 from colocate_ray.nodes import Nodes
 
 PREFIX = "colocate/"  # of the names that placement groups and actors have in Ray's listings
+CUSTODIAN = "/custodian-"  # in the names of those actors that own a pool whatever becomes of its driver
 _ACTOR = "Ray actor"
 _JOB_DIGITS = 8  # with which the id of a placement group ends; Ray's table has no column for its job
 
 
-def of_this_job(nodes: Nodes) -> list[Running]:
-    """The placement groups and actors of this driver."""
+def of_this_job(nodes: Nodes, held: Collection[str] = ()) -> list[Running]:
+    """The placement groups and actors of this driver.
+
+    Args:
+        nodes: The nodes.
+        held: Ids of the reservations that it commands and a custodian owns, perhaps one that another job has made.
+    """
     own: str = ray.get_runtime_context().get_job_id()
-    groups = [group for group in _groups() if group["job"] == own]
-    actors = [actor for actor in _actors() if actor["JobID"] == own]
+    everyone = _actors()
+    owned = _in_custody(everyone)
+
+    def is_own(name: str, job: str) -> bool:
+        return name in held if name in owned else job == own
+
+    groups = [group for group in _groups() if is_own(_id_of(group), group["job"])]
+    actors = [actor for actor in everyone if is_own(_reservation_of(actor), actor["JobID"])]
     there = {actor["Name"] for actor in actors}
     found = [_doubted(_reservation(group, nodes, None), group, there) for group in groups]
     return found + [_actor(actor, nodes) for actor in actors]
@@ -31,8 +43,28 @@ def of_ended_jobs(nodes: Nodes) -> list[Running]:
     """The placement groups and actors of drivers that are gone."""
     jobs = {job["JobID"]: job for job in _jobs()}
     living = {name for name, job in jobs.items() if not job["IsDead"]}
-    found = [_reservation(group, nodes, jobs.get(group["job"])) for group in _groups() if group["job"] not in living]
-    return found + [_actor(actor, nodes) for actor in _actors() if actor["JobID"] not in living]
+    everyone = _actors()
+    owned = _in_custody(everyone)
+    groups = [group for group in _groups() if group["job"] not in living]
+    actors = [actor for actor in everyone if actor["JobID"] not in living and _reservation_of(actor) not in owned]
+    found = [_reservation(each, nodes, jobs.get(each["job"])) for each in groups if _id_of(each) not in owned]
+    return found + [_actor(actor, nodes) for actor in actors]
+
+
+def _in_custody(actors: Iterable[Mapping[str, Any]]) -> set[str]:
+    """The ids of the reservations that belong to custodians, not to drivers."""
+    return {_reservation_of(actor) for actor in actors if CUSTODIAN in actor["Name"]}
+
+
+def _reservation_of(actor: Mapping[str, Any]) -> str:
+    """The id of the reservation that an actor is part of."""
+    name: str = actor["Name"]
+    return name.removeprefix(PREFIX).rpartition("/")[0]
+
+
+def _id_of(group: Mapping[str, Any]) -> str:
+    name: str = group["name"]
+    return name.removeprefix(PREFIX)
 
 
 def _reservation(group: Mapping[str, Any], nodes: Nodes, job: Mapping[str, Any] | None) -> Running:

@@ -57,7 +57,7 @@ class Placing:
             lost: Told when an actor is gone: number of the reservation, index of the bundle, Ray's words.
         """
         self.nodes = Nodes()
-        self._cluster = cluster
+        self.cluster = cluster
         self._lost = lost
         self._held: dict[int, Held] = {}
         self._lock = threading.Lock()
@@ -170,7 +170,7 @@ class Placing:
             strategy = PlacementGroupSchedulingStrategy(group, index, placement_group_capture_child_tasks=False)
             name = f"{listing.PREFIX}{request.id}/{index}"
             held.actors.append(actor_class.options(name=name, **options, scheduling_strategy=strategy).remote())
-        opened = [actor.open.remote(colocate.__version__, key, request, self._cluster.private) for actor in held.actors]
+        opened = [actor.open.remote(colocate.__version__, key, request, self.cluster.private) for actor in held.actors]
         ray.wait(opened, num_returns=len(opened), timeout=_ACTORS_START_WITHIN_S, fetch_local=False)
         answers = self._answers(group, opened)
         held.nodes = [answer["node"] for answer in answers]

@@ -55,7 +55,7 @@ class Service:
             _keep_no_workers()
         _prepare_environment(cluster.token_file if self._folder is None else str(self._folder.token))
         from colocate_ray import joining
-        from colocate_ray.placing import Placing
+        from colocate_ray.custody import Custody
 
         if self._folder is not None:
             joining.start(cluster, self._folder)
@@ -64,7 +64,7 @@ class Service:
             joining.join(cluster)
             self._joined = True
 
-        self._placing = Placing(cluster, lambda *what: self._answers.put((None, *what)))
+        self._placing = Custody(cluster, lambda *what: self._answers.put((None, *what)))
         self._opened.set()
         self._answers.put((0, None))
 

@@ -1,0 +1,90 @@
+"""Who owns a pool that may be detached: a Ray actor of its own, which outlives drivers. Nothing else does that in Ray.
+
+A placement group and the actors in it belong to the process that made them, and go with it. So the custodian makes them
+for its one pool. It holds the pool's lead keeper, which has no workers: the driver's connection to that one is what
+ties the pool to the driver until it is detached. When that keeper ends, the custodian gives everything back, and goes.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+
+import ray
+
+import colocate
+from colocate._parent import die_with
+from colocate.executor import Request
+from colocate.keeper import Keeper
+from colocate_ray import names
+from colocate_ray.certificates import tls_of_environment
+from colocate_ray.placing import Placing
+from colocate_ray.terms import Cluster, Slot
+
+# Who has it made dials at once. If that one goes before, nothing else would end it.
+_DIALLED_WITHIN_S = 10.0
+_NUMBER = 1  # of its one reservation
+
+
+class Custodian:
+    """One per pool."""
+
+    def __init__(self) -> None:
+        """Nothing that could fail: what a constructor raises reaches nobody but as text."""
+        self._keeper: Keeper | None = None
+        self._placing: Placing | None = None
+        self._name = ""
+        self._ending = threading.Lock()
+
+    def open(self, version: str, key: bytes, name: str, cluster: Cluster) -> str | None:
+        """Make the keeper.
+
+        Args:
+            version: The driver's version of colocate.
+            key: The key of the pool's keepers.
+            name: Its own in Ray.
+            cluster: How its driver has joined.
+
+        Returns:
+            The keeper's address; None when the version is another.
+        """
+        if version != colocate.__version__:
+            return None
+        die_with(os.getppid())  # a raylet that is killed would leave it behind
+        self._name = name
+        self._placing = Placing(cluster, lambda *lost: None)
+        address_of_node: Callable[[], str] = ray.util.get_node_ip_address
+        self._keeper = Keeper(
+            key,
+            host=address_of_node(),
+            tls=tls_of_environment(),
+            detachable=True,
+            dialled_within_s=_DIALLED_WITHIN_S,
+            on_end=self._leave,
+        )
+        return self._keeper.address
+
+    def reserve(self, key: bytes, request: Request) -> list[Slot]:
+        """As `Placing.reserve`."""
+        assert self._placing is not None
+        return self._placing.reserve(_NUMBER, request, key)
+
+    def end_slot(self, index: int) -> None:
+        """As `Placing.end_slot`."""
+        assert self._placing is not None
+        self._placing.end_slot(_NUMBER, index)
+
+    def release(self) -> None:
+        """Give everything back; when this returns it can be reserved again."""
+        with self._ending:
+            names.forget(self._name)
+            if self._placing is not None:
+                self._placing.release(_NUMBER)
+
+    def _leave(self) -> None:
+        """Its keeper has ended. On a thread of that one's."""
+        try:
+            self.release()
+        finally:
+            os._exit(0)

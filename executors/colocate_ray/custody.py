@@ -1,0 +1,106 @@
+"""What the envoy does for pools that may be detached: it has custodians made, and asks them. In the envoy's process."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+
+import colocate
+from colocate.errors import ColocateError, EngineError
+from colocate.executor import Request, Running
+from colocate.keeper import Title
+from colocate_ray import listing, names
+from colocate_ray.custodian import Custodian
+from colocate_ray.placing import Placing
+from colocate_ray.terms import Slot
+
+_OPENS_WITHIN_S = 120.0
+_RELEASES_WITHIN_S = 15.0
+
+
+class Custody(Placing):
+    """All that this driver holds by itself, and by custodians."""
+
+    def open_custodian(self, request: Request, key: bytes) -> tuple[str, str]:
+        """Have a custodian made.
+
+        Returns:
+            Its name, and the address of the lead keeper.
+        """
+        name = f"{listing.PREFIX}{request.id}{listing.CUSTODIAN}{secrets.token_hex(4)}"
+        actor_class: Any = ray.remote(Custodian)
+        actor = actor_class.options(
+            name=name,
+            namespace=names.NAMESPACE,
+            lifetime="detached",
+            num_cpus=0,
+            max_restarts=0,
+            max_task_retries=0,
+            max_concurrency=8,
+        ).remote()
+        try:
+            address = ray.get(actor.open.remote(colocate.__version__, key, name, self.cluster), timeout=_OPENS_WITHIN_S)
+        except (GetTimeoutError, RayActorError, RayTaskError) as error:
+            ray.kill(actor, no_restart=True)
+            raise ColocateError(f"the Ray actor that is to own the pool could not be started: {error}") from None
+        if address is None:
+            ray.kill(actor, no_restart=True)
+            raise ColocateError("another version of colocate is installed in the cluster; install the same on all")
+        return name, address
+
+    def reserve_in_custody(self, custodian: str, key: bytes, request: Request) -> list[Slot]:
+        """Have a custodian hold slots; see `Placing.reserve`."""
+        found: list[Slot] = self._ask(custodian, "reserve", key, request)
+        return found
+
+    def end_slot_in_custody(self, custodian: str, index: int) -> None:
+        """See `Placing.end_slot`."""
+        self._ask(custodian, "end_slot", index)
+
+    def release_in_custody(self, custodian: str) -> None:
+        """Have a custodian give everything back, and go."""
+        actor = names.custodian_of(custodian)
+        if actor is None:
+            return
+        try:
+            ray.get(actor.release.remote(), timeout=_RELEASES_WITHIN_S)
+        except RayActorError:  # it has gone by itself, after the same
+            pass
+        except (GetTimeoutError, RayTaskError) as error:
+            raise ColocateError(f"Ray doesn't confirm that a pool's slots are free: {error}") from None
+        finally:
+            ray.kill(actor, no_restart=True)
+
+    def publish(self, title: Title) -> bool:
+        """See `names.publish`."""
+        return names.publish(title)
+
+    def withdraw(self, custodian: str) -> None:
+        """The pool isn't detached after all."""
+        names.forget(custodian)
+
+    def titles(self) -> list[Title]:
+        """See `names.titles`."""
+        return names.titles()
+
+    def list_running(self, held: Sequence[str] = ()) -> list[Running]:
+        """What Ray has for this driver: by itself, and of custodians those of the reservations that it commands."""
+        return listing.of_this_job(self.nodes, held)
+
+    def _ask(self, custodian: str, method: str, *arguments: Any) -> Any:
+        actor = names.custodian_of(custodian)
+        if actor is None:
+            raise EngineError("the Ray actor that owns the pool is gone")
+        try:
+            return ray.get(getattr(actor, method).remote(*arguments))
+        except RayTaskError as error:
+            cause = error.cause
+            if isinstance(cause, ColocateError):
+                raise cause from None
+            raise
+        except RayActorError:
+            raise EngineError("the Ray actor that owns the pool has ended") from None
