@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import os
 import queue
+import selectors
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
+
+from colocate import wire
 
 T = TypeVar("T")
 
@@ -18,6 +22,8 @@ class LoopThread:
 
     def __init__(self) -> None:
         """Start it."""
+        self._selector = selectors.DefaultSelector()
+        wire.track(self)
         started: queue.SimpleQueue[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._main, args=(started,), name="colocate-dask", daemon=True)
         self._thread.start()
@@ -42,8 +48,18 @@ class LoopThread:
         self._loop.call_soon_threadsafe(self._over.set)
         self._thread.join()
 
-    @staticmethod
-    def _main(started: queue.SimpleQueue[tuple[asyncio.AbstractEventLoop, asyncio.Event]]) -> None:
+    def forget(self) -> None:
+        """In a forked child: what the loop reads from or writes to isn't held open by this process.
+
+        Otherwise the scheduler wouldn't notice the driver's end before the child's. Dask's objects, which are copies as
+        well, close these descriptors one day: so they aren't closed here, but lead nowhere from now on.
+        """
+        nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        for key in list((self._selector.get_map() or {}).values()):  # there is none once it is closed
+            os.dup2(nowhere, key.fd, inheritable=False)
+        os.close(nowhere)
+
+    def _main(self, started: queue.SimpleQueue[tuple[asyncio.AbstractEventLoop, asyncio.Event]]) -> None:
         async def serve() -> None:
             over = asyncio.Event()
             loop = asyncio.get_running_loop()
@@ -53,4 +69,5 @@ class LoopThread:
             started.put((loop, over))
             await over.wait()
 
-        asyncio.run(serve())
+        with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(self._selector)) as runner:
+            runner.run(serve())

@@ -183,19 +183,22 @@ def test_with_a_client(other: Any, runtime: Runtime) -> None:
 
 
 def test_killed_driver(cluster: str, runtime: Runtime, other: Any) -> None:
-    """A driver that is killed leaves no process, and its workers serve others again."""
+    """A driver that is killed leaves no process, and its workers serve others again: though a forked child lives on."""
     driver = script(
         """
         runtime = colocate.connect("dask", address=sys.argv[1])
         echo = runtime.reserve(5, cpus=0).spawn({"echo": colocate.role(Echo)}).role("echo", Echo)
-        print(json.dumps([pid for pid, _, _ in echo.place()]), flush=True)
+        pids = [pid for pid, _, _ in echo.place()]
+        if child := os.fork():
+            print(json.dumps([pids, child]), flush=True)
         threading.Event().wait()
         """,
         cluster,
     )
     with driver:
         assert driver.stdout is not None
-        workers = Processes(json.loads(driver.stdout.readline()))
+        pids, child = json.loads(driver.stdout.readline())
+        workers, forked = Processes(pids), Processes([child])
         with pytest.raises(PlacementTimeout):
             runtime.reserve(1, cpus=0, timeout=0)
         driver.kill()
@@ -203,6 +206,9 @@ def test_killed_driver(cluster: str, runtime: Runtime, other: Any) -> None:
         workers.close()
     everything_is_free(runtime, timeout=PATIENCE_S)
     assert statuses(other) == ["running"] * 5
+    os.kill(child, signal.SIGKILL)  # it was still there
+    forked.wait()
+    forked.close()
 
 
 def test_killed_driver_with_a_fork_alive(cluster: str, runtime: Runtime) -> None:
