@@ -207,6 +207,7 @@ class ColocatedGroup(Owned):
             ConfigError: A role has only one of the two methods, or no role has them.
             RoleError: A `save` raised; what was in the directory stays.
         """
+        self.check()
         folder = Path(directory)
         self.restarts.committed(_checkpoint.write(self, folder, folder.name if tag is None else tag))
 

@@ -10,6 +10,7 @@ from colocate._imported import imported
 from colocate._tree import map_leaves
 
 _PLAIN = (int, float, str, type(None))
+_COMPARED = (*_PLAIN, complex, bytes)
 
 
 def ordinary(value: Any) -> Any:
@@ -63,20 +64,41 @@ class Watch:
 
 
 def _digest(value: Any) -> bytes:
-    """A digest of the contents of a value's tensors and arrays."""
-    torch, numpy = imported("torch"), imported("numpy")
+    """A digest of a value's structure, of the contents of its tensors and arrays, and of its numbers and strings."""
     digest = hashlib.blake2b(digest_size=16)
-    for item in _memories(value):
-        if torch is not None and isinstance(item, torch.Tensor):
-            dense = item.values() if item.is_nested else item
-            if dense.layout is not torch.strided or dense.is_meta:  # its version has to do
-                continue
-            dense = dense.detach().cpu().resolve_conj().resolve_neg().contiguous()
-            # Not reshape(-1): a dimension of size one may have any stride in a contiguous tensor, and would keep it.
-            digest.update(dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy())
-        elif numpy is not None and isinstance(item, numpy.ndarray) and item.dtype != object:
-            digest.update(numpy.ascontiguousarray(item).tobytes())
+    _add(digest, value)
     return digest.digest()
+
+
+def _add(digest: hashlib.blake2b, value: Any) -> None:
+    kind: Any = type(value)
+    if isinstance(value, dict):
+        digest.update(b"{%d" % len(value))
+        for key, item in value.items():
+            _add(digest, key)
+            _add(digest, item)
+    elif isinstance(value, (list, tuple)):
+        digest.update(b"[%d" % len(value))
+        for item in value:
+            _add(digest, item)
+    elif isinstance(value, _COMPARED):
+        digest.update(f"{value!r},".encode(errors="surrogatepass"))
+    elif _has_memory(kind):
+        for item in _memories(value):
+            _add_memory(digest, item)
+
+
+def _add_memory(digest: hashlib.blake2b, item: Any) -> None:
+    torch, numpy = imported("torch"), imported("numpy")
+    if torch is not None and isinstance(item, torch.Tensor):
+        dense = item.values() if item.is_nested else item
+        if dense.layout is not torch.strided or dense.is_meta:  # its version has to do
+            return
+        dense = dense.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        # Not reshape(-1): a dimension of size one may have any stride in a contiguous tensor, and would keep it.
+        digest.update(dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy())
+    elif numpy is not None and isinstance(item, numpy.ndarray) and item.dtype != object:
+        digest.update(numpy.ascontiguousarray(item).tobytes())
 
 
 def _memories(value: Any) -> list[Any]:

@@ -14,6 +14,7 @@ lacks a capability for is skipped with the capability's name; what needs torch i
 
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs
 from colocate.testing.executors.auditing import Auditing
+from colocate.testing.executors.borrows import Borrows
 from colocate.testing.executors.calls import Calls
 from colocate.testing.executors.cancelling import Cancelling
 from colocate.testing.executors.closing import Closing
@@ -23,6 +24,7 @@ from colocate.testing.executors.detaching import Detaching
 from colocate.testing.executors.dispatch import Dispatching
 from colocate.testing.executors.drivers import Drivers
 from colocate.testing.executors.failures import Failures, Serialization
+from colocate.testing.executors.forks import Forks
 from colocate.testing.executors.functions import Functions
 from colocate.testing.executors.meshes import NamedMeshes
 from colocate.testing.executors.order import Order
@@ -54,6 +56,8 @@ class ExecutorSuite(
     Deaths,
     Restarting,
     Ownership,
+    Borrows,
+    Forks,
     Auditing,
     Closing,
     Placement,
@@ -66,6 +70,7 @@ class ExecutorSuite(
 
 __all__ = [
     "Auditing",
+    "Borrows",
     "Calls",
     "Cancelling",
     "Closing",
@@ -77,6 +82,7 @@ __all__ = [
     "ExecutorCase",
     "ExecutorSuite",
     "Failures",
+    "Forks",
     "Functions",
     "Memory",
     "NamedMeshes",

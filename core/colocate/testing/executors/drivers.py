@@ -48,6 +48,12 @@ class Driver:
         assert self.process.stdout is not None
         return json.loads(self.process.stdout.readline())
 
+    def go_on(self) -> None:
+        """Let it go on where it waits."""
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+
     def end(self) -> tuple[int, str]:
         """Let it go on where it waits, until its end: exit code and what it wrote to stderr."""
         _, errors = self.process.communicate("\n", timeout=PATIENCE_S)
@@ -262,23 +268,74 @@ class Drivers(Scripted):
             workers.wait()
             workers.close()
 
+    def test_exit_breaks_borrows(self, scripts: Scripts) -> None:
+        """Interpreter exit is forced: a group's unfinished use of another one's resident doesn't keep it."""
+        with Gate() as gate:
+            driver = scripts.start(f"""
+                runtime = CONNECT
+                lender, user = (runtime.reserve(1, cpus=0).spawn(ROLES) for _ in range(2))
+                kept = lender.role("echo").first.keep(1)
+                kept.fetch()
+                waiting = user.role("faulty").wait.submit({gate.address!r})
+                use = user.role("echo").first.submit(kept.ref)
+                use.add_done_callback(lambda call: say([type(call.exception()).__name__, str(call.exception())]))
+                wait()
+                """)
+            gate.wait_for()
+            driver.go_on()
+            name, words = driver.hear()
+            assert name == "ClosedError"
+            assert "interpreter exit" in words
+        code, errors = driver.end()
+        assert code == 0
+        assert "BorrowedError" not in errors
+
+    def test_exit_of_a_fork(self, scripts: Scripts) -> None:
+        """A forked child that ends as a whole interpreter does closes nothing, and the driver goes on."""
+        driver = scripts.start(
+            """
+            with CONNECT as runtime, runtime.reserve(1, cpus=0) as pool:
+                group = pool.spawn(ROLES)
+                kept = group.role("echo").first.keep("kept")
+                kept.fetch()
+                child = os.fork()
+                if child == 0:
+                    sys.exit(3)  # out of the with blocks, then through atexit
+                say(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+                say([group.role("echo").echo(1), kept.fetch()])
+                child = os.fork()
+                if child == 0:
+                    raise ValueError("the child's own")
+                say(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+                say(group.role("echo").echo(2))
+            """,
+            "-W",
+            "always::ResourceWarning",
+        )
+        assert [driver.hear() for _ in range(4)] == [3, [[1], "kept"], 1, [2]]
+        code, errors = driver.end()
+        assert code == 0
+        assert errors.count("Traceback") == errors.count("ValueError: the child's own") == 1
+        assert "never closed" not in errors
+
     @needs(OwnProcess)
     def test_killed_with_a_fork_alive(self, scripts: Scripts) -> None:
-        """So it does when a forked child of the driver lives on."""
+        """So it does when a forked child of the driver, such as a data loader's, lives on."""
         driver = scripts.start("""
+            import multiprocessing
             runtime = CONNECT
             group = runtime.reserve(1, cpus=0).spawn(ROLES)
             workers = [pid for pid, _, _ in group.role("echo").place()]
-            child = os.fork()
-            if child:
-                say([workers, child])
+            loader = multiprocessing.get_context("fork").Process(target=threading.Event().wait)
+            loader.start()
+            say([workers, loader.pid])
             threading.Event().wait()
             """)
         pids, child = driver.hear()
         workers, forked = Processes(pids), Processes([child])
         driver.process.kill()
         workers.wait()
-        os.kill(child, signal.SIGKILL)
+        os.kill(child, signal.SIGKILL)  # it is still there
         forked.wait()
         workers.close()
         forked.close()

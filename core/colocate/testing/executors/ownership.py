@@ -1,26 +1,23 @@
-"""Ownership: who owns what, what is shown of it, names, borrows, forks, and what dropping a variable doesn't do."""
+"""Ownership: who owns what, what is shown of it, names, and what dropping a variable doesn't do."""
 
 from __future__ import annotations
 
 import gc
 import json
-import os
-import traceback
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 import colocate
 from colocate import ColocatedGroup, Runtime
-from colocate.errors import BorrowedError, ColocateError, ConfigError, ForkedError
+from colocate.errors import ColocateError, ConfigError
 from colocate.testing.executors._base import ExecutorCase, Spawn
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
 from colocate.testing.probes.plain import Echo
 from colocate.testing.probes.rows import Rows
-from colocate.testing.waiting import PATIENCE_S, Processes
+from colocate.testing.waiting import PATIENCE_S
 
 
 def nodes(data: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -129,127 +126,3 @@ class Ownership(ExecutorCase):
             assert [slot.state for slot in pool.slots] == ["free", "free", "back"]
             with pytest.raises(ConfigError, match="picks none"):
                 pool[3:]
-
-    def test_borrowed(self, pair: ColocatedGroup, spawn: Spawn) -> None:
-        """Another group's unfinished use of a resident refuses a close, naming the borrower, and changes nothing."""
-        owner = spawn({"rows": colocate.role(Rows)}, slots=1, name="owner")
-        kept = owner.role("rows", Rows).produce.keep(2)
-        with Gate() as gate:
-            waiting = pair.role("faulty", Faulty).wait.submit(gate.address)
-            use = pair.role("echo", Echo).first.submit(kept.ref)
-            for close in (owner.close, owner.pool.close):
-                with pytest.raises(BorrowedError, match=r"echo\.first") as caught:
-                    close()
-                (borrower,) = caught.value.borrowers
-                assert pair.name in borrower
-            assert owner.role("rows", Rows).double([1]) == [2]
-        waiting.result(PATIENCE_S)
-        assert use.result(PATIENCE_S) == [0, 1]
-        kept.free()
-        owner.close()
-
-    def test_broken_borrow(self, pair: ColocatedGroup, spawn: Spawn) -> None:
-        """`force=True` breaks borrows: each borrower gets a clear error, and its group goes on."""
-        owner = spawn({"rows": colocate.role(Rows)}, slots=1, name="owner")
-        kept = owner.role("rows", Rows).produce.keep(2)
-        kept.fetch()
-        with Gate() as gate:
-            waiting = pair.role("faulty", Faulty).wait.submit(gate.address)
-            use = pair.role("echo", Echo).first.submit(kept.ref)
-            owner.close(force=True)
-        waiting.result(PATIENCE_S)
-        error = use.exception(PATIENCE_S)
-        assert isinstance(error, ColocateError)
-        assert "owner" in str(error)
-        assert pair.role("echo", Echo).first(1) == 1
-
-    def test_use_within_a_group(self, spawn: Spawn) -> None:
-        """A group's use of its own residents is no borrow."""
-        group = spawn({"rows": colocate.role(Rows), "faulty": colocate.role(Faulty)}, slots=1)
-        kept = group.role("rows", Rows).produce.keep(2)
-        group.role("rows", Rows).double.submit(kept.ref)
-        group.close()
-
-    def test_fork(self, runtime: Runtime, pair: ColocatedGroup) -> None:
-        """In a forked child every live object refuses use and closes nothing; the parent goes on."""
-        echo, faulty = pair.role("echo", Echo), pair.role("faulty", Faulty)
-        kept = echo.first.keep("kept")
-        kept.fetch()
-        with Gate() as gate:
-            call = faulty.wait.submit(gate.address)
-            gate.wait_for(2)
-            uses: dict[str, Callable[[], object]] = {
-                "runtime.reserve": lambda: runtime.reserve(1),
-                "runtime.close": runtime.close,
-                "runtime.audit": runtime.audit,
-                "pool.spawn": lambda: pair.pool.spawn({"echo": colocate.role(Echo)}),
-                "pool.close": pair.pool.close,
-                "group.close": pair.close,
-                "call": echo.noop,
-                "submit": echo.noop.submit,
-                "keep": echo.noop.keep,
-                "fetch": kept.fetch,
-                "spec": lambda: kept.spec,
-                "result": call.result,
-                "exception": call.exception,
-                "scope": lambda: pair.scope().__enter__(),
-                "pipeline": pair.pipeline,
-                "run": lambda: pair.run(_nothing),
-            }
-            assert in_a_fork(lambda: [name for name, use in uses.items() if not _refuses(use)]) == []
-
-            def leave_everything() -> list[str]:
-                with pair, pair.pool, runtime, kept:
-                    pass
-                return []
-
-            assert in_a_fork(leave_everything) == []
-        assert call.result(PATIENCE_S) == [0, 1]
-        assert kept.fetch() == "kept"
-        assert echo.noop() == [None, None]
-        kept.free()
-
-    def test_new_runtime_in_a_fork(self, pair: ColocatedGroup) -> None:
-        """A forked child may connect for itself."""
-
-        def use_a_new_one() -> list[str]:
-            with colocate.connect("local") as runtime, runtime.reserve(1) as pool:
-                return pool.spawn({"echo": colocate.role(Echo)}).role("echo", Echo).echo("from the child")
-
-        assert in_a_fork(use_a_new_one) == ["from the child"]
-        assert pair.role("echo", Echo).noop() == [None, None]
-
-
-def _refuses(use: Callable[[], object]) -> bool:
-    try:
-        use()
-    except ForkedError as error:
-        return "fork" in str(error)
-    return False
-
-
-def in_a_fork(function: Callable[[], list[str]]) -> list[str]:
-    """What a function returns in a forked child, as text."""
-    read, write = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forking with threads: that is the point here
-        child = os.fork()
-    if child == 0:
-        try:
-            said = json.dumps(function())
-        except BaseException:
-            said = json.dumps([traceback.format_exc()])
-        os.write(write, said.encode())
-        os._exit(0)
-    os.close(write)
-    processes = Processes([child])
-    processes.wait()
-    processes.close()
-    os.waitpid(child, 0)
-    with open(read, "rb") as answer:
-        found: list[str] = json.loads(answer.read())
-    return found
-
-
-def _nothing(ctx: colocate.Context) -> None:
-    """A function that does nothing."""

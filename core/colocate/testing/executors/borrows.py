@@ -1,0 +1,147 @@
+"""Borrows: what another group's unfinished use of a resident refuses, what breaks it, and who writes into what."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+
+import colocate
+from colocate import ColocatedGroup, Runtime
+from colocate.errors import BorrowedError, ClosedError, ColocateError, RoleError
+from colocate.testing.executors._base import ExecutorCase, Spawn
+from colocate.testing.gate import Gate
+from colocate.testing.probes.faulty import Faulty
+from colocate.testing.probes.plain import Echo
+from colocate.testing.probes.rows import Rows
+from colocate.testing.probes.writers import WRITES, Writer
+from colocate.testing.waiting import PATIENCE_S
+
+USER: dict[str, Any] = {"echo": colocate.role(Echo), "faulty": colocate.role(Faulty)}
+
+
+class Borrows(ExecutorCase):
+    """A close is refused while another group uses a resident; what is forced breaks the use, with a clear error."""
+
+    def test_borrowed(self, pair: ColocatedGroup, spawn: Spawn) -> None:
+        """Another group's unfinished use of a resident refuses a close, naming the borrower, and changes nothing."""
+        owner = spawn({"rows": colocate.role(Rows)}, slots=1, name="owner")
+        kept = owner.role("rows", Rows).produce.keep(2)
+        with Gate() as gate:
+            waiting = pair.role("faulty", Faulty).wait.submit(gate.address)
+            use = pair.role("echo", Echo).first.submit(kept.ref)
+            for close in (owner.close, owner.pool.close):
+                with pytest.raises(BorrowedError, match=r"echo\.first") as caught:
+                    close()
+                (borrower,) = caught.value.borrowers
+                assert pair.name in borrower
+            assert owner.role("rows", Rows).double([1]) == [2]
+        waiting.result(PATIENCE_S)
+        assert use.result(PATIENCE_S) == [0, 1]
+        kept.free()
+        owner.close()
+
+    def test_broken_borrow(self, pair: ColocatedGroup, spawn: Spawn) -> None:
+        """`force=True` breaks borrows: each borrower gets a clear error, and its group goes on."""
+        owner = spawn({"rows": colocate.role(Rows)}, slots=1, name="owner")
+        kept = owner.role("rows", Rows).produce.keep(2)
+        kept.fetch()
+        with Gate() as gate:
+            waiting = pair.role("faulty", Faulty).wait.submit(gate.address)
+            use = pair.role("echo", Echo).first.submit(kept.ref)
+            owner.close(force=True)
+        waiting.result(PATIENCE_S)
+        error = use.exception(PATIENCE_S)
+        assert isinstance(error, ColocateError)
+        assert "owner" in str(error)
+        assert pair.role("echo", Echo).first(1) == 1
+
+    def test_use_within_a_group(self, spawn: Spawn) -> None:
+        """A group's use of its own residents is no borrow."""
+        group = spawn({"rows": colocate.role(Rows), "faulty": colocate.role(Faulty)}, slots=1)
+        kept = group.role("rows", Rows).produce.keep(2)
+        group.role("rows", Rows).double.submit(kept.ref)
+        group.close()
+
+    def test_every_borrower_is_named(self, pair: ColocatedGroup, spawn: Spawn) -> None:
+        """All of several borrowers are named; broken, each gets an error that says by what, and its group goes on."""
+        owner = spawn({"rows": colocate.role(Rows)}, slots=1, name="owner")
+        other = spawn(USER, slots=1, name="other")
+        kept = owner.role("rows", Rows).produce.keep(2)
+        kept.fetch()
+        with Gate() as gate:
+            users = [pair, other]
+            waiting = [user.role("faulty", Faulty).wait.submit(gate.address) for user in users]
+            uses = [user.role("echo", Echo).first.submit(kept.ref) for user in users]
+            with pytest.raises(BorrowedError) as caught:
+                owner.close()
+            assert len(caught.value.borrowers) == 2
+            for user, borrower in zip(users, caught.value.borrowers, strict=True):
+                assert f"echo.first of group {user.name!r} uses the resident of rows.produce" in borrower
+                assert borrower in str(caught.value)
+            owner.close(force=True)
+            for user, use in zip(users, uses, strict=True):
+                error = use.exception(PATIENCE_S)
+                assert isinstance(error, ClosedError)
+                assert user.name in str(error)
+                assert "'owner' was closed by group.close() at " in str(error)
+        for call in waiting:
+            call.result(PATIENCE_S)
+        assert [user.role("echo", Echo).first(1) for user in users] == [1, 1]
+
+    def test_leaving_a_block_is_forced(self, runtime: Runtime, pair: ColocatedGroup) -> None:
+        """Leaving a with block breaks borrows, of the group or of its pool."""
+        for leave_pool in (False, True):
+            with Gate() as gate:
+                waiting = pair.role("faulty", Faulty).wait.submit(gate.address)
+                with runtime.reserve(1, cpus=0) as pool:
+                    owner = pool.spawn({"rows": colocate.role(Rows)})
+                    kept = owner.role("rows", Rows).produce.keep(2)
+                    use = pair.role("echo", Echo).first.submit(kept.ref)
+                    if not leave_pool:
+                        with owner:
+                            pass
+                        assert isinstance(use.exception(PATIENCE_S), ClosedError)
+                error = use.exception(PATIENCE_S)
+                assert isinstance(error, ClosedError)
+                assert "leaving its with block" in str(error)
+            waiting.result(PATIENCE_S)
+
+    def test_closing_the_owner_is_forced(self) -> None:
+        """With the runtime go lender and borrower, so there is nobody to ask; the borrower's call ends."""
+        runtime = self.connect()
+        lender = runtime.reserve(1, cpus=0).spawn({"rows": colocate.role(Rows)})
+        user = runtime.reserve(1, cpus=0).spawn(USER)
+        kept = lender.role("rows", Rows).produce.keep(2)
+        kept.fetch()
+        with Gate() as gate:
+            waiting = user.role("faulty", Faulty).wait.submit(gate.address)
+            gate.wait_for()
+            use = user.role("echo", Echo).first.submit(kept.ref)
+            with contextlib.suppress(ExceptionGroup):  # the role hangs at the gate, where it isn't a process
+                runtime.close(grace=0)
+            for call in (waiting, use):
+                assert isinstance(call.exception(PATIENCE_S), ColocateError)
+
+    def test_writes_are_found(self) -> None:
+        """With `strict=True` every write into a resident is found, and the method that wrote is named."""
+        pytest.importorskip("torch")
+        of_maker = r"changed in place a value that maker\.nested had returned"
+        with self.connect(strict=True) as runtime, runtime.reserve(1, cpus=0) as pool:
+            group = pool.spawn({"maker": colocate.role(Writer), "user": colocate.role(Writer)})
+            maker, user = group.role("maker", Writer), group.role("user", Writer)
+            for how in WRITES:
+                with maker.nested.keep() as kept:
+                    user.hold(kept.ref)  # reading is nobody's fault
+                    with pytest.raises(RoleError, match=rf"user\.write {of_maker}"):
+                        user.write(kept.ref, how)
+                    with pytest.raises(RoleError, match="changed in place"):
+                        user.hold(kept.ref)
+                with maker.nested.keep() as kept:
+                    user.hold(kept.ref)
+                    with pytest.raises(RoleError, match=rf"user\.write_held {of_maker}"):
+                        user.write_held(how)
+                with maker.nested.keep(), pytest.raises(RoleError, match=rf"maker\.write_returned {of_maker}"):
+                    maker.write_returned(how)
+            assert user.untouched() == [1.0]

@@ -1,0 +1,177 @@
+"""Forked children of the driver: they own nothing, use nothing, close nothing, and hold nothing open."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import os
+import signal
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import colocate
+from colocate import Call, ColocatedGroup, Runtime
+from colocate.errors import ClosedError, ForkedError
+from colocate.testing.executors._base import ExecutorCase
+from colocate.testing.gate import Gate
+from colocate.testing.probes.faulty import Faulty
+from colocate.testing.probes.plain import Echo
+from colocate.testing.waiting import PATIENCE_S, Processes
+
+
+class Forks(ExecutorCase):
+    """A forked child has copies of the driver's objects, and none of its rights."""
+
+    def test_fork(self, runtime: Runtime, pair: ColocatedGroup, tmp_path: Path) -> None:
+        """In a forked child every live object refuses use and closes nothing; the parent goes on."""
+        runtime.audit()
+        echo, faulty = pair.role("echo", Echo), pair.role("faulty", Faulty)
+        kept = echo.first.keep("kept")
+        kept.fetch()
+        with Gate() as gate:
+            call = faulty.wait.submit(gate.address)
+            gate.wait_for(2)
+            uses: dict[str, Callable[[], object]] = {
+                "runtime.reserve": lambda: runtime.reserve(1),
+                "runtime.close": runtime.close,
+                "runtime.audit": runtime.audit,
+                "pool.spawn": lambda: pair.pool.spawn({"echo": colocate.role(Echo)}),
+                "spawn on a part": lambda: pair.pool[0:1].spawn({"echo": colocate.role(Echo)}),
+                "forced": lambda: runtime.close(force=True),
+                "pool.close": pair.pool.close,
+                "group.close": pair.close,
+                "call": echo.noop,
+                "submit": echo.noop.submit,
+                "keep": echo.noop.keep,
+                "fetch": kept.fetch,
+                "free": kept.free,
+                "use": lambda: echo.first(kept.ref),
+                "spec": lambda: kept.spec,
+                "result": call.result,
+                "exception": call.exception,
+                "cancel": call.cancel,
+                "callback": lambda: call.add_done_callback(print),
+                "await": lambda: asyncio.run(_awaited(call)),
+                "wait": lambda: colocate.wait([call], PATIENCE_S),
+                "as_completed": lambda: list(colocate.as_completed([call], PATIENCE_S)),
+                "audit": runtime.audit,
+                "checkpoint": lambda: pair.checkpoint(tmp_path),
+                "wait_ready": lambda: pair.wait_ready(PATIENCE_S),
+                "scope": lambda: pair.scope().__enter__(),
+                "pipeline": lambda: pair.pipeline().__enter__(),
+                "run": lambda: pair.run(_nothing),
+            }
+            assert in_a_fork(lambda: [name for name, use in uses.items() if not _refuses(use)]) == []
+
+            def leave_everything() -> list[str]:
+                with pair, pair.pool, runtime, kept:
+                    pass
+                return [each.name for each in (pair, pair.pool, runtime) if each.closed_by is not None]
+
+            assert in_a_fork(leave_everything) == []
+        assert call.result(PATIENCE_S) == [0, 1]
+        assert kept.fetch() == "kept"
+        assert echo.noop() == [None, None]
+        kept.free()
+
+    def test_blocks_of_a_fork(self, pair: ColocatedGroup) -> None:
+        """A scope, a pipeline and a resident that were open when it was forked: leaving them there does nothing."""
+        echo = pair.role("echo", Echo)
+        with pair.scope(), echo.first.keep("kept") as kept:
+            with pair.pipeline():
+                inside = echo.first.submit(kept.ref)
+                child = _fork()
+                if child == 0:
+                    signal.alarm(int(PATIENCE_S))
+            if child == 0:  # it has left the pipeline, and ends at the end of the scope, as if by itself
+                pass
+        if child == 0:
+            os._exit(7)
+        assert _exit_code(child) == 7
+        assert inside.result(PATIENCE_S) == "kept"
+        with pytest.raises(ClosedError):
+            kept.fetch()
+
+    def test_garbage_of_a_fork(self, pair: ColocatedGroup) -> None:
+        """What a forked child drops and collects is only its copy."""
+        kept = [pair.role("echo", Echo).first.keep("kept")]
+        kept[0].fetch()
+
+        def drop() -> list[str]:
+            kept.clear()
+            gc.collect()
+            return []
+
+        assert in_a_fork(drop) == []
+        pair.role("echo", Echo).noop()  # would carry the release
+        assert kept[0].fetch() == "kept"
+        kept[0].free()
+
+    def test_graph_of_a_fork(self, runtime: Runtime, pair: ColocatedGroup) -> None:
+        """The graph may be looked at: it shows what the parent had when it forked."""
+        assert in_a_fork(lambda: [runtime.graph.render("json")])[0].count(f'"name": "{pair.name}"') == 1
+
+    def test_new_runtime_in_a_fork(self, pair: ColocatedGroup) -> None:
+        """A forked child may connect for itself."""
+
+        def use_a_new_one() -> list[str]:
+            with colocate.connect("local") as runtime, runtime.reserve(1) as pool:
+                return pool.spawn({"echo": colocate.role(Echo)}).role("echo", Echo).echo("from the child")
+
+        assert in_a_fork(use_a_new_one) == ["from the child"]
+        assert pair.role("echo", Echo).noop() == [None, None]
+
+
+def _refuses(use: Callable[[], object]) -> bool:
+    try:
+        use()
+    except ForkedError as error:
+        return "fork" in str(error)
+    except BaseException:  # or it found something else to complain of
+        return False
+    return False
+
+
+def in_a_fork(function: Callable[[], list[str]]) -> list[str]:
+    """What a function returns in a forked child, as text."""
+    read, write = os.pipe()
+    child = _fork()
+    if child == 0:
+        try:
+            said = json.dumps(function())
+        except BaseException:
+            said = json.dumps([traceback.format_exc()])
+        os.write(write, said.encode())
+        os._exit(0)
+    os.close(write)
+    _exit_code(child)
+    with open(read, "rb") as answer:
+        found: list[str] = json.loads(answer.read())
+    return found
+
+
+def _fork() -> int:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forking with threads: that is the point here
+        return os.fork()
+
+
+def _exit_code(child: int) -> int:
+    processes = Processes([child])
+    processes.wait()
+    processes.close()
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+async def _awaited(call: Call[Any]) -> Any:
+    return await call
+
+
+def _nothing(ctx: colocate.Context) -> None:
+    """A function that does nothing."""
