@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -77,6 +78,31 @@ def test_hold_of_a_client_that_is_gone(
     assert not runtime.audit()
     find_strays(None, "dask", cluster, (), json=True)
     assert "elsewhere-7-1/lost" not in capsys.readouterr().out
+
+
+def test_a_config_names_the_cluster(
+    cluster: str, client: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command joins what a config joins; without an address it says that it has looked at no cluster."""
+    monkeypatch.setattr("colocate.cli.audit.of_this_machine", list)
+    config = tmp_path / "audited.yaml"
+    config.write_text("executor: {use: dask, with: {address: 'tcp://127.0.0.1:1', timeout: 1}}\n")
+    change = [f"executor.with.address={cluster}", "executor.with.timeout=30"]
+    with planted(client, "elsewhere-7-2/lost"):
+        assert find_strays(config, None, None, change, json=False) == 1
+        title, line = capsys.readouterr().out.splitlines()
+        assert title == f"1 left on this machine and dask at {cluster}"
+        assert line.startswith("leaked: reservation elsewhere-7-2/lost (node 127.0.0.")
+        assert find_strays(config, None, cluster, (), json=True) == 1
+        capsys.readouterr()
+    assert find_strays(config, None, cluster, (), json=False) == 0
+    assert capsys.readouterr().out == f"clean: nothing has been left on this machine and dask at {cluster}\n"
+    assert find_strays(config, None, None, (), json=False) == 1
+    told = capsys.readouterr()
+    assert told.out == "clean: nothing has been left on this machine\n"
+    assert "no Dask scheduler can be reached at tcp://127.0.0.1:1" in told.err
+    assert find_strays(None, "dask", None, (), json=False) == 0
+    assert capsys.readouterr().out.splitlines()[1] == "no cluster of dask was looked at: that needs its --address"
 
 
 def test_other_drivers_are_nobodys_strays(cluster: str, runtime: Runtime) -> None:

@@ -149,7 +149,11 @@ def test_the_command(gone: int, capsys: pytest.CaptureFixture[str], monkeypatch:
 
 
 def test_mistakes_in_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    """An address without an engine, and a change without a config, are said as such."""
+    """An address without an engine, a change without a config, an engine that there isn't, are said as such."""
+    assert find_strays(None, "lokal", None, (), json=False) == 1
+    assert "did you mean 'local'?" in capsys.readouterr().err
+    assert find_strays(None, "local", "here", (), json=False) == 1
+    assert "has no parameter 'address'" in capsys.readouterr().err
     assert find_strays(None, None, "auto", (), json=False) == 1
     assert "Say --executor ray" in capsys.readouterr().err
     assert find_strays(None, None, None, ["executor=ray"], json=False) == 1

@@ -9,10 +9,12 @@ from typing import Any
 from rich.text import Text
 
 from colocate._audit import Audit, audit_strays
+from colocate._plugins import find_executor
 from colocate._screen import console
 from colocate._strays import of_this_machine
 from colocate.cli.output import guarded, load, print_json
-from colocate.errors import ConfigError
+from colocate.config.arguments import options_of
+from colocate.errors import ColocateError, ConfigError
 
 _ADDRESS = "address"  # the option by which an executor joins what is there; without it there is nothing to join
 
@@ -24,13 +26,24 @@ def find_strays(
 
     def command() -> int:
         name, options = _engine(file, executor, address, changes)
+        joins = name is not None and _ADDRESS in options_of(find_executor(name)).parameters
         audit = audit_strays(of_this_machine)
         looked_at = ["this machine"]
         if name is not None and options.get(_ADDRESS) is not None:
-            there = _of_cluster(name, options)
+            try:
+                there = _of_cluster(name, options)
+            except ColocateError:
+                if not json:  # what was found here is worth knowing; the error follows
+                    _show(audit, looked_at)
+                raise
             audit = Audit((*audit.leaked, *there.leaked))
             looked_at.append(f"{name} at {options[_ADDRESS]}")
-        _show(audit, looked_at, json)
+        if json:
+            print_json({**audit.data(), "looked_at": looked_at})
+        else:
+            _show(audit, looked_at)
+            if joins and len(looked_at) == 1:
+                console().print(f"no cluster of {name} was looked at: that needs its --{_ADDRESS}", markup=False)
         return 1 if audit else 0
 
     return guarded(command, as_json=json)
@@ -58,10 +71,7 @@ def _of_cluster(name: str, options: Mapping[str, Any]) -> Audit:
         return audit_strays(runtime.executor.strays)
 
 
-def _show(audit: Audit, looked_at: list[str], json: bool) -> None:
-    if json:
-        print_json({**audit.data(), "looked_at": looked_at})
-        return
+def _show(audit: Audit, looked_at: list[str]) -> None:
     to = console()
     where = " and ".join(looked_at)
     if not audit:
