@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager
+from itertools import islice
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, overload
 
 from colocate import _checkpoint, _functions
 from colocate._context import Context
+from colocate._handlers import close_now
 from colocate._mesh import Ranks
 from colocate._method import MethodSpec
 from colocate._order import CallOrder, PendingCall
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 T = TypeVar("T")
 P = ParamSpec("P")
+
+_BEGUN = 64  # of the pending calls only the first ones may be running
 
 
 class ColocatedGroup(Owned):
@@ -326,6 +330,12 @@ class ColocatedGroup(Owned):
 
     # -- the end
 
+    @property
+    def in_hand(self) -> bool:
+        """Whether this very thread is closing it, or has the lock that doing so needs."""
+        lock: Any = self.order.lock
+        return super().in_hand or bool(lock._is_owned())
+
     def close(self, grace: float = 10.0, force: bool = False) -> None:
         """Close it: new calls are refused, running ones have `grace` seconds, then its workers are ended.
 
@@ -337,7 +347,15 @@ class ColocatedGroup(Owned):
             BorrowedError: Another group uses one of its residents (without `force`).
             ExceptionGroup: What went wrong, after everything has been freed.
         """
-        self.close_for(None, grace, force)
+        close_now(self, self.by_caller(), grace, force)
+
+    def cancel_running(self) -> None:
+        """Tell the calls that run in it that nobody waits for them."""
+        if self.state == "ready":
+            with self.order.lock:
+                begun = list(islice(self.order.pending, _BEGUN))
+            for seq in begun:
+                self.send(self.live(), ("cancel", seq))
 
     def close_for(self, by: str | None, grace: float, force: bool) -> None:
         """Close it on behalf of `by` (None: of its caller)."""

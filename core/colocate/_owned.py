@@ -38,10 +38,15 @@ def caller() -> tuple[str, int]:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if "contextlib" not in name and (not name.startswith(_HERE) or name.startswith(_TESTING)):
+        if "contextlib" not in name and not is_own_code(name):
             return name, frame.f_lineno
         frame = frame.f_back
     return "?", 0
+
+
+def is_own_code(file: str) -> bool:
+    """Whether a file is a part of colocate's core."""
+    return file.startswith(_HERE) and not file.startswith(_TESTING)
 
 
 def raise_together(what: str, errors: Sequence[BaseException]) -> None:
@@ -80,7 +85,7 @@ class Owned:
         self.created = time.time()
         self.closed_by: str | None = None
         self._born_after = _forks
-        self._closing = threading.Lock()
+        self._closing = threading.RLock()
         self._closer: int | None = None
         self._finished = threading.Event()
         if owner is not None:
@@ -122,10 +127,7 @@ class Owned:
         with self._closing:
             if self.closed_by is not None:
                 return False
-            if by is None:
-                file, number = caller()
-                by = f"{self.kind}.close() at {file}:{number}"
-            self.closed_by = by
+            self.closed_by = by or self.by_caller()
             self._closer = threading.get_ident()
             return True
 
@@ -137,6 +139,16 @@ class Owned:
     def finished(self) -> None:
         """It is closed: let those go on who wait for that."""
         self._finished.set()
+
+    def by_caller(self) -> str:
+        """What closes it, when the user's code does."""
+        file, number = caller()
+        return f"{self.kind}.close() at {file}:{number}"
+
+    @property
+    def in_hand(self) -> bool:
+        """Whether this very thread is closing it, or has the lock that doing so needs."""
+        return self._closer == threading.get_ident() and not self._finished.is_set()
 
     def wait_closed(self) -> None:
         """Wait until who closes it has done so, unless that is this very thread (in a signal's handler, say)."""
@@ -164,6 +176,11 @@ class Owned:
                 f"{self.kind} {self.name!r} can't be closed: {'; '.join(found)}. Wait for them, or close(force=True)",
                 borrowers=tuple(found),
             )
+
+    def cancel_running(self) -> None:
+        """Tell the calls that run in it or below it that nobody waits for them."""
+        for child in list(self.children.values()):
+            child.cancel_running()
 
     def close_for(self, by: str | None, grace: float, force: bool) -> None:
         """Close it on behalf of `by` (None: of its caller); each kind says how."""

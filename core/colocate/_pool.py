@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
@@ -12,6 +13,7 @@ import attrs
 
 from colocate._epochs import base_of
 from colocate._group import ColocatedGroup
+from colocate._handlers import close_now
 from colocate._owned import Owned, raise_together
 from colocate._role import RoleSpec
 from colocate._spawn import Declared, declare
@@ -21,6 +23,9 @@ from colocate.executor import Place, Request, Reservation
 if TYPE_CHECKING:
     from colocate._detached import Tenancy
     from colocate._runtime import Runtime
+
+
+_LEAST_GRACE_S = 0.5  # what is idle needs a moment to end, also when others have used the time up
 
 
 @attrs.frozen
@@ -83,12 +88,17 @@ class Pool(Owned):
         self.tenancy: Tenancy | None = None
         self.places: tuple[Place, ...] = ()
         self._taken: dict[int, ColocatedGroup] = {}
-        self.lock = threading.Lock()
+        self.lock: Any = threading.RLock()
 
     @property
     def base(self) -> int:
         """Numbers of calls, holds and residents of this driver's are above this (see `_epochs.py`)."""
         return base_of(self.epoch)
+
+    @property
+    def in_hand(self) -> bool:
+        """Whether this very thread is closing it, or has the lock that doing so needs."""
+        return super().in_hand or bool(self.lock._is_owned())
 
     def hold(self, reservation: Reservation) -> None:
         """Take the slots, or give them back at once when it has been closed meanwhile."""
@@ -289,7 +299,7 @@ class Pool(Owned):
             BorrowedError: A group elsewhere uses a resident (without `force`).
             ExceptionGroup: What went wrong, after everything has been freed.
         """
-        self.close_for(None, grace, force)
+        close_now(self, self.by_caller(), grace, force)
 
     def close_for(self, by: str | None, grace: float, force: bool) -> None:
         """Close it on behalf of `by` (None: of its caller)."""
@@ -326,15 +336,24 @@ class Pool(Owned):
 
 
 def close_children(owner: Owned, grace: float) -> list[BaseException]:
-    """Close what a node owns, the newest first; what went wrong."""
+    """Close what a node owns, the newest first; what went wrong.
+
+    The grace period is one for all: whatever runs there is told at once that nobody waits for it any more.
+    """
     errors: list[BaseException] = []
-    for child in reversed(list(owner.children.values())):
+    children = list(owner.children.values())
+    deadline = time.monotonic() + grace
+    for child in children:
+        child.cancel_running()
+    for child in reversed(children):
+        left = grace if child is children[-1] else max(deadline - time.monotonic(), min(grace, _LEAST_GRACE_S))
         try:
-            child.close_for(f"closing {owner.kind} {owner.name!r} ({owner.closed_by})", grace, force=True)
+            child.close_for(f"closing {owner.kind} {owner.name!r} ({owner.closed_by})", left, force=True)
         except BaseExceptionGroup as group:
             errors += group.exceptions
         except BaseException as error:
             errors.append(error)
             if not isinstance(error, Exception):  # Ctrl-C: the others are closed too, but nobody waits any more
                 grace = 0.0
+                deadline = 0.0
     return errors

@@ -18,6 +18,7 @@ from colocate._bytes import parse_bytes
 from colocate._dispatcher import Dispatcher
 from colocate._graph import Graph
 from colocate._group import ColocatedGroup
+from colocate._handlers import close_now
 from colocate._owned import Owned, raise_together
 from colocate._plugins import find_executor, plugins
 from colocate._pool import Pool, close_children
@@ -236,7 +237,7 @@ class Runtime(Owned):
         Raises:
             ExceptionGroup: What went wrong, after everything has been freed.
         """
-        self.close_for(None, grace, force)
+        close_now(self, self.by_caller(), grace, force)
 
     def close_for(self, by: str | None, grace: float, force: bool) -> None:
         """Close it on behalf of `by` (None: of its caller)."""

@@ -19,6 +19,7 @@ from colocate.testing.executors.calls import Calls
 from colocate.testing.executors.cancelling import Cancelling
 from colocate.testing.executors.closing import Closing
 from colocate.testing.executors.context import Contexts
+from colocate.testing.executors.converging import Converging
 from colocate.testing.executors.deaths import Deaths
 from colocate.testing.executors.detaching import Detaching
 from colocate.testing.executors.dispatch import Dispatching
@@ -60,6 +61,7 @@ class ExecutorSuite(
     Forks,
     Auditing,
     Closing,
+    Converging,
     Placement,
     ProcessGroups,
     Drivers,
@@ -75,6 +77,7 @@ __all__ = [
     "Cancelling",
     "Closing",
     "Contexts",
+    "Converging",
     "Deaths",
     "Detaching",
     "Dispatching",

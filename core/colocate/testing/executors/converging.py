@@ -1,0 +1,187 @@
+"""Closing converges: whatever has happened to a rank, and whoever closes when, it ends and everything is free."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import colocate
+from colocate import ColocatedGroup, RoleSpec, Runtime
+from colocate.errors import ClosedError, ColocateError, WorkerDied
+from colocate.executor import OwnProcess
+from colocate.testing.executors._base import ExecutorCase, Spawn, needs
+from colocate.testing.gate import Gate
+from colocate.testing.probes.faulty import Faulty, HangsAtStart
+from colocate.testing.probes.plain import Echo, Log
+from colocate.testing.probes.tensors import Collective
+from colocate.testing.waiting import PATIENCE_S, Processes, wait_until
+
+ROLES: dict[str, RoleSpec[Any]] = {
+    "echo": colocate.role(Echo),
+    "log": colocate.role(Log),
+    "faulty": colocate.role(Faulty),
+}
+
+
+def pids_of(group: ColocatedGroup) -> list[int]:
+    """The processes of a group's workers."""
+    return [pid for pid, _, _ in group.role("echo", Echo).place()]
+
+
+def stop(group: ColocatedGroup, gate: Gate) -> None:
+    """Stop a rank that does nothing."""
+    os.kill(pids_of(group)[-1], signal.SIGSTOP)
+
+
+def stop_in_a_call(group: ColocatedGroup, gate: Gate) -> None:
+    """Stop a rank in the middle of a call."""
+    hang(group, gate)
+    os.kill(group.workforce.workers[-1].pid or 0, signal.SIGSTOP)
+
+
+def hang(group: ColocatedGroup, gate: Gate) -> None:
+    """Have a rank hang in Python."""
+    group.role("faulty", Faulty).wait.options(ranks=[1]).submit(gate.address)
+    gate.wait_for()
+
+
+def hold_the_gil(group: ColocatedGroup, gate: Gate) -> None:
+    """Have a rank hold the interpreter's lock."""
+    group.role("faulty", Faulty).hold_the_gil.options(ranks=[1]).submit(gate.address)
+    gate.wait_for()
+    gate.open()
+
+
+def die(group: ColocatedGroup, gate: Gate) -> None:
+    """Kill a rank."""
+    os.kill(pids_of(group)[-1], signal.SIGKILL)
+
+
+def wrong_at(close: Callable[..., None]) -> list[Exception]:
+    """What has gone wrong when something is closed with little grace."""
+    try:
+        close(grace=0.1)
+    except ExceptionGroup as group:
+        return list(group.exceptions)
+    return []
+
+
+class Converging(ExecutorCase):
+    """Closing always ends, frees everything, and only then says what went wrong."""
+
+    @needs(OwnProcess)
+    def test_faulty_ranks(self) -> None:
+        """Stopped, hung, holding the GIL, dead: the pool's close ends all of it, and its slots can be had at once."""
+        faults: list[Callable[[ColocatedGroup, Gate], None]] = [stop, stop_in_a_call, hang, hold_the_gil, die]
+        with self.connect_privately(cpus=2) as runtime:
+            for fault in faults:
+                pool = runtime.reserve(2, timeout=0)
+                group = pool.spawn(ROLES)
+                processes = Processes(pids_of(group))
+                with Gate() as gate:
+                    fault(group, gate)
+                    wrong = wrong_at(pool.close)
+                    if fault is die:  # noticed before, or counted as closed
+                        assert all(isinstance(error, WorkerDied) for error in wrong)
+                    else:
+                        assert "did not end within 0.1 s" in str(wrong[0])
+                processes.wait()
+                processes.close()
+                assert (pool.state, group.state) == ("closed", "closed")
+
+    @needs(OwnProcess)
+    def test_collective(self, spawn: Spawn) -> None:
+        """A rank that waits in a collective for one that is stopped."""
+        pytest.importorskip("torch")
+        group = spawn({"all": colocate.role(Collective), "echo": colocate.role(Echo)})
+        assert group.role("all", Collective).sum(1.0) == [2.0, 2.0]
+        pids = pids_of(group)
+        processes = Processes(pids)
+        os.kill(pids[1], signal.SIGSTOP)
+        call = group.role("all", Collective).sum.submit(1.0)
+        with pytest.raises(ExceptionGroup):
+            group.close(grace=0.1)
+        processes.wait()
+        processes.close()
+        assert isinstance(call.exception(PATIENCE_S), ColocateError)
+
+    @pytest.mark.parametrize("closing", ["group", "pool"])
+    def test_while_it_spawns(self, runtime: Runtime, closing: str) -> None:
+        """A constructor that never returns: another thread's close ends the spawn, which says so."""
+        pool = runtime.reserve(2, cpus=0)
+        errors: list[BaseException] = []
+
+        def spawn() -> None:
+            try:
+                pool.spawn({"slow": colocate.role(HangsAtStart, gate.address, (1,))}, name="unborn")
+            except BaseException as error:
+                errors.append(error)
+
+        with Gate() as gate:
+            spawner = threading.Thread(target=spawn)
+            spawner.start()
+            gate.wait_for()
+            group = runtime.groups["unborn"]
+            wrong = wrong_at((group if closing == "group" else pool).close)
+            spawner.join(PATIENCE_S)
+            assert not spawner.is_alive()
+        assert all("did not end within 0.1 s" in str(error) for error in wrong)
+        assert [type(error) for error in errors] == [ClosedError]
+        assert "unborn" not in runtime.groups
+        pool.close()
+
+    def test_while_it_reserves(self) -> None:
+        """Who waits for slots when the runtime is closed is told, and the runtime's close doesn't wait for that."""
+        runtime = self.connect_privately(cpus=1)
+        pool = runtime.reserve(1)
+        errors: list[BaseException] = []
+
+        def reserve() -> None:
+            try:
+                runtime.reserve(1, timeout=PATIENCE_S, name="late")
+            except BaseException as error:
+                errors.append(error)
+
+        waiter = threading.Thread(target=reserve)
+        waiter.start()
+        wait_until(lambda: "late" in [child.name for child in list(runtime.children.values())], "it waits")
+        runtime.close()
+        waiter.join(PATIENCE_S)
+        assert not waiter.is_alive()
+        assert isinstance(errors[0], ColocateError)
+        assert (pool.state, runtime.state) == ("closed", "closed")
+
+    def test_grace_of_several(self, runtime: Runtime) -> None:
+        """An owner's grace period is one for all: every running call sees at once that nobody waits for it."""
+        pool = runtime.reserve(2, cpus=0)
+        old, new = pool[0].spawn(ROLES), pool[1].spawn(ROLES)
+        with Gate() as gate, Gate() as look:
+            running = old.role("log", Log).look_until_cancelled.submit(look.address)
+            look.wait_for()
+            look.open()
+            new.role("faulty", Faulty).wait.submit(gate.address)
+            gate.wait_for()
+            closer = threading.Thread(target=pool.close)  # the newer one first: it hangs at its gate
+            closer.start()
+            assert running.result(PATIENCE_S) == ["cancelled"]
+            assert new.state != "closed"
+        closer.join(PATIENCE_S)
+        assert not closer.is_alive()
+
+    def test_under_an_error(self, runtime: Runtime) -> None:
+        """Under an exception in flight a hung rank is given little time, and what goes wrong becomes its note."""
+
+        def fail() -> None:
+            with runtime.reserve(1, cpus=0) as pool, pool.spawn(ROLES) as group:
+                group.role("faulty", Faulty).wait.submit(gate.address)
+                gate.wait_for()
+                raise ZeroDivisionError
+
+        with Gate() as gate, pytest.raises(ZeroDivisionError) as caught:
+            fail()
+        assert "did not end within 2 s" in caught.value.__notes__[0]
