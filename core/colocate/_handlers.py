@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from colocate._owned import Owned
 
 # How much longer than the grace period the handler waits for what it can't know to wait for itself.
-_MORE_S = 30.0
+_MORE_S = 5.0
 
 
 def close_now(node: Owned, by: str, grace: float, force: bool) -> None:

@@ -160,6 +160,7 @@ class Runtime(Owned):
         request = Request(slots, gpus, cpus, memory, strategy, timeout, chosen, variables, id, detachable)
         pool = Pool(self, chosen, request)
         try:
+            self.check()  # again: who has closed it meanwhile didn't see the pool
             reservation = self.executor.reserve(request)
         except BaseException:
             pool.close_for("its failed reservation", 0.0, True)

@@ -32,7 +32,11 @@ class LocalThreads(Local):
         """Start a worker as a thread."""
         host = ThreadHost(self, boot, events)
         self._hosts[boot.group, boot.slot] = host
-        host.start()
+        try:
+            host.start()
+        except BaseException:  # a signal's handler has raised, say
+            host.kill()
+            raise
         return host
 
     def frame(self, head: tuple[Any, ...], body: Any = None) -> Any:
