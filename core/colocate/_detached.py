@@ -24,7 +24,7 @@ from colocate._group import ColocatedGroup
 from colocate._owned import Owned, caller
 from colocate._pool import Pool
 from colocate._record import GroupRecord
-from colocate.errors import ClosedError, ColocateError, ConfigError
+from colocate.errors import BorrowedError, ClosedError, ColocateError, ConfigError
 from colocate.executor import Detachable
 from colocate.keeper.tenure import Terms
 
@@ -146,10 +146,8 @@ def changed(pool: Pool) -> None:
 def attach(runtime: Runtime, name: str, own: bool) -> Pool:
     """See `Runtime.attach`."""
     executor = cast("Detachable", runtime.executor)
-    file, number = caller()
-    who = f"driver {os.getpid()} on {platform.node()} ({file}:{number})"
     fence = _Fence()
-    adopted = executor.adopt(name, who, own, fence.fenced)
+    adopted = executor.adopt(name, _who(), own, fence.fenced)
     try:
         record = _record.load(adopted.record, name)
         pool = Pool(runtime, record.name, record.request)
@@ -278,6 +276,46 @@ def lost(pool: Pool, by: str) -> None:
     executor, reservation = cast("Detachable", pool.runtime.executor), pool.reservation
     if reservation is not None:
         threading.Thread(target=executor.let_go, args=(reservation,), name="colocate-fenced", daemon=True).start()
+
+
+def close_detached(runtime: Runtime, name: str, force: bool) -> None:
+    """End a detached pool, whoever made it.
+
+    Args:
+        runtime: Of its cluster.
+        name: Its name.
+        force: Take it from the driver that is attached.
+
+    Raises:
+        BorrowedError: A driver is attached (without `force`).
+        ConfigError: There is no such pool.
+    """
+    executor = cast("Detachable", runtime.executor)
+    borrowed = None
+    if not force:
+        try:
+            borrowed = executor.adopt(name, _who(), False, lambda by: None)  # nobody else gets in from now on
+        except BorrowedError as error:
+            raise BorrowedError(
+                f"pool {name!r} is attached by {'; '.join(error.borrowers)}. Wait for that to end, or break it: "
+                f"colocate close {name} --force",
+                borrowers=error.borrowers,
+            ) from None
+    try:
+        pool = attach(runtime, name, own=True)
+    except ColocateError:  # its record is of another version, say: end it without asking its workers
+        runtime.executor.release(executor.adopt(name, _who(), True, lambda by: None).reservation)
+    else:
+        with contextlib.suppress(ExceptionGroup):  # what had gone wrong with it before
+            pool.close()
+    finally:
+        if borrowed is not None:
+            executor.let_go(borrowed.reservation)
+
+
+def _who() -> str:
+    file, number = caller()
+    return f"driver {os.getpid()} on {platform.node()} ({file}:{number})"
 
 
 def seen(found: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import secrets
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 from colocate._audit import Audit, audit
 from colocate._bytes import parse_bytes
@@ -193,6 +193,16 @@ class Runtime(Owned):
         self.check()
         self._require(Detachable, "attach a pool")
         return attach(self, name, own)
+
+    def detached(self) -> list[dict[str, Any]]:
+        """The detached pools of the cluster: name, groups, slots, nodes, driver, seconds left, epoch.
+
+        Raises:
+            CapabilityError: The executor can't detach pools.
+        """
+        self.check()
+        self._require(Detachable, "list detached pools")
+        return [dict(each) for each in cast("Detachable", self.executor).published()]
 
     def _require(self, capability: type, what: str) -> None:
         if not isinstance(self.executor, capability):

@@ -1,4 +1,7 @@
-"""The command line: `colocate run / check / plugins / doctor / audit`. Commands are imported when they are run."""
+"""The command line: `colocate run / check / plugins / doctor / audit / groups / close`.
+
+Commands are imported when they are run.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,10 @@ Executor = Annotated[
 Changes = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="PATH=VALUE", help="Change the config, as in --set pools.main.slots=2."),
+]
+Cluster = Annotated[Path | None, typer.Argument(help="A config, whose cluster is looked at.")]
+Address = Annotated[
+    str | None, typer.Option("--address", metavar="ADDRESS", help="The cluster to join, as the executor names it.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 
@@ -71,11 +78,9 @@ def doctor(
 
 @app.command()
 def audit(
-    file: Annotated[Path | None, typer.Argument(help="A config, whose cluster is looked at.")] = None,
+    file: Cluster = None,
     executor: Executor = None,
-    address: Annotated[
-        str | None, typer.Option("--address", metavar="ADDRESS", help="The cluster to join, as the executor names it.")
-    ] = None,
+    address: Address = None,
     changes: Changes = None,
     json: Json = False,
 ) -> None:
@@ -83,6 +88,36 @@ def audit(
     from colocate.cli.audit import find_strays
 
     raise typer.Exit(find_strays(file, executor, address, changes or [], json=json))
+
+
+@app.command()
+def groups(
+    file: Cluster = None,
+    executor: Executor = None,
+    address: Address = None,
+    changes: Changes = None,
+    json: Json = False,
+) -> None:
+    """List the detached pools of a cluster: their groups, who is attached, how long they live without a driver."""
+    from colocate.cli.groups import show_groups
+
+    raise typer.Exit(show_groups(file, executor, address, changes or [], json=json))
+
+
+@app.command()
+def close(
+    name: Annotated[str, typer.Argument(help="The detached pool.", show_default=False)],
+    file: Cluster = None,
+    executor: Executor = None,
+    address: Address = None,
+    changes: Changes = None,
+    force: Annotated[bool, typer.Option("--force", help="Take it from the driver that is attached.")] = False,
+    json: Json = False,
+) -> None:
+    """End a detached pool, and free its slots. While a driver is attached it is refused."""
+    from colocate.cli.groups import close_pool
+
+    raise typer.Exit(close_pool(name, file, executor, address, changes or [], force=force, json=json))
 
 
 def main() -> None:

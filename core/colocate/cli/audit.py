@@ -16,7 +16,7 @@ from colocate.cli.output import guarded, load, print_json
 from colocate.config.arguments import options_of
 from colocate.errors import ColocateError, ConfigError
 
-_ADDRESS = "address"  # the option by which an executor joins what is there; without it there is nothing to join
+ADDRESS = "address"  # the option by which an executor joins what is there; without it there is nothing to join
 
 
 def find_strays(
@@ -25,11 +25,11 @@ def find_strays(
     """Show what drivers that are gone have left; exit status 1 when there is something."""
 
     def command() -> int:
-        name, options = _engine(file, executor, address, changes)
-        joins = name is not None and _ADDRESS in options_of(find_executor(name)).parameters
+        name, options = engine_of(file, executor, address, changes, "audit")
+        joins = name is not None and ADDRESS in options_of(find_executor(name)).parameters
         audit = audit_strays(of_this_machine)
         looked_at = ["this machine"]
-        if name is not None and options.get(_ADDRESS) is not None:
+        if name is not None and options.get(ADDRESS) is not None:
             try:
                 there = _of_cluster(name, options)
             except ColocateError:
@@ -37,31 +37,31 @@ def find_strays(
                     _show(audit, looked_at)
                 raise
             audit = Audit((*audit.leaked, *there.leaked))
-            looked_at.append(f"{name} at {options[_ADDRESS]}")
+            looked_at.append(f"{name} at {options[ADDRESS]}")
         if json:
             print_json({**audit.data(), "looked_at": looked_at})
         else:
             _show(audit, looked_at)
             if joins and len(looked_at) == 1:
-                console().print(f"no cluster of {name} was looked at: that needs its --{_ADDRESS}", markup=False)
+                console().print(f"no cluster of {name} was looked at: that needs its --{ADDRESS}", markup=False)
         return 1 if audit else 0
 
     return guarded(command, as_json=json)
 
 
-def _engine(
-    file: Path | None, executor: str | None, address: str | None, changes: Iterable[str]
+def engine_of(
+    file: Path | None, executor: str | None, address: str | None, changes: Iterable[str], command: str
 ) -> tuple[str | None, Mapping[str, Any]]:
     """Which executor, and its options."""
     if file is not None:
-        more = [] if address is None else [f"executor.with.{_ADDRESS}={address}"]
+        more = [] if address is None else [f"executor.with.{ADDRESS}={address}"]
         config = load(file, executor, [*changes, *more])
         return config.executor.use, config.executor.with_
     if list(changes):
-        raise ConfigError("--set changes a config: name one, as in `colocate audit FILE --set ...`")
+        raise ConfigError(f"--set changes a config: name one, as in `colocate {command} FILE --set ...`")
     if address is not None and executor is None:
         raise ConfigError(f"--address {address} is that of which engine? Say --executor ray, --executor dask, ...")
-    return executor, {} if address is None else {_ADDRESS: address}
+    return executor, {} if address is None else {ADDRESS: address}
 
 
 def _of_cluster(name: str, options: Mapping[str, Any]) -> Audit:

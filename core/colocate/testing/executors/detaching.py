@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
+import subprocess
+import sys
 import textwrap
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -52,8 +56,7 @@ def new(runtime: Runtime, slots: int = 2, name: str = "counting") -> tuple[Pool,
 
 def published(runtime: Runtime, name: str) -> dict[str, Any] | None:
     """What the cluster says of a detached pool."""
-    found = cast("Detachable", runtime.executor).published()
-    return next((dict(each) for each in found if each["name"] == name), None)
+    return next((each for each in runtime.detached() if each["name"] == name), None)
 
 
 class Detaching(Scripted):
@@ -471,3 +474,77 @@ class Detaching(Scripted):
         workers.wait()
         workers.close()
         wait_until(lambda: published(runtime, name) is None, "it is over")
+
+    @needs(Detachable)
+    def test_commands(self, runtime: Runtime, name: str, tmp_path: Path) -> None:
+        """`colocate groups` lists it; `colocate close` ends it, by force what a driver is attached to."""
+        config = tmp_path / "cluster.yaml"
+        config.write_text(json.dumps({"executor": {"use": self.executor, "with": dict(self.options)}}))
+
+        def command(*arguments: str) -> tuple[int, str]:
+            run = [sys.executable, "-m", "colocate.cli", *arguments, str(config)]
+            found = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+            return found.returncode, found.stdout + found.stderr
+
+        pool, view = new(runtime)
+        workers = Processes(view.pid())
+        pool.detach(name, ttl=TTL_S)
+        with runtime.attach(name) as borrowed:
+            code, text = command("groups")
+            (line,) = [line for line in text.splitlines() if line.startswith(name)]
+            assert code == 0
+            assert "counting (counting)" in line
+            assert f"driver {os.getpid()} on" in line
+            code, text = command("close", name)
+            assert code == 1
+            assert f"is attached by driver {os.getpid()} on" in text
+            assert f"colocate close {name} --force" in text
+            assert counting(borrowed).add() == [1, 1]
+            assert command("close", "--force", name) == (0, f"closed: {name}\n")
+            wait_until(lambda: not borrowed.alive, "the borrow is over")
+            with pytest.raises(ClosedError, match="attached it with own=True"):
+                counting(borrowed).add()
+        workers.wait()
+        workers.close()
+        assert published(runtime, name) is None
+        again, _ = new(runtime, 1)
+        again.detach(name, ttl=TTL_S)
+        code, text = command("groups", "--json")
+        (found,) = [each for each in json.loads(text)["pools"] if each["name"] == name]
+        assert (found["driver"], found["slots"], found["epoch"]) == (None, 1, 1)
+        assert command("close", name) == (0, f"closed: {name}\n")
+        assert published(runtime, name) is None
+        assert command("close", name)[0] == 1
+
+    @needs(Detachable)
+    def test_restart_by_a_borrower(self, runtime: Runtime, name: str) -> None:
+        """A group that is rebuilt while it is borrowed is the one that the next driver finds."""
+        pool = runtime.reserve(2, cpus=0, detachable=True)
+        pool.spawn({"counting": colocate.role(Counting)}, name="counting", on_failure="restart")
+        pool.detach(name, ttl=TTL_S)
+        with runtime.attach(name) as borrowed:
+            group, view = borrowed.groups["counting"], counting(borrowed)
+            view.add()
+            os.kill(view.pid()[0], signal.SIGKILL)
+            wait_until(lambda: group.generation == 1, "it is being rebuilt")
+            group.wait_ready(PATIENCE_S)
+            assert view.add() == [1, 1]
+            with pytest.raises(ColocateError):
+                view.fail()
+            assert view.add() == [2, 2]
+            pids = view.pid()
+        with runtime.attach(name, own=True) as again:
+            assert again.groups["counting"].generation == 1
+            assert (counting(again).add(), counting(again).pid()) == ([3, 3], pids)
+
+    @needs(Detachable)
+    def test_audit(self, runtime: Runtime, name: str) -> None:
+        """A detached pool is no leak; a borrowed one is all there."""
+        pool, _ = new(runtime)
+        assert not runtime.audit()
+        pool.detach(name, ttl=TTL_S)
+        assert not runtime.audit()
+        with runtime.attach(name) as borrowed:
+            counting(borrowed).add()
+            assert not runtime.audit()
+            assert borrowed.request.id not in [each.id for each in runtime.executor.strays()]

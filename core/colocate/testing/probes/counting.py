@@ -33,6 +33,12 @@ class Counting(Role):
         return os.getpid()
 
     @method
+    def fail(self) -> None:
+        """Fail on one rank."""
+        if self.ctx.rank == 0:
+            raise ValueError("it was told to")
+
+    @method
     def draw(self) -> float:
         """The next number of the context's generator."""
         import torch

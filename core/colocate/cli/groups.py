@@ -1,0 +1,88 @@
+"""`colocate groups` and `colocate close`: the detached pools of a cluster, and the end of one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.text import Text
+
+from colocate._detached import close_detached, seen
+from colocate._runtime import Runtime
+from colocate._screen import console, show_table
+from colocate.cli.audit import ADDRESS, engine_of
+from colocate.cli.output import guarded, print_json
+from colocate.errors import ConfigError
+
+
+def show_groups(
+    file: Path | None, executor: str | None, address: str | None, changes: Iterable[str], *, json: bool
+) -> int:
+    """Show the detached pools of a cluster."""
+
+    def command() -> int:
+        with _joined(file, executor, address, changes, "groups") as runtime:
+            found = sorted(runtime.detached(), key=lambda each: str(each["name"]))
+        if json:
+            print_json({"pools": [seen(each) for each in found]})
+        elif found:
+            show_table("detached pools", [_row(each) for each in found], console())
+        else:
+            console().print(Text("no pool is detached in this cluster"), soft_wrap=True)
+        return 0
+
+    return guarded(command, as_json=json)
+
+
+def close_pool(
+    name: str,
+    file: Path | None,
+    executor: str | None,
+    address: str | None,
+    changes: Iterable[str],
+    *,
+    force: bool,
+    json: bool,
+) -> int:
+    """End a detached pool."""
+
+    def command() -> int:
+        with _joined(file, executor, address, changes, f"close {name}") as runtime:
+            close_detached(runtime, name, force)
+        if json:
+            print_json({"closed": name})
+        else:
+            console().print(Text(f"closed: {name}"), soft_wrap=True)
+        return 0
+
+    return guarded(command, as_json=json)
+
+
+def _joined(
+    file: Path | None, executor: str | None, address: str | None, changes: Iterable[str], command: str
+) -> Runtime:
+    from colocate import connect
+
+    name, options = engine_of(file, executor, address, changes, command)
+    if name is None or options.get(ADDRESS) is None:
+        raise ConfigError(
+            f"which cluster? A private one has no detached pools: `colocate {command} --executor ray --address ...`, "
+            "or a config whose executor has an address"
+        )
+    return connect(name, **options)
+
+
+def _row(found: Mapping[str, Any]) -> dict[str, Any]:
+    groups = ", ".join(f"{name} ({', '.join(roles)})" for name, roles in found["groups"].items())
+    left = "" if found["left_s"] is None else f"{found['left_s']:.0f} s"
+    driver = found["driver"] or ""
+    return {
+        "name": found["name"],
+        "groups": groups,
+        "slots": found["slots"],
+        "nodes": ", ".join(found["nodes"]),
+        "driver": f"{driver}, owns it" if driver and found["owned"] else driver,
+        "left": left,
+        "epoch": found["epoch"],
+    }
