@@ -1,0 +1,125 @@
+"""What only Ray has of detached pools: the custodian that owns them, and the table of names in Ray's own store."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+from tests.ray.test_joined import everything_is_free, script
+
+import colocate
+from colocate import Pool, Runtime
+from colocate.errors import ConfigError
+from colocate.testing.probes.counting import Counting
+from colocate.testing.waiting import PATIENCE_S, Processes, wait_until
+
+
+@pytest.fixture(scope="module")
+def runtime(cluster: Any) -> Iterator[Runtime]:
+    with colocate.connect("ray", **cluster.options) as runtime:
+        runtime.reserve(1, cpus=0).close()
+        yield runtime
+
+
+@pytest.fixture
+def name() -> str:
+    return f"test-{uuid.uuid4().hex[:8]}"
+
+
+def new(runtime: Runtime) -> tuple[Pool, Counting]:
+    pool = runtime.reserve(2, cpus=0, gpus=1, detachable=True)
+    return pool, pool.spawn({"counting": colocate.role(Counting)}, name="counting").role("counting", Counting)
+
+
+def custodians() -> list[psutil.Process]:
+    """Their processes on this machine."""
+    found = psutil.process_iter(["cmdline"])
+    return [each for each in found if (each.info["cmdline"] or [""])[0].startswith("ray::Custodian")]
+
+
+def test_all_of_the_driver_is_killed(runtime: Runtime, cluster: Any) -> None:
+    """SIGKILL of the driver and its envoy together, before detach: its custodian gives everything back."""
+    assert custodians() == []
+    driver = script(
+        """
+        from colocate.testing.probes.counting import Counting
+        runtime = colocate.connect("ray", **OPTIONS)
+        pool = runtime.reserve(2, cpus=0, gpus=1, detachable=True)
+        group = pool.spawn({"counting": colocate.role(Counting)})
+        print(json.dumps([group.role("counting").pid(), runtime.executor._envoy._process.pid]), flush=True)
+        sys.stdin.read()
+        """,
+        cluster,
+    )
+    assert driver.stdout is not None
+    pids, envoy = json.loads(driver.stdout.readline())
+    (custodian,) = custodians()
+    gone = Processes([*pids, custodian.pid])
+    os.kill(envoy, signal.SIGKILL)
+    driver.kill()
+    gone.wait()
+    gone.close()
+    driver.communicate(timeout=PATIENCE_S)
+    with runtime.reserve(3, cpus=0, gpus=1):
+        pass
+
+
+def test_custodian_is_killed(runtime: Runtime, name: str) -> None:
+    """Without its custodian a pool is over: nothing of it is left, and its name is free."""
+    pool, view = new(runtime)
+    pids = view.pid()
+    pool.detach(name, ttl=300)
+    (custodian,) = custodians()
+    workers = Processes(pids)
+    custodian.kill()
+    workers.wait()
+    workers.close()
+    wait_until(lambda: not runtime.detached(), "it isn't listed any more")
+    with pytest.raises(ConfigError, match="no pool"):
+        runtime.attach(name)
+
+
+def test_name_of_one_that_is_gone(runtime: Runtime, name: str) -> None:
+    """A name that a dead custodian has left in the table is nobody's."""
+    pool, _ = new(runtime)
+    pool.detach(name, ttl=300)
+    (custodian,) = custodians()
+    custodian.kill()
+    wait_until(lambda: not runtime.detached(), "it isn't listed any more")
+    again, view = new(runtime)
+    view.add()
+    again.detach(name, ttl=300)
+    with runtime.attach(name, own=True) as mine:
+        assert mine.groups["counting"].role("counting", Counting).add() == [2, 2]
+    assert runtime.detached() == []
+    everything_is_free(runtime)
+
+
+def test_store(cluster: Any) -> None:
+    """What is used of Ray's internal store does what it is used for; what else Ray keeps there isn't touched."""
+    text = """
+    import sys, ray
+    from colocate_ray import names
+    ray.init(address=sys.argv[1], log_to_driver=False)
+    key = b"colocate/test"
+    print([names._put(key, b"1", overwrite=False), names._put(key, b"2", overwrite=False), names._get(key)])
+    print([names._put(key, b"3", overwrite=True), names._get(key), names._list(b"colocate/te")])
+    print([names._delete(key), names._get(key), names._list(b"colocate/te"), names.custodian_of("nobody")])
+    """
+    env = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": cluster.options["token_file"]}
+    run = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(text), cluster.address]
+    found = subprocess.run(run, env=env, capture_output=True, text=True, check=True)
+    assert found.stdout.splitlines() == [
+        "[False, True, b'1']",
+        "[True, b'3', [b'colocate/test']]",
+        "[1, None, [], None]",
+    ]

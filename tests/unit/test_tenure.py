@@ -1,0 +1,142 @@
+"""Who commands a keeper of a pool that may be detached: every rule of epochs, against a real keeper."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import attrs
+import pytest
+
+from colocate import wire
+from colocate.errors import BorrowedError, EngineError
+from colocate.keeper import Claim, ClaimedSlot, Keeper, Keepers, KeptSlot, Terms, Title, claim_lead, look
+from colocate.keeper.tenure import SLACK_S, Tenure
+from colocate.testing.waiting import PATIENCE_S, wait_until
+
+TERMS = Terms("name", 300.0, record=b"the record")
+
+
+@attrs.define(eq=False)
+class Side:
+    """A keeper without workers, and the driver that had it made."""
+
+    keeper: Keeper
+    keepers: Keepers
+    key: bytes
+    owner: KeptSlot
+    ended: threading.Event
+
+    @property
+    def title(self) -> Title:
+        return Title("name", self.keeper.address, self.key)
+
+    def claim(self, who: str, own: bool = False, epoch: int = 0) -> ClaimedSlot:
+        """Attach, as the driver of that name."""
+        return claim_lead(self.keepers, self.title, Claim(who, own, lambda by: None, epoch))
+
+
+@pytest.fixture
+def side() -> Iterator[Side]:
+    key, ended = wire.new_key(), threading.Event()
+    keeper = Keeper(key, detachable=True, on_end=ended.set)
+    keepers = Keepers("test")
+    owner = keepers.slot(keeper.address, key=key)
+    assert owner.wait_connected() is None
+    yield Side(keeper, keepers, key, owner, ended)
+    keepers.close()
+    keeper.close()
+
+
+def test_not_detached(side: Side) -> None:
+    """Until it is detached nobody else gets in, and its end is its driver's."""
+    with pytest.raises(EngineError, match="hasn't been detached"):
+        side.claim("second", own=True)
+    assert look(side.keepers, side.title) is None
+    side.owner.close()
+    assert side.ended.wait(PATIENCE_S)
+
+
+def test_plain_keepers_know_no_newcomers() -> None:
+    """A keeper of any other pool turns them away, whatever they say."""
+    key = wire.new_key()
+    keeper, keepers = Keeper(key), Keepers("test")
+    assert keepers.slot(keeper.address, key=key).wait_connected() is None
+    with pytest.raises(EngineError):
+        claim_lead(keepers, Title("name", keeper.address, key), Claim("second", True, lambda by: None))
+    keepers.close()
+    keeper.close()
+
+
+def test_a_stranger_is_turned_away(side: Side) -> None:
+    """Who doesn't know the pool's key is nobody, though it knows that of the driver's other keepers."""
+    assert side.owner.confirm("detach", TERMS, within_s=PATIENCE_S)
+    with pytest.raises(EngineError):
+        claim_lead(side.keepers, attrs.evolve(side.title, key=side.keepers.key), Claim("x", True, lambda by: None))
+
+
+def test_one_after_the_other(side: Side) -> None:
+    """Each gets a higher epoch and the record; who comes while another is there is told of it."""
+    assert side.owner.confirm("detach", TERMS, within_s=PATIENCE_S)
+    side.owner.give_up(PATIENCE_S)
+    first = side.claim("first")
+    assert (first.epoch, first.record) == (2, b"the record")
+    with pytest.raises(BorrowedError, match="first, since"):
+        side.claim("second")
+    seen = look(side.keepers, side.title)
+    assert seen is not None
+    assert (seen["driver"], seen["left_s"], seen["owned"]) == ("first", None, False)
+    first.give_up(PATIENCE_S)
+    assert side.claim("second").epoch == 3
+    assert not side.ended.is_set()
+
+
+def test_taken_by_force(side: Side) -> None:
+    """Who takes it fences the one before, whose commands have no effect any more; it then ends with its new owner."""
+    assert side.owner.confirm("detach", TERMS, within_s=PATIENCE_S)
+    side.owner.give_up(PATIENCE_S)
+    fenced: list[str] = []
+    first = claim_lead(side.keepers, side.title, Claim("first", False, fenced.append))
+    second = side.claim("second", own=True)
+    wait_until(lambda: fenced, "the first is told")
+    assert fenced == ["second (epoch 3)"]
+    first.command("keep", attrs.evolve(TERMS, name="changed"))
+    first.command("give_up")
+    seen = look(side.keepers, side.title)
+    assert seen is not None
+    assert (seen["name"], seen["driver"], seen["owned"]) == ("name", "second", True)
+    second.close()
+    assert side.ended.wait(PATIENCE_S)
+
+
+def test_lower_epochs_are_refused(side: Side) -> None:
+    """A keeper that isn't the lead goes by the lead's word, and only up."""
+    assert side.owner.confirm("detach", attrs.evolve(TERMS, record=b""), within_s=PATIENCE_S)
+    side.owner.give_up(PATIENCE_S)
+    with pytest.raises(EngineError, match="its lead keeper isn't here"):
+        side.claim("first")
+    assert side.claim("third", epoch=4).epoch == 4
+    for late in (1, 3, 4):
+        with pytest.raises(EngineError, match=r"third has it \(epoch 4\)"):
+            side.claim("late", own=True, epoch=late)
+    assert side.claim("fourth", epoch=5).epoch == 5
+
+
+def test_the_clock() -> None:
+    """It runs while nobody has it, and the lead's time is the shortest."""
+    tenure = Tenure(terms=TERMS)
+    assert tenure.vacate() == TERMS.ttl
+    assert tenure.seen()["left_s"] == pytest.approx(TERMS.ttl, abs=PATIENCE_S)
+    tenure.grant(0, "first", False)
+    assert tenure.seen()["left_s"] is None
+    assert Tenure(terms=attrs.evolve(TERMS, record=b"")).vacate() == TERMS.ttl + SLACK_S
+
+
+def test_time_is_over(side: Side) -> None:
+    """It ends by itself, and not by a clock of an earlier vacancy."""
+    assert side.owner.confirm("detach", attrs.evolve(TERMS, ttl=0.2), within_s=PATIENCE_S)
+    side.owner.give_up(PATIENCE_S)
+    first = side.claim("first")
+    assert not side.ended.wait(0.5)
+    first.give_up(PATIENCE_S)
+    assert side.ended.wait(PATIENCE_S)
