@@ -11,7 +11,7 @@ BESIDE = site=$$($(BIN)/python $(PURELIB)); (echo $$site; grep -h '^/' $$site/*.
 export PYRIGHT_PYTHON_CACHE_DIR := $(CURDIR)/.venv/pyright
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: install demo test versions check bench format clean
+.PHONY: install demo test versions check bench chaos format clean
 install: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt
@@ -54,6 +54,11 @@ $(VERL)/.installed: $(INSTALLED)  # verl beside everything that .venv has, for a
 
 bench: install $(VERL)/.installed  ## one table; ratios are of things measured side by side in this run
 	VERL_PYTHON=$(CURDIR)/$(VERL)/bin/python $(BIN)/python -m tests.bench
+
+COUNT ?= 250
+MINUTES ?= 60
+chaos: install  ## random programs under random faults, until there are COUNT of each kind; continues docs/chaos.json
+	$(BIN)/python -m tests.chaos --count $(COUNT) --minutes $(MINUTES)
 
 format: install
 	$(BIN)/ruff check --fix .

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.pretty import pretty_repr
-from tests.chaos import engine, judge, report
+from tests.chaos import deaths, engine, judge, report
 from tests.chaos.ledger import ROOT, Ledger
 from tests.chaos.programs import KINDS, SLOTS, kind_of, program
 
@@ -59,7 +59,7 @@ def _replay(
             if verbose:
                 console.print(pretty_repr(program(name, seed, torch)), markup=False)
             if kind_of(seed) == "driver":
-                judge.burst(made, ledger, [seed])
+                deaths.burst(made, ledger, [seed])
             else:
                 lane.play(seed, torch)
         lane.close()

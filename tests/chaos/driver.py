@@ -27,7 +27,9 @@ from tests.chaos.steps import HANG_S
 import colocate
 from colocate import Pool, Runtime
 
-RESERVE_S = 20.0
+RESERVE_S = 5.0
+STARTS_S = 15.0
+"""How long an engine may take to start what holds the slots, beside waiting for them."""
 CONNECT_S = 60.0
 GONE_S = 2.0
 GONE_AT_LAST_S = 20.0
@@ -64,7 +66,7 @@ class Stage:
 
     def reserve(self, slots: int) -> Pool:
         """Slots; the whole of what this driver may have is free between programs."""
-        say_bound("reserve", RESERVE_S)
+        say_bound("reserve", RESERVE_S + STARTS_S)
         try:
             return self.open().reserve(slots, cpus=1, timeout=RESERVE_S, env={marks.MARK: self.mark})
         finally:
@@ -102,14 +104,14 @@ class Stage:
         """The processes that a runtime itself consists of."""
         executor: Any = None if self.runtime is None else self.runtime.executor
         envoy = getattr(executor, "_envoy", None)
-        return {os.getpid(), *(() if envoy is None else (envoy._process.pid,))}
+        return {os.getpid(), *(() if envoy is None else (envoy._process.pid, envoy._janitor.pid))}
 
 
-def play(stage: Stage, played: Program) -> None:
-    """Play a program, and say what came of each of its episodes."""
+def play(stage: Stage, played: Program, episodes: int | None) -> None:
+    """Play a program, or its first episodes, and say what came of each of them."""
     idents = itertools.count(1)
     pool = stage.reserve(played.slots)
-    for number, episode in enumerate(played.episodes):
+    for number, episode in enumerate(played.episodes[:episodes]):
         began = time.monotonic()
         player = Player(stage.open(), pool, episode, idents, say_bound)
         outcome = player.play()
@@ -154,10 +156,11 @@ def play_endlessly(stage: Stage, played: Program) -> None:
         say(ready=os.getpid())
     while True:
         idents = itertools.count(1)
+        pool = stage.reserve(played.slots)
         for episode in played.episodes:
-            pool = stage.reserve(played.slots)
-            Player(stage.open(), pool, episode, idents, say_bound).play()
-            stage.close(pool, 0.2)
+            if Player(stage.open(), pool, episode, idents, say_bound).play().pool_closed:
+                pool = stage.reserve(played.slots)
+        stage.close(pool, 0.2)
 
 
 def _free(pool: Pool) -> list[str]:
@@ -182,11 +185,11 @@ def _left(stage: Stage) -> list[str]:
     return [f"the last process went {took:.1f} s after the close"] if took > GONE_S else []
 
 
-def seeds() -> Iterator[tuple[int, bool | None]]:
-    """What to play."""
+def asked() -> Iterator[tuple[int, bool | None, int | None]]:
+    """What to play: a seed, whether with process groups, how many episodes."""
     for line in sys.stdin:
-        asked = json.loads(line)
-        yield asked["seed"], asked.get("torch")
+        told = json.loads(line)
+        yield told["seed"], told.get("torch"), told.get("episodes")
 
 
 def main() -> None:
@@ -198,12 +201,12 @@ def main() -> None:
     stage = Stage(executor, json.loads(options), mark)
     stage.open()
     if endless:
-        seed, torch = next(seeds())
+        seed, torch, _ = next(asked())
         play_endlessly(stage, program(executor, seed, torch))
     say(ready=os.getpid())
-    for seed, torch in seeds():
+    for seed, torch, episodes in asked():
         try:
-            play(stage, program(executor, seed, torch))
+            play(stage, program(executor, seed, torch), episodes)
         except Exception as error:
             traceback.print_exc()
             say(program=seed, wrong=[f"the program ended with {type(error).__name__}: {error}"], left=[], hangs=[])

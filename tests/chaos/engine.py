@@ -7,6 +7,7 @@ back, and says how long that took. It ends with its input.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import secrets
 import subprocess
@@ -72,6 +73,7 @@ def running(executor: str, slots: int, own: int) -> Iterator[Engine]:
             [sys.executable, "-m", "tests.chaos.engine", executor, str(slots)],
             env={
                 **os.environ,
+                "TMPDIR": folder,  # where Dask has its scratch space
                 "RAY_TMPDIR": folder,
                 "RAY_AUTH_MODE": "token",
                 "RAY_AUTH_TOKEN_PATH": str(token),
@@ -100,9 +102,10 @@ def ray(slots: int) -> None:
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
 
-    context = ray.init(
-        address="local", num_cpus=slots, include_dashboard=False, log_to_driver=False, logging_level="ERROR"
+    context: Any = ray.init(
+        address="local", num_cpus=slots, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR
     )
+    free_now: Any = ray.available_resources
     tell({"address": context.address_info["gcs_address"]})
     for _ in sys.stdin:
         began = time.monotonic()
@@ -110,7 +113,7 @@ def ray(slots: int) -> None:
         free = everything.wait(FREE_WITHIN_S)
         took = time.monotonic() - began
         remove_placement_group(everything)
-        tell((took, "") if free else (None, f"of {slots} CPUs are free: {ray.available_resources().get('CPU', 0)}"))
+        tell((took, "") if free else (None, f"of {slots} CPUs are free: {free_now().get('CPU', 0)}"))
     ray.shutdown()
 
 
@@ -124,7 +127,8 @@ def dask(slots: int) -> None:
     from colocate_dask.offers import Refusal, Wanted
 
     options: dict[str, Any] = {"threads_per_worker": 1, "memory_limit": 0, "dashboard_address": None}
-    with LocalCluster(n_workers=slots, processes=True, protocol="tcp", host="127.0.0.1", **options) as made:
+    cluster: Any = LocalCluster
+    with cluster(n_workers=slots, processes=True, protocol="tcp", host="127.0.0.1", **options) as made:
         connection = Connection(LoopThread(), made.scheduler_address, None, 30.0)
         tell({"address": made.scheduler_address})
         for _ in sys.stdin:

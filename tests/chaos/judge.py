@@ -2,36 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
-import os
-import random
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
-from tests.chaos import marks
+from tests.chaos import deaths, marks
+from tests.chaos.deaths import BURST, FREE_AT_LAST_S
 from tests.chaos.engine import Engine
 from tests.chaos.ledger import Ledger
 from tests.chaos.programs import KINDS, SLOTS, kind_of
 from tests.chaos.watch import Ended, Hung, Watched
 
-FREE_S = 2.0
-"""All that a driver had is free so soon after its end."""
-FREE_AT_LAST_S = 20.0
-"""What is still there then is left behind."""
-BURST = 3
-"""So many drivers are killed together, so that their starts overlap."""
 SHARED_SLOTS = BURST * SLOTS
 ROUND = 12
 """So many programs of faults that a driver survives go before the next drivers are killed."""
-_numbers = itertools.count(1)
-
-
-def new_mark() -> str:
-    """For the processes of one driver."""
-    return f"{os.getpid()}-{next(_numbers)}"
 
 
 @attrs.define(eq=False)
@@ -41,7 +27,6 @@ class Plan:
     Attributes:
         wanted: Faults of each kind.
         kinds: Those to play.
-        seeds: Play exactly these instead.
         deadline: When to stop, in monotonic time.
     """
 
@@ -76,22 +61,35 @@ class Plan:
             return number
 
 
+class Enough(Exception):
+    """Something is wrong, and that was the question."""
+
+
 @attrs.define(eq=False)
 class Lane:
-    """One driver that plays program after program, as long as it lasts."""
+    """One driver that plays program after program, as long as it lasts.
+
+    Attributes:
+        engine: Where.
+        ledger: What counts.
+        tell: Hears of what goes wrong.
+        env: More environment of the driver.
+        first_only: Whether to raise `Enough` at the first thing that is wrong.
+    """
 
     engine: Engine
     ledger: Ledger
     tell: Callable[[str], None] = print
     env: dict[str, str] = attrs.field(factory=dict)
+    first_only: bool = False
     _watched: Watched | None = None
 
-    def play(self, seed: int, torch: bool | None = None) -> None:
-        """Have a program played."""
+    def play(self, seed: int, torch: bool | None = None, episodes: int | None = None) -> None:
+        """Have a program played, or its first episodes."""
         kind = kind_of(seed)
         try:
             watched = self._driver()
-            watched.ask(seed=seed, torch=torch)
+            watched.ask(seed=seed, torch=torch, episodes=episodes)
             while "program" not in (told := watched.hear()):
                 self._note(seed, kind, told)
             self._note_words(seed, kind, told)
@@ -106,7 +104,7 @@ class Lane:
 
     def _driver(self) -> Watched:
         if self._watched is None:
-            self._watched = Watched.start(self.engine.executor, self.engine.options, new_mark(), **self.env)
+            self._watched = Watched.start(self.engine.executor, self.engine.options, marks.new(), **self.env)
             self._watched.hear()
         return self._watched
 
@@ -133,11 +131,15 @@ class Lane:
     def _problem(self, seed: int, kind: str, what: str, words: str) -> None:
         self.tell(f"{self.engine.executor} seed {seed} ({kind}): {what}: {words}")
         self.ledger.problem(self.engine.executor, kind, seed, what, words)
+        if self.first_only:
+            raise Enough(words)
 
     def _hung(self, seed: int, kind: str, what: str) -> None:
         assert self._watched is not None
-        self._problem(seed, kind, "hangs", f"{what}\n{self._watched.stacks()}")
-        self.drop()
+        try:
+            self._problem(seed, kind, "hangs", f"{what} outlives its bound\n{self._watched.stacks()}")
+        finally:
+            self.drop()
 
     def drop(self) -> None:
         """End the driver by force, and whatever it has left, so that the next one finds room."""
@@ -148,7 +150,7 @@ class Lane:
         watched.process.wait()
         _, left = marks.gone_within(watched.mark, (), FREE_AT_LAST_S)
         for pid in left:
-            _end(pid)
+            marks.end(pid)
         watched.clean()
 
     def close(self) -> None:
@@ -156,99 +158,6 @@ class Lane:
         watched, self._watched = self._watched, None
         if watched is not None:
             watched.end()
-
-
-def _end(pid: int) -> None:
-    try:
-        os.kill(pid, 9)
-    except ProcessLookupError:
-        pass
-
-
-# -- SIGKILL of drivers
-
-
-@attrs.define(eq=False)
-class _Doomed:
-    """A driver that is going to be killed."""
-
-    seed: int
-    watched: Watched
-    killed: float = 0.0
-    doing: str = ""
-    children: list[int] = attrs.field(factory=list)
-
-
-def burst(engine: Engine, ledger: Ledger, seeds: Sequence[int], tell: Callable[[str], None] = print) -> None:
-    """Start drivers, kill them together while each is somewhere in its program, and look at what is left."""
-    draw = random.Random(f"burst {seeds[0]}")
-    doomed = [_Doomed(seed, Watched.start(engine.executor, engine.options, new_mark(), "endless")) for seed in seeds]
-    for each in doomed:
-        each.watched.ask(seed=each.seed)
-    early = draw.random() < 0.15  # while some are still connecting
-    try:
-        if early:
-            time.sleep(draw.uniform(0.05, 2.0))
-        else:
-            for each in doomed:
-                told = each.watched.hear()
-                each.children += [told["forked"]] if "forked" in told else []
-            time.sleep(draw.uniform(0.0, 4.0))
-    except (Ended, Hung) as error:
-        for each in doomed:
-            ledger.problem(
-                engine.executor, "driver", each.seed, "wrong", f"a driver was not ready to be killed: {error}"
-            )
-    for each in doomed:
-        each.doing = each.watched.begun
-        each.killed = each.watched.kill()
-    last = doomed[-1].killed
-    for each in doomed:
-        _, left = marks.gone_within(each.watched.mark, each.children, FREE_AT_LAST_S)
-        _judge(engine, ledger, each, time.monotonic() - each.killed, left, tell)
-    free_s, holders = engine.all_free()
-    since = time.monotonic() - last
-    if free_s is None:
-        _told(engine, ledger, doomed[0], f"{since:.1f} s after the drivers' end not all is free: {holders}", tell)
-    for each in doomed:
-        with ledger.lock:
-            tally = ledger.tally(engine.executor, "driver")
-            tally.seeds.append(each.seed)
-            if free_s:
-                tally.free_ms[-1] = max(tally.free_ms[-1], round(since * 1000, 1))
-        for pid in each.children:
-            _end(pid)
-        each.watched.process.wait()
-        each.watched.clean()
-    ledger.save()
-
-
-def _judge(
-    engine: Engine, ledger: Ledger, each: _Doomed, took: float, left: dict[int, str], tell: Callable[[str], None]
-) -> None:
-    problems = [f"process {pid} is left: {line}" for pid, line in left.items()]
-    problems += [f"file {path.name} is left" for path in each.watched.folder.iterdir()]
-    for words in problems:
-        _told(engine, ledger, each, f"killed in {each.doing or 'between'!r}: {words}", tell)
-    with ledger.lock:
-        tally = ledger.tally(engine.executor, "driver")
-        tally.tried += 1
-        tally.survived += not problems
-        tally.free_ms.append(round(took * 1000, 1))
-        tally.count(_phase(each.doing))
-
-
-def _phase(doing: str) -> str:
-    """The thing that a driver was doing, in a word."""
-    return doing.split()[0] if doing else "between"
-
-
-def _told(engine: Engine, ledger: Ledger, each: _Doomed, words: str, tell: Callable[[str], None]) -> None:
-    tell(f"{engine.executor} seed {each.seed} (driver): left: {words}")
-    ledger.problem(engine.executor, "driver", each.seed, "left", words)
-
-
-# -- all of it
 
 
 def campaign(engine: Engine, plan: Plan, lanes: int, tell: Callable[[str], None] = print) -> None:
@@ -265,7 +174,7 @@ def campaign(engine: Engine, plan: Plan, lanes: int, tell: Callable[[str], None]
             for _ in range(2):
                 seeds = [seed for _ in range(BURST) if (seed := plan.next_seed(("driver",))) is not None]
                 if seeds:
-                    burst(engine, plan.ledger, seeds, tell)
+                    deaths.burst(engine, plan.ledger, seeds, tell)
     finally:
         for lane in drivers:
             lane.close()

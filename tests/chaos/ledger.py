@@ -52,6 +52,7 @@ class Tally:
         hangs: What outlived its bound by more than it may.
         left: What was left behind.
         wrong: Results, errors and orders that the laws don't allow.
+        late: Ends after more than the seconds that there are for it.
         error_ms: From the fault to the first error that told it.
         over_ms: What closes took beside their grace.
         free_ms: From the end of a driver until nothing of it was left.
@@ -64,6 +65,7 @@ class Tally:
     hangs: int = 0
     left: int = 0
     wrong: int = 0
+    late: int = 0
     error_ms: list[float] = attrs.field(factory=list)
     over_ms: list[float] = attrs.field(factory=list)
     free_ms: list[float] = attrs.field(factory=list)

@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import signal
 import time
 from collections.abc import Collection
 
 MARK = "COLOCATE_CHAOS_MARK"
+_numbers = itertools.count(1)
+
+
+def new() -> str:
+    """A mark for the processes of one driver."""
+    return f"{os.getpid()}-{next(_numbers)}"
+
+
+def end(pid: int) -> None:
+    """SIGKILL, if it is still there."""
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
 
 
 def marked(mark: str, besides: Collection[int] = ()) -> dict[int, str]:

@@ -1,5 +1,76 @@
-"""Deliberately broken builds."""
+"""Deliberately broken builds, which the suite must catch: patches that an environment variable has applied.
+
+They are applied in drivers when they start, and in workers before the first role is constructed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+VARIABLE = "COLOCATE_CHAOS_MUTANT"
+_applied: set[str] = set()
 
 
 def apply_from_environment() -> None:
-    """Nothing yet."""
+    """Break this process as it was told to be broken; once."""
+    name = os.environ.get(VARIABLE)
+    if name and name not in _applied:
+        _applied.add(name)
+        MUTANTS[name]()
+
+
+def skipped_kill() -> None:
+    """Nobody kills a worker that doesn't end."""
+    from colocate.keeper.process import WorkerProcess
+
+    _replace(WorkerProcess, "kill", lambda self: None)
+
+
+def unfreed_reservation() -> None:
+    """Slots that are given back stay taken."""
+    from colocate_local.local import Local
+
+    _replace(Local, "release", lambda self, reservation: None)
+
+
+def swallowed_error() -> None:
+    """What a role raises is told as a result: None."""
+    from colocate.worker.host import WorkerHost
+
+    def failed(self: Any, seq: int, keep: int | None, role: str | None, error: BaseException) -> None:
+        self._send(("done", seq, None, 0.0, 0.0, None), None)
+
+    _replace(WorkerHost, "_failed", failed)
+
+
+def unresolved_future() -> None:
+    """The calls of a group that fails, or is closed, are forgotten instead of being told."""
+    from colocate._order import CallOrder
+
+    def fail_all(self: Any, error: BaseException) -> bool:
+        with self.lock:
+            found = bool(self.pending)
+            self.pending.clear()
+            return found
+
+    _replace(CallOrder, "fail_all", fail_all)
+
+
+def stale_pairing() -> None:
+    """Process groups outlive a failed call, in which a rank may still wait: it would pair with the next one's."""
+    from colocate.worker.process_groups import ProcessGroups
+
+    _replace(ProcessGroups, "renew", lambda self, hold: [])
+
+
+def _replace(owner: Any, name: str, patch: Callable[..., Any]) -> None:
+    assert hasattr(owner, name), f"{owner.__name__} has no {name} any more: the mutant breaks nothing"
+    setattr(owner, name, patch)
+
+
+MUTANTS: dict[str, Callable[[], None]] = {
+    mutant.__name__: mutant
+    for mutant in (skipped_kill, unfreed_reservation, swallowed_error, unresolved_future, stale_pairing)
+}

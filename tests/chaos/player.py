@@ -13,7 +13,7 @@ from tests.chaos import model
 from tests.chaos.faults import Injector
 from tests.chaos.machine import Machine
 from tests.chaos.programs import Episode, Step
-from tests.chaos.records import Applied, Played, Sent
+from tests.chaos.records import Applied, Played, Sent, leaves
 from tests.chaos.steps import LONG_S, SHORT_S, STACKS_S, Say, Steps
 
 import colocate
@@ -70,6 +70,8 @@ class Player:
             if all(played.group is not None for played in self._played):
                 for step in self._episode.before:
                     self._steps.do(step)
+                if self._episode.settled:
+                    self._settle_all()
                 self._strike()
                 self._aftermath()
         finally:
@@ -284,9 +286,9 @@ class Player:
                 self._pool.close(self._fault.grace, force=True)
             except BaseExceptionGroup as error:
                 for played in self._played:
-                    mine = tuple(leaf for leaf in model.leaves(error) if getattr(leaf, "group", None) == played.name)
+                    mine = tuple(leaf for leaf in leaves(error) if getattr(leaf, "group", None) == played.name)
                     played.close_errors += mine
-                strange = [leaf for leaf in model.leaves(error) if not self._of_a_group(leaf)]
+                strange = [leaf for leaf in leaves(error) if not self._of_a_group(leaf)]
                 self._faulty.close_errors += tuple(strange)
         self._outcome.pool_closed = True
         self._note_close(self._faulty, began)

@@ -74,6 +74,7 @@ class Episode:
         groups: The number of slots of each.
         second: Whether there is a role "b", and on which slots it is: "all", "first" or "".
         before: What is done first.
+        settled: Whether that is awaited before the fault, or still under way.
         fault: What happens then.
         after: What is done once it has; with a group that has not failed it must work.
     """
@@ -81,6 +82,7 @@ class Episode:
     groups: tuple[int, ...]
     second: str
     before: tuple[Step, ...]
+    settled: bool
     fault: Fault
     after: tuple[Step, ...]
 
@@ -112,7 +114,7 @@ def program(executor: str, seed: int, torch: bool | None = None) -> Program:
 
 
 def _episode(draw: random.Random, executor: str, kind: str, slots: int, torch: bool) -> Episode:
-    groups = (slots,)
+    groups: tuple[int, ...] = (slots,)
     if slots > 1 and not torch and draw.random() < 0.35:
         first = draw.randint(1, slots - 1)
         groups = (first, slots - first)
@@ -120,7 +122,7 @@ def _episode(draw: random.Random, executor: str, kind: str, slots: int, torch: b
     fault = _fault(draw, executor, kind, groups, torch)
     before = tuple(_step(draw, groups, second, torch) for _ in range(draw.randint(0, 3)))
     after = tuple(_step(draw, groups, second, torch) for _ in range(draw.randint(1, 2)))
-    return Episode(groups, second, before, fault, after)
+    return Episode(groups, second, before, draw.random() < 0.5, fault, after)
 
 
 def _fault(draw: random.Random, executor: str, kind: str, groups: tuple[int, ...], torch: bool) -> Fault:
@@ -129,7 +131,8 @@ def _fault(draw: random.Random, executor: str, kind: str, groups: tuple[int, ...
     moment = draw.choice((*MOMENTS, "collective", "collective", "collective") if torch else MOMENTS)
     if kind == "driver":  # it is in the middle of anything, also with ranks that can't listen
         kind = draw.choice(("none", "none", "kill", "stop", "gil"))
-    target, endings = "", ("close", "close", "pool", "thread", "grace")
+    target = ""
+    endings: tuple[str, ...] = ("close", "close", "pool", "thread", "grace")
     if kind == "drop":
         target = draw.choice(_targets(executor, groups[group]))
         moment = "transfer" if target == "peer" else moment

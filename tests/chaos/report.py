@@ -22,14 +22,14 @@ NOT_APPLICABLE = {"local": "keeper, envoy: local has none", "dask": "envoy: Dask
 def show(ledger: Ledger, console: Console) -> None:
     """Print what a ledger holds."""
     table = Table(title=f"chaos, code {ledger.code} ({ledger.commit})")
-    for name in ("executor", "fault", "tried", "survived", "hangs", "leftovers", "wrong"):
+    for name in ("executor", "fault", "tried", "survived", "hangs", "leftovers", "wrong", "late"):
         table.add_column(name, justify="left" if name in ("executor", "fault") else "right")
     table.add_column("times in ms: p50 / p90 / p99 / max", justify="left")
     for executor, kinds in sorted(ledger.tallies.items()):
         for kind in KINDS:
             if kind in kinds:
                 tally = kinds[kind]
-                counts = (tally.tried, tally.survived, tally.hangs, tally.left, tally.wrong)
+                counts = (tally.tried, tally.survived, tally.hangs, tally.left, tally.wrong, tally.late)
                 table.add_row(executor, NAMES[kind], *map(str, counts), times(tally))
     console.print(table)
     for executor, kinds in sorted(ledger.tallies.items()):

@@ -1,5 +1,11 @@
 """Entry point of worker processes."""
 
-from colocate.worker.main import main
+import sys
+
+from colocate._parent import die_with
+
+die_with(int(sys.argv[2]))  # first of all: what comes next takes a while to import, and its driver may be gone meanwhile
+
+from colocate.worker.main import main  # noqa: E402
 
 main()

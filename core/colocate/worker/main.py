@@ -17,7 +17,6 @@ from functools import partial
 
 from colocate import wire
 from colocate._codec import BY_VALUE
-from colocate._parent import die_with
 from colocate.executor import Boot
 from colocate.worker.guard import start_guard
 from colocate.worker.host import WorkerHost
@@ -28,8 +27,7 @@ from colocate.worker.service import Service, given
 
 def main() -> None:
     """Serve one lane until it is closed."""
-    fd, parent = int(sys.argv[1]), int(sys.argv[2])
-    die_with(parent)
+    fd = int(sys.argv[1])
     _leave_signals_to_the_driver()
     label_output()
     faulthandler.enable()

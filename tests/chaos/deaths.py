@@ -1,0 +1,143 @@
+"""SIGKILL of drivers: each somewhere in its program, several at once; and what is left of them then."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import attrs
+from tests.chaos import marks
+from tests.chaos.engine import Engine
+from tests.chaos.ledger import Ledger
+from tests.chaos.watch import Ended, Hung, Watched
+
+FREE_S = 2.0
+"""All that a driver had is to be free so soon after its end."""
+FREE_AT_LAST_S = 20.0
+"""What is still there then is left behind for ever."""
+BURST = 3
+"""So many drivers at once: starting one takes seconds, most of which it waits."""
+MOMENTS = ("start", "reserve", "reserve", "spawn", "spawn", "call", "call", "call", "close", "close", "anything")
+_COMES_WITHIN_S = 15.0  # the moment at which a driver is to be killed; otherwise any will do
+
+Tell = Callable[[str], None]
+
+
+@attrs.define(eq=False)
+class Doomed:
+    """A driver that is going to be killed.
+
+    Attributes:
+        seed: Of the program that it plays, again and again.
+        moment: When it is to be killed.
+        delay_s: How long after that has begun.
+        killed: When it was.
+        doing: What it was doing then.
+        children: What it has forked: that lives on, and is none of ours.
+        gone_s: After how long none of its processes was left.
+        left: Those that were left at last.
+    """
+
+    seed: int
+    moment: str
+    delay_s: float
+    watched: Watched
+    killed: float = 0.0
+    doing: str = ""
+    children: list[int] = attrs.field(factory=list)
+    gone_s: float = 0.0
+    left: dict[int, str] = attrs.field(factory=dict)
+
+    def meet(self) -> None:
+        """Kill it when its moment has come, and wait until nothing of it is left."""
+        watched = self.watched
+        if self.moment == "start":
+            time.sleep(self.delay_s * 20)
+        else:
+            told = watched.hear()
+            if "forked" in told:
+                self.children.append(told["forked"])
+            deadline = time.monotonic() + _COMES_WITHIN_S
+            while not self._has_come() and time.monotonic() < deadline:
+                time.sleep(0.001)
+            time.sleep(self.delay_s)
+        self.doing = watched.begun
+        self.killed = watched.kill()
+        _, self.left = marks.gone_within(watched.mark, self.children, FREE_AT_LAST_S)
+        self.gone_s = time.monotonic() - self.killed
+
+    def _has_come(self) -> bool:
+        return self.moment == "anything" or self.watched.begun.startswith(self.moment)
+
+    @property
+    def phase(self) -> str:
+        """What it was doing, in a word."""
+        return self.doing.split()[0] if self.doing else "between"
+
+
+def burst(engine: Engine, ledger: Ledger, seeds: Sequence[int], tell: Tell = print) -> None:
+    """Start drivers, kill each at its moment, and look at what is left of them on this machine and in the engine."""
+    doomed = [_doomed(engine, seed) for seed in seeds]
+    wrong: list[str] = []
+
+    def meet(each: Doomed) -> None:
+        try:
+            each.meet()
+        except (Ended, Hung) as error:
+            each.killed = each.watched.kill()
+            wrong.append(f"it was not ready to be killed: {type(error).__name__} {error}")
+
+    threads = [threading.Thread(target=meet, args=(each,)) for each in doomed]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    last = max(doomed, key=lambda each: each.killed)
+    free_s, holders = engine.all_free()
+    if free_s is not None and engine.slots is not None:
+        last.gone_s = time.monotonic() - last.killed
+    for words in wrong:
+        _problem(engine, ledger, last, "wrong", words, tell)
+    if free_s is None:
+        since = time.monotonic() - last.killed
+        _problem(engine, ledger, last, "left", f"{since:.1f} s after its end not all is free: {holders}", tell)
+    for each in doomed:
+        _count(engine, ledger, each, survived=free_s is not None and not wrong, tell=tell)
+        for pid in (*each.children, *each.left):
+            marks.end(pid)
+        each.watched.process.wait()
+        each.watched.clean()
+    ledger.save()
+
+
+def _doomed(engine: Engine, seed: int) -> Doomed:
+    draw = random.Random(f"death {seed}")
+    moment, delay_s = draw.choice(MOMENTS), draw.choice((0.0, 0.001, 0.005, 0.02, 0.05, 0.1))
+    watched = Watched.start(engine.executor, engine.options, marks.new(), "endless")
+    watched.ask(seed=seed)
+    return Doomed(seed, moment, delay_s, watched)
+
+
+def _count(engine: Engine, ledger: Ledger, each: Doomed, survived: bool, tell: Tell) -> None:
+    problems = [f"process {pid} is left: {line}" for pid, line in each.left.items()]
+    problems += [f"file {path.name} is left" for path in each.watched.folder.iterdir()]
+    for words in problems:
+        _problem(engine, ledger, each, "left", words, tell)
+    if each.gone_s > FREE_S and not problems:
+        tell(f"{engine.executor} seed {each.seed} (driver): all was free only after {each.gone_s:.1f} s")
+    with ledger.lock:
+        tally = ledger.tally(engine.executor, "driver")
+        tally.seeds.append(each.seed)
+        tally.tried += 1
+        tally.survived += survived and not problems
+        tally.late += each.gone_s > FREE_S
+        tally.free_ms.append(round(each.gone_s * 1000, 1))
+        tally.count(each.phase)
+
+
+def _problem(engine: Engine, ledger: Ledger, each: Doomed, what: str, words: str, tell: Tell) -> None:
+    text = f"killed in {each.doing or 'between'!r}: {words}"
+    tell(f"{engine.executor} seed {each.seed} (driver): {what}: {text}")
+    ledger.problem(engine.executor, "driver", each.seed, what, text)

@@ -1,0 +1,33 @@
+"""A slice of the chaos suite: a few programs on each executor survive their faults. `make chaos` plays thousands."""
+
+from __future__ import annotations
+
+import pytest
+from tests.chaos import deaths, engine, judge
+from tests.chaos.ledger import Ledger
+from tests.chaos.programs import SLOTS, kind_of
+
+SEEDS = {"local": (0, 1, 2, 3, 950), "ray": (0, 3), "dask": (1, 3)}
+TORCH = (950,)
+DRIVERS = {"local": (4, 14), "ray": (9,), "dask": (4,)}
+NEEDS = {"ray": "ray", "dask": "distributed"}
+
+
+@pytest.mark.parametrize("executor", sorted(SEEDS))
+def test_slice(executor: str) -> None:
+    """Each fault is survived: nothing hangs, nothing is left, no result is wrong."""
+    if executor in NEEDS:
+        pytest.importorskip(NEEDS[executor])
+    ledger = Ledger()
+    said: list[str] = []
+    with engine.running(executor, SLOTS, SLOTS) as made:
+        lane = judge.Lane(made, ledger, said.append)
+        for seed in SEEDS[executor]:
+            lane.play(seed, seed in TORCH, episodes=1)
+        lane.close()
+        deaths.burst(made, ledger, DRIVERS[executor], said.append)
+    assert ledger.problems == []
+    kinds = {kind_of(seed) for seed in (*SEEDS[executor], *DRIVERS[executor])}
+    for kind in kinds:
+        tally = ledger.tally(executor, kind)
+        assert tally.tried == tally.survived > 0
