@@ -28,7 +28,7 @@ import colocate
 from colocate import Pool, Runtime
 
 RESERVE_S = 5.0
-STARTS_S = 15.0
+STARTS_S = 60.0
 """How long an engine may take to start what holds the slots, beside waiting for them."""
 CONNECT_S = 60.0
 GONE_S = 2.0

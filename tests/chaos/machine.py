@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import secrets
 import time
 import zlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from colocate import Concat, Gather, Role, Scatter, method
@@ -41,8 +43,19 @@ class Machine(Role):
         if self.ctx.rank == hangs:
             keep_the_gil()
         time.sleep(takes_s)
+        self.main = not main
         self.nonce = secrets.token_hex(4)
         self.notes: list[int] = self.ctx.sibling(main, Machine).notes if main else []
+
+    def save(self, directory: str) -> None:
+        """Write the notes down."""
+        if self.main:
+            Path(directory, str(self.ctx.rank)).write_text(json.dumps(self.notes))
+
+    def restore(self, directory: str) -> None:
+        """Go on with those that were written down; the other role of this worker has the very list."""
+        if self.main:
+            self.notes[:] = json.loads(Path(directory, str(self.ctx.rank)).read_text())
 
     def _note(self, ident: int, work_s: float = 0.0) -> None:
         self.notes.append(ident)

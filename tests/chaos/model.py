@@ -14,6 +14,7 @@ from colocate.errors import (
     ClosedError,
     ColocateError,
     EngineError,
+    GroupRestarted,
     RoleError,
     RoleStartError,
     WorkerDied,
@@ -34,8 +35,10 @@ def complaints(played: Sequence[Played], applied: Applied | None) -> list[str]:
     for group in played:
         mine = applied if applied is not None and concerns(applied, group) else None
         for sent in group.sent:
-            found += (f"{group.name}: {sent}: {words}" for words in _of_call(sent, group, mine, applied))
-        found += (f"{group.name}: {words}" for words in order(group.sent))
+            hit = mine if sent.generation == 0 else None
+            found += (f"{group.name}: {sent}: {words}" for words in _of_call(sent, group, hit, applied))
+        found += (f"{group.name}: {words}" for words in order(group.sent, group.checkpoint or 0))
+        found += (f"{group.name}: {words}" for words in group.wrong)
         found += (f"{group.name}: {words}" for words in _of_spawn(group, mine))
         found += (f"{group.name}: {words}" for words in _of_close(group, mine, applied))
     return found
@@ -73,6 +76,8 @@ def _of_call(sent: Sent, group: Played, mine: Applied | None, anywhere: Applied 
 
 def allowed(sent: Sent, error: BaseException, group: Played, mine: Applied | None, anywhere: Applied | None) -> bool:
     """Whether a call may end with this error."""
+    if isinstance(error, GroupRestarted):
+        return group.restarts and error.__cause__ is not None and allowed(sent, error.__cause__, group, mine, anywhere)
     if sent.fails and _is_deliberate(sent, error):
         return True
     if sent.times_out and isinstance(error, CallTimeout):
@@ -129,15 +134,19 @@ def is_death(error: BaseException, fault: Applied) -> bool:
 # -- order
 
 
-def order(calls: Sequence[Sent]) -> Iterator[str]:
-    """Each rank has begun the calls in the order of their submission, each once, and lost none that succeeded."""
-    by_ident = {sent.ident: sent for sent in calls}
+def order(calls: Sequence[Sent], checkpoint: int = 0) -> Iterator[str]:
+    """Each rank has begun the calls in the order of their submission, each once, and lost none that succeeded.
+
+    After a restart these are the calls of the new generation, and those before the checkpoint.
+    """
     last: dict[str, tuple[int, ...]] = {}
     for sent in calls:
         if not sent.fine or not isinstance(sent.value, list):
             continue
         for nonce, rank, notes, _ in (seen for seen in sent.value if isinstance(seen, tuple) and len(seen) == 4):
-            yield from (f"{sent} on rank {rank}: {words}" for words in _of_notes(sent, rank, notes, by_ident, calls))
+            known = [each for each in calls if each.generation == sent.generation or each.ident < checkpoint]
+            by_ident = {each.ident: each for each in known}
+            yield from (f"{sent} on rank {rank}: {words}" for words in _of_notes(sent, rank, notes, by_ident, known))
             before = last.get(nonce, ())
             if notes[: len(before)] != before:
                 yield f"{sent} on rank {rank}: the calls begun before it were {before}, now they are {notes}"
@@ -155,7 +164,7 @@ def _of_notes(
     for ident in notes:
         other = by_ident.get(ident)
         if other is None:
-            yield f"it has begun call {ident}, which was another group's"
+            yield f"it has begun call {ident}, which is another group's, or generation's"
         elif other.withdrawn:
             yield f"it has begun {other}, which was withdrawn"
     for other in calls:
@@ -203,6 +212,7 @@ def must_complain(group: Played, mine: Applied | None) -> bool:
         and mine.kind in HANGING
         and mine.went_on is None
         and group.spawn_error is None
+        and group.generation == 0
         and group.closing is not None
         and mine.done < group.closing
         and not any(isinstance(sent.error, RoleError) and "did not come back" in str(sent.error) for sent in group.sent)

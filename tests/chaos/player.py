@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 import threading
 import time
@@ -72,12 +73,16 @@ class Player:
                     self._steps.do(step)
                 if self._episode.settled:
                     self._settle_all()
+                    if self._episode.restart:
+                        self._steps.do(Step("checkpoint", group=self._fault.group))
                 self._strike()
                 self._aftermath()
         finally:
             self._close_all()
             self._injector.give_up()
             self._settle_all()
+            for folder in self._steps.folders:
+                shutil.rmtree(folder)
         self._outcome.applied = self._injector.applied
         return self._outcome
 
@@ -104,13 +109,15 @@ class Player:
                 declared = colocate.role(Machine, 0.0, None, "a")
                 roles["b"] = declared.on(slots=[0]) if self._episode.second == "first" else declared
                 played.second = (0,) if self._episode.second == "first" else tuple(range(played.slots))
+            played.restarts = self._episode.restart and played is self._faulty
             timeout = SPAWN_HUNG_S if struck and self._fault.kind in model.HANGING else SPAWN_S
             if struck and self._fault.kind not in ("gil", "none"):
                 self._injector.start()
             began = time.monotonic()
             with self._steps.bound("spawn", timeout + CLOSE_S):
                 try:
-                    played.group = part.spawn(roles, name=played.name, timeout=timeout)
+                    how = "restart" if played.restarts else "fail"
+                    played.group = part.spawn(roles, name=played.name, timeout=timeout, on_failure=how)
                     played.pids = tuple(worker.pid or 0 for worker in played.group.workforce.workers)
                 except Exception as error:
                     played.spawn_error = error
@@ -181,12 +188,14 @@ class Player:
             applied = self._hits(played)
             if applied is not None and applied.kind in model.DEADLY:
                 self._probe_dead(played, applied)
+                self._restarted(played)
             elif applied is not None and applied.kind == "stop" and self._fault.ending == "cont":
                 self._steps.settle(_soon(played))
                 self._injector.go_on()
                 self._works(played)
             elif applied is not None and applied.kind in model.HANGING:
                 self._probe_hung(played)
+                self._restarted(played)
             else:
                 self._works(played)
 
@@ -213,6 +222,21 @@ class Player:
         if after and applied.moment != "spawn":
             self._outcome.error_s = min([self._outcome.error_s or after[0], *after])
 
+    def _restarted(self, played: Played) -> None:
+        """A group that is restarted works again, from its checkpoint, once somebody has noted it."""
+        if not played.restarts:
+            return
+        assert played.group is not None
+        self._steps.settle(played.sent)
+        with self._steps.bound("restart", SPAWN_S):
+            tag = played.group.wait_ready(SPAWN_S)
+        if (tag, played.group.generation) != (played.checkpoint, 1):
+            played.wrong.append(
+                f"restarted from {tag!r} as generation {played.group.generation}, not from {played.checkpoint!r} as 1"
+            )
+        played.generation = 1
+        self._works(played)
+
     def _probe_hung(self, played: Played) -> None:
         """A call to a group one of whose workers doesn't answer ends by its timeout, or with the group."""
         if self._fault.moment == "close":
@@ -222,7 +246,7 @@ class Player:
         if self._fault.ending == "grace":
             self._steps.do(Step("submit", group=played.index), SHORT_S)
             with self._steps.bound("the group's failure by its own grace", 2 * SHORT_S + 2 * STACKS_S + CLOSE_S):
-                becomes_true(lambda: group.failure is not None, LONG_S)
+                becomes_true(lambda: group.failure is not None or group.generation > 0, LONG_S)
         timeout = None if self._fault.ending == "thread" else SHORT_S
         self._steps.do(Step("submit", group=played.index), timeout)
         if self._fault.grace > 0.15:  # otherwise the close comes before the timeouts

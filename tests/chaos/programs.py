@@ -76,6 +76,7 @@ class Episode:
         before: What is done first.
         settled: Whether that is awaited before the fault, or still under way.
         fault: What happens then.
+        restart: Whether the group that is hit is restarted; if `settled`, from a checkpoint made before the fault.
         after: What is done once it has; with a group that has not failed it must work.
     """
 
@@ -83,6 +84,7 @@ class Episode:
     second: str
     before: tuple[Step, ...]
     settled: bool
+    restart: bool
     fault: Fault
     after: tuple[Step, ...]
 
@@ -122,7 +124,15 @@ def _episode(draw: random.Random, executor: str, kind: str, slots: int, torch: b
     fault = _fault(draw, executor, kind, groups, torch)
     before = tuple(_step(draw, groups, second, torch) for _ in range(draw.randint(0, 3)))
     after = tuple(_step(draw, groups, second, torch) for _ in range(draw.randint(1, 2)))
-    return Episode(groups, second, before, draw.random() < 0.5, fault, after)
+    restart = draw.random() < 0.35 and not torch and kind != "driver" and _fails_alone(fault)
+    return Episode(groups, second, before, draw.random() < 0.5, restart, fault, after)
+
+
+def _fails_alone(fault: Fault) -> bool:
+    """Whether the group fails of it by itself, and its slots are still of use."""
+    if fault.moment in ("spawn", "close"):
+        return False
+    return fault.kind == "kill" or fault.target == "lane" or (fault.kind in ("stop", "gil") and fault.ending == "grace")
 
 
 def _fault(draw: random.Random, executor: str, kind: str, groups: tuple[int, ...], torch: bool) -> Fault:

@@ -24,6 +24,7 @@ class Sent:
         times_out: Whether it has been made to outlive its timeout.
         call: What was submitted; None when that failed.
         withdrawn: Whether `cancel()` has said so.
+        generation: The group's, when it was made.
         value: Its value.
         error: What it ended with.
         submitted: When, in monotonic time.
@@ -41,6 +42,7 @@ class Sent:
     withdrawn: bool = False
     value: Any = None
     error: BaseException | None = None
+    generation: int = 0
     submitted: float = 0.0
     settled: float | None = None
     uses: Sent | None = None
@@ -69,6 +71,10 @@ class Played:
     close_errors: tuple[BaseException, ...] = ()
     closing: float | None = None
     grace: float = 0.0
+    restarts: bool = False
+    generation: int = 0
+    checkpoint: int | None = None
+    wrong: list[str] = attrs.field(factory=list)
     spawn_error: BaseException | None = None
 
 

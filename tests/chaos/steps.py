@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -44,10 +46,12 @@ class Steps:
 
     Attributes:
         hangs: What has outlived its bound, in words.
+        folders: Where checkpoints are.
     """
 
     def __init__(self, played: Sequence[Played], idents: Iterator[int], say: Say) -> None:
         self.hangs: list[str] = []
+        self.folders: list[str] = []
         self._played = played
         self._idents = idents
         self._say = say
@@ -106,6 +110,7 @@ class Steps:
         """Submit a call, or find out that the group takes none any more."""
         assert played.group is not None
         played.sent.append(sent)
+        sent.generation = played.generation
         sent.submitted = time.monotonic()
         try:
             made = call(played.group.role(role), sent.ident)
@@ -154,6 +159,16 @@ class Steps:
 
     def _sync(self, step: Step, played: Played, timeout: float | None) -> None:
         self.settle(played.sent)
+
+    def _checkpoint(self, step: Step, played: Played, timeout: float | None) -> None:
+        """What has been called so far is kept."""
+        assert played.group is not None
+        self.settle(played.sent)
+        tag = next(self._idents)
+        self.folders.append(tempfile.mkdtemp())
+        with self.bound("checkpoint", LONG_S):
+            played.group.checkpoint(os.path.join(self.folders[-1], "saved"), tag)
+        played.checkpoint = tag
 
     def _make(self, step: Step, played: Played, timeout: float | None) -> _Kept | None:
         slots = range(played.slots)
