@@ -71,6 +71,9 @@ class ClaimedSlot(KeptSlot):
             if not self._closed:
                 self._dial()
         except (OSError, ColocateError) as error:
+            if self._refusal is not None:  # a later driver was here first: the lead's word of it is on its way
+                self._closed = True
+                self._claim.fenced(self._refusal[1])
             self._lost = f"its keeper can't be had: {error}"
             self.keepers.hub.later(0.0, partial(self._over, self._lost))
         finally:

@@ -1,0 +1,99 @@
+"""What only Dask has of detached pools: whose Dask workers they are, and what a lost one means."""
+
+from __future__ import annotations
+
+import os
+import signal
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from distributed import Client
+from tests.dask.conftest import running
+
+import colocate
+from colocate import Pool, Runtime
+from colocate.errors import WorkerDied
+from colocate.testing import leaks
+from colocate.testing.probes.counting import Counting
+from colocate.testing.waiting import Processes, wait_until
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[str]:
+    """Three workers alike."""
+    with running([{"host": "127.0.0.1", "nthreads": 1}] * 3) as address:
+        yield address
+
+
+@pytest.fixture
+def runtime(cluster: str) -> Iterator[Runtime]:
+    with colocate.connect("dask", address=cluster) as runtime:
+        yield runtime
+
+
+@pytest.fixture
+def name() -> str:
+    return f"test-{uuid.uuid4().hex[:8]}"
+
+
+def detached(runtime: Runtime, name: str) -> tuple[Pool, list[int], list[str]]:
+    """A pool of two slots; the pids of its workers, and the addresses of the Dask workers that hold them."""
+    pool = runtime.reserve(2, cpus=0, detachable=True)
+    assert pool.reservation is not None
+    there = list(pool.reservation.handle.slots)
+    pids: Any = pool.spawn({"counting": colocate.role(Counting)}, name="counting").role("counting", Counting).pid()
+    pool.detach(name, ttl=300)
+    return pool, pids, there
+
+
+def process_of(cluster: str, worker: str) -> int:
+    made: Any = Client
+    with made(cluster, set_as_default=False) as client:
+        return int(client.run(os.getpid, workers=[worker])[worker])
+
+
+def everything_is_free(runtime: Runtime) -> None:
+    with runtime.reserve(3, cpus=0, timeout=60):
+        pass
+
+
+def test_the_lead_is_lost(cluster: str, runtime: Runtime, name: str) -> None:
+    """Nobody can be granted a pool without its lead: all of it is freed, at once."""
+    _, pids, there = detached(runtime, name)
+    workers = Processes(pids)
+    with leaks.shared():  # a nanny replaces it
+        os.kill(process_of(cluster, there[0]), signal.SIGKILL)
+        workers.wait()
+        workers.close()
+        wait_until(lambda: not runtime.detached(), "it isn't listed any more")
+        everything_is_free(runtime)
+
+
+def test_another_slot_is_lost(cluster: str, runtime: Runtime, name: str) -> None:
+    """The pool is still there, with a group that has failed; whoever attaches is told, and can close it."""
+    _, pids, there = detached(runtime, name)
+    worker = Processes(pids[1:])
+    with leaks.shared():  # a nanny replaces it
+        os.kill(process_of(cluster, there[1]), signal.SIGKILL)
+        worker.wait()
+        worker.close()
+        with runtime.attach(name, own=True) as mine:
+            with pytest.raises(WorkerDied, match="its keeper can't be had") as caught:
+                mine.groups["counting"].role("counting", Counting).add()
+            assert caught.value.rank == 1
+        assert runtime.detached() == []
+        everything_is_free(runtime)
+
+
+def test_its_driver_is_nobody(cluster: str, runtime: Runtime, name: str) -> None:
+    """The scheduler has it for nobody: it stays when the client that reserved it goes, and isn't given to others."""
+    with colocate.connect("dask", address=cluster) as first:
+        _, pids, _ = detached(first, name)
+    assert runtime.executor.strays() == []
+    with pytest.raises(colocate.PlacementTimeout, match="held by"):
+        runtime.reserve(2, cpus=0, timeout=0)
+    with runtime.attach(name, own=True) as mine:
+        assert mine.groups["counting"].role("counting", Counting).pid() == pids
+    everything_is_free(runtime)
