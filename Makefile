@@ -44,6 +44,7 @@ check: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy core/colocate executors plugins/colocate_ppo
+	$(BIN)/mypy -p tests.chaos
 	$(BIN)/pyright
 
 $(VERL)/.installed: $(INSTALLED)  # verl beside everything that .venv has, for a comparison in the bench only

@@ -17,12 +17,15 @@ from tests.chaos.programs import KINDS, SLOTS, kind_of, program
 
 EXECUTORS = ("local", "ray", "dask")
 LANES = 2
+WIDTH = 160  # of the table where nobody says how wide it may be
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Play, and print; 1 when something went wrong."""
     options = _options(arguments)
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=WIDTH)
     ledger = Ledger.open(None if options.seed else options.ledger)
     executors = [options.executor] if options.executor else list(EXECUTORS)
     if options.seed:

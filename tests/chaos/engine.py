@@ -77,6 +77,9 @@ def running(executor: str, slots: int, own: int) -> Iterator[Engine]:
                 "RAY_TMPDIR": folder,
                 "RAY_AUTH_MODE": "token",
                 "RAY_AUTH_TOKEN_PATH": str(token),
+                # Otherwise each driver makes it start as many processes as it has CPUs, and most are of no use.
+                "RAY_prestart_worker_first_driver": "0",
+                "RAY_enable_worker_prestart": "0",
                 "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
             },
             stdin=subprocess.PIPE,
@@ -126,7 +129,7 @@ def dask(slots: int) -> None:
     from colocate_dask.loop import LoopThread
     from colocate_dask.offers import Refusal, Wanted
 
-    options: dict[str, Any] = {"threads_per_worker": 1, "memory_limit": 0, "dashboard_address": None}
+    options: dict[str, Any] = {"threads_per_worker": 1, "memory_limit": 0, "dashboard_address": "127.0.0.1:0"}
     cluster: Any = LocalCluster
     with cluster(n_workers=slots, processes=True, protocol="tcp", host="127.0.0.1", **options) as made:
         connection = Connection(LoopThread(), made.scheduler_address, None, 30.0)

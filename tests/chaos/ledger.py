@@ -127,10 +127,22 @@ class Ledger:
                 for name, kinds in sorted(self.tallies.items())
             }
             data = {"code": self.code, "commit": self.commit, "executors": executors, "problems": self.problems}
-            text = json.dumps(data)
             new = self.path.with_name(f"{self.path.name}.{os.getpid()}")
-            new.write_text(text + "\n")
+            new.write_text(_text(data))
             new.replace(self.path)
+
+
+def _text(data: dict[str, Any]) -> str:
+    """JSON with a line for each kind of fault on each executor, so that a change can be read."""
+    executors = ",\n".join(
+        f"  {json.dumps(name)}: {{\n"
+        + ",\n".join(f"   {json.dumps(kind)}: {json.dumps(tally)}" for kind, tally in kinds.items())
+        + "\n  }"
+        for name, kinds in data["executors"].items()
+    )
+    head = ",\n".join(f" {json.dumps(key)}: {json.dumps(data[key])}" for key in ("code", "commit"))
+    problems = ",\n".join(f"  {json.dumps(problem)}" for problem in data["problems"])
+    return f'{{\n{head},\n "executors": {{\n{executors}\n }},\n "problems": [\n{problems}\n ]\n}}\n'
 
 
 def ranges(numbers: Iterable[int]) -> str:
