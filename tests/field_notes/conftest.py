@@ -1,0 +1,82 @@
+"""What the field notes' tests share: engines, and drivers as scripts of their own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from tests.conformance.shared import cluster
+
+import colocate
+from colocate import Runtime
+from colocate.testing.runtimes import make_first_worker
+
+PREAMBLE = """
+import json, os, sys, threading
+import colocate
+from colocate.testing.probes.faulty import Faulty
+from colocate.testing.probes.plain import Echo
+
+ROLES = {"faulty": colocate.role(Faulty), "echo": colocate.role(Echo)}
+
+def say(what):
+    print(json.dumps(what), flush=True)
+"""
+
+Script = Callable[..., "subprocess.Popen[str]"]
+
+
+def hear(driver: subprocess.Popen[str]) -> Any:
+    """What a script says next."""
+    assert driver.stdout is not None
+    return json.loads(driver.stdout.readline())
+
+
+@pytest.fixture(scope="session")
+def ray_options() -> Iterator[dict[str, Any]]:
+    """A Ray cluster with 8 CPUs that is there already."""
+    pytest.importorskip("ray")
+    with cluster("ray") as options:
+        yield options
+
+
+@pytest.fixture(scope="session")
+def on_ray(ray_options: dict[str, Any]) -> Iterator[Runtime]:
+    with colocate.connect("ray", **ray_options) as runtime:
+        yield make_first_worker(runtime)
+
+
+@pytest.fixture(scope="session")
+def on_dask() -> Iterator[Runtime]:
+    pytest.importorskip("distributed")
+    with cluster("dask") as options, colocate.connect("dask", **options) as runtime:
+        yield make_first_worker(runtime)
+
+
+@pytest.fixture(scope="session")
+def on_processes() -> Iterator[Runtime]:
+    with colocate.connect(processes=True) as runtime:
+        yield make_first_worker(runtime)
+
+
+@pytest.fixture
+def script() -> Iterator[Script]:
+    """Starts a driver; ends it if the test doesn't."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(text: str, **names: Any) -> subprocess.Popen[str]:
+        given = "".join(f"{name} = {value!r}\n" for name, value in names.items())
+        command = [sys.executable, "-W", "error", "-c", PREAMBLE + given + textwrap.dedent(text)]
+        pipe = subprocess.PIPE
+        started.append(subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True))
+        return started[-1]
+
+    yield start
+    for driver in started:
+        driver.kill()
+        driver.communicate()
