@@ -7,14 +7,18 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, TypeVar
 
 import pytest
 from tests.conformance.shared import cluster
 
 import colocate
 from colocate import Runtime
+from colocate.testing import leaks
 from colocate.testing.runtimes import make_first_worker
+
+T = TypeVar("T")
 
 PREAMBLE = """
 import json, os, sys, threading
@@ -37,31 +41,42 @@ def hear(driver: subprocess.Popen[str]) -> Any:
     return json.loads(driver.stdout.readline())
 
 
+@contextmanager
+def shared(make: Callable[[], AbstractContextManager[T]]) -> Iterator[T]:
+    """Something for all tests, which the first of them isn't blamed for."""
+    with ExitStack() as stack:
+        with leaks.shared():
+            made = stack.enter_context(make())
+            if isinstance(made, Runtime):
+                make_first_worker(made)
+        yield made
+
+
 @pytest.fixture(scope="session")
 def ray_options() -> Iterator[dict[str, Any]]:
     """A Ray cluster with 8 CPUs that is there already."""
     pytest.importorskip("ray")
-    with cluster("ray") as options:
+    with shared(lambda: cluster("ray")) as options:
         yield options
 
 
 @pytest.fixture(scope="session")
 def on_ray(ray_options: dict[str, Any]) -> Iterator[Runtime]:
-    with colocate.connect("ray", **ray_options) as runtime:
-        yield make_first_worker(runtime)
+    with shared(lambda: colocate.connect("ray", **ray_options)) as runtime:
+        yield runtime
 
 
 @pytest.fixture(scope="session")
 def on_dask() -> Iterator[Runtime]:
     pytest.importorskip("distributed")
-    with cluster("dask") as options, colocate.connect("dask", **options) as runtime:
-        yield make_first_worker(runtime)
+    with shared(lambda: cluster("dask")) as options, shared(lambda: colocate.connect("dask", **options)) as runtime:
+        yield runtime
 
 
 @pytest.fixture(scope="session")
 def on_processes() -> Iterator[Runtime]:
-    with colocate.connect(processes=True) as runtime:
-        yield make_first_worker(runtime)
+    with shared(lambda: colocate.connect(processes=True)) as runtime:
+        yield runtime
 
 
 @pytest.fixture
