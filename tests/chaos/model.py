@@ -182,6 +182,10 @@ def _of_spawn(group: Played, mine: Applied | None) -> Iterator[str]:
     if error is None:
         return
     if mine is None:
+        # A short time to start in is given where one is to hang; on a busy machine it is too short for all.
+        late = group.hurried and isinstance(error, RoleStartError)
+        if late and all("in time" in str(each) for each in error.errors.values()):
+            return
         yield f"spawn failed: {short(error)}"
     elif mine.kind == "envoy":
         if not isinstance(error, ColocateError):

@@ -111,6 +111,7 @@ class Player:
                 played.second = (0,) if self._episode.second == "first" else tuple(range(played.slots))
             played.restarts = self._episode.restart and played is self._faulty
             timeout = SPAWN_HUNG_S if struck and self._fault.kind in model.HANGING else SPAWN_S
+            played.hurried = timeout < SPAWN_S
             if struck and self._fault.kind not in ("gil", "none"):
                 self._injector.start()
             began = time.monotonic()

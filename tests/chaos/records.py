@@ -75,6 +75,7 @@ class Played:
     generation: int = 0
     checkpoint: int | None = None
     wrong: list[str] = attrs.field(factory=list)
+    hurried: bool = False
     spawn_error: BaseException | None = None
 
 

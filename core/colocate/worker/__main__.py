@@ -4,7 +4,7 @@ import sys
 
 from colocate._parent import die_with
 
-die_with(int(sys.argv[2]))  # first of all: what comes next takes a while to import, and its driver may be gone meanwhile
+die_with(int(sys.argv[2]))  # first: what comes next takes a while to import, and its driver may go meanwhile
 
 from colocate.worker.main import main  # noqa: E402
 
