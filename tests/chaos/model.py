@@ -183,8 +183,8 @@ def _of_spawn(group: Played, mine: Applied | None) -> Iterator[str]:
         return
     if mine is None:
         # A short time to start in is given where one is to hang; on a busy machine it is too short for all.
-        late = group.hurried and isinstance(error, RoleStartError)
-        if late and all("in time" in str(each) for each in error.errors.values()):
+        late = error.errors.values() if group.hurried and isinstance(error, RoleStartError) else ()
+        if late and all("in time" in str(each) for each in late):
             return
         yield f"spawn failed: {short(error)}"
     elif mine.kind == "envoy":
