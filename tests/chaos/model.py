@@ -87,9 +87,19 @@ def allowed(sent: Sent, error: BaseException, group: Played, mine: Applied | Non
     over = mine is not None and mine.went_on is not None and sent.submitted > mine.went_on
     if mine is not None and not over and may_follow(error, mine):
         return True
+    if _follows(sent, error, group):
+        return True
     # A value that lay in another group, which the fault has hit.
     lent = sent.uses is not None and anywhere is not None and sent.uses not in group.sent
     return lent and anywhere is not None and isinstance(error, ColocateError)
+
+
+def _follows(sent: Sent, error: BaseException, group: Played) -> bool:
+    """Whether it waited on one rank for others when an earlier call failed there: it is withdrawn, and says why."""
+    if sent.what not in ("take", "add") or not isinstance(error, RoleError):
+        return False
+    earlier = [each.error for each in group.sent if each.ident < sent.ident and each.error is not None]
+    return any(cause is each for cause in chain(error)[1:] for each in earlier)
 
 
 def _is_deliberate(sent: Sent, error: BaseException) -> bool:

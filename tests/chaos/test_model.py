@@ -89,6 +89,18 @@ def test_deliberate() -> None:
     assert wrong(sent(1, error=error, fails=(0,)))
 
 
+def test_later_call() -> None:
+    """One that waits for other ranks may fail of an earlier call's failure, and of nothing else."""
+    first = RoleError("it raised", rank=0, remote_traceback="...")
+    first.__cause__ = Deliberate(1, 0)
+    second = RoleError("it was begun before", rank=1)
+    second.__cause__ = first
+    failed = sent(1, error=first, fails=(0,))
+    assert wrong(failed, sent(2, what="take", error=second)) == ""
+    assert wrong(failed, sent(2, error=second))
+    assert wrong(sent(1, [1]), sent(2, what="take", error=second))
+
+
 def test_close() -> None:
     """The close of a group with a rank that hangs says so; that of any other says nothing."""
     hung = ExceptionGroup("closed", [RoleError("worker 1 did not end within 0.2 s", rank=1)])
