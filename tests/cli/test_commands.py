@@ -64,6 +64,26 @@ class TestPlugins:
         }
 
 
+class TestNoImport:
+    """`--no-import`: the config of somebody else."""
+
+    def test_modules_are_refused_and_not_imported(self, colocate: CommandLine) -> None:
+        colocate.write("demo.yaml", ACME)
+        colocate.write("beside.py", BESIDE + "print('imported')")
+        for command in ("check", "run"):
+            done = colocate(command, "demo.yaml", "--no-import", distributions=("acme",))
+            assert done.returncode == 1
+            assert "'beside:Beside' names a module, and this config may name plugins only" in done.stderr
+            assert "imported" not in done.stdout
+
+    def test_a_file_beside_it_stands_in_for_no_module(self, colocate: CommandLine) -> None:
+        (colocate.folder / "theirs").mkdir()
+        colocate.write("theirs/demo.yaml", ACME.replace('second: {use: "beside:Beside", slots: [1]}', ""))
+        colocate.write("theirs/acme.py", "raise SystemExit('the wrong one')")
+        assert colocate("check", "theirs/demo.yaml", distributions=("acme",)).returncode == 1
+        assert colocate("check", "theirs/demo.yaml", "--no-import", distributions=("acme",)).returncode == 0
+
+
 class TestCheck:
     def test_the_plan_is_shown_and_nothing_started(self, colocate: CommandLine) -> None:
         colocate.write("demo.yaml", ACME)

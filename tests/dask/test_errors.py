@@ -24,16 +24,20 @@ from colocate_dask.offers import Facts
 WITHOUT_COLOCATE = "import sys; sys.modules['colocate'] = None\n"
 
 
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Those of the cluster, `good-…`, and those of another authority, `bad-…`."""
-    folder = tmp_path_factory.mktemp("certificates")
+def make_certificates(folder: Path) -> None:
+    """Those of a cluster, `good-…`, and those of another authority, `bad-…`."""
     for whose in ("good", "bad"):
         authority = trustme.CA()
         one = authority.issue_cert("colocate.test")
         authority.cert_pem.write_to_path(str(folder / f"{whose}-ca.pem"))
         one.cert_chain_pems[0].write_to_path(str(folder / f"{whose}-cert.pem"))
         one.private_key_pem.write_to_path(str(folder / f"{whose}-key.pem"))
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("certificates")
+    make_certificates(folder)
     return folder
 
 

@@ -30,6 +30,9 @@ Cluster = Annotated[Path | None, typer.Argument(help="A config, whose cluster is
 Address = Annotated[
     str | None, typer.Option("--address", metavar="ADDRESS", help="The cluster to join, as the executor names it.")
 ]
+NoImport = Annotated[
+    bool, typer.Option("--no-import", help="For a config of others: it may name plugins, but no modules of its own.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 
 
@@ -39,20 +42,27 @@ def run(
     executor: Executor = None,
     changes: Changes = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last complete checkpoint.")] = False,
+    no_import: NoImport = False,
     json: Json = False,
 ) -> None:
     """Run the job of a config."""
     from colocate.cli.run import run_job
 
-    raise typer.Exit(run_job(file, executor, changes or [], resume=resume, json=json))
+    raise typer.Exit(run_job(file, executor, changes or [], resume=resume, json=json, allow_import=not no_import))
 
 
 @app.command()
-def check(file: File, executor: Executor = None, changes: Changes = None, json: Json = False) -> None:
+def check(
+    file: File,
+    executor: Executor = None,
+    changes: Changes = None,
+    no_import: NoImport = False,
+    json: Json = False,
+) -> None:
     """Show what a config would start, or every mistake in it; starts nothing."""
     from colocate.cli.check import show_plan
 
-    raise typer.Exit(show_plan(file, executor, changes or [], json=json))
+    raise typer.Exit(show_plan(file, executor, changes or [], json=json, allow_import=not no_import))
 
 
 @app.command()

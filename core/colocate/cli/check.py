@@ -15,11 +15,13 @@ from colocate.cli.output import guarded, load, print_json
 from colocate.config import Config, GroupConfig, PoolConfig
 
 
-def show_plan(file: Path, executor: str | None, changes: Iterable[str], *, json: bool) -> int:
+def show_plan(
+    file: Path, executor: str | None, changes: Iterable[str], *, json: bool, allow_import: bool = True
+) -> int:
     """Show what a config would start; exit status 1, with every mistake, when it is wrong."""
 
     def command() -> int:
-        plan = plan_of(load(file, executor, changes))
+        plan = plan_of(load(file, executor, changes, allow_import=allow_import))
         if json:
             print_json(plan)
         else:

@@ -18,12 +18,16 @@ from colocate.config import Config, load_config
 from colocate.errors import ColocateError, ConfigError
 
 
-def load(file: Path, executor: str | None, changes: Iterable[str]) -> Config:
-    """The config of a command. The modules beside it, and those in the current folder, can be imported from now on."""
-    for folder in (os.getcwd(), str(file.absolute().parent)):
+def load(file: Path, executor: str | None, changes: Iterable[str], *, allow_import: bool = True) -> Config:
+    """The config of a command.
+
+    The modules beside it, and those in the current folder, can be imported from now on; not those of a config that may
+    import nothing, for they could stand in for others.
+    """
+    for folder in (os.getcwd(), str(file.absolute().parent)) if allow_import else ():
         if folder not in sys.path:
             sys.path.insert(0, folder)
-    return load_config(file, executor=executor, set=changes)
+    return load_config(file, executor=executor, set=changes, allow_import=allow_import)
 
 
 def guarded(command: Callable[[], int], *, as_json: bool) -> int:

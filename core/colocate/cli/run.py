@@ -17,7 +17,9 @@ from colocate._screen import Screen
 from colocate.cli.output import guarded, load, print_json
 
 
-def run_job(file: Path, executor: str | None, changes: Iterable[str], *, resume: bool, json: bool) -> int:
+def run_job(
+    file: Path, executor: str | None, changes: Iterable[str], *, resume: bool, json: bool, allow_import: bool = True
+) -> int:
     """Run a config's job.
 
     Returns:
@@ -28,7 +30,7 @@ def run_job(file: Path, executor: str | None, changes: Iterable[str], *, resume:
         screen = Screen(quiet=json)
         # What a job prints must not get between a script and the JSON it waits for.
         with contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext():
-            config = load(file, executor, changes)
+            config = load(file, executor, changes, allow_import=allow_import)
             with contextlib.ExitStack() as stack:
                 with screen.starting(f"{config.name}: starting on {config.executor.use}"):
                     job = stack.enter_context(launch(config))

@@ -1,0 +1,101 @@
+"""docs/trust.md says what is listened on; and strangers get nowhere at any of our sockets."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from tests.trust import MEASURED, Listening
+
+import colocate
+from colocate import Runtime
+from colocate.testing.probes.plain import Echo
+from colocate.wire import connect, new_key
+
+PAGE = Path(__file__).parents[2] / "docs" / "trust.md"
+WAIT_S = 20.0
+
+
+def documented(executor: str) -> set[Listening]:
+    """The page's rows of an executor."""
+    rows = [[cell.strip() for cell in line.strip("|\n ").split(" | ")] for line in PAGE.read_text().splitlines()]
+    return {Listening(*row[1:4]) for row in rows if len(row) == 6 and row[0] == executor}
+
+
+@pytest.mark.parametrize("executor", MEASURED)
+def test_the_page_is_what_is_measured(executor: str) -> None:
+    """Who listens, on what kind of socket, and from where it is reached."""
+    assert MEASURED[executor]() == documented(executor)
+
+
+class Bomb:
+    """Unpickling it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+@contextmanager
+def spawned(executor: str) -> Iterator[Runtime]:
+    options = {"processes": True} if executor == "local" else {}
+    with colocate.connect(executor, cpus=2, **options) as runtime, runtime.reserve(2) as pool:
+        pool.spawn({"echo": colocate.role(Echo)}, name="target")
+        yield runtime
+
+
+def ours() -> list[str]:
+    """The addresses of all listening sockets of colocate's below this process."""
+    rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    names = {row[6]: row[7][1:] for row in rows if len(row) == 8 and row[7].startswith("@colocate-")}
+    found: set[str] = set()
+    for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
+        for entry in Path(f"/proc/{process.pid}/fd").iterdir():
+            try:
+                inode = os.readlink(entry).removeprefix("socket:[").removesuffix("]")
+            except FileNotFoundError:  # just closed
+                continue
+            if inode in names:
+                found.add(names[inode])
+    return sorted(found)
+
+
+@pytest.mark.parametrize("executor", ["local", "ray", "dask"])
+def test_strangers(executor: str, tmp_path: Path) -> None:
+    """A stranger of this very user says nothing, sends a pickle, or has another key: it gets nowhere, nobody waits."""
+    pytest.importorskip({"local": "psutil", "ray": "ray", "dask": "distributed"}[executor])
+    bomb = pickle.dumps(Bomb(tmp_path / "made"))
+    with spawned(executor) as runtime, ExitStack() as silent:
+        echo = runtime.groups["target"].role("echo", Echo)
+        with echo.first.keep(b"x" * (1 << 20)) as kept:
+            assert len(echo.first(kept.ref)) == 1 << 20  # the workers listen from now on
+            echo.first.options(ranks=[1])
+            addresses = ours()
+            if executor != "local":
+                assert len(addresses) >= 2, "each slot's keeper listens"
+            for address in addresses:
+                for words in (bomb, b"", b"GET / HTTP/1.1\r\n\r\n", bomb * 20):
+                    stranger = silent.enter_context(socket.socket(socket.AF_UNIX))
+                    stranger.settimeout(WAIT_S)
+                    stranger.connect(f"\0{address}")
+                    stranger.recv(16)  # everybody is greeted
+                    try:
+                        stranger.sendall(words)
+                    except (BrokenPipeError, ConnectionResetError):  # enough has been read to know it
+                        pass
+                with pytest.raises(ConnectionRefusedError, match="the keys differ"):
+                    connect(f"unix:{address}", new_key(), WAIT_S)
+            assert echo.echo(1) == [1, 1]
+            assert len(echo.first(kept.ref)) == 1 << 20
+        with runtime.reserve(1, cpus=0) as pool:  # new keepers and workers come past those who say nothing
+            assert pool.spawn({"echo": colocate.role(Echo)}).role("echo", Echo).echo(2) == [2]
+    assert not (tmp_path / "made").exists()
