@@ -48,6 +48,11 @@ class Plan:
         found = [kind for kind in kinds if kind in self.kinds and missing[kind] > 0]
         return sorted(found, key=lambda kind: -missing[kind])
 
+    def behind(self, kind: str, others: Sequence[str]) -> bool:
+        """Whether less of one kind has been done than of each other one that is played."""
+        tried = [self.ledger.tally(self.executor, other).tried for other in others if other in self.kinds]
+        return not self.over((kind,)) and self.ledger.tally(self.executor, kind).tried < min([self.wanted, *tried])
+
     def next_seed(self, kinds: Sequence[str]) -> int | None:
         """A seed of the kind that lacks most, that hasn't been played on this executor."""
         with self._lock:
@@ -171,9 +176,9 @@ def campaign(engine: Engine, plan: Plan, lanes: int, tell: Callable[[str], None]
                 thread.start()
             for thread in threads:
                 thread.join()
-            for _ in range(2):
+            while plan.behind("driver", survivable):
                 seeds = [seed for _ in range(BURST) if (seed := plan.next_seed(("driver",))) is not None]
-                if seeds:
+                if seeds:  # otherwise the time is just up
                     deaths.burst(engine, plan.ledger, seeds, tell)
     finally:
         for lane in drivers:
