@@ -42,6 +42,7 @@ class Custody(Placing):
             max_task_retries=0,
             max_concurrency=8,
         ).remote()
+        address: Any
         try:
             address = ray.get(actor.open.remote(colocate.__version__, key, name, self.cluster), timeout=_OPENS_WITHIN_S)
         except (GetTimeoutError, RayActorError, RayTaskError) as error:
