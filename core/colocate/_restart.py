@@ -141,7 +141,10 @@ class Restarts:
             self._used = self.limit
             return ColocateError(f"workers of group {group.name!r} did not go when killed")
         self._used += 1
-        group.enter("restarting")
+        with group.order.lock:
+            if group.closed_by is not None:
+                return None
+            group.enter("restarting")
         if self._stopping.wait(min(_BACKOFF_S * (2 ** (self._used - 1) - 1), _LONGEST_BACKOFF_S)):
             return None
         checkpoint = self.checkpoint
