@@ -292,12 +292,13 @@ class WorkerHost:
                 self._failed(seq, None, build.name, error)
                 return False
             self.instances[build.name] = self.roles[build.name].instance
-        for role in list(self.roles.values()) if restored is not None else ():
-            try:
-                checkpoint.restore(role, restored)
-            except BaseException as error:
-                self._failed(seq, None, role.name, error)
-                return False
+        if restored is not None:
+            for role in list(self.roles.values()):
+                try:
+                    checkpoint.restore(role, restored)
+                except BaseException as error:
+                    self._failed(seq, None, role.name, error)
+                    return False
         self._send(("done", seq, None, start, time.time(), None), None)
         return True
 

@@ -13,6 +13,7 @@ lacks a capability for is skipped with the capability's name; what needs torch i
 """
 
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs
+from colocate.testing.executors.attaching import Attaching
 from colocate.testing.executors.auditing import Auditing
 from colocate.testing.executors.borrows import Borrows
 from colocate.testing.executors.calls import Calls
@@ -66,11 +67,13 @@ class ExecutorSuite(
     ProcessGroups,
     Drivers,
     Detaching,
+    Attaching,
 ):
     """Everything that holds for every executor."""
 
 
 __all__ = [
+    "Attaching",
     "Auditing",
     "Borrows",
     "Calls",
