@@ -25,6 +25,7 @@ from colocate.testing.executors.deaths import Deaths
 from colocate.testing.executors.detaching import Detaching
 from colocate.testing.executors.dispatch import Dispatching
 from colocate.testing.executors.drivers import Drivers
+from colocate.testing.executors.endings import Endings
 from colocate.testing.executors.failures import Failures, Serialization
 from colocate.testing.executors.forks import Forks
 from colocate.testing.executors.functions import Functions
@@ -66,6 +67,7 @@ class ExecutorSuite(
     Placement,
     ProcessGroups,
     Drivers,
+    Endings,
     Detaching,
     Attaching,
 ):
@@ -85,6 +87,7 @@ __all__ = [
     "Detaching",
     "Dispatching",
     "Drivers",
+    "Endings",
     "ExecutorCase",
     "ExecutorSuite",
     "Failures",
