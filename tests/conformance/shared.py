@@ -29,6 +29,12 @@ def cluster(engine: str) -> Iterator[dict[str, Any]]:
                 "RAY_AUTH_MODE": "token",
                 "RAY_AUTH_TOKEN_PATH": str(token),
                 "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+                # No processes in stock: the leak checks would count those that Ray starts and doesn't need.
+                "RAY_prestart_worker_first_driver": "0",
+                "RAY_enable_worker_prestart": "0",
+                "RAY_num_workers_soft_limit": "0",
+                "RAY_idle_worker_killing_time_threshold_ms": "100",
+                "RAY_kill_idle_workers_interval_ms": "100",
             },
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
