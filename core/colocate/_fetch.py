@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
 
 from colocate.errors import ColocateError
+
+_SLICE_S = 1.0
 
 
 @attrs.define(eq=False)
@@ -31,10 +34,17 @@ class Fetches:
         self._failed: ColocateError | None = None
         self._lock = threading.Lock()
 
-    def get(self, slots: Sequence[int], key: int, contents: bool) -> list[tuple[tuple[Any, ...], Any]]:
+    def get(self, slots: Sequence[int], key: int, contents: bool, deadline: float) -> list[tuple[tuple[Any, ...], Any]]:
         """The answers of some slots, in their order; each is (rows, structure) and a body.
 
+        Args:
+            slots: The slots.
+            key: The resident.
+            contents: Whether the parts themselves are wanted.
+            deadline: Until when it waits, by `time.monotonic()`.
+
         Raises:
+            TimeoutError: They haven't come in time.
             ColocateError: A part isn't to be had.
         """
         fetch = _Fetch(list(slots))
@@ -46,7 +56,11 @@ class Fetches:
         try:
             for slot in slots:
                 self._ask(slot, ("fetch", token, key, contents))
-            fetch.done.wait()
+            # In slices: a signal that comes just before the lock is waited for is seen only when that ends.
+            while not fetch.done.wait(min(_SLICE_S, max(0.0, deadline - time.monotonic()))):
+                if time.monotonic() >= deadline:
+                    late = ", ".join(str(slot) for slot in slots if slot not in fetch.answers)
+                    raise TimeoutError(f"worker {late} has not sent its part of the resident in time")
         finally:
             self._pending.pop(token, None)
         if fetch.error is not None:

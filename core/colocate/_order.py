@@ -20,7 +20,7 @@ from colocate._pending import PendingCall as PendingCall
 from colocate.errors import ColocateError, RoleError
 from colocate.worker.consequence import POISONED
 
-_STACKS_WITHIN_S = 0.5
+STACKS_WITHIN_S = 0.5
 _ALIVE_WITHIN_S = 1.0
 
 
@@ -364,7 +364,7 @@ class CallOrder:
                 self._dispatcher.soon(lambda: then(found))
                 return
             self._stacks[token] = (set(asked), found, then)
-            self._dispatcher.after(_STACKS_WITHIN_S, lambda: self._stop_asking(token))
+            self._dispatcher.after(STACKS_WITHIN_S, lambda: self._stop_asking(token))
             self.link.send(asked, ("stack", token))
 
     def _stop_asking(self, token: int) -> None:

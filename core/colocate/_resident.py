@@ -53,8 +53,15 @@ class Resident(abc.ABC, Generic[T_co]):
         """Its structure, shapes, dtypes and bytes; waits until it is there."""
 
     @abc.abstractmethod
-    def fetch(self) -> T_co:
-        """The collected value, on the driver."""
+    def fetch(self, timeout: float | None = None) -> T_co:
+        """The collected value, on the driver.
+
+        Args:
+            timeout: Seconds to wait at most; None for the runtime's `call_timeout`.
+
+        Raises:
+            TimeoutError: It isn't there yet; the resident stays.
+        """
 
     @abc.abstractmethod
     def free(self) -> None:
@@ -91,7 +98,7 @@ class LocalResident(Resident[T_co]):
 
         return ResidentSpec(describe(self._value), (tensor_bytes(self._value),), (None,))
 
-    def fetch(self) -> T_co:
+    def fetch(self, timeout: float | None = None) -> T_co:
         """The value itself."""
         if self._freed:
             raise ClosedError("this resident was freed")
@@ -263,10 +270,10 @@ class KeptResident(Resident[T_co]):
         self._kept.ask()
         return self._kept.group.residents.spec_of(self._kept)
 
-    def fetch(self) -> T_co:
+    def fetch(self, timeout: float | None = None) -> T_co:
         """The collected value, on the driver; waits until it is there."""
         self._kept.ask()
-        value: T_co = self._kept.group.residents.fetch(self._kept)
+        value: T_co = self._kept.group.residents.fetch(self._kept, timeout)
         return value
 
     def free(self) -> None:

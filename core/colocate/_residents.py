@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -162,36 +164,42 @@ class Residents(Leases):
             self._flushing = False
         self._flush_later()
 
-    def fetch(self, kept: Kept) -> Any:
-        """The collected value of a resident, on the driver."""
-        _made(kept)
+    def fetch(self, kept: Kept, timeout: float | None = None) -> Any:
+        """The collected value of a resident, on the driver.
+
+        Raises:
+            TimeoutError: It isn't there after so many seconds (None: after the runtime's `call_timeout`).
+        """
+        deadline = time.monotonic() + (self._group.runtime.call_timeout if timeout is None else timeout)
+        _made(kept, deadline)
         source = kept.source
         wanted = list(source.collect.sources(source.ranks))
-        answers = dict(zip(wanted, self._ask(kept, wanted, True), strict=True))
+        answers = dict(zip(wanted, self._ask(kept, wanted, True, deadline), strict=True))
         parts = [self._group.unpack(answers[rank][1]) if rank in answers else None for rank in source.holders]
         ranks = Ranks(source.ranks.world_size, source.ranks.meshes, kept.call.rows, None, source.ranks.targets)
         return source.collect.join(parts, ranks)
 
-    def _ask(self, kept: Kept, ranks: Sequence[int], contents: bool) -> list[Any]:
+    def _ask(self, kept: Kept, ranks: Sequence[int], contents: bool, deadline: float) -> list[Any]:
         """What some ranks say of their parts."""
         self.begin_use(kept)
         try:
-            return self._fetches.get([kept.source.slot(rank) for rank in ranks], kept.source.key, contents)
+            return self._fetches.get([kept.source.slot(rank) for rank in ranks], kept.source.key, contents, deadline)
         finally:
             self.end_use(kept)
 
     def spec_of(self, kept: Kept) -> ResidentSpec:
         """What a resident holds."""
-        _made(kept)
+        deadline = time.monotonic() + self._group.runtime.call_timeout
+        _made(kept, deadline)
         source = kept.source
         counted = source.collect.sources(source.ranks) or source.holders
-        ((_, structure), _) = self._ask(kept, counted[:1], False)[0]
+        ((_, structure), _) = self._ask(kept, counted[:1], False, deadline)[0]
         sizes = tuple(size[0] for size in kept.call.bodies)
         return ResidentSpec(structure, sizes, tuple(kept.call.rows))
 
     def rows_of(self, kept: Kept) -> list[int]:
         """Rows of each part of a resident, in the order in which they are joined; waits for them."""
-        _made(kept)
+        _made(kept, math.inf)
         source = kept.source
         if not isinstance(source.collect, Concat):
             # It is no sequence of parts: only the value itself tells.
@@ -212,8 +220,8 @@ class Residents(Leases):
         self._fetches = Fetches(self._group.workforce.tell, self._group.pool.base)
 
 
-def _made(kept: Kept) -> None:
+def _made(kept: Kept, deadline: float) -> None:
     """Wait until it is there."""
-    kept.call._wait(None)
+    kept.call._wait(None if deadline == math.inf else max(0.0, deadline - time.monotonic()))
     kept.call._gate.release()
     kept.check()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import colocate
 from colocate._failures import death_error, failure_error
-from colocate._order import PendingCall
+from colocate._order import STACKS_WITHIN_S, PendingCall
 from colocate._spawn import BuildErrors, builds
 from colocate._worker import NOT_LAUNCHED, Worker
 from colocate.errors import ColocateError, RoleError
@@ -283,8 +283,7 @@ class Workforce:
                     self._came(worker.slot, self._busy, self._living)
         try:
             group.send(group.live(), ("close", f"group {group.name!r} is closing"))
-            if not self._wait(lambda: not self._busy, time.monotonic() + grace):
-                errors += self._hung(self._awaited(self._busy), grace)
+            errors += self._wait_for_lanes(grace)
             self._wait(lambda: not self._leaving, time.monotonic() + _AFTER_END_S)
         finally:
             self.kill()
@@ -296,9 +295,11 @@ class Workforce:
             ]
         return errors
 
-    def _hung(self, workers: list[Worker], grace: float) -> list[BaseException]:
-        if self._group.failure is not None:
-            return []  # what went wrong has been said
+    def _wait_for_lanes(self, grace: float) -> list[BaseException]:
+        """Wait until all lanes have ended, at most `grace` seconds; what there is to say of those that haven't."""
+        deadline = time.monotonic() + grace
+        if self._wait(lambda: not self._busy, deadline - STACKS_WITHIN_S):
+            return []
         told: dict[int, str] = {}
         answered = threading.Event()
 
@@ -306,8 +307,11 @@ class Workforce:
             told.update(found)
             answered.set()
 
-        self._group.order.ask_stacks([worker.slot for worker in workers], note)
-        answered.wait(1.0)  # bounded: this may run on the dispatcher thread, which would call `note`
+        # Asked before the time is up: a rank that is stopped or holds the GIL never answers, and isn't waited for then.
+        self._group.order.ask_stacks([worker.slot for worker in self._awaited(self._busy)], note)
+        if self._wait(lambda: not self._busy, deadline) or self._group.failure is not None:
+            return []  # what went wrong has been said
+        answered.wait(2 * STACKS_WITHIN_S)  # bounded: this may run on the dispatcher thread, which would call `note`
         return [
             RoleError(
                 f"worker {w.slot} of group {self._group.name!r} (pid {w.pid}) did not end within {grace:g} s and was "
@@ -317,5 +321,5 @@ class Workforce:
                 node=w.boot.node,
                 pid=w.pid,
             )
-            for w in workers
+            for w in self._awaited(self._busy)
         ]

@@ -21,7 +21,7 @@ _DIAL_S = 10.0
 _WORDS_S = 0.3
 # After its end, a worker's lane may still hold what it has sent; a child that it forked may keep the lane open.
 _LAST_WORDS_S = 0.2
-_KILLED_WITHIN_S = 2.0
+_KILLED_WITHIN_S = 4.0  # generous: a slot is of no use after its keeper has been ended
 _LISTED_WITHIN_S = 2.0
 _LOOK_S = 0.05
 

@@ -104,6 +104,15 @@ class Cancelling(ExecutorCase):
                     group.run(lambda ctx: None)
             patient.result(PATIENCE_S)
 
+    def test_a_fetch_that_waits_too_long(self, pair: ColocatedGroup) -> None:
+        """It stops waiting; the call goes on, and the resident stays."""
+        faulty = pair.role("faulty", Faulty)
+        with Gate() as gate:
+            kept = faulty.wait.keep(gate.address)
+            with pytest.raises(TimeoutError):
+                kept.fetch(timeout=0.01)
+        assert kept.fetch(timeout=PATIENCE_S) == [0, 1]
+
     def test_no_default_deadline(self) -> None:
         """It is a time."""
         with pytest.raises(ConfigError, match="more than 0 seconds"):
