@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
@@ -16,7 +16,7 @@ from colocate.keeper import Title
 from colocate_ray import listing, names
 from colocate_ray.custodian import Custodian
 from colocate_ray.placing import Placing
-from colocate_ray.terms import Slot
+from colocate_ray.terms import Cluster, Slot
 
 _OPENS_WITHIN_S = 120.0
 _RELEASES_WITHIN_S = 15.0
@@ -24,6 +24,11 @@ _RELEASES_WITHIN_S = 15.0
 
 class Custody(Placing):
     """All that this driver holds by itself, and by custodians."""
+
+    def __init__(self, cluster: Cluster, lost: Callable[[int, int, str], None]) -> None:
+        """As `Placing`."""
+        super().__init__(cluster, lost)
+        self._unclaimed: dict[str, Any] = {}  # custodians that the driver hasn't dialled yet, by name
 
     def open_custodian(self, request: Request, key: bytes) -> tuple[str, str]:
         """Have a custodian made.
@@ -42,6 +47,7 @@ class Custody(Placing):
             max_task_retries=0,
             max_concurrency=8,
         ).remote()
+        self._unclaimed[name] = actor
         address: Any
         try:
             address = ray.get(actor.open.remote(colocate.__version__, key, name, self.cluster), timeout=_OPENS_WITHIN_S)
@@ -55,8 +61,14 @@ class Custody(Placing):
 
     def reserve_in_custody(self, custodian: str, key: bytes, request: Request) -> list[Slot]:
         """Have a custodian hold slots; see `Placing.reserve`."""
+        self._unclaimed.pop(custodian, None)  # it is its driver's, and ends with it
         found: list[Slot] = self._ask(custodian, "reserve", key, request)
         return found
+
+    def abandon(self) -> None:
+        """The driver is gone: end the custodians that don't know it yet, and so wouldn't notice."""
+        for actor in list(self._unclaimed.values()):
+            ray.kill(actor, no_restart=True)
 
     def end_slot_in_custody(self, custodian: str, index: int) -> None:
         """See `Placing.end_slot`."""

@@ -19,7 +19,7 @@ from colocate_ray.private import PrivateFolder, adopt_orphans, end_children, rea
 from colocate_ray.terms import PING, Cluster, Failure
 
 if TYPE_CHECKING:
-    from colocate_ray.placing import Placing
+    from colocate_ray.custody import Custody
 
 _LEAVES_WITHIN_S = 5.0
 _TRIES = "3"  # to join, of a second each, where Ray makes twenty
@@ -35,7 +35,7 @@ class Service:
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._opened = threading.Event()
         self._folder: PrivateFolder | None = None
-        self._placing: Placing | None = None
+        self._placing: Custody | None = None
         self._joined = False
 
     def run(self) -> None:
@@ -100,6 +100,8 @@ class Service:
             import ray
 
             threading.Timer(_LEAVES_WITHIN_S, os._exit, (1,)).start()  # a cluster that is gone answers nothing
+            if self._placing is not None:
+                self._placing.abandon()
             ray.shutdown()
         end_children()
         if self._folder is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -40,15 +41,19 @@ def new(runtime: Runtime) -> tuple[Pool, Counting]:
     return pool, pool.spawn({"counting": colocate.role(Counting)}, name="counting").role("counting", Counting)
 
 
-def custodians() -> list[psutil.Process]:
-    """Their processes on this machine."""
-    found = psutil.process_iter(["cmdline"])
-    return [each for each in found if (each.info["cmdline"] or [""])[0].startswith("ray::Custodian")]
+def custodians(cluster: Any) -> list[psutil.Process]:
+    """Their processes in a cluster."""
+    found = []
+    for each in psutil.Process(cluster.process.pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if each.cmdline()[:1] and each.cmdline()[0].startswith("ray::Custodian"):
+                found.append(each)
+    return found
 
 
 def test_all_of_the_driver_is_killed(runtime: Runtime, cluster: Any) -> None:
     """SIGKILL of the driver and its envoy together, before detach: its custodian gives everything back."""
-    assert custodians() == []
+    assert custodians(cluster) == []
     driver = script(
         """
         from colocate.testing.probes.counting import Counting
@@ -62,7 +67,7 @@ def test_all_of_the_driver_is_killed(runtime: Runtime, cluster: Any) -> None:
     )
     assert driver.stdout is not None
     pids, envoy = json.loads(driver.stdout.readline())
-    (custodian,) = custodians()
+    (custodian,) = custodians(cluster)
     gone = Processes([*pids, custodian.pid])
     os.kill(envoy, signal.SIGKILL)
     driver.kill()
@@ -73,12 +78,32 @@ def test_all_of_the_driver_is_killed(runtime: Runtime, cluster: Any) -> None:
         pass
 
 
-def test_custodian_is_killed(runtime: Runtime, name: str) -> None:
+def test_driver_is_killed_before_it_knows_its_custodian(cluster: Any) -> None:
+    """The envoy ends what its driver hasn't dialled."""
+    assert custodians(cluster) == []
+    driver = script(
+        """
+        from colocate.executor import Request
+        runtime = colocate.connect("ray", **OPTIONS)
+        print(runtime.executor._envoy.call("open_custodian", Request(1, id="a/b"), b"k" * 32)[0], flush=True)
+        sys.stdin.read()
+        """,
+        cluster,
+    )
+    assert driver.stdout is not None
+    assert driver.stdout.readline()
+    assert len(custodians(cluster)) == 1
+    driver.kill()
+    wait_until(lambda: not custodians(cluster), "the custodian has gone")
+    driver.communicate()
+
+
+def test_custodian_is_killed(runtime: Runtime, cluster: Any, name: str) -> None:
     """Without its custodian a pool is over: nothing of it is left, and its name is free."""
     pool, view = new(runtime)
     pids = view.pid()
     pool.detach(name, ttl=300)
-    (custodian,) = custodians()
+    (custodian,) = custodians(cluster)
     workers = Processes(pids)
     custodian.kill()
     workers.wait()
@@ -88,11 +113,11 @@ def test_custodian_is_killed(runtime: Runtime, name: str) -> None:
         runtime.attach(name)
 
 
-def test_name_of_one_that_is_gone(runtime: Runtime, name: str) -> None:
+def test_name_of_one_that_is_gone(runtime: Runtime, cluster: Any, name: str) -> None:
     """A name that a dead custodian has left in the table is nobody's."""
     pool, _ = new(runtime)
     pool.detach(name, ttl=300)
-    (custodian,) = custodians()
+    (custodian,) = custodians(cluster)
     custodian.kill()
     wait_until(lambda: not runtime.detached(), "it isn't listed any more")
     again, view = new(runtime)
