@@ -67,10 +67,17 @@ class Watch:
         """
         try:
             self.settle()
-            if self._left():
-                gc.collect()
-                becomes_true(lambda: not self._left(), _PATIENCE_S)
             left = self._left()
+
+            def gone() -> bool:  # what wasn't there all the time is somebody's at work: Dask's look at the machine, say
+                nonlocal left
+                now = self._left()
+                left = {key: thing for key, thing in left.items() if key in now}
+                return not left
+
+            if left:
+                gc.collect()
+                becomes_true(gone, _PATIENCE_S)
             told = [*self._told, *(thing.words for thing in left.values())]
             for thing in left.values():
                 told += _closed(thing)

@@ -37,7 +37,7 @@ STAGES = {
         "def transfer():\n    while True:\n        group.role('echo').first(kept.ref)\n"
         "threading.Thread(target=transfer, daemon=True).start()\nsay(0)\n"
     ),
-    "closing": f"{SPAWNED}{HUNG}threading.Thread(target=group.close, daemon=True).start()\n",
+    "closing": f"{SPAWNED}{HUNG}wait()\nthreading.Thread(target=group.close, daemon=True).start()\nsay(0)\n",
 }
 BY_GATE = ("spawning", "calling", "closing")
 
@@ -65,7 +65,9 @@ class Endings(Scripted):
             driver = scripts.start(f"{text}threading.Event().wait()\n")
             if stage in BY_GATE:
                 gate.wait_for()
-            else:
+            if stage == "closing":  # what runs by now is what the close waits for
+                driver.go_on()
+            if stage not in ("spawning", "calling"):
                 driver.hear()
             tenants: Any = [worker.pid for worker in pair.workforce.workers]
             left = Processes(child.pid for child in psutil.Process(driver.process.pid).children(recursive=True))
