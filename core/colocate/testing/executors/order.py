@@ -284,7 +284,7 @@ class Order(ExecutorCase):
         """There is no deadline by default, but a call that takes long is told once, with the slow ranks' stacks."""
         monkeypatch.setattr("colocate._slow.SLOW_S", 0.05)
         monkeypatch.setattr("colocate._slow._LOOK_EVERY_S", 0.05)
-        monkeypatch.setattr("colocate._order._STACKS_WITHIN_S", PATIENCE_S)  # however busy the machine is
+        monkeypatch.setattr("colocate._order.STACKS_WITHIN_S", PATIENCE_S)  # however busy the machine is
         with self.connect() as runtime, runtime.reserve(1, cpus=0) as pool:
             group = pool.spawn({"faulty": colocate.role(Faulty)})
             with Gate() as gate:

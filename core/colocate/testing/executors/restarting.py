@@ -61,7 +61,8 @@ class Restarting(ExecutorCase):
         group = lasting(more={"passing": colocate.role(Passing)})
         role, passing = group.role("lasting", Lasting), group.role("passing", Passing)
         assert group.wait_ready() is None
-        role.add(), passing.add()
+        role.add()
+        passing.add()
         group.checkpoint(tmp_path / "first")
         role.add()
         group.checkpoint(tmp_path / "second", tag=2)
