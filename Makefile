@@ -11,7 +11,7 @@ BESIDE = site=$$($(BIN)/python $(PURELIB)); (echo $$site; grep -h '^/' $$site/*.
 export PYRIGHT_PYTHON_CACHE_DIR := $(CURDIR)/.venv/pyright
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: install demo test versions check bench chaos format clean
+.PHONY: install demo test suites versions check bench chaos format clean
 install: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt
@@ -28,7 +28,11 @@ $(BARE)/.installed: $(INSTALLED)  # an environment without any extra, in which s
 	touch $@
 
 test: install $(BARE)/.installed
-	COLOCATE_BASE_PYTHON=$(CURDIR)/$(BARE)/bin/python $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	COLOCATE_BASE_PYTHON=$(CURDIR)/$(BARE)/bin/python $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long"
+
+suites: install  ## the whole executor suite on every executor, and what else `make test` leaves out; half an hour
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/conformance
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m long --ignore tests/conformance
 
 $(OLDEST)/.installed: $(INSTALLED)  # the oldest Dask of the declared range, beside everything else that .venv has
 	$(PYTHON) -m venv $(OLDEST)

@@ -15,7 +15,7 @@ from tests.chaos.faults import Injector
 from tests.chaos.machine import Machine
 from tests.chaos.programs import Episode, Step
 from tests.chaos.records import Applied, Played, Sent, leaves
-from tests.chaos.steps import LONG_S, SHORT_S, STACKS_S, Say, Steps
+from tests.chaos.steps import HANG_S, LONG_S, SHORT_S, STACKS_S, Say, Steps
 
 import colocate
 from colocate import Pool, Runtime
@@ -246,8 +246,11 @@ class Player:
         group = played.group
         if self._fault.ending == "grace":
             self._steps.do(Step("submit", group=played.index), SHORT_S)
-            with self._steps.bound("the group's failure by its own grace", 2 * SHORT_S + 2 * STACKS_S + CLOSE_S):
-                becomes_true(lambda: group.failure is not None or group.generation > 0, LONG_S)
+            bound = 2 * SHORT_S + 2 * STACKS_S + CLOSE_S
+            if any(sent.settled is None for sent in _patient(played)):
+                bound += LONG_S  # the grace of a hold is for the failed call and later ones: an earlier one has its own
+            with self._steps.bound("the group's failure by its own grace", bound):
+                becomes_true(lambda: group.failure is not None or group.generation > 0, bound + HANG_S)
         timeout = None if self._fault.ending == "thread" else SHORT_S
         self._steps.do(Step("submit", group=played.index), timeout)
         if self._fault.grace > 0.15:  # otherwise the close comes before the timeouts
@@ -330,3 +333,8 @@ class Player:
 def _soon(played: Played) -> list[Sent]:
     """The calls that end soon by their own timeouts."""
     return [sent for sent in played.sent if sent.timeout is not None and sent.timeout <= SHORT_S]
+
+
+def _patient(played: Played) -> list[Sent]:
+    """The calls that don't."""
+    return [sent for sent in played.sent if sent.timeout is None or sent.timeout > SHORT_S]
