@@ -83,6 +83,7 @@ def test_scheduler(cluster: tuple[str, psutil.Process], number: signal.Signals) 
     ended(runtime.close)
 
 
+@pytest.mark.long
 def test_scheduler_that_goes_on(cluster: tuple[str, psutil.Process]) -> None:
     """What a stopped scheduler held of a driver that has closed is free when it goes on."""
     address, scheduler = cluster
@@ -111,6 +112,7 @@ def test_worker(cluster: tuple[str, psutil.Process], number: signal.Signals) -> 
         other.reserve(2, cpus=1, timeout=PATIENCE_S).close()
 
 
+@pytest.mark.long
 @SIGNALS
 def test_killed_driver(cluster: tuple[str, psutil.Process], number: signal.Signals) -> None:
     """A driver that is killed while one of its Dask workers is stopped, or has just been killed."""

@@ -29,7 +29,9 @@ def documented(executor: str) -> set[Listening]:
     return {Listening(*row[1:4]) for row in rows if len(row) == 6 and row[0] == executor}
 
 
-@pytest.mark.parametrize("executor", MEASURED)
+@pytest.mark.parametrize(
+    "executor", [each if "local" in each else pytest.param(each, marks=pytest.mark.long) for each in MEASURED]
+)
 def test_the_page_is_what_is_measured(executor: str) -> None:
     """Who listens, on what kind of socket, and from where it is reached."""
     assert MEASURED[executor]() == documented(executor)

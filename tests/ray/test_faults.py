@@ -59,6 +59,7 @@ def ended(close: Callable[..., None], **options: Any) -> list[str]:
     return wrong
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "number"),
     [("gcs_server", signal.SIGKILL), ("raylet", signal.SIGSTOP), ("raylet", signal.SIGKILL)],
@@ -101,6 +102,7 @@ def test_stopped_envoy() -> None:
     assert not Path(envoy(runtime).folder).exists()
 
 
+@pytest.mark.long
 def test_stopped_envoy_of_a_closed_runtime() -> None:
     runtime = colocate.connect("ray", cpus=1)
     os.kill(envoy(runtime)._process.pid, signal.SIGSTOP)
@@ -130,6 +132,7 @@ def joined(cluster: Any) -> Iterator[Runtime]:
         yield runtime
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL], ids=["stopped", "killed"])
 def test_envoy_in_a_cluster(cluster: Any, joined: Runtime, number: signal.Signals) -> None:
     """What an envoy held that is stopped or killed, another driver gets; a third one notices nothing."""
@@ -146,6 +149,7 @@ def test_envoy_in_a_cluster(cluster: Any, joined: Runtime, number: signal.Signal
             assert other.echo(1) == [1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL], ids=["stopped", "killed"])
 def test_actor_in_a_cluster(joined: Runtime, number: signal.Signals) -> None:
     """The process of a keeper stopped or killed: when the pool is closed, its slots can be had at once."""

@@ -262,6 +262,7 @@ def test_restart_after_a_lost_node(cluster: Any, runtime: Runtime) -> None:
     everything_is_free(runtime)
 
 
+@pytest.mark.long
 def test_what_is_left_is_too_small(cluster: Any, runtime: Runtime) -> None:
     """The group fails for good: the first cause, and the table of what there is."""
     cluster.tell("add")

@@ -20,6 +20,8 @@ from tests.ray.deaths import death_of
 import colocate
 from colocate import ColocatedGroup, Runtime
 from colocate.errors import ColocateError
+from colocate.testing.gate import Gate
+from colocate.testing.probes.faulty import Faulty
 from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import Processes, wait_until
 from colocate_ray.private import _STORE_BYTES
@@ -206,11 +208,14 @@ def test_not_installed() -> None:
 def test_stuck_keeper(runtime: Runtime) -> None:
     """A keeper that doesn't answer is ended, with its worker, before its slot counts as free."""
     pool = runtime.reserve(1)
-    group = pool.spawn({"echo": colocate.role(Echo)})
+    group = pool.spawn({"echo": colocate.role(Echo), "faulty": colocate.role(Faulty)})
     ((pid, *_),) = group.role("echo", Echo).place()
     actor = psutil.Process(pid).ppid()
     both = [psutil.Process(pid), psutil.Process(actor)]
-    os.kill(actor, signal.SIGSTOP)
-    with pytest.raises(ExceptionGroup, match="was closed, and this had gone wrong"):
-        pool.close(grace=0)
+    with Gate() as gate:
+        group.role("faulty", Faulty).wait.submit(gate.address)
+        gate.wait_for()
+        os.kill(actor, signal.SIGSTOP)
+        with pytest.raises(ExceptionGroup, match="was closed, and this had gone wrong"):
+            pool.close(grace=0)
     assert [process for process in both if process.is_running()] == []

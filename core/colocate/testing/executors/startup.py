@@ -79,7 +79,7 @@ class Startup(ExecutorCase):
         """With `timeout=` a constructor that hangs is an error naming the ranks that are late."""
         with Gate() as gate:
             with pytest.raises(RoleStartError, match="did not construct its roles in time") as caught:
-                spawn({"slow": colocate.role(HangsAtStart, gate.address, (1,))}, timeout=0.2 + 8 * self.start_s)
+                spawn({"slow": colocate.role(HangsAtStart, gate.address, (1,))}, timeout=0.2 + 4 * self.start_s)
             assert set(caught.value.errors) == {1}
 
     @needs(OwnProcess)
