@@ -111,7 +111,7 @@ class TestTypes:
             ("executor: [local]", "executor: must be a mapping, not a list"),
             ("job: {with: {}}", "job.use: is missing"),
             ("poolz: {}", "poolz: unknown key 'poolz' (did you mean 'pools'?)"),
-            ("zzz: {}", "unknown key 'zzz'; known here: name, seed, executor, pools, groups, job"),
+            ("zzz: {}", "unknown key 'zzz'; known here: name, seed, call_timeout, executor, pools, groups, job"),
         ],
     )
     def test_one(self, write: Write, text: str, told: str) -> None:

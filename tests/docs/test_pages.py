@@ -22,6 +22,7 @@ NOT_RUN: dict[tuple[str, str], int] = {
     ("ray.md", "one start of a Ray is enough for the tests of this page"): 1,
     ("from-verl.md", "verl and Ray are not installed with the tests"): 2,
     ("restart.md", "it trains for a minute"): 1,
+    ("detached-pools.md", "needs a cluster"): 1,
     ("cli.md", "another driver may be ending on this machine just now"): 1,
     ("write-an-executor.md", "takes a minute; the next command runs a part of it"): 1,
 }

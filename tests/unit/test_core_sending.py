@@ -80,7 +80,7 @@ def test_interrupted_close(monkeypatch: pytest.MonkeyPatch) -> None:
         def interrupted(*args: Any) -> Any:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(second.workforce, "_hung", interrupted)
+        monkeypatch.setattr(second.workforce, "_wait_for_lanes", interrupted)
         with pytest.raises(KeyboardInterrupt):
             runtime.close(grace=0.1)
         assert [type(call.exception(PATIENCE_S)) for call in calls] == [ClosedError] * 2
