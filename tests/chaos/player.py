@@ -27,6 +27,8 @@ CLOSE_S = 1.0
 """What a close may take beside its grace."""
 ENVOY_S = 10.0
 """How long an envoy that is told to leave may take to: Ray is asked kindly first."""
+KEEPER_S = 3.0
+"""How long a keeper may take to end its worker."""
 
 
 @attrs.define(eq=False)
@@ -208,7 +210,8 @@ class Player:
 
     def _probe_dead(self, played: Played, applied: Applied) -> None:
         """A call to a group one of whose workers has been ended fails, and says of what."""
-        deadline = time.monotonic() + (ENVOY_S if applied.kind == "envoy" else 0.0)
+        # Who has lost an envoy or a keeper hears of it while its workers still answer: these are ended by others.
+        deadline = time.monotonic() + {"envoy": ENVOY_S, "keeper": KEEPER_S}.get(applied.kind, 0.0)
         while True:
             sent = self._steps.do(Step("submit", group=played.index))
             self._steps.settle(played.sent)
