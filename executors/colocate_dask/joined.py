@@ -10,7 +10,7 @@ import attrs
 
 from colocate.errors import ConfigError
 from colocate.executor import Adopted, Boot, Detachable, Host, HostEvents, Place, Reservation
-from colocate.keeper import Claim, ClaimedSlot, Estate, KeptSlot, Terms, Title, claim_lead, look
+from colocate.keeper import Claim, ClaimedSlot, Estate, KeptSlot, Terms, Title, claim_lead, look, title_of
 from colocate_dask import reservations
 from colocate_dask.executor import ANSWER_S, DaskExecutor, Lot
 
@@ -47,11 +47,7 @@ class JoinedDaskExecutor(DaskExecutor, Detachable):
 
     def adopt(self, name: str, who: str, own: bool, fenced: Callable[[str], None]) -> Adopted:
         """Claim the lead, and by its leave the others."""
-        titles = self._titles()
-        title = titles.get(name)
-        if title is None:
-            known = ", ".join(map(repr, sorted(titles))) or "none"
-            raise ConfigError(f"no pool {name!r} is detached in this cluster; there are: {known}")
+        title = title_of(self._titles(), name)
         id, rows = title.facts
         held = Lot(id)
         claim = Claim(who, own, fenced)

@@ -11,7 +11,7 @@ import attrs
 from colocate import wire
 from colocate.errors import ConfigError, EngineError
 from colocate.executor import Adopted, Boot, Detachable, Host, HostEvents, Place, Request, Reservation, Running
-from colocate.keeper import Claim, ClaimedSlot, Estate, KeptSlot, Terms, Title, claim_lead, look
+from colocate.keeper import Claim, ClaimedSlot, Estate, KeptSlot, Terms, Title, claim_lead, look, title_of
 from colocate_ray.executor import LISTED_WITHIN_S, RELEASED_WITHIN_S, RayExecutor, place_of
 from colocate_ray.terms import Cluster, Slot
 
@@ -99,11 +99,7 @@ class JoinedRayExecutor(RayExecutor, Detachable):
 
     def adopt(self, name: str, who: str, own: bool, fenced: Callable[[str], None]) -> Adopted:
         """Claim the lead, and by its leave the others."""
-        titles = self._titles()
-        title = titles.get(name)
-        if title is None:
-            known = ", ".join(map(repr, sorted(titles))) or "none"
-            raise ConfigError(f"no pool {name!r} is detached in this cluster; there are: {known}")
+        title = title_of(self._titles(), name)
         custodian, request, rows = title.facts
         claim = Claim(who, own, fenced)
         lead = claim_lead(self._keepers, title, claim)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from tests.closing import ended
 from tests.dask.conftest import running, script
 
 import colocate
@@ -43,23 +43,6 @@ def spawned(runtime: Runtime) -> tuple[Pool, ColocatedGroup, Processes]:
     pool = runtime.reserve(2, cpus=1)
     group = pool.spawn({"echo": colocate.role(Echo)})
     return pool, group, Processes(pid for pid, _, _ in group.role("echo", Echo).place())
-
-
-def ended(close: Callable[..., None], **options: float) -> list[str]:
-    """Close something; what has gone wrong, in words. Fails if it doesn't end."""
-    wrong: list[str] = []
-
-    def run() -> None:
-        try:
-            close(**options)
-        except BaseExceptionGroup as group:
-            wrong.extend(map(str, group.exceptions))
-
-    closer = threading.Thread(target=run, daemon=True)
-    closer.start()
-    closer.join(PATIENCE_S)
-    assert not closer.is_alive(), "the close doesn't end"
-    return wrong
 
 
 @SIGNALS

@@ -6,19 +6,19 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from tests.closing import ended
 
 import colocate
 from colocate import Runtime
 from colocate.errors import ColocateError
 from colocate.testing.probes.plain import Echo
-from colocate.testing.waiting import PATIENCE_S, Processes, wait_until
+from colocate.testing.waiting import Processes, wait_until
 
 DRIVER = """
 import sys, colocate
@@ -40,23 +40,6 @@ def of_ray(runtime: Runtime, name: str) -> psutil.Process:
     """One of the processes of a private Ray."""
     (found,) = (each for each in psutil.Process(envoy(runtime)._process.pid).children() if each.name() == name)
     return found
-
-
-def ended(close: Callable[..., None], **options: Any) -> list[str]:
-    """Close something; what has gone wrong, in words. Fails if it doesn't end."""
-    wrong: list[str] = []
-
-    def run() -> None:
-        try:
-            close(**options)
-        except BaseExceptionGroup as group:
-            wrong.extend(map(str, group.exceptions))
-
-    closer = threading.Thread(target=run, daemon=True)
-    closer.start()
-    closer.join(PATIENCE_S)
-    assert not closer.is_alive(), "the close doesn't end"
-    return wrong
 
 
 @pytest.mark.long

@@ -6,7 +6,7 @@ a process of its own beside the engine's, its lane goes straight to the driver, 
 known, it is killed in milliseconds whatever it does, and it dies with the keeper and with the driver.
 """
 
-from colocate.keeper.estate import Claim, ClaimedSlot, Estate, Title, claim_lead, look
+from colocate.keeper.estate import Claim, ClaimedSlot, Estate, Title, claim_lead, look, title_of
 from colocate.keeper.keeper import Keeper
 from colocate.keeper.launcher import Launcher
 from colocate.keeper.process import AFTER_LANE_S, ProcessEvents, WorkerProcess
@@ -28,4 +28,5 @@ __all__ = [
     "WorkerProcess",
     "claim_lead",
     "look",
+    "title_of",
 ]

@@ -9,7 +9,7 @@ from typing import Any
 
 import attrs
 
-from colocate.errors import BorrowedError, ClosedError, ColocateError, EngineError
+from colocate.errors import BorrowedError, ClosedError, ColocateError, ConfigError, EngineError
 from colocate.keeper.greeting import NEWCOMER
 from colocate.keeper.slots import Keepers, KeptSlot
 from colocate.keeper.tenure import Terms
@@ -33,6 +33,19 @@ class Title:
     lead: str
     key: bytes = attrs.field(repr=False)
     facts: Any = None
+
+
+def title_of(titles: Mapping[str, Title], name: str) -> Title:
+    """The title of a pool.
+
+    Raises:
+        ConfigError: There is none of that name.
+    """
+    found = titles.get(name)
+    if found is None:
+        known = ", ".join(map(repr, sorted(titles))) or "none"
+        raise ConfigError(f"no pool {name!r} is detached in this cluster; there are: {known}")
+    return found
 
 
 @attrs.frozen
