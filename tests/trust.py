@@ -40,7 +40,7 @@ _COMMANDS = (
     ("monitor.py", "Ray's monitors"),
     ("ray::", "a Ray actor, with a keeper"),
     ("default_worker.py", "a Ray actor, with a keeper"),
-    ("conformance/shared.py", "a driver of the cluster itself"),
+    ("conformance/clusters.py", "a driver of the cluster itself"),
     ("dask/clusters.py", "the Dask scheduler, its nannies"),
     ("multiprocessing", "a Dask worker, with a keeper"),
 )

@@ -21,10 +21,10 @@ import attrs
 from colocate import _record
 from colocate._failures import hung_error
 from colocate._group import ColocatedGroup
-from colocate._owned import Owned, caller
+from colocate._owned import caller
 from colocate._pool import Pool
 from colocate._record import GroupRecord
-from colocate.errors import BorrowedError, ClosedError, ColocateError, ConfigError
+from colocate.errors import BorrowedError, ClosedError, ColocateError, ConfigError, EngineError
 from colocate.executor import Detachable
 from colocate.keeper.tenure import Terms
 
@@ -47,6 +47,7 @@ class Tenancy:
     own: bool
     ttl: float
     kept: set[str] = attrs.field(factory=set)
+    lock: threading.Lock = attrs.field(factory=threading.Lock)  # what its keepers are told is told in order
 
 
 # -- detach
@@ -73,7 +74,7 @@ def detach(pool: Pool, name: str, ttl: float) -> None:
     try:
         executor.publish(pool.reservation, _terms(pool, groups, name, ttl))
     except BaseException:
-        _reopen([pool, *groups])
+        _reopen(pool, groups)
         raise
     _left(pool, groups)
     executor.let_go(pool.reservation)
@@ -119,9 +120,15 @@ def _check_idle(group: ColocatedGroup) -> None:
         raise ColocateError(f"group {group.name!r} can't be detached: {'; '.join(lent)}. Wait for that")
 
 
-def _reopen(nodes: Sequence[Owned]) -> None:
-    for node in nodes:
+def _reopen(pool: Pool, groups: Sequence[ColocatedGroup]) -> None:
+    """Be as before, unless another driver has got it meanwhile."""
+    assert pool.reservation is not None
+    for node in (pool, *groups):
         node.reopen()
+    if not cast("Detachable", pool.runtime.executor).retain(pool.reservation):
+        lost(pool, "another driver")
+    for group in groups:
+        group.workforce.look()
 
 
 def _terms(pool: Pool, groups: Sequence[ColocatedGroup], name: str, ttl: float) -> Terms:
@@ -135,9 +142,10 @@ def changed(pool: Pool) -> None:
     executor = pool.runtime.executor
     if tenancy is None or pool.reservation is None or pool.closed_by is not None:
         return
-    groups = [group for group in pool.groups.values() if tenancy.own or group.name in tenancy.kept]
-    tenancy.kept = {group.name for group in groups}
-    cast("Detachable", executor).keep(pool.reservation, _terms(pool, groups, tenancy.name, tenancy.ttl))
+    with tenancy.lock:
+        groups = [group for group in pool.groups.values() if tenancy.own or group.name in tenancy.kept]
+        tenancy.kept = {group.name for group in groups}
+        cast("Detachable", executor).keep(pool.reservation, _terms(pool, groups, tenancy.name, tenancy.ttl))
 
 
 # -- attach
@@ -149,6 +157,7 @@ def attach(runtime: Runtime, name: str, own: bool) -> Pool:
     fence = _Fence()
     adopted = executor.adopt(name, _who(), own, fence.fenced)
     try:
+        runtime.check()
         record = _record.load(adopted.record, name)
         pool = Pool(runtime, record.name, record.request)
     except BaseException:
@@ -160,6 +169,8 @@ def attach(runtime: Runtime, name: str, own: bool) -> Pool:
         pool.hold(adopted.reservation)
         fence.watch(pool)
         taken = [_taken(pool, each) for each in record.groups]
+        runtime.check()
+        pool.check()  # another driver may have taken it meanwhile
         for group in taken:
             _greet(group)
     except BaseException as error:
@@ -195,14 +206,9 @@ class _Fence:
 
 
 def _taken(pool: Pool, record: GroupRecord) -> ColocatedGroup:
-    group = pool.place(record.slots, record.declared(), record.name, record.restarts)
-    group.generation, group.seed, group.line, group.created = (
-        record.generation,
-        record.seed,
-        record.line,
-        record.created,
-    )
-    group.restarts.checkpoint = record.checkpoint
+    group = pool.place(record.slots, record.declared(), record.name, record.restarts, record.generation)
+    group.seed, group.line, group.created = record.seed, record.line, record.created
+    group.restarts.checkpoint, group.restarts.restored = record.checkpoint, record.restored
     executor = cast("Detachable", pool.runtime.executor)
     group.workforce.take(executor, record.tokens)
     return group
@@ -221,23 +227,9 @@ def _greet(group: ColocatedGroup) -> None:
 # -- the end
 
 
-def end_borrow(pool: Pool, by: str | None, grace: float) -> list[BaseException]:
-    """Let go of a borrowed pool: it goes on, but for groups that this driver has spawned on it."""
-    errors: list[BaseException] = []
-    for group in reversed(list(pool.groups.values())):
-        try:
-            group.close_for(f"closing pool {pool.name!r} ({pool.closed_by})", grace, force=True)
-        except BaseExceptionGroup as found:
-            errors += found.exceptions
-    if pool.reservation is not None:
-        cast("Detachable", pool.runtime.executor).let_go(pool.reservation)
-    return errors
-
-
 def let_go(group: ColocatedGroup, by: str | None) -> None:
     """Let go of a group that goes on in a borrowed pool: what this driver has in it ends."""
-    if not group.mark_closed(by):
-        group.wait_closed()
+    if not group.take_closing(by):
         return
     group.residents.break_borrows()
     _end(group)
@@ -265,10 +257,14 @@ def _left(pool: Pool, groups: Sequence[ColocatedGroup]) -> None:
 
 def lost(pool: Pool, by: str) -> None:
     """Another driver has taken it. On the thread that hears messages: nothing here waits."""
-    words = f"{by}, who has attached it with own=True"
-    if not pool.mark_closed(words):
-        return  # it is being closed here, which this cuts short
+    words = f"{by}, who has taken it"
     groups = list(pool.groups.values())
+    if not pool.mark_closed(words):  # it is being closed here, which this cuts short
+        for group in groups:
+            if group.mark_closed(words):
+                group.residents.break_borrows()
+                _end(group)
+        return
     for group in groups:
         if group.mark_closed(words):
             group.residents.break_borrows()
@@ -301,10 +297,17 @@ def close_detached(runtime: Runtime, name: str, force: bool) -> None:
                 f"colocate close {name} --force",
                 borrowers=error.borrowers,
             ) from None
+        except EngineError as error:  # it is stuck, or has just gone
+            raise EngineError(
+                f"{error.message}. colocate close {name} --force ends a pool that doesn't answer"
+            ) from None
     try:
         pool = attach(runtime, name, own=True)
-    except ColocateError:  # its record is of another version, say: end it without asking its workers
-        runtime.executor.release(executor.adopt(name, _who(), True, lambda by: None).reservation)
+    except Exception:  # its record is of another version, say: end it without asking its workers
+        try:
+            runtime.executor.release(executor.adopt(name, _who(), True, lambda by: None).reservation)
+        except EngineError:
+            executor.end(name)
     else:
         with contextlib.suppress(ExceptionGroup):  # what had gone wrong with it before
             pool.close()

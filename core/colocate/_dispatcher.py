@@ -12,7 +12,10 @@ from collections.abc import Callable
 
 import attrs
 
+from colocate.worker.failure import frame_of, stack_of_role_code
+
 _SWEEP = 1000
+_ENDS_WITHIN_S = 5.0
 
 
 @attrs.define(eq=False)
@@ -66,13 +69,23 @@ class Dispatcher:
                 self._swept = max(_SWEEP, 2 * len(self._timers))
         return timer
 
-    def close(self) -> None:
-        """Run what is queued, drop the timers, end the thread."""
+    def close(self) -> bool:
+        """Run what is queued, drop the timers, end the thread; whether it has ended, which a callback may keep it from.
+
+        What that keeps waiting is run once it has.
+        """
         with self._news:
             self._closed = True
             self._news.notify()
         if not self.is_current:
-            self._thread.join()
+            self._thread.join(_ENDS_WITHIN_S)
+        return not self._thread.is_alive() or self.is_current
+
+    @property
+    def stack(self) -> str:
+        """What its thread is doing."""
+        frame = frame_of(self._thread)
+        return "" if frame is None else "".join(stack_of_role_code(frame))
 
     def _main(self) -> None:
         while (job := self._next()) is not None:

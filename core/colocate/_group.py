@@ -46,14 +46,22 @@ class ColocatedGroup(Owned):
 
     grace: float = 10.0
 
-    def __init__(self, pool: Pool, indices: Sequence[int], declared: Declared, name: str, restarts: int = 0) -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        indices: Sequence[int],
+        declared: Declared,
+        name: str,
+        restarts: int = 0,
+        generation: int = 0,
+    ) -> None:
         """Use `pool.spawn`."""
         super().__init__("group", name, pool)
         self.state = "starting"
         self.indices = indices
         self.pool = pool
         self.runtime = pool.runtime
-        self.generation = 0
+        self.generation = generation
         self.seed = self.runtime.seed
         self._start_timeout: float | None = None
         self.declared = declared
@@ -132,9 +140,10 @@ class ColocatedGroup(Owned):
 
     def check(self) -> None:
         """Raise unless it can be called: it is closed, or has failed, or nobody has noted that it was restarted."""
-        if self.failure is not None and self.alive:
+        failure = self.failure  # which a restart may end just now
+        if failure is not None and self.alive:
             self.workforce.failure_seen = True
-            raise self.failure.with_traceback(None)  # of who was told before
+            raise failure.with_traceback(None)  # of who was told before
         super().check()
         self.restarts.check()
 
@@ -213,7 +222,7 @@ class ColocatedGroup(Owned):
         """
         self.check()
         folder = Path(directory)
-        self.restarts.committed(_checkpoint.write(self, folder, folder.name if tag is None else tag))
+        _checkpoint.write(self, folder, folder.name if tag is None else tag)
 
     def wait_ready(self, timeout: float | None = None) -> str | int | float | None:
         """Wait until it can be called, after a restart too; calls are refused until somebody has.
@@ -300,7 +309,7 @@ class ColocatedGroup(Owned):
         """
         self._start_timeout = timeout
         if restore is not None:
-            self.restarts.checkpoint = _checkpoint.Checkpoint.read(restore, self._roles)
+            self.restarts.checkpoint = _checkpoint.Checkpoint.read(restore.absolute(), self._roles)
         self._start()
 
     def _start(self) -> None:
@@ -366,8 +375,7 @@ class ColocatedGroup(Owned):
             return
         if not force and self.closed_by is None:
             self.refuse_if_borrowed()
-        if not self.mark_closed(by):
-            self.wait_closed()
+        if not self.take_closing(by):
             return
         try:
             with self.order.lock:  # whoever rebuilds it has either made its new workers or will make none

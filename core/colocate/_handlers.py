@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
-from types import FrameType
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from types import CodeType, FrameType, FunctionType
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 if TYPE_CHECKING:
     from colocate._owned import Owned
 
+F = TypeVar("F", bound="Callable[..., Any]")
 # How much longer than the grace period the handler waits for what it can't know to wait for itself.
 _MORE_S = 5.0
+
+
+_calling_out: set[CodeType] = set()
+
+
+def calls_out(function: F) -> F:
+    """Of a function that runs the user's code on the caller's thread: who is called by it hasn't interrupted it."""
+    _calling_out.add(cast("FunctionType", function).__code__)
+    return function
 
 
 def close_now(node: Owned, by: str, grace: float, force: bool) -> None:
@@ -55,6 +65,8 @@ def _has_interrupted_colocate() -> bool:
     theirs = False
     while frame is not None:
         name = frame.f_code.co_filename
+        if theirs and frame.f_code in _calling_out:
+            return False
         if is_own_code(name):
             if theirs:
                 return True

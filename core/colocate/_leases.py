@@ -48,9 +48,10 @@ class Leases:
 
         Raises:
             ClosedError: It has been freed.
+            ColocateError: Its group has failed.
         """
         with self._lock:
-            if kept.freed_by is None:
+            if kept.freed_by is None and kept.lost is None:
                 key = kept.source.key
                 self._uses[key] = self._uses.get(key, 0) + 1
                 return

@@ -94,6 +94,9 @@ class CallOrder:
     def renew(self) -> None:
         """Begin anew with other workers, after `fail_all`. The lock is held."""
         self._resumed = self._base  # as new lanes count
+        if self._hold is not None and self._hold.timer is not None:
+            self._hold.timer.cancel()
+        self._hold = None  # of a generation that is gone
         self._stacks.clear()
 
     # -- submission

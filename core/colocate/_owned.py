@@ -1,6 +1,6 @@
 """The ownership law: everything that lives has one owner, is closed in order, and says what closed it.
 
-`Owned` is the base of runtime, pool, group and resident. Its states, and who may close what, are decided here.
+`Owned` is the base of runtime, pool and group. Its states, and who may close what, are decided here.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Owned:
     """A node of the ownership graph.
 
     Attributes:
-        kind: runtime, pool, group or resident.
+        kind: runtime, pool or group.
         name: Its name.
         owner: The node that closes it at the latest; None for a runtime.
         state: What it is doing.
@@ -131,10 +131,19 @@ class Owned:
             self._closer = threading.get_ident()
             return True
 
+    def take_closing(self, by: str | None) -> bool:
+        """Note what closes it, or wait until what has done so before is through: then there is nothing left to do."""
+        while not self.mark_closed(by):
+            if self.wait_closed():
+                return False
+        return True
+
     def reopen(self) -> None:
-        """What was to close it has come to nothing."""
+        """What was to close it has come to nothing: whoever waits for that may try."""
         with self._closing:
             self.closed_by = self._closer = None
+            came_to_nothing, self._finished = self._finished, threading.Event()
+        came_to_nothing.set()
 
     def finished(self) -> None:
         """It is closed: let those go on who wait for that."""
@@ -150,10 +159,20 @@ class Owned:
         """Whether this very thread is closing it, or has the lock that doing so needs."""
         return self._closer == threading.get_ident() and not self._finished.is_set()
 
-    def wait_closed(self) -> None:
-        """Wait until who closes it has done so, unless that is this very thread (in a signal's handler, say)."""
-        if self._closer != threading.get_ident():
-            self._finished.wait()
+    def wait_closed(self) -> bool:
+        """Wait until who closes it has done so, unless that is this very thread (in a signal's handler, say).
+
+        Returns:
+            Whether it is closed; False when that has come to nothing.
+        """
+        with self._closing:
+            finished = self._finished
+            if self.closed_by is None:
+                return False
+            if self._closer == threading.get_ident():
+                return True
+        finished.wait()
+        return self._finished is finished
 
     def disown(self) -> None:
         """Take it out of the graph."""

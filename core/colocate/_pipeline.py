@@ -201,8 +201,9 @@ def _send(drafts: Sequence[Draft]) -> None:
 
 
 def _is_lost(draft: Draft) -> bool:
-    """Whether a call has failed before it could be sent: it uses a resident whose call has."""
-    poison = None if draft.call.done() else draft.call.poison()
+    """Whether a call has failed before it could be sent: it uses a resident whose call has, or that is gone."""
+    gone = (use._kept.lost for use in draft.call.uses if use._kept.lost is not None)
+    poison = None if draft.call.done() else draft.call.poison() or next(gone, None)
     if poison is not None:
         draft.group.order.drop(draft.call, poison)
     return draft.call.done()

@@ -17,7 +17,7 @@ from colocate._handlers import close_now
 from colocate._owned import Owned, raise_together
 from colocate._role import RoleSpec
 from colocate._spawn import Declared, declare
-from colocate.errors import ColocateError, ConfigError, PlacementError
+from colocate.errors import ColocateError, ConfigError, PlacementError, PlacementTimeout
 from colocate.executor import Place, Request, Reservation
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from colocate._runtime import Runtime
 
 
+_WAITS_S = 2.0  # at a time, for slots in place of lost ones: who closes the pool meanwhile waits for that
 _LEAST_GRACE_S = 0.5  # what is idle needs a moment to end, also when others have used the time up
 
 
@@ -107,14 +108,15 @@ class Pool(Owned):
                 self.reservation = reservation
                 self.places = reservation.places
                 return
-        self.runtime.executor.release(reservation)
+        self._give_back(reservation)
         self.check()
 
     @property
     def slots(self) -> list[Slot]:
         """Its slots: node, devices, and the group on each."""
+        taken = self._taken  # replaced by another one when a group goes
         return [
-            Slot(index, place.node, place.devices, self._taken[index].name if index in self._taken else "free")
+            Slot(index, place.node, place.devices, taken[index].name if index in taken else "free")
             for index, place in enumerate(self.places)
         ]
 
@@ -196,6 +198,11 @@ class Pool(Owned):
     def _occupy(self, indices: tuple[int, ...], declared: Declared, name: str | None, restarts: int) -> ColocatedGroup:
         with self.lock:
             self.check()
+            if self.reservation is None:
+                raise ColocateError(
+                    f"pool {self.name!r} has lost slots with their node and has to be reserved anew, which the restart "
+                    "of its group does: wait for that with group.wait_ready(), or reserve another pool"
+                )
             busy = {index: self._taken[index].name for index in indices if index in self._taken}
             if busy:
                 index, holder = next(iter(busy.items()))
@@ -203,13 +210,16 @@ class Pool(Owned):
                     f"slot {index} of pool {self.name!r} is taken by group {holder!r}: a slot takes one group at a "
                     "time. Put the roles into one group, close the other one, or spawn on a part: pool[a:b].spawn(...)"
                 )
-            return self.place(indices, declared, self.runtime.group_name(name), restarts)
+            return self.place(indices, declared, name, restarts)
 
-    def place(self, indices: Sequence[int], declared: Declared, name: str, restarts: int) -> ColocatedGroup:
+    def place(
+        self, indices: Sequence[int], declared: Declared, name: str | None, restarts: int, generation: int = 0
+    ) -> ColocatedGroup:
         """Put a group on free slots; nothing is started."""
-        name = self.runtime.group_name(name)
-        group = ColocatedGroup(self, indices, declared, name, restarts)
-        self.runtime.groups[name] = group
+        with self.runtime.naming:
+            name = self.runtime.group_name(name)
+            group = ColocatedGroup(self, indices, declared, name, restarts, generation)
+            self.runtime.groups[name] = group
         for index in indices:
             self._taken[index] = group
         return group
@@ -221,7 +231,8 @@ class Pool(Owned):
             PlacementError: What is left of the cluster has no place for them.
         """
         executor = self.runtime.executor
-        lost = [index for index in group.indices if executor.lost(self.places[index])]
+        given_back = self.reservation is None  # by an attempt before this one
+        lost = [index for index in group.indices if given_back or executor.lost(self.places[index])]
         if lost:
             self._reserve_again(group, lost)
         return [self.places[index] for index in group.indices]
@@ -244,7 +255,16 @@ class Pool(Owned):
             reservation, self.reservation = self.reservation, None
         if reservation is not None:
             self.runtime.executor.release(reservation)
-        self.hold(self.runtime.executor.reserve(self.request))
+        deadline = time.monotonic() + self.request.timeout
+        while self.reservation is None:
+            self.check()  # whoever closes it doesn't wait for all of that time
+            left = max(0.0, deadline - time.monotonic())
+            try:
+                self.hold(self.runtime.executor.reserve(attrs.evolve(self.request, timeout=min(left, _WAITS_S))))
+            except PlacementTimeout as error:
+                if left <= _WAITS_S:
+                    error.add_note(f"that was tried for {self.request.timeout:g} s, since slot {gone} was lost")
+                    raise
 
     def vacate(self, group: ColocatedGroup) -> None:
         """A group has gone: its slots are free."""
@@ -307,25 +327,18 @@ class Pool(Owned):
             self.check()
         if not force and self.closed_by is None:
             self.refuse_if_borrowed()
-        if not self.mark_closed(by):
-            self.wait_closed()
+        if not self.take_closing(by):
             return
         self.state = "closing"
         with self.lock:  # whoever has passed the check before is done: its group is a child, its slots are held
             reservation = self.reservation
         errors: list[BaseException] = []
         try:
-            if self.borrowed:
-                from colocate._detached import end_borrow
-
-                errors += end_borrow(self, by, grace)
-                reservation = None
-            else:
-                errors += close_children(self, grace)
+            errors += close_children(self, grace)
         finally:
             try:
                 if reservation is not None:
-                    self.runtime.executor.release(reservation)
+                    self._give_back(reservation)
             except Exception as error:
                 errors.append(error)
             finally:
@@ -333,6 +346,13 @@ class Pool(Owned):
                 self.disown()
                 self._finished.set()
         raise_together(f"pool {self.name!r} was closed, and this had gone wrong", errors)
+
+    def _give_back(self, reservation: Reservation) -> None:
+        executor: Any = self.runtime.executor
+        if self.tenancy is None or (self.tenancy.own and executor.retain(reservation)):
+            executor.release(reservation)
+        else:  # it goes on: it is borrowed, or another driver has taken it while it was being closed here
+            executor.let_go(reservation)
 
 
 def close_children(owner: Owned, grace: float) -> list[BaseException]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 import colocate
-from colocate._checkpoint import Checkpoint
+from colocate._checkpoint import Checkpoint, Tag
 from colocate._role import check_role
 from colocate._ship import ship_by_value
 from colocate._spawn import Declared
@@ -40,6 +40,7 @@ class GroupRecord:
         created: When.
         restarts: How often it is rebuilt at most.
         checkpoint: What it is rebuilt from, if there is something.
+        restored: The tag of what its roles were restored from.
     """
 
     name: str
@@ -53,10 +54,21 @@ class GroupRecord:
     created: float
     restarts: int
     checkpoint: Checkpoint | None
+    restored: Tag
 
     def declared(self) -> Declared:
-        """Its roles."""
-        default_role, distributions, roles = pickle.loads(self.roles)
+        """Its roles.
+
+        Raises:
+            ColocateError: They can't be imported here.
+        """
+        try:
+            default_role, distributions, roles = pickle.loads(self.roles)
+        except Exception as error:  # a module or class that isn't there; anything that its import raises
+            raise ColocateError(
+                f"the roles of group {self.name!r} can't be imported here: {type(error).__name__}: {error}; install "
+                "what they come from (colocate close NAME works without)"
+            ) from error
         infos = {
             name: RoleInfo(name, cls, check_role(name, cls), slots, meshes, origin)
             for name, (cls, _, slots, meshes, origin) in roles.items()
@@ -136,6 +148,7 @@ def _group(pool: Pool, group: ColocatedGroup) -> GroupRecord:
         group.created,
         group.restarts.limit,
         group.restarts.checkpoint,
+        group.restarts.restored,
     )
 
 

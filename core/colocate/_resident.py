@@ -120,7 +120,6 @@ class Kept:
     used: bool = False
     freed_by: str | None = None
     lost: ColocateError | None = None
-    bytes_per_rank: list[int] = attrs.field(factory=list)
 
     def check(self) -> None:
         """Raise unless it can be used: freed, or made by a call that failed, or its group is closed."""

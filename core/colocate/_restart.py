@@ -12,9 +12,13 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+import attrs
+
 from colocate.errors import ClosedError, ColocateError, GroupRestarted, WorkerDied
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from colocate._checkpoint import Checkpoint, Tag
     from colocate._group import ColocatedGroup
 
@@ -51,8 +55,9 @@ class Restarts:
 
     def check(self) -> None:
         """Raise if the group has been restarted and nobody has taken note of that."""
-        if self._unseen is not None:
-            raise self._unseen.with_traceback(None)
+        unseen = self._unseen  # of which somebody may take note just now
+        if unseen is not None:
+            raise unseen.with_traceback(None)
 
     def wait(self, timeout: float | None) -> Tag:
         """Wait until the group can be called again; the tag of the checkpoint that its roles were restored from.
@@ -62,6 +67,7 @@ class Restarts:
             ColocateError: It could not be restarted, or is closed.
         """
         group = self._group
+        group.refuse_closed()  # also in a forked child, where nothing is under way any more
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -82,6 +88,12 @@ class Restarts:
         """There is a new checkpoint: what comes after it is a new attempt."""
         self.checkpoint = checkpoint
         self.progressed()
+
+    def moved(self, before: Path, after: Path) -> None:
+        """A folder that the last checkpoint may lie in has another name."""
+        if self.checkpoint is not None and self.checkpoint.folder.is_relative_to(before):
+            folder = after / self.checkpoint.folder.relative_to(before)
+            self.checkpoint = attrs.evolve(self.checkpoint, folder=folder)
 
     def progressed(self) -> None:
         """There is something new to go on from: what fails from now on has its own number of attempts."""
@@ -131,8 +143,9 @@ class Restarts:
                     return
                 _log.warning("group %r could not be restarted, and is tried again: %s", group.name, fault)
         finally:
-            if number == self._round:  # otherwise it has failed again: the next one tells
-                self._turned()
+            with group.order.lock:  # as the next one is begun
+                if number == self._round:  # otherwise it has failed again: that one tells
+                    self._turned()
 
     def _attempt(self) -> BaseException | None:
         """Rebuild the group once; what went wrong."""

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from colocate._calls import CallLog, Span, Total
+from colocate._handlers import calls_out
 from colocate._plugins import find_job
 from colocate._run_folder import RunFolder
 from colocate.config.schema import Config
@@ -139,6 +140,13 @@ class Run:
     def _rewind(self, restarted: GroupRestarted) -> None:
         """Be as the last checkpoint was, with all groups as they were constructed or as that will restore them."""
         complete = self._folder.checkpoints()
+        final = [name for name, group in self.groups.items() if group.alive and not group.restarts.limit]
+        if not complete and final:
+            restarted.add_note(
+                "there is no checkpoint of the run yet, so the job would begin anew, with all groups as constructed; "
+                f"that needs on_failure: restart in every group, which {', '.join(final)} lacks"
+            )
+            raise restarted
         self._screen.say(f"{restarted.message.partition(chr(10))[0]}: restarting group {restarted.group!r}")
         for group in self.groups.values():
             if not group.alive:  # the job has closed it
@@ -154,9 +162,16 @@ class Run:
     @contextlib.contextmanager
     def checkpoint(self, step: int) -> Iterator[Path]:
         """A folder to write a checkpoint into; it counts when the block ends well, and the last two are kept."""
-        with self._folder.checkpoint(step) as directory:
-            yield directory
+        before = {group: group.restarts.checkpoint for group in self.groups.values()}
+        try:
+            with self._folder.checkpoint(step) as directory:
+                yield directory
+        except BaseException:
+            for group, checkpoint in before.items():  # any made inside is gone
+                group.restarts.checkpoint = checkpoint
+            raise
         for group in self.groups.values():
+            group.restarts.moved(directory, self._folder.of(step))
             group.restarts.progressed()
 
 
@@ -222,6 +237,7 @@ def execute(
     return record
 
 
+@calls_out
 def _until_done(run: Run, job: Callable[[], object]) -> None:
     """Run the job; once more, from its last checkpoint, whenever a group has been restarted under it."""
     while True:

@@ -96,6 +96,10 @@ class RunFolder:
         found = [(_STEP.fullmatch(path.name), path) for path in (folder.iterdir() if folder.is_dir() else ())]
         return sorted((int(match[1]), path) for match, path in found if match)
 
+    def of(self, step: int) -> Path:
+        """Where the checkpoint of a step is, if there is one."""
+        return self.path / "checkpoints" / f"step-{step:06d}"
+
     @contextlib.contextmanager
     def checkpoint(self, step: int, keep: int = 2) -> Iterator[Path]:
         """A folder to write into, which becomes the checkpoint of a step when the block ends well.
@@ -104,8 +108,7 @@ class RunFolder:
             step: The step it is of; replaces an earlier one of the same step.
             keep: How many complete ones stay.
         """
-        folder = self.path / "checkpoints"
-        with atomic_folder(folder / f"step-{step:06d}") as part:
+        with atomic_folder(self.of(step)) as part:
             yield part
         for _, path in self.checkpoints()[:-keep]:
             shutil.rmtree(path)

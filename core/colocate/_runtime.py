@@ -9,6 +9,7 @@ import os
 import platform
 import secrets
 import sys
+import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
@@ -26,7 +27,7 @@ from colocate._records import Observers
 from colocate._slow import SlowCalls
 from colocate.config.arguments import options_of
 from colocate.config.values import path_text
-from colocate.errors import CapabilityError, ConfigError, Mistake
+from colocate.errors import CapabilityError, ColocateError, ConfigError, Mistake
 from colocate.executor import Detachable, Executor, OwnProcess, Request
 
 _live: dict[int, Runtime] = {}
@@ -96,6 +97,7 @@ class Runtime(Owned):
         self.dispatcher = Dispatcher(f"colocate-dispatcher-{self.id}")
         self.observers = Observers()
         self.groups: dict[str, ColocatedGroup] = {}
+        self.naming = threading.Lock()  # a name is looked up and taken in one
         self._keys = itertools.count(1)
         self._pool_numbers = itertools.count(1)
         self._pools_named: dict[str, Iterator[int]] = {}
@@ -148,7 +150,7 @@ class Runtime(Owned):
             CapabilityError: The executor lacks what was asked.
         """
         self.check()
-        _check_request(slots, gpus, cpus, strategy)
+        _check_request(slots, gpus, cpus, strategy, env or {})
         if env:
             self._require(OwnProcess, "set the environment of a worker (env=)")
         if detachable:
@@ -269,7 +271,10 @@ class Runtime(Owned):
             except Exception as error:
                 errors.append(error)
             finally:
-                self.dispatcher.close()
+                if not self.dispatcher.close():
+                    errors.append(
+                        ColocateError(f"a callback or an observer of this runtime goes on:\n{self.dispatcher.stack}")
+                    )
                 self.state = "closed"
                 _live.pop(id(self), None)
                 self._finished.set()
@@ -295,7 +300,7 @@ def having_capability(capability: type) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _check_request(slots: int, gpus: int, cpus: float, strategy: str) -> None:
+def _check_request(slots: int, gpus: int, cpus: float, strategy: str, env: Mapping[str, object]) -> None:
     mistakes = []
     if slots < 1:
         mistakes.append(Mistake("slots", None, f"is {slots}; at least 1"))
@@ -305,6 +310,9 @@ def _check_request(slots: int, gpus: int, cpus: float, strategy: str) -> None:
         mistakes.append(Mistake("cpus", None, f"is {cpus}; 0 or more"))
     if strategy not in ("pack", "spread"):
         mistakes.append(Mistake("strategy", None, f"is {strategy!r}; 'pack' or 'spread'"))
+    for key, value in env.items():
+        if not key or "=" in key or "\0" in key + str(value):
+            mistakes.append(Mistake(f"env.{key!r}", None, f"is {value!r}; no environment can have such a variable"))
     if mistakes:
         raise ConfigError("reserve(...) was asked for what can't be", mistakes=tuple(mistakes))
 

@@ -20,6 +20,7 @@ from colocate.executor import Boot, Detachable, Host, Place
 if TYPE_CHECKING:
     from colocate._group import ColocatedGroup
 
+_LOOKS_FOR_S = 0.5
 _AFTER_END_S = 5.0  # a worker whose lane has ended leaves by itself, unless a role's thread or exit handler keeps it
 _AFTER_KILL_S = 10.0
 
@@ -55,6 +56,7 @@ class Workforce:
                     path=runtime.path,
                     host=place.host,
                     strict=runtime.strict,
+                    generation=group.generation,
                 ),
             )
             for slot, place in enumerate(places)
@@ -120,7 +122,9 @@ class Workforce:
 
     def wait_hello(self, grace: float) -> list[int]:
         """Wait until all workers have said hello, or have ended; the slots of those that haven't in time."""
-        self._wait(lambda: not self._silent, time.monotonic() + grace)
+        if not self._wait(lambda: not self._silent, time.monotonic() + grace):
+            # This process may have been stopped: what has come meanwhile is taken first.
+            self._wait(lambda: not self._silent, time.monotonic() + _LOOKS_FOR_S)
         return [worker.slot for worker in self._awaited(self._silent)]
 
     def _launched(self, worker: Worker, place: Place) -> Host:
@@ -220,6 +224,10 @@ class Workforce:
             if group.closed_by is None:
                 self.started, self.failure_seen, group.failure = True, False, None
                 group.enter("ready")
+        self.look()
+
+    def look(self) -> None:
+        """Note the workers that have gone while that didn't matter."""
         for worker in self.workers:
             if worker.exit is not None:
                 self.exited(worker)

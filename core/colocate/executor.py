@@ -103,6 +103,7 @@ class Boot:
         path: Entries of the driver's `sys.path` that the worker lacks are appended.
         host: Address under which other workers reach this one's machine.
         strict: Whether contents of residents are checked for writes.
+        generation: How often the group has been restarted.
     """
 
     worker: str
@@ -116,6 +117,7 @@ class Boot:
     path: tuple[str, ...] = ()
     host: str = "127.0.0.1"
     strict: bool = False
+    generation: int = 0
 
 
 @attrs.frozen
@@ -325,12 +327,25 @@ class Detachable(abc.ABC):
         """
 
     @abc.abstractmethod
+    def end(self, name: str) -> None:
+        """End a detached pool by the engine's own means: its keepers don't answer.
+
+        Raises:
+            ConfigError: There is no such pool.
+            EngineError: The engine can't either.
+        """
+
+    @abc.abstractmethod
     def take(self, place: Place, boot: Boot, events: HostEvents, token: bytes) -> Host:
         """Take up a worker that runs in an adopted reservation; its first message is `hello`, as after `launch`."""
 
     @abc.abstractmethod
     def keep(self, reservation: Reservation, terms: Terms) -> None:
         """The record, or the workers that belong to the pool, have changed."""
+
+    @abc.abstractmethod
+    def retain(self, reservation: Reservation) -> bool:
+        """Have a reservation to oneself, until it is published again; False when another driver has taken it."""
 
     @abc.abstractmethod
     def let_go(self, reservation: Reservation) -> None:

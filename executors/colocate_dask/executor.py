@@ -230,7 +230,10 @@ class DaskExecutor(Executor, OwnProcess, MultiNode):
         """Workers of the private cluster, made for these slots."""
         assert self._private is not None
         assert held.taken is not None
-        held.workers = tuple(self._private.start(request.slots, request.cpus, request.gpus))
+        try:
+            held.workers = tuple(self._private.start(request.slots, request.cpus, request.gpus))
+        except TimeoutError as error:
+            raise EngineError("the private Dask cluster was closed, or its workers didn't start in time") from error
         ids = held.id, self._connection.id
         wanted = Wanted(*ids, request.owner, request.slots, only=held.workers, label=request.id)
         grants = self._granted(wanted, request)

@@ -37,7 +37,8 @@ class JoinedDaskExecutor(DaskExecutor, Detachable):
         try:
             held.estate.detach(terms)
         except BaseException:
-            scheduler(reservations.withdraw, held.id, self._connection.id, within_s=ANSWER_S)
+            if held.estate.retain():
+                scheduler(reservations.withdraw, held.id, self._connection.id, within_s=ANSWER_S)
             raise
 
     def published(self) -> Sequence[Mapping[str, Any]]:
@@ -65,6 +66,11 @@ class JoinedDaskExecutor(DaskExecutor, Detachable):
         held.estate = Estate(title.key, lead, list(held.slots.values()))
         return Adopted(Reservation(tuple(places), held), lead.epoch, lead.record)
 
+    def end(self, name: str) -> None:
+        """Have the scheduler free it."""
+        id, _ = title_of(self._titles(), name).facts
+        self._connection.on_scheduler(reservations.release, id, within_s=ANSWER_S)
+
     def take(self, place: Place, boot: Boot, events: HostEvents, token: bytes) -> Host:
         """By the slot's keeper."""
         slot: KeptSlot = place.handle
@@ -74,6 +80,11 @@ class JoinedDaskExecutor(DaskExecutor, Detachable):
         """Tell the keepers."""
         if (estate := reservation.handle.estate) is not None:
             estate.keep(terms)
+
+    def retain(self, reservation: Reservation) -> bool:
+        """Ask the lead."""
+        held: Lot = reservation.handle
+        return held.estate is not None and held.estate.retain()
 
     def let_go(self, reservation: Reservation) -> None:
         """Close the connections to its keepers, once they know."""

@@ -13,8 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from colocate import wire
+from colocate.errors import EngineError
 
 T = TypeVar("T")
+_ENDS_WITHIN_S = 10.0
+_CANCELS, _CANCELLED_WITHIN_S = 5, 1.0
 
 
 class LoopThread:
@@ -44,9 +47,15 @@ class LoopThread:
             future.cancel()
 
     def close(self) -> None:
-        """Cancel what runs, and end the thread."""
+        """Cancel what runs, and end the thread.
+
+        Raises:
+            EngineError: Something of Dask's doesn't end; it is left to itself.
+        """
         self._loop.call_soon_threadsafe(self._over.set)
-        self._thread.join()
+        self._thread.join(_ENDS_WITHIN_S)
+        if self._thread.is_alive():
+            raise EngineError("a part of Dask in this process doesn't end when it is cancelled; it is left behind")
 
     def forget(self) -> None:
         """In a forked child: what the loop reads from or writes to isn't held open by this process.
@@ -68,6 +77,23 @@ class LoopThread:
             await loop.run_in_executor(None, int)
             started.put((loop, over))
             await over.wait()
+            await _cancel_all()
 
         with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(self._selector)) as runner:
             runner.run(serve())
+
+
+async def _cancel_all() -> None:
+    """Cancel every other task, again if need be.
+
+    One of Dask's closes its worker when it is cancelled, and for that waits for another one, which was cancelled too.
+    """
+    for _ in range(_CANCELS):
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        if not others:
+            return
+        for task in others:
+            task.cancel()
+        for task in (await asyncio.wait(others, timeout=_CANCELLED_WITHIN_S))[0]:
+            if not task.cancelled():
+                task.exception()  # nobody else asks for it

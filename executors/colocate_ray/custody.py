@@ -62,7 +62,7 @@ class Custody(Placing):
     def reserve_in_custody(self, custodian: str, key: bytes, request: Request) -> list[Slot]:
         """Have a custodian hold slots; see `Placing.reserve`."""
         self._unclaimed.pop(custodian, None)  # it is its driver's, and ends with it
-        found: list[Slot] = self._ask(custodian, "reserve", key, request)
+        found: list[Slot] = self._ask(custodian, "reserve", key, request, within_s=request.timeout + _OPENS_WITHIN_S)
         return found
 
     def abandon(self) -> None:
@@ -72,7 +72,7 @@ class Custody(Placing):
 
     def end_slot_in_custody(self, custodian: str, index: int) -> None:
         """See `Placing.end_slot`."""
-        self._ask(custodian, "end_slot", index)
+        self._ask(custodian, "end_slot", index, within_s=_RELEASES_WITHIN_S)
 
     def release_in_custody(self, custodian: str) -> None:
         """Have a custodian give everything back, and go."""
@@ -87,6 +87,12 @@ class Custody(Placing):
             raise ColocateError(f"Ray doesn't confirm that a pool's slots are free: {error}") from None
         finally:
             ray.kill(actor, no_restart=True)
+
+    def end_custodian(self, custodian: str) -> None:
+        """End one that doesn't answer."""
+        if (actor := names.custodian_of(custodian)) is not None:
+            ray.kill(actor, no_restart=True)
+        names.forget(custodian)
 
     def publish(self, title: Title) -> bool:
         """See `names.publish`."""
@@ -104,12 +110,14 @@ class Custody(Placing):
         """What Ray has for this driver: by itself, and of custodians those of the reservations that it commands."""
         return listing.of_this_job(self.nodes, held)
 
-    def _ask(self, custodian: str, method: str, *arguments: Any) -> Any:
+    def _ask(self, custodian: str, method: str, *arguments: Any, within_s: float) -> Any:
         actor = names.custodian_of(custodian)
         if actor is None:
             raise EngineError("the Ray actor that owns the pool is gone")
         try:
-            return ray.get(getattr(actor, method).remote(*arguments))
+            return ray.get(getattr(actor, method).remote(*arguments), timeout=within_s)
+        except GetTimeoutError:
+            raise EngineError(f"the Ray actor that owns the pool doesn't answer within {within_s:g} s") from None
         except RayTaskError as error:
             cause = error.cause
             if isinstance(cause, ColocateError):

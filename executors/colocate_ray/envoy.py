@@ -118,11 +118,11 @@ class Envoy:
         """Have it do something."""
         future: Future[Any] = Future()
         with self._lock:
-            number = next(self._numbers)
-            if self._over is None:
+            number, over = next(self._numbers), self._over
+            if over is None:
                 self._pending[number] = future
-        if self._over is not None:
-            future.set_exception(EngineError(self._over))
+        if over is not None:
+            future.set_exception(EngineError(over))
             return future
         try:
             self._write((number, name, arguments))

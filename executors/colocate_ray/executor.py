@@ -132,7 +132,8 @@ class RayExecutor(Executor, OwnProcess, MultiNode):
 
     def lost(self, place: Place) -> bool:
         """Whether the actor of a slot is gone."""
-        return self._slots[place.handle].is_lost
+        slot = self._slots.get(place.handle)
+        return slot is None or slot.is_lost
 
     def release(self, reservation: Reservation) -> None:
         """End the actors, and give the placement group back."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import attrs
 
 from colocate import wire
-from colocate.errors import ConfigError, EngineError
+from colocate.errors import ColocateError, ConfigError, EngineError
 from colocate.executor import Adopted, Boot, Detachable, Host, HostEvents, Place, Request, Reservation, Running
 from colocate.keeper import Claim, ClaimedSlot, Estate, KeptSlot, Terms, Title, claim_lead, look, title_of
 from colocate_ray.executor import LISTED_WITHIN_S, RELEASED_WITHIN_S, RayExecutor, place_of
@@ -89,7 +90,8 @@ class JoinedRayExecutor(RayExecutor, Detachable):
         try:
             custody.estate.detach(terms)
         except BaseException:
-            self._envoy.call("withdraw", custody.name)
+            if custody.estate.retain():
+                self._envoy.call("withdraw", custody.name)
             raise
 
     def published(self) -> Sequence[Mapping[str, Any]]:
@@ -116,6 +118,11 @@ class JoinedRayExecutor(RayExecutor, Detachable):
         self._custody[number] = _Custody(custodian, request, Estate(title.key, lead, slots))
         return Adopted(Reservation(tuple(places), number), lead.epoch, lead.record)
 
+    def end(self, name: str) -> None:
+        """End the custodian; Ray frees what it has held."""
+        custodian, *_ = title_of(self._titles(), name).facts
+        self._envoy.call("end_custodian", custodian, within_s=RELEASED_WITHIN_S)
+
     def take(self, place: Place, boot: Boot, events: HostEvents, token: bytes) -> Host:
         """By the slot's keeper."""
         return self._slots[place.handle].take(boot, events, token)
@@ -124,6 +131,11 @@ class JoinedRayExecutor(RayExecutor, Detachable):
         """Tell the keepers."""
         if (custody := self._custody.get(reservation.handle)) is not None:
             custody.estate.keep(terms)
+
+    def retain(self, reservation: Reservation) -> bool:
+        """Ask the lead."""
+        custody = self._custody.get(reservation.handle)
+        return custody is not None and custody.estate.retain()
 
     def let_go(self, reservation: Reservation) -> None:
         """Close the connections to its keepers, once they know."""
@@ -141,7 +153,8 @@ class JoinedRayExecutor(RayExecutor, Detachable):
         return place_of(slot, (number, slot.index))
 
     def _end_in_custody(self, key: tuple[int, int], custodian: str) -> None:
-        self._envoy.call("end_slot_in_custody", custodian, key[1], within_s=RELEASED_WITHIN_S)
+        with contextlib.suppress(ColocateError):  # it has gone, or the connection to Ray: so has the slot
+            self._envoy.call("end_slot_in_custody", custodian, key[1], within_s=RELEASED_WITHIN_S)
 
     def _titles(self) -> dict[str, Title]:
         found: list[Title] = self._envoy.call("titles", within_s=LISTED_WITHIN_S)

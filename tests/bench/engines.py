@@ -111,7 +111,12 @@ def bare_dask() -> Iterator[Actors]:
     """Two Dask actors on a cluster of their own."""
     from distributed import Client, LocalCluster
 
-    options: Mapping[str, Any] = {"n_workers": 2, "threads_per_worker": 1, "memory_limit": 0, "dashboard_address": None}
+    options: Mapping[str, Any] = {
+        "n_workers": 2,
+        "threads_per_worker": 1,
+        "memory_limit": 0,
+        "dashboard_address": "127.0.0.1:0",
+    }
     with LocalCluster(processes=True, **options) as cluster, Client(cluster) as client:
         workers = list(client.scheduler_info()["workers"])
 

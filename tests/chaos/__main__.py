@@ -65,6 +65,7 @@ def _replay(
                 deaths.burst(made, ledger, [seed])
             else:
                 lane.play(seed, torch)
+        lane.rest()
         lane.close()
 
 

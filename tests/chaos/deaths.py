@@ -35,7 +35,6 @@ class Doomed:
         delay_s: How long after that has begun.
         killed: When it was.
         doing: What it was doing then.
-        children: What it has forked: that lives on, and is none of ours.
         gone_s: After how long none of its processes was left.
         left: Those that were left at last.
     """
@@ -46,7 +45,6 @@ class Doomed:
     watched: Watched
     killed: float = 0.0
     doing: str = ""
-    children: list[int] = attrs.field(factory=list)
     gone_s: float = 0.0
     left: dict[int, str] = attrs.field(factory=dict)
 
@@ -56,16 +54,14 @@ class Doomed:
         if self.moment == "start":
             time.sleep(self.delay_s * 20)
         else:
-            told = watched.hear()
-            if "forked" in told:
-                self.children.append(told["forked"])
+            watched.hear()
             deadline = time.monotonic() + _COMES_WITHIN_S
             while not self._has_come() and time.monotonic() < deadline:
                 time.sleep(0.001)
             time.sleep(self.delay_s)
         self.doing = watched.begun
         self.killed = watched.kill()
-        _, self.left = marks.gone_within(watched.mark, self.children, FREE_AT_LAST_S)
+        _, self.left = marks.gone_within(watched.mark, watched.forked, FREE_AT_LAST_S)
         self.gone_s = time.monotonic() - self.killed
 
     def _has_come(self) -> bool:
@@ -105,7 +101,7 @@ def burst(engine: Engine, ledger: Ledger, seeds: Sequence[int], tell: Tell = pri
         _problem(engine, ledger, last, "left", f"{since:.1f} s after its end not all is free: {holders}", tell)
     for each in doomed:
         _count(engine, ledger, each, survived=free_s is not None and not wrong, tell=tell)
-        for pid in (*each.children, *each.left):
+        for pid in (*each.watched.forked, *each.left):
             marks.end(pid)
         each.watched.process.wait()
         each.watched.clean()

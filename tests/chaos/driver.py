@@ -54,6 +54,7 @@ class Stage:
     options: dict[str, Any]
     mark: str
     runtime: Runtime | None = None
+    held: Pool | None = None
     hangs: list[str] = attrs.field(factory=list)
 
     def open(self) -> Runtime:
@@ -71,6 +72,22 @@ class Stage:
             return self.open().reserve(slots, cpus=1, timeout=RESERVE_S, env={marks.MARK: self.mark})
         finally:
             say_bound("", 0.0)
+
+    def pool(self) -> Pool:
+        """All that this driver may have; it is kept from program to program, until one closes it."""
+        if self.held is None:
+            self.held = self.reserve(SLOTS)
+        return self.held
+
+    def let_go(self, grace: float) -> list[str]:
+        """Close that."""
+        held, self.held = self.held, None
+        return [] if held is None else self.close(held, grace)
+
+    def take_hangs(self) -> list[str]:
+        """What has outlived its bound here since the last time."""
+        hangs, self.hangs = self.hangs, []
+        return hangs
 
     def close(self, pool: Pool, grace: float) -> list[str]:
         """Close a pool whose groups are closed: nothing can have gone wrong."""
@@ -110,16 +127,18 @@ class Stage:
 def play(stage: Stage, played: Program, episodes: int | None) -> None:
     """Play a program, or its first episodes, and say what came of each of them."""
     idents = itertools.count(1)
-    pool = stage.reserve(played.slots)
     for number, episode in enumerate(played.episodes[:episodes]):
         began = time.monotonic()
-        player = Player(stage.open(), pool, episode, idents, say_bound)
-        outcome = player.play()
+        pool = stage.pool()
+        outcome = Player(stage.open(), pool, episode, idents, say_bound).play()
         wrong = model.complaints(outcome.played, outcome.applied)
-        wrong += _free(pool) if not outcome.pool_closed else []
         lost = outcome.applied is not None and outcome.applied.kind in ("keeper", "envoy")
-        if lost and not outcome.pool_closed:
-            wrong += stage.close(pool, episode.fault.grace)
+        if outcome.pool_closed:
+            stage.held = None
+        else:
+            wrong += _free(pool)
+            if lost:
+                wrong += stage.let_go(episode.fault.grace)
         if outcome.applied is not None and outcome.applied.kind == "envoy":
             wrong += stage.leave()
         left = _left(stage) if outcome.pool_closed or lost else []
@@ -138,11 +157,14 @@ def play(stage: Stage, played: Program, episodes: int | None) -> None:
             took_s=time.monotonic() - began,
             calls=sum(len(each.sent) for each in outcome.played),
         )
-        if outcome.pool_closed or lost:
-            pool = stage.reserve(played.slots)
-    wrong = stage.close(pool, 1.0)
+    say(program=played.seed, wrong=[], left=[], hangs=stage.take_hangs())
+
+
+def rest(stage: Stage) -> None:
+    """Give everything back: others can have all of it, and nothing is left."""
+    wrong = stage.let_go(1.0)
     wrong += _all_free(stage)
-    say(program=played.seed, wrong=wrong, left=_left(stage), hangs=stage.hangs)
+    say(program=None, wrong=wrong, left=_left(stage), hangs=stage.take_hangs())
 
 
 def play_endlessly(stage: Stage, played: Program) -> None:
@@ -171,10 +193,10 @@ def _all_free(stage: Stage) -> list[str]:
     """All that this driver may have can be reserved at once."""
     began = time.monotonic()
     try:
-        pool = stage.reserve(SLOTS)
+        stage.pool()
     except colocate.errors.PlacementError as error:
         return [f"not all slots are free after {time.monotonic() - began:.1f} s: {error}"]
-    return stage.close(pool, 1.0)
+    return stage.let_go(1.0)
 
 
 def _left(stage: Stage) -> list[str]:
@@ -185,31 +207,34 @@ def _left(stage: Stage) -> list[str]:
     return [f"the last process went {took:.1f} s after the close"] if took > GONE_S else []
 
 
-def asked() -> Iterator[tuple[int, bool | None, int | None]]:
-    """What to play: a seed, whether with process groups, how many episodes."""
+def asked() -> Iterator[dict[str, Any]]:
+    """What to play: a seed, whether with process groups, how many episodes; or to rest."""
     for line in sys.stdin:
-        told = json.loads(line)
-        yield told["seed"], told.get("torch"), told.get("episodes")
+        yield json.loads(line)
 
 
 def main() -> None:
     """Play until the input ends."""
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    faulthandler.register(signal.SIGUSR1, all_threads=True, chain=True)  # and end
     executor, options, mark, *endless = sys.argv[1:]
     os.environ[marks.MARK] = mark
     mutants.apply_from_environment()
     stage = Stage(executor, json.loads(options), mark)
     stage.open()
     if endless:
-        seed, torch, _ = next(asked())
-        play_endlessly(stage, program(executor, seed, torch))
+        play_endlessly(stage, program(executor, next(asked())["seed"]))
     say(ready=os.getpid())
-    for seed, torch, episodes in asked():
+    for told in asked():
+        seed = told.get("seed")
         try:
-            play(stage, program(executor, seed, torch), episodes)
+            if seed is None:
+                rest(stage)
+            else:
+                play(stage, program(executor, seed, told["torch"]), told["episodes"])
         except Exception as error:
             traceback.print_exc()
-            say(program=seed, wrong=[f"the program ended with {type(error).__name__}: {error}"], left=[], hangs=[])
+            words = f"the program ended with {type(error).__name__}: {error}"
+            say(program=seed, wrong=[words], left=[], hangs=[], over=True)
             return
     stage.leave()
 

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import secrets
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import attrs
+from tests.clusters import SPARING, started
 
 FREE_WITHIN_S = 20.0
 
@@ -66,38 +64,14 @@ def running(executor: str, slots: int, own: int) -> Iterator[Engine]:
     if executor == "local":
         yield Engine(executor, {"processes": True, "cpus": own})
         return
-    with tempfile.TemporaryDirectory(prefix="cc-", dir="/tmp", ignore_cleanup_errors=True) as folder:  # short, for Ray
-        token = Path(folder) / "token"
-        token.write_text(secrets.token_hex(32))
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tests.chaos.engine", executor, str(slots)],
-            env={
-                **os.environ,
-                "TMPDIR": folder,  # where Dask has its scratch space
-                "RAY_TMPDIR": folder,
-                "RAY_AUTH_MODE": "token",
-                "RAY_AUTH_TOKEN_PATH": str(token),
-                # Otherwise each driver makes it start as many processes as it has CPUs, and most are of no use.
-                "RAY_prestart_worker_first_driver": "0",
-                "RAY_enable_worker_prestart": "0",
-                "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-            },
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        with process:
-            assert process.stdout is not None
-            options = json.loads(process.stdout.readline())
-            if executor == "ray":
-                options["token_file"] = str(token)
-            try:
-                yield Engine(executor, options, slots, process)
-            finally:
-                try:
-                    process.communicate(timeout=60)
-                except subprocess.TimeoutExpired:
-                    process.kill()
+    with started(
+        executor,
+        [sys.executable, "-m", "tests.chaos.engine", executor, str(slots)],
+        SPARING,
+        token=secrets.token_hex(32),
+        own_temporary=True,  # where Dask has its scratch space
+    ) as (process, options):
+        yield Engine(executor, options, slots, process)
 
 
 def ray(slots: int) -> None:

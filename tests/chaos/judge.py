@@ -88,24 +88,36 @@ class Lane:
     env: dict[str, str] = attrs.field(factory=dict)
     first_only: bool = False
     _watched: Watched | None = None
+    _last: int = 0  # what it has played last
 
     def play(self, seed: int, torch: bool | None = None, episodes: int | None = None) -> None:
         """Have a program played, or its first episodes."""
         kind = kind_of(seed)
-        try:
-            watched = self._driver()
-            watched.ask(seed=seed, torch=torch, episodes=episodes)
-            while "program" not in (told := watched.hear()):
-                self._note(seed, kind, told)
-            self._note_words(seed, kind, told)
-        except Hung as hung:
-            self._hung(seed, kind, str(hung))
-        except Ended as ended:
-            self._problem(seed, kind, "wrong", str(ended))
-            self.drop()
+        self._have(seed, kind, seed=seed, torch=torch, episodes=episodes)
+        self._last = seed
         with self.ledger.lock:
             self.ledger.tally(self.engine.executor, kind).seeds.append(seed)
         self.ledger.save()
+
+    def rest(self) -> None:
+        """Have its driver give everything back, and look whether it has."""
+        if self._watched is not None:
+            self._have(self._last, kind_of(self._last), rest=True)
+
+    def _have(self, about: int, kind: str, **what: Any) -> None:
+        try:
+            watched = self._driver()
+            watched.ask(**what)
+            while "program" not in (told := watched.hear()):
+                self._note(about, kind, told)
+            self._note_words(about, kind, told)
+            if told.get("over"):
+                self.drop()
+        except Hung as hung:
+            self._hung(about, kind, str(hung))
+        except Ended as ended:
+            self._problem(about, kind, "wrong", str(ended))
+            self.drop()
 
     def _driver(self) -> Watched:
         if self._watched is None:
@@ -189,5 +201,6 @@ def _round(lane: Lane, plan: Plan, kinds: Sequence[str]) -> None:
     for _ in range(ROUND):
         seed = plan.next_seed(kinds)
         if seed is None:
-            return
+            break
         lane.play(seed, plan.torch)
+    lane.rest()

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tests.chaos.machine import Deliberate
+from tests.chaos.programs import PEERS
 from tests.chaos.records import Applied, Played, Sent, chain, leaves, short
 
 from colocate.errors import (
@@ -71,7 +72,9 @@ def _of_call(sent: Sent, group: Played, mine: Applied | None, anywhere: Applied 
             yield f"succeeded although rank {mine.rank} had been killed before"
         return
     if not allowed(sent, sent.error, group, mine, anywhere):
-        yield f"ended with {short(sent.error)}"
+        stacks = sent.error.stacks if isinstance(sent.error, CallTimeout) else {}
+        where = "".join(f"\nrank {rank}: {stack}" for rank, stack in stacks.items())
+        yield f"ended with {short(sent.error)}{where}"
 
 
 def allowed(sent: Sent, error: BaseException, group: Played, mine: Applied | None, anywhere: Applied | None) -> bool:
@@ -117,8 +120,10 @@ def may_follow(error: BaseException, fault: Applied) -> bool:
     """Whether an error may come of a fault."""
     if fault.kind in DEADLY:
         return is_death(error, fault)
-    if fault.kind == "peer":
+    if fault.kind in PEERS:
         return isinstance(error, RoleError) and "peer" in str(error)
+    if fault.kind == "keeper listener":  # it listens again; who dials just then may see it at a spawn
+        return False
     if isinstance(error, CallTimeout):
         return fault.rank in error.stacks
     # The group has failed, for a rank that isn't back from a call that timed out; it is named, and so is the cause.

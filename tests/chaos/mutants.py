@@ -37,12 +37,12 @@ def unfreed_reservation() -> None:
 
 def swallowed_error() -> None:
     """What a role raises is told as a result: None."""
-    from colocate.worker.host import WorkerHost
+    from colocate.worker.runner import Runner
 
     def failed(self: Any, seq: int, keep: int | None, role: str | None, error: BaseException) -> None:
-        self._send(("done", seq, None, 0.0, 0.0, None), None)
+        self._host.send(("done", seq, None, 0.0, 0.0, None), None)
 
-    _replace(WorkerHost, "_failed", failed)
+    _replace(Runner, "_failed", failed)
 
 
 def unresolved_future() -> None:

@@ -9,7 +9,12 @@ import attrs
 KINDS = ("kill", "stop", "gil", "drop", "driver")
 """SIGKILL of a worker, SIGSTOP of a worker, the GIL held for ever, a connection dropped, SIGKILL of the driver."""
 
-DROPS = {"local": ("lane", "peer"), "ray": ("lane", "peer", "keeper", "envoy"), "dask": ("lane", "peer", "keeper")}
+PEERS = ("peer", "peer listener")
+DROPS = {
+    "local": ("lane", *PEERS),
+    "ray": ("lane", *PEERS, "keeper", "keeper listener", "envoy"),
+    "dask": ("lane", *PEERS, "keeper", "keeper listener"),
+}
 """The sockets that are ours, by executor: `local` has no keeper and no envoy, Dask no envoy."""
 
 MOMENTS = ("idle", "call", "call", "queue", "transfer", "pipeline", "run", "spawn", "close")
@@ -145,7 +150,7 @@ def _fault(draw: random.Random, executor: str, kind: str, groups: tuple[int, ...
     endings: tuple[str, ...] = ("close", "close", "pool", "thread", "grace")
     if kind == "drop":
         target = draw.choice(_targets(executor, groups[group]))
-        moment = "transfer" if target == "peer" else moment
+        moment = "transfer" if target in PEERS else moment
         moment = "call" if target == "envoy" and moment == "close" else moment
     if kind == "stop":
         endings += ("cont", "cont")
@@ -160,7 +165,7 @@ def _fault(draw: random.Random, executor: str, kind: str, groups: tuple[int, ...
 
 
 def _targets(executor: str, slots: int) -> tuple[str, ...]:
-    found = [name for name in DROPS[executor] if name != "peer" or slots > 1]  # one worker has no peers
+    found = [name for name in DROPS[executor] if name not in PEERS or slots > 1]  # one worker has no peers
     if "envoy" in found:
         # The end of an envoy is the end of a connection to Ray, and another one takes seconds.
         found = [name for name in found for _ in range(1 if name == "envoy" else 3)]

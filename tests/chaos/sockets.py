@@ -5,13 +5,17 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
+
+from tests.chaos.programs import PEERS
 
 from colocate import ColocatedGroup, Runtime
 
 _PIDFD_GETFD = 438
+_ACCEPTS = 0x10000  # the flag of a listening socket in /proc/net/unix
 
 
 class NoSuchSocket(Exception):
@@ -23,7 +27,8 @@ def drop(target: str, runtime: Runtime, group: ColocatedGroup, slot: int) -> Non
 
     Args:
         target: "lane" (driver and worker), "keeper" (the commands to it), "envoy" (driver and envoy), "peer" (from
-            worker to worker).
+            worker to worker), "peer listener" (where the others reach a worker), "keeper listener" (where drivers
+            reach a keeper).
         runtime: Whose.
         group: Whose.
         slot: Which of its slots.
@@ -31,10 +36,13 @@ def drop(target: str, runtime: Runtime, group: ColocatedGroup, slot: int) -> Non
     Raises:
         NoSuchSocket: There is none.
     """
-    if target == "peer":
-        _drop_peer(group, slot)
+    if target in PEERS:
+        _drop_peer(group, slot, target == "peer listener")
         return
     owner: Any = group.workforce.workers[slot].host
+    if target == "keeper listener":
+        _drop_listener(owner.slot.address)
+        return
     if target == "lane":
         lane = getattr(owner, "_lane", None)
         sock = None if lane is None else lane._sock
@@ -65,7 +73,7 @@ def shut(pid: int, fd: int) -> None:
             raise NoSuchSocket(str(error)) from error
 
 
-def _drop_peer(group: ColocatedGroup, slot: int) -> None:
+def _drop_peer(group: ColocatedGroup, slot: int, listening: bool) -> None:
     worker = group.workforce.workers[slot]
     lanes = _lane_addresses(worker.host)
     pid = worker.pid
@@ -74,7 +82,7 @@ def _drop_peer(group: ColocatedGroup, slot: int) -> None:
     found = False
     for sock in _sockets_of(pid):
         with sock:
-            if _is_peer(sock, lanes):
+            if sock.family == socket.AF_UNIX and (_listens(sock) if listening else _is_peer(sock, lanes)):
                 try:
                     sock.shutdown(socket.SHUT_RDWR)
                 except OSError:  # just gone
@@ -84,9 +92,28 @@ def _drop_peer(group: ColocatedGroup, slot: int) -> None:
         raise NoSuchSocket("no worker has asked another")
 
 
+def _drop_listener(address: str) -> None:
+    """That of a Unix address, in whichever process it is."""
+    kind, _, name = address.partition(",")[0].partition(":")
+    assert kind == "unix"
+    with open("/proc/net/unix") as table:  # Num RefCount Protocol Flags Type St Inode Path
+        rows = [line.split() for line in table]
+    inodes = {row[6] for row in rows if row[-1] == f"@{name}" and int(row[3], 16) & _ACCEPTS}
+    for entry in os.listdir("/proc"):
+        for sock in _sockets_of(int(entry), inodes) if entry.isdigit() else ():
+            with sock:
+                sock.shutdown(socket.SHUT_RDWR)
+                return
+    raise NoSuchSocket(address)
+
+
+def _listens(sock: socket.socket) -> bool:
+    return bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
 def _is_peer(sock: socket.socket, lanes: set[Any]) -> bool:
     """A connection between two workers has an address on one of its ends; a worker's lane has its keeper's, or none."""
-    if sock.family != socket.AF_UNIX or sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+    if _listens(sock):
         return False
     try:
         names = {sock.getsockname(), sock.getpeername()} - {"", b""}
@@ -102,15 +129,16 @@ def _lane_addresses(host: Any) -> set[Any]:
     return {lane._sock.getsockname(), lane._sock.getpeername()} - {"", b""}
 
 
-def _sockets_of(pid: int) -> Iterator[socket.socket]:
-    """Duplicates of all sockets of a process."""
+def _sockets_of(pid: int, inodes: Collection[str] | None = None) -> Iterator[socket.socket]:
+    """Duplicates of all sockets of a process, or of those with some inodes."""
     try:
         entries = os.listdir(f"/proc/{pid}/fd")
     except OSError:
         return
     for entry in entries:
         try:
-            if not os.readlink(f"/proc/{pid}/fd/{entry}").startswith("socket:"):
+            inode = re.fullmatch(r"socket:\[(\d+)\]", os.readlink(f"/proc/{pid}/fd/{entry}"))
+            if inode is None or (inodes is not None and inode[1] not in inodes):
                 continue
         except OSError:  # closed meanwhile
             continue

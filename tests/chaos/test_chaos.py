@@ -24,6 +24,7 @@ def test_slice(executor: str) -> None:
         lane = judge.Lane(made, ledger, said.append)
         for seed in SEEDS[executor]:
             lane.play(seed, seed in TORCH, episodes=1)
+        lane.rest()
         lane.close()
         deaths.burst(made, ledger, DRIVERS[executor], said.append)
     assert ledger.problems == []

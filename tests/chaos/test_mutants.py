@@ -55,6 +55,7 @@ def caught(mutant: str, seed: int, torch: bool) -> str:
         lane = judge.Lane(made, Ledger(), lambda words: None, {VARIABLE: mutant}, first_only=True)
         try:
             lane.play(seed, torch)
+            lane.rest()
         except judge.Enough as found:
             return str(found)
         finally:

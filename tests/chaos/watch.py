@@ -40,12 +40,14 @@ class Watched:
         mark: What all its processes carry in their environment.
         folder: Its temporary files.
         begun: What it is doing now.
+        forked: Its children that live on after it, and aren't ours.
     """
 
     mark: str
     folder: Path
     process: subprocess.Popen[str]
     begun: str = "start"
+    forked: list[int] = attrs.field(factory=list)
     _deadline: float = attrs.field(factory=lambda: time.monotonic() + _STARTS_S)
     _heard: queue.SimpleQueue[dict[str, Any] | None] = attrs.field(factory=queue.SimpleQueue)
     _log: Path | None = None
@@ -102,13 +104,18 @@ class Watched:
                 self.begun = told["begin"]
                 patience = told["bound_s"] + HANG_S + _GRACE_S if self.begun else _STARTS_S
                 self._deadline = time.monotonic() + patience
+            if "forked" in told:
+                self.forked.append(told["forked"])
             self._heard.put(told)
         self._heard.put(None)
 
     def stacks(self) -> str:
-        """Where its threads are; it need not answer."""
+        """Where its threads are; it need not answer, and ends of it."""
         self.process.send_signal(signal.SIGUSR1)
-        time.sleep(0.5)  # it writes them from a signal handler, and says nothing when it has
+        try:
+            self.process.wait(_GRACE_S)  # the handler that writes them is the last thing that it does
+        except subprocess.TimeoutExpired:
+            pass  # it is stopped; what there is, is told
         return self.tail()
 
     def tail(self) -> str:

@@ -1,7 +1,7 @@
 """A Dask cluster of workers of several kinds on this machine, in a process of its own: tests join it as drivers do.
 
 Its argument is a JSON list of workers: `host`, `nthreads`, `resources`, `memory_limit`, `env`, `preload`. With a second
-one, a folder of certificates, it talks by TLS. Prints its address, and ends with its input.
+one, a folder of certificates, it talks by TLS. Prints what to connect with, and ends with its input.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ async def main(workers: list[dict[str, Any]], folder: Path | None) -> None:
         options = [{"memory_limit": 0, **quiet, **each} for each in workers]
         nannies = [Nanny(scheduler.address, protocol=protocol, security=own, **each) for each in options]
         await asyncio.gather(*nannies)
-        print(scheduler.address, flush=True)
+        print(json.dumps({"address": scheduler.address}), flush=True)
         await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
         await asyncio.gather(*(nanny.close() for nanny in nannies))
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.clusters import started
 
 pytest.importorskip("distributed", reason="Dask is not installed")
 
@@ -23,15 +24,8 @@ def running(workers: Sequence[dict[str, Any]], *more: str) -> Iterator[str]:
     """A cluster; its address."""
     script = Path(__file__).with_name("clusters.py")
     command = [sys.executable, str(script), json.dumps(workers), *more]
-    process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
-    with process:
-        assert process.stdout is not None
-        address = process.stdout.readline().strip()
-        assert address, "the cluster doesn't start"
-        yield address
-        process.communicate(timeout=60)
+    with started("dask", command, stderr=subprocess.DEVNULL) as (_, options):
+        yield options["address"]
 
 
 @pytest.fixture(scope="module")

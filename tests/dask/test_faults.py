@@ -19,6 +19,9 @@ from colocate.testing import leaks
 from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import PATIENCE_S, Processes
 
+STOPPED_IS_LONG = pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGSTOP, marks=pytest.mark.long), signal.SIGKILL], ids=["stopped", "killed"]
+)
 SIGNALS = pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL], ids=["stopped", "killed"])
 
 
@@ -81,7 +84,7 @@ def test_scheduler_that_goes_on(cluster: tuple[str, psutil.Process]) -> None:
         other.reserve(2, cpus=1, timeout=PATIENCE_S).close()
 
 
-@SIGNALS
+@STOPPED_IS_LONG
 def test_worker(cluster: tuple[str, psutil.Process], number: signal.Signals) -> None:
     """The Dask worker that a keeper lives in: the slot can be had again when its nanny has replaced it."""
     address, _ = cluster

@@ -86,6 +86,7 @@ def test_check(colocate: CommandLine, engine: str) -> None:
     assert not (colocate.folder / "runs").exists()
 
 
+@pytest.mark.long
 def test_check_of_options(colocate: CommandLine, engine: str) -> None:
     """Options are checked against those that the engine has."""
     changes = ("--executor", engine, "--set", "executor.with.adress=auto")
@@ -95,7 +96,9 @@ def test_check_of_options(colocate: CommandLine, engine: str) -> None:
     assert "did you mean 'address'?" in done.stderr
 
 
-@pytest.mark.parametrize(("engine", "fits"), [("ray", True), ("dask", False)], indirect=["engine"])
+@pytest.mark.parametrize(
+    ("engine", "fits"), [pytest.param("ray", True, marks=pytest.mark.long), ("dask", False)], indirect=["engine"]
+)
 def test_doctor(colocate: CommandLine, engine: str, fits: bool) -> None:
     """Its pools are really held for a moment: whether they fit is what the engine says."""
     changes = ("executor.with.cpus=2", f"pools.main.slots={2 if fits else 3}")
@@ -106,7 +109,7 @@ def test_doctor(colocate: CommandLine, engine: str, fits: bool) -> None:
     assert ("can never fit" in done.stderr) is not fits
 
 
-@pytest.mark.parametrize("whom", ["all", "driver"])
+@pytest.mark.parametrize("whom", ["all", pytest.param("driver", marks=pytest.mark.long)])
 def test_interrupted(colocate: CommandLine, engine: str, whom: str) -> None:
     """Ctrl-C, which a terminal sends to the driver and all its processes, or SIGINT to the driver alone.
 

@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import itertools
 import json
 import os
-import re
-import shutil
 import signal
-import tempfile
 import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
-    RuleBasedStateMachine,
     initialize,
-    invariant,
     precondition,
     rule,
     run_state_machine_as_test,
@@ -42,6 +35,7 @@ from colocate import (
 
 from .forking import refusals
 from .landlord import Group, OneCall, OnePool, OneResident, OneRuntime
+from .lawful import Lawful, flat
 from .tenants import Boom, Tenant
 
 T = TypeVar("T")
@@ -49,19 +43,8 @@ WITHIN_S = 60.0
 ANY = st.integers(0, 100)
 
 
-class Ownership(RuleBasedStateMachine):
+class Ownership(Lawful):
     """Everything that it does, it does to the model too; after each step the two are compared."""
-
-    options: dict[str, Any] = {}
-    cpus = 4
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.runtimes: list[OneRuntime] = []
-        self.ended: list[OneRuntime | OnePool | Group] = []
-        self.numbers = itertools.count(1)
-        self.calls: list[colocate.Call[Any]] = []
-        self.gates = Path(tempfile.mkdtemp(prefix="gates-"))
 
     # -- opening
 
@@ -377,110 +360,9 @@ class Ownership(RuleBasedStateMachine):
                 assert call.call.result(WITHIN_S) == call.value
             self._settled(group)
 
-    # -- what holds after each step
-
-    @invariant()
-    def graphs_show_what_lives(self) -> None:
-        for each in self.runtimes:
-            graph = each.runtime.graph
-            data = json.loads(graph.render("json"))
-            assert sorted((node["kind"], node["name"]) for node in flat(data)) == each.below()
-            for format in ("tree", "mermaid", "dot"):
-                lines = graph.render(format).splitlines()
-                shown = [found for line in lines if (found := re.search(NODE, line))]
-                assert sorted((found[1], found[2]) for found in shown) == each.below(), format
-            owned = [(id(child), node.name) for node in owners(each.runtime) for child in node.children.values()]
-            assert len({child for child, _ in owned}) == len(owned), f"something has two owners: {owned}"
-
-    @invariant()
-    def the_engine_runs_what_lives(self) -> None:
-        for each in self.runtimes:
-            assert not (found := each.runtime.audit()), found
-            workers = [one.id for one in each.runtime.executor.running() if one.kind == "worker"]
-            living = {name.partition("/")[2] for name in workers}
-            for group in each.groups():
-                assert group.dead or {f"{group.name}/{slot}" for slot in range(group.slots)} <= living
-
-    @invariant()
-    def what_is_closed_stays_closed(self) -> None:
-        for each in self.ended[-3:]:
-            node: Any = getattr(each, type(each).__name__.removeprefix("One").lower())
-            before = node.closed_by
-            assert before
-            node.close()
-            node.close(force=True)
-            assert node.closed_by == before
-            assert not node.children
-            self._refuses(each, before)
-
-    def _refuses(self, each: OneRuntime | OnePool | Group, by: str) -> None:
-        uses: list[Callable[[], Any]] = []
-        if isinstance(each, OneRuntime):
-            uses = [each.runtime.reserve]
-        elif isinstance(each, OnePool):
-            uses = [lambda: each.pool.spawn({"tenant": colocate.role(Tenant)})]
-        else:
-            tenant = each.tenant
-            uses = [tenant.echo, tenant.echo.submit, lambda: tenant.make.keep(1), lambda: tenant.stored()]
-            for kept in each.residents:
-                if kept.resident is not None and not kept.freed and not kept.poisoned and kept.made:
-                    uses.append(kept.resident.fetch)
-        for use in uses:
-            with pytest.raises(ClosedError) as caught:
-                use()
-            assert caught.value.closed_by == by
-            assert by in str(caught.value)
-
-    # -- helpers
-
-    def pools(self) -> list[OnePool]:
-        return [pool for runtime in self.runtimes for pool in runtime.pools]
-
-    def groups(self) -> list[Group]:
-        return [group for runtime in self.runtimes for group in runtime.groups() if not group.dead]
-
-    def idle(self) -> list[Group]:
-        return [group for group in self.groups() if not group.calls]
-
-    def busy(self) -> list[Group]:
-        return [group for group in self.groups() if group.calls]
-
-    def neighbours(self) -> list[tuple[Group, Group]]:
-        """Pairs of idle groups of one runtime."""
-        groups = [[group for group in runtime.groups() if group in self.idle()] for runtime in self.runtimes]
-        return [pair for own in groups for pair in itertools.permutations(own, 2)]
-
-    def residents(self) -> list[OneResident]:
-        kept = [kept for group in self.groups() for kept in group.residents]
-        return [each for each in kept if each.resident is not None and not each.freed]
-
-    def teardown(self) -> None:
-        try:
-            for runtime in list(self.runtimes):
-                with contextlib.suppress(BaseExceptionGroup):
-                    runtime.runtime.close()
-            assert all(call.done() for call in self.calls), "a future was left unresolved"
-        finally:
-            shutil.rmtree(self.gates)
-
-
-NODE = r"\b(runtime|pool|group|worker|role|resident|call) (.+?) \("
-
 
 def pick(items: list[T], which: int) -> T:
     return items[which % len(items)]
-
-
-def flat(data: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    yield data
-    for child in data["children"]:
-        yield from flat(child)
-
-
-def owners(node: Any) -> Iterator[Any]:
-    yield node
-    for child in node.children.values():
-        yield from owners(child)
 
 
 def leaves(errors: BaseExceptionGroup[Any]) -> Iterator[BaseException]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -23,6 +24,7 @@ ONE_UPDATE = [
 ]
 PROCESSES = {"use": "local", "with": {"processes": True}}
 NUMBERS = {"policy_loss", "value_loss", "policy_grad_norm", "value_grad_norm", "reward", "kl", "entropy", "eval_score"}
+SLOTS = pytest.mark.parametrize("slots", [1, pytest.param(2, marks=pytest.mark.long)])
 
 
 @attrs.frozen(eq=False)
@@ -67,7 +69,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 @pytest.fixture(scope="module")
 def local(run: Run) -> Callable[[int], Update]:
     """The local update: in a thread with one slot, in processes with two, since torch's process groups need them."""
-    return {1: run("local", 1), 2: run(PROCESSES, 2)}.__getitem__
+    return functools.cache(lambda slots: run("local" if slots == 1 else PROCESSES, slots))
 
 
 @pytest.fixture(scope="module", params=["processes", "ray", "dask"])
@@ -81,7 +83,7 @@ def executor(request: pytest.FixtureRequest) -> Iterator[Any]:
         yield {"use": request.param, "with": options}
 
 
-@pytest.mark.parametrize("slots", [1, 2])
+@SLOTS
 def test_the_first_update_is_the_local_one(run: Run, local: Callable[[int], Update], executor: Any, slots: int) -> None:
     found, expected = run(executor, slots), local(slots)
     assert found.numbers.keys() >= NUMBERS
@@ -91,13 +93,17 @@ def test_the_first_update_is_the_local_one(run: Run, local: Callable[[int], Upda
     torch.testing.assert_close(found.tensors, expected.tensors, rtol=1e-5, atol=1e-6)
 
 
-def test_the_update_is_one(local: Callable[[int], Update]) -> None:
+@SLOTS
+def test_the_update_is_one(local: Callable[[int], Update], slots: int) -> None:
     """Or it would prove nothing that they are equal."""
-    for slots in (1, 2):
-        tensors = local(slots).tensors
-        before, after = (
-            [value for name, value in tensors.items() if name.startswith(which)]
-            for which in ("reference/state/", "actor/model/")
-        )
-        assert max((new - old).abs().max().item() for old, new in zip(before, after, strict=True)) > 1e-3
-    assert local(1).numbers["reward"] != local(2).numbers["reward"]  # other ranks, other answers
+    tensors = local(slots).tensors
+    before, after = (
+        [value for name, value in tensors.items() if name.startswith(which)]
+        for which in ("reference/state/", "actor/model/")
+    )
+    assert max((new - old).abs().max().item() for old, new in zip(before, after, strict=True)) > 1e-3
+
+
+@pytest.mark.long
+def test_other_ranks_give_other_answers(local: Callable[[int], Update]) -> None:
+    assert local(1).numbers["reward"] != local(2).numbers["reward"]

@@ -1,10 +1,12 @@
 """A cluster of two raylets on this machine, in a process of its own: tests join it as drivers do.
 
-Prints its address; then obeys lines: `add` another node, `remove` it as a machine that fails goes. Ends with its input.
+Prints what to connect with; then obeys lines: `add` another node, `remove` it as a machine that fails goes. Ends with
+its input.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from typing import Any
 
@@ -16,7 +18,7 @@ def main() -> None:
     head = {"num_cpus": 2, "num_gpus": 1, "include_dashboard": False}
     cluster = made(initialize_head=True, head_node_args=head)
     cluster.add_node(num_cpus=1, num_gpus=2)
-    print(cluster.address, flush=True)
+    print(json.dumps({"address": cluster.address}), flush=True)
     third: Any = None
     for line in sys.stdin:
         if line == "add\n":

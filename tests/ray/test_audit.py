@@ -49,14 +49,15 @@ else:
 @pytest.fixture(scope="module")
 def runtime(cluster: Any) -> Iterator[Runtime]:
     with colocate.connect("ray", **cluster.options) as runtime:
-        runtime.reserve(1).close()
+        with runtime.reserve(1) as pool:  # what a runtime makes for its first group is there from now on
+            pool.spawn({"echo": colocate.role(Echo)})
         yield runtime
 
 
 def stranger(cluster: Any, what: str, name: str) -> str:
     """Run that driver to its end; what it says."""
     command = [sys.executable, "-c", STRANGER, cluster.address, what, name]
-    env = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(cluster.token_file)}
+    env = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": cluster.options["token_file"]}
     return subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True, timeout=120).stdout
 
 
@@ -88,6 +89,7 @@ def _command(pid: int) -> str:
         return file.read()
 
 
+@pytest.mark.long
 def test_placement_group_of_nobody(
     cluster: Any, runtime: Runtime, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,7 +104,7 @@ def test_placement_group_of_nobody(
         assert f"leaked: reservation {name} (node " in str(audit)
 
         monkeypatch.setenv("RAY_AUTH_MODE", "token")
-        monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(cluster.token_file))
+        monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", cluster.options["token_file"])
         assert find_strays(None, "ray", cluster.address, (), json=True) == 1
         data = json.loads(capsys.readouterr().out)
         assert data["looked_at"] == ["this machine", f"ray at {cluster.address}"]
@@ -112,6 +114,7 @@ def test_placement_group_of_nobody(
     assert name not in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_other_drivers_are_nobodys_strays(cluster: Any, runtime: Runtime) -> None:
     """What living drivers have is theirs, and in nobody else's audit."""
     with colocate.connect("ray", **cluster.options) as other, other.reserve(1) as pool:
@@ -121,6 +124,7 @@ def test_other_drivers_are_nobodys_strays(cluster: Any, runtime: Runtime) -> Non
         assert runtime.executor.strays() == other.executor.strays() == []
 
 
+@pytest.mark.long
 def test_keeper_that_does_not_answer(runtime: Runtime) -> None:
     """An audit ends all the same, and says which workers can't be asked for."""
     with runtime.reserve(1) as pool:

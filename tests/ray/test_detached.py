@@ -19,15 +19,19 @@ from tests.ray.test_joined import everything_is_free, script
 
 import colocate
 from colocate import Pool, Runtime
-from colocate.errors import ConfigError
+from colocate._detached import close_detached
+from colocate.errors import ClosedError, ConfigError, EngineError
+from colocate.keeper import Estate, Terms
 from colocate.testing.probes.counting import Counting
+from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import PATIENCE_S, Processes, wait_until
 
 
 @pytest.fixture(scope="module")
 def runtime(cluster: Any) -> Iterator[Runtime]:
     with colocate.connect("ray", **cluster.options) as runtime:
-        runtime.reserve(1, cpus=0).close()
+        with runtime.reserve(1, cpus=0) as pool:  # what a runtime makes for its first group is there from now on
+            pool.spawn({"echo": colocate.role(Echo)})
         yield runtime
 
 
@@ -78,6 +82,7 @@ def test_all_of_the_driver_is_killed(runtime: Runtime, cluster: Any) -> None:
         pass
 
 
+@pytest.mark.long
 def test_driver_is_killed_before_it_knows_its_custodian(cluster: Any) -> None:
     """The envoy ends what its driver hasn't dialled."""
     assert custodians(cluster) == []
@@ -113,6 +118,20 @@ def test_custodian_is_killed(runtime: Runtime, cluster: Any, name: str) -> None:
         runtime.attach(name)
 
 
+@pytest.mark.long
+def test_custodian_is_stopped(runtime: Runtime, cluster: Any, name: str) -> None:
+    """A pool whose custodian doesn't answer can be closed by force."""
+    pool, _ = new(runtime)
+    pool.detach(name, ttl=300)
+    (custodian,) = custodians(cluster)
+    custodian.suspend()
+    with pytest.raises(EngineError, match=f"colocate close {name} --force"):
+        close_detached(runtime, name, force=False)
+    close_detached(runtime, name, force=True)
+    everything_is_free(runtime)
+
+
+@pytest.mark.long
 def test_name_of_one_that_is_gone(runtime: Runtime, cluster: Any, name: str) -> None:
     """A name that a dead custodian has left in the table is nobody's."""
     pool, _ = new(runtime)
@@ -126,6 +145,53 @@ def test_name_of_one_that_is_gone(runtime: Runtime, cluster: Any, name: str) -> 
     with runtime.attach(name, own=True) as mine:
         assert mine.groups["counting"].role("counting", Counting).add() == [2, 2]
     assert runtime.detached() == []
+    everything_is_free(runtime)
+
+
+@pytest.mark.long
+def test_attached_while_detached_in_vain(
+    runtime: Runtime, cluster: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A detach that fails when another driver has got the pool already leaves it to that one, with its name."""
+    detach = Estate.detach
+    with colocate.connect("ray", **cluster.options) as other:
+
+        def fail(estate: Estate, terms: Terms) -> None:
+            monkeypatch.undo()
+            detach(estate, terms)
+            other.attach(name)
+            raise EngineError("it was told to")
+
+        monkeypatch.setattr(Estate, "detach", fail)
+        pool, view = new(runtime)
+        with pytest.raises(EngineError, match="it was told to"):
+            pool.detach(name, ttl=300)
+        with pytest.raises(ClosedError, match="another driver"):
+            view.add()
+    with runtime.attach(name, own=True) as mine:
+        assert mine.groups["counting"].role("counting", Counting).add() == [1, 1]
+    assert runtime.detached() == []
+    everything_is_free(runtime)
+
+
+@pytest.mark.long
+def test_detached_in_vain(runtime: Runtime, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that fails otherwise leaves it to its driver, and to nobody else."""
+    detach = Estate.detach
+
+    def fail(estate: Estate, terms: Terms) -> None:
+        detach(estate, terms)
+        raise EngineError("it was told to")
+
+    monkeypatch.setattr(Estate, "detach", fail)
+    pool, view = new(runtime)
+    with pytest.raises(EngineError, match="it was told to"):
+        pool.detach(name, ttl=300)
+    assert runtime.detached() == []
+    with pytest.raises(ConfigError, match=f"no pool '{name}' is detached"):
+        runtime.attach(name, own=True)
+    assert view.add() == [1, 1]
+    pool.close()
     everything_is_free(runtime)
 
 

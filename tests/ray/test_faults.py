@@ -68,6 +68,7 @@ def test_engine(name: str, number: signal.Signals) -> None:
     everything.close()
 
 
+@pytest.mark.long
 def test_stopped_envoy() -> None:
     """One that shows no life is ended, and with it all that it held."""
     runtime = colocate.connect("ray", cpus=2)
@@ -93,7 +94,9 @@ def test_stopped_envoy_of_a_closed_runtime() -> None:
     assert not Path(envoy(runtime).folder).exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL], ids=["stopped", "killed"])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGSTOP, marks=pytest.mark.long), signal.SIGKILL], ids=["stopped", "killed"]
+)
 def test_driver_and_envoy(number: signal.Signals) -> None:
     """A driver that is killed together with its envoy, or while that is stopped, leaves nothing either."""
     with subprocess.Popen(

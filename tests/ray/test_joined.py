@@ -34,7 +34,8 @@ OPTIONS = json.loads(sys.argv[1])
 @pytest.fixture(scope="module")
 def runtime(cluster: Any) -> Iterator[Runtime]:
     with colocate.connect("ray", **cluster.options) as runtime:
-        runtime.reserve(1).close()  # what a runtime makes for its first pool is there from now on
+        with runtime.reserve(1) as pool:  # what a runtime makes for its first group is there from now on
+            pool.spawn({"echo": colocate.role(Echo)})
         yield runtime
 
 
@@ -100,6 +101,7 @@ def test_never_fits(runtime: Runtime) -> None:
     assert {row["wanted"] for row in rows} == {"3 CPU, 0 GPU"}
 
 
+@pytest.mark.long
 def test_two_drivers(cluster: Any, runtime: Runtime) -> None:
     """Each has what it has reserved: the other one can't have it, and its end frees nothing of it."""
     with runtime.reserve(2, gpus=1, cpus=0) as pool:
@@ -164,6 +166,7 @@ def test_no_ray_by_accident(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 def test_own_init(cluster: Any) -> None:
     """`auto` is the cluster that the driver is in by its own `ray.init()`, which stays as it is."""
     driver = script(
@@ -247,6 +250,7 @@ def test_lost_node(cluster: Any, runtime: Runtime) -> None:
     everything_is_free(runtime)
 
 
+@pytest.mark.long
 def test_restart_after_a_lost_node(cluster: Any, runtime: Runtime) -> None:
     """The pool is reserved anew on the nodes that are left, if it fits there."""
     cluster.tell("add")

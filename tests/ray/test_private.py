@@ -44,7 +44,8 @@ say(runtime.executor._envoy.folder)
 @pytest.fixture(scope="module")
 def runtime() -> Iterator[Runtime]:
     with colocate.connect("ray", cpus=2, gpus=2) as runtime:
-        runtime.reserve(1).close()  # what a runtime makes for its first pool is there from now on
+        with runtime.reserve(1) as pool:  # what a runtime makes for its first group is there from now on
+            pool.spawn({"echo": colocate.role(Echo)})
         yield runtime
 
 
@@ -111,6 +112,7 @@ def test_killed_driver() -> None:
         assert child.is_running()
 
 
+@pytest.mark.long
 def test_killed_while_it_starts() -> None:
     """The same when Ray is only being started."""
     with driver("colocate.connect('ray')") as process:
@@ -121,6 +123,7 @@ def test_killed_while_it_starts() -> None:
         processes.close()
 
 
+@pytest.mark.long
 def test_nobody_else_gets_in(runtime: Runtime) -> None:
     """Another driver that finds it on this machine has no token for it."""
     with pytest.raises(ConnectionError, match="refuses this driver's token"):
@@ -132,6 +135,7 @@ def _address(runtime: Runtime) -> str:
     return next(a.partition("=")[2] for a in raylets[0].cmdline() if a.startswith("--gcs-address="))
 
 
+@pytest.mark.long
 def test_another_one(runtime: Runtime) -> None:
     """A second private Ray in the same driver is one of its own; what becomes of it is no matter to the first."""
     other = colocate.connect("ray", cpus=1)
@@ -166,6 +170,7 @@ def test_release(runtime: Runtime) -> None:
             assert [slot.devices for slot in pool.slots] == [(0,), (1,)]
 
 
+@pytest.mark.long
 def test_larger_than_the_object_store(runtime: Runtime) -> None:
     """Values don't go through it: an argument, a result and a resident may be larger."""
     block = bytes(_STORE_BYTES + 1)

@@ -1,11 +1,17 @@
-"""Certificates for the tests of encrypted connections."""
+"""Hubs and ends for the tests of lanes, certificates for those of encrypted connections."""
 
 from __future__ import annotations
 
+import gc
+import socket
+import threading
+from collections.abc import Iterator
+
 import pytest
 import trustme
+from tests.unit.lanes import KINDS, WAIT_S, End, left_behind, socket_pair
 
-from colocate.wire import Tls
+from colocate.wire import Hub, Tls
 
 
 def certificates() -> Tls:
@@ -29,3 +35,35 @@ def cluster() -> Tls:
 def stranger() -> Tls:
     """Those of another cluster."""
     return certificates()
+
+
+@pytest.fixture
+def nothing_is_left() -> Iterator[None]:
+    """No thread, descriptor or memory of messages may be left."""
+    threads, before = set(threading.enumerate()), left_behind()
+    yield
+    assert set(threading.enumerate()) == threads
+    if left_behind() != before:
+        gc.collect()  # A failed or exceptional path may have left a cycle.
+    assert left_behind() == before
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    hub = Hub("test")
+    yield hub
+    assert hub.close(WAIT_S)
+
+
+@pytest.fixture(params=KINDS)
+def ends(request: pytest.FixtureRequest, hub: Hub) -> tuple[End, End]:
+    one, other = socket_pair(request.param)
+    return End(hub, one), End(hub, other)
+
+
+@pytest.fixture(params=KINDS)
+def half(request: pytest.FixtureRequest, hub: Hub) -> Iterator[tuple[End, socket.socket]]:
+    """An end, and the bare socket of the other side, which a test can neglect."""
+    one, other = socket_pair(request.param)
+    with other:
+        yield End(hub, one), other

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import queue
@@ -227,7 +228,7 @@ def test_a_listener_that_never_answers(kind: Kind) -> None:
 
 
 def test_a_full_queue_is_a_timeout_not_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auth_module, "_BACKLOG", 0)
+    monkeypatch.setattr("colocate.wire._listening._BACKLOG", 0)
     late = pytest.raises(TimeoutError, match="didn't accept a connection")
     with closing(listen("unix")) as listener, dial(listener.address, WAIT_S), late:
         connect(listener.address, KEY, timeout=0.05)
@@ -293,3 +294,40 @@ def test_a_closed_hub_listens_no_more() -> None:
     assert hub.close()
     with closing(listen()) as listener, pytest.raises(ClosedError, match="serves nothing any more"):
         hub.listen(listener, KEY, lambda sock: None)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_listener_that_is_shut_down_from_outside_listens_again(kind: Kind) -> None:
+    """At the same address, also while connections to it live; otherwise its hub would turn in circles."""
+    listener = listen(kind)
+    with Server(kind, listener) as server, connect(server.address, KEY), server.accepted.get(timeout=WAIT_S):
+        for _ in range(3):
+            shut_down_from_outside(listener)
+            assert server.works()
+
+
+def test_a_listener_whose_address_is_taken_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who dials is refused, and the hub goes on with everything else."""
+    listener = listen("unix")
+    reported: queue.Queue[object] = queue.Queue()
+    monkeypatch.setattr(threading, "excepthook", lambda told: reported.put(told.exc_type))
+    monkeypatch.setattr(hub_module, "REOPEN_EVERY_S", 0.0)
+    with Server("unix", listener) as server, socket.socket(fileno=os.dup(listener.fileno())) as copy:
+        copy.shutdown(socket.SHUT_RDWR)
+        assert reported.get(timeout=WAIT_S) is OSError
+        assert not reached(server)
+        ran = threading.Event()
+        server.hub.later(0.0, ran.set)
+        assert ran.wait(WAIT_S)
+
+
+def reached(server: Server) -> bool:
+    with contextlib.suppress(ConnectionError):
+        connect(server.address, KEY).close()
+        return True
+    return False
+
+
+def shut_down_from_outside(listener: Listener) -> None:
+    with socket.socket(fileno=os.dup(listener.fileno())) as copy:
+        copy.shutdown(socket.SHUT_RDWR)

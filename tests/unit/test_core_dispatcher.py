@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import colocate
-from colocate import ClosedError, Role, method
+from colocate import ClosedError, Role, _dispatcher, method
 from colocate._dispatcher import Dispatcher
 from colocate.testing.gate import Address, Gate, pass_gate
 from colocate.testing.waiting import PATIENCE_S
@@ -20,6 +20,10 @@ class Echo(Role):
     @method
     def wait(self, gate: Address) -> int:
         pass_gate(gate)
+        return 1
+
+    @method
+    def one(self) -> int:
         return 1
 
 
@@ -77,6 +81,30 @@ def test_close_in_callback() -> None:
             runtime.close(grace=0)
         assert isinstance(first.exception(), ClosedError)
     assert isinstance(told[0], ClosedError)
+
+
+def test_close_with_a_callback_that_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closing doesn't wait for it for ever, and says where it is."""
+    monkeypatch.setattr(_dispatcher, "_ENDS_WITHIN_S", 0.1)
+    begun, over = threading.Event(), threading.Event()
+
+    def never_return(call: Any) -> None:
+        begun.set()
+        over.wait()
+
+    runtime = colocate.connect("local")
+    call = runtime.reserve(1).spawn({"echo": colocate.role(Echo)}).role("echo", Echo).one.submit()
+    call.add_done_callback(never_return)
+    try:
+        assert begun.wait(PATIENCE_S)
+        with pytest.raises(ExceptionGroup) as caught:
+            runtime.close()
+        (error,) = caught.value.exceptions
+        assert "a callback or an observer of this runtime goes on" in str(error)
+        assert "in never_return" in str(error)
+        assert runtime.state == "closed"
+    finally:
+        over.set()
 
 
 def test_cancelled_timers(dispatcher: Dispatcher) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import signal
 import socket
 import subprocess
 import sys
@@ -16,7 +17,8 @@ import pytest
 
 from colocate import wire
 from colocate.executor import Boot, Exit, Host
-from colocate.keeper import Keeper, Keepers, KeptSlot
+from colocate.keeper import Claim, Keeper, Keepers, KeptSlot, Terms, Title, claim_lead
+from colocate.keeper.launcher import Launcher
 from colocate.testing.waiting import wait_until
 
 WAIT_S = 20
@@ -142,7 +144,7 @@ def test_nobody_listens(keepers: Keepers) -> None:
 
 def test_a_keeper_that_answers_nothing_is_reported(keepers: Keepers, monkeypatch: pytest.MonkeyPatch) -> None:
     """It accepts and stays silent, as a stopped process would: the kill isn't confirmed, and the engine is asked."""
-    monkeypatch.setattr("colocate.keeper.slots._KILLED_WITHIN_S", 0.05)
+    monkeypatch.setattr("colocate.keeper.kept_host._KILLED_WITHIN_S", 0.05)
     hub = wire.Hub("silent")
     listener = wire.listen("unix")
     held: list[socket.socket] = []
@@ -274,6 +276,73 @@ def test_a_worker_that_cannot_be_started(kept: Kept, monkeypatch: pytest.MonkeyP
     _host, heard = kept.launch()
     exit = heard.exits.get(timeout=WAIT_S)
     assert exit.detail == "it could not be started: OSError: [Errno 12] Cannot allocate memory"
+
+
+def test_taken_from_oneself(keepers: Keepers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who has a worker by two claims hears of its end by the one that holds, though the other one ends later."""
+    monkeypatch.setattr("colocate.keeper.kept_host._LAST_WORDS_S", WAIT_S)
+    kept = Kept(keepers, detachable=True)
+    host, heard = kept.launch()
+    pid = heard.messages.get(timeout=WAIT_S)[1]["pid"]
+    terms = Terms("name", 300.0, frozenset({host.token}), record=b"the record")
+    assert kept.slot.confirm("detach", terms, within_s=WAIT_S)
+    kept.slot.give_up(WAIT_S)
+    title = Title("name", kept.keeper.address, keepers.key)
+    boot, borrowed, owned = Boot("w", "g", 0, "here"), Heard(), Heard()
+    before: Any = claim_lead(keepers, title, Claim("one", False, lambda by: None)).take(boot, borrowed, host.token)
+    assert borrowed.messages.get(timeout=WAIT_S)[0] == "hello"
+    go_on = threading.Event()
+
+    def stick() -> None:
+        go_on.wait(WAIT_S)
+
+    kept.keeper._launcher.soon(stick)
+    owner = claim_lead(keepers, title, Claim("one", True, lambda by: None))
+    wait_until(lambda: before._exit is not None, "the borrow is over but for its last words")
+    owner.take(boot, owned, host.token)
+    go_on.set()
+    assert borrowed.exits.get(timeout=WAIT_S).signal is None
+    assert owned.messages.get(timeout=WAIT_S)[0] == "hello"
+    os.kill(pid, signal.SIGKILL)
+    assert owned.exits.get(timeout=WAIT_S).signal == "SIGKILL"
+    kept.keeper.close()
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_an_environment_that_cannot_be(keepers: Keepers, own: bool) -> None:
+    """A worker whose environment, or whose keeper's, has an impossible variable ends with that; others start."""
+    impossible = {"A=B": "C"}
+    kept = Kept(keepers, env={} if own else impossible)
+    _host, heard = kept.launch(env=impossible if own else {})
+    assert str(heard.exits.get(timeout=WAIT_S).detail).startswith("it could not be started: ValueError")
+    if own:
+        _host, heard = kept.launch()
+        assert heard.messages.get(timeout=WAIT_S)[0] == "hello"
+    kept.keeper.close()
+
+
+def test_a_slot_after_all_are_closed(keepers: Keepers) -> None:
+    """Nobody waits for what won't be dialled any more."""
+    keepers.close()
+    slot = keepers.slot("unix:@nobody")
+    assert slot._connected.wait(WAIT_S)
+    assert slot.wait_connected() == "its keeper was let go"
+
+
+def test_a_launching_thread_outlives_what_a_job_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is reported, and the jobs after it are run."""
+    reported: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", reported.append)
+    launcher, done = Launcher(), threading.Event()
+
+    def fail() -> None:
+        raise ValueError("it was told to")
+
+    launcher.soon(fail)
+    launcher.soon(done.set)
+    assert done.wait(WAIT_S)
+    launcher.close()
+    assert [report.exc_type for report in reported] == [ValueError]
 
 
 def test_output_before_and_after_the_lane(kept: Kept) -> None:

@@ -109,6 +109,50 @@ def test_taken_by_force(side: Side) -> None:
     assert side.ended.wait(PATIENCE_S)
 
 
+def test_a_keeper_that_is_gone_confirms_nothing(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nobody waits for it."""
+    side.keeper.close()
+    assert side.owner._gone.wait(PATIENCE_S)
+    monkeypatch.setattr(side.owner._answered, "wait", lambda within_s: pytest.fail("it waits"))
+    assert not side.owner.confirm("retain", within_s=PATIENCE_S)
+
+
+def test_detached_in_vain(side: Side) -> None:
+    """What its driver retains is that driver's alone, as before."""
+    assert side.owner.confirm("detach", TERMS, within_s=PATIENCE_S)
+    assert side.owner.confirm("retain", within_s=PATIENCE_S)
+    with pytest.raises(EngineError, match="hasn't been detached"):
+        side.claim("second", own=True)
+    assert look(side.keepers, side.title) is None
+    side.owner.close()
+    assert side.ended.wait(PATIENCE_S)
+
+
+@pytest.mark.parametrize("interrupted", [True, False])
+def test_a_claim_that_is_given_up(side: Side, monkeypatch: pytest.MonkeyPatch, interrupted: bool) -> None:
+    """An owner who has gone before hearing of the grant, or is interrupted in waiting, doesn't take it along."""
+    assert side.owner.confirm("detach", TERMS, within_s=PATIENCE_S)
+    side.owner.give_up(PATIENCE_S)
+    slot = ClaimedSlot(side.keepers, side.keeper.address, side.key, Claim("second", True, lambda by: None))
+    settled = slot._settled.wait
+
+    def interrupt(timeout: float) -> bool:
+        settled(timeout)
+        raise KeyboardInterrupt
+
+    if interrupted:
+        monkeypatch.setattr(slot._settled, "wait", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            slot.claim()
+    else:
+        slot.close()
+        slot.claim()
+    assert slot.epoch == 2
+    assert slot._gone.wait(PATIENCE_S)
+    assert side.claim("third").epoch == 3
+    assert not side.ended.is_set()
+
+
 def test_lower_epochs_are_refused(side: Side) -> None:
     """A keeper that isn't the lead goes by the lead's word, and only up."""
     assert side.owner.confirm("detach", attrs.evolve(TERMS, record=b""), within_s=PATIENCE_S)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import queue
 import socket
 import ssl
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from colocate.testing.waiting import becomes_true
 from colocate.wire import Hub, Tls, connect, listen, listen_widely, new_key
 from colocate.wire.codec import pack, unpack
 from colocate.wire.framing import encode
@@ -151,3 +153,18 @@ def test_a_machine_that_vanishes_is_noticed_by_the_kernel() -> None:
             assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
             assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 8000
     hub.close()
+
+
+def test_a_door_that_is_shut_down_from_outside_listens_again(server: Server, cluster: Tls) -> None:
+    door = server.listeners[-1]._door
+    assert door is not None
+    with socket.socket(fileno=os.dup(door._sock.fileno())) as copy:
+        copy.shutdown(socket.SHUT_RDWR)
+
+    def reached() -> bool:
+        with contextlib.suppress(ConnectionError):
+            connect(server.address, KEY, tls=cluster).close()
+            return True
+        return False
+
+    assert becomes_true(reached, WAIT_S)

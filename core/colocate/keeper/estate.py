@@ -9,6 +9,7 @@ from typing import Any
 
 import attrs
 
+from colocate import wire
 from colocate.errors import BorrowedError, ClosedError, ColocateError, ConfigError, EngineError
 from colocate.keeper.greeting import NEWCOMER
 from colocate.keeper.slots import Keepers, KeptSlot
@@ -115,8 +116,8 @@ class ClaimedSlot(KeptSlot):
             EngineError: No answer.
         """
         keepers, claim = self.keepers, self._claim
-        self._commands = keepers.dial(self.address, NEWCOMER, self._told, self._disconnected, self.key)
-        self._commands.send(("attach", claim.epoch, claim.who, claim.own))
+        commands = self._commands = keepers.dial(self.address, NEWCOMER, self._told, self._disconnected, self.key)
+        commands.send(("attach", claim.epoch, claim.who, claim.own))
         try:
             if not self._settled.wait(_ANSWER_S):
                 raise EngineError(f"the keeper at {self.address} doesn't answer")
@@ -125,11 +126,11 @@ class ClaimedSlot(KeptSlot):
                 raise BorrowedError(words, borrowers=(words,)) if kind == "borrowed" else ClosedError(words)
             if not self.epoch:
                 raise EngineError(f"the keeper at {self.address} has ended")
-        except ColocateError:
-            self._commands.close()
+        except BaseException:  # Ctrl-C too
+            _let_it_go_on(commands)
             raise
         if self._closed:
-            self._commands.close()
+            _let_it_go_on(commands)
 
     def _told(self, head: tuple[Any, ...], body: Any) -> None:
         if head[0] == "granted":
@@ -139,7 +140,7 @@ class ClaimedSlot(KeptSlot):
             self._refusal = head[1:]
             self._settled.set()
         elif head[0] == "fenced":
-            self._closed = True
+            self._closed = self.fenced = True
             self._claim.fenced(head[1])
         else:
             super()._told(head, body)
@@ -147,6 +148,12 @@ class ClaimedSlot(KeptSlot):
     def _disconnected(self, reason: str) -> None:
         self._settled.set()
         super()._disconnected(reason)
+
+
+def _let_it_go_on(commands: wire.SocketLane) -> None:
+    """Nothing comes of a claim, which may be granted all the same: as an owner's, its end would be the pool's."""
+    commands.send(("give_up",))
+    commands.close()
 
 
 class Estate:
@@ -185,6 +192,17 @@ class Estate:
         """The record has changed."""
         for slot in self._all():
             slot.command("keep", terms if slot is self.lead else attrs.evolve(terms, record=b"", about={}))
+
+    def retain(self) -> bool:
+        """Have it to oneself, until it is detached again; False when another driver has it.
+
+        The lead's word is enough: nobody gets at the others without.
+        """
+        if self.lead.wait_connected() is None and not self.lead.confirm("retain", within_s=_ANSWER_S):
+            return not self.lead.fenced  # a lead that is gone, or stuck, has granted it to nobody
+        for slot in self._all():
+            slot.command("retain")
+        return not self.lead.fenced
 
     def give_up(self) -> None:
         """Let go; the pool goes on."""

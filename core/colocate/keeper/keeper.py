@@ -1,8 +1,12 @@
-"""The far side: a keeper in some process of the engine, and the worker processes that it starts for one driver.
+"""The far side: a keeper in some process of the engine, and the worker processes that it starts for its driver.
 
 The driver dials it and says by a token what the connection is: its commands, or the lane of a worker, which is handed
 to that worker as it is. Commands are `start`, `kill` and `list`; the keeper tells `said`, `ended` and `listed`. When
 the connection of the commands ends, the driver has let go of the keeper or is gone: the workers are killed.
+
+One whose pool may be detached (`tenure.py`) knows more: of its driver `detach`, `keep`, `retain` and `give_up`, which
+it confirms, and `adopt` for a worker that an earlier driver has started; of newcomers `look` and `attach`, which it
+answers with `seen`, `granted` or `refused`. Whom it leaves for another one it tells `fenced`.
 """
 
 from __future__ import annotations
@@ -191,7 +195,7 @@ class Keeper:
 
     def _cut(self, terms: Terms) -> None:
         """End what a driver has here that no longer commands, but for the workers that stay."""
-        for sock in self._lanes.values():
+        for sock in list(self._lanes.values()):  # the launching thread takes from them
             sock.close()
         self._lanes.clear()
         self._tickets.clear()
@@ -223,7 +227,12 @@ class Keeper:
     def _detach(self, terms: Terms) -> None:
         if self._tenure is not None:
             self._tenure.terms, self._tenure.owned = terms, False
-            self.tell("detached")
+            self.tell("confirmed")
+
+    def _retain(self) -> None:
+        if self._tenure is not None:
+            self._tenure.terms, self._tenure.owned = None, True
+            self.tell("confirmed")
 
     def _keep(self, terms: Terms) -> None:
         if self._tenure is not None and self._tenure.terms is not None:
@@ -268,7 +277,7 @@ class Keeper:
         if not self._over:
             try:
                 self._spare = Spare(self.hub, self._env, self.label)
-            except OSError:  # `start` will say why
+            except (OSError, ValueError):  # `start` will say why
                 self._spare = None
 
     def _hand_over(self, worker: Hired, token: bytes) -> None:
@@ -289,7 +298,7 @@ class Keeper:
         try:
             if spare is None:
                 spare = Spare(self.hub, env, self.label)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # no descriptor is left, or a variable can't be one
             lane.close()
             self.hub.later(0.0, partial(worker.failed, f"{type(error).__name__}: {error}"))
             return
@@ -308,6 +317,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "adopt": Keeper._adopt,
     "detach": Keeper._detach,
     "keep": Keeper._keep,
+    "retain": Keeper._retain,
     "give_up": Keeper._give_up,
 }
 

@@ -6,6 +6,8 @@ import queue
 import threading
 from collections.abc import Callable
 
+from colocate.wire.lane import report_exception
+
 
 class Launcher:
     """Runs jobs one after the other on a thread of its own."""
@@ -44,5 +46,8 @@ class Launcher:
 
     def _main(self) -> None:
         while (job := self._jobs.get()) is not None:
-            job()
+            try:
+                job()
+            except Exception:  # the workers that it has started would end with this thread
+                report_exception()
             del job

@@ -16,6 +16,7 @@ from colocate import wire
 
 _LINE_BYTES = 8192  # a line without an end (a progress bar's) is shown by pieces
 # A worker whose lane has closed leaves by itself, after its exit handlers; after so many seconds it is made to.
+_LAST_READS = 16
 AFTER_LANE_S = 1.0
 
 
@@ -136,7 +137,9 @@ class WorkerProcess:
 
     def _drain_log(self) -> None:
         try:
-            while data := os.read(self._log, 65536):
+            for _ in range(_LAST_READS):  # a child that has left the process group may write for ever
+                if not (data := os.read(self._log, 65536)):
+                    break
                 self._partial += data
         except BlockingIOError:  # a child of the worker still has the pipe
             pass

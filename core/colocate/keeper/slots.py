@@ -1,4 +1,4 @@
-"""The driver's side: connections to the keepers of its slots, and hosts on them."""
+"""The driver's side: connections to the keepers of its slots."""
 
 from __future__ import annotations
 
@@ -14,16 +14,12 @@ from colocate import wire
 from colocate.errors import ClosedError
 from colocate.executor import Boot, Exit, Host, HostEvents, Running
 from colocate.keeper.greeting import COMMANDS, TOKEN_BYTES
-from colocate.keeper.process import AFTER_LANE_S
+from colocate.keeper.kept_host import KeptHost
 
 _DIAL_S = 10.0
 # How long the engine's own words about a lost keeper are waited for: they come by another way.
 _WORDS_S = 0.3
-# After its end, a worker's lane may still hold what it has sent; a child that it forked may keep the lane open.
-_LAST_WORDS_S = 0.2
-_KILLED_WITHIN_S = 4.0  # generous: a slot is of no use after its keeper has been ended
 _LISTED_WITHIN_S = 2.0
-_LOOK_S = 0.05
 
 
 class Keepers:
@@ -43,7 +39,6 @@ class Keepers:
         self.tls = tls
         self.key = wire.new_key()
         self.hub = wire.Hub(name)
-        self.hosts: dict[bytes, KeptHost] = {}
         self._name = name
         self._dialling: set[threading.Thread] = set()
         self._slots: set[KeptSlot] = set()
@@ -66,7 +61,9 @@ class Keepers:
     def add(self, slot: KeptSlot) -> None:
         """Have a slot connect, in the background."""
         self.track(slot)
-        self.soon(slot.connect)
+        if not self.soon(slot.connect):  # all of it is closed: nobody need wait for this one
+            slot.close()
+            slot._connected.set()
 
     def track(self, slot: KeptSlot) -> None:
         """Let go of a slot when all of it is closed."""
@@ -89,8 +86,8 @@ class Keepers:
             thread.join()  # what it dials answers, or is given up
         self.hub.close()
 
-    def soon(self, job: Callable[[], None]) -> None:
-        """Run a job that may block, on a thread of its own."""
+    def soon(self, job: Callable[[], None]) -> bool:
+        """Run a job that may block, on a thread of its own; False when all of it is closed."""
 
         def run() -> None:
             try:
@@ -100,9 +97,11 @@ class Keepers:
 
         thread = threading.Thread(target=run, name=f"colocate-{self._name}-dial", daemon=True)
         with self._lock:
-            if not self._closed:
-                self._dialling.add(thread)
-                thread.start()
+            if self._closed:
+                return False
+            self._dialling.add(thread)
+            thread.start()
+            return True
 
     def dial(
         self,
@@ -139,6 +138,8 @@ class KeptSlot:
         self.keepers = keepers
         self.address = address
         self.key = key
+        self.hosts: dict[bytes, KeptHost] = {}
+        self.fenced = False  # another driver has its keeper
         self._gone = threading.Event()
         self._answered = threading.Event()
         self._on_stuck = on_stuck
@@ -169,7 +170,7 @@ class KeptSlot:
         return self._host(KeptHost(self, boot, events, {}, token))
 
     def _host(self, host: KeptHost) -> Host:
-        self.keepers.hosts[host.token] = host
+        self.hosts[host.token] = host
         self.keepers.soon(host.connect)
         return host
 
@@ -189,7 +190,7 @@ class KeptSlot:
         """Tell the keeper something that it confirms; whether it has. One at a time."""
         self._answered.clear()
         self.command(*head)
-        return self._answered.wait(within_s) and not self._gone.is_set()
+        return not self._gone.is_set() and self._answered.wait(within_s) and not self._gone.is_set()
 
     def give_up(self, within_s: float) -> None:
         """Let go of a keeper that goes on without this driver, and wait until it knows."""
@@ -252,7 +253,7 @@ class KeptSlot:
 
     def listed(self, answer: Future[list[Any]] | None, deadline: float) -> list[Running]:
         """What it has answered; if it doesn't, what ought to run there, with that doubt."""
-        hosts = [host.boot for host in list(self.keepers.hosts.values()) if host.slot is self]
+        hosts = [host.boot for host in list(self.hosts.values())]
         node = hosts[0].node if hosts else ""
         if answer is None:
             return []
@@ -280,14 +281,17 @@ class KeptSlot:
 
     def _told(self, head: tuple[Any, ...], body: Any) -> None:
         what, *rest = head
-        if what == "detached":
+        if what == "confirmed":
             self._answered.set()
+            return
+        if what == "fenced":
+            self.fenced = True
             return
         if what == "listed":
             if (answer := self._questions.pop(rest[0], None)) is not None:
                 answer.set_result(rest[1])
             return
-        host = self.keepers.hosts.get(rest[0])
+        host = self.hosts.get(rest[0])
         if host is None:
             return
         if what == "said":
@@ -307,121 +311,5 @@ class KeptSlot:
         """The keeper is gone, and its workers with it."""
         self._lost = self._lost or self._words or reason
         self._give_up_questions()
-        for host in list(self.keepers.hosts.values()):
-            if host.slot is self:
-                host.ended(Exit(detail=self._lost))
-
-
-class KeptHost(Host):
-    """The driver's end of one worker that a keeper has started."""
-
-    def __init__(
-        self, slot: KeptSlot, boot: Boot, events: HostEvents, env: Mapping[str, str], token: bytes | None = None
-    ) -> None:
-        self.slot = slot
-        self.boot = boot
-        self.events = events
-        self.token = token or secrets.token_bytes(TOKEN_BYTES)
-        self._taken = token is not None
-        self._env = dict(env)
-        self._lock = threading.Lock()
-        self._lane: wire.SocketLane | None = None
-        self._early: list[wire.Frame] = []  # what was sent before there was a lane
-        self._exit: Exit | None = None
-        self._killed = False
-        self._over = False
-
-    def send(self, frame: Any) -> None:
-        """Send a message."""
-        if (lane := self._lane) is None:
-            with self._lock:
-                if self._over:
-                    return
-                if (lane := self._lane) is None:
-                    frame.hold()
-                    self._early.append(frame)
-                    return
-        lane.send(frame)
-
-    def kill(self) -> None:
-        """End it now."""
-        if self._killed or self._over:
-            return
-        self._killed = True
-        self.slot.command("kill", self.token)
-        self.slot.keepers.hub.later(_KILLED_WITHIN_S, self._check_killed)
-
-    # -- on a dialling thread
-
-    def connect(self) -> None:
-        """Have the keeper start it, and open its lane."""
-        slot, hub = self.slot, self.slot.keepers.hub
-        lost = slot.wait_connected()
-        if lost is not None or self._killed:
-            hub.later(0.0, partial(self.ended, Exit(detail=lost)))
-            return
-        ticket = self.token
-        if self._taken:
-            ticket = secrets.token_bytes(TOKEN_BYTES)
-            slot.command("adopt", ticket, self.token, self.boot.worker)
-        else:
-            slot.command("start", self.token, self._env, self.boot.worker)
-        try:
-            # Nothing comes before the boot.
-            lane = slot.keepers.dial(slot.address, ticket, self.events.received, self._lane_closed, slot.key)
-        except (OSError, ClosedError) as error:
-            hub.later(0.0, partial(self.ended, Exit(detail=f"its lane could not be opened: {error}")))
-            slot.command("kill", self.token)
-            return
-        with self._lock:
-            if self._over:
-                lane.close()
-                return
-            lane.send(("boot",), wire.pack(self.boot))
-            for frame in self._early:
-                lane.send(frame)
-                frame.close()
-            self._early.clear()
-            self._lane = lane
-        if self._killed:  # meanwhile, perhaps before there was anything to kill
-            slot.command("kill", self.token)
-
-    # -- on the hub's thread
-
-    def ended(self, exit: Exit) -> None:
-        """It is gone. What it has said before is taken first."""
-        if self._exit is not None:
-            return
-        self._exit = exit
-        if self._lane is None or self._lane.finished:
-            self._finish()
-        else:
-            self.slot.keepers.hub.later(_LAST_WORDS_S, self._finish)
-
-    def _lane_closed(self, reason: str) -> None:
-        if self._exit is not None:
-            self._finish()
-        else:  # a worker without its lane is of no use: it leaves by itself, or is made to
-            self.slot.keepers.hub.later(AFTER_LANE_S, self.kill)
-
-    def _check_killed(self) -> None:
-        # This process may have been stopped: what has come meanwhile is taken first.
-        self.slot.keepers.hub.later(_LOOK_S, self._doubt)
-
-    def _doubt(self) -> None:
-        if not self._over:
-            self.slot.stuck(partial(self.ended, Exit(detail="it was killed, which its keeper hasn't confirmed")))
-
-    def _finish(self) -> None:
-        with self._lock:
-            if self._over:
-                return
-            self._over = True
-            for frame in self._early:
-                frame.close()
-            self._early.clear()
-        if self._lane is not None and not self._lane.finished:
-            self._lane.finish("the worker has ended")
-        self.slot.keepers.hosts.pop(self.token, None)
-        assert self._exit is not None
-        self.events.exited(self._exit)
+        for host in list(self.hosts.values()):
+            host.ended(Exit(detail=self._lost))

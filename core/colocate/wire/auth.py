@@ -23,6 +23,7 @@ import time
 from typing import Literal, TypeAlias
 
 from colocate.wire._forks import track_socket
+from colocate.wire._listening import REOPEN_EVERY_S, REOPENS_WITHIN_S, listening
 from colocate.wire.tls import Tls, TlsDoor, dial_tls, tune_tcp
 
 Kind: TypeAlias = Literal["unix", "tcp"]
@@ -33,8 +34,6 @@ _GREETING = b"colocate-wire-1\n"
 _NONCE_BYTES = 32
 _PROOF_BYTES = 32
 _UCRED = struct.Struct("3i")
-# What waits for its turn when many workers dial at once.
-_BACKLOG = 1024
 _BUFFER_BYTES = 1 << 20
 
 
@@ -51,7 +50,8 @@ class Listener:
     """
 
     def __init__(self, sock: socket.socket, address: str, door: TlsDoor | None = None) -> None:
-        self._sock = track_socket(sock)
+        self._sock = sock
+        self._name = sock.getsockname()  # a TCP socket that is shut down has none any more
         self._door = door
         self.address = address if door is None else door.address
 
@@ -75,6 +75,17 @@ class Listener:
             return None
         sock.setblocking(False)
         return sock
+
+    def reopen(self) -> None:
+        """Listen at the same address again.
+
+        Raises:
+            OSError: Somebody else does.
+        """
+        family = self._sock.family
+        self._sock.close()
+        self._sock = listening(family, self._name)
+        self._sock.setblocking(False)
 
     def close(self) -> None:
         """Stop listening; the address is gone."""
@@ -113,17 +124,14 @@ def listen(kind: Kind = "unix", host: str = "127.0.0.1") -> Listener:
         The listener.
     """
     if kind == "unix":
-        sock = socket.socket(socket.AF_UNIX)
         name = f"colocate-{secrets.token_hex(16)}"
-        sock.bind(f"\0{name}")
+        sock = listening(socket.AF_UNIX, f"\0{name}")
         address = f"unix:{name}"
     elif kind == "tcp":
-        sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-        sock.bind((host, 0))
+        sock = listening(socket.AF_INET6 if ":" in host else socket.AF_INET, (host, 0))
         address = f"tcp:{host}:{sock.getsockname()[1]}"
     else:
         raise ValueError(f"no kind of address is called {kind!r}: use 'unix' or 'tcp'")
-    sock.listen(_BACKLOG)
     sock.setblocking(False)
     return Listener(sock, address)
 
@@ -156,6 +164,17 @@ def connect(address: str, key: bytes, timeout: float = 10.0, tls: Tls | None = N
 
 def dial(address: str, timeout: float, tls: Tls | None = None) -> socket.socket:
     """The first half of `connect`: a connection that isn't authenticated yet."""
+    deadline = time.monotonic() + min(timeout, REOPENS_WITHIN_S)
+    while True:
+        try:
+            return _dial_any(address, timeout, tls)
+        except ConnectionRefusedError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(REOPEN_EVERY_S)  # a listener that was shut down listens again at once
+
+
+def _dial_any(address: str, timeout: float, tls: Tls | None) -> socket.socket:
     *firsts, last = address.split(",")
     for alternative in firsts:
         try:

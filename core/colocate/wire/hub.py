@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import heapq
 import itertools
 import os
@@ -11,9 +11,11 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 from colocate.errors import ClosedError
 from colocate.wire._forks import track, track_socket
+from colocate.wire._listening import NO_ROOM, REOPEN_EVERY_S
 from colocate.wire.auth import Handshake, Listener, tune
 from colocate.wire.framing import SCRATCH_BYTES
 from colocate.wire.lane import OnClosed, OnMessage, SocketLane, report_exception
@@ -25,7 +27,8 @@ _ACCEPTS = 16
 _EVENTS = 256
 # How long a listener pauses when the process has no free descriptor.
 _PAUSE_S = 0.1
-_NO_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+_LOOKS_EVERY_S = 3600.0  # epoll takes no month
+_REOPENS = 1000  # so often is tried to listen again
 
 
 class Hub:
@@ -216,7 +219,7 @@ class Hub:
             with self._lock:
                 left = self._timers[0][0] - time.monotonic()
                 if left > 0:
-                    return left
+                    return min(left, _LOOKS_EVERY_S)
                 action = heapq.heappop(self._timers)[2]
             try:
                 action()
@@ -255,19 +258,36 @@ class _Door:
         self._pending: dict[int, Handshake] = {}  # by age
         self._sweeping = False
 
-    def on_events(self, _events: int) -> None:
+    def on_events(self, events: int) -> None:
+        if events & select.EPOLLHUP:
+            self._reopen()
+            return
         for _ in range(_ACCEPTS):
             try:
                 sock = self._listener.accept()
             except BlockingIOError:
                 return
             except OSError as error:
-                if error.errno in _NO_ROOM:
+                if error.errno in NO_ROOM:
                     self._make_room()
                     return
                 continue  # That connection has gone again.
             if sock is not None:
                 self._greet(sock)
+
+    def _reopen(self, tries: int = _REOPENS) -> None:
+        """It was shut down from outside: it would be readable for ever, and nobody would get in."""
+        self._hub._forget(self._listener._sock)
+        try:
+            self._listener.reopen()
+        except OSError:  # whoever shut it down may still have a copy of it
+            if tries:
+                self._hub.later(REOPEN_EVERY_S, partial(self._reopen, tries - 1))
+            else:
+                report_exception()  # who dials is refused from now on
+            return
+        with self._hub._lock, contextlib.suppress(ClosedError):  # just now
+            self._hub._register(self._listener.fileno(), self.on_events)
 
     def close(self) -> None:
         for handshake in list(self._pending.values()):

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 import attrs
 
 from colocate.wire._forks import track_socket
+from colocate.wire._listening import NO_ROOM, listening
+from colocate.wire.lane import report_exception
 
 if TYPE_CHECKING:
     import ssl  # at run time it is imported where it is used: most workers never need it
@@ -25,6 +27,8 @@ NO_TLS = b"-"  # what a worker is handed in the place of certificates
 CUT = b"cut"  # and in the place of a lane: the one that it has is over
 _CHUNK_BYTES = 1 << 18
 _HANDSHAKE_S = 10.0
+_HANDSHAKES = 64  # at once
+_PAUSE_S = 0.05
 _PROBE_EVERY_S, _PROBES = 2, 3
 
 
@@ -102,7 +106,11 @@ class TlsDoor:
             tls: This side's certificates.
         """
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._sock = track_socket(socket.create_server((host, 0), family=family))
+        self._sock = listening(family, (host, 0))
+        self._name = self._sock.getsockname()
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._room = threading.Semaphore(_HANDSHAKES)
         self._inner = inner
         self._context = tls.context(server=True)
         self.address = f"tls:{host}:{self._sock.getsockname()[1]}"
@@ -111,7 +119,8 @@ class TlsDoor:
 
     def close(self) -> None:
         """Listen no longer; connections go on."""
-        with contextlib.suppress(OSError):  # it is closed already
+        with self._lock, contextlib.suppress(OSError):  # it is closed already
+            self._closing.set()
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
         self._thread.join()
@@ -120,12 +129,34 @@ class TlsDoor:
         while True:
             try:
                 outer, _ = self._sock.accept()
-            except OSError:
-                if self._sock.fileno() < 0 or not _listens(self._sock):
+            except OSError as error:
+                if error.errno in NO_ROOM:
+                    self._closing.wait(_PAUSE_S)  # a handshake that ends makes some
+                elif not _listens(self._sock) and not self._reopened():
                     return
                 continue  # that connection has gone again
             track_socket(outer)
-            threading.Thread(target=self._lead, args=(outer,), name="colocate-tls-handshake", daemon=True).start()
+            if not self._room.acquire(blocking=False):
+                outer.close()
+                continue
+            try:
+                threading.Thread(target=self._lead, args=(outer,), name="colocate-tls-handshake", daemon=True).start()
+            except RuntimeError:  # no thread is to be had
+                self._room.release()
+                outer.close()
+
+    def _reopened(self) -> bool:
+        """Listen at the same address again, unless it has been closed."""
+        with self._lock:
+            if self._closing.is_set():
+                return False
+            self._sock.close()
+            try:
+                self._sock = listening(self._sock.family, self._name)
+            except OSError:
+                report_exception()  # who dials is refused from now on
+                return False
+            return True
 
     def _lead(self, outer: socket.socket) -> None:
         outer.settimeout(_HANDSHAKE_S)
@@ -135,6 +166,8 @@ class TlsDoor:
         except (OSError, ValueError):  # a stranger, or this side is closing
             outer.close()
             return
+        finally:
+            self._room.release()
         _Tunnel(track_socket(secured), track_socket(inner)).run()
 
 

@@ -15,6 +15,7 @@ from colocate._context import reset_current, set_current
 from colocate.errors import ColocateError
 from colocate.worker.hosted import HostedRole
 
+RECORD = "checkpoint.json"  # in the folder of one that is complete
 _OWN = ".colocate"
 
 
@@ -44,8 +45,17 @@ def save(roles: Sequence[HostedRole], directory: str) -> None:
 
 
 def restore(role: HostedRole, directory: str) -> None:
-    """Have a role go on where it was saved. One that has no `save` is as its constructor made it."""
+    """Have a role go on where it was saved. One that has no `save` is as its constructor made it.
+
+    Raises:
+        ColocateError: The checkpoint isn't there, or not for this machine.
+    """
     folder = Path(directory)
+    if not (folder / RECORD).is_file():
+        raise ColocateError(
+            f"the checkpoint {folder} isn't there, as this machine sees it: it was removed or renamed, or it doesn't "
+            "lie on a file system that the driver and all workers share"
+        )
     try:
         _call(role, "restore", folder)
         own = _generator_file(role, folder)

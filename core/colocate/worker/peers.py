@@ -63,7 +63,10 @@ class LocalPeers(Peers):
         return codec.unpack(codec.pack(value), boot.device)
 
     def _entry(self, source: Source, rank: int) -> Entry:
-        self._waiting = self._find(source.group, source.slot(rank)).store
+        found = self._find(source.group, source.slot(rank))
+        if found.boot.generation != source.generation:
+            raise Consequence(f"group {source.group!r} has been restarted")
+        self._waiting = found.store
         try:
             return self._waiting.wait(source.key, self._host.interruption)
         finally:
@@ -119,7 +122,8 @@ class ChannelPeers(Peers):
         self._channel.close(0.5)
 
     def _is_here(self, source: Source, rank: int) -> bool:
-        return source.group == self._host.boot.group and source.slot(rank) == self._host.boot.slot
+        boot = self._host.boot
+        return (source.group, source.slot(rank), source.generation) == (boot.group, boot.slot, boot.generation)
 
     def _ask(self, source: Source, rank: int, *question: Any) -> tuple[tuple[Any, ...], Any]:
         where = source.group, source.slot(rank), source.generation

@@ -14,6 +14,7 @@ import os
 import select
 import socket
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 _TIMEOUT = datetime.timedelta(minutes=30)
 _ATTEMPT_TIMEOUT = datetime.timedelta(seconds=1)
 _ATTEMPTS = 60
+_LETS_GO_S, _LOOK_S = 0.25, 0.005
 _PEERS_FAILED = "the ranks that would share this process group are in a failed call"
 _alone_lock = threading.Lock()
 _alone: list[ProcessGroup] = []
@@ -197,6 +199,9 @@ class ProcessGroups:
             _forget_all(self._alone)  # with the default group torch forgets all others
         _forget_all(groups)
         gc.collect()  # a role's frames may be part of cycles
+        deadline = time.monotonic() + _LETS_GO_S
+        while any(group() is not None for group, _ in old) and time.monotonic() < deadline:
+            time.sleep(_LOOK_S)  # gloo's own threads let go a moment after they have told who waits for them
         return sorted({role or "group.run" for group, role in old if group() is not None})
 
     def close(self) -> None:

@@ -28,7 +28,7 @@ class Store:
     """The parts that this worker holds. The lane puts and uses them; transfer threads wait for them and read them."""
 
     def __init__(self, strict: bool) -> None:
-        self._strict = strict
+        self.strict = strict
         self._entries: dict[int, Entry] = {}
         self._news = threading.Condition()
         self._closed: str | None = None
@@ -45,7 +45,7 @@ class Store:
         Returns:
             Bytes of its tensors and arrays.
         """
-        watch = Watch(value, self._strict)
+        watch = Watch(value, self.strict)
         with self._news:
             entry = self._entries.get(key)
             if entry is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -178,7 +179,7 @@ class Attaching(DetachedCase):
             for each in (call, queued):
                 assert isinstance(each.exception(PATIENCE_S), ClosedError)
             for use in (view.add, kept.fetch, lambda: borrowed.spawn({"echo": colocate.role(Echo)})):
-                with pytest.raises(ClosedError, match=rf"driver {os.getpid()} on .*\(epoch 3\), who has attached it"):
+                with pytest.raises(ClosedError, match=rf"driver {os.getpid()} on .*\(epoch 3\), who has taken it"):
                     use()
             borrowed.close()
             gate.open()
@@ -188,6 +189,64 @@ class Attaching(DetachedCase):
             workers.wait()
             workers.close()
         assert published(runtime, name) is None
+
+    @needs(Detachable)
+    def test_taken_while_it_is_closed(self, runtime: Runtime, name: str) -> None:
+        """An owner that loses it while it closes it lets go: what it hasn't ended yet goes on, and so do all slots."""
+        pool = runtime.reserve(2, cpus=0, detachable=True)
+        for slot, group in enumerate(("counting", "busy")):
+            pool[slot].spawn({"counting": colocate.role(Counting)}, name=group)
+        pool.detach(name, ttl=TTL_S)
+        owner = runtime.attach(name, own=True)
+        with Gate() as gate, self.connect() as other, ThreadPoolExecutor(1) as threads:
+            owner.groups["busy"].role("counting", Counting).wait_and_add.submit(gate.address)
+            gate.wait_for()
+            closing = threads.submit(owner.close, PATIENCE_S)
+            wait_until(lambda: not owner.groups["busy"].alive, "the newest group is being closed")
+            mine = other.attach(name, own=True)
+            closing.result(PATIENCE_S)
+            gate.open()
+            with pytest.raises(WorkerDied):  # it was told to end
+                mine.groups["busy"].role("counting", Counting).add()
+            mine.groups["busy"].close()
+            mine[1].spawn({"echo": colocate.role(Echo)}).role("echo", Echo).noop()
+            assert counting(mine).add() == [1]
+            mine.close()
+        assert published(runtime, name) is None
+
+    @needs(Detachable)
+    def test_taken_from_itself(self, runtime: Runtime, name: str) -> None:
+        """A driver may take what it has borrowed; it is told of the end of a worker as ever."""
+        pool, view = new(runtime)
+        pids = view.pid()
+        pool.detach(name, ttl=TTL_S)
+        before = runtime.attach(name).groups["counting"].workforce.workers
+        with runtime.attach(name, own=True) as mine:
+            wait_until(lambda: all(worker.exit for worker in before), "the borrow is over")
+            assert counting(mine).add() == [1, 1]
+            os.kill(pids[1], signal.SIGKILL)
+            wait_until(lambda: mine.groups["counting"].failure, "it is told")
+            with pytest.raises(WorkerDied) as caught:
+                counting(mine).add()
+            assert (caught.value.signal, caught.value.rank) == ("SIGKILL", 1)
+        assert published(runtime, name) is None
+
+    @needs(Detachable)
+    def test_taken_in_vain(self, runtime: Runtime, name: str) -> None:
+        """One that was to be an owner and failed takes nothing along: the pool goes on with all its slots."""
+        pool, view = new(runtime)
+        pids = view.pid()
+        pool.detach(name, ttl=TTL_S)
+        with self.connect() as other:
+            _, namesake = new(other, 1)
+            with pytest.raises(ConfigError, match="counting"):
+                other.attach(name, own=True)
+            namesake.add()
+        found = published(runtime, name)
+        assert found is not None
+        assert found["driver"] is None
+        with runtime.attach(name) as borrowed:
+            assert (counting(borrowed).add(), counting(borrowed).pid()) == ([1, 1], pids)
 
     @needs(Detachable)
     def test_taken_from_a_stopped_driver(self, scripts: Scripts, runtime: Runtime, name: str) -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
 import colocate
 from colocate import Runtime
+from colocate._detached import close_detached
 from colocate.errors import CapabilityError, ClosedError, ColocateError, ConfigError
 from colocate.executor import Detachable
 from colocate.testing.executors._base import needs
@@ -22,6 +25,14 @@ from colocate.testing.gate import Gate
 from colocate.testing.probes.counting import Counting
 from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import PATIENCE_S, Processes, wait_until
+from colocate.worker.build import Shipped
+
+
+class Missing:
+    """Is pickled as a module that isn't there."""
+
+    def __reduce__(self) -> Any:
+        return importlib.import_module, ("there_is_none",)
 
 
 class Detaching(DetachedCase):
@@ -215,7 +226,7 @@ class Detaching(DetachedCase):
             assert counting(borrowed).add() == [1, 1]
             assert command("close", "--force", name) == (0, f"closed: {name}\n")
             wait_until(lambda: not borrowed.alive, "the borrow is over")
-            with pytest.raises(ClosedError, match="attached it with own=True"):
+            with pytest.raises(ClosedError, match="who has taken it"):
                 counting(borrowed).add()
         workers.wait()
         workers.close()
@@ -228,6 +239,42 @@ class Detaching(DetachedCase):
         assert command("close", name) == (0, f"closed: {name}\n")
         assert published(runtime, name) is None
         assert command("close", name)[0] == 1
+
+    @needs(Detachable)
+    def test_roles_that_cannot_be_had(self, runtime: Runtime, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Who can't import its roles can't attach it, which harms nothing, and can end it all the same."""
+        pool, view = new(runtime)
+        workers = Processes(view.pid())
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                "colocate._record.ship_by_value", lambda value, what: Shipped(what, data=pickle.dumps(Missing()))
+            )
+            pool.detach(name, ttl=TTL_S)
+        with pytest.raises(ColocateError, match=r"roles of group 'counting' can't be imported.*'there_is_none'"):
+            runtime.attach(name, own=True)
+        found = published(runtime, name)
+        assert found is not None
+        assert found["driver"] is None
+        close_detached(runtime, name, force=False)
+        workers.wait()
+        workers.close()
+        assert published(runtime, name) is None
+
+    @needs(Detachable)
+    def test_record_that_cannot_be_read(self, runtime: Runtime, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """So can who can't read what is recorded of it, whatever that raises."""
+        pool, view = new(runtime)
+        workers = Processes(view.pid())
+        pool.detach(name, ttl=TTL_S)
+
+        def fail(record: bytes, name: str) -> None:
+            raise AttributeError("it is of another version")
+
+        monkeypatch.setattr("colocate._record.load", fail)
+        close_detached(runtime, name, force=False)
+        workers.wait()
+        workers.close()
+        assert published(runtime, name) is None
 
     @needs(Detachable)
     def test_audit(self, runtime: Runtime, name: str) -> None:

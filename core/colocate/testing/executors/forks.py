@@ -67,7 +67,7 @@ class Forks(ExecutorCase):
                 "pipeline": lambda: pair.pipeline().__enter__(),
                 "run": lambda: pair.run(_nothing),
             }
-            assert in_a_fork(lambda: [name for name, use in uses.items() if not _refuses(use)]) == []
+            assert in_a_fork(lambda: [name for name, use in uses.items() if not refuses(use)]) == []
 
             def leave_everything() -> list[str]:
                 with pair, pair.pool, runtime, kept:
@@ -128,7 +128,8 @@ class Forks(ExecutorCase):
         assert pair.role("echo", Echo).noop() == [None, None]
 
 
-def _refuses(use: Callable[[], object]) -> bool:
+def refuses(use: Callable[[], object]) -> bool:
+    """Whether a use is refused since this is a forked child."""
     try:
         use()
     except ForkedError as error:

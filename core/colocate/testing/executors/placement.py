@@ -144,6 +144,9 @@ class Placement(ExecutorCase):
         assert [mistake.path for mistake in caught.value.mistakes] == ["slots", "gpus", "cpus", "strategy"]
         with pytest.raises(ConfigError, match="host_memory"):
             runtime.reserve(1, host_memory="much")
+        with pytest.raises(ConfigError) as caught:
+            runtime.reserve(1, env={"A=B": "1", "": "2", "NUL": "\0", "FINE": "="})
+        assert [mistake.path for mistake in caught.value.mistakes] == ["env.'A=B'", "env.''", "env.'NUL'"]
         with pytest.raises(ConfigError, match="on_failure"), runtime.reserve(1, cpus=0) as pool:
             pool.spawn({"echo": colocate.role(Echo)}, on_failure="shrug")
 

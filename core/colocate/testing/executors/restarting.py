@@ -17,6 +17,7 @@ from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs
 from colocate.testing.gate import Gate
 from colocate.testing.probes.lasting import Drawing, HalfSaved, Lasting, Passing
+from colocate.testing.probes.plain import Log
 from colocate.testing.probes.rows import Rows
 from colocate.testing.waiting import PATIENCE_S, wait_until
 
@@ -232,6 +233,56 @@ class Restarting(ExecutorCase):
         assert [part for part, _ in rows.seen(role.counted.keep([1, 2]).ref)] == [[11], [12]]
 
     @needs(OwnProcess)
+    def test_a_checkpoint_that_is_gone(self, lasting: Callable[..., ColocatedGroup], tmp_path: Path) -> None:
+        """Nobody takes roles as constructed for those of a checkpoint whose folder was removed: the group fails."""
+        group = lasting(restarts=1)
+        group.checkpoint(tmp_path / "one")
+        (tmp_path / "one" / "checkpoint.json").unlink()
+        killed(group)
+        with pytest.raises(WorkerDied) as caught:
+            group.wait_ready(PATIENCE_S)
+        assert "isn't there, as this machine sees it" in caught.value.__notes__[0]
+
+    @needs(OwnProcess)
+    def test_a_checkpoint_by_a_relative_path(
+        self, spawn: Spawn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Whatever folder the workers and, later on, the driver are in."""
+        roles: dict[str, RoleSpec[Any]] = {"lasting": colocate.role(Lasting)}
+        spawn(roles).checkpoint(tmp_path / "one")
+        monkeypatch.chdir(tmp_path)
+        group = spawn(roles, restore="one", on_failure="restart")
+        monkeypatch.undo()
+        killed(group)
+        assert group.wait_ready(PATIENCE_S) == "one"
+
+    @needs(OwnProcess)
+    def test_after_an_attempt_that_failed(self, spawn: Spawn) -> None:
+        """Ranks that still run a call which failed elsewhere are told, though those before them never came back."""
+        with Gate() as gate:
+            roles: dict[str, RoleSpec[Any]] = {
+                "lasting": colocate.role(Lasting),
+                "breaks": colocate.role(Lasting, breaks=1).on(slots=[0]),
+                "waits": colocate.role(Lasting, gate=gate.address).on(slots=[1]),
+                "log": colocate.role(Log),
+            }
+            group = spawn(roles, on_failure="restart")
+            group.grace = 0.2
+            killed(group)
+            wait_until(lambda: group.generation == 2, "the second attempt has begun")
+        group.wait_ready(PATIENCE_S)
+        group.grace = 10.0
+        log = group.role("log", Log)
+        with Gate() as gate, Gate() as trigger, group.role("lasting", Lasting).counted.keep([1, 2]) as kept:
+            kept.fetch()
+            call = log.cancelled_at.submit([gate.address, trigger.address], failing=1)  # type: ignore[arg-type]
+            gate.wait_for()
+            trigger.open()
+            assert isinstance(call.exception(PATIENCE_S), RoleError)
+            kept.fetch()  # an answer to what was sent after the news of the failure
+        assert log.read() == [[("cancelled", True)], []]
+
+    @needs(OwnProcess)
     def test_random_numbers_go_on(self, spawn: Spawn, tmp_path: Path) -> None:
         """A checkpoint keeps the states of generators."""
         pytest.importorskip("torch")
@@ -292,3 +343,19 @@ class Restarting(ExecutorCase):
         group.checkpoint(tmp_path / "one")
         with pytest.raises(ConfigError, match="other roles: it has lasting"):
             spawn({"passing": colocate.role(Passing)}, slots=1, restore=tmp_path / "one")
+
+    @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"tag": 1}', "\0"])
+    def test_what_is_a_damaged_checkpoint(self, spawn: Spawn, tmp_path: Path, text: str) -> None:
+        """One that can't be read, or that something else has written."""
+        (tmp_path / "checkpoint.json").write_text(text)
+        with pytest.raises(ConfigError, match="damaged, or something else's"):
+            spawn({"lasting": colocate.role(Lasting)}, slots=1, restore=tmp_path)
+
+    def test_a_checkpoint_whose_replacement_was_interrupted(self, spawn: Spawn, tmp_path: Path) -> None:
+        """It is there under its own name again."""
+        roles: dict[str, RoleSpec[Any]] = {"lasting": colocate.role(Lasting)}
+        group = spawn(roles)
+        group.role("lasting", Lasting).add()
+        group.checkpoint(tmp_path / "one")
+        (tmp_path / "one").rename(tmp_path / ".old-one")
+        assert spawn(roles, restore=tmp_path / "one").role("lasting", Lasting).add() == [2, 2]

@@ -4,38 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
-import uuid
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from distributed import Client
-from tests.dask.conftest import running
 
 import colocate
 from colocate import Pool, Runtime
-from colocate.errors import WorkerDied
+from colocate._detached import close_detached
+from colocate.errors import EngineError, WorkerDied
 from colocate.testing import leaks
 from colocate.testing.probes.counting import Counting
 from colocate.testing.waiting import Processes, wait_until
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[str]:
-    """Three workers alike."""
-    with running([{"host": "127.0.0.1", "nthreads": 1}] * 3) as address:
-        yield address
-
-
-@pytest.fixture
-def runtime(cluster: str) -> Iterator[Runtime]:
-    with colocate.connect("dask", address=cluster) as runtime:
-        yield runtime
-
-
-@pytest.fixture
-def name() -> str:
-    return f"test-{uuid.uuid4().hex[:8]}"
 
 
 def detached(runtime: Runtime, name: str) -> tuple[Pool, list[int], list[str]]:
@@ -72,7 +52,10 @@ def test_the_lead_is_lost(cluster: str, runtime: Runtime, name: str) -> None:
 
 
 def test_another_slot_is_lost(cluster: str, runtime: Runtime, name: str) -> None:
-    """The pool is still there, with a group that has failed; whoever attaches is told, and can close it."""
+    """The pool is still there, with a group that has failed; whoever attaches is told, and can close it.
+
+    By the keeper, or by the engine: whichever of the two he hears of first.
+    """
     _, pids, there = detached(runtime, name)
     worker = Processes(pids[1:])
     with leaks.shared():  # a nanny replaces it
@@ -80,10 +63,26 @@ def test_another_slot_is_lost(cluster: str, runtime: Runtime, name: str) -> None
         worker.wait()
         worker.close()
         with runtime.attach(name, own=True) as mine:
-            with pytest.raises(WorkerDied, match="its keeper can't be had") as caught:
+            with pytest.raises(WorkerDied, match=r"keeper can't be had|has left the cluster") as caught:
                 mine.groups["counting"].role("counting", Counting).add()
             assert caught.value.rank == 1
         assert runtime.detached() == []
+        everything_is_free(runtime)
+
+
+@pytest.mark.long
+def test_the_lead_is_stopped(cluster: str, runtime: Runtime, name: str) -> None:
+    """A pool whose lead keeper doesn't answer can be closed by force."""
+    _, pids, there = detached(runtime, name)
+    workers = Processes(pids)
+    with leaks.shared():  # a nanny replaces it
+        os.kill(process_of(cluster, there[0]), signal.SIGSTOP)
+        with pytest.raises(EngineError, match=f"colocate close {name} --force"):
+            close_detached(runtime, name, force=False)
+        close_detached(runtime, name, force=True)
+        assert runtime.detached() == []
+        workers.wait()
+        workers.close()
         everything_is_free(runtime)
 
 

@@ -1,0 +1,138 @@
+"""The driver's end of a worker that a keeper has started."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from colocate import wire
+from colocate.errors import ClosedError
+from colocate.executor import Boot, Exit, Host, HostEvents
+from colocate.keeper.greeting import TOKEN_BYTES
+from colocate.keeper.process import AFTER_LANE_S
+
+if TYPE_CHECKING:
+    from colocate.keeper.slots import KeptSlot
+
+# After its end, a worker's lane may still hold what it has sent; a child that it forked may keep the lane open.
+_LAST_WORDS_S = 0.2
+_KILLED_WITHIN_S = 4.0  # generous: a slot is of no use after its keeper has been ended
+_LOOK_S = 0.05
+
+
+class KeptHost(Host):
+    """The driver's end of one worker that a keeper has started."""
+
+    def __init__(
+        self, slot: KeptSlot, boot: Boot, events: HostEvents, env: Mapping[str, str], token: bytes | None = None
+    ) -> None:
+        self.slot = slot
+        self.boot = boot
+        self.events = events
+        self.token = token or secrets.token_bytes(TOKEN_BYTES)
+        self._taken = token is not None
+        self._env = dict(env)
+        self._lock = threading.Lock()
+        self._lane: wire.SocketLane | None = None
+        self._early: list[wire.Frame] = []  # what was sent before there was a lane
+        self._exit: Exit | None = None
+        self._killed = False
+        self._over = False
+
+    def send(self, frame: Any) -> None:
+        """Send a message."""
+        if (lane := self._lane) is None:
+            with self._lock:
+                if self._over:
+                    return
+                if (lane := self._lane) is None:
+                    frame.hold()
+                    self._early.append(frame)
+                    return
+        lane.send(frame)
+
+    def kill(self) -> None:
+        """End it now."""
+        if self._killed or self._over:
+            return
+        self._killed = True
+        self.slot.command("kill", self.token)
+        self.slot.keepers.hub.later(_KILLED_WITHIN_S, self._check_killed)
+
+    # -- on a dialling thread
+
+    def connect(self) -> None:
+        """Have the keeper start it, and open its lane."""
+        slot, hub = self.slot, self.slot.keepers.hub
+        lost = slot.wait_connected()
+        if lost is not None or self._killed:
+            hub.later(0.0, partial(self.ended, Exit(detail=lost)))
+            return
+        ticket = self.token
+        if self._taken:
+            ticket = secrets.token_bytes(TOKEN_BYTES)
+            slot.command("adopt", ticket, self.token, self.boot.worker)
+        else:
+            slot.command("start", self.token, self._env, self.boot.worker)
+        try:
+            # Nothing comes before the boot.
+            lane = slot.keepers.dial(slot.address, ticket, self.events.received, self._lane_closed, slot.key)
+        except (OSError, ClosedError) as error:
+            hub.later(0.0, partial(self.ended, Exit(detail=f"its lane could not be opened: {error}")))
+            slot.command("kill", self.token)
+            return
+        with self._lock:
+            if self._over:
+                lane.close()
+                return
+            lane.send(("boot",), wire.pack(self.boot))
+            for frame in self._early:
+                lane.send(frame)
+                frame.close()
+            self._early.clear()
+            self._lane = lane
+        if self._killed:  # meanwhile, perhaps before there was anything to kill
+            slot.command("kill", self.token)
+
+    # -- on the hub's thread
+
+    def ended(self, exit: Exit) -> None:
+        """It is gone. What it has said before is taken first."""
+        if self._exit is not None:
+            return
+        self._exit = exit
+        if self._lane is None or self._lane.finished:
+            self._finish()
+        else:
+            self.slot.keepers.hub.later(_LAST_WORDS_S, self._finish)
+
+    def _lane_closed(self, reason: str) -> None:
+        if self._exit is not None:
+            self._finish()
+        else:  # a worker without its lane is of no use: it leaves by itself, or is made to
+            self.slot.keepers.hub.later(AFTER_LANE_S, self.kill)
+
+    def _check_killed(self) -> None:
+        # This process may have been stopped: what has come meanwhile is taken first.
+        self.slot.keepers.hub.later(_LOOK_S, self._doubt)
+
+    def _doubt(self) -> None:
+        if not self._over:
+            self.slot.stuck(partial(self.ended, Exit(detail="it was killed, which its keeper hasn't confirmed")))
+
+    def _finish(self) -> None:
+        with self._lock:
+            if self._over:
+                return
+            self._over = True
+            for frame in self._early:
+                frame.close()
+            self._early.clear()
+        if self._lane is not None and not self._lane.finished:
+            self._lane.finish("the worker has ended")
+        self.slot.hosts.pop(self.token, None)
+        assert self._exit is not None
+        self.events.exited(self._exit)

@@ -1,0 +1,175 @@
+"""What a worker's lane does: constructs roles, and runs their methods."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from colocate import _batch
+from colocate._context import reset_current, running_call, set_current
+from colocate._dispatch import Scatter
+from colocate._method import MethodSpec
+from colocate._values import ordinary
+from colocate.errors import CapabilityError, DispatchError, RoleError, SerializationError
+from colocate.worker import checkpoint, failure
+from colocate.worker.build import RoleBuild, construct
+from colocate.worker.consequence import Consequence
+from colocate.worker.hosted import HostedRole
+from colocate.worker.lane import Work
+from colocate.worker.results import counts, rows_to_join, without_padding
+from colocate.worker.uses import Resolver
+
+if TYPE_CHECKING:
+    from colocate.worker.host import WorkerHost
+
+_HOST_ERRORS = (DispatchError, RoleError, SerializationError)
+
+
+class Runner:
+    """Runs what a host's lane gives it, on the lane, and answers."""
+
+    def __init__(self, host: WorkerHost) -> None:
+        """Args: host: Whose roles it constructs and runs."""
+        self._host = host
+
+    def build(self, work: Work) -> bool:
+        """Construct this slot's roles, and restore them if that is asked for; whether it went well."""
+        host = self._host
+        _, seq, host.groups.generation, host.groups.default_role, restored = work.head
+        start = time.time()
+        builds: list[RoleBuild] = host.codec.unpack(work.body, None)
+        for build in builds:
+            if host.boot.slot not in build.slots:
+                continue
+            try:
+                host.roles[build.name] = construct(build, host)
+            except BaseException as error:
+                self._failed(seq, None, build.name, error)
+                return False
+            host.instances[build.name] = host.roles[build.name].instance
+        if restored is not None:
+            for role in list(host.roles.values()):
+                try:
+                    checkpoint.restore(role, restored)
+                except BaseException as error:
+                    self._failed(seq, None, role.name, error)
+                    return False
+        host.send(("done", seq, None, start, time.time(), None), None)
+        return True
+
+    def call(self, work: Work) -> Any:
+        """Run a method; whether it went well, or a coroutine that says so."""
+        host = self._host
+        _, seq, key, method, keep, valid, uses, _ = work.head
+        body, work.body = work.body, None  # it may be large, and the role remembers its last call
+        role = host.roles[key]
+        spec = role.spec(method)
+        start = time.time()
+        tokens = set_current(role.ctx), running_call.set(work)
+        role.ctx.last_call = work
+        try:
+            resolver = self._resolver(seq) if uses else None
+            arguments = self._arguments(body, resolver, role, spec)
+            work.valid_rows = resolver.valid if valid is None and resolver is not None else valid
+            if spec.padded is not None:
+                work.rows = _batch.rows(arguments[spec.padded], spec.padded)
+            result = spec.call(role.instance, arguments)
+            if spec.is_async:
+                return self._finish_async(result, work, role, spec, resolver, start)
+            self._finish(result, work, role, spec, resolver, start)
+        except BaseException as error:  # whatever role code raises is the caller's to see, SystemExit included
+            self._failed(seq, keep, role.name, error)
+            return False
+        finally:
+            running_call.reset(tokens[1])
+            reset_current(tokens[0])
+        return True
+
+    def _resolver(self, seq: int) -> Resolver:
+        host = self._host
+        return Resolver(host.peers, host.boot.group, host.boot.slot, partial(host.ask, "aligned", seq))
+
+    async def _finish_async(
+        self,
+        coroutine: Any,
+        work: Work,
+        role: HostedRole,
+        spec: MethodSpec,
+        resolver: Resolver | None,
+        start: float,
+    ) -> bool:
+        # A task has a context of its own, in which nothing has to be reset.
+        set_current(role.ctx)
+        running_call.set(work)
+        try:
+            self._finish(await coroutine, work, role, spec, resolver, start)
+        except BaseException as error:
+            self._failed(work.seq, work.head[4], role.name, error)
+            return False
+        return True
+
+    def _arguments(self, body: Any, resolver: Resolver | None, role: HostedRole, spec: MethodSpec) -> dict[str, Any]:
+        host = self._host
+        if body is None:
+            return {}
+        arguments: dict[str, Any] = host.codec.unpack(body, host.boot.device)
+        if resolver is None:
+            return arguments
+        arguments = resolver.resolve(arguments)
+        for key, maker in host.store.written(resolver.keys):
+            raise RoleError(f"resident {key}, returned by {maker}, was changed in place after that; it can't be used")
+        dispatch = spec.dispatch
+        nothing = resolver.total if isinstance(dispatch, Scatter) and dispatch.pad else resolver.valid
+        if nothing == 0 and isinstance(dispatch, Scatter) and dispatch.empty == "error":
+            raise DispatchError(
+                f"{role.label(spec.name)}: rank {role.ctx.rank} has no rows of {dispatch.parameters[0]!r} (a resident "
+                'keeps its producer\'s partition); declare Scatter(..., empty="run") or pass the fetched value',
+                parameter=dispatch.parameters[0],
+            )
+        return arguments
+
+    def _finish(
+        self, result: Any, work: Work, role: HostedRole, spec: MethodSpec, resolver: Resolver | None, start: float
+    ) -> None:
+        host = self._host
+        seq, label, keep = work.seq, work.label, work.head[4]
+        result = ordinary(result)
+        if work.rows is not None and (result is not None or counts(spec, role.ctx)):
+            result = without_padding(result, work.rows, work.valid_rows, label)
+        if len(host.store):
+            self._check_writes(label, role, resolver)
+        valid = work.valid_rows
+        if keep is None:
+            body = None if result is None else host.packed(result, label)
+            host.send(("done", seq, valid, start, time.time(), None), body)
+        else:
+            rows = rows_to_join(result, spec, role.ctx)
+            nbytes = host.store.put(keep, result, label, valid)
+            host.send(("done", seq, valid, start, time.time(), (nbytes, rows)), None)
+
+    def _check_writes(self, label: str, role: HostedRole, resolver: Resolver | None) -> None:
+        host = self._host
+        # A role may write into what it got now, or into what it returned before and still refers to.
+        used = resolver.keys if resolver is not None else ()
+        everything = host.store.strict or role.name is None  # a function may have asked any role for anything
+        keys = None if everything else [*used, *host.store.made_by(role.name or "")]
+        for key, maker in host.store.written(keys):
+            raise RoleError(
+                f"{label} changed in place a value that {maker} had returned (resident {key}); "
+                "a role method changes neither its arguments nor what it has returned: clone it first"
+            )
+
+    def _failed(self, seq: int, keep: int | None, role: str | None, error: BaseException) -> None:
+        host = self._host
+        ours = isinstance(error, CapabilityError) or (
+            isinstance(error, _HOST_ERRORS) and not failure.raised_by_role(error)
+        )
+        secondary = isinstance(error, Consequence) or host.groups.lost_a_peer()
+        told = failure.describe(error, role=role, host=ours, secondary=secondary)
+        if not 0 < seq <= host.base:  # otherwise nobody would lead the hold that follows
+            host.send(("failed", seq, told.head()), failure.sendable(error, host.codec))
+        if keep is not None:  # who uses it fails of that in turn, and is to be heard of later than this
+            host.store.fail(keep, f"{told.type}: {told.text}")
+        del error
+        host.groups.cut()

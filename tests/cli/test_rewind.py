@@ -1,0 +1,87 @@
+"""A run whose groups are restarted: its checkpoints with theirs inside, and going back when there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import colocate
+from colocate import ColocatedGroup
+from colocate._run import Run, StopSignals, _until_done
+from colocate._run_folder import RunFolder
+from colocate._screen import Screen
+from colocate.errors import ColocateError, GroupRestarted
+from colocate.testing.probes.lasting import Lasting
+from colocate.testing.waiting import PATIENCE_S
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    """A run of two groups: the policy is restarted, the critic isn't."""
+    with colocate.connect("local") as runtime:
+        pool = runtime.reserve(2)
+        roles = {"lasting": colocate.role(Lasting)}
+        groups = {
+            "policy": pool[:1].spawn(roles, "policy", on_failure="restart"),
+            "critic": pool[1:].spawn(roles, "critic"),
+        }
+        folder, screen = RunFolder.create("demo", tmp_path / "runs"), Screen()
+        yield Run("demo", runtime, groups, folder.path, None, folder, screen, StopSignals(screen.stopping), [])
+
+
+@pytest.fixture
+def policy(run: Run) -> ColocatedGroup:
+    return run.groups["policy"]
+
+
+def fail(group: ColocatedGroup) -> None:
+    """Have a group fail, and so begin its restart."""
+    group.fail(ColocateError("on purpose"))
+
+
+def write(run: Run, step: int, error: BaseException | None = None) -> None:
+    """Write a checkpoint of the run with the policy's inside, and then perhaps raise."""
+    with run.checkpoint(step) as directory:
+        run.groups["policy"].checkpoint(directory / "policy", tag=step)
+        if error is not None:
+            raise error
+
+
+def test_the_checkpoint_of_a_group_inside(run: Run, policy: ColocatedGroup) -> None:
+    """A restart finds it where it is when the block has ended."""
+    policy.role("lasting", Lasting).add(3)
+    write(run, 1)
+    fail(policy)
+    assert policy.wait_ready(PATIENCE_S) == 1
+    assert policy.role("lasting", Lasting).add() == [4]
+
+
+def test_a_block_that_raises(run: Run, policy: ColocatedGroup) -> None:
+    """A restart goes on from the checkpoint before, as the run does."""
+    role = policy.role("lasting", Lasting)
+    role.add(3)
+    write(run, 1)
+    role.add(3)
+    with pytest.raises(OSError, match="disk full"):
+        write(run, 2, OSError("disk full"))
+    fail(policy)
+    assert policy.wait_ready(PATIENCE_S) == 1
+    assert role.add() == [4]
+
+
+def test_another_group_that_can_not_begin_anew(run: Run, policy: ColocatedGroup) -> None:
+    """Without a checkpoint the job ends with the error, which says why; the other group isn't made to fail."""
+    critic = run.groups["critic"]
+
+    def job() -> None:
+        critic.role("lasting", Lasting).add()
+        fail(policy)
+        policy.role("lasting", Lasting).add()
+
+    with pytest.raises(GroupRestarted) as caught:
+        _until_done(run, job)
+    assert "needs on_failure: restart in every group, which critic lacks" in caught.value.__notes__[0]
+    assert critic.role("lasting", Lasting).add() == [2]
+    policy.wait_ready(PATIENCE_S)

@@ -1,0 +1,37 @@
+"""A cluster in a process of its own, which many tests join: `python clusters.py ray|dask`. It ends with its input."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+_DASK_WORKERS = 12
+
+
+def ray() -> None:
+    """A node with 8 CPUs."""
+    import ray
+
+    context = ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    tell(context.address_info["gcs_address"])
+    ray.shutdown()
+
+
+def dask() -> None:
+    """A scheduler, and workers in the same process: roles run in processes beside it anyway."""
+    from distributed import LocalCluster
+
+    options: dict[str, Any] = {"threads_per_worker": 1, "memory_limit": 0, "dashboard_address": "127.0.0.1:0"}
+    with LocalCluster(n_workers=_DASK_WORKERS, processes=False, protocol="tcp", host="127.0.0.1", **options) as made:
+        tell(made.scheduler_address)
+
+
+def tell(address: str) -> None:
+    """Say where it is, and wait until it isn't needed any more."""
+    print(json.dumps({"address": address}), flush=True)
+    sys.stdin.read()
+
+
+if __name__ == "__main__":
+    {"ray": ray, "dask": dask}[sys.argv[1]]()

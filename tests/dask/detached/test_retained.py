@@ -1,0 +1,143 @@
+"""Detached pools whose driver and another one are at them at the same time: only one of them has it afterwards."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import colocate
+from colocate import ColocatedGroup, Pool, Runtime
+from colocate.errors import ClosedError, ConfigError, EngineError, WorkerDied
+from colocate.keeper import Estate, Terms, look
+from colocate.testing.probes.counting import Counting
+from colocate.testing.waiting import PATIENCE_S, wait_until
+
+
+@pytest.fixture
+def other(cluster: str) -> Iterator[Runtime]:
+    with colocate.connect("dask", address=cluster) as runtime:
+        yield runtime
+
+
+def new(runtime: Runtime) -> tuple[Pool, Counting]:
+    pool = runtime.reserve(2, cpus=0, detachable=True)
+    return pool, pool.spawn({"counting": colocate.role(Counting)}, name="counting").role("counting", Counting)
+
+
+def counting(pool: Pool) -> Counting:
+    return pool.groups["counting"].role("counting", Counting)
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, then: Callable[[], object]) -> None:
+    """Have the next detach fail when all keepers have agreed to it, after something else."""
+    detach = Estate.detach
+
+    def fail(estate: Estate, terms: Terms) -> None:
+        monkeypatch.undo()
+        detach(estate, terms)
+        then()
+        raise EngineError("it was told to")
+
+    monkeypatch.setattr(Estate, "detach", fail)
+
+
+def everything_is_free(runtime: Runtime) -> None:
+    with runtime.reserve(3, cpus=0, timeout=PATIENCE_S):
+        pass
+
+
+def test_detached_in_vain(runtime: Runtime, other: Runtime, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A detach that fails in its last step leaves the pool to its driver, and to nobody else."""
+    titles: list[Any] = []
+    executor: Any = other.executor
+    failing(monkeypatch, lambda: titles.append(executor._titles()[name]))
+    pool, view = new(runtime)
+    with pytest.raises(EngineError, match="it was told to"):
+        pool.detach(name, ttl=300)
+    assert view.add() == [1, 1]
+    with pytest.raises(ConfigError, match=f"no pool '{name}' is detached"):
+        other.attach(name, own=True)
+    assert look(executor._keepers, titles[0]) is None  # also for who knows it from before
+    assert view.add() == [2, 2]
+    runtime.close()
+    everything_is_free(other)
+
+
+def test_attached_while_detached_in_vain(
+    runtime: Runtime, other: Runtime, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless another driver has got it just then: then it is that one's, and stays detached."""
+    failing(monkeypatch, lambda: other.attach(name))
+    pool, view = new(runtime)
+    with pytest.raises(EngineError, match="it was told to"):
+        pool.detach(name, ttl=300)
+    with pytest.raises(ClosedError, match="another driver"):
+        view.add()
+    assert not pool.alive
+    runtime.close()
+    (borrowed,) = other.children.values()
+    assert isinstance(borrowed, Pool)
+    assert counting(borrowed).add() == [1, 1]
+    borrowed.close()
+    with other.attach(name, own=True) as mine:
+        assert counting(mine).add() == [2, 2]
+    everything_is_free(other)
+
+
+def test_worker_dies_while_detached_in_vain(runtime: Runtime, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it hasn't been told of because the pool was as good as detached, the driver is told of then."""
+    pool, view = new(runtime)
+    group, pids = pool.groups["counting"], view.pid()
+
+    def end() -> None:
+        os.kill(pids[1], signal.SIGKILL)
+        wait_until(lambda: group.workforce.workers[1].exit is not None, "it is gone")
+
+    failing(monkeypatch, end)
+    with pytest.raises(EngineError, match="it was told to"):
+        pool.detach(name, ttl=300)
+    assert isinstance(group.failure, WorkerDied)
+    assert (group.failure.signal, group.failure.rank) == ("SIGKILL", 1)
+    with pytest.raises(WorkerDied):
+        view.add()
+    pool.close()
+
+
+def test_taken_before_the_owner_hears_of_it(
+    runtime: Runtime, other: Runtime, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An owner that closes a pool asks whether it still is one: slots that are another driver's are left alone."""
+    pool, _ = new(runtime)
+    pool.detach(name, ttl=300)
+    owner = runtime.attach(name, own=True)
+    owner.groups["counting"].close()
+    executor: Any = runtime.executor
+    deaf, go_on, asked = threading.Event(), threading.Event(), threading.Event()
+
+    def be_deaf() -> None:
+        deaf.set()
+        go_on.wait(PATIENCE_S)
+
+    def retain(reservation: Any, retain: Callable[[Any], bool] = executor.retain) -> bool:
+        asked.set()
+        return retain(reservation)
+
+    monkeypatch.setattr(executor, "retain", retain)
+    executor._keepers.hub.later(0.0, be_deaf)
+    assert deaf.wait(PATIENCE_S)
+    mine = other.attach(name, own=True)
+    closing = threading.Thread(target=owner.close)
+    closing.start()
+    wait_until(lambda: asked.is_set() or not closing.is_alive(), "it asks, or doesn't")
+    go_on.set()
+    closing.join(PATIENCE_S)
+    assert not owner.alive
+    group: ColocatedGroup = mine.spawn({"counting": colocate.role(Counting)}, name="counting")
+    assert group.role("counting", Counting).add() == [1, 1]
+    mine.close()
+    everything_is_free(other)

@@ -1,0 +1,52 @@
+"""Ends of connections, with what they receive."""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+from typing import Any
+
+from colocate.wire import Hub, Packed, SocketLane, unpack
+from colocate.wire.framing import FILE_BYTES
+
+WAIT_S = 20  # How long a test waits for what should come at once.
+KINDS = ["unix", "tcp"]
+LARGE = FILE_BYTES // 2  # int64 elements: travels as a file where it can
+
+
+def left_behind() -> tuple[list[str], int]:
+    """The open descriptors, and how many mappings of message memory there are."""
+    with open("/proc/self/maps") as maps:
+        return sorted(os.listdir("/proc/self/fd")), maps.read().count("memfd:colocate")
+
+
+def socket_pair(kind: str) -> tuple[socket.socket, socket.socket]:
+    if kind == "unix":
+        return socket.socketpair()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        one = socket.create_connection(server.getsockname())
+        return one, server.accept()[0]
+
+
+class End:
+    """One end of a connection: what it receives goes into a queue, and its end into another."""
+
+    def __init__(self, hub: Hub, sock: socket.socket) -> None:
+        self.messages: queue.Queue[tuple[tuple[Any, ...], Packed | None]] = queue.Queue()
+        self.ends: queue.Queue[str] = queue.Queue()
+        self.lane: SocketLane = hub.attach(sock, self.on_message, self.ends.put)
+
+    def on_message(self, head: tuple[Any, ...], body: Packed | None) -> None:
+        self.messages.put((head, body))
+
+    def get(self) -> tuple[tuple[Any, ...], Any]:
+        head, body = self.messages.get(timeout=WAIT_S)
+        return head, None if body is None else unpack(body)
+
+    def end(self) -> str:
+        return self.ends.get(timeout=WAIT_S)
+
+
+def raising(*_: Any) -> None:
+    raise KeyError("raised")

@@ -1,0 +1,104 @@
+"""Folders that get their name when they are complete, whatever was there and whatever goes wrong."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from colocate._atomic import atomic_folder, settle
+
+
+@pytest.fixture
+def final(tmp_path: Path) -> Path:
+    """A folder's name, alone in its parent."""
+    return tmp_path / "all" / "final"
+
+
+def written(final: Path, text: str) -> None:
+    """Put a folder there that says something."""
+    with atomic_folder(final) as part:
+        (part / "text").write_text(text)
+
+
+def found(final: Path) -> dict[str, str]:
+    """What is there, by name."""
+    return {path.name: (path / "text").read_text() for path in final.parent.iterdir()}
+
+
+def interrupted(final: Path) -> None:
+    """Have a replacement cut short between its two steps."""
+    written(final, "old")
+    final.rename(final.with_name(".old-final"))
+
+
+def test_a_replacement_that_was_interrupted(final: Path) -> None:
+    """What it was to replace has its name again; once it has been replaced it may go."""
+    interrupted(final)
+    settle(final)
+    assert found(final) == {"final": "old"}
+    settle(final)
+    final.with_name(".old-final").mkdir()
+    settle(final)
+    assert found(final) == {"final": "old"}
+
+
+def test_a_failure_after_an_interrupted_replacement(final: Path) -> None:
+    """One that is only there under its other name outlives a failed attempt to write a new one."""
+    interrupted(final)
+    with pytest.raises(OSError, match="disk full"), atomic_folder(final):
+        raise OSError("disk full")
+    assert found(final) == {"final": "old"}
+
+
+def test_a_symlink(final: Path, tmp_path: Path) -> None:
+    """It is replaced, and so is what has replaced it; where it led to stays as it is."""
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / "text").write_text("elsewhere")
+    final.parent.mkdir()
+    final.symlink_to(target)
+    for text in ("one", "two"):
+        written(final, text)
+        assert found(final) == {"final": text}
+    assert (target / "text").read_text() == "elsewhere"
+
+
+def test_a_symlink_that_leads_nowhere(final: Path, tmp_path: Path) -> None:
+    """It is replaced too."""
+    final.parent.mkdir()
+    final.symlink_to(tmp_path / "nowhere")
+    written(final, "new")
+    assert found(final) == {"final": "new"}
+
+
+def test_renaming_fails(final: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The old one has its name back."""
+    written(final, "old")
+    rename = Path.rename
+
+    def failing(path: Path, to: Path) -> Path:
+        if path.name.startswith(".part-"):
+            raise OSError("on purpose")
+        return rename(path, to)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises(OSError, match="on purpose"):
+        written(final, "new")
+    assert found(final) == {"final": "old"}
+
+
+def test_it_is_not_to_get_its_name(final: Path) -> None:
+    """What is entered while it gets its name may refuse that."""
+
+    @contextlib.contextmanager
+    def refusing() -> Iterator[None]:
+        raise ValueError("on purpose")
+        yield
+
+    written(final, "old")
+    with pytest.raises(ValueError, match="on purpose"), atomic_folder(final, refusing()) as part:
+        (part / "text").write_text("new")
+    assert found(final) == {"final": "old"}

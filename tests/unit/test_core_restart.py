@@ -1,0 +1,270 @@
+"""Restarts: what belongs to a generation that is gone, and what happens while the next one isn't there yet."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import colocate
+from colocate import ColocatedGroup, Pool, Runtime, _checkpoint, _pool
+from colocate._dispatcher import Dispatcher
+from colocate._order import CallOrder
+from colocate._pending import PendingCall
+from colocate.errors import ClosedError, ColocateError, GroupRestarted, PlacementError, PlacementTimeout, RoleError
+from colocate.executor import Request, Reservation
+from colocate.testing.executors.forks import in_a_fork, refuses
+from colocate.testing.gate import Gate
+from colocate.testing.probes.lasting import Lasting
+from colocate.testing.probes.rows import Rows
+from colocate.testing.waiting import PATIENCE_S, wait_until
+
+BOTH = pytest.mark.parametrize("runtime", ["threads", "processes"], indirect=True)
+
+
+@pytest.fixture
+def runtime(request: pytest.FixtureRequest) -> Iterator[Runtime]:
+    with colocate.connect("local", processes=getattr(request, "param", "threads") == "processes") as runtime:
+        yield runtime
+
+
+@pytest.fixture
+def pool(runtime: Runtime) -> Iterator[Pool]:
+    with runtime.reserve(2) as pool:
+        yield pool
+
+
+@pytest.fixture
+def group(pool: Pool) -> ColocatedGroup:
+    """One that is restarted."""
+    return pool.spawn({"lasting": colocate.role(Lasting)}, on_failure="restart")
+
+
+@pytest.fixture
+def other(runtime: Runtime) -> ColocatedGroup:
+    """One on other slots, which goes on."""
+    return runtime.reserve(2).spawn({"rows": colocate.role(Rows)})
+
+
+def fail(group: ColocatedGroup) -> None:
+    """Have a group fail, and so begin its restart."""
+    group.fail(ColocateError("on purpose"))
+
+
+def restarted(group: ColocatedGroup) -> None:
+    """Have a group fail, and come back."""
+    fail(group)
+    group.wait_ready(PATIENCE_S)
+
+
+# -- checkpoints
+
+
+@pytest.mark.parametrize("meanwhile", [fail, restarted])
+def test_a_checkpoint_that_comes_too_late(
+    meanwhile: Callable[[ColocatedGroup], None], group: ColocatedGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A group that has failed while it was written goes on from the one before, which stays where it is."""
+    role, folder, submit = group.role("lasting", Lasting), tmp_path / "one", _checkpoint._submit
+    role.add()
+    group.checkpoint(folder, tag="first")
+    role.add()
+
+    def late(group: ColocatedGroup, part: Path) -> PendingCall:
+        call = submit(group, part)
+        call.result(PATIENCE_S)
+        meanwhile(group)
+        return call
+
+    monkeypatch.setattr(_checkpoint, "_submit", late)
+    with pytest.raises(ColocateError, match="on purpose" if meanwhile is fail else "is void"):
+        group.checkpoint(folder, tag="second")
+    assert group.wait_ready(PATIENCE_S) == "first"
+    assert role.add() == [2, 2]
+    assert '"first"' in (folder / "checkpoint.json").read_text()
+    assert [path.name for path in tmp_path.iterdir()] == ["one"]
+
+
+# -- the generation before
+
+
+class Sent:
+    """A group of two workers that notes what it sends them."""
+
+    name, grace, closed_by = "two", PATIENCE_S, None
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[list[int], tuple[Any, ...]]] = []
+
+    def send(self, slots: list[int], head: tuple[Any, ...], body: Any = None) -> None:
+        self.seen.append((slots, head))
+
+    def live(self) -> list[int]:
+        return [0, 1]
+
+
+def test_a_hold_of_the_generation_before() -> None:
+    """The new generation's workers are told of their own first failure: nothing was begun with them."""
+    dispatcher, link = Dispatcher("test"), Sent()
+    order: Any = CallOrder(link, dispatcher)  # type: ignore[arg-type]
+    order.begin_anew()  # as a rank does that fails when all has been failed
+    with order.lock:
+        order.renew()
+        call = PendingCall("a call", "role", "method", [0, 1])
+        order.enter(call)
+    del link.seen[:]
+    order.break_off(call, ColocateError("on purpose"))
+    assert link.seen == [([0, 1], ("hold", 1, call.seq, True))]
+    assert isinstance(call.exception(PATIENCE_S), ColocateError)
+    dispatcher.close()
+
+
+@BOTH
+def test_a_resident_of_the_generation_before_in_a_pipeline(group: ColocatedGroup) -> None:
+    """A call that was recorded before the restart isn't sent to who has never had what it uses."""
+    role = group.role("lasting", Lasting)
+    old = role.counted.keep([1, 2])
+    old.fetch()
+    with group.pipeline():
+        call = role.counted.submit(old.ref)
+        restarted(group)
+        new = role.add.submit()
+    assert isinstance(call.exception(PATIENCE_S), GroupRestarted)
+    assert new.result(PATIENCE_S) == [1, 1]
+
+
+@BOTH
+def test_a_resident_that_is_lost_as_it_is_used(
+    group: ColocatedGroup, other: ColocatedGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its group is restarted when it has been looked at, and just before it is lent."""
+    old = group.role("lasting", Lasting).counted.keep([1, 2])
+    old.fetch()
+    begin_use = group.residents.begin_use
+
+    def late(kept: Any) -> None:
+        monkeypatch.undo()
+        restarted(group)
+        begin_use(kept)
+
+    monkeypatch.setattr(group.residents, "begin_use", late)
+    with pytest.raises(GroupRestarted):
+        other.role("rows", Rows).seen(old.ref)
+    assert len(other.role("rows", Rows).seen([1, 2])) == 2
+
+
+@BOTH
+def test_a_worker_does_not_wait_for_the_generation_before(group: ColocatedGroup, other: ColocatedGroup) -> None:
+    """A call that was under way to it already finds that what it uses is gone, on whatever slot."""
+    role = group.role("lasting", Lasting)
+    old: Any = role.counted.keep([1, 2])
+    old.fetch()
+    restarted(group)
+    old._kept.lost = None  # as its driver half had it when the call was sent
+    for use in (other.role("rows", Rows).seen, role.counted):
+        with pytest.raises(RoleError):
+            use.options(timeout=PATIENCE_S)(old.ref)
+    assert role.add() == [1, 1]
+
+
+def test_a_fork_while_it_is_restarted(pool: Pool) -> None:
+    """A forked child doesn't wait for what goes on in its parent only."""
+    with Gate() as gate:
+        group = pool.spawn({"lasting": colocate.role(Lasting, gate=gate.address)}, on_failure="restart")
+        fail(group)
+        gate.wait_for(2)
+        assert in_a_fork(lambda: [] if refuses(lambda: group.wait_ready(0.1)) else ["it waits"]) == []
+    group.wait_ready(PATIENCE_S)
+
+
+# -- slots that are lost
+
+
+class Engine:
+    """What is left of an engine that has lost a node: it reserves when the test says so."""
+
+    def __init__(self, runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked = threading.Event()
+        self.timeouts: list[float] = []
+        self.answers: list[Callable[[Request], Reservation]] = []
+        self._has_lost = True
+        self._reserve = runtime.executor.reserve
+        for name in ("lost", "reserve"):
+            monkeypatch.setattr(runtime.executor, name, getattr(self, name))
+
+    def lost(self, place: object) -> bool:
+        """Once: what is reserved anew is there."""
+        before, self._has_lost = self._has_lost, False
+        return before
+
+    def reserve(self, request: Request) -> Reservation:
+        self.timeouts.append(request.timeout)
+        self.asked.set()
+        return (self.answers.pop(0) if len(self.answers) > 1 else self.answers[0])(request)
+
+
+def refused(request: Request) -> Reservation:
+    raise PlacementError("there is no place")
+
+
+def test_reserving_anew_is_tried_again(
+    pool: Pool, group: ColocatedGroup, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What an attempt has given back is reserved by the next one."""
+    engine = Engine(runtime, monkeypatch)
+    engine.answers = [refused, engine._reserve]
+    restarted(group)
+    assert len(engine.timeouts) == 2
+    assert pool.reservation is not None
+    assert group.role("lasting", Lasting).add() == [1, 1]
+
+
+def test_spawning_while_slots_are_lost(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused until they have been reserved anew."""
+    engine, may = Engine(runtime, monkeypatch), threading.Event()
+
+    def late(request: Request) -> Reservation:
+        assert may.wait(PATIENCE_S)
+        return engine._reserve(request)
+
+    engine.answers = [engine._reserve, late]
+    with runtime.reserve(2) as pool:
+        group = pool[:1].spawn({"lasting": colocate.role(Lasting)}, on_failure="restart")
+        engine.asked.clear()
+        fail(group)
+        assert engine.asked.wait(PATIENCE_S)
+        try:
+            with pytest.raises(ColocateError, match="has lost slots with their node"):
+                pool[1:].spawn({"rows": colocate.role(Rows)})
+        finally:
+            may.set()
+        group.wait_ready(PATIENCE_S)
+        assert len(pool[1:].spawn({"rows": colocate.role(Rows)}).role("rows", Rows).seen([1])) == 1
+
+
+def test_closing_while_slots_are_lost(
+    pool: Pool, group: ColocatedGroup, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who waits for slots finds soon that nobody wants them any more."""
+    monkeypatch.setattr(_pool, "_WAITS_S", 0.05)
+    engine, over = Engine(runtime, monkeypatch), threading.Event()
+
+    def full(request: Request) -> Reservation:
+        over.wait(request.timeout)
+        raise PlacementTimeout("there is no place now")
+
+    engine.answers = [full]
+    fail(group)
+    assert engine.asked.wait(PATIENCE_S)
+    try:
+        with pytest.raises(ExceptionGroup, match="gone wrong"):  # nobody has been told
+            pool.close()
+        wait_until(lambda: not group.restarts._thread.is_alive(), "nothing is rebuilt any more")  # type: ignore[union-attr]
+    finally:
+        over.set()
+    assert max(engine.timeouts) <= 0.05
+    with pytest.raises(ClosedError):
+        group.wait_ready(PATIENCE_S)

@@ -1,0 +1,117 @@
+"""Hubs: who runs them, how they end, and what else they watch."""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import subprocess
+import threading
+from typing import Any
+
+import pytest
+from tests.unit.lanes import WAIT_S, End, raising, socket_pair
+
+from colocate.errors import ClosedError
+from colocate.wire import Hub, Packed
+
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
+
+
+def test_a_hub_can_run_on_the_calling_thread() -> None:
+    hub = Hub("test", own_thread=False)
+    one, other = (End(hub, sock) for sock in socket_pair("unix"))
+    seen: list[Any] = []
+
+    def on_message(head: tuple[Any, ...], body: Packed | None) -> None:
+        seen.append((head, threading.current_thread()))
+        assert hub.close() is False  # On its own thread it only asks for it.
+
+    other.lane._on_message = on_message
+    one.lane.send(("stop",))
+    hub.run()
+    assert seen == [(("stop",), threading.current_thread())]
+    assert (one.end(), other.end()) == ("the hub was closed",) * 2
+    assert hub.close()
+
+
+def test_a_hub_that_never_ran_closes_too() -> None:
+    hub = Hub("test", own_thread=False)
+    one, other = (End(hub, sock) for sock in socket_pair("unix"))
+    assert hub.close()
+    assert (one.end(), other.end()) == ("the hub was closed",) * 2
+    hub.run()
+    with pytest.raises(RuntimeError, match="is served by"):
+        hub.run()
+
+
+def test_a_closed_hub_takes_nothing_any_more(hub: Hub) -> None:
+    assert hub.close(WAIT_S)
+    assert hub.close(WAIT_S)
+    one, other = socket.socketpair()
+    with one, other, pytest.raises(ClosedError, match="hub 'test' is closed"):
+        End(hub, one)
+
+
+def test_watching_other_descriptors(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    reported: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", reported.append)
+    read, write = os.pipe()
+    lines: queue.Queue[bytes] = queue.Queue()
+
+    def on_readable() -> None:
+        if data := os.read(read, 1000):
+            lines.put(data)
+        else:
+            hub.unwatch(read)
+            lines.put(b"the end")
+
+    hub.watch(read, on_readable)
+    os.write(write, b"one")
+    assert lines.get(timeout=WAIT_S) == b"one"
+    os.close(write)
+    assert lines.get(timeout=WAIT_S) == b"the end"
+    hub.unwatch(read)
+    os.close(read)
+
+    read, write = os.pipe()
+    hub.watch(read, raising)
+    os.write(write, b"x")
+    one, other = (End(hub, sock) for sock in socket_pair("unix"))
+    one.lane.send(("still",))
+    assert other.get()[0] == ("still",)
+    assert hub.close(WAIT_S)
+    assert [report.exc_type for report in reported] == [KeyError]
+    os.close(read)
+    os.close(write)
+
+
+def test_what_cannot_be_watched_is_an_error_and_no_trace(hub: Hub) -> None:
+    with open(__file__) as file, pytest.raises(PermissionError):
+        hub.watch(file.fileno(), raising)
+    one, other = (End(hub, sock) for sock in socket_pair("unix"))
+    one.lane.send(("fine",))
+    assert other.get()[0] == ("fine",)
+
+
+def test_a_process_end_can_be_watched(hub: Hub) -> None:
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
+        pidfd = os.pidfd_open(process.pid)
+        ended = threading.Event()
+
+        def on_exit() -> None:
+            hub.unwatch(pidfd)
+            ended.set()
+
+        hub.watch(pidfd, on_exit)
+        process.kill()
+        assert ended.wait(WAIT_S)
+        os.close(pidfd)
+
+
+def test_a_timer_in_a_month_lets_it_go_on(hub: Hub) -> None:
+    """The operating system takes no such time."""
+    hub.later(40 * 86400.0, raising)
+    one, other = (End(hub, sock) for sock in socket_pair("unix"))
+    one.lane.send(("still",))
+    assert other.get()[0] == ("still",)

@@ -1,0 +1,126 @@
+"""Lanes and other processes: a peer that is killed, and forked children."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from tests.unit.lanes import KINDS, LARGE, WAIT_S, End, socket_pair
+
+from colocate.wire import Hub, pack
+
+pytestmark = [
+    pytest.mark.usefixtures("nothing_is_left"),
+    # Forking with threads is what these tests are about.
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_killed_peer_ends_the_lane_and_frees_everything(hub: Hub, kind: str) -> None:
+    here, there = socket_pair(kind)
+    code = f"import socket, time; sock = socket.socket(fileno={there.fileno()}); print(flush=True); time.sleep(1000)"
+    with subprocess.Popen([sys.executable, "-c", code], pass_fds=[there.fileno()], stdout=subprocess.PIPE) as process:
+        there.close()
+        assert process.stdout is not None
+        process.stdout.readline()
+        end = End(hub, here)
+        for i in range(30):
+            assert end.lane.send((i,), pack(bytes(1 << 20)))
+        process.send_signal(signal.SIGKILL)
+        assert end.end() == "the other side closed"
+
+
+def in_fork(action: Callable[[], bool], meanwhile: Callable[[], None] = lambda: None) -> bool:
+    """Whether the action is true in a forked child; it ends after what the parent does meanwhile."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            fine = action()
+            os.close(write)
+            os.read(read, 1)  # Until the parent has closed its end.
+            os._exit(0 if fine else 1)
+        finally:
+            os._exit(2)
+    try:
+        os.close(read)
+        meanwhile()
+    finally:
+        os.close(write)
+        _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status) == 0
+
+
+def test_a_forked_child_keeps_no_lane_alive_and_disturbs_none(ends: tuple[End, End], hub: Hub) -> None:
+    one, other = ends
+    for i in range(40):  # Some of it is still queued in the parent when it forks.
+        one.lane.send((i,), pack(bytes(1 << 20)))
+    inherited = {one.lane.fileno(), other.lane.fileno(), hub._wake, hub._epoll.fileno()}
+
+    def child() -> bool:
+        gone = all(not os.path.exists(f"/proc/self/fd/{fd}") for fd in inherited)
+        refuses = not one.lane.send(("from the child",)) and not other.lane.drain()
+        one.lane.close()
+        return gone and refuses and hub.close()
+
+    def meanwhile() -> None:
+        assert [other.get()[0][0] for _ in range(40)] == list(range(40))
+        other.lane.send(("alive",))
+        assert one.get() == (("alive",), None)
+        one.lane.close()
+        assert one.end() == "closed on this side"
+        assert other.end() == "the other side closed"  # While the child still lives.
+
+    assert in_fork(child, meanwhile)
+
+
+def test_a_forked_child_keeps_no_unsent_memory() -> None:
+    hub = Hub("test", own_thread=False)
+    one, other = socket_pair("unix")
+    with other:
+        end = End(hub, one)
+        while not end.lane._queue:
+            end.lane.send(("x",), pack(bytes(100_000)))
+        end.lane.send(("x",), pack(bytes(1 << 20)))
+        assert any("memfd" in name for name in open_files())
+        assert in_fork(lambda: not any("memfd" in name for name in open_files()))
+        assert hub.close()
+
+
+def open_files() -> list[str]:
+    names = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            names.append(os.readlink(f"/proc/self/fd/{fd}"))
+        except FileNotFoundError:
+            pass  # The descriptor that listed the others.
+    return names
+
+
+def test_a_fork_while_the_locks_are_held(ends: tuple[End, End], hub: Hub) -> None:
+    one, _ = ends
+
+    def child() -> bool:
+        one.lane.close()
+        return hub.close() and not one.lane.send(("x",))
+
+    with one.lane._lock, hub._lock:
+        assert in_fork(child)
+
+
+def test_a_forked_child_can_have_a_hub_of_its_own(ends: tuple[End, End]) -> None:
+    assert ends[0].lane.send(("the parent's hub runs",))
+
+    def child() -> bool:
+        own = Hub("child")
+        one, other = (End(own, sock) for sock in socket_pair("unix"))
+        one.lane.send(("x",), pack(np.arange(LARGE)))
+        return len(other.get()[1]) == LARGE and own.close(WAIT_S)
+
+    assert in_fork(child)
