@@ -1,9 +1,11 @@
-"""What workers ask the driver: where another worker is, and what its peers have left on the board."""
+"""What workers ask the driver: where another worker is, what fits together, and when their peers are there."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
+
+import attrs
 
 if TYPE_CHECKING:
     from colocate._call import Call
@@ -13,13 +15,20 @@ if TYPE_CHECKING:
 Tell = Callable[[Any, str | None], None]
 
 
+@attrs.define
+class _Meeting:
+    """Who is there, and what one of them has brought."""
+
+    there: list[Tell] = attrs.field(factory=list)
+    value: Any = None
+
+
 class Questions:
-    """Answers the workers of one group. The board holds values by key; who asks too early is told when it is there."""
+    """Answers the workers of one group."""
 
     def __init__(self, group: ColocatedGroup) -> None:
         self._group = group
-        self._values: dict[str, Any] = {}
-        self._waiting: dict[str, list[Tell]] = {}
+        self._meetings: dict[str, _Meeting] = {}
 
     def asked(self, worker: Worker, token: int, what: str, *details: Any) -> None:
         """A worker has asked something."""
@@ -35,24 +44,23 @@ class Questions:
             seq, key, others = details
             self._aligned(seq, key, others, tell)
             return
+        key, members, value = details
+        self._meet(key, members, value, tell)
+
+    def _meet(self, key: str, members: int, value: Any, tell: Tell) -> None:
+        """Tell all members the value that one of them has brought, once all are there.
+
+        Nobody comes any more once the call has failed: then the hold ends the wait in the worker.
+        """
         with self._group.order.lock:
-            if what == "post":
-                self._post(*details)
-                tell(None)
-            else:
-                self._get(details[0], tell)
-
-    def _post(self, key: str, value: Any) -> None:
-        self._values[key] = value
-        for tell in self._waiting.pop(key, []):
-            tell(value, None)
-
-    def _get(self, key: str, tell: Tell) -> None:
-        if key in self._values:
-            tell(self._values[key], None)
-        else:
-            # Nobody posts any more once the call has failed: then the hold ends the wait in the worker.
-            self._waiting.setdefault(key, []).append(tell)
+            meeting = self._meetings.setdefault(key, _Meeting())
+            meeting.there.append(tell)
+            if value is not None:
+                meeting.value = value
+            if len(meeting.there) == members:
+                del self._meetings[key]
+                for told in meeting.there:
+                    told(meeting.value, None)
 
     def _aligned(self, seq: int, key: int, others: Sequence[int], tell: Tell) -> None:
         """Which of the other residents that a call uses have the partition of the first, once all of them are made."""

@@ -72,7 +72,7 @@ class WorkerHost:
         self._interrupted: tuple[int, str] | None = None
         self._tokens = itertools.count(1)
         self.base = 0  # calls up to this are of a driver that has let go
-        self.groups = ProcessGroups(self.ask, in_process, boot.host)
+        self.groups = ProcessGroups(self.ask, self.interruption, in_process, boot.host)
         self._make_peers = peers
         self.peers = peers(self)
         self._transfer = Transfer(f"colocate-transfer-{boot.worker}")
@@ -136,9 +136,9 @@ class WorkerHost:
         _, number, failed, cut = head
         self.send(("alive", number), None)
         self.lane.hold(number, failed)
+        self._interrupt(failed, f"a call of group {self.boot.group!r} failed on another rank")
         if cut and any(running >= failed for running in list(self.lane.running)):  # an earlier call goes on
             self.groups.cut()
-        self._interrupt(failed, f"a call of group {self.boot.group!r} failed on another rank")
 
     def _on_resume(self, head: tuple[Any, ...], body: Any) -> None:
         _, number, withdrawn = head
@@ -205,7 +205,7 @@ class WorkerHost:
                 asked[1].set_exception(Consequence(LET_GO))
         self.lane.renew(base)
         self.peers.abort(LET_GO)
-        self.groups.give_up_making()
+        self.groups.interrupt(LET_GO)
         self.groups.cut()
 
     def adopt(self, boot: Boot) -> None:
@@ -235,7 +235,7 @@ class WorkerHost:
                 waiting.set_exception(Consequence(reason))
         if any(running >= seq for running in list(self.lane.running)):
             self.peers.abort(reason)
-            self.groups.give_up_making()
+            self.groups.interrupt(reason)
 
     def interruption(self) -> str | None:
         """Why the call that asks mustn't wait for another worker; None when it may."""

@@ -1,8 +1,9 @@
 """torch.distributed groups of a role's ranks: set up without a port race, cut when a call fails, renewed after a hold.
 
-Rank 0 of the group binds a free loopback or node port itself and posts it on the driver's board, where the others wait
-for it. A gloo group whose rank has raised is cut by shutting its sockets down, which frees peers that wait in a
-collective at once (destroying the group frees nobody while a reference lives).
+Rank 0 of the group binds a free loopback or node port itself. Its ranks meet at the driver, which tells all of them the
+address once all are there: until then a hold ends their wait as it ends any, and after that nobody waits for long. A
+gloo group whose rank has raised is cut by shutting its sockets down, which frees peers that wait in a collective at
+once (destroying the group frees nobody while a reference lives); `collective_waits` frees whom gloo forgets.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ import os
 import select
 import socket
 import threading
-import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -25,16 +26,14 @@ from colocate import wire
 from colocate._context import Context, MeshPlace
 from colocate._mesh import did_you_mean
 from colocate.errors import CapabilityError, ConfigError
+from colocate.worker.collective_waits import bury, guard
 from colocate.worker.consequence import Consequence
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _TIMEOUT = datetime.timedelta(minutes=30)
-_ATTEMPT_TIMEOUT = datetime.timedelta(seconds=1)
-_ATTEMPTS = 60
-_LETS_GO_S, _LOOK_S = 0.25, 0.005
-_PEERS_FAILED = "the ranks that would share this process group are in a failed call"
+_CONNECT_TIMEOUT = datetime.timedelta(seconds=60)
 _alone_lock = threading.Lock()
 _alone: list[ProcessGroup] = []
 
@@ -50,24 +49,31 @@ class _Made:
 
 
 class ProcessGroups:
-    """The groups of one worker, by role and axis. Used on the lane; `cut` from any thread."""
+    """The groups of one worker, by role and axis. Used on the lane; `interrupt` and `cut` from any thread."""
 
-    def __init__(self, ask: Callable[..., Any], in_process: bool, host: str = "127.0.0.1") -> None:
+    def __init__(
+        self,
+        ask: Callable[..., Any],
+        interruption: Callable[[], str | None],
+        in_process: bool,
+        host: str = "127.0.0.1",
+    ) -> None:
         """Make none yet.
 
         Args:
             ask: Asks the driver.
+            interruption: Why the call that asks mustn't wait for its peers; None when it may.
             in_process: The workers are threads of one process, which torch can give no groups of their own.
             host: Address under which the other ranks reach this machine.
         """
         self._ask = ask
+        self._interruption = interruption
         self._in_process = in_process
         self._host = host
         self._made: dict[tuple[Any, ...], _Made] = {}
         self._lock = threading.Lock()
         self._alone: dict[tuple[Any, ...], _Made] = {}  # of one rank: no failure elsewhere touches them
-        self._making: set[int] | None = None  # the sockets that there were before the group that is being made
-        self._given_up = False
+        self._making: Future[_Made] | None = None
         self._epoch = 0
         self.generation = 0
         self.default_role: str | None = None
@@ -90,74 +96,68 @@ class ProcessGroups:
                 rank=ctx.rank,
             )
         key = (ctx.role, name)
-        groups = self._made if members > 1 or self._is_default(ctx, name) else self._alone
+        default = axis_free(name) and ctx.role is not None and self.default_role == ctx.role
+        groups = self._made if members > 1 or default else self._alone
         found = groups.get(key)
-        if found is None:
-            found = self._make(ctx, members, index, name)
-            with self._lock:
-                groups[key] = found
-        return found.group
-
-    def _is_default(self, ctx: Context, name: str) -> bool:
-        return axis_free(name) and ctx.role is not None and self.default_role == ctx.role
-
-    def _make(self, ctx: Context, members: int, index: int, name: str) -> _Made:
-        # Imported here: only a role that asks for a group has torch.
-        import torch.distributed as dist
-
-        default = self._is_default(ctx, name)
+        if found is not None:
+            return found.group
         board = f"{ctx.group}/{self.generation}/{self._epoch}/{name}"
-        self._given_up = False
-        self._making = _connected_sockets()
-        try:
-            store = self._store(dist, board, index, members)
-            if self._given_up:
-                raise Consequence(_PEERS_FAILED)
-            before = _connected_sockets()
-            backend = "nccl" if str(ctx.device).startswith("cuda") else "gloo"
-            if default:
-                dist.init_process_group(backend, store=store, rank=index, world_size=members, timeout=_TIMEOUT)
-                group: Any = dist.group.WORLD
-            else:
-                group = _new_group(dist, store, index, members, board, backend)
-        except Exception as error:
-            if not self._given_up or isinstance(error, Consequence):
-                raise
-            raise Consequence(_PEERS_FAILED) from error
-        finally:
-            self._making = None
-        sockets = [_duplicate(fd) for fd in _connected_sockets() - before] if members > 1 else []
-        return _Made(group, ctx.role, sockets, default)
-
-    def _store(self, dist: Any, board: str, index: int, members: int) -> Any:
+        backend = "nccl" if str(ctx.device).startswith("cuda") else "gloo"
+        plan = _Plan(ctx.role, board, members, index, default, backend)
         if members == 1:
-            return _hash_store()
-        if index == 0:
-            listener = socket.create_server((self._host, 0))
-            host, port = listener.getsockname()[:2]
-            store = dist.TCPStore(
-                host, port, members, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-            )
-            self._ask("post", board, (host, port))
+            groups[key] = made = plan.make(_hash_store())
         else:
-            host, port = self._ask("get", board)
-            store = self._connected(dist, host, port, members)
-        return dist.PrefixStore(board, store)
+            made = self._meet(plan, key)
+        if default:
+            _make_default(made.group)
+        return made.group
 
-    def _connected(self, dist: Any, host: str, port: int, members: int) -> Any:
-        """The other end of the store, which has been there; if it is gone, torch alone would try for minutes."""
-        for attempt in range(_ATTEMPTS):
+    def _meet(self, plan: _Plan, key: tuple[Any, ...]) -> _Made:
+        listener = socket.create_server((self._host, 0)) if plan.index == 0 else None
+        try:
+            host, port = self._ask("meet", plan.board, plan.members, listener and listener.getsockname()[:2])
+        except BaseException:
+            if listener is not None:
+                listener.close()
+            raise
+        making: Future[_Made] = Future()
+        with self._lock:
+            self._making = making
+
+        def make() -> None:
             try:
-                store = dist.TCPStore(
-                    host, port, members, is_master=False, wait_for_workers=False, timeout=_ATTEMPT_TIMEOUT
-                )
-            except (dist.DistNetworkError, dist.DistStoreError):
-                if self._given_up or attempt == _ATTEMPTS - 1:
-                    raise
-            else:
-                store.set_timeout(_TIMEOUT)
-                return store
-        raise AssertionError("the last attempt raises")
+                made = plan.make(plan.store(host, port, listener))
+            except Exception as error:
+                with self._lock:
+                    if not making.done():
+                        making.set_exception(error)
+                return
+            with self._lock:
+                wanted = not making.done()
+                if wanted:
+                    self._made[key] = made
+                    making.set_result(made)
+            if not wanted:
+                _forget(made)
+
+        if plan.backend == "gloo":
+            guard(self._hopeless)
+        # Not on the lane, which would wait in torch: a peer that a hold has called back may never finish its half.
+        threading.Thread(target=make, name="colocate-process-group", daemon=True).start()
+        reason = self._interruption()
+        if reason is not None:
+            self.interrupt(reason)
+        return making.result()
+
+    def _hopeless(self) -> str | None:
+        reason = self._interruption()
+        return reason if reason is not None and self.lost_a_peer() else None
+
+    def interrupt(self, reason: str) -> None:
+        """Free this rank where it waits for its peers to make a group: they have left."""
+        with self._lock:
+            if self._making is not None and not self._making.done():
+                self._making.set_exception(Consequence(reason))
 
     def lost_a_peer(self) -> bool:
         """Whether the other end of a group's connection is gone: then this rank's failure is only a consequence."""
@@ -166,14 +166,6 @@ class ProcessGroups:
             for connection in made.sockets:
                 poll.register(connection, select.POLLRDHUP | select.POLLHUP | select.POLLERR)
         return bool(poll.poll(0))
-
-    def give_up_making(self) -> None:
-        """Free this rank where it waits for its peers to make a group: they have left."""
-        self._given_up = True
-        before = self._making
-        for fd in _connected_sockets() - before if before is not None else ():
-            with contextlib.suppress(OSError), _duplicate(fd) as connection:
-                connection.shutdown(socket.SHUT_RDWR)
 
     def cut(self) -> None:
         """Free the peers that wait in a collective with this rank."""
@@ -194,21 +186,54 @@ class ProcessGroups:
         self.cut()
         with self._lock:
             groups, self._made = self._made, {}
+        self._making = None
         old = [(weakref.ref(made.group), made.role) for made in groups.values()]
         if any(made.default for made in groups.values()):
             _forget_all(self._alone)  # with the default group torch forgets all others
-        _forget_all(groups)
+        left = _forget_all(groups)
         gc.collect()  # a role's frames may be part of cycles
-        deadline = time.monotonic() + _LETS_GO_S
-        while any(group() is not None for group, _ in old) and time.monotonic() < deadline:
-            time.sleep(_LOOK_S)  # gloo's own threads let go a moment after they have told who waits for them
-        return sorted({role or "group.run" for group, role in old if group() is not None})
+        holders = sorted({role or "group.run" for group, role in old if group() is not None})
+        bury(left)
+        return holders
 
     def close(self) -> None:
         """Drop all groups: the worker ends."""
         self.cut()
-        _forget_all(self._made)
-        _forget_all(self._alone)
+        bury([*_forget_all(self._made), *_forget_all(self._alone)])
+
+
+@attrs.frozen
+class _Plan:
+    """What a group is made from, and how."""
+
+    role: str | None
+    board: str
+    members: int
+    index: int
+    default: bool
+    backend: str
+
+    def store(self, host: str, port: int, listener: socket.socket | None) -> Any:
+        """What its ranks tell each other their addresses through: that of rank 0."""
+        import torch.distributed as dist
+
+        found = dist.TCPStore(  # type: ignore[attr-defined]  # torch has it here without saying so
+            host,
+            port,
+            self.members,
+            is_master=listener is not None,
+            wait_for_workers=False,
+            timeout=_CONNECT_TIMEOUT,
+            master_listen_fd=None if listener is None else listener.detach(),
+        )
+        found.set_timeout(_TIMEOUT)
+        return dist.PrefixStore(self.board, found)  # type: ignore[attr-defined]
+
+    def make(self, store: Any) -> _Made:
+        """Make it, together with all its ranks."""
+        before = set(_connected_sockets())
+        group = _new_group(store, self.index, self.members, self.board, self.backend)
+        return _Made(group, self.role, _since(before) if self.members > 1 else [], self.default)
 
 
 def axis_free(name: str) -> bool:
@@ -218,11 +243,9 @@ def axis_free(name: str) -> bool:
 
 def single_rank_group() -> ProcessGroup:
     """A group of this process alone, shared by all role objects outside any worker."""
-    import torch.distributed as dist
-
     with _alone_lock:
         if not _alone:
-            _alone.append(_new_group(dist, _hash_store(), 0, 1, "colocate/alone", "gloo"))
+            _alone.append(_new_group(_hash_store(), 0, 1, "colocate/alone", "gloo"))
         return _alone[0]
 
 
@@ -256,10 +279,11 @@ def _place(ctx: Context, axis: str) -> tuple[str, MeshPlace | None, str]:
     return (*found[0], axis) if found else ("", None, axis)
 
 
-def _new_group(dist: Any, store: Any, rank: int, size: int, name: str, backend: str) -> ProcessGroup:
+def _new_group(store: Any, rank: int, size: int, name: str, backend: str) -> ProcessGroup:
     # The public API makes groups only inside the default one, which colocate leaves to the user. This is what
     # init_process_group itself does, and what makes broadcast(group_src=) work. (group.rank() tells the rank; torch's
-    # get_rank(group) wants a default group whatever it is given.)
+    # get_rank(group) wants a default group whatever it is given.) Imported here: only who asks for a group has torch.
+    import torch.distributed as dist
     from torch.distributed import distributed_c10d as c10d
 
     made, _ = c10d._new_process_group_helper(
@@ -270,23 +294,35 @@ def _new_group(dist: Any, store: Any, rank: int, size: int, name: str, backend: 
     return group
 
 
-def _forget_all(groups: dict[tuple[Any, ...], _Made]) -> None:
+def _make_default(group: ProcessGroup) -> None:
+    from torch.distributed import distributed_c10d as c10d
+
+    c10d._update_default_pg(group)  # as init_process_group does
+
+
+def _forget_all(groups: dict[tuple[Any, ...], _Made]) -> list[Any]:
+    """Forget all of them; what is left of them is to be buried."""
+    left = []
     while groups:
         _, made = groups.popitem()
-        _forget(made)
+        left += _forget(made)
         del made
+    return left
 
 
-def _forget(made: _Made) -> None:
+def _forget(made: _Made) -> list[Any]:
+    """Take a group out of torch's books; what would wait for the work that still runs in it, were it dropped here."""
     import torch.distributed as dist
     from torch.distributed import distributed_c10d as c10d
 
     for connection in made.sockets:
         connection.close()
-    if made.default:
-        dist.destroy_process_group()
-        return
     world = c10d._world
+    if made.group is world.default_pg:  # those that the user has made inside it go with it
+        left = [backend for group in list(world.pg_map) for backend in _gloo(group)]
+        dist.destroy_process_group()
+        return left
+    left = _gloo(made.group)
     name = world.pg_names.get(made.group)
     if name is not None:  # gone with the default group
         c10d._unregister_process_group(name)  # type: ignore[attr-defined]  # as the group was registered, by torch itself
@@ -294,6 +330,14 @@ def _forget(made: _Made) -> None:
         table.pop(made.group, None)
     for tag, tagged in list(world.tags_to_pg.items()):
         world.tags_to_pg[tag] = [group for group in tagged if group is not made.group]
+    return left
+
+
+def _gloo(group: ProcessGroup) -> list[Any]:
+    from torch.distributed import ProcessGroupGloo
+
+    backends = [group._get_backend(device) for device in group._device_types]
+    return [backend for backend in backends if isinstance(backend, ProcessGroupGloo)]
 
 
 def _hash_store() -> Any:
@@ -302,21 +346,35 @@ def _hash_store() -> Any:
     return dist.HashStore()  # type: ignore[attr-defined]  # torch has it here without saying so
 
 
-def _connected_sockets() -> set[int]:
-    """Descriptors of this process's connected TCP sockets that aren't colocate's own."""
-    found = set()
+def _connected_sockets() -> dict[str, int]:
+    """Descriptors of this process's connected TCP sockets that aren't colocate's own, by what the system calls them.
+
+    A descriptor's number tells no socket from another: gloo closes those of an old group when it likes.
+    """
+    found = {}
     own = wire.own_descriptors()
     for entry in os.listdir("/proc/self/fd"):
         try:
-            if not os.readlink(f"/proc/self/fd/{entry}").startswith("socket:"):
+            name = os.readlink(f"/proc/self/fd/{entry}")
+            if int(entry) in own or not name.startswith("socket:"):
                 continue
-            with socket.socket(fileno=os.dup(int(entry))) as probe:
+            with _duplicate(int(entry)) as probe:
                 if probe.family in (socket.AF_INET, socket.AF_INET6) and probe.type == socket.SOCK_STREAM:
                     probe.getpeername()
-                    found.add(int(entry))
+                    found[name] = int(entry)
         except OSError:  # closed meanwhile, or not connected
             continue
-    return found - own
+    return found
+
+
+def _since(before: set[str]) -> list[socket.socket]:
+    """Duplicates of the connected sockets that weren't there before."""
+    found = []
+    for name, fd in _connected_sockets().items():
+        if name not in before:
+            with contextlib.suppress(OSError):  # closed meanwhile
+                found.append(_duplicate(fd))
+    return found
 
 
 def _duplicate(fd: int) -> socket.socket:

@@ -8,7 +8,7 @@ import pytest
 
 import colocate
 from colocate import Call, ColocatedGroup, Runtime
-from colocate.errors import CapabilityError, ColocateError, RoleError, WorkerDied
+from colocate.errors import CallTimeout, CapabilityError, ColocateError, RoleError, WorkerDied
 from colocate.executor import OwnProcess
 from colocate.testing import leaks
 from colocate.testing.executors._base import ExecutorCase, Shared, Spawn, needs
@@ -106,6 +106,16 @@ class ProcessGroups(ExecutorCase):
         assert isinstance(error, RoleError)
         assert error.rank == 1
         assert pair.sum(1.0) == [2.0] * 2
+
+    @needs(OwnProcess)
+    @pytest.mark.parametrize("elements", [4, 1 << 22])
+    def test_cut_at_any_moment(self, ring: ColocatedGroup, elements: int) -> None:
+        """Given up while a group is made, or in the midst of a transfer: all ranks come back, whoever gloo forgets."""
+        mesh = ring.role("all", Collective)
+        for number in range(10):
+            with pytest.raises(CallTimeout):
+                mesh.sum_without_end.options(timeout=0.003 * 1.5**number)(elements)
+            assert mesh.sum(1.0) == [4.0] * 4
 
     @needs(OwnProcess)
     def test_hold_spares_the_others(self, ring: ColocatedGroup) -> None:

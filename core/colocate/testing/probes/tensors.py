@@ -233,6 +233,16 @@ class Collective(Role):
         return self._sum(value, self.ctx.process_group(axis))
 
     @method
+    def sum_without_end(self, elements: int) -> None:
+        """Sums over the ranks until somebody has enough of it."""
+        import torch
+        import torch.distributed as dist
+
+        group, values = self.ctx.process_group(), torch.ones(elements)
+        while True:
+            dist.all_reduce(values, group=group)
+
+    @method
     def facts(self, axis: str | None = None) -> tuple[int, int]:
         """Rank and size in the group, as torch tells them."""
         group = self.ctx.process_group(axis)

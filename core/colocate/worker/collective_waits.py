@@ -1,0 +1,81 @@
+"""Waits for a collective that end when nothing else ends them.
+
+A gloo group of which a connection is gone frees who waits in it, but not everybody: who waits for a transfer that was
+under way just then (a payload of which a part had come, a send that met the closed connection) is forgotten, and waits
+for the group's timeout of 30 minutes (gloo/transport/tcp/pair.cc, `Pair::signalException`: neither `rx_.ubuf` nor the
+`ubuf` of `tx_` is told; seen with torch 2.13). So workers wait in short slices, and look up in between.
+
+The operation itself stays behind in the group's own thread, until that timeout, and with it the tensors that it was
+given: `bury` is for what mustn't be waited for.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from colocate.worker.consequence import Consequence
+
+_SLICE = datetime.timedelta(milliseconds=20)
+_PATIENCE_S = 0.1
+_hopeless: Callable[[], str | None] | None = None  # of this process's worker
+
+
+def guard(hopeless: Callable[[], str | None]) -> None:
+    """From now on `Work.wait()` raises a Consequence once a wait is hopeless and gloo has not ended it by itself.
+
+    Only for a process whose collectives run on gloo: those of NCCL don't wait on the host, and mustn't begin to.
+
+    Args:
+        hopeless: Why nobody will come any more for what the calling thread waits for; None while they may.
+    """
+    global _hopeless  # the worker's; its process has one
+    from torch.distributed import Work
+
+    if _hopeless is None:
+        Work.wait = _guarded(Work.wait)  # type: ignore[method-assign]  # in this worker's own process
+    _hopeless = hopeless
+
+
+def _guarded(original: Callable[..., bool]) -> Callable[..., bool]:
+    def wait(work: Any, timeout: datetime.timedelta | None = None) -> bool:
+        if not _is_collective(work):
+            return original(work) if timeout is None else original(work, timeout)
+        deadline = math.inf if timeout is None else time.monotonic() + timeout.total_seconds()
+        since = math.inf
+        while (now := time.monotonic()) + _SLICE.total_seconds() < deadline:
+            try:
+                return original(work, _SLICE)
+            except RuntimeError:
+                if work.is_completed():
+                    return original(work)  # raises what has gone wrong, unless it was done just then
+            reason = _hopeless() if _hopeless is not None else None
+            if reason is None:
+                since = math.inf
+            elif now > (since := min(since, now)) + _PATIENCE_S:
+                raise Consequence(reason)
+        return original(work, max(_SLICE, datetime.timedelta(seconds=deadline - now)))
+
+    return wait
+
+
+def _is_collective(work: Any) -> bool:
+    """Not a send or a receive: those take a timeout for the end of their group."""
+    try:
+        work.get_future()
+    except RuntimeError:
+        return False
+    return True
+
+
+def bury(groups: list[Any]) -> None:
+    """Let go of process groups, or their backends, without waiting for what still runs in them.
+
+    The last reference to a gloo group goes when its threads have ended, which may be in 30 minutes.
+    """
+    if groups:
+        threading.Thread(target=groups.clear, name="colocate-bury", daemon=True).start()

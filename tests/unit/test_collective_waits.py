@@ -1,0 +1,159 @@
+"""Waits for a collective that end when nothing else ends them."""
+
+from __future__ import annotations
+
+import datetime
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from colocate.worker import collective_waits
+from colocate.worker.consequence import Consequence
+
+SLICE = collective_waits._SLICE
+
+
+class Work:
+    """What torch gives for a collective that somebody else ends."""
+
+    def __init__(self, collective: bool = True) -> None:
+        self.collective = collective
+        self.ended = threading.Event()
+        self.error: Exception | None = None
+        self.waits: list[datetime.timedelta | None] = []
+
+    def get_future(self) -> None:
+        if not self.collective:
+            raise RuntimeError("not implemented")
+
+    def is_completed(self) -> bool:
+        return self.ended.is_set()
+
+    def end(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.ended.set()
+
+
+def as_torch_waits(work: Work, timeout: datetime.timedelta | None = None) -> bool:
+    work.waits.append(timeout)
+    if not work.ended.wait(None if timeout is None else timeout.total_seconds()):
+        raise RuntimeError("Operation timed out!")
+    if work.error is not None:
+        raise work.error
+    return True
+
+
+class Looks:
+    """Says when a wait is hopeless, and ends the work at a look if it is told to."""
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+        self.count = 0
+        self.at: dict[int, Callable[[], None]] = {}
+
+    def __call__(self) -> str | None:
+        self.count += 1
+        self.at.get(self.count, lambda: None)()
+        return self.reason
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> Looks:
+    looks = Looks()
+    monkeypatch.setattr(collective_waits, "_hopeless", looks)
+    return looks
+
+
+@pytest.fixture
+def wait() -> Callable[..., bool]:
+    return collective_waits._guarded(as_torch_waits)
+
+
+def test_done(looks: Looks, wait: Any) -> None:
+    work = Work()
+    work.end()
+    assert wait(work)
+    assert looks.count == 0
+
+
+def test_a_wait_goes_on_while_there_is_hope(looks: Looks, wait: Any) -> None:
+    """Over many slices, until it is done."""
+    work = Work()
+    looks.at[5] = work.end
+    assert wait(work)
+    assert looks.count == 5
+
+
+def test_its_own_error(looks: Looks, wait: Any) -> None:
+    """What torch says is what the caller sees, also when it comes between two slices."""
+    work = Work()
+    looks.at[2] = lambda: work.end(ConnectionError("closed by peer"))
+    with pytest.raises(ConnectionError, match="closed by peer"):
+        wait(work)
+
+
+def test_hopeless(looks: Looks, wait: Any) -> None:
+    """It ends with the reason, which is a consequence of something else."""
+    looks.reason = "a call failed on another rank"
+    with pytest.raises(Consequence, match="on another rank"):
+        wait(Work())
+
+
+def test_torch_is_given_a_moment(looks: Looks, wait: Any) -> None:
+    """Its own error is better than ours: it may come just after the connection has gone."""
+    work = Work()
+    looks.reason = "a call failed on another rank"
+    looks.at[2] = lambda: work.end(ConnectionError("closed by peer"))
+    with pytest.raises(ConnectionError):
+        wait(work)
+
+
+def test_hope_comes_back(looks: Looks, wait: Any) -> None:
+    """A moment without hope isn't added to another one much later."""
+    work, enough = Work(), 2 + round(collective_waits._PATIENCE_S / SLICE.total_seconds())
+
+    def toggle() -> None:
+        looks.reason = None if looks.count % 2 else "for a moment"
+
+    looks.at = dict.fromkeys(range(1, 3 * enough), toggle)
+    looks.at[3 * enough] = work.end
+    assert wait(work)
+
+
+def test_the_callers_timeout(looks: Looks, wait: Any) -> None:
+    """A timeout that the caller gives is kept."""
+    begun = time.monotonic()
+    with pytest.raises(RuntimeError, match="timed out"):
+        wait(Work(), 5 * SLICE)
+    assert time.monotonic() - begun >= 5 * SLICE.total_seconds() - 0.001
+    assert looks.count >= 3
+
+
+def test_a_receive_waits_as_ever(looks: Looks, wait: Any) -> None:
+    """A slice would be the end of its group."""
+    looks.reason = "a call failed on another rank"
+    work = Work(collective=False)
+    work.end()
+    assert wait(work)
+    assert wait(work, SLICE)
+    assert work.waits == [None, SLICE]
+
+
+def test_the_last_reference_goes_elsewhere() -> None:
+    """Whoever lets go doesn't wait for what waits in a destructor."""
+    began, may_end, ended = threading.Event(), threading.Event(), threading.Event()
+
+    class Slow:
+        def __del__(self) -> None:
+            began.set()
+            may_end.wait()
+            ended.set()
+
+    collective_waits.bury([Slow()])
+    assert began.wait(10)
+    assert not ended.is_set()
+    may_end.set()
+    assert ended.wait(10)
