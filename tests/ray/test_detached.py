@@ -55,6 +55,15 @@ def custodians(cluster: Any) -> list[psutil.Process]:
     return found
 
 
+def detached(runtime: Runtime, cluster: Any, name: str) -> tuple[list[int], psutil.Process]:
+    """Its workers and its custodian."""
+    pool, view = new(runtime)
+    pids: list[int] = view.pid()
+    pool.detach(name, ttl=300)
+    (custodian,) = custodians(cluster)
+    return pids, custodian
+
+
 def test_all_of_the_driver_is_killed(runtime: Runtime, cluster: Any) -> None:
     """SIGKILL of the driver and its envoy together, before detach: its custodian gives everything back."""
     assert custodians(cluster) == []
@@ -105,10 +114,7 @@ def test_driver_is_killed_before_it_knows_its_custodian(cluster: Any) -> None:
 
 def test_custodian_is_killed(runtime: Runtime, cluster: Any, name: str) -> None:
     """Without its custodian a pool is over: nothing of it is left, and its name is free."""
-    pool, view = new(runtime)
-    pids = view.pid()
-    pool.detach(name, ttl=300)
-    (custodian,) = custodians(cluster)
+    pids, custodian = detached(runtime, cluster, name)
     workers = Processes(pids)
     custodian.kill()
     workers.wait()
@@ -121,9 +127,7 @@ def test_custodian_is_killed(runtime: Runtime, cluster: Any, name: str) -> None:
 @pytest.mark.long
 def test_custodian_is_stopped(runtime: Runtime, cluster: Any, name: str) -> None:
     """A pool whose custodian doesn't answer can be closed by force."""
-    pool, _ = new(runtime)
-    pool.detach(name, ttl=300)
-    (custodian,) = custodians(cluster)
+    _, custodian = detached(runtime, cluster, name)
     custodian.suspend()
     with pytest.raises(EngineError, match=f"colocate close {name} --force"):
         close_detached(runtime, name, force=False)
@@ -134,9 +138,7 @@ def test_custodian_is_stopped(runtime: Runtime, cluster: Any, name: str) -> None
 @pytest.mark.long
 def test_name_of_one_that_is_gone(runtime: Runtime, cluster: Any, name: str) -> None:
     """A name that a dead custodian has left in the table is nobody's."""
-    pool, _ = new(runtime)
-    pool.detach(name, ttl=300)
-    (custodian,) = custodians(cluster)
+    _, custodian = detached(runtime, cluster, name)
     custodian.kill()
     wait_until(lambda: not runtime.detached(), "it isn't listed any more")
     again, view = new(runtime)

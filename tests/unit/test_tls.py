@@ -17,6 +17,7 @@ from colocate.testing.waiting import becomes_true
 from colocate.wire import Hub, Tls, connect, listen, listen_widely, new_key
 from colocate.wire.codec import pack, unpack
 from colocate.wire.framing import encode
+from colocate.wire.tls import _HANDSHAKES
 
 KEY = new_key()
 WAIT_S = 20
@@ -108,6 +109,27 @@ def test_nothing_is_readable_on_the_way(cluster: Tls) -> None:
 def test_a_stranger_is_not_let_in(server: Server, stranger: Tls) -> None:
     with pytest.raises(ConnectionRefusedError, match="isn't trusted"):
         connect(server.address, KEY, tls=stranger)
+
+
+def test_strangers_who_say_nothing(server: Server, cluster: Tls) -> None:
+    """There is room for so many handshakes; whoever comes then is sent away at once, until somebody has left."""
+    port = int(server.address.rpartition(":")[2])
+    with contextlib.ExitStack() as strangers:
+        for _ in range(_HANDSHAKES):
+            strangers.enter_context(socket.create_connection(("127.0.0.1", port)))
+        with socket.create_connection(("127.0.0.1", port), timeout=WAIT_S) as late:
+            assert late.recv(1) == b""
+        with pytest.raises(ConnectionError):
+            connect(server.address, KEY, tls=cluster)
+
+    def let_in() -> bool:
+        try:
+            connect(server.address, KEY, tls=cluster).close()
+        except OSError:
+            return False
+        return True
+
+    assert becomes_true(let_in)
 
 
 def test_one_who_trusts_all_but_proves_nothing(server: Server) -> None:
