@@ -73,7 +73,8 @@ class ProcessGroups:
         self._made: dict[tuple[Any, ...], _Made] = {}
         self._lock = threading.Lock()
         self._alone: dict[tuple[Any, ...], _Made] = {}  # of one rank: no failure elsewhere touches them
-        self._making: Future[_Made] | None = None
+        self._making: Future[None] | None = None
+        self._peers_left = False
         self._epoch = 0
         self.generation = 0
         self.default_role: str | None = None
@@ -120,7 +121,7 @@ class ProcessGroups:
             if listener is not None:
                 listener.close()
             raise
-        making: Future[_Made] = Future()
+        making: Future[None] = Future()
         with self._lock:
             self._making = making
 
@@ -130,15 +131,16 @@ class ProcessGroups:
             except Exception as error:
                 with self._lock:
                     if not making.done():
+                        self._peers_left = True  # all of them were there: one has failed since, or died
                         making.set_exception(error)
                 return
             with self._lock:
-                wanted = not making.done()
-                if wanted:
+                if not making.done():
                     self._made[key] = made
-                    making.set_result(made)
-            if not wanted:
-                _forget(made)
+                    del made  # when the lane goes on, nobody but it has the group
+                    making.set_result(None)
+                    return
+            _forget(made)
 
         if plan.backend == "gloo":
             guard(self._hopeless)
@@ -147,7 +149,8 @@ class ProcessGroups:
         reason = self._interruption()
         if reason is not None:
             self.interrupt(reason)
-        return making.result()
+        making.result()
+        return self._made[key]
 
     def _hopeless(self) -> str | None:
         reason = self._interruption()
@@ -164,8 +167,9 @@ class ProcessGroups:
         poll = select.poll()
         for made in list(self._made.values()):
             for connection in made.sockets:
-                poll.register(connection, select.POLLRDHUP | select.POLLHUP | select.POLLERR)
-        return bool(poll.poll(0))
+                if (fd := connection.fileno()) >= 0:
+                    poll.register(fd, select.POLLRDHUP | select.POLLHUP | select.POLLERR)
+        return self._peers_left or bool(poll.poll(0))
 
     def cut(self) -> None:
         """Free the peers that wait in a collective with this rank."""
@@ -180,7 +184,7 @@ class ProcessGroups:
 
     def renew(self, hold: int) -> list[str]:
         """Drop all groups, so that the next ones are new; the names of roles that still hold an old one."""
-        self._epoch = hold
+        self._epoch, self._peers_left = hold, False
         if not self._made:
             return []
         self.cut()
