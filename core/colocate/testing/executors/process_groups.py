@@ -170,6 +170,16 @@ class ProcessGroups(ExecutorCase):
         assert error.role == "sinner"
         assert error.__cause__ is root
 
+    @needs(OwnProcess)
+    def test_death_while_a_group_is_made(self, spawn: Spawn) -> None:
+        """That torch can't make it without the rank that has died isn't the story either."""
+        pytest.importorskip("torch")
+        group = spawn({"ring": colocate.role(Collective)})
+        call = group.role("ring", Collective).die_while_it_is_made.submit([True, False])  # type: ignore[arg-type]
+        error = call.exception(PATIENCE_S)
+        assert isinstance(error, WorkerDied)
+        assert (error.rank, error.signal) == (0, "SIGKILL")
+
     def test_one_rank(self, ring: ColocatedGroup) -> None:
         """A role of one rank has a group of one on every executor."""
         solo = ring.role("solo", Collective)
