@@ -87,11 +87,31 @@ class Injector:
         elif not pid:
             return False
         else:
-            act = lambda: os.kill(pid, _SIGNALS[fault.kind])  # noqa: E731
+            act = lambda: _signal(pid, _SIGNALS[fault.kind])  # noqa: E731
         try:
             act()
-        except (sockets.NoSuchSocket, ProcessLookupError):
+        except (sockets.NoSuchSocket, ProcessLookupError, FileNotFoundError):  # it has ended by itself
             return False
         kind = fault.target or fault.kind
         self.applied = Applied(kind, fault.group, fault.rank, pid, began, time.monotonic(), fault.moment)
         return True
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    os.kill(pid, number)
+    if number == signal.SIGSTOP:
+        # One thread begins the stop, when it gets to run: until then the others may still answer a call.
+        while not all(state in "TZX" for state in _states(pid)):  # or it has ended
+            time.sleep(_STEP_S)
+
+
+def _states(pid: int) -> list[str]:
+    """Of a process's threads, by the kernel's letters."""
+    found = []
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        try:
+            with open(f"/proc/{pid}/task/{thread}/stat") as file:
+                found.append(file.read().rpartition(")")[2].split()[0])
+        except (FileNotFoundError, ProcessLookupError):  # that thread has just ended
+            continue
+    return found

@@ -20,6 +20,7 @@ Seen: TypeAlias = tuple[str, int, tuple[int, ...], Any]
 """What a rank answers: its nonce, its rank, the calls that its worker has begun so far, and the call's own value."""
 
 FOR_EVER_S = 3600
+_HOLDS = "holds the gil"
 _STEP_S = 0.005
 
 
@@ -121,12 +122,21 @@ class Machine(Role):
         return self._seen(int(put.item()))
 
     @method
-    def hold(self, ident: int, sign: str) -> None:
-        """Keep the interpreter's lock, in C, for ever; a file says that it is so."""
+    def hold(self, ident: int) -> None:
+        """Keep the interpreter's lock, in C, for ever; the name of the process says that it is so."""
         self._note(ident)
-        with open(sign, "x"):
-            pass
+        with open("/proc/self/comm", "w") as file:
+            file.write(_HOLDS)
         keep_the_gil()
+
+
+def holds_the_gil(pid: int) -> bool:
+    """Whether a worker has begun to hold it; the sign goes with the process, whatever becomes of its driver."""
+    try:
+        with open(f"/proc/{pid}/comm") as file:
+            return file.read().rstrip("\n") == _HOLDS
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def keep_the_gil() -> None:

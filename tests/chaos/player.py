@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -12,7 +10,7 @@ from collections.abc import Iterator
 import attrs
 from tests.chaos import model
 from tests.chaos.faults import Injector
-from tests.chaos.machine import Machine
+from tests.chaos.machine import Machine, holds_the_gil
 from tests.chaos.programs import PEERS, Episode, Step
 from tests.chaos.records import Applied, Played, Sent, leaves
 from tests.chaos.steps import HANG_S, LONG_S, SHORT_S, STACKS_S, Say, Steps
@@ -164,12 +162,10 @@ class Player:
         timeout = None if self._fault.moment == "close" else SHORT_S
         self._settle_all()  # so that the lane takes it up at once
         sent = self._steps.new("hold", (rank,), timeout, times_out=timeout is not None)
-        sign = os.path.join(tempfile.gettempdir(), f"holds-{os.getpid()}-{began}")
         self._steps.submit(
-            played, sent, lambda view, ident: view.hold.options(timeout=timeout, ranks=[rank]).submit(ident, sign)
+            played, sent, lambda view, ident: view.hold.options(timeout=timeout, ranks=[rank]).submit(ident)
         )
-        if becomes_true(lambda: os.path.exists(sign), LONG_S):
-            os.remove(sign)
+        if becomes_true(lambda: holds_the_gil(played.pids[rank]), LONG_S):
             self._injector.note("gil", played.pids[rank], began)
 
     def _moment(self) -> None:
