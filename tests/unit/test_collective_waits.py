@@ -91,8 +91,9 @@ def test_its_own_error(looks: Looks, wait: Any) -> None:
     """What torch says is what the caller sees, also when it comes between two slices."""
     work = Work()
     looks.at[2] = lambda: work.end(ConnectionError("closed by peer"))
-    with pytest.raises(ConnectionError, match="closed by peer"):
+    with pytest.raises(ConnectionError, match="closed by peer") as caught:
         wait(work)
+    assert caught.value.__context__ is None
 
 
 def test_hopeless(looks: Looks, wait: Any) -> None:
@@ -132,6 +133,13 @@ def test_the_callers_timeout(looks: Looks, wait: Any) -> None:
     assert looks.count >= 3
 
 
+def test_no_time_is_for_ever(looks: Looks, wait: Any) -> None:
+    """As torch has it."""
+    work = Work()
+    looks.at[3] = work.end
+    assert wait(work, datetime.timedelta(0))
+
+
 def test_a_receive_waits_as_ever(looks: Looks, wait: Any) -> None:
     """A slice would be the end of its group."""
     looks.reason = "a call failed on another rank"
@@ -152,7 +160,7 @@ def test_the_last_reference_goes_elsewhere() -> None:
             may_end.wait()
             ended.set()
 
-    collective_waits.bury([Slow()])
+    collective_waits.bury([Slow(), object()])
     assert began.wait(10)
     assert not ended.is_set()
     may_end.set()

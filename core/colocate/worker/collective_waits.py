@@ -3,7 +3,8 @@
 A gloo group of which a connection is gone frees who waits in it, but not everybody: who waits for a transfer that was
 under way just then (a payload of which a part had come, a send that met the closed connection) is forgotten, and waits
 for the group's timeout of 30 minutes (gloo/transport/tcp/pair.cc, `Pair::signalException`: neither `rx_.ubuf` nor the
-`ubuf` of `tx_` is told; seen with torch 2.13). So workers wait in short slices, and look up in between.
+`ubuf` of `tx_` is told; seen with torch 2.13). So workers wait for collectives in short slices, and look up in between.
+A send or a receive between two ranks can't be waited for in slices: for gloo the end of one is the end of its group.
 
 The operation itself stays behind in the group's own thread, until that timeout, and with it the tensors that it was
 given: `bury` is for what mustn't be waited for.
@@ -45,14 +46,16 @@ def _guarded(original: Callable[..., bool]) -> Callable[..., bool]:
     def wait(work: Any, timeout: datetime.timedelta | None = None) -> bool:
         if not _is_collective(work):
             return original(work) if timeout is None else original(work, timeout)
-        deadline = math.inf if timeout is None else time.monotonic() + timeout.total_seconds()
+        # To torch, no time at all means for ever.
+        deadline = time.monotonic() + timeout.total_seconds() if timeout else math.inf
         since = math.inf
         while (now := time.monotonic()) + _SLICE.total_seconds() < deadline:
             try:
                 return original(work, _SLICE)
             except RuntimeError:
-                if work.is_completed():
-                    return original(work)  # raises what has gone wrong, unless it was done just then
+                completed = work.is_completed()
+            if completed:
+                return original(work)  # raises what has gone wrong, unless it was done just after the slice
             reason = _hopeless() if _hopeless is not None else None
             if reason is None:
                 since = math.inf
@@ -72,10 +75,22 @@ def _is_collective(work: Any) -> bool:
     return True
 
 
-def bury(groups: list[Any]) -> None:
-    """Let go of process groups, or their backends, without waiting for what still runs in them.
+def bury(backends: list[Any], within_s: float = 0.0) -> None:
+    """Let go of groups' backends, without waiting for what still runs in them.
 
-    The last reference to a gloo group goes when its threads have ended, which may be in 30 minutes.
+    The last reference to one goes when its threads have ended, which may be in 30 minutes: so it goes on a thread of
+    its own. (The group itself goes where it was: nobody may hold that.)
+
+    Args:
+        backends: What to let go of; the list is empty afterwards.
+        within_s: Wait so long for those in which nothing runs.
     """
-    if groups:
-        threading.Thread(target=groups.clear, name="colocate-bury", daemon=True).start()
+    threads = []
+    while backends:
+        grave = [backends.pop()]
+        threads.append(threading.Thread(target=grave.clear, name="colocate-bury", daemon=True))
+        del grave
+        threads[-1].start()
+    deadline = time.monotonic() + within_s
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))

@@ -72,7 +72,7 @@ class WorkerHost:
         self._interrupted: tuple[int, str] | None = None
         self._tokens = itertools.count(1)
         self.base = 0  # calls up to this are of a driver that has let go
-        self.groups = ProcessGroups(self.ask, self.interruption, in_process, boot.host)
+        self.groups = ProcessGroups(self, in_process, boot.host)
         self._make_peers = peers
         self.peers = peers(self)
         self._transfer = Transfer(f"colocate-transfer-{boot.worker}")
@@ -205,7 +205,7 @@ class WorkerHost:
                 asked[1].set_exception(Consequence(LET_GO))
         self.lane.renew(base)
         self.peers.abort(LET_GO)
-        self.groups.interrupt(LET_GO)
+        self.groups.interrupt(-1, LET_GO)
         self.groups.cut()
 
     def adopt(self, boot: Boot) -> None:
@@ -233,18 +233,23 @@ class WorkerHost:
         for token, (asker, waiting) in list(self._asks.items()):
             if asker >= seq and self._asks.pop(token, None) is not None:
                 waiting.set_exception(Consequence(reason))
+        self.groups.interrupt(seq, reason)
         if any(running >= seq for running in list(self.lane.running)):
             self.peers.abort(reason)
-            self.groups.interrupt(reason)
 
     def interruption(self) -> str | None:
         """Why the call that asks mustn't wait for another worker; None when it may."""
-        state = running_call.get()
-        if state is not None and 0 < state.seq <= self.base:
+        seq = self.asking()
+        if seq is not None and 0 < seq <= self.base:
             return LET_GO
-        if self._interrupted is not None and (state is None or state.seq >= self._interrupted[0]):
+        if self._interrupted is not None and (seq is None or seq >= self._interrupted[0]):
             return self._interrupted[1]
         return None
+
+    def asking(self) -> int | None:
+        """The number of the call that asks; a thread that a role has started asks for the one that runs."""
+        state = running_call.get()
+        return state.seq if state is not None else max(list(self.lane.running), default=None)
 
     # -- what the lane and roles ask the driver
 
@@ -252,8 +257,7 @@ class WorkerHost:
         """Ask the driver something and wait; ColocateError says its refusal, or what broke the wait."""
         token = next(self._tokens)
         waiting: Future[Any] = Future()
-        state = running_call.get()
-        self._asks[token] = 0 if state is None else state.seq, waiting
+        self._asks[token] = self.asking() or 0, waiting
         reason = self.interruption()
         if reason is not None:
             self._asks.pop(token, None)

@@ -16,7 +16,7 @@ from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
 from colocate.testing.probes.rows import Axes
 from colocate.testing.probes.tensors import Collective
-from colocate.testing.waiting import PATIENCE_S
+from colocate.testing.waiting import PATIENCE_S, becomes_true
 
 
 class ProcessGroups(ExecutorCase):
@@ -151,6 +151,25 @@ class ProcessGroups(ExecutorCase):
         error = later.exception(PATIENCE_S)
         assert error is None or error.__cause__ is root
         assert last.result(PATIENCE_S) == [4.0] * 2
+
+    @needs(OwnProcess)
+    def test_hold_beside_a_later_collective(self, ring: ColocatedGroup) -> None:
+        """Ranks that have begun a later call together end it, though the failure has cut another group of theirs."""
+        pair, sender = ring.role("pair", Collective), ring.role("all", Collective)
+        sender.sum(1.0)
+        pair.sum(1.0)
+        with Gate() as trigger, Gate() as first, Gate() as second:
+            failing = sender.pass_gate_and_fail.options(ranks=[0]).submit(trigger.address, fail=True)
+            later = pair.sum_at.submit([first.address, second.address], 1.0, -1)  # type: ignore[arg-type]
+            first.wait_for()
+            first.open()
+            second.wait_for()
+            trigger.wait_for()
+            trigger.open()
+            assert isinstance(failing.exception(PATIENCE_S), RoleError)
+            assert not becomes_true(later.done, 0.5)
+            second.open()
+        assert later.result(PATIENCE_S) == [2.0] * 2
 
     @needs(OwnProcess)
     def test_kept_group(self, spawn: Spawn) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from colocate import Concat, First, Gather, OnRank, PerRank, Reduce, Role, Scatter, method
 from colocate.testing.gate import Address, pass_gate
-from colocate.worker import process_groups
+from colocate.worker import torch_groups
 
 if TYPE_CHECKING:
     import torch
@@ -303,7 +303,7 @@ class Collective(Role):
     def die_while_it_is_made(self, dies: bool) -> None:
         """A rank dies when all are there to make the group."""
         if dies:
-            process_groups._new_group = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+            torch_groups.new_group = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
         self.ctx.process_group()
 
     @method
