@@ -170,7 +170,7 @@ class CallOrder:
             poison = call.poison()
             error = poison or failure_error(self.link, call, slot, told, body)
             hold.withdrawn.add(seq)
-            self._lower(hold, seq, slot)
+            self._lower(hold, seq)
             if told[4] and hold.root is None and poison is None:
                 # A lost connection or resident is a consequence: its cause is on its way, as a failure or as a death.
                 hold.patient = hold.patient or told[0] == POISONED
@@ -255,14 +255,15 @@ class CallOrder:
         hold.withdrawn.add(failed)
         self._hold = hold
         hold.timer = self._dispatcher.after(self.link.grace, lambda: self._overdue(hold))
-        self.link.send([slot for slot in live if slot != known], ("hold", hold.number, failed, cut))
+        # To the rank that failed too, which has stopped by itself: another async call may wait there for its peers.
+        self.link.send(live, ("hold", hold.number, failed, cut))
         return hold
 
-    def _lower(self, hold: _Hold, seq: int, known: int | None) -> None:
+    def _lower(self, hold: _Hold, seq: int) -> None:
         """If this is an earlier call than the one that began the hold: nobody waits for anything from this one on."""
         if seq < hold.failed:
             hold.failed = seq
-            self.link.send([slot for slot in self.link.live() if slot != known], ("hold", hold.number, seq, False))
+            self.link.send(self.link.live(), ("hold", hold.number, seq, False))
 
     def _tell_root(self, hold: _Hold, call: PendingCall, error: ColocateError) -> None:
         if hold.root is None or call.seq <= hold.failed:
@@ -346,7 +347,7 @@ class CallOrder:
             if hold is None:
                 hold = self._begin_hold(call.seq, known=None, cut=True)
             else:
-                self._lower(hold, call.seq, None)
+                self._lower(hold, call.seq)
                 live = self.link.live()
                 self.link.send(live, ("cancel", call.seq))
                 self.link.send(live, ("hold", hold.number, hold.failed, True))

@@ -172,6 +172,25 @@ class ProcessGroups(ExecutorCase):
         assert later.result(PATIENCE_S) == [2.0] * 2
 
     @needs(OwnProcess)
+    def test_hold_where_it_failed(self, ring: ColocatedGroup) -> None:
+        """The rank that fails is held too: an async call that waits there for its peers is freed."""
+        pair = ring.role("pair", Collective)
+        with pytest.raises(RoleError):
+            pair.sum_unless(1.0, 0)  # what there was is gone
+        with Gate() as fails, Gate() as late:
+            failing = pair.fail_soon.submit([fails.address, None])  # type: ignore[arg-type]
+            beside = pair.sum_soon.submit([late.address, None])  # type: ignore[arg-type]
+            fails.wait_for()
+            late.wait_for()
+            fails.open()
+            root = failing.exception(PATIENCE_S)
+            late.open()
+        error = beside.exception(PATIENCE_S)
+        assert isinstance(error, ColocateError)
+        assert error.__cause__ is root
+        assert pair.sum(1.0) == [2.0] * 2
+
+    @needs(OwnProcess)
     def test_kept_group(self, spawn: Spawn) -> None:
         """A role that keeps the old group after a failure fails the whole group, and is named."""
         pytest.importorskip("torch")

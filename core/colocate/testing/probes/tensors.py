@@ -7,7 +7,7 @@ import signal
 from typing import TYPE_CHECKING, Any
 
 from colocate import Concat, First, Gather, OnRank, PerRank, Reduce, Role, Scatter, method
-from colocate.testing.gate import Address, pass_gate
+from colocate.testing.gate import Address, pass_gate, pass_gate_async
 from colocate.worker import torch_groups
 
 if TYPE_CHECKING:
@@ -298,6 +298,20 @@ class Collective(Role):
             pass_gate(gate)
             os.kill(os.getpid(), signal.SIGKILL)
         return self._sum(value, group)
+
+    @method(dispatch=PerRank("gate"), concurrency=2)
+    async def fail_soon(self, gate: Address | None) -> None:
+        """A rank with a gate raises there, while other calls run beside this one."""
+        if gate is not None:
+            await pass_gate_async(gate)
+            raise ValueError(f"rank {self.ctx.rank} has failed")
+
+    @method(dispatch=PerRank("gate"), concurrency=2)
+    async def sum_soon(self, gate: Address | None) -> float:
+        """A rank with a gate asks for the group only then."""
+        if gate is not None:
+            await pass_gate_async(gate)
+        return self._sum(1.0, self.ctx.process_group())
 
     @method(dispatch=PerRank("dies"))
     def die_while_it_is_made(self, dies: bool) -> None:
