@@ -48,6 +48,7 @@ def pass_gate(address: Address) -> None:
     """Wait at a gate until it is open."""
     with contextlib.suppress(OSError), socket.create_connection(address) as connection:
         if not _to_itself(connection):
+            _ask_now_and_then(connection)
             connection.recv(1)
 
 
@@ -57,6 +58,7 @@ async def pass_gate_async(address: Address) -> None:
         reader, writer = await asyncio.open_connection(*address)
         try:
             if not _to_itself(writer.get_extra_info("socket")):
+                _ask_now_and_then(writer.get_extra_info("socket"))
                 await reader.read(1)
         finally:
             writer.close()
@@ -75,3 +77,11 @@ def _to_itself(connection: socket.socket) -> bool:
     # TCP may connect a socket to itself when nobody listens on a port of the range it takes its own from.
     to_itself: bool = connection.getsockname() == connection.getpeername()
     return to_itself
+
+
+def _ask_now_and_then(connection: socket.socket) -> None:
+    # Who connects in the very moment in which the gate is opened may be forgotten by the kernel instead of reset, and
+    # would wait for ever: seen once, in a run of all tests on a busy machine.
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
