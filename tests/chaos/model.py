@@ -92,9 +92,23 @@ def allowed(sent: Sent, error: BaseException, group: Played, mine: Applied | Non
         return True
     if _follows(sent, error, group):
         return True
-    # A value that lay in another group, which the fault has hit.
-    lent = sent.uses is not None and anywhere is not None and sent.uses not in group.sent
-    return lent and anywhere is not None and isinstance(error, ColocateError)
+    if anywhere is None:
+        return False
+    return (_is_lent(sent, group) and isinstance(error, ColocateError)) or _is_behind(sent, error, group)
+
+
+def _is_lent(sent: Sent, group: Played) -> bool:
+    """Whether it uses a value that lies in another group, which the fault may have hit."""
+    return sent.uses is not None and sent.uses not in group.sent
+
+
+def _is_behind(sent: Sent, error: BaseException, group: Played) -> bool:
+    """Whether it was queued behind a call that has waited for such a value as long as it may."""
+    return isinstance(error, CallTimeout) and any(
+        isinstance(each.error, CallTimeout) and _is_lent(each, group) and set(each.ranks) & set(sent.ranks)
+        for each in group.sent
+        if each.ident < sent.ident
+    )
 
 
 def _follows(sent: Sent, error: BaseException, group: Played) -> bool:
