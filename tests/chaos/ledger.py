@@ -111,11 +111,12 @@ class Ledger:
             return self.tallies.setdefault(executor, {}).setdefault(kind, Tally())
 
     def problem(self, executor: str, kind: str, seed: int, what: str, words: str) -> None:
-        """Note what went wrong: `what` is hangs, left or wrong."""
+        """Note what went wrong: `what` is hangs, left or wrong. Where the code lies on this machine isn't kept."""
+        words = words.replace(f"{ROOT}/", "")[:4000]
         with self.lock:
             tally = self.tally(executor, kind)
             setattr(tally, what, getattr(tally, what) + 1)
-            entry = {"executor": executor, "kind": kind, "seed": seed, "what": what, "words": words[:4000]}
+            entry = {"executor": executor, "kind": kind, "seed": seed, "what": what, "words": words}
             self.problems.append(entry)
 
     def save(self) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import attrs
 import pytest
 from tests.chaos import model
-from tests.chaos.ledger import Ledger, ranges, spelled_out
+from tests.chaos.ledger import ROOT, Ledger, ranges, spelled_out
 from tests.chaos.machine import Deliberate
 from tests.chaos.programs import KINDS, kind_of, program
 from tests.chaos.records import Applied, Played, Sent
@@ -101,6 +101,19 @@ def test_later_call() -> None:
     assert wrong(sent(1, [1]), sent(2, what="take", error=second))
 
 
+def test_behind() -> None:
+    """A call may outlive its timeout behind one that waits for the value of a group that is stopped; no other may."""
+    elsewhere = attrs.evolve(STOPPED, group=1)
+    late = CallTimeout("late", stacks={0: ""})
+    waits = sent(1, what="take", error=late, uses=sent(0))
+    assert wrong(waits, sent(2, error=late), applied=elsewhere) == ""
+    assert wrong(waits, sent(2, error=late))
+    assert wrong(sent(1, [1]), sent(2, error=late), applied=elsewhere)
+    assert wrong(sent(1, error=late), sent(2, what="take", error=late, uses=sent(0)), applied=elsewhere)
+    assert wrong(waits, sent(2, error=late, ranks=(2,)), applied=elsewhere)
+    assert wrong(waits, sent(2, error=RoleError("it raised", rank=0)), applied=elsewhere)
+
+
 def test_close() -> None:
     """The close of a group with a rank that hangs says so; that of any other says nothing."""
     hung = ExceptionGroup("closed", [RoleError("worker 1 did not end within 0.2 s", rank=1)])
@@ -115,7 +128,8 @@ def test_ledger(tmp_path: Any) -> None:
     ledger = Ledger.open(path)
     ledger.tally("local", "kill").tried = 7
     ledger.tally("local", "kill").seeds += [0, 5, 10, 20]
-    ledger.problem("local", "kill", 5, "wrong", "words")
+    ledger.problem("local", "kill", 5, "wrong", f'File "{ROOT}/core/colocate/_call.py" is here')
+    assert ledger.problems[-1]["words"] == 'File "core/colocate/_call.py" is here'
     ledger.save()
     again = Ledger.open(path)
     assert (again.tally("local", "kill").tried, again.tally("local", "kill").seeds) == (7, [0, 5, 10, 20])

@@ -136,7 +136,7 @@ class WorkerHost:
         _, number, failed, cut = head
         self.send(("alive", number), None)
         self.lane.hold(number, failed)
-        self._interrupt(failed, f"a call of group {self.boot.group!r} failed on another rank")
+        self._interrupt(failed, f"a call of group {self.boot.group!r} has failed")
         if cut and any(running >= failed for running in list(self.lane.running)):  # an earlier call goes on
             self.groups.cut()
 
