@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
+import signal
+import subprocess
 import sys
 from typing import Any
 
+import psutil
 import pytest
 
 import colocate
 from colocate import Role, RoleStartError, Runtime, WorkerDied, method
-from colocate.testing.waiting import wait_until
+from colocate.testing.waiting import PATIENCE_S, wait_until
 
 
 class Talker(Role):
@@ -72,6 +76,37 @@ def test_interrupted_start(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) ->
             with pytest.raises(KeyboardInterrupt):
                 pool.spawn({"talker": colocate.role(Talker)})
         wait_until(lambda: not workers(runtime), "the worker is no longer listed")
+
+
+STOPPED_AT_ONCE = """
+import os, signal, socket
+from colocate.keeper.process import WorkerProcess
+from colocate.wire import Hub
+
+process = WorkerProcess(Hub("test"), None)
+lane = socket.socketpair()
+process.start(dict(os.environ), lane[1])
+os.kill(process.pid, signal.SIGSTOP)
+os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+print(process.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_stopped_as_it_starts() -> None:
+    """A worker that was stopped before it could say that it wants to die with its driver dies with it."""
+    # In a session of its own: whoever inherits the orphan mustn't be of the same, or somebody could continue it.
+    with subprocess.Popen(
+        [sys.executable, "-c", STOPPED_AT_ONCE], stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as driver:
+        assert driver.stdout is not None
+        worker = int(driver.stdout.readline())
+        try:
+            assert driver.wait(PATIENCE_S) == -signal.SIGKILL
+            wait_until(lambda: not psutil.pid_exists(worker), "the worker has ended")
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(worker, signal.SIGKILL)
 
 
 def test_last_words(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:

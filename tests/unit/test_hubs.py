@@ -13,7 +13,7 @@ import pytest
 from tests.unit.lanes import WAIT_S, End, raising, socket_pair
 
 from colocate.errors import ClosedError
-from colocate.wire import Hub, Packed
+from colocate.wire import Hub, Packed, connect, listen, new_key
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
@@ -51,6 +51,41 @@ def test_a_closed_hub_takes_nothing_any_more(hub: Hub) -> None:
     one, other = socket.socketpair()
     with one, other, pytest.raises(ClosedError, match="hub 'test' is closed"):
         End(hub, one)
+
+
+def test_what_cannot_be_closed_keeps_nobody_waiting(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A listener that can't be closed is reported, and the rest is closed."""
+    reported: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", reported.append)
+    listener = listen("unix")
+    hub.listen(listener, new_key(), raising)
+    with monkeypatch.context() as patch:
+        patch.setattr(listener, "close", raising)
+        one, other = (End(hub, sock) for sock in socket_pair("unix"))
+        assert hub.close(WAIT_S)
+    assert (one.end(), other.end()) == ("the hub was closed",) * 2
+    assert [each.exc_type for each in reported] == [KeyError]
+    listener.close()
+
+
+def test_who_comes_as_it_closes_is_sent_away(hub: Hub) -> None:
+    """A connection that is accepted while the hub is told to close is no fault of anybody."""
+    refused: queue.Queue[Exception] = queue.Queue()
+
+    def accept(sock: socket.socket) -> None:
+        hub.close()
+        try:
+            End(hub, sock)
+        except ClosedError as error:
+            refused.put(error)
+            raise
+
+    key = new_key()
+    listener = listen("unix")
+    hub.listen(listener, key, accept)
+    with connect(listener.address, key, WAIT_S) as sock:
+        assert sock.recv(1) == b""
+    assert "hub 'test' is closed" in str(refused.get(timeout=WAIT_S))
 
 
 def test_watching_other_descriptors(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import subprocess
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 from tests.unit.lanes import KINDS, LARGE, WAIT_S, End, socket_pair
 
-from colocate.wire import Hub, pack
+from colocate.wire import Hub, Turns, pack, track
 
 pytestmark = [
     pytest.mark.usefixtures("nothing_is_left"),
@@ -42,6 +43,7 @@ def in_fork(action: Callable[[], bool], meanwhile: Callable[[], None] = lambda: 
     child = os.fork()
     if child == 0:
         try:
+            faulthandler.dump_traceback_later(WAIT_S, exit=True, file=sys.__stderr__)  # it hangs: say where, and end
             fine = action()
             os.close(write)
             os.read(read, 1)  # Until the parent has closed its end.
@@ -112,6 +114,38 @@ def test_a_fork_while_the_locks_are_held(ends: tuple[End, End], hub: Hub) -> Non
 
     with one.lane._lock, hub._lock:
         assert in_fork(child)
+
+
+def test_what_cannot_be_forgotten_keeps_nothing_else(ends: tuple[End, End], hub: Hub) -> None:
+    """Whatever goes wrong with one inherited thing, the others are closed in the child."""
+
+    class Stubborn:
+        def forget(self) -> None:
+            raise OSError("not this one")
+
+    stubborn = [Stubborn() for _ in range(20)]  # in a set of weak references nobody knows which comes first
+    for each in stubborn:
+        track(each)
+    inherited = {end.lane.fileno() for end in ends} | {hub._wake, hub._epoll.fileno()}
+    said: list[str] = []
+
+    def child() -> bool:
+        gone = all(not os.path.exists(f"/proc/self/fd/{fd}") for fd in inherited)
+        return gone and hub.close() and said == ["not all connections of the parent could be closed in a forked child"]
+
+    before, sys.unraisablehook = sys.unraisablehook, lambda what: said.append(getattr(what.exc_value, "message", ""))
+    try:
+        assert in_fork(child)
+    finally:
+        sys.unraisablehook = before
+        stubborn.clear()
+
+
+def test_a_turn_that_is_over_takes_nobodys_descriptor(ends: tuple[End, End]) -> None:
+    turns = Turns(ends[0].lane)
+    turns.close()
+    with open(os.devnull) as somebodys:  # has the number that was the turn's
+        assert in_fork(lambda: os.path.exists(f"/proc/self/fd/{somebodys.fileno()}"))
 
 
 def test_a_forked_child_can_have_a_hub_of_its_own(ends: tuple[End, End]) -> None:

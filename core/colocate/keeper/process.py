@@ -31,7 +31,12 @@ class ProcessEvents(Protocol):
 
 
 class WorkerProcess:
-    """A process that runs `colocate.worker`. It dies with this one, even when that is killed."""
+    """A process that runs `colocate.worker`. It dies with this one, even when that is killed.
+
+    It leads a process group from its first moment. Until it has told the kernel that it wants to die with this process
+    it may be stopped; when this one ends then, the kernel finds stopped processes in a group that nobody of the session
+    is left to continue, and hangs them up (`setpgid(2)`: orphaned process groups).
+    """
 
     def __init__(self, hub: wire.Hub, events: ProcessEvents) -> None:
         self._hub = hub
@@ -76,6 +81,7 @@ class WorkerProcess:
                 stdout=output,
                 stderr=output,
                 pass_fds=[sock.fileno()],
+                process_group=0,
             )
         except BaseException:
             os.close(self._log)

@@ -41,12 +41,16 @@ def track(thing: Forgetful) -> None:
 
 
 def _in_child() -> None:
-    for thing in list(_live):
-        thing.forget()
-    for sock in list(_sockets):
-        sock.close()
+    errors: list[Exception] = []
+    for closing in (*(thing.forget for thing in list(_live)), *(sock.close for sock in list(_sockets))):
+        try:
+            closing()
+        except Exception as error:  # the others nevertheless: what isn't forgotten waits for the parent
+            errors.append(error)
     _live.clear()
     _sockets.clear()
+    if errors:
+        raise ExceptionGroup("not all connections of the parent could be closed in a forked child", errors)
 
 
 os.register_at_fork(after_in_child=_in_child)

@@ -166,16 +166,16 @@ class Hub:
 
     def forget(self) -> None:
         """In a forked child: close what was inherited; the parent's connections stay as they are."""
-        if not self._ended.is_set():
-            for lane in list(self._lanes.values()):
-                lane._forget_fork()
+        ended, self._ended = self._ended.is_set(), threading.Event()
+        self._ended.set()  # before anything that may fail: whoever closes it here mustn't wait for the parent's thread
+        self._stopping = self._ending = True
+        self._lock = threading.Lock()
+        if not ended:
             # Not unregister: the child's epoll is the parent's.
             self._epoll.close()
             os.close(self._wake)
-        self._stopping = self._ending = True
-        self._lock = threading.Lock()
-        self._ended = threading.Event()
-        self._ended.set()
+            for lane in list(self._lanes.values()):
+                lane._forget_fork()
 
     # For lanes and doors:
 
@@ -237,14 +237,22 @@ class Hub:
                 return
             self._ending = True
         for door in self._doors:
-            door.close()
+            _try(door.close)
         for lane in list(self._lanes.values()):
-            lane._finish("the hub was closed")
+            _try(partial(lane._finish, "the hub was closed"))
         with self._lock:
             self._ended.set()
             self._handlers.clear()
             self._epoll.close()
             os.close(self._wake)
+
+
+def _try(closing: Callable[[], None]) -> None:
+    """Close one of many: whoever waits for the hub's end waits for all of them."""
+    try:
+        closing()
+    except Exception:
+        report_exception()
 
 
 class _Door:
@@ -329,7 +337,8 @@ class _Door:
             self._on_accept(sock)
         except Exception:
             sock.close()
-            report_exception()
+            if not self._hub._stopping:  # nothing is attached to a hub that is being closed
+                report_exception()
 
     def _drop(self, handshake: Handshake) -> None:
         """Unless it has become a connection."""

@@ -73,8 +73,10 @@ class Turns:
 
     def close(self) -> None:
         """Its thread is through, and nobody wakes it any more."""
-        os.close(self._wake)
+        wake, self._wake = self._wake, -1
+        os.close(wake)
 
     def forget(self) -> None:
         """In a forked child: close what was inherited."""
-        os.close(self._wake)
+        if self._wake >= 0:
+            os.close(self._wake)
