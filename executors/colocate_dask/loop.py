@@ -26,6 +26,9 @@ class LoopThread:
     def __init__(self) -> None:
         """Start it."""
         self._selector = selectors.DefaultSelector()
+        self._lock = threading.Lock()
+        self._asked: set[concurrent.futures.Future[Any]] = set()
+        self._ending = False
         wire.track(self)
         started: queue.SimpleQueue[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._main, args=(started,), name="colocate-dask", daemon=True)
@@ -36,18 +39,24 @@ class LoopThread:
         """Run a coroutine, and wait for it; cancel it when the time is up, or Ctrl-C comes.
 
         Raises:
-            TimeoutError: It took longer.
+            TimeoutError: It took longer, or the loop ends.
         """
-        future = asyncio.run_coroutine_threadsafe(coming, self._loop)
+        with self._lock:  # a loop that has looked for the last time would never come to it
+            if self._ending:
+                coming.close()
+                raise TimeoutError("the event loop has been closed")
+            future = asyncio.run_coroutine_threadsafe(coming, self._loop)
+            self._asked.add(future)
         try:
             return future.result(within_s)
         except concurrent.futures.CancelledError as error:
             raise TimeoutError("it was cancelled") from error
         finally:
             future.cancel()
+            self._asked.discard(future)
 
     def close(self) -> None:
-        """Cancel what runs, and end the thread.
+        """Cancel what runs, and end the thread; who waits for something is told.
 
         Raises:
             EngineError: Something of Dask's doesn't end; it is left to itself.
@@ -55,6 +64,8 @@ class LoopThread:
         self._loop.call_soon_threadsafe(self._over.set)
         self._thread.join(_ENDS_WITHIN_S)
         if self._thread.is_alive():
+            for future in list(self._asked):
+                future.cancel()
             raise EngineError("a part of Dask in this process doesn't end when it is cancelled; it is left behind")
 
     def forget(self) -> None:
@@ -77,6 +88,9 @@ class LoopThread:
             await loop.run_in_executor(None, int)
             started.put((loop, over))
             await over.wait()
+            with self._lock:
+                self._ending = True
+            await asyncio.sleep(0)  # what was asked for until now becomes tasks
             await _cancel_all()
 
         with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(self._selector)) as runner:

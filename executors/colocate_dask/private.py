@@ -44,10 +44,15 @@ class PrivateCluster:
         """Start one, without workers."""
         self._loop = loop
         self._workers: dict[str, _Made] = {}
+        self._closed = False
         self.cluster = loop.run(_start())
 
     def start(self, slots: int, cpus: float, gpus: int) -> list[str]:
-        """Start workers; their addresses."""
+        """Start workers; their addresses.
+
+        Raises:
+            TimeoutError: The cluster is being closed.
+        """
         return self._loop.run(self._start(slots, cpus, gpus))
 
     def stop(self, workers: Sequence[str]) -> None:
@@ -59,6 +64,8 @@ class PrivateCluster:
         self._loop.run(self._close())
 
     async def _start(self, slots: int, cpus: float, gpus: int) -> list[str]:
+        if self._closed:  # a worker would look for its scheduler for ever
+            raise TimeoutError("the cluster has been closed")
         scratch = tempfile.mkdtemp(prefix=_PREFIX)
         started = [
             Worker(
@@ -89,6 +96,7 @@ class PrivateCluster:
         await _end([each for address in workers if (each := self._workers.pop(address, None)) is not None])
 
     async def _close(self) -> None:
+        self._closed = True
         await self._stop(list(self._workers))
         await self.cluster.close()
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
 from collections.abc import Callable, Coroutine
 
 import pytest
 
 from colocate.errors import EngineError
-from colocate.testing.waiting import PATIENCE_S
+from colocate.testing.waiting import PATIENCE_S, wait_until
 from colocate_dask import loop as module
 from colocate_dask.loop import LoopThread
 
@@ -71,9 +72,57 @@ def test_a_task_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
                 continue
 
     loop = LoopThread()
-    running(loop, endless)
+    waiting = waiter(loop, lambda: endless(asyncio.Event()))
+    wait_until(lambda: loop._asked, "it is waited for")
     with pytest.raises(EngineError, match="it is left behind"):
         loop.close()
+    assert waiting.get(timeout=PATIENCE_S) == "it was cancelled"
     end.set()
     loop._thread.join(PATIENCE_S)
     assert not loop._thread.is_alive()
+
+
+def waiter(loop: LoopThread, what: Callable[[], Coroutine[None, None, None]]) -> queue.SimpleQueue[str]:
+    """Have another thread ask for something and wait for it; what it is told."""
+    told: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def wait() -> None:
+        try:
+            loop.run(what())
+        except TimeoutError as error:
+            told.put(str(error))
+
+    threading.Thread(target=wait, daemon=True).start()
+    return told
+
+
+async def forever() -> None:
+    await asyncio.Event().wait()
+
+
+def test_who_waits_as_it_ends() -> None:
+    """Whoever waits for something is told that it won't come."""
+    loop = LoopThread()
+    waiting = waiter(loop, forever)
+    wait_until(lambda: loop._asked, "it is waited for")
+    loop.close()
+    assert waiting.get(timeout=PATIENCE_S) == "it was cancelled"
+
+
+def test_who_asks_as_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is asked of a loop that has cancelled everything, and still turns, is refused: it would never come."""
+    waiting: list[queue.SimpleQueue[str]] = []
+    cancel_all = module._cancel_all
+
+    async def cancel_and_hear_more() -> None:
+        await cancel_all()
+        waiting.append(waiter(loop, forever))
+        while waiting[0].empty() and not loop._asked:
+            await asyncio.sleep(0.001)
+
+    monkeypatch.setattr(module, "_cancel_all", cancel_and_hear_more)
+    loop = LoopThread()
+    loop.close()
+    assert waiting[0].get(timeout=PATIENCE_S) == "the event loop has been closed"
+    with pytest.raises(TimeoutError, match="has been closed"):
+        loop.run(forever())
