@@ -1,0 +1,148 @@
+"""Process groups: who may make one, who is called back from making one, and what stays of that."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import colocate
+from colocate import Role, RoleError, method
+from colocate._context import Context
+from colocate.testing.waiting import PATIENCE_S
+from colocate.worker import process_groups
+from colocate.worker.consequence import Consequence
+from colocate.worker.process_groups import ProcessGroups
+from colocate.worker.torch_groups import Plan
+
+CTX = Context(1, 2, 1, "here", "actor", "policy", 0, 0, {})
+SEQ = 3
+
+
+class Asking:
+    """A worker whose running call asks for groups, and whose driver has found all ranks there."""
+
+    def ask(self, *question: Any) -> Any:
+        return "127.0.0.1", 1
+
+    def asking(self) -> int | None:
+        return SEQ
+
+    def interruption(self) -> str | None:
+        return None
+
+
+@pytest.fixture
+def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Peers that don't come, so that no group is made before the end; set when one is waited for."""
+    waiting, end = threading.Event(), threading.Event()
+
+    def make(plan: Plan, store: Any) -> Any:
+        waiting.set()
+        end.wait(PATIENCE_S)
+        raise ConnectionError("nobody came")
+
+    monkeypatch.setattr(Plan, "store", lambda *_: None)
+    monkeypatch.setattr(Plan, "make", make)
+    monkeypatch.setattr(process_groups, "guard", lambda hopeless: None)  # of torch, for all of this process
+    yield waiting
+    end.set()
+
+
+class Canary:
+    """Something of a role's."""
+
+
+class Asker(threading.Thread):
+    """The lane: in a call that asks for a group."""
+
+    def __init__(self, groups: ProcessGroups) -> None:
+        super().__init__(daemon=True)
+        self.groups = groups
+        self.left: str | None = None
+        self.canary: weakref.ref[Canary] | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._role()
+        except Consequence as error:
+            self.left = str(error)
+
+    def _role(self) -> None:
+        canary = Canary()
+        self.canary = weakref.ref(canary)
+        self.groups.get(CTX, None)
+
+
+def test_called_back_from_making_one(stuck: threading.Event) -> None:
+    """What happens to later calls is nothing to the one that makes a group; what happens to it calls it back.
+
+    What its role had in its frames goes at once, though the peers are still waited for.
+    """
+    groups = ProcessGroups(Asking(), in_process=False)
+    asker = Asker(groups)
+    assert stuck.wait(PATIENCE_S)
+    groups.interrupt(SEQ + 1, "a later call failed")
+    assert groups._making is not None
+    assert not groups._making[1].done()
+    groups.interrupt(SEQ, "this call failed")
+    asker.join(PATIENCE_S)
+    assert asker.left == "this call failed"
+    assert asker.canary is not None
+    assert asker.canary() is None
+
+
+class Threads(Role):
+    """Asks from a thread of its own."""
+
+    @method
+    def meet(self, failing: int | None) -> str:
+        if self.ctx.rank == failing:
+            raise ValueError(f"rank {failing} doesn't come")
+        told: list[str] = []
+
+        def ask() -> None:
+            try:
+                told.append(f"{self.ctx.process_group().size()} ranks")
+            except Consequence:
+                told.append("called back")
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        thread.join()
+        return told[0]
+
+
+class Own(Role):
+    """Makes torch's default group itself."""
+
+    @method
+    def make(self) -> int:
+        import torch.distributed as dist
+
+        store = dist.HashStore()  # type: ignore[attr-defined]  # torch has it here without saying so
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        return self.ctx.process_group().size()
+
+
+def test_a_thread_that_a_role_starts() -> None:
+    """It asks for the call that runs: when that has failed elsewhere, the thread is called back as the lane is."""
+    with colocate.connect(processes=True) as runtime:
+        group = runtime.reserve(2, cpus=0).spawn({"threads": colocate.role(Threads)})
+        threads = group.role("threads", Threads)
+        with pytest.raises(RoleError, match="rank 1 doesn't come"):
+            threads.meet.submit(1).result(PATIENCE_S)
+        assert group.state == "ready"
+        assert threads.meet.submit(None).result(PATIENCE_S) == ["2 ranks", "2 ranks"]
+
+
+def test_a_default_group_of_somebody_else() -> None:
+    """It isn't replaced: the role is told."""
+    with colocate.connect(processes=True) as runtime:
+        group = runtime.reserve(1).spawn({"own": colocate.role(Own).on(default_group=True)})
+        with pytest.raises(RoleError, match="there is one in this process already: leave init_process_group"):
+            group.role("own", Own).make()
