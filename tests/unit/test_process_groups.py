@@ -12,7 +12,8 @@ import pytest
 import colocate
 from colocate import Role, RoleError, method
 from colocate._context import Context
-from colocate.testing.waiting import PATIENCE_S
+from colocate.testing.gate import Address, Gate, pass_gate
+from colocate.testing.waiting import PATIENCE_S, wait_until
 from colocate.worker import process_groups
 from colocate.worker.consequence import Consequence
 from colocate.worker.process_groups import ProcessGroups
@@ -100,8 +101,10 @@ class Threads(Role):
     """Asks from a thread of its own."""
 
     @method
-    def meet(self, failing: int | None) -> str:
+    def meet(self, failing: int | None, gate: Address | None = None) -> str:
         if self.ctx.rank == failing:
+            assert gate is not None
+            pass_gate(gate)
             raise ValueError(f"rank {failing} doesn't come")
         told: list[str] = []
 
@@ -134,8 +137,12 @@ def test_a_thread_that_a_role_starts() -> None:
     with colocate.connect(processes=True) as runtime:
         group = runtime.reserve(2, cpus=0).spawn({"threads": colocate.role(Threads)})
         threads = group.role("threads", Threads)
-        with pytest.raises(RoleError, match="rank 1 doesn't come"):
-            threads.meet.submit(1).result(PATIENCE_S)
+        with Gate() as gate:
+            call = threads.meet.submit(1, gate.address)
+            wait_until(lambda: group.questions._meetings, "rank 0 waits for rank 1")
+            gate.open()
+            with pytest.raises(RoleError, match="rank 1 doesn't come"):
+                call.result(PATIENCE_S)
         assert group.state == "ready"
         assert threads.meet.submit(None).result(PATIENCE_S) == ["2 ranks", "2 ranks"]
 
