@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager
-from itertools import islice
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, overload
@@ -34,8 +33,6 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 T = TypeVar("T")
 P = ParamSpec("P")
-
-_BEGUN = 64  # of the pending calls only the first ones may be running
 
 
 class ColocatedGroup(Owned):
@@ -358,13 +355,10 @@ class ColocatedGroup(Owned):
         """
         close_now(self, self.by_caller(), grace, force)
 
-    def cancel_running(self) -> None:
-        """Tell the calls that run in it that nobody waits for them."""
+    def wind_down(self) -> None:
+        """Have its workers begin nothing any more, and tell the calls that run that nobody waits for them."""
         if self.state == "ready":
-            with self.order.lock:
-                begun = list(islice(self.order.pending, _BEGUN))
-            for seq in begun:
-                self.send(self.live(), ("cancel", seq))
+            self.send(self.live(), ("stop",))
 
     def close_for(self, by: str | None, grace: float, force: bool) -> None:
         """Close it on behalf of `by` (None: of its caller)."""

@@ -196,10 +196,10 @@ class Owned:
                 borrowers=tuple(found),
             )
 
-    def cancel_running(self) -> None:
-        """Tell the calls that run in it or below it that nobody waits for them."""
+    def wind_down(self) -> None:
+        """Begin nothing any more in it or below it, and tell the calls that run that nobody waits for them."""
         for child in list(self.children.values()):
-            child.cancel_running()
+            child.wind_down()
 
     def close_for(self, by: str | None, grace: float, force: bool) -> None:
         """Close it on behalf of `by` (None: of its caller); each kind says how."""

@@ -358,13 +358,14 @@ class Pool(Owned):
 def close_children(owner: Owned, grace: float) -> list[BaseException]:
     """Close what a node owns, the newest first; what went wrong.
 
-    The grace period is one for all: whatever runs there is told at once that nobody waits for it any more.
+    The grace period is one for all: whatever runs there is told at once that nobody waits for it any more, and what
+    waits behind that doesn't begin in its place.
     """
     errors: list[BaseException] = []
     children = list(owner.children.values())
     deadline = time.monotonic() + grace
     for child in children:
-        child.cancel_running()
+        child.wind_down()
     for child in reversed(children):
         left = grace if child is children[-1] else max(deadline - time.monotonic(), min(grace, _LEAST_GRACE_S))
         try:

@@ -1,8 +1,8 @@
 """The worker: receives messages, and has its lane do what they ask for. The same everywhere.
 
 Messages are `(head, body)`; a head's first item says what it is. To the worker: build, call, batch, free, hold, resume,
-cancel, withdraw, decided, stack, fetch, listen, answer, close. From it: hello, done, failed, held, alive, can_withdraw,
-stacks, fetched, address, ask, progress, closed.
+cancel, stop, withdraw, decided, stack, fetch, listen, answer, close. From it: hello, done, failed, held, alive,
+can_withdraw, stacks, fetched, address, ask, progress, closed.
 """
 
 from __future__ import annotations
@@ -86,6 +86,7 @@ class WorkerHost:
             "hold": self._on_hold,
             "resume": self._on_resume,
             "cancel": self._on_cancel,
+            "stop": self._on_stop,
             "withdraw": self._on_withdraw,
             "decided": self._on_decided,
             "stack": self._on_stack,
@@ -148,6 +149,9 @@ class WorkerHost:
 
     def _on_cancel(self, head: tuple[Any, ...], body: Any) -> None:
         self.lane.cancel(head[1])
+
+    def _on_stop(self, head: tuple[Any, ...], body: Any) -> None:
+        self.lane.stop()
 
     def _on_withdraw(self, head: tuple[Any, ...], body: Any) -> None:
         _, token, seq = head

@@ -95,6 +95,7 @@ class Lane:
         self._held_up: dict[int, int] = {}  # calls that may be withdrawn: they and later ones wait, by question
         self._begun = -1
         self._base = 0  # calls (but for the construction of roles) and holds up to this are of a driver that has let go
+        self._stopped_for = -1  # the base of the driver that wants nothing begun any more
         self.closing = False
         self.running: dict[int, Work] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -125,7 +126,15 @@ class Lane:
 
     @property
     def _limit(self) -> int:
-        return min([*self._limits.values(), *self._held_up.values()], default=_NEVER)
+        return min(self._limit_of_holds, min(list(self._held_up.values()), default=_NEVER))
+
+    @property
+    def _limit_of_holds(self) -> int:
+        return min(list(self._limits.values()), default=_NEVER) if self._stopped_for != self._base else 1
+
+    @property
+    def _is_limited(self) -> bool:
+        return bool(self._limits or self._held_up) or self._stopped_for == self._base
 
     def hold_up(self, token: int, seq: int) -> bool:
         """Don't begin a call before it is decided whether it is withdrawn; False when it has been begun already."""
@@ -140,6 +149,12 @@ class Lane:
         """Tell a running call, if it looks, that nobody waits for it."""
         work = self.running.get(seq)
         if work is not None:
+            work.cancelled = True
+
+    def stop(self) -> None:
+        """Begin nothing any more for this driver, which is about to close, and tell what runs that nobody waits."""
+        self._stopped_for = self._base  # before looking: what the lane begins after this it has looked at this for
+        for work in list(self.running.values()):
             work.cancelled = True
 
     def resume(self, number: int, withdrawn: frozenset[int]) -> None:
@@ -211,7 +226,7 @@ class Lane:
     def _is_plain(self) -> bool:
         """Whether nothing runs, waits or is held, and something has come."""
         return not (
-            self._waiting or self._tasks or self._limits or self._held_up or self.closing or self._reported < self._held
+            self._waiting or self._tasks or self._is_limited or self.closing or self._reported < self._held
         ) and (self._turns is None or self._turns.wait(self._has_news))
 
     def _begins(self, work: Work) -> bool:
@@ -230,7 +245,7 @@ class Lane:
         return False
 
     def _may_begin(self, work: Work) -> bool:
-        if (self._limits or self._held_up) and work.seq >= self._limit:
+        if self._is_limited and work.seq >= self._limit:
             return False
         # Async methods overlap up to their own limit; a sync one is a barrier, whose turn comes when nothing runs.
         return len(self._tasks) < max(1, work.concurrency)
@@ -239,7 +254,7 @@ class Lane:
         """Whether a hold is to be reported: nothing runs, and nothing that came before the failed call waits."""
         if self._tasks or self._reported >= self._held or self._noted < self._held:
             return False
-        return not self._waiting or self._waiting[0].seq >= min(list(self._limits.values()), default=_NEVER)
+        return not self._waiting or self._waiting[0].seq >= self._limit_of_holds
 
     def _take(self) -> None:
         """Wait for something to happen and take note of it."""

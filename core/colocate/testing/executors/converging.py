@@ -157,13 +157,17 @@ class Converging(ExecutorCase):
         assert (pool.state, runtime.state) == ("closed", "closed")
 
     def test_grace_of_several(self, runtime: Runtime) -> None:
-        """An owner's grace period is one for all: every running call sees at once that nobody waits for it."""
+        """An owner's grace period is one for all: every running call sees at once that nobody waits for it.
+
+        What waits behind one doesn't begin in its place.
+        """
         pool = runtime.reserve(2, cpus=0)
         old, new = pool[0].spawn(ROLES), pool[1].spawn(ROLES)
         with Gate() as gate, Gate() as look:
             running = old.role("log", Log).look_until_cancelled.submit(look.address)
             look.wait_for()
             look.open()
+            behind = old.role("log", Log).add.submit("behind")
             new.role("faulty", Faulty).wait.submit(gate.address)
             gate.wait_for()
             closer = threading.Thread(target=pool.close)  # the newer one first: it hangs at its gate
@@ -172,6 +176,7 @@ class Converging(ExecutorCase):
             assert new.state != "closed"
         closer.join(PATIENCE_S)
         assert not closer.is_alive()
+        assert isinstance(behind.exception(PATIENCE_S), ClosedError)
 
     def test_under_an_error(self, runtime: Runtime) -> None:
         """Under an exception in flight a hung rank is given little time, and what goes wrong becomes its note."""
