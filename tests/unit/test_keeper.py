@@ -18,6 +18,7 @@ import pytest
 from colocate import wire
 from colocate.executor import Boot, Exit, Host
 from colocate.keeper import Claim, Keeper, Keepers, KeptSlot, Terms, Title, claim_lead
+from colocate.keeper.hired import Spare
 from colocate.keeper.launcher import Launcher
 from colocate.testing.waiting import wait_until
 
@@ -105,6 +106,27 @@ def test_killed_at_once(kept: Kept) -> None:
     host.kill()
     heard.exits.get(timeout=WAIT_S)
     assert not kept.stuck.is_set()
+
+
+def test_killed_before_it_has_its_process(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that was to be its own is waited for, though the worker is forgotten by then."""
+    given: queue.SimpleQueue[int] = queue.SimpleQueue()
+    killed = threading.Event()
+    give = Spare.give
+
+    def late(spare: Spare, *what: Any) -> None:
+        given.put(spare.pid)
+        killed.wait(WAIT_S)
+        give(spare, *what)
+
+    monkeypatch.setattr(Spare, "give", late)
+    host, heard = kept.launch()
+    pid = given.get(timeout=WAIT_S)
+    host.kill()
+    heard.exits.get(timeout=WAIT_S)
+    killed.set()
+    kept.keeper.close()
+    assert not psutil.pid_exists(pid)
 
 
 def test_the_driver_lets_go(kept: Kept) -> None:

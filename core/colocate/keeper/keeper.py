@@ -25,7 +25,7 @@ import colocate
 from colocate import _processes, wire
 from colocate.errors import ClosedError
 from colocate.keeper.greeting import COMMANDS, NEWCOMER, Greeting
-from colocate.keeper.hired import NO_PROCESS, Hired, Spare
+from colocate.keeper.hired import Hired, Spare
 from colocate.keeper.launcher import Launcher
 from colocate.keeper.tenure import Tenure, Terms
 
@@ -76,6 +76,7 @@ class Keeper:
         self._departed: dict[bytes, tuple[list[str], tuple[Any, ...]]] = {}  # last words and ends, for newcomers
         self._greetings: set[socket.socket] = set()
         self._spare: Spare | None = None
+        self._started: list[Spare] = []  # the launching thread's: all that may still be there
         self._lock = threading.Lock()
         self._over = False
         listeners = wire.listen_widely(host, tls)
@@ -100,13 +101,10 @@ class Keeper:
 
     def _end(self) -> None:
         """On the launching thread, so that nothing is started afterwards."""
-        if self._spare is not None:
-            self._spare.drop()
-            self._spare.gone.wait()
-        for worker in list(self._workers.values()):
-            if worker.process is not NO_PROCESS:
-                worker.process.kill()
-                worker.gone.wait()
+        for spare in self._started:  # also those of workers that were killed, and forgotten, before they had theirs
+            spare.drop()
+        for spare in self._started:
+            spare.gone.wait()
 
     # -- on the hub's thread
 
@@ -276,9 +274,14 @@ class Keeper:
     def _warm(self) -> None:
         if not self._over:
             try:
-                self._spare = Spare(self.hub, self._env, self.label)
+                self._spare = self._start_process(self._env)
             except (OSError, ValueError):  # `start` will say why
                 self._spare = None
+
+    def _start_process(self, env: Mapping[str, str]) -> Spare:
+        self._started = [spare for spare in self._started if not spare.gone.is_set()]
+        self._started.append(Spare(self.hub, env, self.label))
+        return self._started[-1]
 
     def _hand_over(self, worker: Hired, token: bytes) -> None:
         lane = self._lanes.pop(token, None)
@@ -297,7 +300,7 @@ class Keeper:
             spare = None
         try:
             if spare is None:
-                spare = Spare(self.hub, env, self.label)
+                spare = self._start_process(env)
         except (OSError, ValueError) as error:  # no descriptor is left, or a variable can't be one
             lane.close()
             self.hub.later(0.0, partial(worker.failed, f"{type(error).__name__}: {error}"))
