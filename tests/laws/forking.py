@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import signal
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import colocate
 from colocate import ForkedError
+from colocate.testing.forking import exit_code, fork
 
 from .landlord import Group, OneRuntime
 from .tenants import Tenant
@@ -21,15 +20,10 @@ _PATIENCE_S = 30
 def refusals(runtimes: Sequence[OneRuntime]) -> list[str]:
     """Fork, try everything in the child, and say what wasn't refused there as it should be."""
     reading, writing = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", DeprecationWarning
-        )  # Python 3.12 and later: there are threads; that's the point
-        child = os.fork()
+    child = fork()
     if child == 0:
         status = 1
         try:
-            signal.alarm(_PATIENCE_S)
             os.write(writing, "\n".join(_not_refused(runtimes)).encode()[:60000])
             status = 0
         except BaseException as error:
@@ -37,9 +31,9 @@ def refusals(runtimes: Sequence[OneRuntime]) -> list[str]:
         finally:
             os._exit(status)
     os.close(writing)
+    status = exit_code(child, _PATIENCE_S)
     with open(reading, "rb") as pipe:
         text = pipe.read().decode()
-    _, status = os.waitpid(child, 0)
     found = text.splitlines()
     return found if status == 0 else [*found, f"the child ended with status {status}"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import signal
 import subprocess
@@ -13,13 +12,10 @@ import numpy as np
 import pytest
 from tests.unit.lanes import KINDS, LARGE, WAIT_S, End, socket_pair
 
+from colocate.testing.forking import exit_code, fork
 from colocate.wire import Hub, Turns, pack, track
 
-pytestmark = [
-    pytest.mark.usefixtures("nothing_is_left"),
-    # Forking with threads is what these tests are about.
-    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
-]
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -40,10 +36,9 @@ def test_a_killed_peer_ends_the_lane_and_frees_everything(hub: Hub, kind: str) -
 def in_fork(action: Callable[[], bool], meanwhile: Callable[[], None] = lambda: None) -> bool:
     """Whether the action is true in a forked child; it ends after what the parent does meanwhile."""
     read, write = os.pipe()
-    child = os.fork()
+    child = fork()
     if child == 0:
         try:
-            faulthandler.dump_traceback_later(WAIT_S, exit=True, file=sys.__stderr__)  # it hangs: say where, and end
             fine = action()
             os.close(write)
             os.read(read, 1)  # Until the parent has closed its end.
@@ -55,8 +50,8 @@ def in_fork(action: Callable[[], bool], meanwhile: Callable[[], None] = lambda: 
         meanwhile()
     finally:
         os.close(write)
-        _, status = os.waitpid(child, 0)
-    return os.waitstatus_to_exitcode(status) == 0
+        code = exit_code(child, WAIT_S)
+    return code == 0
 
 
 def test_a_forked_child_keeps_no_lane_alive_and_disturbs_none(ends: tuple[End, End], hub: Hub) -> None:

@@ -15,10 +15,8 @@ import numpy as np
 import pytest
 
 from colocate.errors import ClosedError, ForkedError
+from colocate.testing.forking import exit_code, fork
 from colocate.wire import Packed, PeerChannel, Tls, new_key, pack, unpack
-
-# Forking with threads is what one of these tests is about.
-pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 
 KEY = new_key()
 WAIT_S = 20
@@ -269,7 +267,7 @@ def test_a_forked_child_refuses(peers: tuple[PeerChannel, PeerChannel]) -> None:
     answering, asking = peers
     address = answering.address
     asking.request(address, ("x", 1))
-    child = os.fork()
+    child = fork()
     if child == 0:
         try:
             asking.request(address, ("x", 2))
@@ -278,6 +276,5 @@ def test_a_forked_child_refuses(peers: tuple[PeerChannel, PeerChannel]) -> None:
             os._exit(0)
         finally:
             os._exit(1)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
+    assert exit_code(child, WAIT_S) == 0
     assert asking.request(address, ("x", 3)) == (("fine", 3), None)

@@ -6,9 +6,7 @@ import asyncio
 import gc
 import json
 import os
-import signal
 import traceback
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,10 +17,11 @@ import colocate
 from colocate import Call, ColocatedGroup, Runtime
 from colocate.errors import ClosedError, ForkedError
 from colocate.testing.executors._base import ExecutorCase
+from colocate.testing.forking import exit_code, fork
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
 from colocate.testing.probes.plain import Echo
-from colocate.testing.waiting import PATIENCE_S, Processes
+from colocate.testing.waiting import PATIENCE_S
 
 
 class Forks(ExecutorCase):
@@ -86,14 +85,12 @@ class Forks(ExecutorCase):
         with pair.scope(), echo.first.keep("kept") as kept:
             with pair.pipeline():
                 inside = echo.first.submit(kept.ref)
-                child = _fork()
-                if child == 0:
-                    signal.alarm(int(PATIENCE_S))
+                child = fork()
             if child == 0:  # it has left the pipeline, and ends at the end of the scope, as if by itself
                 pass
         if child == 0:
             os._exit(7)
-        assert _exit_code(child) == 7
+        assert exit_code(child) == 7
         assert inside.result(PATIENCE_S) == "kept"
         with pytest.raises(ClosedError):
             kept.fetch()
@@ -142,7 +139,7 @@ def refuses(use: Callable[[], object]) -> bool:
 def in_a_fork(function: Callable[[], list[str]]) -> list[str]:
     """What a function returns in a forked child, as text."""
     read, write = os.pipe()
-    child = _fork()
+    child = fork()
     if child == 0:
         try:
             said = json.dumps(function())
@@ -151,23 +148,10 @@ def in_a_fork(function: Callable[[], list[str]]) -> list[str]:
         os.write(write, said.encode())
         os._exit(0)
     os.close(write)
-    _exit_code(child)
+    exit_code(child)
     with open(read, "rb") as answer:
         found: list[str] = json.loads(answer.read())
     return found
-
-
-def _fork() -> int:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forking with threads: that is the point here
-        return os.fork()
-
-
-def _exit_code(child: int) -> int:
-    processes = Processes([child])
-    processes.wait()
-    processes.close()
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 async def _awaited(call: Call[Any]) -> Any:
