@@ -74,10 +74,12 @@ class LoopThread:
         Otherwise the scheduler wouldn't notice the driver's end before the child's. Dask's objects, which are copies as
         well, close these descriptors one day: so they aren't closed here, but lead nowhere from now on.
         """
+        watched = {key.fd for key in list((self._selector.get_map() or {}).values())}  # none once it is closed
         nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-        for key in list((self._selector.get_map() or {}).values()):  # there is none once it is closed
-            os.dup2(nowhere, key.fd, inheritable=False)
-        os.close(nowhere)
+        for descriptor in watched - {nowhere}:
+            os.dup2(nowhere, descriptor, inheritable=False)
+        if nowhere not in watched:  # what else was forgotten may have closed one of them, whose number this has then
+            os.close(nowhere)
 
     def _main(self, started: queue.SimpleQueue[tuple[asyncio.AbstractEventLoop, asyncio.Event]]) -> None:
         async def serve() -> None:

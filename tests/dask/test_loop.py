@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import queue
 import threading
 from collections.abc import Callable, Coroutine
@@ -10,6 +11,7 @@ from collections.abc import Callable, Coroutine
 import pytest
 
 from colocate.errors import EngineError
+from colocate.testing.forking import exit_code, fork
 from colocate.testing.waiting import PATIENCE_S, wait_until
 from colocate_dask import loop as module
 from colocate_dask.loop import LoopThread
@@ -126,3 +128,22 @@ def test_who_asks_as_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     assert waiting[0].get(timeout=PATIENCE_S) == "the event loop has been closed"
     with pytest.raises(TimeoutError, match="has been closed"):
         loop.run(forever())
+
+
+def test_a_fork_in_which_something_is_closed_already() -> None:
+    """Whatever else the child has forgotten before: what the loop watches leads nowhere there."""
+    loop = LoopThread()
+    (watched,) = (key.fd for key in loop._selector.get_map().values())
+    child = fork()
+    if child == 0:
+        try:
+            os.close(watched)
+            while os.dup(0) != watched:  # it is the lowest number that is free
+                pass
+            os.close(watched)
+            loop.forget()
+            os._exit(0 if os.readlink(f"/proc/self/fd/{watched}") == os.devnull else 1)
+        finally:
+            os._exit(2)
+    assert exit_code(child) == 0
+    loop.close()

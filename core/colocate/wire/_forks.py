@@ -49,8 +49,9 @@ def _in_child() -> None:
             errors.append(error)
     _live.clear()
     _sockets.clear()
-    if errors:
-        raise ExceptionGroup("not all connections of the parent could be closed in a forked child", errors)
+    if errors:  # of an exception that is raised here Python prints only the words
+        text = "; ".join(f"{type(error).__name__}: {error}" for error in errors)
+        raise ExceptionGroup(f"not all connections of the parent could be closed in a forked child ({text})", errors)
 
 
 os.register_at_fork(after_in_child=_in_child)
