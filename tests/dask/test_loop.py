@@ -15,6 +15,7 @@ from colocate.testing.forking import exit_code, fork
 from colocate.testing.waiting import PATIENCE_S, wait_until
 from colocate_dask import loop as module
 from colocate_dask.loop import LoopThread
+from colocate_dask.private import PrivateCluster
 
 
 def running(loop: LoopThread, task: Callable[[asyncio.Event], Coroutine[None, None, None]]) -> asyncio.Event:
@@ -146,4 +147,14 @@ def test_a_fork_in_which_something_is_closed_already() -> None:
         finally:
             os._exit(2)
     assert exit_code(child) == 0
+    loop.close()
+
+
+def test_a_private_cluster_that_is_closed_starts_nothing() -> None:
+    """A worker would look for its scheduler for ever."""
+    loop = LoopThread()
+    cluster = PrivateCluster(loop)
+    cluster.close()
+    with pytest.raises(TimeoutError, match="the cluster has been closed"):
+        cluster.start(1, 1.0, 0)
     loop.close()

@@ -54,7 +54,7 @@ class Hired:
         self.name = name
         self.env = env
         self.killed = False
-        self.gone = threading.Event()
+        self.gone = False
         self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self.spare: Spare | None = None
         self._keeper = keeper
@@ -87,10 +87,10 @@ class Hired:
         self._report(None, None, f"it could not be started: {why}")
 
     def _report(self, exitcode: int | None, signal: str | None, detail: str | None) -> None:
-        if not self.gone.is_set():
+        if not self.gone:
             self._keeper.tell("ended", self.token, exitcode, signal, detail)
             self._keeper.forget(self, (exitcode, signal, detail))
-            self.gone.set()
+            self.gone = True
 
 
 class Spare:
