@@ -62,8 +62,9 @@ bench: install $(VERL)/.installed  ## one table; ratios are of things measured s
 
 COUNT ?= 250
 MINUTES ?= 60
-chaos: install  ## random programs under random faults, until there are COUNT of each kind; continues docs/chaos.json
+chaos: install  ## random programs under random faults, until there are COUNT of each kind; continues docs/chaos.json; then each fault by itself, timed
 	$(BIN)/python -m tests.chaos --count $(COUNT) --minutes $(MINUTES)
+	$(BIN)/python -m tests.bench faults
 
 format: install
 	$(BIN)/ruff check --fix .

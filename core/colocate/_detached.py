@@ -57,8 +57,9 @@ def detach(pool: Pool, name: str, ttl: float) -> None:
     """See `Pool.detach`."""
     _check_terms(name, ttl)
     pool.check()
-    executor = pool.runtime.executor
-    if not pool.request.detachable or not isinstance(executor, Detachable):
+    pool.runtime.require(Detachable, f"detach pool {pool.name!r}")
+    executor = cast("Detachable", pool.runtime.executor)
+    if not pool.request.detachable:
         raise ConfigError(
             f"pool {pool.name!r} was reserved without detachable=True: runtime.reserve(..., detachable=True)"
         )

@@ -222,7 +222,7 @@ class ColocatedGroup(Owned):
         _checkpoint.write(self, folder, folder.name if tag is None else tag)
 
     def wait_ready(self, timeout: float | None = None) -> str | int | float | None:
-        """Wait until it can be called, after a restart too; calls are refused until somebody has.
+        """Wait until it can be called; after a restart calls are refused until somebody has.
 
         Args:
             timeout: Seconds to wait at most; None waits as long as it takes.
@@ -272,6 +272,7 @@ class ColocatedGroup(Owned):
     def enter(self, state: str, cause: ColocateError | None = None) -> None:
         """It is in another state now, of which observers are told."""
         self.state = state
+        self.restarts.look()
         if self.runtime.observers:
             tell = self.runtime.observers.tell
             self.runtime.dispatcher.soon(lambda: tell("colocate_group_changed", self.name, state, cause))

@@ -285,6 +285,7 @@ class Pool(Owned):
             ttl: Seconds that it lives without a driver, from now on and from the end of each borrow. Then it ends.
 
         Raises:
+            CapabilityError: The executor ends with its driver, and everything with it.
             ConfigError: It was reserved without `detachable=True`, or the name is taken.
             ColocateError: Calls are pending, or another group uses its residents.
         """

@@ -72,7 +72,7 @@ class Restarts:
         while True:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             with self._turn:
-                if not self._turn.wait_for(lambda: not self.under_way, left):
+                if not self._turn.wait_for(lambda: not self.under_way and group.state != "starting", left):
                     raise TimeoutError(f"group {group.name!r} isn't ready after {timeout} s: it is {group.state}")
             with group.order.lock:
                 if self.under_way:  # it has failed again just now
@@ -83,6 +83,11 @@ class Restarts:
                     raise group.failure.with_traceback(None)
                 self._unseen = None
                 return self.restored
+
+    def look(self) -> None:
+        """The group is in another state now."""
+        with self._turn:
+            self._turn.notify_all()
 
     def committed(self, checkpoint: Checkpoint) -> None:
         """There is a new checkpoint: what comes after it is a new attempt."""

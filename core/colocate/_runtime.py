@@ -152,9 +152,9 @@ class Runtime(Owned):
         self.check()
         _check_request(slots, gpus, cpus, strategy, env or {})
         if env:
-            self._require(OwnProcess, "set the environment of a worker (env=)")
+            self.require(OwnProcess, "set the environment of a worker (env=)")
         if detachable:
-            self._require(Detachable, "give a pool to its cluster (detachable=)")
+            self.require(Detachable, "give a pool to its cluster (detachable=)")
         memory = None if host_memory is None else parse_bytes(host_memory, "host_memory")
         chosen = name or f"pool-{next(self._pool_numbers)}"
         variables = {key: str(value) for key, value in (env or {}).items()}
@@ -193,20 +193,23 @@ class Runtime(Owned):
         from colocate._detached import attach
 
         self.check()
-        self._require(Detachable, "attach a pool")
+        self.require(Detachable, "attach a pool")
         return attach(self, name, own)
 
     def detached(self) -> list[dict[str, Any]]:
         """The detached pools of the cluster: name, groups, slots, nodes, driver, seconds left, epoch.
 
+        One that doesn't answer, within seconds, is listed too, with `answers` False and as it was when detached.
+
         Raises:
             CapabilityError: The executor can't detach pools.
         """
         self.check()
-        self._require(Detachable, "list detached pools")
+        self.require(Detachable, "list detached pools")
         return [dict(each) for each in cast("Detachable", self.executor).published()]
 
-    def _require(self, capability: type, what: str) -> None:
+    def require(self, capability: type, what: str) -> None:
+        """Raise `CapabilityError` if the executor can't do something: who can is named."""
         if not isinstance(self.executor, capability):
             having = having_capability(capability)
             raise CapabilityError(

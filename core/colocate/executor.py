@@ -308,7 +308,7 @@ class Detachable(abc.ABC):
 
     @abc.abstractmethod
     def published(self) -> Sequence[Mapping[str, Any]]:
-        """The detached pools of the cluster, as `Tenure.seen` describes each."""
+        """The detached pools of the cluster, as `colocate.keeper.listed` describes each."""
 
     @abc.abstractmethod
     def adopt(self, name: str, who: str, own: bool, fenced: Callable[[str], None]) -> Adopted:

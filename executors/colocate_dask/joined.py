@@ -10,7 +10,7 @@ import attrs
 
 from colocate.errors import ConfigError
 from colocate.executor import Adopted, Boot, Detachable, Host, HostEvents, Place, Reservation
-from colocate.keeper import Claim, ClaimedSlot, Estate, KeptSlot, Terms, Title, claim_lead, look, title_of
+from colocate.keeper import Claim, ClaimedSlot, Estate, KeptSlot, Terms, Title, claim_lead, listed, title_of
 from colocate_dask import reservations
 from colocate_dask.executor import ANSWER_S, DaskExecutor, Lot
 
@@ -26,7 +26,7 @@ class JoinedDaskExecutor(DaskExecutor, Detachable):
             (worker, slot.address, attrs.evolve(place, handle=None))
             for (worker, slot), place in zip(held.slots.items(), reservation.places, strict=True)
         ]
-        title = held.estate.title(terms.name, (held.id, rows))
+        title = held.estate.title(terms, (held.id, rows))
         scheduler = self._connection.on_scheduler
         other = scheduler(reservations.publish, held.id, rows[0][0], title, within_s=ANSWER_S)
         if other is not None:
@@ -43,8 +43,7 @@ class JoinedDaskExecutor(DaskExecutor, Detachable):
 
     def published(self) -> Sequence[Mapping[str, Any]]:
         """Ask the lead of each."""
-        found = (look(self._keepers, title) for title in self._titles().values())
-        return [each for each in found if each is not None]
+        return listed(self._keepers, self._titles().values())
 
     def adopt(self, name: str, who: str, own: bool, fenced: Callable[[str], None]) -> Adopted:
         """Claim the lead, and by its leave the others."""

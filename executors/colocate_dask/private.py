@@ -10,7 +10,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,12 @@ class PrivateCluster:
         self._loop = loop
         self._workers: dict[str, _Made] = {}
         self._closed = False
-        self.cluster = loop.run(_start())
+        self._quiet = _quieten()
+        try:
+            self.cluster = loop.run(_start())
+        except BaseException:
+            self._quiet()
+            raise
 
     def start(self, slots: int, cpus: float, gpus: int) -> list[str]:
         """Start workers; their addresses.
@@ -56,12 +61,19 @@ class PrivateCluster:
         return self._loop.run(self._start(slots, cpus, gpus))
 
     def stop(self, workers: Sequence[str]) -> None:
-        """End workers."""
-        self._loop.run(self._stop(workers))
+        """End workers; those of a cluster that is closed, or just being closed, end with that."""
+        try:
+            self._loop.run(self._stop(workers))
+        except TimeoutError:
+            if not self._closed:
+                raise
 
     def close(self) -> None:
         """End everything."""
-        self._loop.run(self._close())
+        try:
+            self._loop.run(self._close())
+        finally:
+            self._quiet()
 
     async def _start(self, slots: int, cpus: float, gpus: int) -> list[str]:
         if self._closed:  # a worker would look for its scheduler for ever
@@ -101,6 +113,27 @@ class PrivateCluster:
         await self.cluster.close()
 
 
+def _quieten() -> Callable[[], None]:
+    """Keep what Dask itself prints to the terminal to what is critical; what undoes that.
+
+    Only of the handler that Dask adds when it is imported, the first: `silence_logs` would set the level of every
+    stream or file handler there, also of those that a user has added to root and to "distributed", as pytest does.
+    """
+    handlers = [each for each in logging.getLogger("distributed").handlers[:1] if type(each) is logging.StreamHandler]
+
+    def critical(record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.CRITICAL
+
+    for handler in handlers:
+        handler.addFilter(critical)
+
+    def undo() -> None:
+        for handler in handlers:
+            handler.removeFilter(critical)
+
+    return undo
+
+
 async def _end(doomed: Sequence[_Made]) -> None:
     for each in doomed:
         os.makedirs(each.worker.local_directory, exist_ok=True)  # it complains when it can't remove it
@@ -116,7 +149,7 @@ async def _start() -> Any:
         "processes": False,
         "dashboard_address": _LOOPBACK,
         "scheduler_kwargs": {"dashboard": False, "local_directory": scratch},
-        "silence_logs": logging.CRITICAL,
+        "silence_logs": False,  # it would be for everybody's handlers: see `_quieten`
     }
     try:
         cluster = await LocalCluster(asynchronous=True, **options)  # type: ignore[no-untyped-call]

@@ -66,7 +66,8 @@ class Custody(Placing):
         return found
 
     def abandon(self) -> None:
-        """The driver is gone: end the custodians that don't know it yet, and so wouldn't notice."""
+        """As `Placing.abandon`; and end the custodians that don't know the driver yet, and so wouldn't notice."""
+        super().abandon()
         for actor in list(self._unclaimed.values()):
             ray.kill(actor, no_restart=True)
 

@@ -86,8 +86,9 @@ class RayExecutor(Executor, OwnProcess, MultiNode):
         self._slots: dict[_Key, KeptSlot] = {}
         self._lost: dict[_Key, str] = {}
         self._ends: dict[_Key, Future[None]] = {}  # of keepers that didn't answer
+        tls = None if cluster.private else tls_of_environment()  # before there is anything that an error would leave
         self._envoy = Envoy(cluster, self._actor_ended)
-        self._keepers = Keepers("ray", None if cluster.private else tls_of_environment())
+        self._keepers = Keepers("ray", tls)
 
     def nodes(self) -> Sequence[Node]:
         """The nodes of the cluster."""
@@ -99,11 +100,11 @@ class RayExecutor(Executor, OwnProcess, MultiNode):
         number = next(self._numbers)
         try:
             slots: list[Slot] = self._envoy.call("reserve", number, request, self._keepers.key)
+            return Reservation(tuple(self._place(number, slot) for slot in slots), number)
         except BaseException as error:
             if not isinstance(error, Exception):  # Ctrl-C, while the envoy goes on
                 self._envoy.post("release", number)
             raise
-        return Reservation(tuple(self._place(number, slot) for slot in slots), number)
 
     def _place(self, number: int, slot: Slot) -> Place:
         key = number, slot.index

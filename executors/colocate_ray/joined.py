@@ -12,7 +12,7 @@ import attrs
 from colocate import wire
 from colocate.errors import ColocateError, ConfigError, EngineError
 from colocate.executor import Adopted, Boot, Detachable, Host, HostEvents, Place, Request, Reservation, Running
-from colocate.keeper import Claim, ClaimedSlot, Estate, KeptSlot, Terms, Title, claim_lead, look, title_of
+from colocate.keeper import Claim, ClaimedSlot, Estate, KeptSlot, Terms, Title, claim_lead, listed, title_of
 from colocate_ray.executor import LISTED_WITHIN_S, RELEASED_WITHIN_S, RayExecutor, place_of
 from colocate_ray.terms import Cluster, Slot
 
@@ -81,7 +81,7 @@ class JoinedRayExecutor(RayExecutor, Detachable):
             (self._slots[place.handle].address, place.handle[1], attrs.evolve(place, handle=None))
             for place in reservation.places
         ]
-        title = custody.estate.title(terms.name, (custody.name, custody.request, rows))
+        title = custody.estate.title(terms, (custody.name, custody.request, rows))
         if not self._envoy.call("publish", title):
             raise ConfigError(
                 f"there is a detached pool {terms.name!r} in this cluster already: {self._words(terms.name)}; names "
@@ -96,8 +96,7 @@ class JoinedRayExecutor(RayExecutor, Detachable):
 
     def published(self) -> Sequence[Mapping[str, Any]]:
         """Ask the lead of each."""
-        found = (look(self._keepers, title) for title in self._titles().values())
-        return [each for each in found if each is not None]
+        return listed(self._keepers, self._titles().values())
 
     def adopt(self, name: str, who: str, own: bool, fenced: Callable[[str], None]) -> Adopted:
         """Claim the lead, and by its leave the others."""

@@ -1,7 +1,7 @@
 """The names of detached pools in a Ray cluster: a table in Ray's own store. Nobody needs it to free anything.
 
-All that is used of Ray's internal store is here; tests/ray/test_names.py guards it. An entry whose custodian is gone is
-stale, and nobody's.
+All that is used of Ray's internal store is here; tests/ray/test_detached.py guards it. An entry whose custodian is gone
+is stale, and nobody's.
 """
 
 from __future__ import annotations

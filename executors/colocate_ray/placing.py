@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -31,6 +32,7 @@ _DOUBT_AFTER_S = 0.5
 _SETTLES_WITHIN_S = 5.0
 _LOOKS_AFTER_NODE_S = 60.0
 _STEP_S = 0.02
+_WITHDRAWN = "the reservation was withdrawn"
 
 
 @attrs.define(eq=False)
@@ -44,6 +46,42 @@ class Held:
     nodes: list[str] = attrs.field(factory=list)  # of the actors, by Ray's ids
     processes: list[tuple[int, float]] = attrs.field(factory=list)  # of the actors, by pid and time of creation
     released: threading.Event = attrs.field(factory=threading.Event)
+    _making: threading.Lock = attrs.field(factory=threading.Lock)
+
+    def make_group(self, make: Callable[[], PlacementGroup]) -> None:
+        """Have Ray make the placement group.
+
+        Raises:
+            ColocateError: It has been withdrawn.
+        """
+        with self._open():
+            self.group = make()
+
+    def make_actor(self, make: Callable[[], Any]) -> None:
+        """Have Ray make an actor; see `make_group`."""
+        with self._open():
+            self.actors.append(make())
+
+    @contextmanager
+    def _open(self) -> Iterator[None]:
+        with self._making:
+            if self.released.is_set():
+                raise ColocateError(_WITHDRAWN)
+            yield
+
+    def stop(self) -> None:
+        """Have nothing more made, and wait for what Ray is just making: it is noted here when this returns."""
+        self.released.set()
+        with self._making:
+            pass
+
+    def end(self) -> None:
+        """Stop, and tell Ray to take it all back."""
+        self.stop()
+        for actor in self.actors:
+            ray.kill(actor, no_restart=True)
+        if self.group is not None:
+            remove_placement_group(self.group)
 
 
 class Placing:
@@ -60,6 +98,8 @@ class Placing:
         self.cluster = cluster
         self._lost = lost
         self._held: dict[int, Held] = {}
+        self._withdrawn: set[int] = set()  # what was given back, perhaps before it was noted here
+        self._abandoned = False
         self._lock = threading.Lock()
         self._pause = threading.Event()  # never set: to wait between looks
 
@@ -87,10 +127,13 @@ class Placing:
         fits = self.nodes.fits_now(request)
         held = Held(request)
         with self._lock:
+            if self._abandoned or number in self._withdrawn:
+                raise ColocateError(_WITHDRAWN)
             self._held[number] = held
         try:
             bundles, strategy = [_bundle(request)] * request.slots, request.strategy.upper()
-            held.group = placement_group(bundles, strategy, name=f"{listing.PREFIX}{request.id}")
+            name = f"{listing.PREFIX}{request.id}"
+            held.make_group(lambda: placement_group(bundles, strategy, name=name))
             placed = _wait_placed(held, max(request.timeout, _SETTLES_WITHIN_S) if fits else request.timeout)
             slots = self._start(held, key) if placed else []
             self._watch(number, held)
@@ -98,7 +141,7 @@ class Placing:
             withdrawn = held.released.is_set()  # it then failed because of that, in one of several ways
             self.release(number)
             if withdrawn:
-                raise ColocateError("the reservation was withdrawn") from None
+                raise ColocateError(_WITHDRAWN) from None
             raise
         if not placed:
             self.release(number)
@@ -126,15 +169,26 @@ class Placing:
             ColocateError: Ray doesn't confirm it.
         """
         with self._lock:
+            self._withdrawn.add(number)
             held = self._held.pop(number, None)
         if held is None:
             return
-        held.released.set()
-        for actor in held.actors:
-            ray.kill(actor, no_restart=True)
+        held.end()
         if held.group is not None:
-            remove_placement_group(held.group)
             self._confirm(held, held.group)
+
+    def abandon(self) -> None:
+        """The driver is gone: have nothing more made, and wait for what Ray is just making.
+
+        Ray frees it all when this process leaves. An actor that it comes to know after that, it frees a second or two
+        later. It isn't told to take things back here: a slot whose actor is just coming up could get lost in Ray.
+        """
+        with self._lock:
+            self._abandoned = True
+            everything = list(self._held.values())
+            self._held.clear()
+        for held in everything:
+            held.stop()
 
     def _confirm(self, held: Held, group: PlacementGroup) -> None:
         """Wait until Ray has everything back from the nodes that there still are."""
@@ -169,7 +223,7 @@ class Placing:
         for index in range(request.slots):
             strategy = PlacementGroupSchedulingStrategy(group, index, placement_group_capture_child_tasks=False)
             name = f"{listing.PREFIX}{request.id}/{index}"
-            held.actors.append(actor_class.options(name=name, **options, scheduling_strategy=strategy).remote())
+            held.make_actor(actor_class.options(name=name, **options, scheduling_strategy=strategy).remote)
         opened = [actor.open.remote(colocate.__version__, key, request, self.cluster.private) for actor in held.actors]
         ray.wait(opened, num_returns=len(opened), timeout=_ACTORS_START_WITHIN_S, fetch_local=False)
         answers = self._answers(group, opened)
@@ -247,7 +301,7 @@ def _wait_placed(held: Held, patience: float) -> bool:
     deadline = time.monotonic() + patience
     while _state(held.group) != "CREATED":
         if held.released.wait(_STEP_S):
-            raise ColocateError("the reservation was withdrawn")
+            raise ColocateError(_WITHDRAWN)
         if time.monotonic() > deadline:
             return False
     return True

@@ -21,6 +21,7 @@ BURST = 3
 """So many drivers at once: starting one takes seconds, most of which it waits."""
 MOMENTS = ("start", "reserve", "reserve", "spawn", "spawn", "call", "call", "call", "close", "close", "anything")
 _COMES_WITHIN_S = 15.0  # the moment at which a driver is to be killed; otherwise any will do
+_ASK_AGAIN_S = 0.02
 
 Tell = Callable[[str], None]
 
@@ -35,8 +36,9 @@ class Doomed:
         delay_s: How long after that has begun.
         killed: When it was.
         doing: What it was doing then.
-        gone_s: After how long none of its processes was left.
-        left: Those that were left at last.
+        gone_s: After how long none of its processes was left, and nothing that the engine had for it.
+        left: The processes that were left at last.
+        held: What the engine had for it at last.
     """
 
     seed: int
@@ -47,8 +49,9 @@ class Doomed:
     doing: str = ""
     gone_s: float = 0.0
     left: dict[int, str] = attrs.field(factory=dict)
+    held: list[str] = attrs.field(factory=list)
 
-    def meet(self) -> None:
+    def meet(self, engine: Engine) -> None:
         """Kill it when its moment has come, and wait until nothing of it is left."""
         watched = self.watched
         if self.moment == "start":
@@ -62,6 +65,9 @@ class Doomed:
         self.doing = watched.begun
         self.killed = watched.kill()
         _, self.left = marks.gone_within(watched.mark, watched.forked, FREE_AT_LAST_S)
+        while (held := engine.held_by(watched.process.pid)) and time.monotonic() - self.killed < FREE_AT_LAST_S:
+            time.sleep(_ASK_AGAIN_S)
+        self.held = held
         self.gone_s = time.monotonic() - self.killed
 
     def _has_come(self) -> bool:
@@ -80,7 +86,7 @@ def burst(engine: Engine, ledger: Ledger, seeds: Sequence[int], tell: Tell = pri
 
     def meet(each: Doomed) -> None:
         try:
-            each.meet()
+            each.meet(engine)
         except (Ended, Hung) as error:
             each.killed = each.watched.kill()
             wrong.append(f"it was not ready to be killed: {type(error).__name__} {error}")
@@ -92,8 +98,6 @@ def burst(engine: Engine, ledger: Ledger, seeds: Sequence[int], tell: Tell = pri
         thread.join()
     last = max(doomed, key=lambda each: each.killed)
     free_s, holders = engine.all_free()
-    if free_s is not None and engine.slots is not None:
-        last.gone_s = time.monotonic() - last.killed
     for words in wrong:
         _problem(engine, ledger, last, "wrong", words, tell)
     if free_s is None:
@@ -118,7 +122,8 @@ def _doomed(engine: Engine, seed: int) -> Doomed:
 
 def _count(engine: Engine, ledger: Ledger, each: Doomed, survived: bool, tell: Tell) -> None:
     problems = [f"process {pid} is left: {line}" for pid, line in each.left.items()]
-    problems += [f"file {path.name} is left" for path in each.watched.folder.iterdir()]
+    problems += [f"the engine has still {name}" for name in each.held]
+    problems += [f"file {name} is left" for name in each.watched.files()]
     for words in problems:
         _problem(engine, ledger, each, "left", words, tell)
     if each.gone_s > FREE_S and not problems:

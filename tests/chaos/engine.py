@@ -1,13 +1,15 @@
 """An engine that all drivers of a run share, in a process of its own: `python -m tests.chaos.engine ray|dask SLOTS`.
 
-It says where it is. Each line that it reads asks it whether another tenant could have all of it: it tries, gives it
-back, and says how long that took. It ends with its input.
+It says where it is. A line "free?" asks it whether another tenant could have all of it: it tries, gives it back, and
+says how long that took. Any other line is the beginning of drivers' ids: it says what it has for those. It ends with
+its input.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import platform
 import secrets
 import subprocess
 import sys
@@ -20,6 +22,7 @@ from typing import Any
 import attrs
 from tests.clusters import SPARING, started
 
+FREE = "free?"
 FREE_WITHIN_S = 20.0
 
 
@@ -43,13 +46,24 @@ class Engine:
         """Reserve all of it at once: after how many seconds that was possible, or who has it."""
         if self._process is None:
             return 0.0, ""
+        took, holders = self._ask(FREE)
+        return took, holders
+
+    def held_by(self, pid: int) -> list[str]:
+        """What it has for a driver: reservations, actors."""
+        if self._process is None:
+            return []
+        held: list[str] = self._ask(f"{platform.node()}-{pid}-")
+        return held
+
+    def _ask(self, line: str) -> Any:
+        assert self._process is not None
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with self._lock:
-            self._process.stdin.write("free?\n")
+            self._process.stdin.write(f"{line}\n")
             self._process.stdin.flush()
-            took, holders = json.loads(self._process.stdout.readline())
-        return took, holders
+            return json.loads(self._process.stdout.readline())
 
 
 @contextmanager
@@ -77,14 +91,24 @@ def running(executor: str, slots: int, own: int) -> Iterator[Engine]:
 def ray(slots: int) -> None:
     """One node. Reserving all of it is a placement group, as a driver makes it."""
     import ray
-    from ray.util.placement_group import placement_group, remove_placement_group
+    from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+
+    from colocate_ray.listing import PREFIX
+
+    def held_by(who: str) -> list[str]:
+        groups = [each["name"] for each in placement_group_table().values() if each["state"] != "REMOVED"]
+        actors = [each["name"] for each in ray.util.list_named_actors(all_namespaces=True)]
+        return [name for name in (*groups, *actors) if name.startswith(f"{PREFIX}{who}")]
 
     context: Any = ray.init(
         address="local", num_cpus=slots, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR
     )
     free_now: Any = ray.available_resources
     tell({"address": context.address_info["gcs_address"]})
-    for _ in sys.stdin:
+    for line in map(str.strip, sys.stdin):
+        if line != FREE:
+            tell(held_by(line))
+            continue
         began = time.monotonic()
         everything = placement_group([{"CPU": 1}] * slots)
         free = everything.wait(FREE_WITHIN_S)
@@ -108,7 +132,11 @@ def dask(slots: int) -> None:
     with cluster(n_workers=slots, processes=True, protocol="tcp", host="127.0.0.1", **options) as made:
         connection = Connection(LoopThread(), made.scheduler_address, None, 30.0)
         tell({"address": made.scheduler_address})
-        for _ in sys.stdin:
+        for line in map(str.strip, sys.stdin):
+            if line != FREE:
+                held = connection.on_scheduler(reservations.held)
+                tell([each.label for each in held if each.label.startswith(line)])
+                continue
             began = time.monotonic()
             wanted = Wanted(secrets.token_hex(8), connection.id, "chaos", slots, 1, timeout=FREE_WITHIN_S)
             answer = connection.on_scheduler(reservations.reserve, wanted, connection.version)

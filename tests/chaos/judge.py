@@ -174,7 +174,8 @@ class Lane:
         """End the driver in order."""
         watched, self._watched = self._watched, None
         if watched is not None:
-            watched.end()
+            for name in watched.end():
+                self._problem(self._last, kind_of(self._last), "left", f"file {name} is left")
 
 
 def campaign(engine: Engine, plan: Plan, lanes: int, tell: Callable[[str], None] = print) -> None:

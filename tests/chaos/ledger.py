@@ -150,7 +150,7 @@ def _text(data: dict[str, Any]) -> str:
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Numbers in short, those of one step of five as a range: "0-45, 60"."""
+    """Numbers in short, those of one step as a range: "0-45, 60"."""
     found: list[list[int]] = []
     for number in sorted(set(numbers)):
         if found and number == found[-1][-1] + STEP:
@@ -158,10 +158,6 @@ def ranges(numbers: Iterable[int]) -> str:
         else:
             found.append([number])
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in found)
-
-
-STEP = 5
-"""Seeds of one kind are so far apart."""
 
 
 def spelled_out(text: str) -> Iterable[int]:

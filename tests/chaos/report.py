@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
+import attrs
 from rich.console import Console
 from rich.table import Table
 from tests.chaos.ledger import Ledger, Tally, ranges
@@ -39,12 +40,48 @@ def show(ledger: Ledger, console: Console) -> None:
                 console.print(f"{executor} {kind}: seeds {ranges(kinds[kind].seeds)}; hit: {hit}", style="dim")
         if NOT_APPLICABLE.get(executor):
             console.print(f"{executor}: not applicable: {NOT_APPLICABLE[executor]}", style="dim")
+    for executor, kinds in sorted(ledger.tallies.items()):
+        for bar in bars(kinds):
+            console.print(f"{executor}: {bar}", markup=False, style="green" if bar.met else "red")
     for problem in ledger.problems:
         console.print(
             f"{problem['executor']} seed {problem['seed']} ({problem['kind']}): {problem['what']}: {problem['words']}",
             style="red",
             markup=False,
         )
+
+
+@attrs.frozen
+class Bar:
+    """Something measured, and what it is to be at most, in ms."""
+
+    what: str
+    measured: float
+    bar: float
+
+    @property
+    def met(self) -> bool:
+        """Whether it is."""
+        return self.measured <= self.bar
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.measured:.0f} ms, at most {self.bar:.0f}: {'PASS' if self.met else 'OVER'}"
+
+
+def bars(kinds: Mapping[str, Tally]) -> Iterator[Bar]:
+    """How the times of an executor compare with what they are to be."""
+    if errors := sorted(kinds.get("kill", Tally()).error_ms):
+        yield Bar("SIGKILL of a worker to the first error, p50", quantile(errors, 0.5), 40)
+        yield Bar("SIGKILL of a worker to the first error, p99", quantile(errors, 0.99), 500)
+    if over := sorted(ms for kind in ("stop", "gil") for ms in kinds.get(kind, Tally()).over_ms):
+        yield Bar("close with a hung rank beside its grace, the slowest", over[-1], 1000)
+    if free := sorted(kinds.get("driver", Tally()).free_ms):
+        yield Bar("SIGKILL of a driver until all is free, the slowest", free[-1], 2000)
+
+
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """The value below which that share of them lies."""
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 def times(tally: Tally) -> str:
@@ -62,5 +99,5 @@ def times(tally: Tally) -> str:
 def percentiles(values: Sequence[float]) -> str:
     """p50 / p90 / p99 / max."""
     ordered = sorted(values)
-    picked = [ordered[min(len(ordered) - 1, int(share * len(ordered)))] for share in (0.5, 0.9, 0.99)]
+    picked = [quantile(ordered, share) for share in (0.5, 0.9, 0.99)]
     return " / ".join(f"{value:.0f}" for value in (*picked, ordered[-1]))

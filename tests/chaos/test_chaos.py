@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from tests.chaos import deaths, engine, judge
 from tests.chaos.ledger import Ledger
 from tests.chaos.programs import SLOTS, kind_of
+
+import colocate
 
 SEEDS = {"local": (0, 1, 2, 3, 10225), "ray": (0, 3), "dask": (1, 3)}
 TORCH = (10225,)
@@ -21,6 +25,10 @@ def test_slice(executor: str) -> None:
     ledger = Ledger()
     said: list[str] = []
     with engine.running(executor, SLOTS, SLOTS) as made:
+        if made.slots is not None:
+            with colocate.connect(executor, **made.options) as runtime, runtime.reserve(2):
+                assert made.held_by(os.getpid()) != []  # so what a killed driver leaves would be seen
+            assert made.held_by(os.getpid()) == []
         lane = judge.Lane(made, ledger, said.append)
         for seed in SEEDS[executor]:
             lane.play(seed, seed in TORCH, episodes=1)

@@ -49,12 +49,12 @@ def first_seed(kind: str, wanted: Wanted, torch: bool) -> int:
     raise AssertionError("never reached")
 
 
-def caught(mutant: str, seed: int, torch: bool) -> str:
+def caught(mutant: str, seed: int, torch: bool, episodes: int | None = None) -> str:
     """Play until something is wrong; in words what."""
     with engine.running("local", SLOTS, SLOTS) as made:
         lane = judge.Lane(made, Ledger(), lambda words: None, {VARIABLE: mutant}, first_only=True)
         try:
-            lane.play(seed, torch)
+            lane.play(seed, torch, episodes)
             lane.rest()
         except judge.Enough as found:
             return str(found)
@@ -76,7 +76,9 @@ CASES = [
 def test_caught(mutant: str, kind: str, wanted: Wanted, words: str) -> None:
     """It is, and for what is wrong with it."""
     torch = mutant == "stale_pairing"
-    assert words in caught(mutant, first_seed(kind, wanted, torch), torch)
+    seed = first_seed(kind, wanted, torch)
+    assert words in caught(mutant, seed, torch)
+    assert caught("", seed, torch, episodes=1) == "nothing"  # so it was the mutant
 
 
 def test_all_are_tried() -> None:

@@ -129,14 +129,20 @@ class Watched:
         self.process.kill()
         return at
 
-    def end(self) -> None:
-        """End it in order; at once if it doesn't go."""
+    def end(self) -> list[str]:
+        """End it in order; at once if it doesn't go. The files that it has left."""
         try:
             self.process.communicate(timeout=30.0)
         except (subprocess.TimeoutExpired, ValueError):
             self.process.kill()
             self.process.wait()
+        left = self.files()
         self.clean()
+        return left
+
+    def files(self) -> list[str]:
+        """What there is in its folder."""
+        return sorted(path.name for path in self.folder.iterdir())
 
     def clean(self) -> None:
         """Remove its files. It has ended."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -54,8 +55,6 @@ def test_what_is_allowed_is_used(write: Write, allowed: str) -> None:
 @pytest.mark.usefixtures("with_acme")
 def test_what_is_not_allowed_is_not_imported(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     """colocate's own may always be used."""
-    import sys
-
     for name in [name for name in sys.modules if name.partition(".")[0] == "acme"]:
         monkeypatch.delitem(sys.modules, name)
     (found,) = mistakes(write(PLUGINS + "    plugins: {allow: [other]}"))
@@ -63,6 +62,22 @@ def test_what_is_not_allowed_is_not_imported(write: Write, monkeypatch: pytest.M
         "roles.reward.use: plugin 'acme' (acme 1.0.0) isn't in plugins.allow: add it there if you trust it"
     )
     assert "acme" not in sys.modules
+
+
+def test_executors_are_asked_for_too(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Installed(tmp_path)("outpost")))
+    (found,) = mistakes(write("    executor: outpost\n    plugins: {allow: [acme]}\n"))
+    assert "executor.use: plugin 'outpost' (" in found
+    assert "isn't in plugins.allow" in found
+    assert "outpost" not in sys.modules
+    (found,) = mistakes(write("    executor: {use: 'outpost.executor:Outposts'}\n"), allow_import=False)
+    assert "names a module, and this config may name plugins only" in found
+
+
+@pytest.mark.usefixtures("with_acme")
+def test_jobs_are_asked_for_too(write: Write) -> None:
+    (found,) = mistakes(write("    pools: {main: {slots: 1}}\n    job: acme.train\n    plugins: {allow: [other]}\n"))
+    assert "job.use: plugin 'acme' (acme 1.0.0) isn't in plugins.allow" in found
 
 
 def test_modules_can_be_refused(write: Write) -> None:

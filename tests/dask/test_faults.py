@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+from distributed import Client
 from tests.closing import ended
 from tests.dask.conftest import running, script
 
 import colocate
 from colocate import ColocatedGroup, Pool, Runtime
-from colocate.errors import ColocateError
+from colocate.errors import ColocateError, WorkerDied
 from colocate.testing import leaks
 from colocate.testing.probes.plain import Echo
-from colocate.testing.waiting import PATIENCE_S, Processes
+from colocate.testing.waiting import PATIENCE_S, Processes, send, wait_until
 
 STOPPED_IS_LONG = pytest.mark.parametrize(
     "number", [pytest.param(signal.SIGSTOP, marks=pytest.mark.long), signal.SIGKILL], ids=["stopped", "killed"]
@@ -54,7 +57,7 @@ def test_scheduler(cluster: tuple[str, psutil.Process], number: signal.Signals) 
     address, scheduler = cluster
     runtime = colocate.connect("dask", address=address)
     pool, group, workers = spawned(runtime)
-    scheduler.send_signal(number)
+    send(scheduler.pid, number)
     if number == signal.SIGSTOP:
         assert group.role("echo", Echo).echo(1) == [1, 1]  # no call goes through it
     wrong = ended(pool.close, grace=1.0)
@@ -91,7 +94,7 @@ def test_worker(cluster: tuple[str, psutil.Process], number: signal.Signals) -> 
     with colocate.connect("dask", address=address) as other, colocate.connect("dask", address=address) as runtime:
         pool, group, workers = spawned(runtime)
         (pid, *_), *_ = group.role("echo", Echo).place()
-        os.kill(psutil.Process(pid).ppid(), number)
+        send(psutil.Process(pid).ppid(), number)
         ended(pool.close, grace=0.0)
         workers.wait()
         workers.close()
@@ -113,8 +116,39 @@ def test_killed_driver(cluster: tuple[str, psutil.Process], number: signal.Signa
         assert driver.stdout is not None
         pids = [int(pid) for pid in driver.stdout.readline().strip("[]\n").split(",")]
         workers = Processes(pids)
-        os.kill(psutil.Process(pids[0]).ppid(), number)
+        send(psutil.Process(pids[0]).ppid(), number)
         driver.kill()
         workers.wait()
         workers.close()
         other.reserve(2, cpus=1, timeout=PATIENCE_S).close()
+
+
+def test_nanny(cluster: tuple[str, psutil.Process], tmp_path: Path) -> None:
+    """What started a Dask worker, as `dask worker` does on a machine: that worker goes with it, and what was there."""
+    address, _ = cluster
+    options = ["--nthreads", "1", "--no-dashboard", "--host", "127.0.0.1", "--local-directory", str(tmp_path)]
+    command = [sys.executable, "-m", "distributed.cli.dask_worker", address, *options]
+    made: Any = Client
+    with (
+        subprocess.Popen(command, stderr=subprocess.DEVNULL) as nanny,
+        made(address, set_as_default=False) as client,
+        colocate.connect("dask", address=address) as runtime,
+    ):
+        try:
+            client.wait_for_workers(3, timeout=PATIENCE_S)
+            pool = runtime.reserve(3, cpus=1)
+            group = pool.spawn({"echo": colocate.role(Echo)})
+            pids = [pid for pid, _, _ in group.role("echo", Echo).place()]
+            workers = Processes(pids)
+            (there,) = (
+                rank for rank, pid in enumerate(pids) if nanny.pid in (p.pid for p in psutil.Process(pid).parents())
+            )
+        finally:
+            nanny.kill()
+        wait_until(lambda: group.failure is not None, "the group fails")
+        assert isinstance(group.failure, WorkerDied)
+        assert group.failure.rank == there
+        ended(pool.close, grace=0.0)
+        workers.wait()
+        workers.close()
+        runtime.reserve(2, cpus=1, timeout=PATIENCE_S).close()

@@ -21,7 +21,7 @@ from colocate.errors import ColocateError, PlacementError, PlacementTimeout
 from colocate.testing import leaks
 from colocate.testing.probes.lasting import Lasting
 from colocate.testing.probes.plain import Echo
-from colocate.testing.waiting import PATIENCE_S, Processes, wait_until
+from colocate.testing.waiting import PATIENCE_S, Processes, send, wait_until
 from colocate_dask import undocumented
 
 
@@ -232,6 +232,44 @@ def test_killed_driver_with_a_fork_alive(cluster: str, runtime: Runtime) -> None
     os.kill(child, signal.SIGKILL)
 
 
+def test_killed_while_it_waits(cluster: str, runtime: Runtime) -> None:
+    """A driver that is killed while its request waits gets nothing of what becomes free: others do."""
+    with runtime.reserve(5, cpus=0) as everything:
+        driver = script(
+            """
+            runtime = colocate.connect("dask", address=sys.argv[1])
+            threading.Thread(target=lambda: runtime.reserve(1, cpus=0, timeout=600), daemon=True).start()
+            while not runtime.children: os.sched_yield()
+            print("waits", flush=True)
+            threading.Event().wait()
+            """,
+            cluster,
+        )
+        with driver:
+            assert driver.stdout is not None
+            try:
+                assert driver.stdout.readline() == "waits\n"
+                wait_until(lambda: waiting(runtime) == 1, "the scheduler has its request")
+            finally:
+                driver.kill()
+        wait_until(lambda: waiting(runtime) == 0, "the scheduler has forgotten it")
+        everything.close()
+        everything_is_free(runtime, timeout=PATIENCE_S)
+
+
+def waiting(runtime: Runtime) -> int:
+    """How many requests wait in the scheduler."""
+
+    def count(dask_scheduler: Any) -> int:  # sent by value: this module can't be imported there
+        from colocate_dask import reservations
+
+        return len(reservations._table(dask_scheduler)._waiting)
+
+    executor: Any = runtime.executor
+    found: int = executor._connection.on_scheduler(count)
+    return found
+
+
 def test_killed_dask_worker(runtime: Runtime, other: Any) -> None:
     """A Dask worker that dies fails its group with Dask's words; the one that replaces it isn't part of it."""
     with replacing(runtime), runtime.reserve(2, cpus=2, strategy="pack") as pool:
@@ -275,7 +313,7 @@ def test_stopped_dask_worker(runtime: Runtime, other: Any) -> None:
     (held,) = (address for address, status in by_status(other).items() if status == "paused")
     workers = Processes([group.role("echo", Echo).place()[0][0], pids[held]])
     with replacing(runtime):
-        os.kill(pids[held], signal.SIGSTOP)
+        send(pids[held], signal.SIGSTOP)
         pool.close(grace=1)
         workers.wait()
         workers.close()

@@ -158,3 +158,13 @@ def test_a_private_cluster_that_is_closed_starts_nothing() -> None:
     with pytest.raises(TimeoutError, match="the cluster has been closed"):
         cluster.start(1, 1.0, 0)
     loop.close()
+
+
+def test_what_a_private_cluster_had_ends_with_it() -> None:
+    """Whoever gives workers back while it is closed by another thread need not care, and is told nothing."""
+    loop = LoopThread()
+    cluster = PrivateCluster(loop)
+    workers = cluster.start(1, 1.0, 0)
+    cluster.close()
+    loop.close()
+    cluster.stop(workers)

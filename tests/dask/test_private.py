@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 import os
 import threading
 from typing import Any
@@ -52,6 +54,28 @@ def test_not_the_default_client() -> None:
     find: Any = default_client
     with colocate.connect("dask", cpus=1), pytest.raises(ValueError, match="No client"):
         find()
+
+
+def test_logs_are_the_users(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dask doesn't chat on the terminal while a private cluster lives; a handler that a user has added hears it all."""
+    logger = logging.getLogger("distributed")
+    dasks = logging.StreamHandler()
+    monkeypatch.setattr(logger, "handlers", [dasks])  # as Dask does where nobody has asked for a log before
+    heard = io.StringIO()
+    mine = logging.StreamHandler(heard)
+    with colocate.connect("dask", cpus=1), colocate.connect("dask", cpus=1):
+        logger.addHandler(mine)
+        try:
+            with colocate.connect("dask", cpus=1) as runtime, runtime.reserve(1):
+                logger.warning("of somebody else's cluster")
+                assert mine.level == logging.NOTSET
+        finally:
+            logger.removeHandler(mine)
+        assert dasks.filters
+    assert "of somebody else's cluster" in heard.getvalue()
+    assert capfd.readouterr() == ("", "")
+    assert dasks.level == logging.NOTSET
+    assert dasks.filters == []
 
 
 def test_killed_driver() -> None:

@@ -17,7 +17,7 @@ from tests.trust import MEASURED, Listening
 import colocate
 from colocate import Runtime
 from colocate.testing.probes.plain import Echo
-from colocate.wire import connect, new_key
+from colocate.wire import connect, encode, new_key
 
 PAGE = Path(__file__).parents[2] / "docs" / "trust.md"
 WAIT_S = 20.0
@@ -76,16 +76,17 @@ def test_strangers(executor: str, tmp_path: Path) -> None:
     """A stranger of this very user says nothing, sends a pickle, or has another key: it gets nowhere, nobody waits."""
     pytest.importorskip({"local": "psutil", "ray": "ray", "dask": "distributed"}[executor])
     bomb = pickle.dumps(Bomb(tmp_path / "made"))
+    with encode((Bomb(tmp_path / "made"),)) as frame:  # as a driver would send it
+        well_formed = bytes(frame._inline)
     with spawned(executor) as runtime, ExitStack() as silent:
         echo = runtime.groups["target"].role("echo", Echo)
         with echo.first.keep(b"x" * (1 << 20)) as kept:
             assert len(echo.first(kept.ref)) == 1 << 20  # the workers listen from now on
-            echo.first.options(ranks=[1])
             addresses = ours()
             if executor != "local":
                 assert len(addresses) >= 2, "each slot's keeper listens"
             for address in addresses:
-                for words in (bomb, b"", b"GET / HTTP/1.1\r\n\r\n", bomb * 20):
+                for words in (well_formed, bomb, b"", b"GET / HTTP/1.1\r\n\r\n", bomb * 20):
                     stranger = silent.enter_context(socket.socket(socket.AF_UNIX))
                     stranger.settimeout(WAIT_S)
                     stranger.connect(f"\0{address}")

@@ -40,21 +40,28 @@ class Killer:
                 os.kill(self.pids[1], signal.SIGKILL)
 
 
-def metrics(folder: Path, monkeypatch: pytest.MonkeyPatch, at: int | None) -> tuple[list[dict[str, Any]], int]:
-    """What a run logs, without its times; and the generation in which it ends."""
+def metrics(folder: Path, monkeypatch: pytest.MonkeyPatch, at: int | None) -> tuple[list[dict[str, Any]], int, int]:
+    """What a run logs, without its times; the generation in which it ends; how often the critic was updated."""
     folder.mkdir()
     monkeypatch.chdir(folder)
     with colocate.launch(colocate.load_config(EXAMPLE, set=CHANGES)) as job:
         group = job.groups["policy"]
-        job.runtime.observe(Killer(group, at))
+        killer = Killer(group, at)
+        job.runtime.observe(killer)
         record = job.run(quiet=True)
-        return [{k: v for k, v in row.items() if k != "seconds"} for row in record.metrics], group.generation
+        rows = [{k: v for k, v in row.items() if k != "seconds"} for row in record.metrics]
+        return rows, group.generation, killer.updates
 
 
 def test_a_killed_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    undisturbed, generation = metrics(tmp_path / "undisturbed", monkeypatch, None)
+    """In step 3, after the checkpoint of step 2: from there it goes on, and does nothing else again."""
+    undisturbed, generation, updates = metrics(tmp_path / "undisturbed", monkeypatch, None)
     assert generation == 0
     assert [row["step"] for row in undisturbed] == [0, 1, 2, 3, 4, 5, 6]
-    found, generation = metrics(tmp_path / "killed", monkeypatch, 4)
+    each = updates // 6
+    assert updates == 6 * each > 0
+    at = 2 * each + 1
+    found, generation, updates = metrics(tmp_path / "killed", monkeypatch, at)
     assert generation == 1
     assert found == undisturbed
+    assert updates == at + 4 * each

@@ -18,7 +18,7 @@ import colocate
 from colocate import Runtime, WorkerDied
 from colocate.cli.audit import find_strays
 from colocate.testing.probes.plain import Echo
-from colocate.testing.waiting import wait_until
+from colocate.testing.waiting import send, wait_until
 
 # A driver that leaves a placement group with an actor in it, under our name, and another time takes them away.
 STRANGER = """
@@ -131,7 +131,7 @@ def test_keeper_that_does_not_answer(runtime: Runtime) -> None:
         group = pool.spawn({"echo": colocate.role(Echo)})
         (actor,) = (each for each in runtime.executor.running() if each.kind == "Ray actor")
         assert actor.pid is not None
-        os.kill(actor.pid, signal.SIGSTOP)
+        send(actor.pid, signal.SIGSTOP)
         try:
             audit = runtime.audit()
         finally:

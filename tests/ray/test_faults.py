@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -18,7 +17,7 @@ import colocate
 from colocate import Runtime
 from colocate.errors import ColocateError
 from colocate.testing.probes.plain import Echo
-from colocate.testing.waiting import Processes, wait_until
+from colocate.testing.waiting import Processes, send, wait_until
 
 DRIVER = """
 import sys, colocate
@@ -55,7 +54,7 @@ def test_engine(name: str, number: signal.Signals) -> None:
     group = pool.spawn({"echo": colocate.role(Echo)})
     workers = Processes(pid for pid, _, _ in group.role("echo", Echo).place())
     everything = Processes(child.pid for child in psutil.Process(envoy(runtime)._process.pid).children(recursive=True))
-    of_ray(runtime, name).send_signal(number)
+    send(of_ray(runtime, name).pid, number)
     wrong = ended(pool.close, grace=1.0)
     workers.wait()
     if number == signal.SIGSTOP:
@@ -75,7 +74,7 @@ def test_stopped_envoy() -> None:
     pool = runtime.reserve(2)
     group = pool.spawn({"echo": colocate.role(Echo)})
     processes = Processes(child.pid for child in psutil.Process(envoy(runtime)._process.pid).children(recursive=True))
-    os.kill(envoy(runtime)._process.pid, signal.SIGSTOP)
+    send(envoy(runtime)._process.pid, signal.SIGSTOP)
     assert group.role("echo", Echo).echo(1) == [1, 1]  # no call goes through it
     assert ended(pool.close) == []
     processes.wait()
@@ -89,7 +88,7 @@ def test_stopped_envoy() -> None:
 @pytest.mark.long
 def test_stopped_envoy_of_a_closed_runtime() -> None:
     runtime = colocate.connect("ray", cpus=1)
-    os.kill(envoy(runtime)._process.pid, signal.SIGSTOP)
+    send(envoy(runtime)._process.pid, signal.SIGSTOP)
     assert ended(runtime.close) == []
     assert not Path(envoy(runtime).folder).exists()
 
@@ -105,7 +104,7 @@ def test_driver_and_envoy(number: signal.Signals) -> None:
         assert driver.stdout is not None
         pid, folder = driver.stdout.readline().split()
         processes = Processes(child.pid for child in psutil.Process(driver.pid).children(recursive=True))
-        os.kill(int(pid), number)
+        send(int(pid), number)
         driver.kill()
         processes.wait()
         processes.close()
@@ -127,7 +126,7 @@ def test_envoy_in_a_cluster(cluster: Any, joined: Runtime, number: signal.Signal
         pool = runtime.reserve(2, cpus=1)
         group = pool.spawn({"echo": colocate.role(Echo)})
         workers = Processes(pid for pid, _, _ in group.role("echo", Echo).place())
-        os.kill(envoy(runtime)._process.pid, number)
+        send(envoy(runtime)._process.pid, number)
         ended(pool.close, grace=1.0)
         workers.wait()
         workers.close()
@@ -144,7 +143,7 @@ def test_actor_in_a_cluster(joined: Runtime, number: signal.Signals) -> None:
     (pid, *_), *_ = group.role("echo", Echo).place()
     actor = psutil.Process(pid).ppid()
     processes = Processes([pid, actor])
-    os.kill(actor, number)
+    send(actor, number)
     ended(pool.close, grace=0.0)
     processes.wait()
     processes.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -137,6 +138,30 @@ def test_killed_driver(cluster: Any, runtime: Runtime) -> None:
         driver.kill()
     with runtime.reserve(3, cpus=1), runtime.reserve(3, gpus=1, cpus=0):
         assert [pid for pid in pids if Path(f"/proc/{pid}").exists()] == []
+
+
+def test_killed_while_it_waits(cluster: Any, runtime: Runtime) -> None:
+    """A driver that is killed while its request waits gets nothing of what becomes free, though a fork lives on."""
+    with runtime.reserve(3, cpus=1) as everything:
+        driver = script(
+            """
+            import threading
+            runtime = colocate.connect("ray", **OPTIONS)
+            threading.Thread(target=lambda: runtime.reserve(2, cpus=1, timeout=600), daemon=True).start()
+            while not runtime.children: os.sched_yield()
+            if child := os.fork():
+                print(child, flush=True)
+            threading.Event().wait()
+            """,
+            cluster,
+        )
+        with driver:
+            assert driver.stdout is not None
+            child = int(driver.stdout.readline())
+            driver.kill()
+        everything.close()
+        with runtime.reserve(3, cpus=1), runtime.reserve(3, gpus=1, cpus=0):
+            os.kill(child, signal.SIGKILL)  # it was still there
 
 
 def test_no_ray_by_accident(tmp_path: Path) -> None:

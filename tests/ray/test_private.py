@@ -23,7 +23,7 @@ from colocate.errors import ColocateError
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
 from colocate.testing.probes.plain import Echo
-from colocate.testing.waiting import Processes, wait_until
+from colocate.testing.waiting import Processes, send, wait_until
 from colocate_ray.private import _STORE_BYTES
 
 SCRIPT = """
@@ -220,7 +220,7 @@ def test_stuck_keeper(runtime: Runtime) -> None:
     with Gate() as gate:
         group.role("faulty", Faulty).wait.submit(gate.address)
         gate.wait_for()
-        os.kill(actor, signal.SIGSTOP)
+        send(actor, signal.SIGSTOP)
         with pytest.raises(ExceptionGroup, match="was closed, and this had gone wrong"):
             pool.close(grace=0)
     assert [process for process in both if process.is_running()] == []

@@ -12,7 +12,7 @@ import trustme
 from tests.conformance.shared import cluster as running
 
 import colocate
-from colocate.errors import EngineError
+from colocate.errors import ConfigError, EngineError
 from colocate.testing.probes.plain import Echo
 
 
@@ -78,6 +78,14 @@ def test_that_the_cluster_does_not_know(cluster: dict[str, Any], folder: Path, m
 
 def test_that_are_not_there(cluster: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tls(monkeypatch, folder, "good", "missing")
+    with pytest.raises(ConfigError, match=r"name no file: RAY_TLS_SERVER_CERT=.*missing-cert\.pem"):
+        colocate.connect("ray", **cluster)
+
+
+def test_that_are_none(cluster: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for part in ("cert", "key"):
+        (folder / f"garbled-{part}.pem").write_text("garbled")
+    tls(monkeypatch, folder, "good", "garbled")
     with pytest.raises(EngineError, match="the certificates can't be loaded"):
         colocate.connect("ray", **cluster)
 

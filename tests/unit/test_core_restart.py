@@ -60,6 +60,19 @@ def restarted(group: ColocatedGroup) -> None:
     group.wait_ready(PATIENCE_S)
 
 
+def test_each_attempt_waits_longer(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first comes at once; what doesn't come back isn't tried again and again without a pause."""
+    monkeypatch.setattr("colocate._restart._LONGEST_BACKOFF_S", 2.0)
+    roles = {"lasting": colocate.role(Lasting, breaks=9)}
+    group = pool.spawn(roles, on_failure="restart", restarts=5)
+    waited: list[float] = []
+    monkeypatch.setattr(group.restarts._stopping, "wait", waited.append)  # as if nobody were closing it
+    fail(group)
+    with pytest.raises(ColocateError, match="on purpose"):
+        group.wait_ready(PATIENCE_S)
+    assert waited == [0.0, 0.5, 1.5, 2.0, 2.0]
+
+
 # -- checkpoints
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import psutil
@@ -17,7 +18,7 @@ import pytest
 
 from colocate import wire
 from colocate.executor import Boot, Exit, Host
-from colocate.keeper import Claim, Keeper, Keepers, KeptSlot, Terms, Title, claim_lead
+from colocate.keeper import Claim, Keeper, Keepers, KeptSlot, Terms, Title, claim_lead, listed
 from colocate.keeper.hired import Spare
 from colocate.keeper.launcher import Launcher
 from colocate.testing.waiting import wait_until
@@ -308,7 +309,8 @@ def test_taken_from_oneself(keepers: Keepers, monkeypatch: pytest.MonkeyPatch) -
     pid = heard.messages.get(timeout=WAIT_S)[1]["pid"]
     terms = Terms("name", 300.0, frozenset({host.token}), record=b"the record")
     assert kept.slot.confirm("detach", terms, within_s=WAIT_S)
-    kept.slot.give_up(WAIT_S)
+    kept.slot.leave()
+    kept.slot.left(WAIT_S)
     title = Title("name", kept.keeper.address, keepers.key)
     boot, borrowed, owned = Boot("w", "g", 0, "here"), Heard(), Heard()
     before: Any = claim_lead(keepers, title, Claim("one", False, lambda by: None)).take(boot, borrowed, host.token)
@@ -349,6 +351,32 @@ def test_a_slot_after_all_are_closed(keepers: Keepers) -> None:
     slot = keepers.slot("unix:@nobody")
     assert slot._connected.wait(WAIT_S)
     assert slot.wait_connected() == "its keeper was let go"
+    heard = Heard()
+    slot.launch(Boot("w", "g", 0, "here"), heard)
+    assert heard.exits.get(timeout=WAIT_S).detail == "its keeper was let go"
+
+
+def test_what_is_detached_is_listed(keepers: Keepers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever answers, as he says; who doesn't, as known; who is gone, or has detached nothing, not at all."""
+    monkeypatch.setattr("colocate.keeper.slots._DIAL_S", 0.2)
+    monkeypatch.setattr("colocate.wire.auth.REOPENS_WITHIN_S", 0.0)
+    kept, not_detached = (Kept(keepers, detachable=True) for _ in range(2))
+    assert kept.slot.wait_connected() is None
+    about = {"slots": 1}
+    assert kept.slot.confirm("detach", Terms("one", 300.0, frozenset(), about=about), within_s=WAIT_S)
+    with closing(wire.listen()) as silent:
+        there = {
+            "one": kept.keeper.address,
+            "two": not_detached.keeper.address,
+            "three": silent.address,
+            "four": "unix:@nobody",
+        }
+        one, three = listed(keepers, [Title(name, at, keepers.key, about=about) for name, at in there.items()])
+    assert (one["name"], one["answers"], one["epoch"], one["slots"]) == ("one", True, 1, 1)
+    assert (three["name"], three["answers"], three["epoch"], three["slots"]) == ("three", False, None, 1)
+    assert one.keys() == three.keys()
+    kept.keeper.close()
+    not_detached.keeper.close()
 
 
 def test_a_launching_thread_outlives_what_a_job_raises(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from colocate import wire
 from colocate.errors import BorrowedError, EngineError
-from colocate.keeper import Claim, ClaimedSlot, Keeper, Keepers, KeptSlot, Terms, Title, claim_lead, look
+from colocate.keeper import Claim, ClaimedSlot, Keeper, Keepers, KeptSlot, Terms, Title, claim_lead, listed
 from colocate.keeper.tenure import SLACK_S, Tenure
 from colocate.testing.waiting import PATIENCE_S, wait_until
 
@@ -52,7 +52,7 @@ def test_not_detached(side: Side) -> None:
     """Until it is detached nobody else gets in, and its end is its driver's."""
     with pytest.raises(EngineError, match="hasn't been detached"):
         side.claim("second", own=True)
-    assert look(side.keepers, side.title) is None
+    assert listed(side.keepers, [side.title]) == []
     side.owner.close()
     assert side.ended.wait(PATIENCE_S)
 
@@ -78,15 +78,16 @@ def test_a_stranger_is_turned_away(side: Side) -> None:
 def test_one_after_the_other(side: Side) -> None:
     """Each gets a higher epoch and the record; who comes while another is there is told of it."""
     assert side.owner.confirm("detach", TERMS, within_s=PATIENCE_S)
-    side.owner.give_up(PATIENCE_S)
+    side.owner.leave()
+    side.owner.left(PATIENCE_S)
     first = side.claim("first")
     assert (first.epoch, first.record) == (2, b"the record")
     with pytest.raises(BorrowedError, match="first, since"):
         side.claim("second")
-    seen = look(side.keepers, side.title)
-    assert seen is not None
+    (seen,) = listed(side.keepers, [side.title])
     assert (seen["driver"], seen["left_s"], seen["owned"]) == ("first", None, False)
-    first.give_up(PATIENCE_S)
+    first.leave()
+    first.left(PATIENCE_S)
     assert side.claim("second").epoch == 3
     assert not side.ended.is_set()
 
@@ -94,7 +95,8 @@ def test_one_after_the_other(side: Side) -> None:
 def test_taken_by_force(side: Side) -> None:
     """Who takes it fences the one before, whose commands have no effect any more; it then ends with its new owner."""
     assert side.owner.confirm("detach", TERMS, within_s=PATIENCE_S)
-    side.owner.give_up(PATIENCE_S)
+    side.owner.leave()
+    side.owner.left(PATIENCE_S)
     fenced: list[str] = []
     first = claim_lead(side.keepers, side.title, Claim("first", False, fenced.append))
     second = side.claim("second", own=True)
@@ -102,8 +104,7 @@ def test_taken_by_force(side: Side) -> None:
     assert fenced == ["second (epoch 3)"]
     first.command("keep", attrs.evolve(TERMS, name="changed"))
     first.command("give_up")
-    seen = look(side.keepers, side.title)
-    assert seen is not None
+    (seen,) = listed(side.keepers, [side.title])
     assert (seen["name"], seen["driver"], seen["owned"]) == ("name", "second", True)
     second.close()
     assert side.ended.wait(PATIENCE_S)
@@ -123,7 +124,7 @@ def test_detached_in_vain(side: Side) -> None:
     assert side.owner.confirm("retain", within_s=PATIENCE_S)
     with pytest.raises(EngineError, match="hasn't been detached"):
         side.claim("second", own=True)
-    assert look(side.keepers, side.title) is None
+    assert listed(side.keepers, [side.title]) == []
     side.owner.close()
     assert side.ended.wait(PATIENCE_S)
 
@@ -132,7 +133,8 @@ def test_detached_in_vain(side: Side) -> None:
 def test_a_claim_that_is_given_up(side: Side, monkeypatch: pytest.MonkeyPatch, interrupted: bool) -> None:
     """An owner who has gone before hearing of the grant, or is interrupted in waiting, doesn't take it along."""
     assert side.owner.confirm("detach", TERMS, within_s=PATIENCE_S)
-    side.owner.give_up(PATIENCE_S)
+    side.owner.leave()
+    side.owner.left(PATIENCE_S)
     slot = ClaimedSlot(side.keepers, side.keeper.address, side.key, Claim("second", True, lambda by: None))
     settled = slot._settled.wait
 
@@ -156,7 +158,8 @@ def test_a_claim_that_is_given_up(side: Side, monkeypatch: pytest.MonkeyPatch, i
 def test_lower_epochs_are_refused(side: Side) -> None:
     """A keeper that isn't the lead goes by the lead's word, and only up."""
     assert side.owner.confirm("detach", attrs.evolve(TERMS, record=b""), within_s=PATIENCE_S)
-    side.owner.give_up(PATIENCE_S)
+    side.owner.leave()
+    side.owner.left(PATIENCE_S)
     with pytest.raises(EngineError, match="its lead keeper isn't here"):
         side.claim("first")
     assert side.claim("third", epoch=4).epoch == 4
@@ -179,8 +182,10 @@ def test_the_clock() -> None:
 def test_time_is_over(side: Side) -> None:
     """It ends by itself, and not by a clock of an earlier vacancy."""
     assert side.owner.confirm("detach", attrs.evolve(TERMS, ttl=0.2), within_s=PATIENCE_S)
-    side.owner.give_up(PATIENCE_S)
+    side.owner.leave()
+    side.owner.left(PATIENCE_S)
     first = side.claim("first")
     assert not side.ended.wait(0.5)
-    first.give_up(PATIENCE_S)
+    first.leave()
+    first.left(PATIENCE_S)
     assert side.ended.wait(PATIENCE_S)

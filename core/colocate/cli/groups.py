@@ -77,6 +77,8 @@ def _row(found: Mapping[str, Any]) -> dict[str, Any]:
     groups = ", ".join(f"{name} ({', '.join(roles)})" for name, roles in found["groups"].items())
     left = "" if found["left_s"] is None else f"{found['left_s']:.0f} s"
     driver = found["driver"] or ""
+    if not found["answers"]:
+        driver = "(it doesn't answer)"
     return {
         "name": found["name"],
         "groups": groups,
@@ -84,5 +86,5 @@ def _row(found: Mapping[str, Any]) -> dict[str, Any]:
         "nodes": ", ".join(found["nodes"]),
         "driver": f"{driver}, owns it" if driver and found["owned"] else driver,
         "left": left,
-        "epoch": found["epoch"],
+        "epoch": "" if found["epoch"] is None else found["epoch"],
     }

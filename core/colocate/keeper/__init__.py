@@ -6,7 +6,7 @@ a process of its own beside the engine's, its lane goes straight to the driver, 
 known, it is killed in milliseconds whatever it does, and it dies with the keeper and with the driver.
 """
 
-from colocate.keeper.estate import Claim, ClaimedSlot, Estate, Title, claim_lead, look, title_of
+from colocate.keeper.estate import Claim, ClaimedSlot, Estate, Title, claim_lead, listed, title_of
 from colocate.keeper.keeper import Keeper
 from colocate.keeper.launcher import Launcher
 from colocate.keeper.process import AFTER_LANE_S, ProcessEvents, WorkerProcess
@@ -27,6 +27,6 @@ __all__ = [
     "Title",
     "WorkerProcess",
     "claim_lead",
-    "look",
+    "listed",
     "title_of",
 ]

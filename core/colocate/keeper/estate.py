@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -16,6 +18,7 @@ from colocate.keeper.slots import Keepers, KeptSlot
 from colocate.keeper.tenure import Terms
 
 _ANSWER_S = 10.0
+_AT_ONCE = 16
 _LEAVE_S = 2.0
 
 
@@ -28,12 +31,20 @@ class Title:
         lead: Address of the lead keeper.
         key: The secret of its keepers.
         facts: What the executor needs to find the slots again; plain data.
+        about: What listings show of it when the lead doesn't answer; `since` is when it got the name.
     """
 
     name: str
     lead: str
     key: bytes = attrs.field(repr=False)
     facts: Any = None
+    about: dict[str, Any] = attrs.field(factory=dict)
+    since: float = attrs.field(factory=time.time)
+
+    def unseen(self) -> dict[str, Any]:
+        """What listings show when its lead doesn't answer: what was known when it got the name."""
+        unknown = dict.fromkeys(("epoch", "driver", "owned", "ttl_s", "left_s"))
+        return {"name": self.name, "answers": False, **unknown, "since": self.since, **self.about}
 
 
 def title_of(titles: Mapping[str, Title], name: str) -> Title:
@@ -171,9 +182,9 @@ class Estate:
         self.lead = lead
         self.slots = slots
 
-    def title(self, name: str, facts: Any) -> Title:
+    def title(self, terms: Terms, facts: Any) -> Title:
         """What the engine's registry is to know."""
-        return Title(name, self.lead.address, self.key, facts)
+        return Title(terms.name, self.lead.address, self.key, facts, terms.about)
 
     def detach(self, terms: Terms) -> None:
         """Have every keeper go on without this driver, when that lets go.
@@ -206,18 +217,25 @@ class Estate:
 
     def give_up(self) -> None:
         """Let go; the pool goes on."""
-        threads = [threading.Thread(target=slot.give_up, args=(_LEAVE_S,), daemon=True) for slot in self._all()]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        deadline = time.monotonic() + _LEAVE_S
+        for slot in self._all():
+            slot.leave()
+        for slot in self._all():
+            slot.left(max(0.0, deadline - time.monotonic()))
 
     def _all(self) -> list[KeptSlot]:
         return [*(slot for slot in self.slots if slot is not self.lead), self.lead]
 
 
-def look(keepers: Keepers, title: Title) -> Mapping[str, Any] | None:
-    """What the lead of a detached pool says of it; None when it is gone."""
+def listed(keepers: Keepers, titles: Collection[Title]) -> list[Mapping[str, Any]]:
+    """What the leads of detached pools say of them, all asked at once, without those that are gone by now."""
+    if not titles:
+        return []
+    with ThreadPoolExecutor(min(len(titles), _AT_ONCE), "colocate-listing") as pool:
+        return [each for each in pool.map(partial(_look, keepers), titles) if each is not None]
+
+
+def _look(keepers: Keepers, title: Title) -> Mapping[str, Any] | None:
     answers: list[Any] = []
     answered = threading.Event()
 
@@ -227,11 +245,15 @@ def look(keepers: Keepers, title: Title) -> Mapping[str, Any] | None:
 
     try:
         lane = keepers.dial(title.lead, NEWCOMER, told, lambda reason: answered.set(), title.key)
+    except TimeoutError:  # a machine that is overloaded, or cut off; a process that is stopped
+        return title.unseen()
     except (OSError, ClosedError):
         return None
     lane.send(("look",))
-    answered.wait(_ANSWER_S)
+    ended = answered.wait(_ANSWER_S)
     lane.close()
+    if not ended:
+        return title.unseen()
     return answers[0] if answers else None
 
 

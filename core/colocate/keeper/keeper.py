@@ -65,6 +65,7 @@ class Keeper:
         self._env = {**os.environ, **_importable(), **(env or {})}
         self._tls = tls
         self._on_end = on_end
+        listeners = wire.listen_widely(host, tls)  # first: it may raise, and there is nothing to be undone yet
         self.hub = wire.Hub("keeper")
         self._launcher = Launcher()
         self._tenure = Tenure() if detachable else None
@@ -79,7 +80,6 @@ class Keeper:
         self._started: list[Spare] = []  # the launching thread's: all that may still be there
         self._lock = threading.Lock()
         self._over = False
-        listeners = wire.listen_widely(host, tls)
         self.address = ",".join(listener.address for listener in listeners)
         for listener in listeners:
             self.hub.listen(listener, key, self._greet)

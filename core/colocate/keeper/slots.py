@@ -171,7 +171,8 @@ class KeptSlot:
 
     def _host(self, host: KeptHost) -> Host:
         self.hosts[host.token] = host
-        self.keepers.soon(host.connect)
+        if not self.keepers.soon(host.connect):
+            host.ended(Exit(detail="its keeper was let go"))
         return host
 
     def lost(self, words: str | None) -> None:
@@ -192,11 +193,14 @@ class KeptSlot:
         self.command(*head)
         return not self._gone.is_set() and self._answered.wait(within_s) and not self._gone.is_set()
 
-    def give_up(self, within_s: float) -> None:
-        """Let go of a keeper that goes on without this driver, and wait until it knows."""
+    def leave(self) -> None:
+        """Begin to let go of a keeper that goes on without this driver: tell it."""
         self._closed = True
+        self.command("give_up")
+
+    def left(self, within_s: float) -> None:
+        """Wait until it knows, and let go."""
         if self._commands is not None:
-            self._commands.send(("give_up",))
             self._gone.wait(within_s)
             self._commands.close()
         self.keepers.forget(self)

@@ -100,6 +100,7 @@ class Tenure:
         left = None if self.ends is None else max(0.0, self.ends - time.monotonic())
         return {
             "name": self.terms.name,
+            "answers": True,
             "epoch": self.epoch,
             "driver": self.who or None,
             "owned": self.owned,

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterable
+
+import psutil
 
 PATIENCE_S = 60.0
 """How long a test waits for what must come: nobody measures it, it only has to end."""
@@ -28,6 +31,14 @@ def becomes_true(condition: Callable[[], object], within_s: float = PATIENCE_S) 
 def wait_until(condition: Callable[[], object], what: str) -> None:
     """Wait for a condition, and fail if it isn't met in time."""
     assert becomes_true(condition), f"it never came to this: {what}"
+
+
+def send(pid: int, number: signal.Signals) -> None:
+    """Send a signal to a process; one that is told to stop has stopped when this returns, on a busy machine too."""
+    os.kill(pid, number)
+    if number == signal.SIGSTOP:
+        process = psutil.Process(pid)
+        wait_until(lambda: process.status() == psutil.STATUS_STOPPED, f"process {pid} has stopped")
 
 
 class Processes:

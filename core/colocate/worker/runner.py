@@ -117,6 +117,8 @@ class Runner:
         if resolver is None:
             return arguments
         arguments = resolver.resolve(arguments)
+        if host.store.strict:
+            resolver.watch()
         for key, maker in host.store.written(resolver.keys):
             raise RoleError(f"resident {key}, returned by {maker}, was changed in place after that; it can't be used")
         dispatch = spec.dispatch
@@ -137,7 +139,7 @@ class Runner:
         result = ordinary(result)
         if work.rows is not None and (result is not None or counts(spec, role.ctx)):
             result = without_padding(result, work.rows, work.valid_rows, label)
-        if len(host.store):
+        if len(host.store) or resolver is not None:
             self._check_writes(label, role, resolver)
         valid = work.valid_rows
         if keep is None:
@@ -155,10 +157,10 @@ class Runner:
         everything = host.store.strict or role.name is None  # a function may have asked any role for anything
         keys = None if everything else [*used, *host.store.made_by(role.name or "")]
         for key, maker in host.store.written(keys):
-            raise RoleError(
-                f"{label} changed in place a value that {maker} had returned (resident {key}); "
-                "a role method changes neither its arguments nor what it has returned: clone it first"
-            )
+            raise _written(label, maker, key)
+        # In the same words, since of several ranks one has the very value: which is heard of first makes no difference.
+        for source in resolver.written() if resolver is not None else ():
+            raise _written(label, source.label, source.key)
 
     def _failed(self, seq: int, keep: int | None, role: str | None, error: BaseException) -> None:
         host = self._host
@@ -173,3 +175,10 @@ class Runner:
             host.store.fail(keep, f"{told.type}: {told.text}")
         del error
         host.groups.cut()
+
+
+def _written(label: str, maker: str, key: int) -> RoleError:
+    return RoleError(
+        f"{label} changed in place a value that {maker} had returned (resident {key}); "
+        "a role method changes neither its arguments nor what it has returned: clone it first"
+    )

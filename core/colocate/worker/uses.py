@@ -20,6 +20,7 @@ from colocate._batch import even_sizes, padded_sizes
 from colocate._collect import Collect, Concat
 from colocate._mesh import Ranks
 from colocate._tree import map_leaves
+from colocate._values import Watch
 from colocate.errors import DispatchError
 
 
@@ -154,6 +155,8 @@ class Resolver:
         self._first: tuple[Part | Own, int] | None = None
         self._own: list[int] = []
         self._aligned: Collection[int] | None = None
+        self._taken: list[tuple[Source, Any]] = []
+        self._watches: list[tuple[Source, Watch]] = []
 
     def resolve(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments with values in place of placeholders."""
@@ -170,11 +173,24 @@ class Resolver:
         if not isinstance(item, Use):
             return item
         self.keys.append(item.source.key)
+        value = self._value(item)
+        self._taken.append((item.source, value))
+        return value
+
+    def _value(self, item: Use) -> Any:
         if isinstance(item, (Part, Own)):
             return self._part(item)
         if isinstance(item, Rows):
             return self._range(item.source, item.start, item.stop)
         return self._whole(item.source)
+
+    def watch(self) -> None:
+        """Have `written` see from now on who writes into what was taken; also where that is a copy from elsewhere."""
+        self._watches = [(source, Watch(value, contents=True)) for source, value in self._taken]
+
+    def written(self) -> list[Source]:
+        """Those whose values somebody has written into."""
+        return [source for source, watch in self._watches if watch.written()]
 
     def _whole(self, source: Source) -> Any:
         ranks = source.ranks

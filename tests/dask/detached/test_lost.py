@@ -12,10 +12,11 @@ from distributed import Client
 import colocate
 from colocate import Pool, Runtime
 from colocate._detached import close_detached
+from colocate.cli.groups import show_groups
 from colocate.errors import EngineError, WorkerDied
 from colocate.testing import leaks
 from colocate.testing.probes.counting import Counting
-from colocate.testing.waiting import Processes, wait_until
+from colocate.testing.waiting import Processes, send, wait_until
 
 
 def detached(runtime: Runtime, name: str) -> tuple[Pool, list[int], list[str]]:
@@ -71,12 +72,22 @@ def test_another_slot_is_lost(cluster: str, runtime: Runtime, name: str) -> None
 
 
 @pytest.mark.long
-def test_the_lead_is_stopped(cluster: str, runtime: Runtime, name: str) -> None:
-    """A pool whose lead keeper doesn't answer can be closed by force."""
+def test_the_lead_is_stopped(
+    cluster: str, runtime: Runtime, name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pool whose lead keeper doesn't answer is listed as such, and can be closed by force."""
+    monkeypatch.setenv("COLUMNS", "200")
     _, pids, there = detached(runtime, name)
     workers = Processes(pids)
     with leaks.shared():  # a nanny replaces it
-        os.kill(process_of(cluster, there[0]), signal.SIGSTOP)
+        send(process_of(cluster, there[0]), signal.SIGSTOP)
+        (found,) = runtime.detached()
+        assert (found["name"], found["answers"], found["driver"], found["left_s"]) == (name, False, None, None)
+        assert (found["slots"], found["groups"]) == (2, {"counting": ["counting"]})
+        assert show_groups(None, "dask", cluster, (), json=False) == 0
+        (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith(name))
+        assert "counting (counting)" in line
+        assert "(it doesn't answer)" in line
         with pytest.raises(EngineError, match=f"colocate close {name} --force"):
             close_detached(runtime, name, force=False)
         close_detached(runtime, name, force=True)
@@ -84,6 +95,14 @@ def test_the_lead_is_stopped(cluster: str, runtime: Runtime, name: str) -> None:
         workers.wait()
         workers.close()
         everything_is_free(runtime)
+
+
+def test_nobody_comes(cluster: str, runtime: Runtime, name: str) -> None:
+    """When its time is up all of it is free, for anybody."""
+    pool = runtime.reserve(2, cpus=0, detachable=True)
+    pool.detach(name, ttl=0.1)
+    everything_is_free(runtime)
+    assert runtime.detached() == []
 
 
 def test_its_driver_is_nobody(cluster: str, runtime: Runtime, name: str) -> None:

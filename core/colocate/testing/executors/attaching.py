@@ -18,7 +18,7 @@ from colocate.testing.executors.drivers import Scripts
 from colocate.testing.gate import Gate
 from colocate.testing.probes.counting import Counting
 from colocate.testing.probes.plain import Echo
-from colocate.testing.waiting import PATIENCE_S, Processes, wait_until
+from colocate.testing.waiting import PATIENCE_S, Processes, send, wait_until
 
 
 class Attaching(DetachedCase):
@@ -268,7 +268,7 @@ class Attaching(DetachedCase):
             name,
         )
         assert driver.hear() == [1, 1]
-        driver.process.send_signal(signal.SIGSTOP)
+        send(driver.process.pid, signal.SIGSTOP)
         try:
             with runtime.attach(name, own=True) as mine:
                 assert counting(mine).add() == [2, 2]

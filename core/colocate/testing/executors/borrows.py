@@ -145,3 +145,19 @@ class Borrows(ExecutorCase):
                 with maker.nested.keep(), pytest.raises(RoleError, match=rf"maker\.write_returned {of_maker}"):
                     maker.write_returned(how)
             assert user.untouched() == [1.0]
+
+    def test_writes_into_copies_are_found(self) -> None:
+        """Those of another group too, which gets a copy: with `strict=True` it is told, and the value is as it was."""
+        with self.connect(strict=True) as runtime, runtime.reserve(2, cpus=0) as pool:
+            maker, user = (
+                pool[index].spawn({name: colocate.role(Writer)}).role(name, Writer)
+                for index, name in enumerate(("maker", "user"))
+            )
+            with maker.nested.keep() as kept:
+                for how in WRITES:
+                    words = r"user\.write changed in place a value that maker\.nested had returned"
+                    with pytest.raises(RoleError, match=words) as caught:
+                        user.write(kept.ref, how)
+                    assert caught.value.method == "write"
+                user.hold(kept.ref)
+                assert kept.fetch()["x"].tolist() == [0.0, 1.0, 2.0]

@@ -19,7 +19,7 @@ from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty, HangsAtStart
 from colocate.testing.probes.plain import Echo, Log
 from colocate.testing.probes.tensors import Collective
-from colocate.testing.waiting import PATIENCE_S, Processes, wait_until
+from colocate.testing.waiting import PATIENCE_S, Processes, send, wait_until
 
 ROLES: dict[str, RoleSpec[Any]] = {
     "echo": colocate.role(Echo),
@@ -35,13 +35,13 @@ def pids_of(group: ColocatedGroup) -> list[int]:
 
 def stop(group: ColocatedGroup, gate: Gate) -> None:
     """Stop a rank that does nothing."""
-    os.kill(pids_of(group)[-1], signal.SIGSTOP)
+    send(pids_of(group)[-1], signal.SIGSTOP)
 
 
 def stop_in_a_call(group: ColocatedGroup, gate: Gate) -> None:
     """Stop a rank in the middle of a call."""
     hang(group, gate)
-    os.kill(group.workforce.workers[-1].pid or 0, signal.SIGSTOP)
+    send(group.workforce.workers[-1].pid or 0, signal.SIGSTOP)
 
 
 def hang(group: ColocatedGroup, gate: Gate) -> None:
@@ -102,7 +102,7 @@ class Converging(ExecutorCase):
         assert group.role("all", Collective).sum(1.0) == [2.0, 2.0]
         pids = pids_of(group)
         processes = Processes(pids)
-        os.kill(pids[1], signal.SIGSTOP)
+        send(pids[1], signal.SIGSTOP)
         call = group.role("all", Collective).sum.submit(1.0)
         with pytest.raises(ExceptionGroup):
             group.close(grace=0.1)

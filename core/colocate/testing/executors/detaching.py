@@ -46,7 +46,14 @@ class Detaching(DetachedCase):
             assert caught.value.capability == "Detachable"
             with pytest.raises(CapabilityError, match="Detachable"):
                 private.attach("anything")
+            with pytest.raises(CapabilityError, match="Detachable"):
+                private.detached()
             assert not private.children
+            with (
+                private.reserve(1, cpus=0) as pool,
+                pytest.raises(CapabilityError, match=r"can't detach pool .*Detachable"),
+            ):
+                pool.detach("anything", ttl=1)
 
     @needs(Detachable)
     def test_goes_on(self, scripts: Scripts, runtime: Runtime, name: str) -> None:

@@ -179,6 +179,31 @@ class Drivers(Scripted):
         workers.wait()
         workers.close()
 
+    def test_closed_at_exit(self, scripts: Scripts) -> None:
+        """A driver's own handler at interpreter exit may close; colocate's, which comes later, has nothing to do."""
+        driver = scripts.start(
+            """
+            import atexit
+            runtime = CONNECT
+            group = runtime.reserve(1, cpus=0).spawn(ROLES)
+
+            @atexit.register
+            def close():
+                group.close()
+                runtime.close()
+                say([group.state, runtime.state])
+
+            say([group.role("echo").place()[0][0], os.getpid()])
+            """,
+            "-W",
+            "always::ResourceWarning",
+        )
+        workers = Processes(_others(driver.hear()))
+        assert driver.hear() == ["closed", "closed"]
+        assert driver.end() == (0, "")
+        workers.wait()
+        workers.close()
+
     def test_its_owner_closed(self, scripts: Scripts) -> None:
         """What its owner closes isn't reported."""
         driver = scripts.start(

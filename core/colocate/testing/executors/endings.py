@@ -52,10 +52,11 @@ class Endings(Scripted):
         self._end(scripts, pair, stage, signal.SIGKILL)
 
     @needs(OwnProcess)
+    @pytest.mark.parametrize("stage", STAGES)
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["terminated", "interrupted"])
-    def test_ended_in_a_call(self, scripts: Scripts, pair: ColocatedGroup, number: signal.Signals) -> None:
+    def test_ended_while(self, scripts: Scripts, pair: ColocatedGroup, number: signal.Signals, stage: str) -> None:
         """By SIGTERM, which ends a Python program on the spot, and by an exception that nobody catches."""
-        self._end(scripts, pair, "calling", number)
+        self._end(scripts, pair, stage, number)
 
     @staticmethod
     def _end(scripts: Scripts, pair: ColocatedGroup, stage: str, number: signal.Signals) -> None:

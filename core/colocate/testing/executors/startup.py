@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -16,6 +17,7 @@ from colocate.testing.probes.early import Early
 from colocate.testing.probes.faulty import DiesAtStart, FailsToStart, HangsAtStart
 from colocate.testing.probes.plain import Echo, Plain
 from colocate.testing.probes.rows import Rows
+from colocate.testing.waiting import PATIENCE_S
 
 
 class Startup(ExecutorCase):
@@ -81,6 +83,19 @@ class Startup(ExecutorCase):
             with pytest.raises(RoleStartError, match="did not construct its roles in time") as caught:
                 spawn({"slow": colocate.role(HangsAtStart, gate.address, (1,))}, timeout=0.2 + 4 * self.start_s)
             assert set(caught.value.errors) == {1}
+
+    def test_waiting_for_it(self, runtime: Runtime, spawn: Spawn) -> None:
+        """`wait_ready` of a group that another thread is still starting waits for it."""
+        with ThreadPoolExecutor(1) as other, Gate() as gate:
+            started = other.submit(spawn, {"slow": colocate.role(HangsAtStart, gate.address, (1,))})
+            gate.wait_for()
+            (group,) = (each for each in runtime.groups.values() if each.state == "starting")
+            with pytest.raises(TimeoutError, match="it is starting"):
+                group.wait_ready(timeout=0)
+            gate.open()
+            assert group.wait_ready(PATIENCE_S) is None
+            assert group.state == "ready"
+            assert started.result(PATIENCE_S) is group
 
     @needs(OwnProcess)
     def test_dying_constructor(self, spawn: Spawn) -> None:
