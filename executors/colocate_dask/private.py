@@ -44,10 +44,11 @@ class PrivateCluster:
         """Start one, without workers."""
         self._loop = loop
         self._workers: dict[str, _Made] = {}
+        self._changing = asyncio.Lock()  # what starts or ends has done so before the cluster ends under it
         self._closed = False
         self._quiet = _quieten()
         try:
-            self.cluster = loop.run(_start())
+            self.cluster, self._scratch = loop.run(_start())
         except BaseException:
             self._quiet()
             raise
@@ -76,8 +77,14 @@ class PrivateCluster:
             self._quiet()
 
     async def _start(self, slots: int, cpus: float, gpus: int) -> list[str]:
-        if self._closed:  # a worker would look for its scheduler for ever
-            raise TimeoutError("the cluster has been closed")
+        async with self._changing:
+            if self._closed:  # a worker would look for its scheduler for ever
+                raise TimeoutError("the cluster has been closed")
+            made = await self._make(slots, cpus, gpus)
+            self._workers.update({each.worker.address: each for each in made})
+        return [each.worker.address for each in made]
+
+    async def _make(self, slots: int, cpus: float, gpus: int) -> list[_Made]:
         scratch = tempfile.mkdtemp(prefix=_PREFIX)
         started = [
             Worker(
@@ -101,16 +108,20 @@ class PrivateCluster:
             raise
         finally:
             _forget(scratch)
-        self._workers.update({each.worker.address: each for each in made})
-        return [worker.address for worker in started]
+        return made
 
     async def _stop(self, workers: Sequence[str]) -> None:
-        await _end([each for address in workers if (each := self._workers.pop(address, None)) is not None])
+        async with self._changing:
+            await _end([each for address in workers if (each := self._workers.pop(address, None)) is not None])
 
     async def _close(self) -> None:
         self._closed = True
-        await self._stop(list(self._workers))
-        await self.cluster.close()
+        async with self._changing:
+            await _end(list(self._workers.values()))
+            self._workers.clear()
+            _give_folder(self.cluster.scheduler)
+            await self.cluster.close()
+            _forget(self._scratch)
 
 
 def _quieten() -> Callable[[], None]:
@@ -136,13 +147,14 @@ def _quieten() -> Callable[[], None]:
 
 async def _end(doomed: Sequence[_Made]) -> None:
     for each in doomed:
-        os.makedirs(each.worker.local_directory, exist_ok=True)  # it complains when it can't remove it
+        _give_folder(each.worker)
     await asyncio.gather(*(each.worker.close(nanny=False) for each in doomed))
     for scratch in {each.scratch for each in doomed}:
         _forget(scratch)
 
 
-async def _start() -> Any:
+async def _start() -> tuple[Any, str]:
+    """The cluster, and the folder that Dask wants for its scheduler."""
     scratch = tempfile.mkdtemp(prefix=_PREFIX)
     options: dict[str, Any] = {
         "n_workers": 0,
@@ -157,7 +169,7 @@ async def _start() -> Any:
         _forget(scratch)
     cluster.shutdown_on_close = False  # at interpreter exit core closes it, after what uses it
     _stop_listening(cluster.scheduler)
-    return cluster
+    return cluster, scratch
 
 
 def left_here() -> list[Running]:
@@ -180,6 +192,11 @@ def _forget(scratch: str) -> None:
     """
     shutil.rmtree(scratch, ignore_errors=True)
     sys.path[:] = [entry for entry in sys.path if not entry.startswith(scratch)]
+
+
+def _give_folder(node: Any) -> None:
+    """Give a worker or scheduler that ends its folder back, for it to remove: it complains where there is none."""
+    os.makedirs(node.local_directory, exist_ok=True)
 
 
 def _stop_listening(node: Any) -> None:

@@ -16,9 +16,9 @@ from tests.dask.clusters import security
 from tests.dask.conftest import running
 
 import colocate
-from colocate.errors import ConfigError, PlacementError
+from colocate.errors import ConfigError, EngineError, PlacementError
 from colocate.testing.probes.plain import Echo
-from colocate_dask.connection import EngineError, check_versions
+from colocate_dask.connection import check_versions
 from colocate_dask.offers import Facts
 
 WITHOUT_COLOCATE = "import sys; sys.modules['colocate'] = None\n"

@@ -7,8 +7,12 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
 
 import pytest
+from distributed import Worker
 
 from colocate.errors import EngineError
 from colocate.testing.forking import exit_code, fork
@@ -168,3 +172,39 @@ def test_what_a_private_cluster_had_ends_with_it() -> None:
     cluster.close()
     loop.close()
     cluster.stop(workers)
+
+
+def test_a_worker_that_starts_as_its_cluster_is_closed(no_leaks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cluster ends once the worker has started, and takes it along: nothing is cut off half-way."""
+    loop = LoopThread()
+    cluster = PrivateCluster(loop)
+    starting = threading.Event()
+    going_on: Future[None] = Future()
+    start = Worker.start
+
+    async def slow(self: Worker) -> Any:
+        starting.set()
+        await asyncio.wrap_future(going_on)
+        return await start(self)  # type: ignore[no-untyped-call]
+
+    monkeypatch.setattr(Worker, "start", slow)
+    with ThreadPoolExecutor(2) as threads:
+        started = threads.submit(cluster.start, 1, 1.0, 0)
+        assert starting.wait(PATIENCE_S)
+        closed = threads.submit(cluster.close)
+        wait_until(lambda: cluster._closed, "it is being closed")
+        going_on.set_result(None)
+        assert len(started.result(PATIENCE_S)) == 1
+        closed.result(PATIENCE_S)
+    loop.close()
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03])
+def test_a_start_that_is_cut_off(no_leaks: None, after_s: float) -> None:
+    """By Ctrl-C, say: what had been started ends."""
+    loop = LoopThread()
+    cluster = PrivateCluster(loop)
+    with suppress(TimeoutError):
+        loop.run(cluster._start(2, 1.0, 0), within_s=after_s)
+    cluster.close()
+    loop.close()
