@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _LOOKS_FOR_S = 0.5
 _AFTER_END_S = 5.0  # a worker whose lane has ended leaves by itself, unless a role's thread or exit handler keeps it
+_AFTER_FORCE_S = 0.25  # the same where others had to be ended: by then the grace is over for all of them
 _AFTER_KILL_S = 10.0
 
 
@@ -292,7 +293,10 @@ class Workforce:
         try:
             group.send(group.live(), ("close", f"group {group.name!r} is closing"))
             errors += self._wait_for_lanes(grace)
-            self._wait(lambda: not self._leaving, time.monotonic() + _AFTER_END_S)
+            hung = self._awaited(self._busy)
+            for worker in hung:  # first: others may wait for it, or for the processor that it keeps busy
+                worker.host.kill()
+            self._wait(lambda: not self._leaving, time.monotonic() + (_AFTER_FORCE_S if hung else _AFTER_END_S))
         finally:
             self.kill()
             gone = self._wait(lambda: not self._living, time.monotonic() + _AFTER_KILL_S)

@@ -1,12 +1,13 @@
 """Which line of the user's code made a thread, a process, a file or a socket, for those who look for what is left.
 
-Only while somebody asks for it. Files, sockets and mappings are heard of by Python's audit events, threads and
-processes by four functions that are wrapped meanwhile. What is made by none of these (a pipe, a copy of a descriptor,
-whatever a library makes in C) has no line.
+Only while somebody asks for it. Files, sockets and mappings are heard of by Python's audit events; threads, processes,
+pipes and copies of descriptors by functions that are wrapped meanwhile. What is made by none of these (whatever a
+library makes in C) has no line.
 """
 
 from __future__ import annotations
 
+import functools
 import multiprocessing.process as multiprocessing_process
 import os
 import socket
@@ -35,6 +36,7 @@ _sockets: weakref.WeakKeyDictionary[socket.socket, str] = weakref.WeakKeyDiction
 _popens: weakref.WeakSet[subprocess.Popen[Any]] = weakref.WeakSet()
 _processes: dict[int, str] = {}
 _paths: dict[str, str] = {}
+_descriptors: dict[int, tuple[str, str]] = {}  # what it led to then, and the line
 _by_colocate: weakref.WeakSet[object] = weakref.WeakSet()
 _mapped: dict[str, str] = {}
 
@@ -61,7 +63,7 @@ def end() -> None:
             return
         while _restore:
             _restore.pop()()
-        for book in (_threads, _sockets, _processes, _paths, _mapped):
+        for book in (_threads, _sockets, _processes, _paths, _descriptors, _mapped):
             book.clear()
         _popens.clear()
         _by_colocate.clear()
@@ -80,7 +82,10 @@ def of_process(pid: int) -> str | None:
 def of_descriptor(number: int, target: str) -> str | None:
     """The line that opened it."""
     owner = socket_of(number)
-    return _paths.get(target) if owner is None else _sockets.get(owner)
+    if owner is not None:
+        return _sockets.get(owner)
+    led_to, line = _descriptors.get(number, ("", ""))
+    return line if led_to == target else _paths.get(target)
 
 
 def is_of_colocate(thing: object) -> bool:
@@ -162,13 +167,8 @@ def _made_socket(args: tuple[Any, ...]) -> None:
 
 def _made_mapping(args: tuple[Any, ...]) -> None:
     descriptor = args[0]
-    if descriptor < 0:
-        return
-    try:
-        target = os.readlink(f"/proc/self/fd/{descriptor}")
-    except OSError:  # it isn't open, which whoever maps it will be told
-        return
-    if target.startswith("/dev/shm/"):
+    target = _target(descriptor)  # none: it isn't open, which whoever maps it will be told
+    if target.startswith(("/dev/shm/", "/memfd:")):
         _mapped.setdefault(target, _line() or "an unknown line")
 
 
@@ -182,10 +182,13 @@ _EVENTS: dict[str, Callable[[tuple[Any, ...]], None]] = {
 }
 
 
-# -- threads and processes: there is no event for the first in Python 3.11, and none that has the pid of the second
+# -- threads, processes, descriptors: there is no event for the first and last in Python 3.11, and none that has the pid
 
 
 def _wrap() -> None:
+    for name in ("pipe", "pipe2", "dup", "dup2", "eventfd", "memfd_create", "openpty"):
+        if (make := getattr(os, name, None)) is not None:
+            _replace(os, name, _noting(make), make)
     fork, popen, start = os.fork, subprocess.Popen.__init__, multiprocessing_process.BaseProcess.start
     start_thread = threading.Thread.start
 
@@ -215,6 +218,25 @@ def _wrap() -> None:
     _replace(os, "fork", noted_fork, fork)
     _replace(subprocess.Popen, "__init__", noted_popen, popen)
     _replace(multiprocessing_process.BaseProcess, "start", noted_start, start)
+
+
+def _noting(make: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(make)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        made = make(*args, **kwargs)
+        if (line := _line()) is not None:
+            for number in made if isinstance(made, tuple) else (made,):
+                _descriptors[number] = _target(number), line
+        return made
+
+    return noted
+
+
+def _target(descriptor: int) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{descriptor}")
+    except OSError:
+        return ""
 
 
 def _note(pid: int) -> None:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import colocate
-from colocate import ColocatedGroup, RoleSpec, Runtime
+from colocate import ColocatedGroup, Context, RoleSpec, Runtime, _workforce
 from colocate.errors import ClosedError, ColocateError, WorkerDied
 from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs
-from colocate.testing.gate import Gate
+from colocate.testing.gate import Address, Gate, pass_gate
 from colocate.testing.probes.faulty import Faulty, HangsAtStart
 from colocate.testing.probes.plain import Echo, Log
 from colocate.testing.probes.tensors import Collective
@@ -60,6 +62,23 @@ def hold_the_gil(group: ColocatedGroup, gate: Gate) -> None:
 def die(group: ColocatedGroup, gate: Gate) -> None:
     """Kill a rank."""
     os.kill(pids_of(group)[-1], signal.SIGKILL)
+
+
+def leave_through(ctx: Context, gate: Address) -> None:
+    """Have the first worker's process stay at a gate when it leaves."""
+    if ctx.slot == 0:
+        atexit.register(pass_gate, gate)
+
+
+def leave_after(ctx: Context, pid: int, file: str) -> None:
+    """Have the first worker's process leave only after another one has ended, and write a file then."""
+
+    def wait() -> None:
+        Processes([pid]).wait()
+        Path(file).touch()
+
+    if ctx.slot == 0:
+        atexit.register(wait)
 
 
 def wrong_at(close: Callable[..., None]) -> list[Exception]:
@@ -109,6 +128,34 @@ class Converging(ExecutorCase):
         processes.wait()
         processes.close()
         assert isinstance(call.exception(PATIENCE_S), ColocateError)
+
+    @needs(OwnProcess)
+    def test_who_leaves_slowly_beside_a_hung_rank(self, spawn: Spawn, monkeypatch: pytest.MonkeyPatch) -> None:
+        """When the grace is over, an exit handler that doesn't end has no more time than what hangs in a call."""
+        monkeypatch.setattr(_workforce, "_AFTER_END_S", 100 * PATIENCE_S)
+        group = spawn(ROLES)
+        processes = Processes(pids_of(group))
+        with Gate() as gate, Gate() as exit_gate:
+            group.run(leave_through, exit_gate.address)
+            hang(group, gate)
+            wrong = wrong_at(group.close)
+        assert "did not end within 0.1 s" in str(wrong[0])
+        processes.wait()
+        processes.close()
+
+    @needs(OwnProcess)
+    def test_who_waits_for_a_hung_rank_to_leave(
+        self, spawn: Spawn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """What hangs is ended first: others, which are about to leave, may wait for just that."""
+        monkeypatch.setattr(_workforce, "_AFTER_FORCE_S", PATIENCE_S)
+        group = spawn(ROLES)
+        file = tmp_path / "has left"
+        with Gate() as gate:
+            group.run(leave_after, pids_of(group)[1], str(file))
+            hang(group, gate)
+            wrong_at(group.close)
+        assert file.exists()
 
     @pytest.mark.parametrize("closing", ["group", "pool"])
     def test_while_it_spawns(self, runtime: Runtime, closing: str) -> None:
