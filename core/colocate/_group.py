@@ -356,10 +356,11 @@ class ColocatedGroup(Owned):
         """
         close_now(self, self.by_caller(), grace, force)
 
-    def wind_down(self) -> None:
+    def wind_down(self, grace: float, deadline: float) -> None:
         """Have its workers begin nothing any more, and tell the calls that run that nobody waits for them."""
         if self.state == "ready":
             self.send(self.live(), ("stop",))
+        self.workforce.wind_down(grace, deadline)
 
     def close_for(self, by: str | None, grace: float, force: bool) -> None:
         """Close it on behalf of `by` (None: of its caller)."""

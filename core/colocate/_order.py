@@ -90,6 +90,7 @@ class CallOrder:
         self._hold: _Hold | None = None
         self._stacks: dict[int, tuple[set[int], dict[int, str], Callable[[dict[int, str]], None]]] = {}
         self._token = base
+        self._ran: dict[int, tuple[int, ...]] = {}  # the calls that ranks ran when they last told their stack
 
     def renew(self) -> None:
         """Begin anew with other workers, after `fail_all`. The lock is held."""
@@ -98,6 +99,7 @@ class CallOrder:
             self._hold.timer.cancel()
         self._hold = None  # of a generation that is gone
         self._stacks.clear()
+        self._ran.clear()
 
     # -- submission
 
@@ -209,9 +211,10 @@ class CallOrder:
             elif not hold.waiting:
                 self._resume(hold)
 
-    def stacks(self, slot: int, token: int, text: str) -> None:
+    def stacks(self, slot: int, token: int, text: str, running: tuple[int, ...]) -> None:
         """A rank has said what it is doing."""
         with self.lock:
+            self._ran[slot] = running
             asked = self._stacks.get(token)
             if asked is None:
                 return
@@ -370,6 +373,12 @@ class CallOrder:
             self._stacks[token] = (set(asked), found, then)
             self._dispatcher.after(STACKS_WITHIN_S, lambda: self._stop_asking(token))
             self.link.send(asked, ("stack", token))
+
+    def still_running(self) -> set[int]:
+        """The slots of ranks that haven't ended a call which they ran when they last told their stack."""
+        with self.lock:
+            left = {seq: call.missing() for seq, call in self.pending.items()}
+            return {slot for slot, ran in self._ran.items() if any(slot in left.get(seq, ()) for seq in ran)}
 
     def _stop_asking(self, token: int) -> None:
         with self.lock:

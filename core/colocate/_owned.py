@@ -196,10 +196,14 @@ class Owned:
                 borrowers=tuple(found),
             )
 
-    def wind_down(self) -> None:
-        """Begin nothing any more in it or below it, and tell the calls that run that nobody waits for them."""
+    def wind_down(self, grace: float, deadline: float) -> None:
+        """Begin nothing any more in it or below it, and tell the calls that run that nobody waits for them.
+
+        Its owner is being closed, with a grace period of `grace` seconds that is over at `deadline`, of the monotonic
+        clock.
+        """
         for child in list(self.children.values()):
-            child.wind_down()
+            child.wind_down(grace, deadline)
 
     def close_for(self, by: str | None, grace: float, force: bool) -> None:
         """Close it on behalf of `by` (None: of its caller); each kind says how."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 _WAITS_S = 2.0  # at a time, for slots in place of lost ones: who closes the pool meanwhile waits for that
-_LEAST_GRACE_S = 0.5  # what is idle needs a moment to end, also when others have used the time up
+_LEAST_GRACE_S = 0.5
 
 
 @attrs.frozen
@@ -360,15 +360,15 @@ def close_children(owner: Owned, grace: float) -> list[BaseException]:
     """Close what a node owns, the newest first; what went wrong.
 
     The grace period is one for all: whatever runs there is told at once that nobody waits for it any more, and what
-    waits behind that doesn't begin in its place.
+    waits behind that doesn't begin in its place. What still runs when it is over has had it, whoever's turn it is.
     """
     errors: list[BaseException] = []
     children = list(owner.children.values())
     deadline = time.monotonic() + grace
     for child in children:
-        child.wind_down()
+        child.wind_down(grace, deadline)
     for child in reversed(children):
-        left = grace if child is children[-1] else max(deadline - time.monotonic(), min(grace, _LEAST_GRACE_S))
+        left = grace if child is children[-1] else max(deadline - time.monotonic(), _least(grace))
         try:
             child.close_for(f"closing {owner.kind} {owner.name!r} ({owner.closed_by})", left, force=True)
         except BaseExceptionGroup as group:
@@ -379,3 +379,8 @@ def close_children(owner: Owned, grace: float) -> list[BaseException]:
                 grace = 0.0
                 deadline = 0.0
     return errors
+
+
+def _least(grace: float) -> float:
+    """Seconds that what is idle needs to end, also when others have used the grace up."""
+    return min(grace, _LEAST_GRACE_S)

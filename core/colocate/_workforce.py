@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import threading
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import colocate
+from colocate._dispatcher import Timer
 from colocate._failures import death_error, failure_error
 from colocate._order import STACKS_WITHIN_S, PendingCall
 from colocate._spawn import BuildErrors, builds
@@ -37,6 +39,10 @@ class Workforce:
         # The slots from which something is still to come: waiting takes no look at those from which it has.
         self._silent, self._unbuilt, self._busy, self._living = (set(range(len(places))) for _ in range(4))
         self._leaving: set[int] = set()
+        self._granted, self._overdue_at = 0.0, math.inf
+        self._asked = False  # what the ranks are doing, and their answer
+        self._stacks: dict[int, str] | None = None
+        self._timers: list[Timer] = []
         self.started = False
         self.failure_seen = False
         runtime, pool = group.runtime, group.pool
@@ -298,6 +304,8 @@ class Workforce:
                 worker.host.kill()
             self._wait(lambda: not self._leaving, time.monotonic() + (_AFTER_FORCE_S if hung else _AFTER_END_S))
         finally:
+            for timer in self._timers:
+                timer.cancel()
             self.kill()
             gone = self._wait(lambda: not self._living, time.monotonic() + _AFTER_KILL_S)
         if not gone:
@@ -310,24 +318,24 @@ class Workforce:
     def _wait_for_lanes(self, grace: float) -> list[BaseException]:
         """Wait until all lanes have ended, at most `grace` seconds; what there is to say of those that haven't."""
         deadline = time.monotonic() + grace
-        if self._wait(lambda: not self._busy, deadline - STACKS_WITHIN_S):
+        first = min(deadline, self._overdue_at)
+        if self._wait(lambda: not self._busy, first - STACKS_WITHIN_S):
             return []
-        told: dict[int, str] = {}
-        answered = threading.Event()
-
-        def note(found: dict[int, str]) -> None:
-            told.update(found)
-            answered.set()
-
-        # Asked before the time is up: a rank that is stopped or holds the GIL never answers, and isn't waited for then.
-        self._group.order.ask_stacks([worker.slot for worker in self._awaited(self._busy)], note)
-        if self._wait(lambda: not self._busy, deadline) or self._group.failure is not None:
-            return []  # what went wrong has been said
-        answered.wait(2 * STACKS_WITHIN_S)  # bounded: this may run on the dispatcher thread, which would call `note`
+        self._look()  # now: a rank that is stopped or holds the GIL never answers, and isn't waited for at the deadline
+        if self._wait(lambda: not self._busy, first):
+            return []
+        hung = self._hung(deadline)
+        if self._wait(lambda: not self._busy - hung, deadline) and not self._busy:
+            return []
+        if self._group.failure is not None:  # what went wrong has been said
+            return []
+        # Bounded: this may run on the dispatcher thread, which would tell the stacks.
+        self._wait(lambda: self._stacks is not None, time.monotonic() + 2 * STACKS_WITHIN_S)
+        stacks, allowed = self._stacks or {}, self._granted or grace
         return [
             RoleError(
-                f"worker {w.slot} of group {self._group.name!r} (pid {w.pid}) did not end within {grace:g} s and was "
-                f"ended; it was here:\n{told.get(w.slot, 'no answer (the GIL may be held)')}",
+                f"worker {w.slot} of group {self._group.name!r} (pid {w.pid}) did not end within "
+                f"{allowed:g} s and was ended; it was here:\n{stacks.get(w.slot, 'no answer (the GIL may be held)')}",
                 group=self._group.name,
                 rank=w.slot,
                 node=w.boot.node,
@@ -335,3 +343,33 @@ class Workforce:
             )
             for w in self._awaited(self._busy)
         ]
+
+    def wind_down(self, grace: float, deadline: float) -> None:
+        """The grace period of its owner is over at `deadline`, whenever this group's turn comes."""
+        self._granted = max(self._granted, grace)
+        self._overdue_at = min(self._overdue_at, deadline)
+        wait_s = max(0.0, deadline - STACKS_WITHIN_S - time.monotonic())
+        self._timers.append(self._group.runtime.dispatcher.after(wait_s, self._look))
+
+    def _look(self) -> None:
+        """Ask what the ranks are doing. Once."""
+        with self._news:
+            asked, self._asked = self._asked, True
+        if not asked:
+            self._group.order.ask_stacks([worker.slot for worker in self._awaited(self._busy)], self._looked)
+
+    def _looked(self, stacks: dict[int, str]) -> None:
+        with self._news:
+            self._stacks = stacks
+            self._news.notify_all()
+
+    def _hung(self, deadline: float) -> set[int]:
+        """The slots that still run what they ran, or don't answer, when the owner's grace was over: they have had it.
+
+        Others, which are idle, have until `deadline` to end.
+        """
+        self._wait(lambda: self._stacks is not None or not self._busy, deadline)
+        running = self._group.order.still_running()
+        with self._news:
+            silent = set() if self._stacks is None else self._busy - self._stacks.keys()
+            return self._busy & (silent | running | self._unbuilt)

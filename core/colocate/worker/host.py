@@ -164,7 +164,7 @@ class WorkerHost:
         self.lane.decide(token, seq if drop else None)
 
     def _on_stack(self, head: tuple[Any, ...], body: Any) -> None:
-        self.send(("stacks", head[1], self.stack()), None)
+        self.send(("stacks", head[1], self.stack(), tuple(self.lane.running)), None)
 
     def _on_fetch(self, head: tuple[Any, ...], body: Any) -> None:
         _, token, key, contents = head

@@ -7,14 +7,15 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import colocate
-from colocate import ColocatedGroup, Context, RoleSpec, Runtime, _workforce
-from colocate.errors import ClosedError, ColocateError, WorkerDied
+from colocate import ColocatedGroup, Context, RoleSpec, Runtime, _pool, _workforce
+from colocate.errors import ClosedError, ColocateError, RoleError, WorkerDied
 from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs
 from colocate.testing.gate import Address, Gate, pass_gate
@@ -35,6 +36,11 @@ def pids_of(group: ColocatedGroup) -> list[int]:
     return [pid for pid, _, _ in group.role("echo", Echo).place()]
 
 
+def last_of(group: ColocatedGroup) -> int:
+    """A group's last rank."""
+    return len(group.workforce.workers) - 1
+
+
 def stop(group: ColocatedGroup, gate: Gate) -> None:
     """Stop a rank that does nothing."""
     send(pids_of(group)[-1], signal.SIGSTOP)
@@ -48,13 +54,13 @@ def stop_in_a_call(group: ColocatedGroup, gate: Gate) -> None:
 
 def hang(group: ColocatedGroup, gate: Gate) -> None:
     """Have a rank hang in Python."""
-    group.role("faulty", Faulty).wait.options(ranks=[1]).submit(gate.address)
+    group.role("faulty", Faulty).wait.options(ranks=[last_of(group)]).submit(gate.address)
     gate.wait_for()
 
 
 def hold_the_gil(group: ColocatedGroup, gate: Gate) -> None:
     """Have a rank hold the interpreter's lock."""
-    group.role("faulty", Faulty).hold_the_gil.options(ranks=[1]).submit(gate.address)
+    group.role("faulty", Faulty).hold_the_gil.options(ranks=[last_of(group)]).submit(gate.address)
     gate.wait_for()
     gate.open()
 
@@ -223,6 +229,36 @@ class Converging(ExecutorCase):
             assert new.state != "closed"
         closer.join(PATIENCE_S)
         assert not closer.is_alive()
+        assert isinstance(behind.exception(PATIENCE_S), ClosedError)
+
+    @needs(OwnProcess)
+    def test_several_that_hang(self, runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What has hung until its owner's grace was over has had it: closing several takes no grace for each."""
+        monkeypatch.setattr(_pool, "_least", lambda grace: 100 * PATIENCE_S)  # for those that come after the first
+        faults = [stop, hold_the_gil, hang]
+        pool = runtime.reserve(len(faults), cpus=0)
+        groups = [pool[index].spawn(ROLES) for index in range(len(faults))]
+        with ExitStack() as gates:
+            for fault, group in zip(faults, groups, strict=True):
+                fault(group, gates.enter_context(Gate()))
+            wrong = wrong_at(pool.close)
+        assert [error.group for error in wrong if isinstance(error, RoleError)] == [g.name for g in reversed(groups)]
+        assert all("did not end within 0.1 s" in str(error) for error in wrong)
+        assert "pass_gate" in str(wrong[0])
+
+    @needs(OwnProcess)
+    def test_idle_beside_one_that_hangs(self, runtime: Runtime) -> None:
+        """Another group's ranks that use the grace up don't make one hang whose own have come to rest."""
+        pool = runtime.reserve(2, cpus=0)
+        old, new = pool[0].spawn(ROLES), pool[1].spawn(ROLES)
+        with Gate() as gate, Gate() as look:
+            old.role("log", Log).look_until_cancelled.submit(look.address)
+            look.wait_for()
+            look.open()
+            behind = old.role("log", Log).add.submit("behind")  # which isn't begun, and stays pending
+            hang(new, gate)
+            wrong = wrong_at(pool.close)
+        assert [error.group for error in wrong if isinstance(error, RoleError)] == [new.name]
         assert isinstance(behind.exception(PATIENCE_S), ClosedError)
 
     def test_under_an_error(self, runtime: Runtime) -> None:
