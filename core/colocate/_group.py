@@ -70,6 +70,7 @@ class ColocatedGroup(Owned):
         self._roles = declared.infos
         self._views: dict[str, RoleView] = {}
         self.residents = Residents(self)
+        self.join()
 
     # -- views
 

@@ -88,8 +88,11 @@ class Owned:
         self._closing = threading.RLock()
         self._closer: int | None = None
         self._finished = threading.Event()
-        if owner is not None:
-            owner.children[id(self)] = self
+
+    def join(self) -> None:
+        """Become a part of the graph. The last thing that a constructor does: a signal's handler may close the owner."""
+        if self.owner is not None:
+            self.owner.children[id(self)] = self
 
     def __repr__(self) -> str:
         return f"<{self.kind} {self.name!r} {self.state}>"

@@ -90,6 +90,7 @@ class Pool(Owned):
         self.places: tuple[Place, ...] = ()
         self._taken: dict[int, ColocatedGroup] = {}
         self.lock: Any = threading.RLock()
+        self.join()
 
     @property
     def base(self) -> int:

@@ -39,6 +39,12 @@ def with_acme(acme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(acme))
 
 
+def forget(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if no test had imported it before, in this process."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+
+
 def mistakes(path: Path, **options: bool) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         load_config(path, **options)
@@ -55,8 +61,7 @@ def test_what_is_allowed_is_used(write: Write, allowed: str) -> None:
 @pytest.mark.usefixtures("with_acme")
 def test_what_is_not_allowed_is_not_imported(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     """colocate's own may always be used."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == "acme"]:
-        monkeypatch.delitem(sys.modules, name)
+    forget("acme", monkeypatch)
     (found,) = mistakes(write(PLUGINS + "    plugins: {allow: [other]}"))
     assert found.endswith(
         "roles.reward.use: plugin 'acme' (acme 1.0.0) isn't in plugins.allow: add it there if you trust it"
@@ -66,6 +71,7 @@ def test_what_is_not_allowed_is_not_imported(write: Write, monkeypatch: pytest.M
 
 def test_executors_are_asked_for_too(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Installed(tmp_path)("outpost")))
+    forget("outpost", monkeypatch)
     (found,) = mistakes(write("    executor: outpost\n    plugins: {allow: [acme]}\n"))
     assert "executor.use: plugin 'outpost' (" in found
     assert "isn't in plugins.allow" in found
