@@ -19,7 +19,7 @@ from tests.chaos.records import Played, Sent
 import colocate
 from colocate._functions import run as run_later
 
-LONG_S = 30.0
+LONG_S = float(os.environ.get("COLOCATE_CHAOS_LONG_S", "30"))
 """The timeout of calls that nothing should delay but the import of torch, on a machine that is busy with faults."""
 SHORT_S = 0.3
 STACKS_S = 0.5

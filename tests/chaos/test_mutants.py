@@ -11,6 +11,7 @@ from tests.chaos.ledger import Ledger
 from tests.chaos.mutants import MUTANTS, VARIABLE
 from tests.chaos.programs import KINDS, SLOTS, Episode, program
 
+BROKEN_S = "10"  # what no longer ends is waited for until then
 Wanted = Callable[[Episode], bool]
 
 
@@ -52,7 +53,8 @@ def first_seed(kind: str, wanted: Wanted, torch: bool) -> int:
 def caught(mutant: str, seed: int, torch: bool, episodes: int | None = None) -> str:
     """Play until something is wrong; in words what."""
     with engine.running("local", SLOTS, SLOTS) as made:
-        lane = judge.Lane(made, Ledger(), lambda words: None, {VARIABLE: mutant}, first_only=True)
+        env = {VARIABLE: mutant, "COLOCATE_CHAOS_LONG_S": BROKEN_S}
+        lane = judge.Lane(made, Ledger(), lambda words: None, env, first_only=True)
         try:
             lane.play(seed, torch, episodes)
             lane.rest()

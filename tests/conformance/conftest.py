@@ -1,6 +1,6 @@
 """Which tests of the suite `make test` leaves out: on engines, most of those that take long and whose laws are core's.
 
-On `local` all of them run, and on each engine a few of each area; `make suites` runs everything everywhere.
+On `local` nearly all of them run, and on each engine a few of each area; `make suites` runs everything everywhere.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ ENGINES = {
     # Each test has Ray start processes of its own. The keepers in them are those that Dask has, which runs all of it.
     "test_ray": (*LONG, *CORE),
     "test_dask": LONG,
+    "test_strict": LONG,  # how messages travel makes no difference there
     # It stands for all executors that others write on the keepers.
     "test_outpost": (*LONG, *CORE),
 }
@@ -28,6 +29,9 @@ KEPT = (
     *("test_role_error", "test_later_call_begun", "test_run_context", "test_pipeline_as_without", "test_facts"),
     *("test_cancel_running", "test_broken_borrow", "test_named_residents_between_meshes"),
 )
+# SIGTERM and SIGINT at each of six stages; `make test` has SIGKILL at each, and these two at one.
+STAGED = "test_ended_while"
+KEPT_STAGES = ("test_ended_while[interrupted-calling]", "test_ended_while[terminated-transferring]")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -35,4 +39,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         area = getattr(item, "function", item).__module__.rpartition(".")[2]
         if area in ENGINES.get(item.path.stem, ()) and item.name not in KEPT:
+            item.add_marker("long")
+        elif item.name.startswith(STAGED) and item.name not in KEPT_STAGES:
             item.add_marker("long")
