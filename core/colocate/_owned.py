@@ -90,7 +90,7 @@ class Owned:
         self._finished = threading.Event()
 
     def join(self) -> None:
-        """Become a part of the graph. The last thing that a constructor does: a signal's handler may close the owner."""
+        """Become a part of the graph. A constructor's last act: a signal's handler may close the owner at any line."""
         if self.owner is not None:
             self.owner.children[id(self)] = self
 

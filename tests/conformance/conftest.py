@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark them."""
     for item in items:
         area = getattr(item, "function", item).__module__.rpartition(".")[2]
-        if area in ENGINES.get(item.path.stem, ()) and item.name not in KEPT:
-            item.add_marker("long")
-        elif item.name.startswith(STAGED) and item.name not in KEPT_STAGES:
+        of_core = area in ENGINES.get(item.path.stem, ()) and item.name not in KEPT
+        staged = item.name.startswith(STAGED) and item.name not in KEPT_STAGES
+        if of_core or staged:
             item.add_marker("long")
