@@ -26,6 +26,8 @@ DEADLY = ("kill", "lane", "keeper", "envoy")
 HANGING = ("stop", "gil")
 """Faults after which a worker doesn't answer, and lives."""
 
+AT_A_PEER = "colocate/worker/peers.py"
+"""In the stack of a rank that asks another one for a part of a value."""
 AMPLE_S = 1.0
 """A grace in which every rank that isn't hit by anything ends."""
 
@@ -139,7 +141,9 @@ def may_follow(error: BaseException, fault: Applied) -> bool:
     if fault.kind == "keeper listener":  # it listens again; who dials just then may see it at a spawn
         return False
     if isinstance(error, CallTimeout):
-        return fault.rank in error.stacks
+        # It may have ended its own share before, and others wait for a part of a value that lies with it.
+        waits = [AT_A_PEER in stack for stack in error.stacks.values()]
+        return fault.rank in error.stacks or (bool(waits) and all(waits))
     # The group has failed, for a rank that isn't back from a call that timed out; it is named, and so is the cause.
     return (
         isinstance(error, RoleError)

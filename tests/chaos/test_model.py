@@ -76,6 +76,10 @@ def test_causes() -> None:
     assert wrong(sent(1, error=CallTimeout("late", stacks={1: ""})), applied=KILLED)
     assert wrong(sent(1, error=CallTimeout("late", stacks={1: ""})), applied=STOPPED) == ""
     assert wrong(sent(1, error=CallTimeout("late", stacks={0: ""})), applied=STOPPED)
+    asking = f'File "{model.AT_A_PEER}", line 94, in part'
+    assert wrong(sent(1, error=CallTimeout("late", stacks={0: asking})), applied=STOPPED) == ""
+    assert wrong(sent(1, error=CallTimeout("late", stacks={0: asking})), applied=KILLED)
+    assert wrong(sent(1, error=CallTimeout("late", stacks={})), applied=STOPPED)
     assert wrong(sent(1, [1], submitted=6.0, settled=7.0), applied=KILLED)
 
 
