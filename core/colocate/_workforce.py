@@ -325,6 +325,8 @@ class Workforce:
         if self._wait(lambda: not self._busy, first):
             return []
         hung = self._hung(deadline)
+        if first < deadline and not self._wait(lambda: not self._busy - hung, deadline - STACKS_WITHIN_S / 2):
+            self._look(again=True)  # those that were idle then have been told to end since
         if self._wait(lambda: not self._busy - hung, deadline) and not self._busy:
             return []
         if self._group.failure is not None:  # what went wrong has been said
@@ -351,10 +353,12 @@ class Workforce:
         wait_s = max(0.0, deadline - STACKS_WITHIN_S - time.monotonic())
         self._timers.append(self._group.runtime.dispatcher.after(wait_s, self._look))
 
-    def _look(self) -> None:
-        """Ask what the ranks are doing. Once."""
+    def _look(self, again: bool = False) -> None:
+        """Ask what the ranks are doing, once unless it is to be asked again."""
         with self._news:
-            asked, self._asked = self._asked, True
+            asked, self._asked = self._asked and not again, True
+            if again:
+                self._stacks = None
         if not asked:
             self._group.order.ask_stacks([worker.slot for worker in self._awaited(self._busy)], self._looked)
 

@@ -23,6 +23,7 @@ from colocate_dask.loop import LoopThread
 _LOOPBACK = "127.0.0.1:0"
 _PREFIX = "colocate-dask-"
 _MADE_WITHIN_S = 60.0
+_STARTS_WITHIN_S = 30.0  # a worker needs milliseconds: it is in this process, as is its scheduler
 
 
 @attrs.frozen(eq=False)
@@ -57,7 +58,7 @@ class PrivateCluster:
         """Start workers; their addresses.
 
         Raises:
-            TimeoutError: The cluster is being closed.
+            TimeoutError: The cluster is being closed, or they didn't start.
         """
         return self._loop.run(self._start(slots, cpus, gpus))
 
@@ -100,7 +101,8 @@ class PrivateCluster:
         ]
         made = [_Made(worker, scratch) for worker in started]
         try:
-            await asyncio.gather(*started)
+            async with asyncio.timeout(_STARTS_WITHIN_S):  # also for a close, which waits until this is over
+                await asyncio.gather(*started)
             for worker in started:
                 _stop_listening(worker)
         except BaseException:
@@ -117,11 +119,13 @@ class PrivateCluster:
     async def _close(self) -> None:
         self._closed = True
         async with self._changing:
-            await _end(list(self._workers.values()))
-            self._workers.clear()
-            _give_folder(self.cluster.scheduler)
-            await self.cluster.close()
-            _forget(self._scratch)
+            try:
+                await _end(list(self._workers.values()))
+                self._workers.clear()
+                _give_folder(self.cluster.scheduler)
+                await self.cluster.close()
+            finally:
+                _forget(self._scratch)
 
 
 def _quieten() -> Callable[[], None]:
@@ -148,9 +152,11 @@ def _quieten() -> Callable[[], None]:
 async def _end(doomed: Sequence[_Made]) -> None:
     for each in doomed:
         _give_folder(each.worker)
-    await asyncio.gather(*(each.worker.close(nanny=False) for each in doomed))
-    for scratch in {each.scratch for each in doomed}:
-        _forget(scratch)
+    try:
+        await asyncio.gather(*(each.worker.close(nanny=False) for each in doomed))
+    finally:
+        for scratch in {each.scratch for each in doomed}:
+            _forget(scratch)
 
 
 async def _start() -> tuple[Any, str]:

@@ -12,12 +12,13 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from distributed import Worker
+from distributed import LocalCluster, Worker
 
 from colocate.errors import EngineError
 from colocate.testing.forking import exit_code, fork
 from colocate.testing.waiting import PATIENCE_S, wait_until
 from colocate_dask import loop as module
+from colocate_dask import private
 from colocate_dask.loop import LoopThread
 from colocate_dask.private import PrivateCluster
 
@@ -207,4 +208,38 @@ def test_a_start_that_is_cut_off(no_leaks: None, after_s: float) -> None:
     with suppress(TimeoutError):
         loop.run(cluster._start(2, 1.0, 0), within_s=after_s)
     cluster.close()
+    loop.close()
+
+
+def test_a_worker_that_does_not_start(no_leaks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is given up, so that a close, which waits for what is just starting, ends."""
+
+    async def never(self: Worker) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Worker, "start", never)
+    monkeypatch.setattr(private, "_STARTS_WITHIN_S", 0.1)
+    loop = LoopThread()
+    cluster = PrivateCluster(loop)
+    with pytest.raises(TimeoutError):
+        cluster.start(1, 1.0, 0)
+    cluster.close()
+    loop.close()
+
+
+def test_a_cluster_that_fails_as_it_is_closed(no_leaks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its folder is gone all the same."""
+    close = LocalCluster.close
+
+    async def fail(self: LocalCluster) -> None:
+        await close(self)  # type: ignore[no-untyped-call]
+        os.makedirs(self.scheduler.local_directory, exist_ok=True)
+        raise ZeroDivisionError
+
+    loop = LoopThread()
+    cluster = PrivateCluster(loop)
+    monkeypatch.setattr(LocalCluster, "close", fail)
+    with pytest.raises(ZeroDivisionError):
+        cluster.close()
+    assert not os.path.exists(cluster._scratch)
     loop.close()

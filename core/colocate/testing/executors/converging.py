@@ -261,6 +261,19 @@ class Converging(ExecutorCase):
         assert [error.group for error in wrong if isinstance(error, RoleError)] == [new.name]
         assert isinstance(behind.exception(PATIENCE_S), ClosedError)
 
+    @needs(OwnProcess)
+    def test_one_that_hangs_as_it_ends(self, runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What was idle when its owner's grace was nearly over, and then doesn't end, is told with where it is then."""
+        monkeypatch.setattr(_pool, "_least", lambda grace: 1.0)
+        pool = runtime.reserve(2, cpus=0)
+        old, new = pool[0].spawn(ROLES), pool[1].spawn(ROLES)
+        with Gate() as end, Gate() as gate:
+            old.role("faulty", Faulty).end_at_a_gate(end.address)
+            hang(new, gate)
+            wrong = wrong_at(pool.close)
+        assert [error.group for error in wrong if isinstance(error, RoleError)] == [new.name, old.name]
+        assert "in __del__" in str(wrong[1])
+
     def test_under_an_error(self, runtime: Runtime) -> None:
         """Under an exception in flight a hung rank is given little time, and what goes wrong becomes its note."""
 

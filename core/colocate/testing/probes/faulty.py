@@ -63,6 +63,19 @@ def deep_inside(kind: str) -> NoReturn:
     raise _RAISE[kind]()
 
 
+_OF_THE_THREAD = threading.local()
+
+
+class EndsAtAGate:
+    """Something that ends with the thread that holds it, and ends it only once a gate is open."""
+
+    def __init__(self, gate: Address) -> None:
+        self.gate = gate
+
+    def __del__(self) -> None:
+        pass_gate(self.gate)
+
+
 class Faulty(Role):
     """Raises, returns what can't be sent, dies."""
 
@@ -80,6 +93,11 @@ class Faulty(Role):
             raise KeyError("the cause")
         except KeyError as error:
             raise ValueError("the effect") from error
+
+    @method
+    def end_at_a_gate(self, gate: Address) -> None:
+        """Have the lane hang when it ends."""
+        _OF_THE_THREAD.held = EndsAtAGate(gate)
 
     @method(dispatch=PerRank("gate"))
     def fail_after(self, gate: Address | None, failing: int) -> int:
