@@ -70,6 +70,7 @@ class ColocatedGroup(Owned):
         self._roles = declared.infos
         self._views: dict[str, RoleView] = {}
         self.residents = Residents(self)
+        self._tell_state("starting", None)  # before `join`: from there on something else may be told
         self.join()
 
     # -- views
@@ -274,6 +275,9 @@ class ColocatedGroup(Owned):
         """It is in another state now, of which observers are told."""
         self.state = state
         self.restarts.look()
+        self._tell_state(state, cause)
+
+    def _tell_state(self, state: str, cause: ColocateError | None) -> None:
         if self.runtime.observers:
             tell = self.runtime.observers.tell
             self.runtime.dispatcher.soon(lambda: tell("colocate_group_changed", self.name, state, cause))

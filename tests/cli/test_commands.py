@@ -70,8 +70,8 @@ class TestNoImport:
     def test_modules_are_refused_and_not_imported(self, colocate: CommandLine) -> None:
         colocate.write("demo.yaml", ACME)
         colocate.write("beside.py", BESIDE + "print('imported')")
-        for command in ("check", "run"):
-            done = colocate(command, "demo.yaml", "--no-import", distributions=("acme",))
+        for command in ("check", "run", "doctor", "audit", "groups", "close demo"):
+            done = colocate(*command.split(), "demo.yaml", "--no-import", distributions=("acme",))
             assert done.returncode == 1
             assert "'beside:Beside' names a module, and this config may name plugins only" in done.stderr
             assert "imported" not in done.stdout

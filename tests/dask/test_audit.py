@@ -16,6 +16,7 @@ from distributed import Client
 import colocate
 from colocate import Runtime, WorkerDied
 from colocate.cli.audit import find_strays
+from colocate.cli.cluster import Cluster
 from colocate.testing import leaks
 from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import PATIENCE_S, wait_until
@@ -71,12 +72,12 @@ def test_hold_of_a_client_that_is_gone(
         assert "Client-that-is-gone" in leaked.what
         assert worker in leaked.what
         assert leaked.since is not None
-        assert find_strays(None, "dask", cluster, (), json=True) == 1
+        assert find_strays(Cluster(executor="dask", address=cluster), json=True) == 1
         data = json.loads(capsys.readouterr().out)
         assert data["looked_at"] == ["this machine", f"dask at {cluster}"]
         assert "elsewhere-7-1/lost" in {each["id"] for each in data["leaked"]}
     assert not runtime.audit()
-    find_strays(None, "dask", cluster, (), json=True)
+    find_strays(Cluster(executor="dask", address=cluster), json=True)
     assert "elsewhere-7-1/lost" not in capsys.readouterr().out
 
 
@@ -89,19 +90,19 @@ def test_a_config_names_the_cluster(
     config.write_text("executor: {use: dask, with: {address: 'tcp://127.0.0.1:1', timeout: 1}}\n")
     change = [f"executor.with.address={cluster}", "executor.with.timeout=30"]
     with planted(client, "elsewhere-7-2/lost"):
-        assert find_strays(config, None, None, change, json=False) == 1
+        assert find_strays(Cluster(config, changes=change), json=False) == 1
         title, line = capsys.readouterr().out.splitlines()
         assert title == f"1 left on this machine and dask at {cluster}"
         assert line.startswith("leaked: reservation elsewhere-7-2/lost (node 127.0.0.")
-        assert find_strays(config, None, cluster, (), json=True) == 1
+        assert find_strays(Cluster(config, address=cluster), json=True) == 1
         capsys.readouterr()
-    assert find_strays(config, None, cluster, (), json=False) == 0
+    assert find_strays(Cluster(config, address=cluster), json=False) == 0
     assert capsys.readouterr().out == f"clean: nothing has been left on this machine and dask at {cluster}\n"
-    assert find_strays(config, None, None, (), json=False) == 1
+    assert find_strays(Cluster(config), json=False) == 1
     told = capsys.readouterr()
     assert told.out == "clean: nothing has been left on this machine\n"
     assert "no Dask scheduler can be reached at tcp://127.0.0.1:1" in told.err
-    assert find_strays(None, "dask", None, (), json=False) == 0
+    assert find_strays(Cluster(executor="dask"), json=False) == 0
     assert capsys.readouterr().out.splitlines()[1] == "no cluster of dask was looked at: that needs its --address"
 
 

@@ -17,6 +17,7 @@ import pytest
 import colocate
 from colocate import Runtime, WorkerDied
 from colocate.cli.audit import find_strays
+from colocate.cli.cluster import Cluster
 from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import send, wait_until
 
@@ -105,12 +106,12 @@ def test_placement_group_of_nobody(
 
         monkeypatch.setenv("RAY_AUTH_MODE", "token")
         monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", cluster.options["token_file"])
-        assert find_strays(None, "ray", cluster.address, (), json=True) == 1
+        assert find_strays(Cluster(executor="ray", address=cluster.address), json=True) == 1
         data = json.loads(capsys.readouterr().out)
         assert data["looked_at"] == ["this machine", f"ray at {cluster.address}"]
         assert {name, f"{name}/0"} <= {each["id"] for each in data["leaked"]}
     assert not runtime.audit()
-    find_strays(None, "ray", cluster.address, (), json=True)
+    find_strays(Cluster(executor="ray", address=cluster.address), json=True)
     assert name not in capsys.readouterr().out
 
 

@@ -17,6 +17,7 @@ import colocate
 from colocate import _processes, _strays
 from colocate._audit import audit_strays
 from colocate.cli.audit import find_strays
+from colocate.cli.cluster import Cluster
 from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import wait_until
 
@@ -138,23 +139,23 @@ def test_the_command(gone: int, capsys: pytest.CaptureFixture[str], monkeypatch:
             "colocate.cli.audit.of_this_machine",
             lambda: [each for each in _strays.of_this_machine() if each.pid == process.pid],
         )
-        assert find_strays(None, None, None, (), json=False) == 1
+        assert find_strays(Cluster(), json=False) == 1
         title, line = capsys.readouterr().out.splitlines()
         assert title == "1 left on this machine"
         assert line.startswith(f"leaked: worker process left (pid {process.pid}, since ")
-        assert find_strays(None, None, None, (), json=True) == 1
+        assert find_strays(Cluster(), json=True) == 1
         assert f'"pid": {process.pid}' in capsys.readouterr().out
-    assert find_strays(None, "local", None, (), json=False) == 0
+    assert find_strays(Cluster(executor="local"), json=False) == 0
     assert capsys.readouterr().out == "clean: nothing has been left on this machine\n"
 
 
 def test_mistakes_in_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     """An address without an engine, a change without a config, an engine that there isn't, are said as such."""
-    assert find_strays(None, "lokal", None, (), json=False) == 1
+    assert find_strays(Cluster(executor="lokal"), json=False) == 1
     assert "did you mean 'local'?" in capsys.readouterr().err
-    assert find_strays(None, "local", "here", (), json=False) == 1
+    assert find_strays(Cluster(executor="local", address="here"), json=False) == 1
     assert "has no parameter 'address'" in capsys.readouterr().err
-    assert find_strays(None, None, "auto", (), json=False) == 1
+    assert find_strays(Cluster(address="auto"), json=False) == 1
     assert "Say --executor ray" in capsys.readouterr().err
-    assert find_strays(None, None, None, ["executor=ray"], json=False) == 1
+    assert find_strays(Cluster(changes=["executor=ray"]), json=False) == 1
     assert "name one" in capsys.readouterr().err

@@ -26,7 +26,7 @@ Changes = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="PATH=VALUE", help="Change the config, as in --set pools.main.slots=2."),
 ]
-Cluster = Annotated[Path | None, typer.Argument(help="A config, whose cluster is looked at.")]
+ClusterOf = Annotated[Path | None, typer.Argument(help="A config, whose cluster is looked at.")]
 Address = Annotated[
     str | None, typer.Option("--address", metavar="ADDRESS", help="The cluster to join, as the executor names it.")
 ]
@@ -78,56 +78,64 @@ def doctor(
     file: Annotated[Path | None, typer.Argument(help="A config to check against this machine.")] = None,
     executor: Executor = None,
     changes: Changes = None,
+    no_import: NoImport = False,
     json: Json = False,
 ) -> None:
     """Show versions, executors and devices, and what a config names that would not work here."""
     from colocate.cli.doctor import examine
 
-    raise typer.Exit(examine(file, executor, changes or [], json=json))
+    raise typer.Exit(examine(file, executor, changes or [], json=json, allow_import=not no_import))
 
 
 @app.command()
 def audit(
-    file: Cluster = None,
+    file: ClusterOf = None,
     executor: Executor = None,
     address: Address = None,
     changes: Changes = None,
+    no_import: NoImport = False,
     json: Json = False,
 ) -> None:
     """Find what is still there under colocate's name, here or on a cluster, although its driver is gone."""
     from colocate.cli.audit import find_strays
+    from colocate.cli.cluster import Cluster
 
-    raise typer.Exit(find_strays(file, executor, address, changes or [], json=json))
+    raise typer.Exit(find_strays(Cluster(file, executor, address, changes or [], not no_import), json=json))
 
 
 @app.command()
 def groups(
-    file: Cluster = None,
+    file: ClusterOf = None,
     executor: Executor = None,
     address: Address = None,
     changes: Changes = None,
+    no_import: NoImport = False,
     json: Json = False,
 ) -> None:
     """List the detached pools of a cluster: their groups, who is attached, how long they live without a driver."""
+    from colocate.cli.cluster import Cluster
     from colocate.cli.groups import show_groups
 
-    raise typer.Exit(show_groups(file, executor, address, changes or [], json=json))
+    raise typer.Exit(show_groups(Cluster(file, executor, address, changes or [], not no_import), json=json))
 
 
 @app.command()
 def close(
     name: Annotated[str, typer.Argument(help="The detached pool.", show_default=False)],
-    file: Cluster = None,
+    file: ClusterOf = None,
     executor: Executor = None,
     address: Address = None,
     changes: Changes = None,
+    no_import: NoImport = False,
     force: Annotated[bool, typer.Option("--force", help="Take it from the driver that is attached.")] = False,
     json: Json = False,
 ) -> None:
     """End a detached pool, and free its slots. While a driver is attached it is refused."""
+    from colocate.cli.cluster import Cluster
     from colocate.cli.groups import close_pool
 
-    raise typer.Exit(close_pool(name, file, executor, address, changes or [], force=force, json=json))
+    cluster = Cluster(file, executor, address, changes or [], not no_import)
+    raise typer.Exit(close_pool(name, cluster, force=force, json=json))
 
 
 def main() -> None:

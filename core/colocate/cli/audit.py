@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from rich.text import Text
@@ -12,20 +11,17 @@ from colocate._audit import Audit, audit_strays
 from colocate._plugins import find_executor
 from colocate._screen import console
 from colocate._strays import of_this_machine
-from colocate.cli.output import guarded, load, print_json
+from colocate.cli.cluster import ADDRESS, Cluster
+from colocate.cli.output import guarded, print_json
 from colocate.config.arguments import options_of
-from colocate.errors import ColocateError, ConfigError
-
-ADDRESS = "address"  # the option by which an executor joins what is there; without it there is nothing to join
+from colocate.errors import ColocateError
 
 
-def find_strays(
-    file: Path | None, executor: str | None, address: str | None, changes: Iterable[str], *, json: bool
-) -> int:
+def find_strays(cluster: Cluster, *, json: bool) -> int:
     """Show what drivers that are gone have left; exit status 1 when there is something."""
 
     def command() -> int:
-        name, options = engine_of(file, executor, address, changes, "audit")
+        name, options = cluster.engine("audit")
         joins = name is not None and ADDRESS in options_of(find_executor(name)).parameters
         audit = audit_strays(of_this_machine)
         looked_at = ["this machine"]
@@ -47,21 +43,6 @@ def find_strays(
         return 1 if audit else 0
 
     return guarded(command, as_json=json)
-
-
-def engine_of(
-    file: Path | None, executor: str | None, address: str | None, changes: Iterable[str], command: str
-) -> tuple[str | None, Mapping[str, Any]]:
-    """Which executor, and its options."""
-    if file is not None:
-        more = [] if address is None else [f"executor.with.{ADDRESS}={address}"]
-        config = load(file, executor, [*changes, *more])
-        return config.executor.use, config.executor.with_
-    if list(changes):
-        raise ConfigError(f"--set changes a config: name one, as in `colocate {command} FILE --set ...`")
-    if address is not None and executor is None:
-        raise ConfigError(f"--address {address} is that of which engine? Say --executor ray, --executor dask, ...")
-    return executor, {} if address is None else {ADDRESS: address}
 
 
 def _of_cluster(name: str, options: Mapping[str, Any]) -> Audit:

@@ -19,11 +19,13 @@ from colocate.config import Config
 from colocate.errors import ColocateError
 
 
-def examine(file: Path | None, executor: str | None, changes: Iterable[str], *, json: bool) -> int:
+def examine(
+    file: Path | None, executor: str | None, changes: Iterable[str], *, json: bool, allow_import: bool = True
+) -> int:
     """Show what there is; exit status 1 when a config is given that would not work here."""
     devices = _devices()
     found = [(plugin, plugin.fault()) for plugin in plugins()]
-    faults = [] if file is None else faults_of(file, executor, changes)
+    faults = [] if file is None else faults_of(file, executor, changes, allow_import)
     if json:
         told = [{**attrs.asdict(plugin), "fault": fault and fault.message} for plugin, fault in found]
         data = {"versions": environment(), "devices": devices, "plugins": told}
@@ -41,10 +43,12 @@ def examine(file: Path | None, executor: str | None, changes: Iterable[str], *, 
     return 1 if faults else 0
 
 
-def faults_of(file: Path, executor: str | None, changes: Iterable[str]) -> list[ColocateError]:
+def faults_of(
+    file: Path, executor: str | None, changes: Iterable[str], allow_import: bool = True
+) -> list[ColocateError]:
     """Why a config would not work on this machine: its mistakes, or what its executor says to its pools."""
     try:
-        _reserve_all(load(file, executor, changes))
+        _reserve_all(load(file, executor, changes, allow_import=allow_import))
     except ColocateError as error:
         return [error]
     except ExceptionGroup as group:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from rich.text import Text
@@ -11,18 +10,16 @@ from rich.text import Text
 from colocate._detached import close_detached, seen
 from colocate._runtime import Runtime
 from colocate._screen import console, show_table
-from colocate.cli.audit import ADDRESS, engine_of
+from colocate.cli.cluster import ADDRESS, Cluster
 from colocate.cli.output import guarded, print_json
 from colocate.errors import ConfigError
 
 
-def show_groups(
-    file: Path | None, executor: str | None, address: str | None, changes: Iterable[str], *, json: bool
-) -> int:
+def show_groups(cluster: Cluster, *, json: bool) -> int:
     """Show the detached pools of a cluster."""
 
     def command() -> int:
-        with _joined(file, executor, address, changes, "groups") as runtime:
+        with _joined(cluster, "groups") as runtime:
             found = sorted(runtime.detached(), key=lambda each: str(each["name"]))
         if json:
             print_json({"pools": [seen(each) for each in found]})
@@ -35,20 +32,11 @@ def show_groups(
     return guarded(command, as_json=json)
 
 
-def close_pool(
-    name: str,
-    file: Path | None,
-    executor: str | None,
-    address: str | None,
-    changes: Iterable[str],
-    *,
-    force: bool,
-    json: bool,
-) -> int:
+def close_pool(name: str, cluster: Cluster, *, force: bool, json: bool) -> int:
     """End a detached pool."""
 
     def command() -> int:
-        with _joined(file, executor, address, changes, f"close {name}") as runtime:
+        with _joined(cluster, f"close {name}") as runtime:
             close_detached(runtime, name, force)
         if json:
             print_json({"closed": name})
@@ -59,12 +47,10 @@ def close_pool(
     return guarded(command, as_json=json)
 
 
-def _joined(
-    file: Path | None, executor: str | None, address: str | None, changes: Iterable[str], command: str
-) -> Runtime:
+def _joined(cluster: Cluster, command: str) -> Runtime:
     from colocate import connect
 
-    name, options = engine_of(file, executor, address, changes, command)
+    name, options = cluster.engine(command)
     if name is None or options.get(ADDRESS) is None:
         raise ConfigError(
             f"which cluster? A private one has no detached pools: `colocate {command} --executor ray --address ...`, "

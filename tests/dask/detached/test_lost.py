@@ -12,6 +12,7 @@ from distributed import Client
 import colocate
 from colocate import Pool, Runtime
 from colocate._detached import close_detached
+from colocate.cli.cluster import Cluster
 from colocate.cli.groups import show_groups
 from colocate.errors import EngineError, WorkerDied
 from colocate.testing import leaks
@@ -84,7 +85,7 @@ def test_the_lead_is_stopped(
         (found,) = runtime.detached()
         assert (found["name"], found["answers"], found["driver"], found["left_s"]) == (name, False, None, None)
         assert (found["slots"], found["groups"]) == (2, {"counting": ["counting"]})
-        assert show_groups(None, "dask", cluster, (), json=False) == 0
+        assert show_groups(Cluster(executor="dask", address=cluster), json=False) == 0
         (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith(name))
         assert "counting (counting)" in line
         assert "(it doesn't answer)" in line

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import colocate
-from colocate import ColocatedGroup, RoleSpec
+from colocate import ColocatedGroup, RoleSpec, Runtime
 from colocate.errors import ClosedError, ColocateError, ConfigError, GroupRestarted, RoleError, WorkerDied
 from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs
@@ -25,12 +25,15 @@ from colocate.testing.waiting import PATIENCE_S, wait_until
 class States:
     """An observer that notes a group's states."""
 
-    def __init__(self) -> None:
+    def __init__(self, group: str) -> None:
+        self.group = group
         self.seen: list[str] = []
         self.causes: list[ColocateError] = []
 
     def colocate_group_changed(self, name: str, state: str, cause: ColocateError | None) -> None:
         """Note one."""
+        if name != self.group:
+            return
         self.seen.append(state)
         if cause is not None:
             self.causes.append(cause)
@@ -129,16 +132,16 @@ class Restarting(ExecutorCase):
         assert role.add() == [1, 1]
 
     @needs(OwnProcess)
-    def test_states(self, lasting: Callable[..., ColocatedGroup]) -> None:
+    def test_states(self, runtime: Runtime, spawn: Spawn) -> None:
         """Observers hear of each state, and of what made the group fail."""
-        group = lasting()
-        states = States()
-        group.runtime.observe(states)
+        states = States("observed")
+        runtime.observe(states)
+        group = spawn({"lasting": colocate.role(Lasting)}, name="observed", on_failure="restart")
         killed(group)
         group.wait_ready(PATIENCE_S)
         group.close()
         wait_until(lambda: states.seen[-1:] == ["closed"], "the last state was told")
-        assert states.seen == ["failed", "restarting", "ready", "closing", "closed"]
+        assert states.seen == ["starting", "ready", "failed", "restarting", "ready", "closing", "closed"]
         assert [type(cause) for cause in states.causes] == [WorkerDied]
 
     @needs(OwnProcess)
