@@ -319,14 +319,15 @@ class Workforce:
         """Wait until all lanes have ended, at most `grace` seconds; what there is to say of those that haven't."""
         deadline = time.monotonic() + grace
         first = min(deadline, self._overdue_at)
+        early = self._asked  # for its owner, before it was told to end
         if self._wait(lambda: not self._busy, first - STACKS_WITHIN_S):
             return []
         self._look()  # now: a rank that is stopped or holds the GIL never answers, and isn't waited for at the deadline
         if self._wait(lambda: not self._busy, first):
             return []
         hung = self._hung(deadline)
-        if first < deadline and not self._wait(lambda: not self._busy - hung, deadline - STACKS_WITHIN_S / 2):
-            self._look(again=True)  # those that were idle then have been told to end since
+        if early and self._stacks is not None:
+            self._look_again(hung, deadline - STACKS_WITHIN_S / 2)
         if self._wait(lambda: not self._busy - hung, deadline) and not self._busy:
             return []
         if self._group.failure is not None:  # what went wrong has been said
@@ -353,12 +354,17 @@ class Workforce:
         wait_s = max(0.0, deadline - STACKS_WITHIN_S - time.monotonic())
         self._timers.append(self._group.runtime.dispatcher.after(wait_s, self._look))
 
-    def _look(self, again: bool = False) -> None:
-        """Ask what the ranks are doing, once unless it is to be asked again."""
+    def _look_again(self, hung: set[int], at: float) -> None:
+        """Ask once more what the ranks are doing that were idle when they were asked, and haven't ended since."""
+        if not self._wait(lambda: not self._busy - hung, at):
+            with self._news:
+                self._asked, self._stacks = False, None
+            self._look()
+
+    def _look(self) -> None:
+        """Ask what the ranks are doing. Once."""
         with self._news:
-            asked, self._asked = self._asked and not again, True
-            if again:
-                self._stacks = None
+            asked, self._asked = self._asked, True
         if not asked:
             self._group.order.ask_stacks([worker.slot for worker in self._awaited(self._busy)], self._looked)
 
