@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from colocate._pending import PendingCall
 from colocate._sending import submit
 from colocate._view import RoleInfo, refuse_inside
 from colocate.errors import ColocateError, ConfigError, Mistake
-from colocate.worker.checkpoint import RECORD, role_folder
+from colocate.worker.checkpoint import OWN, RECORD, role_folder
 from colocate.worker.functions import CHECKPOINT, SAVE
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class Checkpoint:
         """
         settle(folder)
         try:
-            record: dict[str, Any] = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+            record = _record(folder)
             saved, tag = record["roles"], record["tag"]
         except OSError:
             raise ConfigError(
@@ -74,13 +75,15 @@ def write(group: ColocatedGroup, folder: Path, tag: Tag) -> None:
     """Have every role of a group save itself, between its calls; a restart goes on from that.
 
     Raises:
-        ConfigError: A role has only one of `save` and `restore`, or none has them.
+        ConfigError: A role has only one of `save` and `restore`, or none has them; or the folder is something else's.
         RoleError: A `save` raised; there is no checkpoint then.
     """
     saved = _saved(group.roles)
     refuse_inside("checkpoint", group)
-    found = Checkpoint(folder.absolute(), tag)
-    with atomic_folder(found.folder, _committing(group, found, group.generation)) as part:
+    folder = folder.resolve() if folder.name in ("", "..") else folder.absolute()  # it gets its name by a rename
+    found = Checkpoint(folder, tag)
+    refuse_others(folder, saved)
+    with atomic_folder(folder, _committing(group, found, group.generation, saved)) as part:
         for name in saved:
             role_folder(part, name).mkdir()
         _submit(group, part).result()
@@ -95,8 +98,66 @@ def write(group: ColocatedGroup, folder: Path, tag: Tag) -> None:
     group.pool.changed()
 
 
+def refuse_others(folder: Path, roles: Collection[str]) -> None:
+    """Refuse a folder whose contents a checkpoint of these roles may not replace.
+
+    Raises:
+        ConfigError: It is neither free nor empty nor an earlier checkpoint of theirs.
+    """
+    found = _in_the_way(folder, roles)
+    if found is not None:
+        raise ConfigError(
+            f"the checkpoint can't be written to {folder}: {found}. It may replace an earlier checkpoint of the same "
+            "roles, or an empty folder, and nothing else; nothing was touched. Name a folder of its own"
+        )
+
+
+def _in_the_way(folder: Path, roles: Collection[str]) -> str | None:
+    """What lies there that isn't a checkpoint's to replace, in words; None when nothing does."""
+    if not os.path.lexists(folder):
+        parent = next(path for path in folder.parents if os.path.lexists(path))
+        return None if parent.is_dir() else f"{parent}, in which it would lie, is no folder"
+    if folder.is_symlink():
+        return f"that is a symbolic link (to {os.readlink(folder)}), which a folder would take the place of"
+    if not folder.is_dir():
+        return "that is a file"
+    if os.path.ismount(folder):
+        return "a file system is mounted there"
+    with contextlib.suppress(FileNotFoundError):  # somebody has removed the working directory
+        if folder.resolve() in (Path.cwd(), *Path.cwd().parents):
+            return "the working directory is that folder, or lies in it"
+    names = sorted(os.listdir(folder))
+    if not names:
+        return None
+    if RECORD not in names:
+        return f"that folder has other files ({_listed(names)})"
+    try:
+        theirs = set(_record(folder)["roles"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"its {RECORD} isn't what group.checkpoint(...) writes"
+    strange = [name for name in names if name not in (RECORD, OWN, *theirs)]
+    if strange:
+        return f"that folder has other files beside a checkpoint ({_listed(strange)})"
+    if theirs != set(roles):
+        has, saved = ", ".join(sorted(theirs)), ", ".join(sorted(roles))
+        return f"there is a checkpoint of a group with other roles: it has {has}, this one saves {saved}"
+    return None
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _record(folder: Path) -> dict[str, Any]:
+    """What the record of a checkpoint says."""
+    record: dict[str, Any] = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+    return record
+
+
 @contextlib.contextmanager
-def _committing(group: ColocatedGroup, checkpoint: Checkpoint, generation: int) -> Iterator[None]:
+def _committing(
+    group: ColocatedGroup, checkpoint: Checkpoint, generation: int, saved: Collection[str]
+) -> Iterator[None]:
     """A failed group is restored from the last checkpoint before: nothing may take its folder's name then."""
     with group.order.lock:
         group.check()
@@ -104,6 +165,7 @@ def _committing(group: ColocatedGroup, checkpoint: Checkpoint, generation: int) 
             raise ColocateError(
                 f"group {group.name!r} was restarted while its checkpoint {checkpoint.tag!r} was written: that is void"
             )
+        refuse_others(checkpoint.folder, saved)  # it may have been filled meanwhile
         yield
         group.restarts.committed(checkpoint)
 

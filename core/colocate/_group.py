@@ -211,12 +211,13 @@ class ColocatedGroup(Owned):
         A restart goes on from the last checkpoint.
 
         Args:
-            directory: Becomes the checkpoint's folder when all of it is written; what is there is replaced then. The
-                driver and all workers have to see it.
+            directory: Becomes the checkpoint's folder when all of it is written. An earlier checkpoint of the same
+                roles, or an empty folder, is replaced then. The driver and all workers have to see it.
             tag: What `wait_ready` returns after a restart from it; None for the folder's name.
 
         Raises:
-            ConfigError: A role has only one of the two methods, or no role has them.
+            ConfigError: A role has only one of the two methods, or no role has them. Or something else lies there
+                (other files, the working directory, a file, a link): nothing was touched.
             RoleError: A `save` raised; what was in the directory stays.
         """
         self.check()

@@ -16,7 +16,7 @@ from colocate.errors import ColocateError
 from colocate.worker.hosted import HostedRole
 
 RECORD = "checkpoint.json"  # in the folder of one that is complete
-_OWN = ".colocate"
+OWN = ".colocate"
 
 
 def save(roles: Sequence[HostedRole], directory: str) -> None:
@@ -89,4 +89,4 @@ def _call(role: HostedRole, name: str, folder: Path) -> None:
 
 
 def _generator_file(role: HostedRole, folder: Path) -> Path:
-    return folder / _OWN / f"{role.name}-{role.ctx.rank}.generator"
+    return folder / OWN / f"{role.name}-{role.ctx.rank}.generator"

@@ -18,6 +18,7 @@ from colocate.testing.executors.auditing import Auditing
 from colocate.testing.executors.borrows import Borrows
 from colocate.testing.executors.calls import Calls
 from colocate.testing.executors.cancelling import Cancelling
+from colocate.testing.executors.checkpoints import Checkpoints
 from colocate.testing.executors.closing import Closing
 from colocate.testing.executors.context import Contexts
 from colocate.testing.executors.converging import Converging
@@ -58,6 +59,7 @@ class ExecutorSuite(
     Startup,
     Deaths,
     Restarting,
+    Checkpoints,
     Ownership,
     Borrows,
     Forks,
@@ -80,6 +82,7 @@ __all__ = [
     "Borrows",
     "Calls",
     "Cancelling",
+    "Checkpoints",
     "Closing",
     "Contexts",
     "Converging",

@@ -12,11 +12,11 @@ import pytest
 
 import colocate
 from colocate import ColocatedGroup, RoleSpec, Runtime
-from colocate.errors import ClosedError, ColocateError, ConfigError, GroupRestarted, RoleError, WorkerDied
+from colocate.errors import ClosedError, ColocateError, GroupRestarted, RoleError, WorkerDied
 from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs
 from colocate.testing.gate import Gate
-from colocate.testing.probes.lasting import Drawing, HalfSaved, Lasting, Passing
+from colocate.testing.probes.lasting import Drawing, Lasting, Passing
 from colocate.testing.probes.plain import Log
 from colocate.testing.probes.rows import Rows
 from colocate.testing.waiting import PATIENCE_S, wait_until
@@ -47,7 +47,7 @@ def killed(group: ColocatedGroup, rank: int = 0) -> GroupRestarted:
 
 
 class Restarting(ExecutorCase):
-    """`on_failure="restart"`, `group.checkpoint`, `group.wait_ready`."""
+    """`on_failure="restart"`, `group.wait_ready`."""
 
     @pytest.fixture
     def lasting(self, spawn: Spawn) -> Callable[..., ColocatedGroup]:
@@ -299,66 +299,3 @@ class Restarting(ExecutorCase):
         group.wait_ready(PATIENCE_S)
         assert first != second
         assert drawing.draw() == second
-
-    # -- checkpoints
-
-    def test_a_checkpoint_is_whole_or_not_there(self, spawn: Spawn, tmp_path: Path) -> None:
-        """A `save` that raises leaves what was there."""
-        group = spawn({"lasting": colocate.role(Lasting, unsaved=True)})
-        folder = tmp_path / "checkpoints" / "one"
-        folder.mkdir(parents=True)
-        (folder / "mine").write_text("was here")
-        with pytest.raises(RoleError, match="the disk is full") as caught:
-            group.checkpoint(folder)
-        assert caught.value.rank == 1
-        assert [path.name for path in folder.parent.iterdir()] == ["one"]
-        assert (folder / "mine").read_text() == "was here"
-
-    def test_between_its_calls(self, spawn: Spawn, tmp_path: Path) -> None:
-        """What was submitted before is in it."""
-        group = spawn({"lasting": colocate.role(Lasting)})
-        role = group.role("lasting", Lasting)
-        with Gate() as gate:
-            role.wait.submit(gate.address)
-            role.add.submit()
-            gate.wait_for(2)
-        group.checkpoint(tmp_path / "one")
-        role.add()
-        restored = spawn({"lasting": colocate.role(Lasting)}, restore=tmp_path / "one")
-        assert restored.wait_ready() == "one"
-        assert restored.role("lasting", Lasting).add() == [2, 2]
-
-    def test_roles_that_can_not_be_saved(self, spawn: Spawn, tmp_path: Path) -> None:
-        """A role with half of the two methods, or a group without any that has them."""
-        group = spawn({"half": colocate.role(HalfSaved), "lasting": colocate.role(Lasting)}, slots=1)
-        with pytest.raises(ConfigError, match=r"HalfSaved has save\(\) but no restore\(\)"):
-            group.checkpoint(tmp_path / "one")
-        group = spawn({"passing": colocate.role(Passing)}, slots=1)
-        with pytest.raises(ConfigError, match="none has save"):
-            group.checkpoint(tmp_path / "one")
-        assert not list(tmp_path.iterdir())
-
-    def test_what_is_no_checkpoint(self, spawn: Spawn, tmp_path: Path) -> None:
-        """A folder without one, and one of other roles."""
-        with pytest.raises(ConfigError, match="no checkpoint in"):
-            spawn({"lasting": colocate.role(Lasting)}, slots=1, restore=tmp_path)
-        group = spawn({"lasting": colocate.role(Lasting)}, slots=1)
-        group.checkpoint(tmp_path / "one")
-        with pytest.raises(ConfigError, match="other roles: it has lasting"):
-            spawn({"passing": colocate.role(Passing)}, slots=1, restore=tmp_path / "one")
-
-    @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"tag": 1}', "\0"])
-    def test_what_is_a_damaged_checkpoint(self, spawn: Spawn, tmp_path: Path, text: str) -> None:
-        """One that can't be read, or that something else has written."""
-        (tmp_path / "checkpoint.json").write_text(text)
-        with pytest.raises(ConfigError, match="damaged, or something else's"):
-            spawn({"lasting": colocate.role(Lasting)}, slots=1, restore=tmp_path)
-
-    def test_a_checkpoint_whose_replacement_was_interrupted(self, spawn: Spawn, tmp_path: Path) -> None:
-        """It is there under its own name again."""
-        roles: dict[str, RoleSpec[Any]] = {"lasting": colocate.role(Lasting)}
-        group = spawn(roles)
-        group.role("lasting", Lasting).add()
-        group.checkpoint(tmp_path / "one")
-        (tmp_path / "one").rename(tmp_path / ".old-one")
-        assert spawn(roles, restore=tmp_path / "one").role("lasting", Lasting).add() == [2, 2]

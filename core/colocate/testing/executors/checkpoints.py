@@ -1,0 +1,150 @@
+"""Checkpoints: what is in them, what they may replace, and what isn't one."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import colocate
+from colocate import RoleSpec
+from colocate.errors import ConfigError, RoleError
+from colocate.testing.executors._base import ExecutorCase, Spawn
+from colocate.testing.gate import Gate
+from colocate.testing.probes.lasting import HalfSaved, Lasting, Passing
+from colocate.testing.waiting import PATIENCE_S, wait_until
+
+
+class Checkpoints(ExecutorCase):
+    """`group.checkpoint`, and `restore=`."""
+
+    def test_a_checkpoint_is_whole_or_not_there(self, spawn: Spawn, tmp_path: Path) -> None:
+        """A `save` that raises leaves what was there."""
+        folder = tmp_path / "checkpoints" / "one"
+        spawn({"lasting": colocate.role(Lasting)}).checkpoint(folder, tag="before")
+        group = spawn({"lasting": colocate.role(Lasting, unsaved=True)})
+        with pytest.raises(RoleError, match="the disk is full") as caught:
+            group.checkpoint(folder)
+        assert caught.value.rank == 1
+        assert [path.name for path in folder.parent.iterdir()] == ["one"]
+        assert '"before"' in (folder / "checkpoint.json").read_text()
+
+    def test_what_a_checkpoint_may_replace(self, spawn: Spawn, tmp_path: Path) -> None:
+        """An empty folder, and an earlier checkpoint of the same roles, by whichever group."""
+        folder = tmp_path / "one"
+        folder.mkdir()
+        for count in (1, 2):
+            group = spawn({"lasting": colocate.role(Lasting)}, slots=1)
+            group.role("lasting", Lasting).add(count)
+            group.checkpoint(folder)
+            assert (folder / "lasting" / "0").read_text() == str(count)
+        assert [path.name for path in tmp_path.iterdir()] == ["one"]
+
+    def test_what_a_checkpoint_never_replaces(
+        self, spawn: Spawn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Everything else is refused before anything is touched, with what lies there and what to do."""
+        group = spawn({"lasting": colocate.role(Lasting)}, slots=1)
+        group.checkpoint(tmp_path / "mine")
+        (tmp_path / "mine" / "notes.txt").write_text("kept")
+        spawn({"other": colocate.role(Lasting)}, slots=1).checkpoint(tmp_path / "theirs")
+        (tmp_path / "full" / "deep").mkdir(parents=True)
+        (tmp_path / "full" / "work.py").write_text("print()")
+        (tmp_path / "here" / "deeper").mkdir(parents=True)
+        (tmp_path / "damaged").mkdir()
+        (tmp_path / "damaged" / "checkpoint.json").write_text("{")
+        (tmp_path / "empty").mkdir()
+        (tmp_path / "file").write_text("kept")
+        (tmp_path / "link").symlink_to(tmp_path / "empty")
+        (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+        before = sorted(tmp_path.rglob("*"))
+        monkeypatch.chdir(tmp_path / "here" / "deeper")
+        cases = {
+            "mine": r"other files beside a checkpoint \(notes.txt\)",
+            "theirs": "other roles: it has other, this one saves lasting",
+            "full": r"other files \(deep, work.py\)",
+            "here/deeper": "working directory",
+            "here": "working directory",
+            "damaged": r"isn't what group.checkpoint\(...\) writes",
+            "file": "a file",
+            "file/inside": "file, in which it would lie, is no folder",
+            "link": "a symbolic link .to .*empty",
+            "dangling": "a symbolic link .to .*nowhere",
+        }
+        for name, words in cases.items():
+            with pytest.raises(ConfigError, match=words) as caught:
+                group.checkpoint(tmp_path / name)
+            assert "nothing was touched. Name a folder of its own" in str(caught.value)
+        for name in (".", "..", "", "/", os.path.join("..", "..", "full")):
+            with pytest.raises(ConfigError, match="can't be written to"):
+                group.checkpoint(name)
+        assert sorted(tmp_path.rglob("*")) == before
+        assert (tmp_path / "mine" / "notes.txt").read_text() == "kept"
+
+    def test_what_came_while_a_checkpoint_was_written(self, spawn: Spawn, tmp_path: Path) -> None:
+        """A folder that is filled meanwhile is nobody's to replace either."""
+        group = spawn({"lasting": colocate.role(Lasting)}, slots=1)
+        with Gate() as gate:
+            group.role("lasting", Lasting).wait.submit(gate.address)
+            gate.wait_for()
+            with ThreadPoolExecutor() as pool:
+                writing = pool.submit(group.checkpoint, tmp_path / "one")
+                wait_until((tmp_path / ".part-one").is_dir, "it is being written")
+                (tmp_path / "one").mkdir()
+                (tmp_path / "one" / "notes.txt").write_text("kept")
+                gate.open()
+                with pytest.raises(ConfigError, match=r"notes\.txt"):
+                    writing.result(PATIENCE_S)
+        assert [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*"))] == ["one", "one/notes.txt"]
+
+    def test_between_its_calls(self, spawn: Spawn, tmp_path: Path) -> None:
+        """What was submitted before is in it."""
+        group = spawn({"lasting": colocate.role(Lasting)})
+        role = group.role("lasting", Lasting)
+        with Gate() as gate:
+            role.wait.submit(gate.address)
+            role.add.submit()
+            gate.wait_for(2)
+        group.checkpoint(tmp_path / "one")
+        role.add()
+        restored = spawn({"lasting": colocate.role(Lasting)}, restore=tmp_path / "one")
+        assert restored.wait_ready() == "one"
+        assert restored.role("lasting", Lasting).add() == [2, 2]
+
+    def test_roles_that_can_not_be_saved(self, spawn: Spawn, tmp_path: Path) -> None:
+        """A role with half of the two methods, or a group without any that has them."""
+        group = spawn({"half": colocate.role(HalfSaved), "lasting": colocate.role(Lasting)}, slots=1)
+        with pytest.raises(ConfigError, match=r"HalfSaved has save\(\) but no restore\(\)"):
+            group.checkpoint(tmp_path / "one")
+        group = spawn({"passing": colocate.role(Passing)}, slots=1)
+        with pytest.raises(ConfigError, match="none has save"):
+            group.checkpoint(tmp_path / "one")
+        assert not list(tmp_path.iterdir())
+
+    def test_what_is_no_checkpoint(self, spawn: Spawn, tmp_path: Path) -> None:
+        """A folder without one, and one of other roles."""
+        with pytest.raises(ConfigError, match="no checkpoint in"):
+            spawn({"lasting": colocate.role(Lasting)}, slots=1, restore=tmp_path)
+        group = spawn({"lasting": colocate.role(Lasting)}, slots=1)
+        group.checkpoint(tmp_path / "one")
+        with pytest.raises(ConfigError, match="other roles: it has lasting"):
+            spawn({"passing": colocate.role(Passing)}, slots=1, restore=tmp_path / "one")
+
+    @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"tag": 1}', "\0"])
+    def test_what_is_a_damaged_checkpoint(self, spawn: Spawn, tmp_path: Path, text: str) -> None:
+        """One that can't be read, or that something else has written."""
+        (tmp_path / "checkpoint.json").write_text(text)
+        with pytest.raises(ConfigError, match="damaged, or something else's"):
+            spawn({"lasting": colocate.role(Lasting)}, slots=1, restore=tmp_path)
+
+    def test_a_checkpoint_whose_replacement_was_interrupted(self, spawn: Spawn, tmp_path: Path) -> None:
+        """It is there under its own name again."""
+        roles: dict[str, RoleSpec[Any]] = {"lasting": colocate.role(Lasting)}
+        group = spawn(roles)
+        group.role("lasting", Lasting).add()
+        group.checkpoint(tmp_path / "one")
+        (tmp_path / "one").rename(tmp_path / ".old-one")
+        assert spawn(roles, restore=tmp_path / "one").role("lasting", Lasting).add() == [2, 2]
