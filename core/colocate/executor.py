@@ -205,6 +205,16 @@ class Executor(abc.ABC):
         """Make one with the user's options. An executor with several variants picks one here."""
         return cls(**options)
 
+    @classmethod
+    def objection(cls, option: str, value: Any) -> str | None:
+        """Why a config that somebody else has written may not give an option; None when the option can do no harm.
+
+        `load_config(..., allow_import=False)` asks, without connecting. An option does harm when it can have code
+        run: when it names something to install, import or load, or a cluster, whose messages are unpickled. An
+        executor that doesn't answer lets such a config give none.
+        """
+        return f"executor {cls.name!r} doesn't say that this option can't have code run"
+
     @abc.abstractmethod
     def nodes(self) -> Sequence[Node]:
         """What there is, whether free or not."""

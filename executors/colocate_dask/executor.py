@@ -108,6 +108,16 @@ class DaskExecutor(Executor, OwnProcess, MultiNode):
 
         return JoinedDaskExecutor(address, security_of(security), None, share, timeout)
 
+    @classmethod
+    def objection(cls, option: str, value: Any) -> str | None:
+        """Which cluster is believed."""
+        if option in ("cpus", "gpus", "share", "timeout") or value is None:
+            return None
+        return (
+            "this config may not say which cluster to join: a cluster can run code in whoever joins it. Say it "
+            f"yourself (--set executor.with.{option}=...), if you trust it"
+        )
+
     def __init__(self, address: str | None, security: Any, own: Node | None, share: bool, timeout: float) -> None:
         """Use `connect`."""
         self._share = share

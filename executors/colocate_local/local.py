@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import platform
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from colocate.executor import Executor, Node, Request, Reservation, Running
 from colocate.placement import Ledger, count_gpus
@@ -39,6 +39,11 @@ class Local(Executor):
 
         node = Node(platform.node(), cpus, count_gpus() if gpus is None else gpus)
         return LocalProcesses(node) if processes else LocalThreads(node, strict)
+
+    @classmethod
+    def objection(cls, option: str, value: Any) -> str | None:
+        """None: its options count and choose, and name nothing."""
+        return None
 
     def __init__(self, node: Node) -> None:
         """Use `connect`."""

@@ -78,6 +78,21 @@ class RayExecutor(Executor, OwnProcess, MultiNode):
 
         return JoinedRayExecutor(cluster)
 
+    @classmethod
+    def objection(cls, option: str, value: Any) -> str | None:
+        """What is installed and run, and which cluster is believed."""
+        if option in ("cpus", "gpus") or (option == "address" and value in (None, "auto")):
+            return None
+        if option == "runtime_env":
+            return (
+                "Ray installs, imports and runs what a runtime environment names (pip, working_dir, py_modules, "
+                "env_vars, worker_process_setup_hook), and this config may name plugins only"
+            )
+        return (
+            "this config may not say which cluster to join: a cluster can run code in whoever joins it. Say it "
+            f"yourself (--set executor.with.{option}=...), if you trust it"
+        )
+
     def __init__(self, cluster: Cluster) -> None:
         """Use `connect`."""
         self._cluster = cluster

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -9,8 +11,14 @@ from pathlib import Path
 import pytest
 from tests.distributions.install import Installed
 
+from colocate._plugins import find_executor
 from colocate.config import load_config
+from colocate.config.arguments import options_of
+from colocate.config.trust import HARMLESS_VARIABLES
 from colocate.errors import ConfigError
+from colocate.executor import Executor
+
+TRUST_PAGE = Path(__file__).resolve().parents[2] / "docs" / "trust.md"
 
 Write = Callable[[str], Path]
 
@@ -98,3 +106,116 @@ def test_modules_can_be_refused(write: Write) -> None:
 def test_a_plugin_that_is_not_there_is_a_mistake_of_its_own(write: Write) -> None:
     (found,) = mistakes(write("    executor: nothing\n    plugins: {allow: []}\n"))
     assert "no executor is called 'nothing'" in found
+
+
+class TestCodeThatIsNotNamed:
+    """`allow_import=False`: what a config could have run without naming it."""
+
+    def test_the_environment_of_a_pool_runs_nothing(self, write: Write, tmp_path: Path) -> None:
+        """`PYTHONPATH` would run the `sitecustomize.py` beside the config, in the worker, before anything else."""
+        (tmp_path / "sitecustomize.py").write_text("raise SystemExit('ran')")
+        config = write(
+            f"""\
+            executor: {{use: local, with: {{processes: true}}}}
+            pools:
+              main:
+                slots: 1
+                env:
+                  OMP_NUM_THREADS: "2"
+                  PYTHONPATH: {tmp_path}
+                  NCCL_DEBUG: INFO
+                  LD_PRELOAD: /tmp/theirs.so
+              broken: {{slots: 0, timeout: soon, env: {{NCCL_CONF_FILE: theirs}}}}
+            """
+        )
+        assert len(mistakes(config)) == 2  # those of the pool 'broken'
+        found = mistakes(config, allow_import=False)
+        refused = [text.partition(": it isn't")[0] for text in found if "can't set" in text]
+        assert refused == [
+            "line 7: pools.main.env.PYTHONPATH: a config that may name plugins only can't set 'PYTHONPATH'",
+            "line 9: pools.main.env.LD_PRELOAD: a config that may name plugins only can't set 'LD_PRELOAD'",
+            "line 10: pools.broken.env.NCCL_CONF_FILE: a config that may name plugins only can't set 'NCCL_CONF_FILE'",
+        ]
+        assert len(found) == 5  # all of them at once
+
+    @pytest.mark.parametrize(
+        "name",
+        [
+            *("LD_LIBRARY_PATH", "LD_AUDIT", "PATH", "PYTHONHOME", "PYTHONWARNINGS", "PYTHONPYCACHEPREFIX"),
+            *(
+                "OMP_TOOL_LIBRARIES",
+                "CUDA_INJECTION64_PATH",
+                "CUDA_VISIBLE_DEVICES",
+                "TORCH_LOGS",
+                "TORCH_EXTENSIONS_DIR",
+            ),
+            *("NCCL_TUNER_PLUGIN", "NCCL_PROFILER_PLUGIN", "NCCL_NET_PLUGIN", "NCCL_DEBUG_FILE", "GLOO_SOCKET_IFNAME"),
+            *("HF_HOME", "HF_ENDPOINT", "HF_MODULES_CACHE", "RAY_ADDRESS", "DASK_DISTRIBUTED__WORKER__PRELOAD"),
+            *("SSLKEYLOGFILE", "omp_num_threads", "OMP_NUM_THREADS ", ""),
+        ],
+    )
+    def test_a_variable_that_is_not_on_the_list_is_not_set(self, name: str) -> None:
+        config = {"pools": {"main": {"slots": 1, "env": {name: "x"}}}}
+        load_config(config)
+        with pytest.raises(ConfigError, match="can't set") as caught:
+            load_config(config, allow_import=False)
+        assert len(caught.value.mistakes) == 1
+
+    def test_an_option_can_not_set_one_either(self, write: Write) -> None:
+        config = write("pools: {main: {slots: 1}}")
+        with pytest.raises(ConfigError, match=r"can't set 'PYTHONPATH'.*from --set pools.main.env.PYTHONPATH=x"):
+            load_config(config, set=["pools.main.env.PYTHONPATH=x"], allow_import=False)
+
+    def test_what_is_on_the_list_is_set(self) -> None:
+        env = {"OMP_NUM_THREADS": "2", "NCCL_DEBUG": "INFO", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+        config = load_config({"pools": {"main": {"slots": 1, "env": env}}}, allow_import=False)
+        assert config.pools["main"].env == env
+
+    @pytest.mark.parametrize(
+        ("engine", "use", "harmless", "harmful"),
+        [
+            (None, "local", {"processes": True, "cpus": 2, "gpus": 0, "strict": True}, {}),
+            (
+                *("ray", "ray", {"cpus": 2, "gpus": 0, "address": "auto", "strict": True}),
+                {
+                    "runtime_env": {"working_dir": "."},
+                    "address": "theirs.example:6379",
+                    "token_file": "token",
+                },
+            ),
+            (
+                *("distributed", "dask", {"cpus": 2, "gpus": 0, "share": True, "timeout": 5.0, "address": None}),
+                {"address": "tcp://theirs.example:8786", "security": {"tls_ca_file": "ca.pem"}, "client": "theirs"},
+            ),
+        ],
+    )
+    def test_options_of_executors_run_nothing(
+        self, write: Write, engine: str | None, use: str, harmless: dict[str, object], harmful: dict[str, object]
+    ) -> None:
+        """Every option is in one list or the other."""
+        if engine is not None:
+            pytest.importorskip(engine)
+        assert set(options_of(find_executor(use)).parameters) - {"strict"} == ({*harmless} | {*harmful}) - {"strict"}
+        load_config({"executor": {"use": use, "with": harmless}}, allow_import=False)
+        if not harmful:
+            return
+        load_config({"executor": {"use": use, "with": harmful}})
+        with pytest.raises(ConfigError) as caught:
+            load_config({"executor": {"use": use, "with": harmful}}, allow_import=False)
+        assert {mistake.path for mistake in caught.value.mistakes} == {f"executor.with.{name}" for name in harmful}
+        # What the caller says is the caller's.
+        changes = [f"executor.with.{name}={json.dumps(value)}" for name, value in harmful.items()]
+        load_config(write(f"executor: {use}"), set=changes, allow_import=False)
+
+    def test_an_executor_that_does_not_answer_gets_no_options(self, tmp_path: Path) -> None:
+        class Silent(Executor):
+            name = "silent"
+
+            def __init__(self, *, library: str = "") -> None: ...
+
+        assert "doesn't say" in (Silent.objection("library", "theirs.so") or "")
+
+    def test_the_list_is_that_of_the_page(self) -> None:
+        rows = [row for row in TRUST_PAGE.read_text(encoding="utf-8").splitlines() if row.startswith("| ")]
+        (first,) = (index for index, row in enumerate(rows) if row.startswith("| of | may be set"))
+        assert set(re.findall(r"`(\w+)`", "\n".join(rows[first + 1 :]))) == HARMLESS_VARIABLES

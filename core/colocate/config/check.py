@@ -24,6 +24,7 @@ def check(config: Config, document: Document, allow_import: bool = True) -> None
     if not re.fullmatch(r"\w[\w.-]*", config.name):
         document.wrong(("name",), f"{config.name!r} can't name a folder; use letters, digits, '-', '_' and '.'")
     _executor(config, trust, document)
+    _variables(trust, document)
     for name, pool in config.pools.items():
         _pool(pool, ("pools", name), document)
     _groups(config, trust, document)
@@ -41,11 +42,26 @@ def _executor(config: Config, trust: Trust, document: Document) -> None:
     if not _trusted(trust, config.executor.use, "executor", ("executor",), document):
         return
     try:
-        arguments = connect_arguments(find_executor(config.executor.use))
+        executor = find_executor(config.executor.use)
     except PluginError as error:
         document.wrong(("executor", "use"), error.message)
-    else:
-        _with(arguments, config.executor.with_, ("executor",), document)
+        return
+    arguments, given = connect_arguments(executor), config.executor.with_
+    _with(arguments, given, ("executor",), document)
+    known = {name: value for name, value in given.items() if arguments.open or name in arguments.parameters}
+    for name, why in trust.objections_to_options(executor, known).items():
+        if not document.is_callers(place := ("executor", "with", name)):
+            document.wrong(place, why)
+
+
+def _variables(trust: Trust, document: Document) -> None:
+    """Environments are judged as they were written: also those of pools of which something else is wrong."""
+    pools = document.data.get("pools")
+    for name, pool in pools.items() if isinstance(pools, dict) else ():
+        env = pool.get("env") if isinstance(pool, dict) else None
+        for variable in env if isinstance(env, dict) else ():
+            if (why := trust.objection_to_variable(variable)) is not None:
+                document.wrong(("pools", name, "env", variable), why)
 
 
 def _job(config: Config, trust: Trust, document: Document) -> None:

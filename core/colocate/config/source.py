@@ -58,6 +58,10 @@ class Document:
                 del known[below]
         self.origins[place] = option
 
+    def is_callers(self, place: Place) -> bool:
+        """Whether a place came from an option of the caller's, not from the config."""
+        return any(place[:length] in self.origins for length in range(len(place) + 1))
+
     def error(self) -> ConfigError:
         """All mistakes as one error, in the order of the file."""
         count = len(self.mistakes)

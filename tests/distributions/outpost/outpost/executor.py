@@ -28,6 +28,11 @@ class Outposts(Executor, OwnProcess):
         self._ledger = Ledger([self._node], lambda devices: "cuda:0" if devices else "cpu")
         self._keepers = Keepers("outpost")
 
+    @classmethod
+    def objection(cls, option: str, value: object) -> str | None:
+        """None: they are numbers."""
+        return None
+
     def nodes(self) -> Sequence[Node]:
         """This machine."""
         return [self._node]
