@@ -76,17 +76,20 @@ def write(group: ColocatedGroup, folder: Path, tag: Tag) -> None:
 
     Raises:
         ConfigError: A role has only one of `save` and `restore`, or none has them; or the folder is something else's.
-        RoleError: A `save` raised; there is no checkpoint then.
+        RoleError: A `save` raised, or a kept call before it whose resident nobody has used or can use any more: there
+            is no checkpoint then.
     """
     saved = _saved(group.roles)
     refuse_inside("checkpoint", group)
     folder = folder.resolve() if folder.name in ("", "..") else folder.absolute()  # it gets its name by a rename
     found = Checkpoint(folder, tag)
     refuse_others(folder, saved)
+    group.residents.raise_untold()
     with atomic_folder(folder, _committing(group, found, group.generation, saved)) as part:
         for name in saved:
             role_folder(part, name).mkdir()
         _submit(group, part).result()
+        group.residents.raise_untold()
         record = {
             "tag": tag,
             "group": group.name,

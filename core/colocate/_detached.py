@@ -21,7 +21,7 @@ import attrs
 from colocate import _record
 from colocate._failures import hung_error
 from colocate._group import ColocatedGroup
-from colocate._owned import caller
+from colocate._owned import caller, raise_together
 from colocate._pool import Pool
 from colocate._record import GroupRecord
 from colocate.errors import BorrowedError, ClosedError, ColocateError, ConfigError, EngineError
@@ -77,8 +77,10 @@ def detach(pool: Pool, name: str, ttl: float) -> None:
     except BaseException:
         _reopen(pool, groups)
         raise
+    failed = [error for group in groups for error in group.residents.unseen()]
     _left(pool, groups)
     executor.let_go(pool.reservation)
+    raise_together(f"pool {pool.name!r} was detached, and this had gone wrong", failed)
 
 
 def _check_terms(name: str, ttl: Any) -> None:
@@ -233,7 +235,9 @@ def let_go(group: ColocatedGroup, by: str | None) -> None:
     if not group.take_closing(by):
         return
     group.residents.break_borrows()
+    failed = group.residents.unseen()
     _end(group)
+    raise_together(f"group {group.name!r} was closed, and this had gone wrong", failed)
 
 
 def _end(group: ColocatedGroup) -> None:

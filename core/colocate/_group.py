@@ -186,7 +186,10 @@ class ColocatedGroup(Owned):
         return results
 
     def scope(self) -> AbstractContextManager[None]:
-        """Free what this thread keeps inside the block; raise the failure of a kept call that nobody has used."""
+        """Free what this thread keeps inside the block; raise the failures of kept calls that nobody has used.
+
+        These are what was kept inside, and what was dropped before outside of any block that is open.
+        """
         if self.forked:
             self.check()
         return self.residents.scope()
@@ -218,7 +221,8 @@ class ColocatedGroup(Owned):
         Raises:
             ConfigError: A role has only one of the two methods, or no role has them. Or something else lies there
                 (other files, the working directory, a file, a link): nothing was touched.
-            RoleError: A `save` raised; what was in the directory stays.
+            RoleError: A `save` raised, or a kept call has failed whose resident was dropped before anybody used it:
+                what was in the directory stays.
         """
         self.check()
         folder = Path(directory)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import threading
 from collections import deque
 from typing import TYPE_CHECKING
@@ -11,7 +12,7 @@ if TYPE_CHECKING:
     from colocate.errors import ColocateError
 
 
-class Leases:
+class Leases(abc.ABC):
     """Says when the parts of a resident may go: once its lease has ended and whatever uses it already has ended too."""
 
     def __init__(self) -> None:
@@ -35,13 +36,15 @@ class Leases:
         return bool(self._ended)
 
     def forget(self, error: ColocateError) -> None:
-        """The workers are gone, and what they have kept with them: whoever uses that is told this."""
+        """The workers are gone, and what they have kept with them: whoever uses that is told this.
+
+        What had failed before, and nobody has used, is still to be told.
+        """
         with self._lock:
-            for kept in self.kept.values():
+            for key, kept in list(self.kept.items()):
                 kept.lost = error
-            self.kept.clear()
-            self._ended.clear()
-            self._unmade.clear()
+                if kept.used or kept.call._error in (None, error):
+                    del self.kept[key]
 
     def begin_use(self, kept: Kept) -> None:
         """A call or a fetch uses it from now on.
@@ -87,4 +90,10 @@ class Leases:
                 return False
             if kept.call._error is None or kept.used:
                 del self.kept[key]
+            else:
+                self.failed_unused(kept)
         return True
+
+    @abc.abstractmethod
+    def failed_unused(self, kept: Kept) -> None:
+        """A kept call has failed whose resident nobody has used, nor can use any more."""

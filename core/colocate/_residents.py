@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import threading
 import time
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from colocate._order import PendingCall
     from colocate._owned import Owned
 
+_log = logging.getLogger("colocate")
 _QUIET_S = 0.1  # a dropped resident's release waits this long for a message to ride on
 
 
@@ -75,17 +77,18 @@ class Residents(Leases):
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
-        """Free what this thread keeps inside the block; raise the failure of a kept call that nobody has used."""
+        """Free what this thread keeps inside the block; raise the failures of kept calls that nobody has used."""
         scope = Scope(caller())
         self.scopes.append(scope)
         stack: list[Scope] = self._here.__dict__.setdefault("scopes", [])
         stack.append(scope)
         try:
             yield
+            errors = self._untold(scope)  # before they are released, which would have them logged too
         finally:
             stack[:] = [other for other in stack if other is not scope]
             self.leave(scope)
-        self._raise_unseen([kept for kept in scope.kept if kept.call.done()])
+        self._raise(errors)
 
     def leave(self, scope: Scope) -> None:
         """Free what was kept in a scope. Idempotent."""
@@ -100,10 +103,42 @@ class Residents(Leases):
             kept.freed_by = by
             self.end(kept.source.key)
 
-    def _raise_unseen(self, keeps: Sequence[Kept]) -> None:
-        errors = [error for kept in keeps if (error := kept.call._error) is not None and not kept.used]
-        for kept in keeps:
-            kept.used = kept.used or kept.call._error is not None
+    def failed_unused(self, kept: Kept) -> None:
+        """Log it now; it is raised by its scope, or else by the group's next scope end, checkpoint or close."""
+        error, group = kept.call._error, self._group
+        if error is group.failure:  # which is told by itself
+            return
+        where = f"{kept.line[0]}:{kept.line[1]}"
+        text = (
+            f"{kept.source.label} of group {group.name!r}, kept at {where}, has failed, and nobody has used its "
+            f"resident (freed by {kept.freed_by}): {error}"
+        )
+        group.runtime.dispatcher.soon(lambda: _log.error(text))
+
+    def raise_untold(self) -> None:
+        """Raise what has failed without anybody's having been told, but for what the end of an open scope will."""
+        self._raise(self._untold(None))
+
+    def _untold(self, scope: Scope | None) -> list[BaseException]:
+        """Known failures of kept calls that nobody has used: those of a scope, and those that nobody can use any more.
+
+        They are told by who asks.
+        """
+        with self._group.order.lock:
+            mine = () if scope is None else [kept for kept in scope.kept if kept.call.done()]
+            elsewhere = {id(kept) for other in self.scopes if other is not scope for kept in other.kept}
+            dropped = [kept for kept in list(self.kept.values()) if kept.freed_by and id(kept) not in elsewhere]
+            found: list[BaseException] = []
+            for kept in (*mine, *dropped):
+                error = kept.call._error
+                if error is not None and not kept.used and (error is not self._group.failure or kept in mine):
+                    kept.used = True
+                    found.append(error)
+                    if kept.freed_by:
+                        self.kept.pop(kept.source.key, None)
+        return list(dict.fromkeys(found))
+
+    def _raise(self, errors: Sequence[BaseException]) -> None:
         if len(errors) == 1:
             raise errors[0]
         if errors:
@@ -158,10 +193,12 @@ class Residents(Leases):
     def _flush(self) -> None:
         """After a while of quiet: release what no message has carried."""
         with self._group.order.lock:
-            keys = self.take()
-            if keys and self._group.alive:
-                self._group.send(self._group.live(), ("free", keys))
             self._flushing = False
+            if not self._group.alive:  # its end tells what has failed
+                return
+            keys = self.take()
+            if keys:
+                self._group.send(self._group.live(), ("free", keys))
         self._flush_later()
 
     def fetch(self, kept: Kept, timeout: float | None = None) -> Any:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import gc
+import logging
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import colocate
 from colocate import ColocatedGroup, Resident
+from colocate._owned import caller
 from colocate.errors import ClosedError, ColocateError, DispatchError, RoleError
 from colocate.testing.executors._base import ExecutorCase, Spawn
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
+from colocate.testing.probes.lasting import Lasting
 from colocate.testing.probes.plain import Echo
 from colocate.testing.probes.rows import Rows
 from colocate.testing.waiting import PATIENCE_S, wait_until
@@ -304,6 +308,69 @@ class Residents(ExecutorCase):
             group.close()
         assert [type(error) for error in caught.value.exceptions] == [RoleError]
         del kept
+
+    def test_a_failure_that_was_dropped_is_logged_at_once(self, spawn: Spawn, caplog: pytest.LogCaptureFixture) -> None:
+        """With the line that kept it, whether it fails before its handle is dropped or after; and raised once."""
+        group = spawn({"faulty": colocate.role(Faulty)}, slots=1)
+        faulty = group.role("faulty", Faulty)
+        with Gate() as gate:
+            _, here = faulty.wait.submit(gate.address), caller()
+            faulty.fail.keep()
+            gate.wait_for()
+        wait_until(lambda: "a plain one" in caplog.text, "the failure is logged")
+        (record,) = (each for each in caplog.records if each.name == "colocate")
+        assert record.levelno == logging.ERROR
+        assert (
+            f"faulty.fail of group {group.name!r}, kept at {here[0]}:{here[1] + 1}, has failed" in record.getMessage()
+        )
+        assert "dropping its handle" in record.getMessage()
+        with pytest.raises(RoleError, match="a plain one"), group.scope():
+            faulty.fine()
+        with group.scope():
+            faulty.fine()  # it was told
+        kept = faulty.fail.keep()
+        faulty.fine()
+        with group.scope():  # whoever has the handle may still use it
+            faulty.fine()
+        caplog.clear()
+        kept.free()
+        wait_until(lambda: "freed by free()" in caplog.text, "the failure is logged")
+        with pytest.raises(ExceptionGroup) as caught:
+            group.close()
+        assert [type(error) for error in caught.value.exceptions] == [RoleError]
+
+    def test_a_failure_that_was_used_is_not_logged(self, spawn: Spawn, caplog: pytest.LogCaptureFixture) -> None:
+        """Neither what somebody was told, nor what an open scope will raise at its end."""
+        group = spawn({"faulty": colocate.role(Faulty)}, slots=1)
+        faulty = group.role("faulty", Faulty)
+        with pytest.raises(RoleError, match="a plain one"):
+            faulty.fail.keep().fetch()
+
+        def keep() -> None:
+            with group.scope():
+                faulty.fail.keep()
+                faulty.fine()
+                with group.scope():  # which isn't its scope
+                    faulty.fine()
+
+        with pytest.raises(RoleError, match="a plain one"):
+            keep()
+        wait_until(lambda: not group.residents.kept, "their releases have been sent")
+        assert [each for each in caplog.records if each.name == "colocate"] == []
+        group.close()
+
+    def test_a_failure_that_was_dropped_voids_a_checkpoint(self, spawn: Spawn, tmp_path: Path) -> None:
+        """Nothing is saved as if all had gone well, also when it fails just before the roles save themselves."""
+        group = spawn({"faulty": colocate.role(Faulty), "lasting": colocate.role(Lasting)}, slots=1)
+        faulty = group.role("faulty", Faulty)
+        for wait in (True, False):
+            faulty.fail.keep()
+            if wait:
+                faulty.fine()
+            with pytest.raises(RoleError, match="a plain one"):
+                group.checkpoint(tmp_path / "one")
+            assert not list(tmp_path.iterdir())
+        group.checkpoint(tmp_path / "one")
 
     def test_fetch_after_close(self, spawn: Spawn) -> None:
         """The group owns the bytes: with the group closed, its residents are gone, and say so."""
