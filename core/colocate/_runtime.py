@@ -307,7 +307,10 @@ def _check_request(slots: int, gpus: int, cpus: float, strategy: str, env: Mappi
     mistakes = []
     if slots < 1:
         mistakes.append(Mistake("slots", None, f"is {slots}; at least 1"))
-    if gpus < 0:
+    if not isinstance(gpus, int):
+        why = "a slot has whole GPUs, and its group alone uses them; several roles share one by being in one group"
+        mistakes.append(Mistake("gpus", None, f"is {gpus}; {why}"))
+    elif gpus < 0:
         mistakes.append(Mistake("gpus", None, f"is {gpus}; 0 or more"))
     if cpus < 0:
         mistakes.append(Mistake("cpus", None, f"is {cpus}; 0 or more"))

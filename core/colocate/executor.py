@@ -66,7 +66,7 @@ class Place:
 
     Attributes:
         node: Name of the machine.
-        devices: Indices of its GPUs there.
+        devices: Indices of its GPUs, among those that the executor has there.
         device: What torch calls the slot's device inside the worker.
         host: Address under which workers on other machines reach this one; loopback when there are none.
         handle: Whatever the executor needs to find it again.

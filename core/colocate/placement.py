@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import attrs
 
@@ -179,9 +178,3 @@ def amounts(cpus: float | None, gpus: int, memory: float | None = None) -> str:
     """What there is of each kind, in words. `cpus` None: not counted; `memory` in bytes, None where nobody asks."""
     words = f"{'any' if cpus is None else f'{cpus:g}'} CPU, {gpus} GPU"
     return words if memory is None else f"{words}, {memory / 2**30:.1f} GiB"
-
-
-def count_gpus() -> int:
-    """NVIDIA GPUs of this machine, without importing anything that would initialise them."""
-    folder = Path("/proc/driver/nvidia/gpus")
-    return len(list(folder.iterdir())) if folder.is_dir() else 0

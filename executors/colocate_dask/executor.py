@@ -29,8 +29,9 @@ from colocate.executor import (
     Reservation,
     Running,
 )
+from colocate.gpus import VARIABLE, count_gpus, names
 from colocate.keeper import Estate, Keepers, KeptSlot
-from colocate.placement import Ledger, count_gpus
+from colocate.placement import Ledger
 from colocate_dask import far, reservations
 from colocate_dask.certificates import security_of
 from colocate_dask.connection import Connection
@@ -81,7 +82,7 @@ class DaskExecutor(Executor, OwnProcess, MultiNode):
             security: A `distributed.Security` or its options, for "tls://…".
             client: A `distributed.Client` to take the address and the security from, instead.
             cpus: CPUs that a private cluster hands out; None for this machine's.
-            gpus: GPUs that a private cluster hands out; None for this machine's.
+            gpus: GPUs that a private cluster hands out; None for those that this process sees.
             share: Also use workers that have tasks or data of others, and leave them open for tasks.
             timeout: Seconds to connect in.
 
@@ -124,6 +125,7 @@ class DaskExecutor(Executor, OwnProcess, MultiNode):
         self._held: dict[str, Lot] = {}
         self._own = own
         self._ledger = Ledger([own], _device) if own is not None else None
+        self._gpus = names(own.gpus) if own is not None else ()  # of the private cluster
         self._private: PrivateCluster | None = None
         with contextlib.ExitStack() as undo:
             loop = LoopThread()
@@ -247,8 +249,8 @@ class DaskExecutor(Executor, OwnProcess, MultiNode):
         ids = held.id, self._connection.id
         wanted = Wanted(*ids, request.owner, request.slots, only=held.workers, label=request.id)
         grants = self._granted(wanted, request)
-        devices = [tuple(map(str, place.devices)) for place in held.taken.places]
-        return [attrs.evolve(grant, gpus=gpus) for grant, gpus in zip(grants, devices, strict=True)]
+        gpus = [tuple(self._gpus[index] for index in place.devices) for place in held.taken.places]
+        return [attrs.evolve(grant, gpus=own) for grant, own in zip(grants, gpus, strict=True)]
 
     def _granted(self, wanted: Wanted, request: Request) -> Sequence[Grant]:
         patience = request.timeout + _START_S  # the scheduler keeps the time; this is for one that hangs
@@ -279,7 +281,7 @@ class DaskExecutor(Executor, OwnProcess, MultiNode):
         return dict(answers)
 
     def _plan(self, held: Lot, grant: Grant, request: Request, key: bytes | None) -> far.Plan:
-        own = {"CUDA_VISIBLE_DEVICES": ",".join(grant.gpus)} if grant.gpus else {}
+        own = {VARIABLE: ",".join(grant.gpus)} if grant.gpus else {}
         host = None if _is_loopback(grant) else grant.host
         tls = self._connection.tls is not None
         env = {**own, **request.env}

@@ -18,6 +18,7 @@ from typing import Any
 import attrs
 
 import colocate
+from colocate import gpus
 from colocate.keeper import Keeper
 from colocate_dask.certificates import tls_of
 from colocate_dask.offers import Facts
@@ -65,10 +66,8 @@ _tenancies: weakref.WeakKeyDictionary[Any, _Tenancy] = weakref.WeakKeyDictionary
 
 def describe() -> Facts:
     """What this process is."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = None if visible is None else tuple(name.strip() for name in visible.split(",") if name.strip())
     python = ".".join(platform.python_version_tuple()[:2])
-    return Facts(python, colocate.__version__, names, "dask_cuda" in sys.modules)
+    return Facts(python, colocate.__version__, gpus.listed(), "dask_cuda" in sys.modules)
 
 
 async def start(plans: Mapping[str, Plan], dask_worker: Any) -> str:

@@ -75,7 +75,7 @@ class Facts:
     Attributes:
         python: Version of Python, as "3.12".
         colocate: Version of colocate.
-        visible: `CUDA_VISIBLE_DEVICES` there, split; None when it isn't set.
+        visible: The GPUs that `CUDA_VISIBLE_DEVICES` names there; None when it isn't set.
         dask_cuda: Whether dask-cuda started it, so that the first visible GPU is its own.
     """
 

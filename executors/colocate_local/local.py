@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from colocate.executor import Executor, Node, Request, Reservation, Running
-from colocate.placement import Ledger, count_gpus
+from colocate.gpus import count_gpus, names
+from colocate.placement import Ledger
 
 
 class Local(Executor):
@@ -31,7 +32,7 @@ class Local(Executor):
         Args:
             processes: A spawned process per slot instead of a thread.
             cpus: CPUs to hand out; None doesn't count them.
-            gpus: GPUs to hand out; None for this machine's.
+            gpus: GPUs to hand out; None for those that this process sees.
             strict: Send everything through the wire format, on threads too.
         """
         from colocate_local.processes import LocalProcesses
@@ -49,6 +50,7 @@ class Local(Executor):
         """Use `connect`."""
         self._node = node
         self._ledger = Ledger([node], self._device)
+        self._gpus = names(node.gpus)
         self._runtimes: set[str] = set()  # ids; it is one, which its requests tell
 
     @staticmethod

@@ -8,6 +8,7 @@ from typing import Any
 
 from colocate import _processes, wire
 from colocate.executor import Boot, Exit, Host, HostEvents, Node, OwnProcess, Place, Running
+from colocate.gpus import shown
 from colocate.keeper import AFTER_LANE_S, Launcher, WorkerProcess
 from colocate_local.local import Local
 
@@ -28,9 +29,7 @@ class LocalProcesses(Local, OwnProcess):
 
     def launch(self, place: Place, boot: Boot, events: HostEvents) -> Host:
         """Start a worker as a process."""
-        env = {**os.environ, **boot.env}
-        if place.devices:
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, place.devices))
+        env = {**os.environ, **boot.env, **shown(self._gpus, place.devices)}
         host = ProcessHost(self, boot, events)
         self.hosts[boot.worker] = host
         try:

@@ -23,6 +23,7 @@ import psutil
 import colocate
 from colocate import wire
 from colocate.errors import ColocateError, EngineError
+from colocate.gpus import VARIABLE, listed
 from colocate_ray import janitor
 from colocate_ray.private import new_folder
 from colocate_ray.terms import PING, Cluster, Failure
@@ -208,6 +209,8 @@ def _started(cluster: Cluster, sock: socket.socket, log: int, mark: str) -> subp
     if cluster.private:
         for name in _OF_OTHERS:
             env.pop(name, None)
+        if (gpus := listed(env)) is not None:
+            env[VARIABLE] = ",".join(gpus)  # Ray would count what CUDA doesn't: "-1", a GPU that is named twice
     return subprocess.Popen(
         [sys.executable, "-P", "-W", "ignore", "-m", "colocate_ray.service", str(sock.fileno()), str(os.getpid())],
         env=env,

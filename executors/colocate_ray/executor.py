@@ -25,6 +25,7 @@ from colocate.executor import (
     Reservation,
     Running,
 )
+from colocate.gpus import count_gpus, listed, names
 from colocate.keeper import Keepers, KeptSlot
 from colocate_ray.certificates import tls_of_environment
 from colocate_ray.envoy import Envoy
@@ -63,7 +64,7 @@ class RayExecutor(Executor, OwnProcess, MultiNode):
                 `RAY_ADDRESS`, or of the driver's own `ray.init()`). None starts a private Ray, which ends with the
                 runtime.
             cpus: CPUs that a private Ray offers; None for this machine's.
-            gpus: GPUs that a private Ray offers; None for this machine's.
+            gpus: GPUs that a private Ray offers; None for those that this process sees.
             token_file: The file with the token of the cluster to join; None for what Ray finds in the environment.
             runtime_env: Ray's runtime environment of the actors beside which the workers run.
         """
@@ -71,6 +72,8 @@ class RayExecutor(Executor, OwnProcess, MultiNode):
             _check_joining(address, cpus, gpus)
         elif token_file is not None:
             raise ConfigError("connect('ray', token_file=...) is for joining a cluster: a private Ray makes its own")
+        else:
+            gpus = _own_gpus(gpus)
         cluster = Cluster(_of_this_process(address), cpus, gpus, token_file, runtime_env)
         if cluster.private:
             return cls(cluster)
@@ -206,6 +209,13 @@ def _check_joining(address: str, cpus: float | None, gpus: int | None) -> None:
         raise ConfigError(
             "connect('ray', address=...): cpus= and gpus= are what a private Ray offers; a cluster has its own"
         )
+
+
+def _own_gpus(gpus: int | None) -> int | None:
+    """How many GPUs a private Ray is to offer; None has it look, for those of other makers too."""
+    if gpus is None:
+        return count_gpus() if listed() is not None else count_gpus() or None
+    return len(names(gpus))
 
 
 def _of_this_process(address: str | None) -> str | None:

@@ -18,6 +18,11 @@ from colocate.keeper import Keeper
 from colocate.wire import LOOPBACK
 from colocate_ray.certificates import tls_of_environment
 
+_NOT_SET_BY_RAY = {
+    f"RAY_EXPERIMENTAL_NOSET_{name}": name
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+}
+
 
 class Holder:
     """One per slot. Roles don't run in its process but in the workers that its keeper starts."""
@@ -47,14 +52,16 @@ class Holder:
         host = None if local else address_of_node()
         tls = None if local else tls_of_environment()
         end = partial(os._exit, 0)
-        self._keeper = Keeper(
-            key, host=host, env=request.env, tls=tls, name=request.id, detachable=request.detachable, on_end=end
-        )
         context = ray.get_runtime_context()
+        gpus = [str(device) for device in context.get_accelerator_ids().get("GPU", ())]
+        env = {**_shown(gpus), **request.env}
+        self._keeper = Keeper(
+            key, host=host, env=env, tls=tls, name=request.id, detachable=request.detachable, on_end=end
+        )
         return {
             "node": context.get_node_id(),
             "process": (os.getpid(), psutil.Process().create_time()),
-            "devices": [str(device) for device in context.get_accelerator_ids().get("GPU", ())],
+            "devices": gpus,
             "host": host or LOOPBACK,
             "address": self._keeper.address,
         }
@@ -63,6 +70,11 @@ class Holder:
     def watch(self) -> None:
         """Never returns: what ends this call is the end of the actor, of which Ray tells at once."""
         threading.Event().wait()
+
+
+def _shown(gpus: list[str]) -> dict[str, str]:
+    """What shows the slot's GPUs, and no others, to its workers, where Ray has been told to leave that to others."""
+    return {variable: ",".join(gpus) for flag, variable in _NOT_SET_BY_RAY.items() if gpus and flag in os.environ}
 
 
 def end_process(pid: int, created: float) -> None:

@@ -19,7 +19,7 @@ class Cluster:
     Attributes:
         address: Of the cluster to join, "auto" for the one of this machine; None to start a private one.
         cpus: CPUs that a private one offers; None for this machine's.
-        gpus: GPUs that a private one offers; None for this machine's.
+        gpus: GPUs that a private one offers; None when it isn't private.
         token_file: The file with the token of the cluster to join; None for what Ray's environment says.
         runtime_env: Ray's runtime environment of the actors.
     """

@@ -18,7 +18,7 @@ import pytest
 from tests.ray.deaths import death_of
 
 import colocate
-from colocate import ColocatedGroup, Runtime
+from colocate import ColocatedGroup, Runtime, gpus
 from colocate.errors import ColocateError
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
@@ -224,3 +224,23 @@ def test_stuck_keeper(runtime: Runtime) -> None:
         with pytest.raises(ExceptionGroup, match="was closed, and this had gone wrong"):
             pool.close(grace=0)
     assert [process for process in both if process.is_running()] == []
+
+
+@pytest.mark.parametrize("told", ["", "1"])
+def test_gpus_when_ray_leaves_them_to_others(monkeypatch: pytest.MonkeyPatch, told: str) -> None:
+    """Each rank has a GPU of its own, of those that the job was given, also where Ray is told not to show it."""
+    monkeypatch.setattr(gpus, "machine_gpus", lambda: ())
+    monkeypatch.setenv(gpus.VARIABLE, "3, 5,-1,7")
+    monkeypatch.setenv("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES", told)
+    with colocate.connect("ray", cpus=2, gpus=2) as runtime, runtime.reserve(2, gpus=1) as pool:
+        assert [slot.devices for slot in pool.slots] == [(3,), (5,)]
+        said: Any = pool.spawn({"echo": colocate.role(Echo)}).role("echo", Echo).env(gpus.VARIABLE)
+        assert said == ["3", "5"]
+
+
+def test_hidden_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What CUDA takes for no GPU, Ray would count as one."""
+    monkeypatch.setattr(gpus, "machine_gpus", lambda: ("",))
+    monkeypatch.setenv(gpus.VARIABLE, "-1")
+    with colocate.connect("ray", cpus=1) as runtime:
+        assert [node.gpus for node in runtime.executor.nodes()] == [0]

@@ -6,11 +6,12 @@ import contextlib
 import pickle
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 import colocate
-from colocate import Pool, Runtime
+from colocate import Pool, Runtime, gpus
 from colocate.errors import CapabilityError, ConfigError, PlacementError, PlacementTimeout
 from colocate.executor import Detachable, OwnProcess
 from colocate.testing.executors._base import ExecutorCase, needs
@@ -19,6 +20,17 @@ from colocate.testing.probes.faulty import Faulty
 from colocate.testing.probes.plain import Echo
 from colocate.testing.runtimes import make_first_worker
 from colocate.testing.waiting import PATIENCE_S, wait_until
+
+
+@contextlib.contextmanager
+def _gpus(patch: pytest.MonkeyPatch, visible: str | None) -> Iterator[None]:
+    """A machine of which nobody knows the GPUs, and an environment that names some, or doesn't."""
+    patch.setattr(gpus, "machine_gpus", lambda: ())
+    if visible is None:
+        patch.delenv(gpus.VARIABLE, raising=False)
+    else:
+        patch.setenv(gpus.VARIABLE, visible)
+    yield
 
 
 class Placement(ExecutorCase):
@@ -35,7 +47,7 @@ class Placement(ExecutorCase):
     @classmethod
     def two_gpus(cls, runtime: Runtime) -> Iterator[Runtime]:
         """An engine that has 2 GPUs, or says so."""
-        with cls().connect_privately(gpus=2) as two:
+        with pytest.MonkeyPatch.context() as patch, _gpus(patch, None), cls().connect_privately(gpus=2) as two:
             yield make_first_worker(two)
 
     def test_slots_of_a_pool(self, runtime: Runtime) -> None:
@@ -136,6 +148,29 @@ class Placement(ExecutorCase):
         with two_gpus.reserve(slots=2, gpus=1, cpus=0) as pool:
             group = pool.spawn({"echo": colocate.role(Echo)})
             assert group.role("echo", Echo).env("CUDA_VISIBLE_DEVICES") == ["0", "1"]
+
+    @needs(OwnProcess)
+    def test_gpus_of_the_job(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A job that was given some of a machine's GPUs, by whatever names, gives its slots these, each its own."""
+        with _gpus(monkeypatch, "GPU-5eed, GPU-beef,GPU-5eed0"), self.connect_privately(gpus=2) as runtime:
+            with runtime.reserve(slots=2, gpus=1, cpus=0) as pool:
+                seen: Any = pool.spawn({"echo": colocate.role(Echo)}).role("echo", Echo).env(gpus.VARIABLE)
+            assert sorted(seen) == ["GPU-5eed", "GPU-beef"]
+
+    def test_more_gpus_than_the_job_has(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """An engine of one's own can't offer GPUs that the environment hides."""
+        with (
+            _gpus(monkeypatch, "3"),
+            pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES='3' shows this process 1 GPU"),
+        ):
+            self.connect_privately(gpus=2).close()
+
+    def test_parts_of_a_gpu(self, runtime: Runtime) -> None:
+        """A slot's GPUs are whole ones: a fraction is refused with the reason, before anything is taken."""
+        for amount in (0.5, 1.0):
+            with pytest.raises(ConfigError, match="whole GPUs") as caught:
+                runtime.reserve(1, amount)  # type: ignore[arg-type]
+            assert [mistake.path for mistake in caught.value.mistakes] == ["gpus"]
 
     def test_senseless_requests(self, runtime: Runtime) -> None:
         """Requests that make no sense are refused with all mistakes at once."""

@@ -11,6 +11,7 @@ import attrs
 
 from colocate.errors import PlacementError
 from colocate.executor import Boot, Executor, Host, HostEvents, Node, OwnProcess, Place, Request, Reservation, Running
+from colocate.gpus import names, shown
 from colocate.keeper import Keepers, KeptSlot
 from colocate.placement import Ledger
 
@@ -26,6 +27,7 @@ class Outposts(Executor, OwnProcess):
         """Args: cpus, gpus: what there is to hand out; None doesn't count."""
         self._node = Node(platform.node(), cpus, gpus)
         self._ledger = Ledger([self._node], lambda devices: "cuda:0" if devices else "cpu")
+        self._gpus = names(gpus)  # of those that this process sees
         self._keepers = Keepers("outpost")
 
     @classmethod
@@ -42,7 +44,7 @@ class Outposts(Executor, OwnProcess):
         reservation = self._ledger.reserve(request)
         posts: list[Post] = []
         try:
-            posts += [Post(self._keepers, place, request) for place in reservation.places]
+            posts += [Post(self._keepers, place, request, self._gpus) for place in reservation.places]
             places = [
                 attrs.evolve(place, handle=post.slot()) for place, post in zip(reservation.places, posts, strict=True)
             ]
@@ -79,12 +81,10 @@ class Outposts(Executor, OwnProcess):
 class Post:
     """A process that keeps one slot."""
 
-    def __init__(self, keepers: Keepers, place: Place, request: Request) -> None:
+    def __init__(self, keepers: Keepers, place: Place, request: Request, gpus: Sequence[str]) -> None:
         self._keepers = keepers
         self._kept: KeptSlot | None = None
-        env = dict(request.env)
-        if place.devices:
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, place.devices))
+        env = {**request.env, **shown(gpus, place.devices)}
         command = [sys.executable, "-m", "outpost.post"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._process.stdin is not None

@@ -1,0 +1,148 @@
+"""The GPUs that a process may use: counted without initialising CUDA, and named for the workers that get some of them.
+
+A scheduler gives a job its GPUs by `CUDA_VISIBLE_DEVICES`: by number, by UUID, or as parts of one (MIG). What the job's
+workers see are some of these, so an executor deals in indices into that list, and `shown` says what they stand for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from colocate._imported import imported
+from colocate.errors import ConfigError
+
+VARIABLE = "CUDA_VISIBLE_DEVICES"
+_PREFIXES = ("GPU-", "MIG-")
+_UUID_BYTES = 96  # NVML_DEVICE_UUID_V2_BUFFER_SIZE
+
+
+def listed(environ: Mapping[str, str] = os.environ, machine: Sequence[str] = ()) -> tuple[str, ...] | None:
+    """The GPUs that an environment names, as CUDA reads it; None when it leaves them all visible.
+
+    CUDA takes the list up to its first entry that names no GPU, and nothing of one that names a GPU twice.
+
+    Args:
+        environ: The environment.
+        machine: The UUIDs of the machine's GPUs, in order ("" where unknown); empty when they aren't known, and entries
+            are taken at their word.
+    """
+    text = environ.get(VARIABLE)
+    if text is None:
+        return None
+    prefix = next((prefix for prefix in _PREFIXES if text.strip().startswith(prefix)), None)
+    found: list[str] = []
+    for entry in map(str.strip, text.split(",")):
+        name = _number(entry, machine) if prefix is None else _uuid(entry, prefix, machine)
+        if name is None:
+            break
+        if name in found:
+            return ()
+        found.append(name)
+    return tuple(found)
+
+
+def _number(entry: str, machine: Sequence[str]) -> str | None:
+    # CUDA reads it as strtoul does: what follows the digits doesn't count.
+    digits = re.match(r"\+?([0-9]+)", entry, re.ASCII)
+    if digits is None or (machine and int(digits[1]) >= len(machine)):
+        return None
+    return str(int(digits[1]))
+
+
+def _uuid(entry: str, prefix: str, machine: Sequence[str]) -> str | None:
+    if not entry.startswith(prefix) or entry == prefix:
+        return None
+    known = prefix == "GPU-" and all(machine)  # it may be the beginning of one that tells it from the others
+    return entry if not known or not machine or any(uuid.startswith(entry) for uuid in machine) else None
+
+
+def names(count: int, environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """What the first so many GPUs of this process are called: indices are of this list.
+
+    Raises:
+        ConfigError: The environment shows this process fewer.
+    """
+    if not isinstance(count, int) or count < 0:
+        raise ConfigError(f"gpus={count!r}: an executor hands out whole GPUs; give how many, or leave it out")
+    visible = listed(environ, machine_gpus() if count else ())
+    if visible is None:
+        return tuple(map(str, range(count)))
+    if count > len(visible):
+        shown = f"{len(visible)} GPU" if visible else "none"
+        raise ConfigError(
+            f"gpus={count}: {VARIABLE}={environ[VARIABLE]!r} shows this process {shown}. Ask for as many, leave gpus "
+            f"out to have all of them, or start the driver with another {VARIABLE}"
+        )
+    return visible[:count]
+
+
+def shown(gpus: Sequence[str], indices: Sequence[int]) -> dict[str, str]:
+    """The environment in which a worker sees these of some GPUs, as cuda:0 and so on; empty for none of them."""
+    return {VARIABLE: ",".join(gpus[index] for index in indices)} if indices else {}
+
+
+def count_gpus(environ: Mapping[str, str] = os.environ) -> int:
+    """How many GPUs this process may hand out to workers: those of the machine that its environment shows it."""
+    if listed(environ) == ():
+        return 0
+    machine = machine_gpus()
+    visible = listed(environ, machine) if machine else ()
+    return len(machine if visible is None else visible)
+
+
+def machine_gpus() -> tuple[str, ...]:
+    """The UUIDs of this machine's NVIDIA GPUs ("" where one can't be had), without initialising CUDA.
+
+    NVIDIA's management library knows best. Where there is none (a container may lack it) the device files tell, then
+    the driver's folder, and at last torch, if this process has it at work on CUDA already.
+    """
+    found = _by_nvml()
+    if found is None:
+        looks: tuple[Callable[[], int], ...] = _by_device_files, _by_driver_folder, _by_torch
+        found = ("",) * next(filter(None, (look() for look in looks)), 0)
+    return found
+
+
+def _by_nvml(load: Callable[[str], Any] = ctypes.CDLL) -> tuple[str, ...] | None:
+    """By NVML; None when it isn't there, or can't reach a driver."""
+    try:
+        nvml = load("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    if nvml.nvmlInit_v2():
+        return None
+    try:
+        count = ctypes.c_uint()
+        if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
+            return None
+        return tuple(_uuid_by_nvml(nvml, index) for index in range(count.value))
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _uuid_by_nvml(nvml: Any, index: int) -> str:
+    device, text = ctypes.c_void_p(), ctypes.create_string_buffer(_UUID_BYTES)
+    if nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(device)):
+        return ""
+    if nvml.nvmlDeviceGetUUID(device, text, ctypes.c_uint(_UUID_BYTES)):
+        return ""
+    return text.value.decode(errors="replace")
+
+
+def _by_device_files(folder: Path = Path("/dev")) -> int:
+    return sum(1 for path in folder.glob("nvidia*") if path.name.removeprefix("nvidia").isdigit())
+
+
+def _by_driver_folder(folder: Path = Path("/proc/driver/nvidia/gpus")) -> int:
+    return len(list(folder.iterdir())) if folder.is_dir() else 0
+
+
+def _by_torch() -> int:
+    torch = imported("torch")
+    # Asked for its devices before it is at work, it might initialise CUDA, which no fork survives.
+    return int(torch.cuda.device_count()) if torch is not None and torch.cuda.is_initialized() else 0

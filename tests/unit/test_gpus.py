@@ -1,0 +1,215 @@
+"""Which GPUs a process may hand out, and what it calls them for its workers."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import colocate
+from colocate import gpus
+from colocate.errors import ConfigError
+from colocate.testing.probes.plain import Echo
+
+UUIDS = ("GPU-11aa", "GPU-22bb", "GPU-33cc", "GPU-33dd")
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        (None, None),
+        ("", ()),
+        ("  ", ()),
+        ("-1", ()),
+        ("NoDevFiles", ()),
+        ("3", ("3",)),
+        ("3,1", ("3", "1")),
+        (" 2 , 0 ", ("2", "0")),
+        ("01,+2", ("1", "2")),
+        ("1gpu2,2ampere", ("1", "2")),
+        ("0,-1,1", ("0",)),
+        ("0,,1", ("0",)),
+        ("0,1,0", ()),
+        ("1,01", ()),
+        ("0,9,1", ("0",)),
+        ("GPU-22bb,GPU-11aa", ("GPU-22bb", "GPU-11aa")),
+        (" GPU-22, GPU-33c ", ("GPU-22", "GPU-33c")),
+        ("GPU-22bb,GPU-99,GPU-11aa", ("GPU-22bb",)),
+        ("GPU-22bb,0,GPU-11aa", ("GPU-22bb",)),
+        ("GPU-22bb,GPU-22bb", ()),
+        ("GPU-,GPU-11aa", ()),
+        ("0,GPU-11aa", ("0",)),
+        ("MIG-1-2,MIG-GPU-11aa/3/0,GPU-11aa", ("MIG-1-2", "MIG-GPU-11aa/3/0")),
+    ],
+)
+def test_what_the_variable_names(text: str | None, names: tuple[str, ...] | None) -> None:
+    """As CUDA reads it, on a machine with four GPUs."""
+    environ = {} if text is None else {gpus.VARIABLE: text}
+    assert gpus.listed(environ, UUIDS) == names
+
+
+def test_of_an_unknown_machine() -> None:
+    """Where nobody can tell what GPUs there are, or what their UUIDs are, entries are taken at their word."""
+    assert gpus.listed({gpus.VARIABLE: "0,9"}) == ("0", "9")
+    assert gpus.listed({gpus.VARIABLE: "GPU-99,GPU-98"}) == ("GPU-99", "GPU-98")
+    assert gpus.listed({gpus.VARIABLE: "GPU-99"}, ("", "")) == ("GPU-99",)
+    assert gpus.listed({gpus.VARIABLE: "0,1,2"}, ("", "")) == ("0", "1")
+
+
+def test_torch_reads_it_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch has a reading of its own of the same variable, for when it counts without CUDA."""
+    cuda: Any = pytest.importorskip("torch.cuda")
+    for text in ("", "-1", "3", "3,1", "0,-1,1", "0,1,0", "1gpu2,2ampere", "GPU-22bb,GPU-11aa", "MIG-1-2,MIG-3"):
+        monkeypatch.setenv(gpus.VARIABLE, text)
+        assert gpus.listed() == tuple(map(str, cuda._parse_visible_devices()))
+
+
+@pytest.mark.parametrize(
+    ("text", "machine", "count"),
+    [
+        (None, UUIDS, 4),
+        (None, (), 0),
+        ("3", UUIDS, 1),
+        ("3", ("", ""), 0),
+        ("3", (), 0),
+        ("", UUIDS, 0),
+        ("GPU-33cc,GPU-11aa", UUIDS, 2),
+        ("MIG-1,MIG-2", UUIDS, 2),
+    ],
+)
+def test_count(monkeypatch: pytest.MonkeyPatch, text: str | None, machine: tuple[str, ...], count: int) -> None:
+    monkeypatch.setattr(gpus, "machine_gpus", lambda: machine)
+    assert gpus.count_gpus({} if text is None else {gpus.VARIABLE: text}) == count
+
+
+def test_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Indices are of the inherited list; more than that can't be handed out, and what isn't a number isn't one."""
+    monkeypatch.setattr(gpus, "machine_gpus", lambda: ())
+    assert gpus.names(2, {}) == ("0", "1")
+    assert gpus.names(2, {gpus.VARIABLE: "5,3,1"}) == ("5", "3")
+    assert gpus.names(0, {gpus.VARIABLE: ""}) == ()
+    assert gpus.shown(("5", "3", "1"), (0, 2)) == {gpus.VARIABLE: "5,1"}
+    assert gpus.shown(("5", "3", "1"), ()) == {}
+    with pytest.raises(ConfigError, match="gpus=1: CUDA_VISIBLE_DEVICES='-1' shows this process none"):
+        gpus.names(1, {gpus.VARIABLE: "-1"})
+    fraction: Any = 0.5
+    for senseless in (-1, fraction):
+        with pytest.raises(ConfigError, match=f"gpus={senseless}: an executor hands out whole GPUs"):
+            gpus.names(senseless, {})
+
+
+@pytest.mark.parametrize(("visible", "seen"), [("3", ["3"]), ("MIG-7,MIG-8,MIG-9", ["MIG-7", "MIG-8"])])
+def test_processes_of_a_job_with_some_gpus(monkeypatch: pytest.MonkeyPatch, visible: str, seen: list[str]) -> None:
+    """A slot's process sees the GPU that the job was given, and calls it cuda:0."""
+    monkeypatch.setattr(gpus, "machine_gpus", lambda: ())
+    monkeypatch.setenv(gpus.VARIABLE, visible)
+    with colocate.connect("local", processes=True, gpus=len(seen)) as runtime:
+        monkeypatch.setenv(gpus.VARIABLE, "")  # what the driver hides from itself later is its own business
+        group = runtime.reserve(len(seen), 1).spawn({"echo": colocate.role(Echo)})
+        assert group.role("echo", Echo).env(gpus.VARIABLE) == seen
+        assert {worker["device"] for worker in workers(group)} == {"cuda:0"}
+
+
+def workers(group: colocate.ColocatedGroup) -> list[dict[str, Any]]:
+    import json
+
+    found: list[dict[str, Any]] = []
+
+    def look(node: Any) -> None:
+        if node.get("kind") == "worker":
+            found.append(node.get("facts", node))
+        for child in node.get("children", ()):
+            look(child)
+
+    look(json.loads(group.runtime.graph.render("json")))
+    return found
+
+
+def test_threads_of_a_job_with_some_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the job's own process CUDA numbers what it sees from 0."""
+    monkeypatch.setattr(gpus, "machine_gpus", lambda: ("",) * 8)
+    monkeypatch.setenv(gpus.VARIABLE, "6,3")
+    with colocate.connect("local") as runtime:
+        assert [node.gpus for node in runtime.executor.nodes()] == [2]
+        assert [slot.devices for slot in runtime.reserve(2, 1).slots] == [(0,), (1,)]
+
+
+def test_without_nvml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container may lack NVIDIA's library, or the driver's folder; the files of its own devices it has."""
+
+    def missing(name: str) -> Any:
+        raise OSError(name)
+
+    assert gpus._by_nvml(missing) is None
+    for name in ("nvidia0", "nvidia3", "nvidiactl", "nvidia-uvm", "nvidia-modeset"):
+        (tmp_path / name).touch()
+    assert gpus._by_device_files(tmp_path) == 2
+    assert gpus._by_driver_folder(tmp_path / "none") == 0
+    assert gpus._by_driver_folder(tmp_path) == 5
+    for files, folder, torch, count in ((2, 8, 0, 2), (0, 8, 0, 8), (0, 0, 1, 1), (0, 0, 0, 0)):
+        monkeypatch.setattr(gpus, "_by_nvml", lambda: None)
+        for name, found in (("device_files", files), ("driver_folder", folder), ("torch", torch)):
+            monkeypatch.setattr(gpus, f"_by_{name}", lambda found=found: found)
+        assert gpus.machine_gpus() == ("",) * count
+    monkeypatch.setattr(gpus, "_by_nvml", lambda: ())
+    assert gpus.machine_gpus() == ()  # a driver without GPUs, whatever its files are
+
+
+def test_torch_is_asked_at_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only when it is there and at work: it might initialise CUDA otherwise, which no fork survives."""
+    cuda: Any = pytest.importorskip("torch.cuda")
+    monkeypatch.setattr(cuda, "device_count", lambda: 3)
+    for at_work in (False, True):
+        monkeypatch.setattr(cuda, "is_initialized", lambda at_work=at_work: at_work)
+        assert gpus._by_torch() == 3 * at_work
+    code = "import sys; from colocate import gpus; gpus.machine_gpus(); print('torch' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "False"
+
+
+NVML = r"""
+#include <stdio.h>
+#include <string.h>
+static int open_count = 0;
+int nvmlInit_v2(void) { open_count++; return INIT; }
+int nvmlShutdown(void) { open_count--; return 0; }
+int still_open(void) { return open_count; }
+int nvmlDeviceGetCount_v2(unsigned int *count) { *count = 3; return 0; }
+static char devices[3];
+int nvmlDeviceGetHandleByIndex_v2(unsigned int index, void **device) { *device = devices + index; return 0; }
+int nvmlDeviceGetUUID(void *device, char *text, unsigned int size) {
+    int index = (int)((char *)device - devices);
+    if (index == 1) return 3;
+    snprintf(text, size, "GPU-%d", index);
+    return 0;
+}
+"""
+
+
+@pytest.fixture
+def library(tmp_path: Path) -> Callable[[int], Any]:
+    """A library with NVML's functions, which finds three GPUs and knows two of their UUIDs."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("needs a C compiler")
+
+    def build(init: int) -> Any:
+        source, made = tmp_path / "nvml.c", tmp_path / f"nvml{init}.so"
+        source.write_text(NVML)
+        subprocess.check_call([compiler, "-shared", "-fPIC", f"-DINIT={init}", "-o", made, source])
+        return ctypes.CDLL(str(made))
+
+    return build
+
+
+def test_nvml(library: Callable[[int], Any]) -> None:
+    """It tells how many there are and their UUIDs, and is closed again; one without a driver tells nothing."""
+    nvml = library(0)
+    assert gpus._by_nvml(lambda name: nvml) == ("GPU-0", "", "GPU-2")
+    assert nvml.still_open() == 0
+    assert gpus._by_nvml(lambda name: library(9)) is None
