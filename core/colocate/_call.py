@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -34,7 +35,7 @@ class Call(Generic[C_co]):
         self._value: Any = _MISSING
         self._error: BaseException | None = None
         self._trace: TracebackType | None = None  # of a collect that failed
-        self._callbacks: list[Callable[[Call[C_co]], object]] = []
+        self._callbacks: list[tuple[Callable[[Call[C_co]], object], bool]] = []  # and whether it is the framework's
 
     def __repr__(self) -> str:
         state = "pending" if not self._settled else "failed" if self._error is not None else "done"
@@ -90,7 +91,14 @@ class Call(Generic[C_co]):
 
     def add_done_callback(self, callback: Callable[[Call[C_co]], object]) -> None:
         """Run `callback(call)` once it is done, on the runtime's dispatcher thread."""
-        self._callbacks.append(callback)
+        self._add(callback, False)
+
+    def _then(self, callback: Callable[[Call[C_co]], object]) -> None:
+        """Run a callback of the framework's own once it is done: never behind users' callbacks. It must not block."""
+        self._add(callback, True)
+
+    def _add(self, callback: Callable[[Call[C_co]], object], own: bool) -> None:
+        self._callbacks.append((callback, own))
         # Settling takes the list after it set the flag: one of the two sees the callback, and `_pop` gives it out once.
         if self._settled:
             self._run_callbacks()
@@ -105,10 +113,10 @@ class Call(Generic[C_co]):
                 future.set_result(None)
 
         def notify(call: Call[C_co]) -> None:
-            if not loop.is_closed():
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody awaits it
                 loop.call_soon_threadsafe(wake)
 
-        self.add_done_callback(notify)
+        self._then(notify)
         yield from future
         return self.result()
 
@@ -162,12 +170,12 @@ class Call(Generic[C_co]):
     def _run_callbacks(self) -> None:
         while self._callbacks:
             try:
-                callback = self._callbacks.pop(0)
+                callback, own = self._callbacks.pop(0)
             except IndexError:  # another thread took the last one
                 return
-            self._dispatch(callback)
+            self._dispatch(callback, own)
 
-    def _dispatch(self, callback: Callable[[Call[C_co]], object]) -> None:
+    def _dispatch(self, callback: Callable[[Call[C_co]], object], own: bool) -> None:
         callback(self)
 
 
@@ -227,7 +235,7 @@ def as_completed(calls: Iterable[Call[C]], timeout: float | None = None) -> Iter
 
     for call in pending:
         call._check_unsent()
-        call.add_done_callback(notify)
+        call._then(notify)
     deadline = None if timeout is None else time.monotonic() + timeout
     for _ in range(len(pending)):
         with ready:

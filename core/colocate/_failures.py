@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING, Any
 
+from colocate._jobs import error_text
 from colocate.errors import (
     CallTimeout,
     CapabilityError,
@@ -18,6 +19,8 @@ from colocate.executor import Exit
 
 if TYPE_CHECKING:
     from colocate._order import Link, PendingCall
+
+_OUR_FAULT = "That is a fault of colocate's own: please report it, with the traceback that was printed"
 
 
 def failure_error(link: Link, call: PendingCall, slot: int, told: tuple[Any, ...], body: Any) -> ColocateError:
@@ -51,8 +54,8 @@ def _original(link: Link, body: Any, kind: str, text: str) -> BaseException:
     if body is not None:
         try:
             value = link.unpack(body)
-        except Exception as fault:
-            return RuntimeError(f"{kind}: {text} (it can't be unpickled here: {type(fault).__name__}: {fault})")
+        except BaseException as fault:  # its class says how, and this is the thread that reads all connections
+            return RuntimeError(f"{kind}: {text} (it can't be unpickled here: {error_text(fault)})")
         if isinstance(value, BaseException):
             return value
     return RuntimeError(f"{kind}: {text} (the exception itself can't be pickled)")
@@ -110,6 +113,24 @@ def hung_error(link: Link, slot: int, cause: ColocateError | None, stack: str | 
     )
     error.__cause__ = cause
     return error
+
+
+def broken_error(link: Link, slot: int, pid: int | None, reason: str) -> WorkerDied:
+    """The error of a group of whose workers one has lost a thread that it needs."""
+    where = f"pid {pid}, node {link.node(slot)}" if pid is not None else f"node {link.node(slot)}"
+    return WorkerDied(
+        f"worker {slot} of group {link.name!r} ({where}) can't go on: {reason}. {_OUR_FAULT}",
+        group=link.name,
+        rank=slot,
+        node=link.node(slot),
+        pid=pid,
+        detail=reason,
+    )
+
+
+def thread_error(name: str, reason: str) -> ColocateError:
+    """The error of a group whose driver has lost a thread that it needs."""
+    return ColocateError(f"group {name!r} can't go on: {reason}. {_OUR_FAULT}", group=name)
 
 
 def death_error(link: Link, slot: int, pid: int | None, exit: Exit, running: str | None) -> WorkerDied:

@@ -18,7 +18,7 @@ _SLICE_S = 1.0
 @attrs.define(eq=False)
 class _Fetch:
     slots: list[int]
-    answers: dict[int, tuple[tuple[Any, ...], Any]] = attrs.field(factory=dict)
+    answers: dict[int, tuple[int | None, Any]] = attrs.field(factory=dict)
     error: ColocateError | None = None
     done: threading.Event = attrs.field(factory=threading.Event)
 
@@ -34,13 +34,13 @@ class Fetches:
         self._failed: ColocateError | None = None
         self._lock = threading.Lock()
 
-    def get(self, slots: Sequence[int], key: int, contents: bool, deadline: float) -> list[tuple[tuple[Any, ...], Any]]:
-        """The answers of some slots, in their order; each is (rows, structure) and a body.
+    def get(self, slots: Sequence[int], key: int, contents: bool, deadline: float) -> list[tuple[int | None, Any]]:
+        """The answers of some slots, in their order; each is its rows and a body.
 
         Args:
             slots: The slots.
             key: The resident.
-            contents: Whether the parts themselves are wanted.
+            contents: Whether the parts themselves are wanted, or their structure.
             deadline: Until when it waits, by `time.monotonic()`.
 
         Raises:
@@ -69,7 +69,7 @@ class Fetches:
 
     def answered(self, slot: int, head: tuple[Any, ...], body: Any) -> None:
         """A worker has answered."""
-        _, token, rows, error, structure = head
+        _, token, rows, error = head
         fetch = self._pending.get(token)
         if fetch is None:
             return
@@ -77,7 +77,7 @@ class Fetches:
             fetch.error = ColocateError(error)
             fetch.done.set()
             return
-        fetch.answers[slot] = (rows, structure), body
+        fetch.answers[slot] = rows, body
         if len(fetch.answers) == len(fetch.slots):
             fetch.done.set()
 

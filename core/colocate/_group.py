@@ -63,7 +63,7 @@ class ColocatedGroup(Owned):
         self._start_timeout: float | None = None
         self.declared = declared
         self.failure: ColocateError | None = None
-        self.order = CallOrder(self, self.runtime.dispatcher, pool.base)
+        self.order = CallOrder(self, self.runtime.timers, self.runtime.dispatcher, pool.base)
         self.workforce = Workforce(self, [pool.places[index] for index in indices])
         self.questions = Questions(self)
         self.restarts = Restarts(self, restarts)

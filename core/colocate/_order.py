@@ -14,8 +14,9 @@ from typing import Any, Protocol
 import attrs
 
 from colocate._cancel import Cancellations
-from colocate._dispatcher import Dispatcher, Timer
+from colocate._dispatcher import Dispatcher
 from colocate._failures import failure_error, hung_error, later_error, timeout_error
+from colocate._jobs import JobThread, Timer
 from colocate._pending import PendingCall as PendingCall
 from colocate.errors import ColocateError, RoleError
 from colocate.worker.consequence import POISONED
@@ -72,19 +73,20 @@ class _Hold:
 class CallOrder:
     """The calls of one group. All methods may be called from any thread."""
 
-    def __init__(self, link: Link, dispatcher: Dispatcher, base: int = 0) -> None:
+    def __init__(self, link: Link, timers: JobThread, dispatcher: Dispatcher, base: int = 0) -> None:
         """Begin.
 
         Args:
             link: The group.
-            dispatcher: Where callbacks and timers run.
+            timers: Where deadlines are kept.
+            dispatcher: Where users' callbacks run.
             base: All numbers are above this: those up to it were an earlier driver's.
         """
         self.lock = threading.RLock()
         self.pending: dict[int, PendingCall] = {}
         self.cancellations = Cancellations(self, base)
         self.link = link
-        self._dispatcher = dispatcher
+        self._timers, self._dispatcher = timers, dispatcher
         self._next = base + 1  # 0 is the construction of the roles
         self._resumed = self._base = base
         self._hold: _Hold | None = None
@@ -107,7 +109,7 @@ class CallOrder:
         """Give a call its place in the order. The lock is held, and the call is sent before it is released."""
         call.seq = self._next
         call.pipeline = None
-        call.dispatcher = self._dispatcher
+        call.timers, call.dispatcher = self._timers, self._dispatcher
         call.canceller = self.cancellations.cancel
         self._next += 1
         self.pending[call.seq] = call
@@ -134,7 +136,7 @@ class CallOrder:
         """Give up on a call after `timeout` seconds."""
         with self.lock:
             if not call.done():
-                call.timer = self._dispatcher.after(timeout, lambda: self._late(call, timeout))
+                call.timer = self._timers.after(timeout, lambda: self._late(call, timeout))
 
     # -- what workers say
 
@@ -223,7 +225,7 @@ class CallOrder:
             waiting.discard(slot)
             if not waiting:
                 del self._stacks[token]
-                self._dispatcher.soon(lambda: then(found))
+                self._timers.soon(lambda: then(found))
 
     def gone(self, slot: int) -> None:
         """A rank has ended; nobody waits for it any more."""
@@ -257,7 +259,7 @@ class CallOrder:
         hold = _Hold(self._resumed + 1, failed, set(live), set(live) - {known})
         hold.withdrawn.add(failed)
         self._hold = hold
-        hold.timer = self._dispatcher.after(self.link.grace, lambda: self._overdue(hold))
+        hold.timer = self._timers.after(self.link.grace, lambda: self._overdue(hold))
         # To the rank that failed too, which has stopped by itself: another async call may wait there for its peers.
         self.link.send(live, ("hold", hold.number, failed, cut))
         return hold
@@ -279,7 +281,7 @@ class CallOrder:
             hold.later.append((call, error))
             return
         hold.suspected = call, error
-        self._dispatcher.after(_ALIVE_WITHIN_S, lambda: self._settle_suspicion(hold))
+        self._timers.after(_ALIVE_WITHIN_S, lambda: self._settle_suspicion(hold))
         self._check_suspicion(hold)
 
     def _check_suspicion(self, hold: _Hold) -> None:
@@ -316,7 +318,7 @@ class CallOrder:
             busy = {slot for seq, call in self.pending.items() if seq < hold.failed for slot in call.missing()}
             stuck = sorted(hold.waiting - busy)
             if not stuck:
-                hold.timer = self._dispatcher.after(self.link.grace, lambda: self._overdue(hold))
+                hold.timer = self._timers.after(self.link.grace, lambda: self._overdue(hold))
                 return
         self.ask_stacks(stuck, lambda found: self._give_up(hold, stuck, found))
 
@@ -368,10 +370,10 @@ class CallOrder:
             token = self._token
             found: dict[int, str] = {}
             if not asked:
-                self._dispatcher.soon(lambda: then(found))
+                self._timers.soon(lambda: then(found))
                 return
             self._stacks[token] = (set(asked), found, then)
-            self._dispatcher.after(STACKS_WITHIN_S, lambda: self._stop_asking(token))
+            self._timers.after(STACKS_WITHIN_S, lambda: self._stop_asking(token))
             self.link.send(asked, ("stack", token))
 
     def still_running(self) -> set[int]:

@@ -8,7 +8,8 @@ from functools import partial
 from typing import Any, Protocol
 
 from colocate._call import Call
-from colocate._dispatcher import Dispatcher, Timer
+from colocate._dispatcher import Dispatcher
+from colocate._jobs import JobThread, Timer
 from colocate._owned import forks
 from colocate.errors import ColocateError, ForkedError
 
@@ -43,6 +44,7 @@ class PendingCall(Call[Any]):
         "submitted",
         "targets",
         "timer",
+        "timers",
         "uses",
     )
 
@@ -68,6 +70,7 @@ class PendingCall(Call[Any]):
         self.line: tuple[str, int] = ("", 0)
         self.on_end: Callable[[PendingCall], None] | None = None
         self.dispatcher: Dispatcher | None = None
+        self.timers: JobThread | None = None
         self.canceller: Callable[[PendingCall], bool] | None = None
         self.pipeline: Unsent | None = None
         self.forks = forks()
@@ -101,16 +104,16 @@ class PendingCall(Call[Any]):
         self._joiner = None
         self.bodies = self.bodies if self.keep is not None else []
 
-    def add_done_callback(self, callback: Callable[[Call[Any]], object]) -> None:
-        """Run `callback(call)` once it is done, on the runtime's dispatcher thread."""
+    def _add(self, callback: Callable[[Call[Any]], object], own: bool) -> None:
         self._check_fork()
-        super().add_done_callback(callback)
+        super()._add(callback, own)
 
-    def _dispatch(self, callback: Callable[[Call[Any]], object]) -> None:
-        if self.dispatcher is None:
+    def _dispatch(self, callback: Callable[[Call[Any]], object], own: bool) -> None:
+        thread = self.timers if own else self.dispatcher
+        if thread is None:
             callback(self)
         else:
-            self.dispatcher.soon(partial(callback, self))
+            thread.soon(partial(callback, self))
 
     def index_of(self, slot: int) -> int:
         """The index among its ranks of the rank on a slot."""

@@ -82,14 +82,14 @@ class Questions:
         left = [each.call for each in kept if not each.call.done()]
         waiting = len(left)
 
-        def made(_: Call[Any]) -> None:  # one at a time, on the dispatcher's thread
+        def made(_: Call[Any]) -> None:  # one at a time, on the timers' thread
             nonlocal waiting
             waiting -= 1
             if not waiting:
                 answer()
 
         for each in left:
-            each.add_done_callback(made)
+            each._then(made)
         if not left:
             answer()
 

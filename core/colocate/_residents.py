@@ -188,7 +188,7 @@ class Residents(Leases):
         with self._group.order.lock:
             if not self._flushing and self.kept and self._group.alive:
                 self._flushing = True
-                self._group.runtime.dispatcher.after(_QUIET_S, self._flush)
+                self._group.runtime.timers.after(_QUIET_S, self._flush)
 
     def _flush(self) -> None:
         """After a while of quiet: release what no message has carried."""
@@ -230,9 +230,9 @@ class Residents(Leases):
         _made(kept, deadline)
         source = kept.source
         counted = source.collect.sources(source.ranks) or source.holders
-        ((_, structure), _) = self._ask(kept, counted[:1], False, deadline)[0]
+        _, structure = self._ask(kept, counted[:1], False, deadline)[0]
         sizes = tuple(size[0] for size in kept.call.bodies)
-        return ResidentSpec(structure, sizes, tuple(kept.call.rows))
+        return ResidentSpec(self._group.unpack(structure), sizes, tuple(kept.call.rows))
 
     def rows_of(self, kept: Kept) -> list[int]:
         """Rows of each part of a resident, in the order in which they are joined; waits for them."""

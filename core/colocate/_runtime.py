@@ -17,9 +17,11 @@ from typing import Any, cast
 from colocate._audit import Audit, audit
 from colocate._bytes import parse_bytes
 from colocate._dispatcher import Dispatcher
+from colocate._failures import thread_error
 from colocate._graph import Graph
 from colocate._group import ColocatedGroup
 from colocate._handlers import close_now
+from colocate._jobs import JobThread, error_text, report_exception
 from colocate._owned import Owned, raise_together
 from colocate._plugins import find_executor, plugins
 from colocate._pool import Pool, close_children
@@ -95,6 +97,7 @@ class Runtime(Owned):
         self.secret = secrets.token_bytes(32)
         self.path = tuple(entry or os.getcwd() for entry in sys.path)
         self.dispatcher = Dispatcher(f"colocate-dispatcher-{self.id}")
+        self.timers = JobThread(f"colocate-timers-{self.id}", self._timers_failed)
         self.observers = Observers()
         self.groups: dict[str, ColocatedGroup] = {}
         self.naming = threading.Lock()  # a name is looked up and taken in one
@@ -169,6 +172,12 @@ class Runtime(Owned):
             raise
         pool.hold(reservation)
         return pool
+
+    def _timers_failed(self, error: BaseException) -> None:
+        """A job that a group needs has failed: which one's isn't known, and none is to wait for what never comes."""
+        report_exception()
+        for group in list(self.groups.values()):
+            group.fail(thread_error(group.name, f"the thread that keeps its deadlines met {error_text(error)}"))
 
     def _pool_id(self, name: str) -> str:
         """An id for a pool's reservation: several pools may have one name."""
@@ -278,6 +287,7 @@ class Runtime(Owned):
                     errors.append(
                         ColocateError(f"a callback or an observer of this runtime goes on:\n{self.dispatcher.stack}")
                     )
+                self.timers.close()
                 self.state = "closed"
                 _live.pop(id(self), None)
                 self._finished.set()

@@ -23,7 +23,7 @@ class SlowCalls:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._warned: weakref.WeakKeyDictionary[ColocatedGroup, int] = weakref.WeakKeyDictionary()
-        self._timer = runtime.dispatcher.after(_LOOK_EVERY_S, self._look)
+        self._timer = runtime.timers.after(_LOOK_EVERY_S, self._look)
 
     def close(self) -> None:
         """Look no more."""
@@ -36,7 +36,7 @@ class SlowCalls:
             if oldest is not None and now - oldest.submitted > SLOW_S and self._warned.get(group) != oldest.seq:
                 self._warned[group] = oldest.seq
                 self._warn(group, oldest)
-        self._timer = self._runtime.dispatcher.after(_LOOK_EVERY_S, self._look)
+        self._timer = self._runtime.timers.after(_LOOK_EVERY_S, self._look)
 
     def _warn(self, group: ColocatedGroup, call: PendingCall) -> None:
         def tell(stacks: dict[int, str]) -> None:

@@ -155,6 +155,9 @@ class Worker:
         _, role, done, total = head
         self.progress[role] = done, total
 
+    def _broken(self, head: tuple[Any, ...], body: Any) -> None:
+        self.group.workforce.broken(self, head[1])
+
     def _closed(self, head: tuple[Any, ...], body: Any) -> None:
         self.lane_ended = True
         self.group.workforce.lane_ended(self)
@@ -171,5 +174,6 @@ _HANDLERS: dict[str, Callable[[Worker, tuple[Any, ...], Any], None]] = {
     "fetched": Worker._fetched,
     "ask": Worker._ask,
     "progress": Worker._progress,
+    "broken": Worker._broken,
     "closed": Worker._closed,
 }

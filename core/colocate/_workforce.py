@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import colocate
-from colocate._dispatcher import Timer
-from colocate._failures import death_error, failure_error
+from colocate._failures import broken_error, death_error, failure_error
+from colocate._jobs import Timer
 from colocate._order import STACKS_WITHIN_S, PendingCall
 from colocate._spawn import BuildErrors, builds
 from colocate._worker import NOT_LAUNCHED, Worker
-from colocate.errors import ColocateError, RoleError
+from colocate.errors import ColocateError, RoleError, WorkerDied
 from colocate.executor import Boot, Detachable, Host, Place
 
 if TYPE_CHECKING:
@@ -245,6 +245,14 @@ class Workforce:
         """Send a message to one worker."""
         self.workers[slot].send(head)
 
+    def broken(self, worker: Worker, reason: str) -> None:
+        """A thread that a worker needs has ended, and the worker with it."""
+        error = broken_error(self._group, worker.slot, worker.pid, reason)
+        if self.started:
+            self._lost(error)
+        else:
+            self.built(worker.slot, error)
+
     def exited(self, worker: Worker) -> None:
         """A worker is gone."""
         assert worker.exit is not None
@@ -259,12 +267,17 @@ class Workforce:
                     (call.label for call in list(group.order.pending.values()) if worker.slot in call.missing()), None
                 )
             error = death_error(group, worker.slot, worker.pid, worker.exit, running)
-            if group.failure is None and group.closed_by is None:
-                group.fail(error)
-                if group.runtime.observers:
-                    group.runtime.dispatcher.soon(lambda: group.runtime.observers.tell("colocate_worker_died", error))
+            self._lost(error)
         with self._news:
             self._came(worker.slot, self._silent, self._unbuilt, self._busy, self._leaving, self._living)
+
+    def _lost(self, error: WorkerDied) -> None:
+        """The group can't go on without a worker."""
+        group = self._group
+        if group.failure is None and group.closed_by is None:
+            group.fail(error)
+            if group.runtime.observers:
+                group.runtime.dispatcher.soon(lambda: group.runtime.observers.tell("colocate_worker_died", error))
 
     def kill(self) -> None:
         """End all of them now."""
@@ -332,7 +345,6 @@ class Workforce:
             return []
         if self._group.failure is not None:  # what went wrong has been said
             return []
-        # Bounded: this may run on the dispatcher thread, which would tell the stacks.
         self._wait(lambda: self._stacks is not None, time.monotonic() + 2 * STACKS_WITHIN_S)
         stacks, allowed = self._stacks or {}, self._granted or grace
         return [
@@ -352,7 +364,7 @@ class Workforce:
         self._granted = max(self._granted, grace)
         self._overdue_at = min(self._overdue_at, deadline)
         wait_s = max(0.0, deadline - STACKS_WITHIN_S - time.monotonic())
-        self._timers.append(self._group.runtime.dispatcher.after(wait_s, self._look))
+        self._timers.append(self._group.runtime.timers.after(wait_s, self._look))
 
     def _look_again(self, hung: set[int], at: float) -> None:
         """Ask once more what the ranks are doing that were idle when they were asked, and haven't ended since."""

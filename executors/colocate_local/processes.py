@@ -19,7 +19,7 @@ class LocalProcesses(Local, OwnProcess):
     def __init__(self, node: Node) -> None:
         """Use `Local.connect`."""
         super().__init__(node)
-        self.hub = wire.Hub("local")
+        self.hub = wire.Hub("local", on_death=self._hub_ended)
         self._launcher = Launcher()
         self.hosts: dict[str, ProcessHost] = {}
 
@@ -49,6 +49,11 @@ class LocalProcesses(Local, OwnProcess):
             if self._is_ours(worker)
         ]
 
+    def _hub_ended(self, reason: str) -> None:
+        """Nothing of the workers would be heard any more."""
+        for host in list(self.hosts.values()):
+            host.lost(reason)
+
     def close(self) -> None:
         """End the threads that serve the workers."""
         self.hub.close()
@@ -65,6 +70,7 @@ class ProcessHost(Host):
         self._events = events
         self._process = WorkerProcess(executor.hub, self)
         self._lane: wire.SocketLane | None = None
+        self._reason: str | None = None
 
     def start(self, env: dict[str, str]) -> None:
         """Start the process, on the launching thread."""
@@ -107,4 +113,9 @@ class ProcessHost(Host):
         if self._lane is not None:
             self._lane.finish("the worker has ended")
         self._executor.hosts.pop(self.boot.worker, None)
-        self._events.exited(Exit(exitcode, signal))
+        self._events.exited(Exit(exitcode, signal, self._reason))
+
+    def lost(self, reason: str) -> None:
+        """The driver hears nothing of it any more."""
+        self._reason = reason
+        self._process.reap()

@@ -1,4 +1,4 @@
-"""The dispatcher: callbacks that misbehave or come late, timers that are never due."""
+"""The dispatcher: callbacks that misbehave or come late."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import colocate
-from colocate import ClosedError, Role, _dispatcher, method
+from colocate import ClosedError, Role, WorkerDied, _jobs, method
 from colocate._dispatcher import Dispatcher
 from colocate.testing.gate import Address, Gate, pass_gate
 from colocate.testing.waiting import PATIENCE_S
@@ -85,7 +85,7 @@ def test_close_in_callback() -> None:
 
 def test_close_with_a_callback_that_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Closing doesn't wait for it for ever, and says where it is."""
-    monkeypatch.setattr(_dispatcher, "_ENDS_WITHIN_S", 0.1)
+    monkeypatch.setattr(_jobs, "_ENDS_WITHIN_S", 0.1)
     begun, over = threading.Event(), threading.Event()
 
     def never_return(call: Any) -> None:
@@ -107,13 +107,19 @@ def test_close_with_a_callback_that_goes_on(monkeypatch: pytest.MonkeyPatch) -> 
         over.set()
 
 
-def test_cancelled_timers(dispatcher: Dispatcher) -> None:
-    """Timers that were cancelled don't pile up until they would have been due."""
-    for _ in range(10_000):
-        dispatcher.after(3600, lambda: None).cancel()
-    assert len(dispatcher._timers) <= 2000
-    live = [dispatcher.after(3600, lambda: None) for _ in range(3000)]
-    ran = threading.Event()
-    dispatcher.after(0.0, ran.set)
-    assert ran.wait(PATIENCE_S)
-    assert sum(timer.job is not None for _, _, timer in dispatcher._timers) == len(live)
+def test_the_thread_that_reads_all_connections_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The groups on its workers fail of that at once; the runtime closes as ever, and leaves nothing."""
+    monkeypatch.setattr(threading, "excepthook", lambda told: None)
+
+    def fail() -> None:
+        raise SystemExit("on purpose")
+
+    with colocate.connect("local", processes=True) as runtime:
+        echo = runtime.reserve(1).spawn({"echo": colocate.role(Echo)}).role("echo", Echo)
+        with Gate() as gate:
+            call = echo.wait.submit(gate.address)
+            gate.wait_for(1)
+            executor: Any = runtime.executor
+            executor.hub.later(0.0, fail)
+            with pytest.raises(WorkerDied, match="thread 'colocate-local' was ended by SystemExit: on purpose"):
+                call.result(PATIENCE_S)

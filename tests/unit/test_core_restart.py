@@ -122,7 +122,7 @@ class Sent:
 def test_a_hold_of_the_generation_before() -> None:
     """The new generation's workers are told of their own first failure: nothing was begun with them."""
     dispatcher, link = Dispatcher("test"), Sent()
-    order: Any = CallOrder(link, dispatcher)  # type: ignore[arg-type]
+    order: Any = CallOrder(link, dispatcher, dispatcher)  # type: ignore[arg-type]
     order.begin_anew()  # as a rank does that fails when all has been failed
     with order.lock:
         order.renew()

@@ -150,3 +150,22 @@ def test_a_timer_in_a_month_lets_it_go_on(hub: Hub) -> None:
     one, other = (End(hub, sock) for sock in socket_pair("unix"))
     one.lane.send(("still",))
     assert other.get()[0] == ("still",)
+
+
+def test_a_hub_that_an_exception_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lanes end with that as their reason, its owner is told, and it closes as any other."""
+    reported: list[type] = []
+    monkeypatch.setattr(threading, "excepthook", lambda told: reported.append(told.exc_type))
+    told: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def leave() -> None:
+        raise SystemExit("on purpose")
+
+    hub = Hub("test", on_death=told.put)
+    one, other = (End(hub, sock) for sock in socket_pair("unix"))
+    hub.later(0.0, leave)
+    reason = "thread 'colocate-test' was ended by SystemExit: on purpose"
+    assert told.get(timeout=WAIT_S) == reason
+    assert (one.end(), other.end()) == (reason, reason)
+    assert hub.close(WAIT_S)
+    assert reported == [SystemExit]

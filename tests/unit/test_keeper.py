@@ -402,3 +402,35 @@ def test_output_before_and_after_the_lane(kept: Kept) -> None:
     host.kill()
     heard.exits.get(timeout=WAIT_S)
     assert any("import" in line for line in heard.lines)
+
+
+def test_the_drivers_thread_ends(no_leaks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its workers are told as lost, with the reason, and the keeper ends them as those of a driver that is gone."""
+    monkeypatch.setattr(threading, "excepthook", lambda told: None)
+    keepers = Keepers("test")
+    kept = Kept(keepers)
+    _host, heard = kept.launch()
+    pid = heard.messages.get(timeout=WAIT_S)[1]["pid"]
+
+    def fail() -> None:
+        raise SystemExit("on purpose")
+
+    keepers.hub.later(0.0, fail)
+    assert heard.exits.get(timeout=WAIT_S).detail == "thread 'colocate-test' was ended by SystemExit: on purpose"
+    assert kept.ended.wait(WAIT_S)
+    assert not psutil.pid_exists(pid)
+    keepers.close()
+
+
+def test_the_keepers_thread_ends(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends its workers, and itself."""
+    monkeypatch.setattr(threading, "excepthook", lambda told: None)
+    _host, heard = kept.launch()
+    heard.messages.get(timeout=WAIT_S)
+
+    def fail() -> None:
+        raise SystemExit("on purpose")
+
+    kept.keeper.hub.later(0.0, fail)
+    assert kept.ended.wait(WAIT_S)
+    heard.exits.get(timeout=WAIT_S)

@@ -153,6 +153,10 @@ class Spare:
         self._process.kill()
         self._door.close()
 
+    def reap(self) -> None:
+        """End it in the place of the hub, which does nothing any more."""
+        self._process.reap()
+
     # -- on the hub's thread
 
     def said(self, line: str) -> None:

@@ -66,7 +66,7 @@ class Keeper:
         self._tls = tls
         self._on_end = on_end
         listeners = wire.listen_widely(host, tls)  # first: it may raise, and there is nothing to be undone yet
-        self.hub = wire.Hub("keeper")
+        self.hub = wire.Hub("keeper", on_death=self._hub_ended)
         self._launcher = Launcher()
         self._tenure = Tenure() if detachable else None
         self._driver: _Driver | None = None
@@ -155,6 +155,11 @@ class Keeper:
 
     def _let_go(self) -> None:
         threading.Thread(target=self._leave, name="colocate-keeper-end", daemon=True).start()
+
+    def _hub_ended(self, reason: str) -> None:
+        for spare in list(self._started):
+            spare.reap()
+        self._let_go()
 
     def _leave(self) -> None:
         self.close()

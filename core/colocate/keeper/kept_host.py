@@ -109,6 +109,11 @@ class KeptHost(Host):
         else:
             self.slot.keepers.hub.later(_LAST_WORDS_S, self._finish)
 
+    def lost(self, reason: str) -> None:
+        """The driver hears nothing of it any more."""
+        self._exit = self._exit or Exit(detail=reason)
+        self._finish()
+
     def _lane_closed(self, reason: str) -> None:
         if self._exit is not None:
             self._finish()

@@ -38,7 +38,7 @@ class Keepers:
         """
         self.tls = tls
         self.key = wire.new_key()
-        self.hub = wire.Hub(name)
+        self.hub = wire.Hub(name, on_death=self._hub_ended)
         self._name = name
         self._dialling: set[threading.Thread] = set()
         self._slots: set[KeptSlot] = set()
@@ -124,6 +124,11 @@ class Keepers:
         except BaseException:
             sock.close()
             raise
+
+    def _hub_ended(self, reason: str) -> None:
+        """Nothing of the workers would be heard any more; their keepers end them, whose connections have ended."""
+        for slot in list(self._slots):
+            slot.hub_ended(reason)
 
     def forget(self, slot: KeptSlot) -> None:
         """A slot is closed."""
@@ -310,6 +315,13 @@ class KeptSlot:
             self._over("its keeper was let go")
         else:
             self.keepers.hub.later(_WORDS_S, partial(self._over, f"the connection to its keeper ended: {reason}"))
+
+    def hub_ended(self, reason: str) -> None:
+        """It won't be heard of any more."""
+        self._lost = self._lost or reason
+        self._give_up_questions()
+        for host in list(self.hosts.values()):
+            host.lost(reason)
 
     def _over(self, reason: str) -> None:
         """The keeper is gone, and its workers with it."""

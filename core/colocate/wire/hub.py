@@ -13,12 +13,13 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+from colocate._jobs import error_text, report_exception
 from colocate.errors import ClosedError
 from colocate.wire._forks import track, track_socket
 from colocate.wire._listening import NO_ROOM, REOPEN_EVERY_S
 from colocate.wire.auth import Handshake, Listener, tune
 from colocate.wire.framing import SCRATCH_BYTES
-from colocate.wire.lane import OnClosed, OnMessage, SocketLane, report_exception
+from colocate.wire.lane import OnClosed, OnMessage, SocketLane
 
 # A stranger that says nothing is dropped after this time, or earlier when so many are waiting.
 _HANDSHAKE_S = 10.0
@@ -35,18 +36,24 @@ class Hub:
     """Serves lanes, listeners and any other descriptors on one thread.
 
     All callbacks run on that thread, one at a time: they must not block. One that raises is reported
-    (`threading.excepthook`); its lane is closed, its descriptor no longer watched.
+    (`threading.excepthook`); its lane is closed, its descriptor no longer watched. Should an exception end the thread
+    all the same, all lanes end with that as their reason, and `on_death` is told.
     """
 
-    def __init__(self, name: str, own_thread: bool = True) -> None:
+    def __init__(
+        self, name: str, own_thread: bool = True, on_death: Callable[[str], None] = lambda reason: None
+    ) -> None:
         """Make a hub.
 
         Args:
             name: Its thread is called `colocate-NAME`.
             own_thread: False: nothing happens until some thread calls `run`.
+            on_death: Called on its thread, once its lanes have ended, when an exception has ended it: nothing of what
+                was given to it will happen, and whoever waits for that is to be told the reason.
         """
         self.name = name
         self._own_thread = own_thread
+        self._on_death = on_death
         self._epoll = select.epoll()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._epoll.register(self._wake, select.EPOLLIN)
@@ -210,6 +217,13 @@ class Hub:
                     # An earlier callback of this round may have dropped it.
                     if (handler := self._handlers.get(fd)) is not None:
                         handler(events)
+        except BaseException as error:
+            if not self._own_thread:  # it is its caller's, who sees the exception
+                raise
+            report_exception()
+            reason = f"thread {threading.current_thread().name!r} was ended by {error_text(error)}"
+            self._end(reason)
+            _try(partial(self._on_death, reason))
         finally:
             self._end()
 
@@ -230,7 +244,7 @@ class Hub:
     def _on_wake(self, _events: int) -> None:
         os.eventfd_read(self._wake)
 
-    def _end(self) -> None:
+    def _end(self, reason: str = "the hub was closed") -> None:
         with self._lock:
             self._stopping = True
             if self._ending:
@@ -239,7 +253,7 @@ class Hub:
         for door in self._doors:
             _try(door.close)
         for lane in list(self._lanes.values()):
-            _try(partial(lane._finish, "the hub was closed"))
+            _try(partial(lane._finish, reason))
         with self._lock:
             self._ended.set()
             self._handlers.clear()

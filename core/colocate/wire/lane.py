@@ -5,12 +5,12 @@ from __future__ import annotations
 import errno
 import select
 import socket
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
+from colocate._jobs import report_exception
 from colocate.wire.codec import Packed
 from colocate.wire.framing import Frame, Head, Reader, Sending, encode
 
@@ -270,10 +270,3 @@ class SocketLane:
 def _reason(error: OSError) -> str:
     """A reset is how a close looks when not everything had been read."""
     return "the other side closed" if error.errno in _GONE else f"the connection broke: {error.strerror or error}"
-
-
-def report_exception() -> None:
-    """Report the exception being handled as one that ended a thread would be."""
-    kind, value, trace = sys.exc_info()
-    if kind is not None:
-        threading.excepthook(threading.ExceptHookArgs((kind, value, trace, threading.current_thread())))

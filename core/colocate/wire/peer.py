@@ -10,13 +10,13 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TypeAlias
 
+from colocate._jobs import error_text, report_exception
 from colocate.errors import ClosedError, ForkedError
 from colocate.wire._forks import track
 from colocate.wire.auth import dial, listen_widely, prove
 from colocate.wire.codec import Packed
 from colocate.wire.framing import Frame, Head, Message, Reader, Sending, encode
 from colocate.wire.hub import Hub
-from colocate.wire.lane import report_exception
 from colocate.wire.tls import Tls
 
 Handler: TypeAlias = Callable[[Head], tuple[Head, Packed | None]]
@@ -32,7 +32,14 @@ class PeerChannel:
     the same time have one each, so no answer waits for another; afterwards they are reused.
     """
 
-    def __init__(self, key: bytes, handler: Handler, host: str | None = None, tls: Tls | None = None) -> None:
+    def __init__(
+        self,
+        key: bytes,
+        handler: Handler,
+        host: str | None = None,
+        tls: Tls | None = None,
+        on_death: Callable[[str], None] = lambda reason: None,
+    ) -> None:
         """Make a channel; nothing is opened before it is used.
 
         Args:
@@ -41,7 +48,9 @@ class PeerChannel:
                 may block.
             host: The address of this machine to listen on besides, when there are peers on others.
             tls: What connections with those are encrypted with.
+            on_death: Called with the reason when an exception has ended the thread that lets others in.
         """
+        self._on_death = on_death
         self._key = key
         self._handler = handler
         self._host = host
@@ -64,7 +73,7 @@ class PeerChannel:
             self._check_open()
             if self._hub is None:
                 listeners = listen_widely(self._host, self._tls)
-                self._hub = Hub("peer")
+                self._hub = Hub("peer", on_death=self._on_death)
                 for listener in listeners:
                     self._hub.listen(listener, self._key, self._accept)
                 self._address = ",".join(listener.address for listener in listeners)
@@ -240,9 +249,9 @@ class PeerChannel:
         try:
             answer, body = self._handler(head)
             return encode((True, *answer), body)
-        except Exception as error:
+        except BaseException as error:  # users' values are packed here
             report_exception()
-            return encode((False, f"{type(error).__name__}: {error}"))
+            return encode((False, error_text(error)))
 
 
 class _Connection:

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 
 import attrs
 
+from colocate._jobs import report_exception
 from colocate.wire._forks import track_socket
 from colocate.wire._listening import NO_ROOM, listening
-from colocate.wire.lane import report_exception
 
 if TYPE_CHECKING:
     import ssl  # at run time it is imported where it is used: most workers never need it

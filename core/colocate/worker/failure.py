@@ -14,6 +14,7 @@ from typing import Any
 import attrs
 
 from colocate._codec import Codec
+from colocate._jobs import message_of
 
 _OWN = str(Path(__file__).parent)
 
@@ -47,10 +48,7 @@ def describe(error: BaseException, *, role: str | None, host: bool, secondary: b
     """The exception as data."""
     kind = type(error)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-    try:
-        text = str(error)
-    except Exception as fault:
-        text = f"<its __str__ raised {type(fault).__name__}>"
+    text = message_of(error)
     lines = traceback.format_exception(kind, error, _from_role_code(error.__traceback__))
     return Failure(name, text, "".join(lines), host, secondary, role)
 
@@ -64,7 +62,7 @@ def sendable(error: BaseException, codec: Codec) -> Any:
         return bare
     try:
         again = pickle.loads(pickle.dumps(bare))
-    except Exception:
+    except BaseException:  # its class says how, and may raise what it likes
         return _by_cloudpickle(bare, codec)
     return codec.pack(bare) if type(again) is type(bare) else None
 
@@ -74,7 +72,7 @@ def _by_cloudpickle(error: BaseException, codec: Codec) -> Any:
     try:
         body = codec.pack(error)
         again = codec.unpack(body, None)
-    except Exception:
+    except BaseException:
         return None
     return body if type(again).__qualname__ == type(error).__qualname__ else None
 

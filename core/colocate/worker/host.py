@@ -2,12 +2,13 @@
 
 Messages are `(head, body)`; a head's first item says what it is. To the worker: build, call, batch, free, hold, resume,
 cancel, stop, withdraw, decided, stack, fetch, listen, answer, close. From it: hello, done, failed, held, alive,
-can_withdraw, stacks, fetched, address, ask, progress, closed.
+can_withdraw, stacks, fetched, address, ask, progress, broken, closed.
 """
 
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -16,6 +17,7 @@ from typing import Any
 from colocate import _batch
 from colocate._codec import Codec
 from colocate._context import Context, running_call
+from colocate._jobs import JobThread, error_text, report_exception
 from colocate._values import describe
 from colocate.errors import ColocateError
 from colocate.executor import Boot
@@ -29,7 +31,6 @@ from colocate.worker.lane import Lane, Work
 from colocate.worker.process_groups import ProcessGroups
 from colocate.worker.runner import Runner
 from colocate.worker.store import Store
-from colocate.worker.transfer import Transfer
 from colocate.worker.uses import Peers
 
 Send = Callable[[tuple[Any, ...], Any], None]
@@ -65,7 +66,7 @@ class WorkerHost:
         self.store = Store(boot.strict)
         self.roles: dict[Any, HostedRole] = {}
         self.instances: dict[str, object] = {}
-        self.ended = False
+        self.ended = self._is_broken = False
         self.send = send
         self._on_end = on_end
         self._asks: dict[int, tuple[int, Future[Any]]] = {}
@@ -75,8 +76,10 @@ class WorkerHost:
         self.groups = ProcessGroups(self, in_process, boot.host)
         self._make_peers = peers
         self.peers = peers(self)
-        self._transfer = Transfer(f"colocate-transfer-{boot.worker}")
-        self.lane = Lane(f"{LANE}{boot.worker}", self._held, self._broken, turns)
+        self._transfer = JobThread(  # waits for residents and sends them, so that the lane never does
+            f"colocate-transfer-{boot.worker}", partial(self._thread_failed, "the thread that sends its residents")
+        )
+        self.lane = Lane(f"{LANE}{boot.worker}", self._held, partial(self._thread_failed, "its lane"), turns)
         self._runner = Runner(self)
         self._handlers: dict[str, Callable[..., None]] = {
             "build": self._on_build,
@@ -168,7 +171,7 @@ class WorkerHost:
 
     def _on_fetch(self, head: tuple[Any, ...], body: Any) -> None:
         _, token, key, contents = head
-        self._transfer.put(partial(self._fetch, token, key, contents))
+        self._transfer.soon(partial(self._fetch, token, key, contents))
 
     def _on_listen(self, head: tuple[Any, ...], body: Any) -> None:
         self.send(("address", self.peers.address), None)
@@ -191,7 +194,7 @@ class WorkerHost:
         self._interrupt(-1, reason)
         self.groups.cut()
         self.lane.close()
-        self._transfer.put(self._end)
+        self._transfer.soon(self._end)
 
     # -- from driver to driver, on the receiving thread
 
@@ -216,11 +219,19 @@ class WorkerHost:
         """Another driver commands it from now on, with a secret of its own for what workers tell each other."""
         self.boot = boot
         former, self.peers = self.peers, self._make_peers(self)
-        self._transfer.put(former.close)
+        self._transfer.soon(former.close)
 
-    def _broken(self) -> None:
-        """Without its lane the worker is of no use: it leaves, and its group fails instead of waiting for it."""
-        self.close("its lane broke")
+    def _thread_failed(self, what: str, error: BaseException) -> None:
+        """A thread of the worker has met an exception that nothing of a user's can cause, but a mistake here can."""
+        report_exception()  # first: the process ends with the group
+        self.broken(f"{what} was ended by {error_text(error)}")
+
+    def broken(self, reason: str) -> None:
+        """Leave: without one of its threads it is of no use. Its group fails of that at once instead of waiting."""
+        if not self._is_broken:
+            self._is_broken = True
+            self.send(("broken", reason), None)
+            self.close(reason)
 
     def _end(self) -> None:
         self.lane.thread.join()
@@ -287,12 +298,12 @@ class WorkerHost:
     def _fetch(self, token: int, key: int, contents: bool) -> None:
         try:
             entry = self.store.wait(key)
-            body = self.packed(entry.value, entry.maker) if contents else None
-            structure = None if contents else describe(entry.value)
-        except Exception as error:
-            self.send(("fetched", token, None, f"{type(error).__name__}: {error}", None), None)
-            return
-        self.send(("fetched", token, entry.rows, None, structure), body)
+            # The structure is made of the value's own containers, of which some are of users' classes.
+            body = self.packed(entry.value if contents else describe(entry.value), entry.maker)
+        except BaseException as error:  # users' classes say how they are packed
+            self.send(("fetched", token, None, error_text(error)), None)
+        else:
+            self.send(("fetched", token, entry.rows, None), body)
 
     def packed(self, result: Any, label: str) -> Any:
         """What a role has returned, as it travels; a SerializationError names the method."""
@@ -312,4 +323,9 @@ class WorkerHost:
 
     def report(self, ctx: Context, done: int, total: int | None) -> None:
         """A role's progress."""
-        self.send(("progress", ctx.role, done, total), None)
+        self.send(("progress", ctx.role, _plain(done), None if total is None else _plain(total)), None)
+
+
+def _plain(number: Any) -> int | float:
+    """A number as the driver can take it up: without whatever class the role has for it."""
+    return float(number) if isinstance(number, float) else operator.index(number)

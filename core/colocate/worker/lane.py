@@ -74,7 +74,7 @@ class Lane:
         self,
         name: str,
         on_held: Callable[[int, int], None],
-        on_broken: Callable[[], None] = lambda: None,
+        on_broken: Callable[[BaseException], None] = lambda error: None,
         turns: Turns | None = None,
     ) -> None:
         """Start the thread.
@@ -199,8 +199,8 @@ class Lane:
                     else:
                         self._run(work)
                 del work  # with its arguments, of which some are large
-        except BaseException:
-            self._on_broken()
+        except BaseException as error:
+            self._on_broken(error)
             raise
         finally:
             if self._loop is not None:

@@ -79,7 +79,7 @@ class ChannelPeers(Peers):
     def __init__(self, host: WorkerHost, tls: wire.Tls | None = None) -> None:
         self._host = host
         elsewhere = None if host.boot.host == wire.LOOPBACK else host.boot.host
-        self._channel = wire.PeerChannel(host.boot.secret, self._answer, elsewhere, tls)
+        self._channel = wire.PeerChannel(host.boot.secret, self._answer, elsewhere, tls, host.broken)
         self._addresses: dict[tuple[str, int, int], str] = {}
 
     @property

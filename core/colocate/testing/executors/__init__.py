@@ -40,6 +40,7 @@ from colocate.testing.executors.residents import Residents
 from colocate.testing.executors.restarting import Restarting
 from colocate.testing.executors.startup import Startup
 from colocate.testing.executors.tensors import Memory, TensorResidents
+from colocate.testing.executors.threads import Undisturbed
 
 
 class ExecutorSuite(
@@ -72,6 +73,7 @@ class ExecutorSuite(
     Endings,
     Detaching,
     Attaching,
+    Undisturbed,
 ):
     """Everything that holds for every executor."""
 
@@ -109,5 +111,6 @@ __all__ = [
     "Spawn",
     "Startup",
     "TensorResidents",
+    "Undisturbed",
     "needs",
 ]

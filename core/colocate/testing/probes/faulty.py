@@ -46,11 +46,32 @@ class Mute(Exception):
         raise RuntimeError("no text")
 
 
+class Leaver:
+    """Something whose pickling wants to end the process."""
+
+    def __reduce__(self) -> NoReturn:
+        raise SystemExit("it leaves")
+
+
+class Leaving(Exception):
+    """An exception that ends any process that takes it up, but the one that has raised it."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _leave_unless, (os.getpid(),)
+
+
+def _leave_unless(pid: int) -> Leaving:
+    if os.getpid() != pid:
+        raise SystemExit("it leaves")
+    return Leaving("it has left")
+
+
 _RAISE: dict[str, Any] = {
     "value": lambda: ValueError("a plain one", 42),
     "two": lambda: TwoArguments("it broke", "it was old"),
     "unpicklable": lambda: Unpicklable("it holds a lock"),
     "mute": Mute,
+    "leaving": lambda: Leaving("it has left"),
     "exit": lambda: SystemExit(3),
     "interrupt": KeyboardInterrupt,
     "generator": GeneratorExit,
@@ -112,6 +133,11 @@ class Faulty(Role):
     def return_lock(self, nested: bool = False) -> Any:
         """A result that can't be sent."""
         return {"fine": 1, "bad": [0, Stubborn()]} if nested else threading.Lock()
+
+    @method
+    def leaver(self) -> Any:
+        """A result whose pickling raises SystemExit."""
+        return Leaver()
 
     @method
     def fine(self) -> int:

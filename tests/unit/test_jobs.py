@@ -1,0 +1,143 @@
+"""Threads of the framework: jobs in order, timers, faults, and the end."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+import pytest
+
+from colocate._jobs import JobThread, error_text
+from colocate.testing.waiting import PATIENCE_S
+
+
+@pytest.fixture
+def faults() -> list[BaseException]:
+    return []
+
+
+@pytest.fixture
+def jobs(faults: list[BaseException]) -> Iterator[JobThread]:
+    made = JobThread("test-jobs", faults.append)
+    yield made
+    assert made.close()
+
+
+def finish(jobs: JobThread) -> None:
+    """Wait until what was given so far has run."""
+    jobs.run(lambda: None)
+
+
+@pytest.mark.parametrize("error", [SystemExit(1), KeyboardInterrupt(), ValueError("on purpose")])
+def test_a_job_that_raises(jobs: JobThread, faults: list[BaseException], error: BaseException) -> None:
+    """The owner is told whatever it is, and the jobs after it run."""
+
+    def fail() -> None:
+        raise error
+
+    ran = threading.Event()
+    jobs.soon(fail)
+    jobs.after(0.0, ran.set)
+    assert ran.wait(PATIENCE_S)
+    assert faults == [error]
+
+
+def test_run_raises_what_the_job_does(jobs: JobThread, faults: list[BaseException]) -> None:
+    """It is the caller's to see, and no fault of the thread's."""
+
+    def fail() -> None:
+        raise ValueError("on purpose")
+
+    with pytest.raises(ValueError, match="on purpose"):
+        jobs.run(fail)
+    assert faults == []
+
+
+def test_timers_in_order(jobs: JobThread) -> None:
+    """An earlier timer that comes later wakes the thread; a cancelled one never runs."""
+    ran: list[str] = []
+    over = threading.Event()
+    jobs.after(3600.0, lambda: ran.append("never"))
+    jobs.after(0.10, lambda: (ran.append("second"), over.set()))
+    jobs.after(0.05, lambda: ran.append("first"))
+    jobs.after(0.02, lambda: ran.append("cancelled")).cancel()
+    assert over.wait(PATIENCE_S)
+    assert ran == ["first", "second"]
+
+
+def test_cancelled_timers_do_not_pile_up(jobs: JobThread) -> None:
+    """They don't stay until they would have been due; the live ones do."""
+    for _ in range(10_000):
+        jobs.after(3600, lambda: None).cancel()
+    finish(jobs)
+    assert len(jobs._timers) + len(jobs._coming) <= 2000
+    live = [jobs.after(3600, lambda: None) for _ in range(3000)]
+    ran = threading.Event()
+    jobs.after(0.0, ran.set)
+    assert ran.wait(PATIENCE_S)
+    finish(jobs)
+    waiting = [timer for _, _, timer in (*jobs._timers, *jobs._coming)]
+    assert sum(timer.job is not None for timer in waiting) == len(live)
+
+
+def test_jobs_after_the_end(faults: list[BaseException]) -> None:
+    """What is queued runs before the end, what comes later at once; timers never."""
+    jobs = JobThread("test-jobs", faults.append)
+    ran: list[str] = []
+    jobs.soon(lambda: ran.append("queued"))
+    jobs.after(0.0, lambda: ran.append("queued timer") if ran else None)
+    assert jobs.close()
+    jobs.soon(lambda: ran.append("late"))
+    jobs.run(lambda: ran.append("run"))
+    jobs.after(0.0, lambda: ran.append("late timer"))
+    assert [name for name in ran if "timer" not in name] == ["queued", "late", "run"]
+    assert "late timer" not in ran
+    unused = JobThread("test-jobs", faults.append)
+    assert unused.close()
+    unused.soon(lambda: ran.append("unused"))
+    assert ran[-1] == "unused"
+
+
+def test_close_is_bounded(jobs: JobThread) -> None:
+    """A job that goes on keeps nobody waiting, and what it kept waiting runs afterwards."""
+    begun, over, ran = threading.Event(), threading.Event(), threading.Event()
+    jobs.soon(lambda: (begun.set(), over.wait(PATIENCE_S)))
+    assert begun.wait(PATIENCE_S)
+    jobs.soon(ran.set)
+    assert not jobs.close(0.05)
+    over.set()
+    assert ran.wait(PATIENCE_S)
+
+
+def test_a_handler_may_give_jobs(jobs: JobThread) -> None:
+    """One that has interrupted another that was being given: nothing waits for a lock of the interrupted frame."""
+    ran: list[int] = []
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        jobs.soon(lambda: ran.append(number))
+        jobs.after(3600.0, lambda: None)
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        for _ in range(2000):
+            signal.raise_signal(signal.SIGUSR1)
+            jobs.soon(lambda: ran.append(0))
+            jobs.after(3600.0, lambda: None)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    finish(jobs)
+    assert len(ran) == 4000
+
+
+def test_text_of_errors() -> None:
+    """Whatever their `__str__` does."""
+
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise SystemExit
+
+    assert error_text(Mute()) == "Mute: <its __str__ raised SystemExit>"
+    assert error_text(ValueError("x")) == "ValueError: x"
+    assert error_text(KeyboardInterrupt()) == "KeyboardInterrupt"
