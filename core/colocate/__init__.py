@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from colocate._launch import launch
     from colocate._mesh import Mesh, Ranks
     from colocate._method import RoleCall, method
+    from colocate._needs import needs
     from colocate._plugins import hookimpl
     from colocate._pool import Pool, PoolPart, Slot
     from colocate._records import CallRecord
@@ -86,6 +87,7 @@ _HOMES = {
         "RoleCall",
         "method",
     ),
+    "_needs": ("needs",),
     "_plugins": ("hookimpl",),
     "_pool": (
         "Pool",
@@ -198,6 +200,7 @@ __all__ = [
     "launch",
     "load_config",
     "method",
+    "needs",
     "register_batch",
     "role",
     "wait",

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import attrs
 
+from colocate._owned import at
+
 if TYPE_CHECKING:
     from colocate._owned import Owned
     from colocate._runtime import Runtime
@@ -209,7 +211,7 @@ def _missing(key: _Key, claim: _Claim, doubt: str) -> Finding:
 
 
 def _line(node: Owned) -> str:
-    return f"{node.line[0]}:{node.line[1]}"
+    return at(node.line)
 
 
 def _clock(since: float) -> str:

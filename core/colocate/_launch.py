@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from colocate._owned import made_for
 from colocate._role import RoleSpec, role
 from colocate.config.schema import Config, RoleConfig
 
@@ -58,8 +59,9 @@ def launch(config: Config) -> Iterator[Launched]:
     from colocate import connect
 
     use, options = config.executor.use, config.executor.with_
-    with connect(use, seed=config.seed, call_timeout=config.call_timeout, **options) as runtime:
-        runtime.line = config.lines.get("executor", runtime.line)
+    with made_for(config.origins.get("executor")):
+        runtime = connect(use, seed=config.seed, call_timeout=config.call_timeout, **options)
+    with runtime:
         pools = {name: reserve_pool(runtime, name, config) for name in config.pools}
         groups = {name: _spawn(pools[group.pool], name, config) for name, group in config.groups.items()}
         yield Launched(config, runtime, groups)
@@ -67,17 +69,15 @@ def launch(config: Config) -> Iterator[Launched]:
 
 def reserve_pool(runtime: Runtime, name: str, config: Config) -> Pool:
     """Reserve a pool as the config's entry describes it."""
-    pool = runtime.reserve(name=name, **attrs.asdict(config.pools[name], recurse=False))
-    pool.line = config.lines.get(f"pools.{name}", pool.line)
-    return pool
+    with made_for(config.origins.get(f"pools.{name}")):
+        return runtime.reserve(name=name, **attrs.asdict(config.pools[name], recurse=False))
 
 
 def _spawn(pool: Pool, name: str, config: Config) -> ColocatedGroup:
     entry = config.groups[name]
     roles: dict[str, RoleSpec[Any]] = {key: _role(role) for key, role in entry.roles.items()}
-    group = pool.spawn(roles, name=name, mesh=entry.mesh, on_failure=entry.on_failure, restarts=entry.restarts)
-    group.line = config.lines.get(f"groups.{name}", group.line)
-    return group
+    with made_for(config.origins.get(f"groups.{name}")):
+        return pool.spawn(roles, name=name, mesh=entry.mesh, on_failure=entry.on_failure, restarts=entry.restarts)
 
 
 def _role(entry: RoleConfig) -> RoleSpec[Any]:

@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from types import FrameType, TracebackType
 from typing import Any, NoReturn, Self
 
@@ -44,6 +46,25 @@ def caller() -> tuple[str, int]:
     return "?", 0
 
 
+def at(line: tuple[str, int]) -> str:
+    """A line as messages have it. What a command-line option has made has no number, and the option's text."""
+    where, number = line
+    return f"{where}:{number}" if number else where
+
+
+_made_for: ContextVar[tuple[str, int] | None] = ContextVar("made_for", default=None)
+
+
+@contextlib.contextmanager
+def made_for(line: tuple[str, int] | None) -> Iterator[None]:
+    """What this thread makes in the block is made for that line, of a config say, and not for the code that does so."""
+    token = _made_for.set(line)
+    try:
+        yield
+    finally:
+        _made_for.reset(token)
+
+
 def is_own_code(file: str) -> bool:
     """Whether a file is a part of colocate's core."""
     return file.startswith(_HERE) and not file.startswith(_TESTING)
@@ -70,7 +91,7 @@ class Owned:
         owner: The node that closes it at the latest; None for a runtime.
         state: What it is doing.
         children: The nodes it owns, in the order in which they were made.
-        line: File and line that made it.
+        line: File and line that made it; for what a command-line option has made, the option and 0.
         created: When, in seconds of time.time().
         closed_by: What closed it, and where.
     """
@@ -81,7 +102,7 @@ class Owned:
         self.owner = owner
         self.state = "ready"
         self.children: dict[int, Owned] = {}
-        self.line = caller()
+        self.line = _made_for.get() or caller()
         self.created = time.time()
         self.closed_by: str | None = None
         self._born_after = _forks
@@ -220,7 +241,7 @@ class Owned:
     ) -> None:
         if self.forked:
             return
-        by = f"leaving its with block at {self.line[0]}:{self.line[1]}"
+        by = f"leaving its with block at {at(self.line)}"
         self.close_after(error, by, 10.0 if error is None else 2.0)
 
     def close_after(self, error: BaseException | None, by: str, grace: float) -> None:
@@ -241,7 +262,7 @@ class Owned:
             "name": self.name,
             "state": self.state,
             "age_s": round(time.time() - self.created, 3),
-            "line": f"{self.line[0]}:{self.line[1]}",
+            "line": f"{at(self.line)}",
         }
 
     def leaves(self) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ import attrs
 from colocate._epochs import base_of
 from colocate._group import ColocatedGroup
 from colocate._handlers import close_now
+from colocate._needs import check_needs
 from colocate._owned import Owned, raise_together
 from colocate._role import RoleSpec
 from colocate._spawn import Declared, declare
@@ -186,6 +187,9 @@ class Pool(Owned):
         if restarts < 1:
             raise ConfigError(f"restarts={restarts}: at least 1; a group that isn't restarted has on_failure='fail'")
         declared = declare(roles, len(indices), mesh)
+        for role, info in declared.infos.items():
+            default = declared.specs[role].default_group
+            check_needs(role, info.cls, default, len(info.slots), type(self.runtime.executor))
         group = self._occupy(indices, declared, name, restarts if on_failure == "restart" else 0)
         try:
             group.start(timeout, None if restore is None else Path(restore))

@@ -22,7 +22,7 @@ from colocate._graph import Graph
 from colocate._group import ColocatedGroup
 from colocate._handlers import close_now
 from colocate._jobs import JobThread, error_text, report_exception
-from colocate._owned import Owned, raise_together
+from colocate._owned import Owned, at, raise_together
 from colocate._plugins import find_executor, plugins
 from colocate._pool import Pool, close_children
 from colocate._records import Observers
@@ -295,7 +295,7 @@ class Runtime(Owned):
 
 
 def _at(node: Owned) -> str:
-    return f"{node.line[0]}:{node.line[1]}"
+    return at(node.line)
 
 
 def having_capability(capability: type) -> tuple[str, ...]:

@@ -154,9 +154,9 @@ class Mistake:
     nearest: str | None = None
 
     def __str__(self) -> str:
-        where = self.path if self.line is None else f"line {self.line}: {self.path}"
+        line = "" if self.line is None else f"line {self.line}"
         hint = f" (did you mean {self.nearest!r}?)" if self.nearest else ""
-        return f"{where}: {self.message}{hint}" if self.path else f"{self.message}{hint}"
+        return ": ".join(filter(None, (line, self.path, f"{self.message}{hint}")))
 
 
 class ConfigError(ColocateError, ValueError):

@@ -215,6 +215,11 @@ class Executor(abc.ABC):
         """
         return f"executor {cls.name!r} doesn't say that this option can't have code run"
 
+    @classmethod
+    def variant(cls, options: Mapping[str, Any]) -> type[Executor]:
+        """The class that `connect` would make with these options, which a config is checked against."""
+        return cls
+
     @abc.abstractmethod
     def nodes(self) -> Sequence[Node]:
         """What there is, whether free or not."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from colocate.executor import Executor, Node, Request, Reservation, Running
@@ -45,6 +45,14 @@ class Local(Executor):
     def objection(cls, option: str, value: Any) -> str | None:
         """None: its options count and choose, and name nothing."""
         return None
+
+    @classmethod
+    def variant(cls, options: Mapping[str, Any]) -> type[Executor]:
+        """The class for slots that are processes, or threads."""
+        from colocate_local.processes import LocalProcesses
+        from colocate_local.threads import LocalThreads
+
+        return LocalProcesses if options.get("processes") else LocalThreads
 
     def __init__(self, node: Node) -> None:
         """Use `connect`."""

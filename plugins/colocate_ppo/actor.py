@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from colocate import Concat, First, Reduce, Role, Scatter, method
+from colocate import Concat, First, Reduce, Role, Scatter, method, needs
 from colocate_ppo import checkpoint, maths, parallel
 from colocate_ppo.critic import Estimates
 from colocate_ppo.forward import response_log_probs, response_logits
@@ -18,6 +18,7 @@ from colocate_ppo.task import Problem
 from colocate_ppo.tokenizer import Padded, character_tokenizer, pretrained_tokenizer
 
 
+@needs("process_group")
 class Actor(Role):
     """The policy and its tokenizer.
 

@@ -7,7 +7,7 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
-from colocate import Concat, Reduce, Role, Scatter, method
+from colocate import Concat, Reduce, Role, Scatter, method, needs
 from colocate_ppo import checkpoint, maths, parallel
 from colocate_ppo.forward import response_values
 from colocate_ppo.model import ValueModel, Weights, config_from, value_model_from
@@ -21,6 +21,7 @@ class Estimates(TypedDict):
     returns: Tensor
 
 
+@needs("process_group")
 class Critic(Role):
     """The value model: the actor's backbone with one output. `load` gives it its model.
 

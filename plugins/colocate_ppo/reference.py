@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from colocate import Concat, Reduce, Role, Scatter, method
+from colocate import Concat, Reduce, Role, Scatter, method, needs
 from colocate_ppo import checkpoint, maths, parallel
 from colocate_ppo.forward import response_log_probs
 from colocate_ppo.model import Weights, model_from, weights_of
 from colocate_ppo.rollout import Rollout
 
 
+@needs("process_group")
 class Reference(Role):
     """A copy of the actor that isn't trained. `load` gives it its model."""
 

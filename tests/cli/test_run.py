@@ -158,7 +158,7 @@ class TestErrors:
     def test_another_version_in_the_worker(self, colocate: CommandLine) -> None:
         colocate.write("demo.yaml", ACME)
         newer = colocate.installed("acme_newer")
-        changes = ("--set", "executor.with.processes=true", "--set", f"pools.main.env.PYTHONPATH={newer}")
+        changes = ("--set", "executor.with.processes=true", "--set", f"+pools.main.env.PYTHONPATH={newer}")
         done = colocate("run", "demo.yaml", *changes, distributions=("acme",))
         assert done.returncode == 1
         assert done.stderr.startswith("error: ")

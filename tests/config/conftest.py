@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from colocate import Role, method
+from colocate import Role, method, needs
 
 if TYPE_CHECKING:
     import nothing_like_this
@@ -32,6 +32,13 @@ class Actor(Role):
     @method
     def act(self) -> int:
         return self.hidden
+
+
+@needs("process_group")
+class Together(Role):
+    @method
+    def act(self) -> int:
+        return 1
 
 
 class Open(Role):

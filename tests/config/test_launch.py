@@ -78,9 +78,33 @@ def test_the_graph_names_the_lines_of_the_config(load: Callable[..., Config]) ->
     assert "demo.yaml:5" in group
 
 
+def test_the_graph_names_the_option_that_made_something(load: Callable[..., Config]) -> None:
+    """Not the line of the command that read the option."""
+    changes = ["+pools.second.slots=3", "pools.second.cpus=2", "groups.group.pool=second", "pools.main.slots=1"]
+    with pytest.warns(UserWarning, match="no group uses"):
+        config = load(executor="local", set=changes)
+    with colocate.launch(config) as job:
+        runtime, main, second, group = job.runtime.graph.render("tree").splitlines()[:4]
+    assert runtime == "runtime local (ready, 0 s, --executor local)"
+    assert "demo.yaml:3" in main
+    assert second.endswith("pool second (ready, 0 s, --set +pools.second.slots=3)")
+    assert "demo.yaml:5" in group
+
+
+def test_what_a_dict_describes_was_made_by_who_launched_it(load: Callable[..., Config]) -> None:
+    load()
+    config = colocate.load_config({"pools": {"main": {"slots": 1}}})
+    with colocate.launch(config) as job:
+        lines = job.runtime.graph.render("tree").splitlines()
+    assert len(lines) == 2
+    assert all("test_launch.py:" in line for line in lines)
+
+
 def test_what_was_opened_is_closed_when_the_next_cannot_be(load: Callable[..., Config]) -> None:
     closed: list[str] = []
-    with pytest.raises(PlacementError), colocate.launch(load(set=["pools.second={slots: 1, gpus: 99}"])):
+    with pytest.warns(UserWarning, match="no group uses"):
+        config = load(set=["+pools.second={slots: 1, gpus: 99}"])
+    with pytest.raises(PlacementError), colocate.launch(config):
         closed.append("never")
     with pytest.raises(RoleStartError, match="no weights here"):  # noqa: SIM117
         with colocate.launch(load(set=["groups.group.roles.worker.with.fails=true"])):

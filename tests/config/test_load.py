@@ -70,7 +70,7 @@ def test_order_is_kept(write: Write) -> None:
     ],
 )
 def test_scalars_are_those_of_yaml_1_2(write: Write, text: str, value: object) -> None:
-    config = load_config(write(DEMO), set=[f"groups.policy.roles.other.with.x={text}"])
+    config = load_config(write(DEMO), set=[f"+groups.policy.roles.other.with.x={text}"])
     found = config.groups["policy"].roles["other"].with_["x"]
     assert found == value
     assert type(found) is type(value)
@@ -97,7 +97,7 @@ class TestChanges:
         assert config.seed == 2
 
     def test_set_makes_missing_keys_and_reads_yaml(self, write: Write) -> None:
-        changes = ["pools.new.slots=3", "pools.new.env={A: b}", "job=config_roles:train", "job.with.steps=7"]
+        changes = ["+pools.new.slots=3", "pools.new.env={A: b}", "job=config_roles:train", "job.with.steps=7"]
         config = load_config(write("seed: 1"), set=changes)
         assert config.pools == {"new": PoolConfig(slots=3, env={"A": "b"})}
         assert config.job == JobConfig("config_roles:train", {"steps": 7})

@@ -1,12 +1,14 @@
 """What a wrong config is told: path, line, message, and the nearest key; everything at once."""
 
+import itertools
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from colocate.config import load_config
+from colocate.config import PoolConfig, load_config
 from colocate.errors import ConfigError, Mistake
 
 Write = Callable[[str], Path]
@@ -54,12 +56,13 @@ def test_five_mistakes_are_shown_at_once_in_the_order_of_the_file(write: Write) 
 class TestSyntax:
     def test_bad_yaml_has_its_line(self, write: Write) -> None:
         text = only(write("seed: 1\npools: {main: {slots: 2}\n"))
-        assert text.startswith("not YAML: while parsing a flow mapping: expected ',' or '}'")
-        assert mistakes(write("seed: 1\n pools: 2"))[0].line == 2
+        assert text.startswith("line 3: not YAML: while parsing a flow mapping: expected ',' or '}'")
+        assert only(write("seed: 1\n pools: 2")).startswith("line 2: not YAML: ")
+        assert only(write("seed: 1\nname: a\x07")).startswith("line 2: not YAML: unacceptable character #x0007")
 
     def test_a_tab(self, write: Write) -> None:
         text = only(write("pools:\n\tmain: {slots: 1}\n"))
-        assert text.startswith("not YAML: ")
+        assert text.startswith("line 2: not YAML: ")
         assert "'\\t'" in text
 
     def test_a_key_that_is_there_twice(self, write: Write) -> None:
@@ -83,6 +86,38 @@ class TestSyntax:
 
     def test_an_alias_of_itself(self, write: Write) -> None:
         assert "contains it" in str(mistakes(write("pools: &p {main: *p}"))[0])
+
+    def test_aliases_are_bounded(self, write: Write) -> None:
+        """Each alias is a copy: nine lines of ten aliases each would be a thousand million values."""
+        names = "abcdefghij"
+        lines = [f"{b}: &{b} [{', '.join([f'*{a}'] * 10)}]" for a, b in itertools.pairwise(names)]
+        started = time.monotonic()
+        found = mistakes(write("\n".join(["a: &a [lol]", *lines])))
+        assert time.monotonic() - started < 5
+        (told,) = [str(mistake) for mistake in found if "alias" in mistake.message]
+        assert told == "line 6: f: the aliases in it stand for more than a config can hold: write less"
+        long = only({}, set=["name=[&a " + "x" * 2000 + ", " + ", ".join(["*a"] * 600) + "]"])
+        assert "the aliases in it stand for more" in long
+
+    def test_as_many_aliases_as_a_config_has_are_fine(self, write: Write) -> None:
+        pools = "".join(f"  p{i}: *main\n" for i in range(500))
+        assert len(load_config(write("pools:\n  main: &main {slots: 1, env: {A: b}}\n" + pools)).pools) == 501
+
+    def test_too_many_digits(self, write: Write) -> None:
+        told = "seed: a number of 5,000 characters; at most 1,000"
+        assert only(write(f"name: a\nseed: {'9' * 5000}")) == f"line 2: {told}"
+        assert "a number of 5,000 characters" in only(write("name: a"), set=[f"seed={'9' * 5000}"])
+        assert only({"seed": 10**5000}) == "seed: a number of more than 1,000 digits"
+
+    def test_too_deep(self, write: Write) -> None:
+        assert (
+            only(write("name: a\njob: " + "[" * 5000)) == "line 2: more than 100 lists and mappings inside each other"
+        )
+
+    @pytest.mark.parametrize("text", ["!!int abc", "!!float abc", "!!bool maybe"])
+    def test_a_tag_that_its_value_does_not_fit(self, write: Write, text: str) -> None:
+        tag, _, value = text.partition(" ")
+        assert only(write(f"seed: {text}")) == f"line 1: seed: {value!r} is tagged {tag}, and is none"
 
     def test_not_text(self, write: Write, tmp_path: Path) -> None:
         path = tmp_path / "binary.yaml"
@@ -261,6 +296,51 @@ class TestChanges:
         assert "(from --executor locl)" in only(write("seed: 1"), executor="locl")
 
     @pytest.mark.parametrize(
+        ("change", "at", "near"),
+        [
+            ("pools.man.slots=2", "pools.man: pools has no 'man'", "main"),
+            ("pools.man={slots: 2}", "pools.man: pools has no 'man'", "main"),
+            ("groups.polcy.on_failure=restart", "groups.polcy: groups has no 'polcy'", "policy"),
+            ("groups.policy.roles.actr.slots=[0]", "groups.policy.roles.actr: groups.policy.roles has no", "actor"),
+            ("pools.main.env.LEVL=warn", "pools.main.env.LEVL: pools.main.env has no 'LEVL'", "LEVEL"),
+            ("groups.policy.roles.actor.with.names.on=x", "with.names.on: groups.policy.roles.actor.with.names", "one"),
+            ("groups.policy.roles.open.with.siz=3", "roles.open.with.siz: config_roles:Open takes any name", "size"),
+        ],
+    )
+    def test_a_name_that_the_file_lacks(self, write: Write, change: str, at: str, near: str) -> None:
+        """Where the config gives the names, a typo would make another one: so a + makes one, and nothing else."""
+        path = write("""\
+            pools: {main: {slots: 2, env: {LEVEL: info}}}
+            executor: {use: local, with: {processes: true}}
+            groups:
+              policy:
+                pool: main
+                roles:
+                  actor: {use: "config_roles:Actor", with: {hidden: 1, names: {one: a}}}
+                  open: {use: "config_roles:Open", with: {size: 1}}
+            """)
+        told = only(path, set=[change])
+        assert at in told
+        assert f"--set +{change.partition('=')[0]}" in told
+        assert f"(did you mean {near!r}?)" in told
+
+    def test_a_plus_makes_a_name(self, write: Write) -> None:
+        changes = ["+pools.second.slots=3", "pools.second.gpus=1", "+pools.main.env.B=c", "+pools.main.slots=2"]
+        with pytest.warns(UserWarning, match=r"pools\.second: no group uses this pool"):
+            config = load_config(write(GROUP + "        with: {hidden: 1}"), set=changes)
+        assert config.pools["second"] == PoolConfig(slots=3, gpus=1)
+        assert config.pools["main"] == PoolConfig(slots=2, env={"B": "c"})
+
+    def test_what_the_schema_and_signatures_say_needs_no_plus(self, write: Write) -> None:
+        text = GROUP + "        with: {hidden: 1}\n" + "job: config_roles:train"
+        changes = ["pools.main.gpus=1", "groups.policy.roles.actor.with.lr=1e-3", "job.with.shuffle=true"]
+        config = load_config(write(text), set=[*changes, "executor.with.processes=true", "call_timeout=5"])
+        assert config.job is not None
+        assert config.job.with_ == {"shuffle": True}
+        assert "did you mean 'gpus'" in only(write(text), set=["pools.main.gpu=1"])
+        assert "did you mean 'shuffle'" in only(write(text), set=["job.with.shufle=1"])
+
+    @pytest.mark.parametrize(
         ("change", "told"),
         [
             ("seed", "write --set path=value, as in --set pools.main.slots=2"),
@@ -280,3 +360,33 @@ class TestChanges:
     def test_an_index_beyond_a_list(self, write: Write) -> None:
         path = write(GROUP + "        with: {hidden: 1}\n        slots: [0]")
         assert "is a list of 1" in only(path, set=["groups.policy.roles.actor.slots[1]=1"])
+
+
+class TestNeeds:
+    """A role class says what it needs; what can't run isn't approved."""
+
+    def test_process_groups_of_threads(self, write: Write) -> None:
+        text = GROUP.replace("Actor", "Together")
+        assert only(write(text)) == (
+            "line 6: groups.policy.roles.actor: role 'actor' makes process groups of its 2 ranks, which need a process "
+            "each, but slots of 'local' are threads of one: use connect('local', processes=True), in a config "
+            "executor.with.processes=true"
+        )
+        load_config(write(text), set=["executor.with.processes=true"])
+        load_config(write(text), set=["pools.main.slots=1"])
+        load_config(write(text), set=["groups.policy.roles.actor.slots=[1]"])
+
+    def test_the_default_group(self, write: Write) -> None:
+        told = only(write(GROUP + "        with: {hidden: 1}\n        default_group: true"))
+        assert "role 'actor' makes process groups of its 2 ranks" in told
+
+
+class TestWarnings:
+    def test_a_pool_that_no_group_uses(self, write: Write) -> None:
+        text = "pools:\n  main: {slots: 1}\n  spare: {slots: 1}\n" + GROUP.partition("\n")[2]
+        with pytest.warns(UserWarning, match=r"^line 3: pools\.spare: no group uses this pool") as caught:
+            load_config(write(text + "        with: {hidden: 1}"))
+        assert caught[0].filename == __file__
+
+    def test_pools_alone_are_for_code_that_spawns_its_own_groups(self, write: Write) -> None:
+        assert list(load_config(write("pools: {main: {slots: 1}}")).pools) == ["main"]

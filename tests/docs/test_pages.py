@@ -50,10 +50,12 @@ def test_the_two_commands() -> None:
     assert f"$ {command.removeprefix('.venv/bin/')}\n" in readme
     config = load_config(ROOT / command.split()[-1])
     assert config.job is not None
-    for change in re.findall(r"--set ([\w.]+=\w+)", readme):
-        load_config(ROOT / command.split()[-1], set=[change])
-    for executor in re.findall(r"--executor (\w+)", readme):
-        assert load_config(ROOT / command.split()[-1], executor=executor).executor.use == executor
+    commands = re.findall(r"(?:--(?:set|executor) [\w.]+(?:=\w+)?\s?)+", readme)
+    assert len(commands) == 3
+    for options in commands:
+        executor = next(iter(re.findall(r"--executor (\S+)", options)), None)
+        config = load_config(ROOT / command.split()[-1], executor=executor, set=re.findall(r"--set (\S+)", options))
+        assert config.executor.use == (executor or "local")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -14,7 +14,8 @@ from rich.text import Text
 
 from colocate._run_folder import finite
 from colocate._screen import console
-from colocate.config import Config, load_config
+from colocate.config import Config
+from colocate.config.load import read_config
 from colocate.errors import ColocateError, ConfigError
 
 
@@ -27,7 +28,10 @@ def load(file: Path, executor: str | None, changes: Iterable[str], *, allow_impo
     for folder in (os.getcwd(), str(file.absolute().parent)) if allow_import else ():
         if folder not in sys.path:
             sys.path.insert(0, folder)
-    return load_config(file, executor=executor, set=changes, allow_import=allow_import)
+    config, warned = read_config(file, executor=executor, set=changes, allow_import=allow_import)
+    for each in warned:
+        console(error=True).print(Text("warning: ", "bold yellow").append(Text(f"{file}: {each}", "")), soft_wrap=True)
+    return config
 
 
 def guarded(command: Callable[[], int], *, as_json: bool) -> int:

@@ -9,13 +9,15 @@ from typing import Any, Literal
 
 from colocate._bytes import parse_bytes
 from colocate._mesh import parse_meshes
+from colocate._needs import lacks_processes
 from colocate._plugins import find_executor, find_job, find_role
 from colocate.config.arguments import Arguments, arguments_of, connect_arguments
 from colocate.config.schema import Config, PoolConfig, RoleConfig
 from colocate.config.source import Document
 from colocate.config.trust import Trust
-from colocate.config.values import Place
+from colocate.config.values import Place, path_text
 from colocate.errors import ConfigError, PluginError
+from colocate.executor import Executor
 
 
 def check(config: Config, document: Document, allow_import: bool = True) -> None:
@@ -23,12 +25,17 @@ def check(config: Config, document: Document, allow_import: bool = True) -> None
     trust = Trust(config.plugins.allow, allow_import)
     if not re.fullmatch(r"\w[\w.-]*", config.name):
         document.wrong(("name",), f"{config.name!r} can't name a folder; use letters, digits, '-', '_' and '.'")
-    _executor(config, trust, document)
+    executor = _executor(config, trust, document)
     _variables(trust, document)
     for name, pool in config.pools.items():
         _pool(pool, ("pools", name), document)
-    _groups(config, trust, document)
+    _groups(config, executor, trust, document)
     _job(config, trust, document)
+    if config.groups:  # a config without any is for code that spawns its own
+        used = {group.pool for group in config.groups.values()}
+        for name in config.pools:
+            if name not in used:
+                document.warn(("pools", name), "no group uses this pool; it would be reserved all the same")
 
 
 def _trusted(trust: Trust, use: str, kind: Literal["executor", "roles"], place: Place, document: Document) -> bool:
@@ -38,20 +45,22 @@ def _trusted(trust: Trust, use: str, kind: Literal["executor", "roles"], place: 
     return why is None
 
 
-def _executor(config: Config, trust: Trust, document: Document) -> None:
+def _executor(config: Config, trust: Trust, document: Document) -> type[Executor] | None:
+    """What would run the workers, when it can be known."""
     if not _trusted(trust, config.executor.use, "executor", ("executor",), document):
-        return
+        return None
     try:
         executor = find_executor(config.executor.use)
     except PluginError as error:
         document.wrong(("executor", "use"), error.message)
-        return
+        return None
     arguments, given = connect_arguments(executor), config.executor.with_
     _with(arguments, given, ("executor",), document)
     known = {name: value for name, value in given.items() if arguments.open or name in arguments.parameters}
     for name, why in trust.objections_to_options(executor, known).items():
         if not document.is_callers(place := ("executor", "with", name)):
             document.wrong(place, why)
+    return executor.variant(config.executor.with_)
 
 
 def _variables(trust: Trust, document: Document) -> None:
@@ -86,7 +95,7 @@ def _pool(pool: PoolConfig, place: Place, document: Document) -> None:
             document.wrong((*place, key), f"must be at least {least}, not {number}")
 
 
-def _groups(config: Config, trust: Trust, document: Document) -> None:
+def _groups(config: Config, executor: type[Executor] | None, trust: Trust, document: Document) -> None:
     taken: dict[str, str] = {}
     for name, group in config.groups.items():
         place: Place = ("groups", name)
@@ -97,7 +106,15 @@ def _groups(config: Config, trust: Trust, document: Document) -> None:
         if pool is not None:
             _mesh(group.mesh, pool.slots, (*place, "mesh"), document)
         for role_name, role in group.roles.items():
-            _role(role_name, role, pool, trust, (*place, "roles", role_name), document)
+            below = (*place, "roles", role_name)
+            cls = _role(role_name, role, pool, trust, below, document)
+            ranks = len(role.slots) if role.slots is not None else pool.slots if pool is not None else 1
+            if (
+                cls is not None
+                and executor is not None
+                and (why := lacks_processes(role_name, cls, role.default_group, ranks, executor))
+            ):
+                document.wrong(below, why)
         if len(wanting := [key for key, role in group.roles.items() if role.default_group]) > 1:
             text = f"{' and '.join(wanting)} both want torch's default group; one role of a group can"
             document.wrong((*place, "roles", wanting[-1], "default_group"), text)
@@ -117,20 +134,24 @@ def _pool_of(pool: str, first: str, place: Place, document: Document) -> None:
         document.wrong((*place, "pool"), text)
 
 
-def _role(name: str, role: RoleConfig, pool: PoolConfig | None, trust: Trust, place: Place, document: Document) -> None:
+def _role(
+    name: str, role: RoleConfig, pool: PoolConfig | None, trust: Trust, place: Place, document: Document
+) -> type | None:
+    """Its class, when it can be had."""
     if not name.isidentifier():
         document.wrong(place, f"{name!r} can't be a role's name: use letters, digits and _")
     if pool is not None and _slots(role, pool, place, document):
         count = pool.slots if role.slots is None else len(role.slots)
         _mesh(role.mesh, count, (*place, "mesh"), document)
     if not _trusted(trust, role.use, "roles", place, document):
-        return
+        return None
     try:
         cls = find_role(role.use).load()
     except PluginError as error:
         document.wrong((*place, "use"), error.message)
-    else:
-        _with(arguments_of(cls, role.use), role.with_, place, document)
+        return None
+    _with(arguments_of(cls, role.use), role.with_, place, document)
+    return cls
 
 
 def _slots(role: RoleConfig, pool: PoolConfig, place: Place, document: Document) -> bool:
@@ -162,3 +183,12 @@ def _with(arguments: Arguments, given: Mapping[str, Any], place: Place, document
     for problem in arguments.problems(given):
         at = (*place, "with", *problem.place) if problem.place else place
         document.wrong(at, problem.message, problem.nearest)
+    if not arguments.open:
+        return
+    founded = [name for name in given if (*place, "with", name) not in document.unfounded]
+    for name in given:
+        if name not in founded and name not in arguments.parameters:
+            at = (*place, "with", name)
+            near = next(iter(difflib.get_close_matches(name, [*arguments.parameters, *founded], 1)), None)
+            text = f"{arguments.owner} takes any name, and the config doesn't give it this one; to add it, write a +"
+            document.wrong(at, f"{text}: --set +{path_text(at)}=...", near)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterable
 from typing import Any
 
+from colocate.config.schema import Config, Shape
 from colocate.config.source import Document, read_value
 from colocate.config.values import Place, path_text
 from colocate.errors import Mistake
@@ -29,10 +31,11 @@ def replace_executor(document: Document, name: str) -> None:
 
 
 def assign(document: Document, text: str) -> None:
-    """`--set path=value`: the value is read as YAML; missing keys on the way are made."""
+    """`--set path=value`: the value is read as YAML. Only `+path=value` makes a name that the config doesn't have."""
     path, equals, value_text = text.partition("=")
     option = f"--set {text}"
-    place = _place(path.strip())
+    makes = path.startswith("+")
+    place = _place(path.removeprefix("+").strip())
     if not equals or not place:
         _wrong(document, path, option, "write --set path=value, as in --set pools.main.slots=2")
         return
@@ -41,20 +44,46 @@ def assign(document: Document, text: str) -> None:
     if reading.mistakes:
         _wrong(document, path, option, f"the value {value_text!r}: {reading.mistakes[0].message}")
         return
-    if _make_way(document, place, option):
-        document.put(place, value, option)
+    if mistake := _misses(document.data, place, makes, option):
+        document.mistakes.append(mistake)
+        return
+    for depth in range(1, len(place)):
+        if _at(document.data, place[:depth]) is None:
+            document.put(place[:depth], {}, option)
+    if not makes and is_argument(place) and _at(document.data, place) is None:
+        document.unfounded.add(place)
+    document.put(place, value, option)
 
 
-def _make_way(document: Document, place: Place, option: str) -> bool:
-    """See that the parent of a place exists; False, with a mistake, where it can't."""
-    here: Any = document.data
+def _misses(data: Any, place: Place, makes: bool, option: str) -> Mistake | None:
+    """Why a place can't be set, if it can't.
+
+    A key of the schema, or an argument, needn't be in the config: that there is such a one is checked later. A name
+    that the config gives (a pool's, a group's, a role's, an environment variable's) must be, unless it is to be made.
+    """
+    here: Any = data
+    shape = Shape.of(Config)
     for depth, key in enumerate(place):
-        if obstacle := _obstacle(here, key, path_text(place[:depth]) or "the config"):
-            _wrong(document, path_text(place), option, obstacle)
-            return False
-        if depth < len(place) - 1:
-            here = _below(here, key, place[: depth + 1], document, option)
-    return True
+        above = path_text(place[:depth])
+        if obstacle := _obstacle(here, key, above or "the config"):
+            return Mistake(path_text(place), None, f"{obstacle} (from {option})")
+        if shape.named and not makes and key not in here:
+            near = next(iter(difflib.get_close_matches(str(key), here, 1)), None)
+            new = f"--set +{option.removeprefix('--set ')}"
+            text = f"{above} has no {key!r}; to add one, write {new}"
+            return Mistake(path_text(place[: depth + 1]), None, f"{text} (from {option})", near)
+        here = _at(here, (key,))
+        here = {} if here is None and depth < len(place) - 1 else here
+        shape = shape.below(key)
+    return None
+
+
+def is_argument(place: Place) -> bool:
+    """Whether a place is an argument of an executor, a role or a job."""
+    shape = Shape.of(Config)
+    for key in place[:-1]:
+        shape = shape.below(key)
+    return shape.arguments
 
 
 def _obstacle(here: Any, key: str | int, name: str) -> str | None:
@@ -67,11 +96,11 @@ def _obstacle(here: Any, key: str | int, name: str) -> str | None:
     return None if isinstance(here, dict) else f"{name} is {here!r}, which has no keys"
 
 
-def _below(here: Any, key: str | int, place: Place, document: Document, option: str) -> Any:
-    """The value of a key, made when it is missing."""
-    if isinstance(here, dict) and here.get(key) is None:
-        document.put(place, {}, option)
-    return here[key]
+def _at(data: Any, place: Place) -> Any:
+    """The value of a place, None where there is none."""
+    for key in place:
+        data = data.get(key) if isinstance(data, dict) else data[key]
+    return data
 
 
 def _wrong(document: Document, path: str, option: str, message: str) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from colocate.config.schema import Config
 
 if TYPE_CHECKING:
     from colocate.config.source import Document
+    from colocate.errors import Mistake
 
 
 def load_config(
@@ -30,12 +32,30 @@ def load_config(
     Args:
         source: A YAML file, or the same as a dict.
         executor: The name of another executor, which replaces the whole entry.
-        set: Changes "path=value", applied in order; values are read as YAML.
+        set: Changes "path=value", applied in order; values are read as YAML. "+path=value" makes a name (of a pool, a
+            group, a role, a variable) that the config doesn't have.
         allow_import: Whether it may name "module:Class", which is imported; False for configs of others.
 
     Raises:
         ConfigError: Something is wrong; its `mistakes` are all there are.
+
+    Warns:
+        UserWarning: It reserves a pool that no group of it uses.
     """
+    config, warned = read_config(source, executor=executor, set=set, allow_import=allow_import)
+    for each in warned:
+        warnings.warn(str(each), UserWarning, stacklevel=2)
+    return config
+
+
+def read_config(
+    source: str | os.PathLike[str] | Mapping[str, Any],
+    *,
+    executor: str | None = None,
+    set: Iterable[str] = (),
+    allow_import: bool = True,
+) -> tuple[Config, Sequence[Mistake]]:
+    """As `load_config`, with what it would warn of."""
     # Imported when it is used: `import colocate` and `connect` need neither YAML nor cattrs.
     from colocate.config.check import check
     from colocate.config.edit import assign, expand, replace_executor
@@ -53,7 +73,7 @@ def load_config(
         check(config, document, allow_import)
     if document.mistakes or config is None:
         raise document.error()
-    return attrs.evolve(config, lines=document.file_lines())
+    return attrs.evolve(config, origins=document.made_at()), tuple(document.warnings)
 
 
 def _read(source: str | os.PathLike[str] | Mapping[str, Any]) -> Document:

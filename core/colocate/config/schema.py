@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import attrs
 
@@ -104,7 +104,8 @@ class Config:
         groups: Groups to spawn, by name, in order.
         job: What to run; None for a config that is only launched.
         plugins: Which plugins may be used.
-        lines: File and line of each pool and group, and of the executor ("pools.main"), for the ownership graph.
+        origins: File and line of each pool and group, and of the executor ("pools.main"), for the ownership graph; an
+            option of the command line, with line 0, where that has made it.
     """
 
     name: str
@@ -115,13 +116,46 @@ class Config:
     groups: dict[str, GroupConfig] = attrs.field(factory=dict)
     job: JobConfig | None = None
     plugins: PluginsConfig = attrs.field(factory=PluginsConfig)
-    lines: Mapping[str, tuple[str, int]] = attrs.field(factory=dict, eq=False, repr=False, metadata={"key": False})
+    origins: Mapping[str, tuple[str, int]] = attrs.field(factory=dict, eq=False, repr=False, metadata={"key": False})
 
     def dump(self) -> str:
         """The config as YAML, every short form and default written out; `load_config` of it gives an equal one."""
         from colocate.config.source import write_yaml
 
         return write_yaml(_plain(self))
+
+
+@attrs.frozen
+class Shape:
+    """Who says which keys a mapping in a config has.
+
+    Attributes:
+        kind: The class whose fields they are, if they are the schema's.
+        item: The class of the values, where the config's author names the entries.
+        arguments: Whether they are arguments of an executor, a role or a job, whose signature says them.
+        named: Whether the config's author does.
+    """
+
+    kind: type[attrs.AttrsInstance] | None = None
+    item: type[attrs.AttrsInstance] | None = None
+    arguments: bool = False
+    named: bool = False
+
+    @classmethod
+    def of(cls, annotation: Any) -> Shape:
+        """That of a mapping which is annotated so."""
+        found: type[attrs.AttrsInstance] | None = next(filter(attrs.has, (annotation, *get_args(annotation))), None)
+        named = any(get_origin(each) is dict for each in (annotation, *get_args(annotation)))
+        return cls(item=found, named=True) if named else cls(found)
+
+    def below(self, key: str | int) -> Shape:
+        """That of the value of a key. Below a key that the schema lacks nothing is known: it is the mistake."""
+        if self.kind is None:
+            return Shape(self.item) if self.item is not None else Shape(named=self.named or self.arguments)
+        field = next((field.name for field in keys(self.kind) if key_of(field.name) == key), None)
+        if field is None:
+            return Shape()
+        return Shape(arguments=True) if field == "with_" else Shape.of(get_type_hints(self.kind)[field])
 
 
 def keys(cls: type[attrs.AttrsInstance]) -> list[attrs.Attribute[Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,21 @@ from typing import Any
 import attrs
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.events import CollectionEndEvent, CollectionStartEvent
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+from ruamel.yaml.reader import ReaderError
 
 from colocate.config.values import Place, path_text
 from colocate.errors import ConfigError, Mistake
 
-_MERGE = "tag:yaml.org,2002:merge"
-_PLAIN_TAGS = tuple(f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "float", "str"))
-_TIMESTAMP = "tag:yaml.org,2002:timestamp"  # no type of YAML 1.2's core schema: text
+_YAML = "tag:yaml.org,2002:"
+_MERGE = f"{_YAML}merge"
+_PLAIN_TAGS = tuple(f"{_YAML}{name}" for name in ("null", "bool", "int", "float", "str"))
+_TIMESTAMP = f"{_YAML}timestamp"  # no type of YAML 1.2's core schema: text
+_MOST_DEPTH = 100  # what reads and checks a config goes as deep as the config does
+_MOST_DIGITS = 1000  # Python turns no number of more than 4,300 into text, and a config is written out again
+_MOST_COPIED = 1_000_000  # characters that aliases stand for: a few of them that name each other stand for any number
+_LEAST_COPIED = 10  # what a value counts, however short it is
 
 
 @attrs.define(eq=False)
@@ -29,22 +37,32 @@ class Document:
         data: Its plain data.
         lines: The line of each place that came from a file.
         origins: The command-line option that each changed place came from.
+        unfounded: Arguments that a command-line option gives and the config doesn't name.
         mistakes: What is wrong.
+        warnings: What is right, and hardly meant.
     """
 
     name: str
     data: dict[str, Any] = attrs.field(factory=dict)
     lines: dict[Place, int] = attrs.field(factory=dict)
     origins: dict[Place, str] = attrs.field(factory=dict)
+    unfounded: set[Place] = attrs.field(factory=set)
     mistakes: list[Mistake] = attrs.field(factory=list)
+    warnings: list[Mistake] = attrs.field(factory=list)
 
     def wrong(self, place: Place, message: str, nearest: str | None = None) -> None:
         """Note a mistake, with the line or the option that the place came from."""
-        line, option = self._source(place)
-        text = f"{message} (from {option})" if option else message
-        mistake = Mistake(path_text(place), line, text, nearest)
+        mistake = self._mistake(place, message, nearest)
         if mistake not in self.mistakes:
             self.mistakes.append(mistake)
+
+    def warn(self, place: Place, message: str) -> None:
+        """Note what is no mistake by itself, and probably one."""
+        self.warnings.append(self._mistake(place, message, None))
+
+    def _mistake(self, place: Place, message: str, nearest: str | None) -> Mistake:
+        line, option = self._source(place)
+        return Mistake(path_text(place), line, f"{message} (from {option})" if option else message, nearest)
 
     def put(self, place: Place, value: Any, option: str) -> None:
         """Set the value of a place whose parent exists, because a command-line option says so."""
@@ -69,13 +87,17 @@ class Document:
         message = f"{self.name}: {count} mistake{'s' if count > 1 else ''}"
         return ConfigError(message, mistakes=tuple(ordered))
 
-    def file_lines(self) -> dict[str, tuple[str, int]]:
-        """File and line of the executor and of each pool and group, by path."""
-        if not self.lines:
-            return {}
-        entries = [place for place in self.lines if len(place) == 2 and place[0] in ("pools", "groups")]
-        found = {path_text(place): (self.name, self.lines[place]) for place in entries}
-        return {**found, "executor": (self.name, self.lines.get(("executor",), 1))}
+    def made_at(self) -> dict[str, tuple[str, int]]:
+        """Where the executor and each pool and group come from, by path: file and line, or an option and 0."""
+        entries = [(kind, name) for kind in ("pools", "groups") for name in self.data.get(kind) or ()]
+        found = {}
+        for place in (("executor",), *entries):
+            line, option = self._source(place)
+            if option is not None:
+                found[path_text(place)] = option, 0
+            elif line is not None:
+                found[path_text(place)] = self.name, line
+        return found
 
     def _source(self, place: Place) -> tuple[int | None, str | None]:
         for length in range(len(place), -1, -1):
@@ -127,8 +149,11 @@ def read_dict(config: Mapping[str, Any], name: str) -> Document:
 
 def read_value(text: str, document: Document) -> Any:
     """Any YAML value as plain data; lines and mistakes go to the document. None, with a mistake, for bad syntax."""
-    yaml = YAML(typ="safe", pure=True)
     try:
+        if (line := _too_deep(text)) is not None:
+            document.mistakes.append(Mistake("", line, f"more than {_MOST_DEPTH} lists and mappings inside each other"))
+            return None
+        yaml = YAML(typ="safe", pure=True)
         node = yaml.compose(text)
         return None if node is None else _Builder(yaml, document).build(node, (), ())
     except MarkedYAMLError as error:
@@ -136,8 +161,22 @@ def read_value(text: str, document: Document) -> Any:
         context = f"{error.context}: " if error.context else ""
         problem = f"{context}{error.problem}".partition("\n")[0]
         document.mistakes.append(Mistake("", mark.line + 1 if mark else None, f"not YAML: {problem}"))
+    except ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        document.mistakes.append(Mistake("", line, f"not YAML: {error}".partition("\n")[0]))
     except YAMLError as error:
         document.mistakes.append(Mistake("", None, f"not YAML: {error}".partition("\n")[0]))
+    return None
+
+
+def _too_deep(text: str) -> int | None:
+    """The line where lists and mappings lie too deep inside each other, which would exhaust the stack."""
+    depth = 0
+    for event in YAML(typ="safe", pure=True).parse(text):
+        depth += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
+        if depth > _MOST_DEPTH:
+            line: int = event.start_mark.line + 1
+            return line
     return None
 
 
@@ -152,14 +191,18 @@ def write_yaml(data: Any) -> str:
     return text.getvalue()
 
 
-@attrs.frozen
+@attrs.define
 class _Builder:
     """Builds data from YAML nodes. Every alias becomes a copy: setting one place must not change another."""
 
     yaml: YAML
     document: Document
+    _built: set[int] = attrs.field(factory=set, init=False)
+    _copied: int = attrs.field(default=0, init=False)
 
     def build(self, node: Node, place: Place, above: tuple[int, ...]) -> Any:
+        if not self._affordable(node, place):
+            return None
         self.document.lines.setdefault(place, node.start_mark.line + 1)
         if id(node) in above:
             self.document.wrong(place, "an alias stands for something that contains it")
@@ -171,13 +214,32 @@ class _Builder:
             return [self.build(item, (*place, i), above) for i, item in enumerate(node.value)]
         return self._scalar(node, place)
 
+    def _affordable(self, node: Node, place: Place) -> bool:
+        """Whether one more value may be made; what aliases stand for is counted."""
+        if id(node) not in self._built:
+            self._built.add(id(node))
+        elif self._copied <= _MOST_COPIED:
+            self._copied += max(_LEAST_COPIED, len(node.value))
+            if self._copied > _MOST_COPIED:
+                self.document.wrong(place[:1], "the aliases in it stand for more than a config can hold: write less")
+        return self._copied <= _MOST_COPIED
+
     def _scalar(self, node: Node, place: Place) -> Any:
         if node.tag == _TIMESTAMP:
             return node.value
         if node.tag not in _PLAIN_TAGS:
             self.document.wrong(place, f"the tag {node.tag} is not known; a config has plain values only")
             return None
-        return self.yaml.constructor.construct_object(node)
+        kind = node.tag.removeprefix(_YAML)
+        if kind in ("int", "float") and len(node.value) > _MOST_DIGITS:
+            text = f"a number of {len(node.value):,} characters; at most {_MOST_DIGITS:,}"
+            self.document.wrong(place, text)
+            return None
+        try:
+            return self.yaml.constructor.construct_object(node)
+        except (ValueError, KeyError):  # by a tag, it is said to be what it isn't
+            self.document.wrong(place, f"{node.value!r} is tagged !!{kind}, and is none")
+            return None
 
     def _mapping(self, node: MappingNode, place: Place, above: tuple[int, ...]) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -221,6 +283,9 @@ def _copied(value: Any, place: Place, document: Document) -> Any:
         return {key: _copied(each, (*place, key), document) for key, each in value.items() if isinstance(key, str)}
     if isinstance(value, list | tuple):
         return [_copied(each, (*place, i), document) for i, each in enumerate(value)]
+    if type(value) is int and value.bit_length() > _MOST_DIGITS * math.log2(10):
+        document.wrong(place, f"a number of more than {_MOST_DIGITS:,} digits")
+        return None
     if value is None or type(value) in (bool, int, float, str):
         return value
     document.wrong(place, f"a config has plain values only (text, numbers, lists, dicts), not {type(value).__name__}")

@@ -21,6 +21,7 @@ from types import FrameType
 from typing import Any
 
 import colocate
+from colocate._owned import at as as_text
 
 _COLOCATE = os.path.dirname(os.path.abspath(colocate.__file__)) + os.sep
 _OF_COLOCATE = ("colocate_local", "colocate_ray", "colocate_dask")
@@ -117,7 +118,7 @@ def at(line: tuple[str, int]) -> str:
     """A line as messages have it."""
     path, number = line
     here = os.getcwd() + os.sep
-    return f"{path.removeprefix(here)}:{number}"
+    return as_text((path.removeprefix(here), number))
 
 
 def _line(thing: object = None) -> str | None:

@@ -15,7 +15,7 @@ from colocate.testing.executors._base import ExecutorCase, Shared, Spawn, needs
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
 from colocate.testing.probes.rows import Axes
-from colocate.testing.probes.tensors import Collective
+from colocate.testing.probes.tensors import Collective, Together
 from colocate.testing.waiting import PATIENCE_S, becomes_true
 
 
@@ -49,6 +49,18 @@ class ProcessGroups(ExecutorCase):
         assert mesh.sum_each(values, axis="dp") == [4.0, 6.0, 4.0, 6.0]
         assert mesh.sum_each(values, axis="pp") == values
         assert mesh.facts("tp") == [(0, 2), (1, 2), (0, 2), (1, 2)]
+
+    def test_needs(self, runtime: Runtime, spawn: Spawn) -> None:
+        """A role that says it makes them, or has torch's default one, isn't started where its ranks are threads."""
+        pytest.importorskip("torch")
+        if isinstance(runtime.executor, OwnProcess):
+            assert spawn({"role": colocate.role(Together)}).role("role", Together).sum(1.0) == [2.0, 2.0]
+            return
+        for role in (colocate.role(Together), colocate.role(Collective).on(default_group=True)):
+            with pytest.raises(CapabilityError, match="role 'role' makes process groups of its 2 ranks") as caught:
+                spawn({"role": role})
+            assert caught.value.capability == "OwnProcess"
+            assert spawn({"role": role}, slots=1).role("role", Collective).sum(1.0) == [1.0]
 
     @needs(OwnProcess)
     def test_same(self, ring: ColocatedGroup) -> None:

@@ -6,7 +6,7 @@ import os
 import signal
 from typing import TYPE_CHECKING, Any
 
-from colocate import Concat, First, Gather, OnRank, PerRank, Reduce, Role, Scatter, method
+from colocate import Concat, First, Gather, OnRank, PerRank, Reduce, Role, Scatter, method, needs
 from colocate.testing.gate import Address, pass_gate, pass_gate_async
 from colocate.worker import torch_groups
 
@@ -340,3 +340,8 @@ class Collective(Role):
         tensor = torch.tensor([value])
         dist.all_reduce(tensor, group=group)
         return float(tensor)
+
+
+@needs("process_group")
+class Together(Collective):
+    """Says that it uses process groups."""

@@ -1,0 +1,55 @@
+"""What a role class says that it needs, so that a group which can't run is refused before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
+
+from colocate.errors import CapabilityError, ConfigError
+from colocate.executor import Executor
+
+C = TypeVar("C", bound=type[Any])
+
+_NEEDS = "__colocate_needs__"
+_KNOWN = ("process_group",)
+
+
+def needs(*what: Literal["process_group"]) -> Callable[[C], C]:
+    """Declare what a role class needs; its subclasses need it too.
+
+    `colocate check`, `colocate doctor` and `pool.spawn` refuse a group whose executor lacks it.
+
+    Args:
+        *what: "process_group": where it has several ranks, it makes process groups of them (`ctx.process_group()`),
+            for which each rank needs a process.
+    """
+    unknown = [each for each in what if each not in _KNOWN]
+    if unknown or not what:
+        raise ConfigError(f"@colocate.needs({', '.join(map(repr, what))}): what can be needed is {', '.join(_KNOWN)}")
+
+    def declare(cls: C) -> C:
+        setattr(cls, _NEEDS, frozenset({*getattr(cls, _NEEDS, ()), *what}))
+        return cls
+
+    return declare
+
+
+def lacks_processes(role: str, cls: type, default_group: bool, ranks: int, executor: type[Executor]) -> str | None:
+    """Why a role's process groups can't be made on an executor, if they can't."""
+    if ranks < 2 or not executor.in_process or not (default_group or "process_group" in getattr(cls, _NEEDS, ())):
+        return None
+    return (
+        f"role {role!r} makes process groups of its {ranks} ranks, which need a process each, but slots of "
+        f"{executor.name!r} are threads of one: use connect('local', processes=True), in a config "
+        "executor.with.processes=true"
+    )
+
+
+def check_needs(role: str, cls: type, default_group: bool, ranks: int, executor: type[Executor]) -> None:
+    """Raise unless an executor has what a role needs.
+
+    Raises:
+        CapabilityError: It can't have process groups of several ranks there.
+    """
+    if (why := lacks_processes(role, cls, default_group, ranks, executor)) is not None:
+        raise CapabilityError(why, capability="OwnProcess", executors=("local with processes=True",), role=role)
