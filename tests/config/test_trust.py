@@ -163,8 +163,8 @@ class TestCodeThatIsNotNamed:
 
     def test_an_option_can_not_set_one_either(self, write: Write) -> None:
         config = write("pools: {main: {slots: 1}}")
-        with pytest.raises(ConfigError, match=r"can't set 'PYTHONPATH'.*from --set pools.main.env.PYTHONPATH=x"):
-            load_config(config, set=["pools.main.env.PYTHONPATH=x"], allow_import=False)
+        with pytest.raises(ConfigError, match=r"can't set 'PYTHONPATH'.*from --set \+pools.main.env.PYTHONPATH=x"):
+            load_config(config, set=["+pools.main.env.PYTHONPATH=x"], allow_import=False)
 
     def test_what_is_on_the_list_is_set(self) -> None:
         env = {"OMP_NUM_THREADS": "2", "NCCL_DEBUG": "INFO", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
