@@ -382,6 +382,11 @@ class CallOrder:
             left = {seq: call.missing() for seq, call in self.pending.items()}
             return {slot for slot, ran in self._ran.items() if any(slot in left.get(seq, ()) for seq in ran)}
 
+    def owing(self) -> set[int]:
+        """The slots of ranks that haven't ended a call which they were sent."""
+        with self.lock:
+            return {slot for call in self.pending.values() for slot in call.missing()}
+
     def _stop_asking(self, token: int) -> None:
         with self.lock:
             asked = self._stacks.pop(token, None)

@@ -26,6 +26,7 @@ _LOOKS_FOR_S = 0.5
 _AFTER_END_S = 5.0  # a worker whose lane has ended leaves by itself, unless a role's thread or exit handler keeps it
 _AFTER_FORCE_S = 0.25  # the same where others had to be ended: by then the grace is over for all of them
 _AFTER_KILL_S = 10.0
+_IDLE_S = 0.5  # what a lane that runs nothing has to end, however short the grace: its message is on its way
 
 
 class Workforce:
@@ -107,6 +108,7 @@ class Workforce:
             self._wait(lambda: not self._unbuilt or self._build_failed, deadline)
             if self._build_failed:
                 # The others are told by a hold, and have as long as after any failed call.
+                self._granted = group.grace
                 self._wait(lambda: not self._unbuilt, time.monotonic() + group.grace)
         if group.closed_by is not None:
             group.check()
@@ -116,6 +118,7 @@ class Workforce:
             late = worker.slot not in self._built
             if late and not (self._build_failed and worker.hello is not None):
                 error = self._late(worker)
+                self._granted = timeout or 0.0
             if error is not None:
                 errors.add(worker.slot, error)
         if errors.errors:
@@ -329,8 +332,12 @@ class Workforce:
         return errors
 
     def _wait_for_lanes(self, grace: float) -> list[BaseException]:
-        """Wait until all lanes have ended, at most `grace` seconds; what there is to say of those that haven't."""
+        """Wait until all lanes have ended, at most `grace` seconds; what there is to say of those that haven't.
+
+        The grace is for what they run: one that runs nothing has the moment that it takes to end in any case.
+        """
         deadline = time.monotonic() + grace
+        idle_until = max(deadline, time.monotonic() + _IDLE_S)
         first = min(deadline, self._overdue_at)
         early = self._asked  # for its owner, before it was told to end
         if self._wait(lambda: not self._busy, first - STACKS_WITHIN_S):
@@ -341,7 +348,7 @@ class Workforce:
         hung = self._hung(deadline)
         if early and self._stacks is not None:
             self._look_again(hung, deadline - STACKS_WITHIN_S / 2)
-        if self._wait(lambda: not self._busy - hung, deadline) and not self._busy:
+        if self._wait(lambda: not self._busy - hung, idle_until) and not self._busy:
             return []
         if self._group.failure is not None:  # what went wrong has been said
             return []
@@ -357,6 +364,7 @@ class Workforce:
                 pid=w.pid,
             )
             for w in self._awaited(self._busy)
+            if w.hello is not None  # one that hasn't even started was late, which its start has told
         ]
 
     def wind_down(self, grace: float, deadline: float) -> None:
@@ -388,10 +396,13 @@ class Workforce:
     def _hung(self, deadline: float) -> set[int]:
         """The slots that still run what they ran, or don't answer, when the owner's grace was over: they have had it.
 
-        Others, which are idle, have until `deadline` to end.
+        Others, which are idle, have longer. Where nobody has had the time to say, those count that owe an answer.
         """
         self._wait(lambda: self._stacks is not None or not self._busy, deadline)
-        running = self._group.order.still_running()
+        order = self._group.order
         with self._news:
             silent = set() if self._stacks is None else self._busy - self._stacks.keys()
+            asked = self._stacks is not None
+        running = order.still_running() if asked else order.owing()
+        with self._news:
             return self._busy & (silent | running | self._unbuilt)

@@ -52,6 +52,7 @@ class Startup(ExecutorCase):
         again = pickle.loads(pickle.dumps(error))
         assert str(again) == str(error)
         assert set(again.errors) == {0, 1}
+        assert not hasattr(error, "__notes__")  # nothing hung: closing what had been started has nothing to say
 
     def test_one_failure(self, spawn: Spawn) -> None:
         """One rank that fails is enough, and it is the one named."""
@@ -59,6 +60,7 @@ class Startup(ExecutorCase):
             spawn({"bad": colocate.role(FailsToStart, (1,))})
         assert set(caught.value.errors) == {1}
         assert caught.value.rank == 1
+        assert not hasattr(caught.value, "__notes__")
 
     @pytest.mark.parametrize("kind", ["exit", "interrupt", "two", "unpicklable"])
     def test_odd_failures(self, spawn: Spawn, kind: str) -> None:
@@ -83,6 +85,9 @@ class Startup(ExecutorCase):
             with pytest.raises(RoleStartError, match="did not construct its roles in time") as caught:
                 spawn({"slow": colocate.role(HangsAtStart, gate.address, (1,))}, timeout=0.2 + 4 * self.start_s)
             assert set(caught.value.errors) == {1}
+            (note,) = caught.value.__notes__  # with its stack, and how long it was waited for
+            assert "did not end within 0 s" not in note
+            assert "running build" in note
 
     def test_waiting_for_it(self, runtime: Runtime, spawn: Spawn) -> None:
         """`wait_ready` of a group that another thread is still starting waits for it."""
