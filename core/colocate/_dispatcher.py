@@ -14,7 +14,7 @@ class Dispatcher(JobThread):
     def __init__(self, name: str) -> None:
         """Args: name: Name of the thread."""
         super().__init__(name, _report)
-        self._start()
+        self.start()
 
     @property
     def stack(self) -> str:

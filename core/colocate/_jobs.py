@@ -65,10 +65,16 @@ class JobThread:
         """Whether the caller runs on its thread."""
         return threading.current_thread() is self._thread
 
+    def start(self) -> None:
+        """Start the thread now, if it hasn't been."""
+        if self._unstarted:
+            with suppress(IndexError):  # somebody else has just taken it
+                self._unstarted.pop().start()
+
     def soon(self, job: Callable[[], object]) -> None:
         """Run a job as soon as the earlier ones are done; here and now once the thread has ended."""
         self._jobs.put(job)
-        self._start()
+        self.start()
         if self._ended:
             self._run_what_is_left()
 
@@ -79,7 +85,7 @@ class JobThread:
         self._coming.append((due, next(self._order), timer))
         if due < self._looks_at or len(self._coming) > _SWEEP:  # after it was added: see `_due`
             self._jobs.put(None)
-        self._start()
+        self.start()
         return timer
 
     def run(self, job: Callable[[], object]) -> None:
@@ -116,11 +122,6 @@ class JobThread:
             return not self._thread.is_alive() or self.is_current
         self._finish()
         return True
-
-    def _start(self) -> None:
-        if self._unstarted:
-            with suppress(IndexError):  # somebody else has just taken it
-                self._unstarted.pop().start()
 
     # -- on the thread
 

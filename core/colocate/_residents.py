@@ -113,7 +113,7 @@ class Residents(Leases):
             f"{kept.source.label} of group {group.name!r}, kept at {where}, has failed, and nobody has used its "
             f"resident (freed by {kept.freed_by}): {error}"
         )
-        group.runtime.dispatcher.soon(lambda: _log.error(text))
+        group.runtime.printer.soon(lambda: _log.error(text))
 
     def raise_untold(self) -> None:
         """Raise what has failed without anybody's having been told, but for what the end of an open scope will."""

@@ -146,7 +146,7 @@ class Restarts:
                 if self._used >= self.limit:
                     group.fail_for_good(cause, fault)
                     return
-                _log.warning("group %r could not be restarted, and is tried again: %s", group.name, fault)
+                self._log(f"group {group.name!r} could not be restarted, and is tried again: {fault}")
         finally:
             with group.order.lock:  # as the next one is begun
                 if number == self._round:  # otherwise it has failed again: that one tells
@@ -175,8 +175,11 @@ class Restarts:
             group.workforce.kill()
             return error
         source = "anew" if checkpoint is None else f"from its checkpoint {checkpoint.tag!r}"
-        _log.warning("group %r was restarted %s (generation %d)", group.name, source, group.generation)
+        self._log(f"group {group.name!r} was restarted {source} (generation {group.generation})")
         return None
+
+    def _log(self, text: str) -> None:
+        self._group.runtime.printer.soon(lambda: _log.warning(text))
 
     def _turned(self) -> None:
         with self._turn:

@@ -25,6 +25,7 @@ from colocate._jobs import JobThread, error_text, report_exception
 from colocate._owned import Owned, at, raise_together
 from colocate._plugins import find_executor, plugins
 from colocate._pool import Pool, close_children
+from colocate._printer import Printer
 from colocate._records import Observers
 from colocate._slow import SlowCalls
 from colocate.config.arguments import options_of
@@ -98,6 +99,7 @@ class Runtime(Owned):
         self.path = tuple(entry or os.getcwd() for entry in sys.path)
         self.dispatcher = Dispatcher(f"colocate-dispatcher-{self.id}")
         self.timers = JobThread(f"colocate-timers-{self.id}", self._timers_failed)
+        self.printer = Printer(f"colocate-output-{self.id}")
         self.observers = Observers()
         self.groups: dict[str, ColocatedGroup] = {}
         self.naming = threading.Lock()  # a name is looked up and taken in one
@@ -288,6 +290,7 @@ class Runtime(Owned):
                         ColocateError(f"a callback or an observer of this runtime goes on:\n{self.dispatcher.stack}")
                     )
                 self.timers.close()
+                self.printer.close()
                 self.state = "closed"
                 _live.pop(id(self), None)
                 self._finished.set()

@@ -41,6 +41,7 @@ class SlowCalls:
     def _warn(self, group: ColocatedGroup, call: PendingCall) -> None:
         def tell(stacks: dict[int, str]) -> None:
             where = "\n".join(f"slot {slot} is {stack}" for slot, stack in sorted(stacks.items()))
-            _log.warning("%s of group %r has been running for %.0f s\n%s", call.label, group.name, SLOW_S, where)
+            text = f"{call.label} of group {group.name!r} has been running for {SLOW_S:.0f} s\n{where}"
+            self._runtime.printer.soon(lambda: _log.warning(text))
 
         group.order.ask_stacks(call.missing(), tell)

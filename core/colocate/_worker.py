@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -95,8 +93,7 @@ class Worker:
         label, text = split_label(line)
         self._tail.append(text)
         who = f"{self.boot.group}/{label}" if label is not None else f"{self.boot.group} {self.slot}"
-        with contextlib.suppress(OSError, ValueError):  # the driver's own output is closed: nobody reads it
-            print(f"[{who}] {text}", file=sys.stderr, flush=True)
+        self.group.runtime.printer.line(f"[{who}] {text}")
 
     def exited(self, exit: Exit) -> None:
         """It is gone."""

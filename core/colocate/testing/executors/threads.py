@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import sys
 import threading
 from typing import Any, NamedTuple
 
@@ -11,10 +13,11 @@ import pytest
 import colocate
 from colocate import CallTimeout, ColocatedGroup, ColocateError, Context, Role, method
 from colocate.errors import RoleError, SerializationError, WorkerDied
-from colocate.testing.executors._base import ExecutorCase, Spawn
+from colocate.executor import OwnProcess
+from colocate.testing.executors._base import ExecutorCase, Spawn, needs
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
-from colocate.testing.probes.plain import Echo
+from colocate.testing.probes.plain import Echo, Talker
 from colocate.testing.probes.rows import Rows
 from colocate.testing.waiting import PATIENCE_S
 
@@ -83,6 +86,31 @@ class Undisturbed(ExecutorCase):
             with pytest.raises((ColocateError, SerializationError), match="it leaves"):
                 kept.fetch(timeout=PATIENCE_S)
             assert other.fetch(timeout=PATIENCE_S) == ["x", "x"]
+
+    @needs(OwnProcess)
+    @pytest.mark.parametrize("raises", [False, True])
+    def test_output_that_nobody_takes(self, spawn: Spawn, monkeypatch: pytest.MonkeyPatch, raises: bool) -> None:
+        """With a `sys.stderr` that blocks, or raises, calls go on, and a worker's end has its last words."""
+        group = spawn({"talker": colocate.role(Talker), "faulty": colocate.role(Faulty)})
+        talker, faulty = group.role("talker", Talker), group.role("faulty", Faulty)
+        over = threading.Event()
+
+        class Stuck(io.StringIO):
+            def write(self, text: str) -> int:
+                if raises:
+                    raise SystemExit("nobody takes it")
+                over.wait(PATIENCE_S)
+                return len(text)
+
+        monkeypatch.setattr(sys, "stderr", Stuck())
+        try:
+            assert talker.talk(200, 1000) == [200, 200]
+            with pytest.raises(WorkerDied) as caught:
+                faulty.exit(3, "the last words")
+            assert "the last words" in str(caught.value.log_tail)
+        finally:
+            over.set()
+        group.close()
 
     def test_progress_of_any_number(self, copying: ColocatedGroup) -> None:
         """A number of a type of the role's own is told as the number that it is: the driver needs no such type."""

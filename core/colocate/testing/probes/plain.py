@@ -18,6 +18,17 @@ class Tracked(list[int]):
     """A list that can be referred to weakly."""
 
 
+class Talker(Role):
+    """Prints."""
+
+    @method
+    def talk(self, lines: int, characters: int) -> int:
+        """Print so many lines of so many characters; how many lines."""
+        for _ in range(lines):
+            print("x" * characters)
+        return lines
+
+
 class Echo(Role):
     """Says who it is and gives back what it gets."""
 

@@ -1,0 +1,183 @@
+"""The printer: a reader that is late, one that has gone, and streams of the user's own."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from colocate import _printer
+from colocate._printer import Printer
+from colocate.testing.waiting import PATIENCE_S, wait_until
+
+_LINE = "x" * 1000
+
+
+@contextlib.contextmanager
+def own_stderr() -> Iterator[int]:
+    """The reading end of what is this process's own stderr meanwhile."""
+    reader, writer = os.pipe()
+    with open(writer, "w", encoding="ascii") as stream, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stderr", stream)  # not in a fixture: pytest has its own after that
+        patch.setattr(sys, "__stderr__", stream)
+        yield reader
+    os.close(reader)
+
+
+def read_all(reader: int, printer: Printer) -> list[str]:
+    """What is printed until the printer is closed, as a reader that has come late gets it."""
+    found: list[bytes] = []
+    over = threading.Event()
+
+    def read() -> None:
+        os.set_blocking(reader, False)
+        while not (over.is_set() and not _readable(reader, found)):
+            time.sleep(0.001)
+            _readable(reader, found)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    printer.close()
+    over.set()
+    thread.join()
+    return b"".join(found).decode().splitlines()
+
+
+def _readable(reader: int, found: list[bytes]) -> bool:
+    try:
+        found.append(os.read(reader, 1 << 16))
+    except BlockingIOError:
+        return False
+    return True
+
+
+def test_a_reader_that_is_late() -> None:
+    """Nobody waits for it; it gets the first lines, how many there were then, and the last ones."""
+    with own_stderr() as pipe:
+        printer = Printer("test-output")
+        began = time.monotonic()
+        for number in range(3000):  # three times what is kept
+            printer.line(f"{number} {_LINE}")
+        assert time.monotonic() - began < 1.0
+        lines = read_all(pipe, printer)
+        *shown, last = lines
+        assert [line.split()[0] for line in shown] == [str(number) for number in range(len(shown))]
+        assert 1000 < len(shown) < 1200
+        count = 3000 - len(shown)
+        assert last == f"[colocate] {count} lines of workers' output were dropped here: they weren't read fast enough"
+
+
+def test_lines_after_a_gap() -> None:
+    """What comes once there is room again comes after the line that counts."""
+    with own_stderr() as pipe:
+        printer = Printer("test-output")
+        for number in range(2000):
+            printer.line(f"{number} {_LINE}")
+        while printer._waiting > _printer._BUFFER_CHARS // 4:
+            os.read(pipe, 1 << 16)
+        printer.line("after")
+        *_, told, after = read_all(pipe, printer)
+        assert "lines of workers' output were dropped here" in told
+        assert after == "after"
+
+
+def test_no_reader_at_all() -> None:
+    """Closing is bounded, the thread ends, and nothing is left in a stream that would hang at exit."""
+    with own_stderr():
+        printer = Printer("test-output")
+        for _ in range(200):
+            printer.line(_LINE)
+        began = time.monotonic()
+        printer.close()
+        assert time.monotonic() - began < 2.0
+        printer.line("late")
+        wait_until(
+            lambda: not any(each.name == "test-output" for each in threading.enumerate()), "its thread has ended"
+        )
+
+
+def test_a_reader_that_has_gone() -> None:
+    """It is as if the lines had been read."""
+    with own_stderr() as pipe:
+        printer = Printer("test-output")
+        os.close(os.dup(pipe))
+        nowhere = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nowhere, pipe)  # the pipe's only reader
+        os.close(nowhere)
+        for _ in range(200):
+            printer.line(_LINE)
+        printer.close()
+        assert not printer._lines
+
+
+def test_streams_of_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that raises, whatever it is, loses its lines, and is told how many once it raises no more."""
+
+    class Odd(io.StringIO):
+        error: BaseException | None = SystemExit("no more")
+
+        def write(self, text: str) -> int:
+            if self.error is not None:
+                raise self.error
+            return super().write(text)
+
+    odd = Odd()
+    monkeypatch.setattr(sys, "stderr", odd)
+    printer = Printer("test-output")
+    for number in range(3):
+        printer.line(f"lost {number}")
+        wait_until(lambda: not printer._lines, "it is taken")
+    printer._jobs.run(lambda: None)
+    odd.error = None
+    printer.line("shown")
+    printer.close()
+    assert odd.getvalue().splitlines() == [
+        "[colocate] 3 lines of workers' output were dropped here: sys.stderr raised SystemExit: no more",
+        "shown",
+    ]
+
+
+def test_no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process without one (a window's) prints nothing."""
+    monkeypatch.setattr(sys, "stderr", None)
+    printer = Printer("test-output")
+    printer.line("nowhere")
+    printer.close()
+
+
+DRIVER = """
+import sys, time
+import colocate
+from colocate.testing.probes.plain import Talker
+
+with colocate.connect("local", processes=True) as runtime:
+    group = runtime.reserve(2).spawn({"talker": colocate.role(Talker)})
+    talker = group.role("talker", Talker)
+    talker.talk(2000, 1000)
+    began = time.monotonic()
+    assert talker.talk(1, 1) == [1, 1]
+    group.close(grace=1)
+    took = time.monotonic() - began
+print("closed", took < 8, flush=True)
+"""
+
+
+def test_output_that_nobody_reads() -> None:
+    """With the driver's stderr an unread pipe, four megabytes of output stop no group, no close, and no exit."""
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1
+    )
+    with driver:
+        try:
+            assert driver.stdout is not None
+            assert driver.stdout.readline() == "closed True\n"
+            assert driver.wait(PATIENCE_S) == 0
+        finally:
+            driver.kill()
