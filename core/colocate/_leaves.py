@@ -181,6 +181,8 @@ class _TensorDict(Kind):
     def concat(self, parts: Sequence[Any], memo: Memo) -> Any:
         import torch
 
+        device = _device_of(parts[0])
+        parts = [part if _device_of(part) in (device, None) else part.to(device) for part in parts]
         ragged = _ragged_entries(parts[0])
         if not ragged:
             return torch.cat(list(parts))
@@ -188,6 +190,15 @@ class _TensorDict(Kind):
         for key in ragged:
             whole.set(key, _concat_jagged([part.get(key) for part in parts], memo))
         return whole
+
+
+def _device_of(value: Any) -> Any:
+    """Where a TensorDict is, by its own word or that of its first tensor; None when it has none."""
+    if value.device is not None:
+        return value.device
+    if isinstance(value, sys.modules["tensordict"].LazyStackedTensorDict):  # looking inside would stack its rows
+        return _device_of(value.tensordicts[0])
+    return next((item.device for item in value.values(True, True) if hasattr(item, "is_cpu")), None)
 
 
 def _ragged_entries(value: Any, prefix: tuple[str, ...] = ()) -> list[tuple[str, ...]]:

@@ -62,6 +62,7 @@ class MethodSpec:
     is_async: bool
     concurrency: int
     readonly: tuple[str, ...]
+    host: tuple[str, ...]
     simple: tuple[str, ...] | None = attrs.field(
         init=False, default=attrs.Factory(lambda self: _simple_names(self.signature), takes_self=True)
     )
@@ -175,7 +176,12 @@ def method(f: Callable[Concatenate[Any, P], T], /) -> RoleMethod[P, list[T]]: ..
 # is a list. The alternative would be Any for every dispatch of the user's own.
 @overload
 def method(  # type: ignore[overload-overlap]  # pyright: ignore[reportOverlappingOverload]
-    *, dispatch: OnRank, collect: None = ..., concurrency: int = ..., readonly: Sequence[str] = ...
+    *,
+    dispatch: OnRank,
+    collect: None = ...,
+    concurrency: int = ...,
+    readonly: Sequence[str] = ...,
+    host: Sequence[str] = ...,
 ) -> _Same: ...
 @overload
 def method(
@@ -184,14 +190,25 @@ def method(
     collect: Concat | First | Reduce,
     concurrency: int = ...,
     readonly: Sequence[str] = ...,
+    host: Sequence[str] = ...,
 ) -> _Same: ...
 @overload
 def method(
-    *, dispatch: Dispatch = ..., collect: Gather | None = ..., concurrency: int = ..., readonly: Sequence[str] = ...
+    *,
+    dispatch: Dispatch = ...,
+    collect: Gather | None = ...,
+    concurrency: int = ...,
+    readonly: Sequence[str] = ...,
+    host: Sequence[str] = ...,
 ) -> _List: ...
 @overload
 def method(
-    *, dispatch: Dispatch = ..., collect: Collect, concurrency: int = ..., readonly: Sequence[str] = ...
+    *,
+    dispatch: Dispatch = ...,
+    collect: Collect,
+    concurrency: int = ...,
+    readonly: Sequence[str] = ...,
+    host: Sequence[str] = ...,
 ) -> _Custom: ...
 def method(
     f: Callable[..., Any] | None = None,
@@ -201,6 +218,7 @@ def method(
     collect: Collect | None = None,
     concurrency: int = 1,
     readonly: Sequence[str] = (),
+    host: Sequence[str] = (),
 ) -> Any:
     """Make a function of a class a method of the role.
 
@@ -210,13 +228,14 @@ def method(
         collect: How the ranks' results become one value (default: `Gather()`, a list; with `OnRank`, that rank's).
         concurrency: How many calls of an `async def` method may overlap.
         readonly: Parameters that it only reads, which allows an executor to hand them over without a copy.
+        host: Parameters whose tensors arrive on the host. All others' arrive on `ctx.device`.
 
     Raises:
         DispatchError: An unknown parameter name, or a dispatch and a collect that don't go together.
     """
 
     def decorate(function: Callable[..., Any]) -> RoleMethod[..., Any]:
-        return RoleMethod(_declare(function, dispatch, collect, concurrency, tuple(readonly)))
+        return RoleMethod(_declare(function, dispatch, collect, concurrency, tuple(readonly), tuple(host)))
 
     return decorate if f is None else decorate(f)
 
@@ -227,6 +246,7 @@ def _declare(
     collect: Collect | None,
     concurrency: int,
     readonly: tuple[str, ...],
+    host: tuple[str, ...],
 ) -> MethodSpec:
     where = function.__qualname__
     for given, kind in ((dispatch, Dispatch), (collect, Collect)):
@@ -242,8 +262,9 @@ def _declare(
     names = list(signature.parameters)
     dispatch.declare(names, where)
     check_collect(dispatch, collect, where)
-    if unknown := [name for name in readonly if name not in names]:
-        raise DispatchError(f"{where}: readonly names {unknown[0]!r}, but its parameters are {', '.join(names)}")
+    for option, named in (("readonly", readonly), ("host", host)):
+        if unknown := [name for name in named if name not in names]:
+            raise DispatchError(f"{where}: {option} names {unknown[0]!r}, but its parameters are {', '.join(names)}")
     is_async = inspect.iscoroutinefunction(function)
     if concurrency < 1 or (concurrency > 1 and not is_async):
         raise DispatchError(f"{where}: concurrency={concurrency}; it is at least 1, and above 1 for async methods only")
@@ -256,4 +277,5 @@ def _declare(
         is_async=is_async,
         concurrency=concurrency,
         readonly=readonly,
+        host=host,
     )

@@ -29,7 +29,7 @@ def ordinary(value: Any) -> Any:
                     return item.clone()
             return item.detach() if item.requires_grad or isinstance(item, torch.nn.Parameter) else item
         kind: type = type(item)
-        return item.apply(leaf, filter_empty=False) if _is_collection(kind) else item
+        return item.apply(leaf, filter_empty=False) if is_collection(kind) else item
 
     return map_leaves(value, leaf, _has_memory)
 
@@ -47,10 +47,10 @@ class Watch:
     __slots__ = ("_contents", "_seen", "_tensors", "nbytes")
 
     def __init__(self, value: Any, contents: bool) -> None:
-        memories = _memories(value)
+        found = memories(value)
         torch = imported("torch")
-        self.nbytes = sum(map(_nbytes, memories))
-        self._tensors = [] if torch is None else [item for item in memories if isinstance(item, torch.Tensor)]
+        self.nbytes = sum(map(_nbytes, found))
+        self._tensors = [] if torch is None else [item for item in found if isinstance(item, torch.Tensor)]
         self._contents = (value,) if contents else ()
         self._seen = self._state()
 
@@ -84,7 +84,7 @@ def _add(digest: hashlib.blake2b, value: Any) -> None:
     elif isinstance(value, _COMPARED):
         digest.update(f"{value!r},".encode(errors="surrogatepass"))
     elif _has_memory(kind):
-        for item in _memories(value):
+        for item in memories(value):
             _add_memory(digest, item)
 
 
@@ -101,13 +101,13 @@ def _add_memory(digest: hashlib.blake2b, item: Any) -> None:
         digest.update(numpy.ascontiguousarray(item).tobytes())
 
 
-def _memories(value: Any) -> list[Any]:
+def memories(value: Any) -> list[Any]:
     """The tensors and arrays in a value, in order."""
     found: list[Any] = []
 
     def leaf(item: Any) -> Any:
         kind: type = type(item)
-        if _is_collection(kind):
+        if is_collection(kind):
             item.apply(leaf, filter_empty=False)
         elif _has_memory(kind):
             found.append(item)
@@ -120,11 +120,11 @@ def _memories(value: Any) -> list[Any]:
 @functools.lru_cache(maxsize=1024)
 def _has_memory(kind: type) -> bool:
     """Whether values of this type are tensors, arrays or collections of tensors."""
-    return hasattr(kind, "nbytes") or _is_collection(kind)
+    return hasattr(kind, "nbytes") or is_collection(kind)
 
 
 @functools.lru_cache(maxsize=1024)
-def _is_collection(kind: type) -> bool:
+def is_collection(kind: type) -> bool:
     """Whether values of this type are TensorDicts, or of a tensorclass."""
     tensordict = imported("tensordict")
     return tensordict is not None and bool(tensordict.is_tensor_collection(kind))
@@ -137,7 +137,7 @@ def _nbytes(item: Any) -> int:
 
 def tensor_bytes(value: Any) -> int:
     """Bytes of the tensors and arrays in a value (0 when there are none)."""
-    return sum(map(_nbytes, _memories(value)))
+    return sum(map(_nbytes, memories(value)))
 
 
 def describe(value: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from colocate._codec import Codec
+from colocate._arguments import on_device
 from colocate._context import Context, MeshPlace, derive_seed, reset_current, set_current
 from colocate._mesh import Mesh
 from colocate._role import check_role
@@ -112,7 +112,7 @@ def construct(build: RoleBuild, host: WorkerHost) -> HostedRole:
     try:
         cls = build.shipped.load()
         methods = check_role(build.name, cls)
-        args, kwargs = _unpack(host.codec, build.arguments, host.boot.device)
+        args, kwargs = _unpack(host, build.arguments)
         instance = cls(*args, **kwargs)
         _attach(instance, ctx)
     finally:
@@ -120,11 +120,12 @@ def construct(build: RoleBuild, host: WorkerHost) -> HostedRole:
     return HostedRole(build.name, instance, methods, ctx)
 
 
-def _unpack(codec: Codec, body: Any, device: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _unpack(host: WorkerHost, body: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A constructor's arguments: on the host, from where it takes to the device what it wants there."""
     if body is None:
         return (), {}
-    args, kwargs = codec.unpack(body, device)
-    return args, kwargs
+    args, kwargs = host.codec.unpack(body, "cpu")
+    return on_device((args, kwargs), "cpu") if host.moves_tensors else (args, kwargs)
 
 
 def _attach(instance: Any, ctx: Context) -> None:

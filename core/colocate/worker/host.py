@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from colocate import _batch
+from colocate._arguments import cuda_is_used
 from colocate._codec import Codec
 from colocate._context import Context, running_call
 from colocate._jobs import JobThread, error_text, report_exception
@@ -63,6 +64,7 @@ class WorkerHost:
     ) -> None:
         self.boot = boot
         self.codec = codec
+        self.in_process = in_process
         self.store = Store(boot.strict)
         self.roles: dict[Any, HostedRole] = {}
         self.instances: dict[str, object] = {}
@@ -98,6 +100,11 @@ class WorkerHost:
             "answer": self._on_answer,
             "close": self._on_close,
         }
+
+    @property
+    def moves_tensors(self) -> bool:
+        """Whether tensors that arrive may be elsewhere than on the slot's device."""
+        return self.boot.device != "cpu" or (self.in_process and cuda_is_used())
 
     # -- messages, on the receiving thread: nothing here blocks or runs role code
 

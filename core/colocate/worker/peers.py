@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from colocate import _batch, wire
-from colocate._tree import map_leaves
 from colocate.worker.consequence import Consequence, Poisoned
 from colocate.worker.store import Entry, Store
 from colocate.worker.uses import Peers, Source
@@ -59,7 +58,7 @@ class LocalPeers(Peers):
     def _handed_over(self, value: Any, source: Source, rank: int) -> Any:
         codec, boot = self._host.codec, self._host.boot
         if codec.name == "reference" or (source.group, source.slot(rank)) == (boot.group, boot.slot):
-            return _placed(value, boot.device)
+            return value  # on whichever device it is: arguments are brought to this slot's when they are complete
         return codec.unpack(codec.pack(value), boot.device)
 
     def _entry(self, source: Source, rank: int) -> Entry:
@@ -160,15 +159,3 @@ class ChannelPeers(Peers):
             return (self._host.part_weight(key),), None
         value = self._host.part(key)
         return (), wire.pack(value if what == "part" else _batch.slice_rows(value, *bounds))
-
-
-def _placed(value: Any, device: str) -> Any:
-    """The value with tensors of another slot's device moved to this one's; those of the CPU stay."""
-    if device == "cpu":
-        return value
-
-    def leaf(item: Any) -> Any:
-        kind = getattr(getattr(item, "device", None), "type", "cpu")
-        return item if kind == "cpu" else item.to(device)
-
-    return map_leaves(value, leaf)

@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from colocate import _batch
+from colocate._arguments import placed
 from colocate._context import reset_current, running_call, set_current
 from colocate._dispatch import Scatter
 from colocate._method import MethodSpec
@@ -114,8 +115,14 @@ class Runner:
         if body is None:
             return {}
         arguments: dict[str, Any] = host.codec.unpack(body, host.boot.device)
-        if resolver is None:
-            return arguments
+        if resolver is not None:
+            arguments = self._resolved(arguments, resolver, role, spec)
+        return placed(arguments, host.boot.device, spec.host) if host.moves_tensors else arguments
+
+    def _resolved(
+        self, arguments: dict[str, Any], resolver: Resolver, role: HostedRole, spec: MethodSpec
+    ) -> dict[str, Any]:
+        host = self._host
         arguments = resolver.resolve(arguments)
         if host.store.strict:
             resolver.watch()

@@ -24,6 +24,7 @@ from colocate.testing.executors.context import Contexts
 from colocate.testing.executors.converging import Converging
 from colocate.testing.executors.deaths import Deaths
 from colocate.testing.executors.detaching import Detaching
+from colocate.testing.executors.devices import Devices
 from colocate.testing.executors.dispatch import Dispatching
 from colocate.testing.executors.drivers import Drivers
 from colocate.testing.executors.endings import Endings
@@ -50,6 +51,7 @@ class ExecutorSuite(
     Residents,
     TensorResidents,
     Memory,
+    Devices,
     NamedMeshes,
     Pipelines,
     Functions,

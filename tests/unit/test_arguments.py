@@ -1,0 +1,302 @@
+"""Arguments arrive on the slot's device. GPUs are played."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import UserDict
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import attrs
+import pytest
+
+import colocate
+from colocate import Concat, First, Gather, PerRank, Role, Scatter, method
+from colocate._arguments import placed
+from colocate.errors import DispatchError
+
+torch = pytest.importorskip("torch")
+tensordict = pytest.importorskip("tensordict")
+
+from tests.unit.played import ones, play  # noqa: E402
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Batch:
+    tokens: Any
+    texts: list[str]
+
+
+@attrs.frozen
+class Sample:
+    tokens: Any
+    inner: Any = None
+
+
+class Opaque:
+    """Not looked into."""
+
+    def __init__(self, tensor: Any) -> None:
+        self.tensor = tensor
+
+
+@dataclasses.dataclass
+class Node:
+    tensor: Any
+    parent: Any = None
+
+
+def where(value: Any) -> Any:
+    """The devices in a value."""
+    if isinstance(value, torch.Tensor):
+        return str(value.device)
+    if isinstance(value, torch.nn.Module):
+        return sorted({str(item.device) for item in [*value.parameters(), *value.buffers()]})
+    if isinstance(value, (dict, UserDict)):
+        return {key: where(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [where(item) for item in value]
+    if isinstance(value, (Batch, Sample, Opaque, Node)):
+        return where(value.tensor if isinstance(value, (Opaque, Node)) else value.tokens)
+    if isinstance(value, tensordict.TensorDictBase):
+        return {key: where(item) for key, item in value.items()}
+    return value
+
+
+def on(device: str, value: Any, host: bool = False) -> Any:
+    return placed({"x": value}, device, ("x",) if host else ())["x"]
+
+
+KINDS: dict[str, tuple[Callable[[Any], Any], Any]] = {
+    "tensor": (lambda t: t, "meta"),
+    "nested": (lambda t: {"a": [t, (t, 1)], "b": None}, {"a": ["meta", ["meta", 1]], "b": None}),
+    "NamedTuple": (lambda t: Pair(t, "text"), ["meta", "text"]),
+    "dataclass": (lambda t: Batch(t, ["text"]), "meta"),
+    "attrs": (lambda t: Sample([Sample(t)]), ["meta"]),
+    "list of records": (lambda t: [Batch(t, [])] * 3, ["meta"] * 3),
+    "UserDict": (lambda t: UserDict(ids=t, n=1), {"ids": "meta", "n": 1}),
+    "parameter": (lambda t: torch.nn.Parameter(t), "meta"),
+    "sparse": (lambda t: t.to_sparse(), "meta"),
+    "jagged": (lambda t: torch.nested.nested_tensor([t, t[:1]], layout=torch.jagged), "meta"),
+    "TensorDict": (lambda t: tensordict.TensorDict({"a": t, "b": {"c": t}}, [3]), {"a": "meta", "b": {"c": "meta"}}),
+    "TensorDict of a device": (lambda t: tensordict.TensorDict({"a": t}, [3], device="cpu"), {"a": "meta"}),
+    "module": (lambda t: torch.nn.BatchNorm1d(2), ["meta"]),
+    "object": (lambda t: Opaque(t), "cpu"),
+}
+
+
+@pytest.mark.parametrize(("make", "expected"), KINDS.values(), ids=KINDS)
+def test_everything_arrives(make: Callable[[Any], Any], expected: Any) -> None:
+    """Values of every kind, in what they are nested in; the value that was given stays as it is."""
+    value = make(torch.ones(3, 2))
+    before, kind = where(value), type(value)
+    moved = on("meta", value)
+    assert where(moved) == expected
+    assert type(moved) is (torch.Tensor if kind is torch.nn.Parameter else kind)
+    assert where(value) == before
+    assert on("cpu", value) is value
+    assert on("meta", value, host=True) is value
+
+
+def test_arrays_have_no_device() -> None:
+    array = torch.ones(2).numpy()
+    assert on("meta", {"a": array})["a"] is array
+
+
+def test_between_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From one to another, to the host and back; what is there already is the very object, whatever holds it."""
+    play(monkeypatch)
+    for source, target in (("cuda:0", "cuda:1"), ("cuda:1", "cpu"), ("cpu", "cuda:0")):
+        value = {"a": ones(source), "b": Batch(ones(source), []), "c": tensordict.TensorDict({"d": ones(source)}, [3])}
+        moved = on(target, value)
+        assert where(moved) == {"a": target, "b": target, "c": {"d": target}}
+        assert on(target, moved) is moved
+        assert on("cuda:7", value, host=True)["a"].is_cpu
+
+
+def test_two_names_of_one_tensor() -> None:
+    """They stay two names of one, also of a module's weights."""
+    x = torch.ones(2)
+    moved = on("meta", [x, {"again": x}, Batch(x, [])])
+    assert moved[0] is moved[1]["again"] is moved[2].tokens
+    tied = torch.nn.ModuleList([torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2, bias=False)])
+    tied[1].weight = tied[0].weight
+    tied[0].weight.requires_grad_(False)
+    one, two = on("meta", tied)
+    assert one.weight is two.weight
+    assert isinstance(one.weight, torch.nn.Parameter)
+    assert not one.weight.requires_grad
+
+
+def test_loops() -> None:
+    """A record that comes back to itself is no trap."""
+    node = Node(torch.ones(1))
+    node.parent = node
+    assert where(on("meta", node)) == "meta"
+
+
+class Device(Role):
+    """Says where its arguments are."""
+
+    def __init__(self, given: Any = None) -> None:
+        self.given = given
+
+    @method
+    def was_given(self) -> Any:
+        return where(self.given)
+
+    @method(dispatch=Scatter("x"), collect=Gather())
+    def scattered(self, x: Any) -> Any:
+        return where(x)
+
+    @method
+    def seen(self, x: Any) -> Any:
+        return where(x)
+
+    @method(dispatch=PerRank("x"))
+    def each(self, x: Any) -> Any:
+        return where(x)
+
+    @method(dispatch=Scatter("x", "lengths"), collect=Gather(), host=("lengths",))
+    def mixed(self, x: Any, lengths: Any, *, more: Any = None) -> Any:
+        return where([x, lengths, more])
+
+    @method(collect=Concat())
+    def make(self, rows: int = 2) -> Any:
+        return ones(str(self.ctx.device), rows)
+
+    @method(collect=First())
+    def identity(self, x: Any) -> tuple[Any, int]:
+        return where(x), id(x)
+
+    @method(collect=First())
+    def make_one(self) -> Any:
+        self.made = ones(str(self.ctx.device))
+        return self.made
+
+    @method
+    def own_identity(self) -> int:
+        return id(self.made)
+
+    @method(concurrency=2)
+    async def soon(self, x: Any) -> Any:
+        return where(x)
+
+
+CUDAS = ["cuda:0", "cuda:1"]
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[colocate.ColocatedGroup]:
+    """Two slots of one process, with a GPU each."""
+    play(monkeypatch)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with colocate.connect("local", gpus=2) as runtime:
+        yield runtime.reserve(2, gpus=1).spawn({"device": colocate.role(Device, given=[ones("cuda:1"), ones()])})
+
+
+def test_values_and_residents(group: colocate.ColocatedGroup) -> None:
+    """A value and its `.ref` arrive alike: whoever made it, and whichever way it went."""
+    device = group.role("device", Device)
+    for x in (ones("cpu", 4), ones("cuda:0", 4), ones("cuda:1", 4)):
+        assert device.seen(x) == CUDAS
+        assert device.scattered(x) == CUDAS
+        assert device.each([x, x]) == CUDAS
+        assert device.soon(x) == CUDAS
+        with group.pipeline():
+            seen = device.seen.submit(x)
+        assert seen.result() == CUDAS
+        assert group.run(lambda ctx, x: where(x), x) == CUDAS
+    with device.make.keep() as kept:
+        for x in (kept.ref, kept.fetch(), {"deep": kept.ref}["deep"]):
+            assert device.seen(x) == device.scattered(x) == CUDAS
+        assert device.seen([kept.ref, kept.fetch()]) == [[name] * 2 for name in CUDAS]
+
+
+def test_some_stay_on_the_host(group: colocate.ColocatedGroup) -> None:
+    """`host=` names parameters that arrive there, values and residents alike."""
+    device = group.role("device", Device)
+    with device.make.keep() as kept:
+        for x in (kept.ref, kept.fetch(), ones("cpu", 4)):
+            for lengths in (kept.ref, ones("cuda:1", 4), ones("cpu", 4)):
+                assert device.mixed(x, lengths, more=ones()) == [[name, "cpu", name] for name in CUDAS]
+
+
+def test_nothing_moves_that_is_there(group: colocate.ColocatedGroup) -> None:
+    """A resident that is used on its own slot is the very object that was returned."""
+    device = group.role("device", Device)
+    with device.make_one.keep() as kept:
+        assert device.identity(kept.ref) == ("cuda:0", device.own_identity()[0])
+
+
+def test_constructors_get_theirs_on_the_host(group: colocate.ColocatedGroup) -> None:
+    """A role takes to its device what it wants there."""
+    assert group.role("device", Device).was_given() == [["cpu", "cpu"]] * 2
+
+
+def test_slots_without_a_gpu(group: colocate.ColocatedGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes from a GPU arrives on the host there, where a process has CUDA at work."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    host = group.runtime.reserve(2).spawn({"device": colocate.role(Device)}).role("device", Device)
+    with group.role("device", Device).make.keep() as kept:
+        assert host.seen(kept.ref) == host.seen(kept.fetch()) == host.scattered(kept.ref) == ["cpu", "cpu"]
+
+
+def test_unknown_names() -> None:
+    """Are refused when the class is declared."""
+    with pytest.raises(DispatchError, match="host names 'length', but its parameters are x, lengths"):
+
+        class Wrong(Role):
+            @method(host=("length",))
+            def forward(self, x: Any, lengths: Any) -> None: ...
+
+
+def test_a_plain_call_walks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU it costs nothing that there are GPUs elsewhere."""
+    from colocate.worker import build, runner
+
+    def walked(*_: Any) -> Any:
+        raise AssertionError("arguments were walked")
+
+    monkeypatch.setattr(runner, "placed", walked)
+    monkeypatch.setattr(build, "on_device", walked)
+    for strict in (False, True):
+        with colocate.connect("local", strict=strict) as runtime:
+            device = runtime.reserve(1).spawn({"device": colocate.role(Device, given=torch.ones(1))})
+            role = device.role("device", Device)
+            x = torch.ones(2, 2)
+            assert role.mixed(x, x) == [["cpu", "cpu", None]]
+            assert copy.copy(role.was_given()) == ["cpu"]
+
+
+class Tabled(Role):
+    """Makes TensorDicts on its device."""
+
+    @method(collect=Concat())
+    def make(self, said: bool) -> Any:
+        table = tensordict.TensorDict({"a": ones(str(self.ctx.device))}, [3])
+        if said:
+            table._device = self.ctx.device  # as with device=, which would have CUDA asked
+        return table
+
+    @method
+    def seen(self, x: Any) -> Any:
+        return where(x)
+
+
+@pytest.mark.parametrize("said", [False, True])
+def test_tables_of_several_devices(monkeypatch: pytest.MonkeyPatch, said: bool) -> None:
+    """Parts of several GPUs are joined where the first one is, for the driver and for a role."""
+    play(monkeypatch)
+    with colocate.connect("local", gpus=2) as runtime:
+        table = runtime.reserve(2, gpus=1).spawn({"table": colocate.role(Tabled)}).role("table", Tabled)
+        assert where(table.make(said)) == {"a": "cuda:0"}
+        with table.make.keep(said) as kept:
+            assert kept.fetch().shape == (6,)
+            assert table.seen(kept.ref) == [{"a": name} for name in CUDAS]
