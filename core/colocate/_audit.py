@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import attrs
 
 from colocate._owned import at
+from colocate._processes import OF_A_ROLE
 
 if TYPE_CHECKING:
     from colocate._owned import Owned
@@ -184,12 +185,13 @@ def _unique(findings: Sequence[Finding]) -> tuple[Finding, ...]:
 
 
 _OF_WORKERS = "Nothing commands it any more: end its process, or close the runtime"
+_OF_ROLES = "Nothing will end it any more: end it by hand"
 _OF_RESERVATIONS = "Nobody can use or close it from here: it goes when this driver's runtime is closed"
 
 
 def _leak(each: Running) -> Finding:
     what = "the engine has it, and nothing in the graph of this runtime owns it"
-    return _finding(each, what, _OF_WORKERS if each.kind == "worker" else _OF_RESERVATIONS)
+    return _finding(each, what, {"worker": _OF_WORKERS, OF_A_ROLE: _OF_ROLES}.get(each.kind, _OF_RESERVATIONS))
 
 
 def _stray(each: Running) -> Finding:

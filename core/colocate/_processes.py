@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import attrs
 import psutil
 
+from colocate.executor import Running
+from colocate.worker.supervisor import MARK, SUPERVISORS
+
 MODULE = "colocate.worker"
+OF_A_ROLE = "process of a role"
 
 
 @attrs.frozen
@@ -30,31 +34,102 @@ class WorkerFound:
 
 
 @attrs.frozen
-class Child:
-    """A process that this very process has started.
+class Left:
+    """A process that a worker's roles have started, and that has outlived the worker and its supervisors.
 
     Attributes:
         pid: Its process id.
         since: When it was started, in seconds of time.time().
+        label: What the worker was started for.
+        starter: The process that started the worker.
+        name: Of the program that it runs.
+    """
+
+    pid: int
+    since: float
+    label: str
+    starter: int
+    name: str
+
+    def running(self, node: str = "") -> Running:
+        """The same as an audit takes it."""
+        detail = f"worker {self.label}, whose role started it, and what should have ended it with that are gone"
+        return Running(OF_A_ROLE, self.name, node=node, pid=self.pid, since=self.since, detail=detail)
+
+
+@attrs.frozen
+class Child:
+    """A process that this very process has started.
+
+    Attributes:
+        started: Its process id; of a worker that of the upper supervisor.
+        pid: The same; of a worker that of its own process.
+        since: When it was started, in seconds of time.time().
         label: What it was started for; empty when it isn't a worker's, or has changed its command line.
     """
 
+    started: int
     pid: int
     since: float
     label: str
 
 
 def below_this() -> list[Child]:
-    """What this very process has started, and runs. Zombies run nothing."""
-    found = []
-    for process in psutil.Process().children():
+    """What this very process has started, and runs; of a worker its own process. Zombies run nothing."""
+    this = psutil.Process()
+    below: dict[int, list[psutil.Process]] = {}
+    for process in this.children(recursive=True):
         try:
             if process.status() != psutil.STATUS_ZOMBIE:
-                told = arguments_of(process, MODULE)
-                found.append(Child(process.pid, process.create_time(), "".join((told or [])[3:4])))
+                below.setdefault(process.ppid(), []).append(process)
+        except psutil.Error:  # gone
+            continue
+    found = []
+    for process in below.get(this.pid, []):
+        try:
+            told = arguments_of(process, MODULE)
+            label = "".join((told or [])[3:4])
+            shown = process if told is None else _worker_below(process, below)
+            found.append(Child(process.pid, shown.pid, shown.create_time(), label))
         except psutil.Error:  # gone
             continue
     return found
+
+
+def _worker_below(supervisor: psutil.Process, below: Mapping[int, list[psutil.Process]]) -> psutil.Process:
+    """The worker's own process: a supervisor's first child is the one that it is there for."""
+    process = supervisor
+    for _ in range(SUPERVISORS):
+        children = below.get(process.pid)
+        if not children:  # it is just starting, or ending
+            break
+        process = min(children, key=lambda child: (child.create_time(), child.pid))
+    return process
+
+
+def left_by(starter: int | None = None) -> list[Left]:
+    """What workers have started and left behind: it has their mark, and isn't below who started them any more.
+
+    Args:
+        starter: Only that of the workers of this process, forks of the worker among them; of all machines' workers
+            those are found as workers (`of_this_machine`).
+    """
+    found = []
+    for process in psutil.process_iter():
+        try:
+            above, _, label = process.environ().get(MARK, "").partition(" ")
+            if not above.isdigit() or (starter is not None and int(above) != starter):
+                continue
+            of_worker = starter is None and arguments_of(process, MODULE) is not None
+            if not of_worker and _is_apart(process, int(above)):
+                found.append(Left(process.pid, process.create_time(), label, int(above), process.name()))
+        except (psutil.Error, OSError):  # gone, or somebody else's
+            continue
+    return found
+
+
+def _is_apart(process: psutil.Process, starter: int) -> bool:
+    return process.status() != psutil.STATUS_ZOMBIE and starter not in {parent.pid for parent in process.parents()}
 
 
 def of_this_machine() -> list[WorkerFound]:
@@ -69,7 +144,7 @@ def _found(processes: Iterable[psutil.Process]) -> Iterator[WorkerFound]:
             if told is None or len(told) < 2 or not told[1].isdigit():
                 continue
             starter = int(told[1])
-            orphan = starter not in {process.ppid(), *(parent.pid for parent in process.parents())}
+            orphan = starter not in {parent.pid for parent in process.parents()}
             yield WorkerFound(process.pid, starter, orphan, "".join(told[3:4]), process.create_time())
         except (psutil.Error, OSError):  # gone, or somebody else's
             continue

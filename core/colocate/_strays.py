@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
-
-import psutil
 
 from colocate import _processes
 from colocate._plugins import find_executor, plugins
@@ -14,12 +11,11 @@ from colocate.errors import ColocateError
 from colocate.executor import Running
 
 _MEMORY = Path("/dev/shm")
-_GUARD = re.compile(r"read _; kill -s KILL -- -(\d+) ")  # see colocate.worker.guard
 
 
 def of_this_machine() -> list[Running]:
     """All of it, that of every installed executor included."""
-    return [*_workers(), *_guards(), *_memory(), *_of_executors()]
+    return [*_workers(), *(left.running() for left in _processes.left_by()), *_memory(), *_of_executors()]
 
 
 def _workers() -> Iterator[Running]:
@@ -27,17 +23,6 @@ def _workers() -> Iterator[Running]:
         if found.orphan:
             detail = f"it was started by process {found.starter}"
             yield Running("worker process", found.label, pid=found.pid, since=found.since, detail=detail)
-
-
-def _guards() -> Iterator[Running]:
-    for process in psutil.process_iter():
-        try:
-            guarded = _GUARD.match("".join(process.cmdline()[2:3]))
-            if guarded is not None and not psutil.pid_exists(int(guarded[1])):
-                detail = f"worker {guarded[1]}, whose children it ends, is gone"
-                yield Running("guard process", guarded[1], pid=process.pid, since=process.create_time(), detail=detail)
-        except (psutil.Error, OSError):  # gone, or somebody else's
-            continue
 
 
 def _memory() -> Iterator[Running]:

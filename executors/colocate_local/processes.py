@@ -42,12 +42,14 @@ class LocalProcesses(Local, OwnProcess):
     def _workers(self) -> list[Running]:
         """The processes that this one has started, whatever it remembers of them."""
         known = {host.pid: worker for worker, host in list(self.hosts.items())}
-        children = [(known.get(child.pid, child.label), child) for child in _processes.below_this()]
-        return [
+        children = [(known.get(child.started, child.label), child) for child in _processes.below_this()]
+        running = [
             Running("worker", worker, node=self._node.name, pid=child.pid, since=child.since)
             for worker, child in children
             if self._is_ours(worker)
         ]
+        left = [each for each in _processes.left_by(os.getpid()) if self._is_ours(each.label)]
+        return running + [each.running(self._node.name) for each in left]
 
     def _hub_ended(self, reason: str) -> None:
         """Nothing of the workers would be heard any more."""

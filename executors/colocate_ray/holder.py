@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,6 +21,7 @@ from colocate.keeper import Keeper
 from colocate.wire import LOOPBACK
 from colocate_ray.certificates import tls_of_environment
 
+_BELOW_ENDS_WITHIN_S = 5.0
 _NOT_SET_BY_RAY = {
     f"RAY_EXPERIMENTAL_NOSET_{name}": name
     for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
@@ -78,11 +82,30 @@ def _shown(gpus: list[str]) -> dict[str, str]:
 
 
 def end_process(pid: int, created: float) -> None:
-    """End the process of a holder that doesn't answer, on its machine. Ray itself asks kindly, for seconds."""
+    """End the process of a holder that doesn't answer, on its machine. Ray itself asks kindly, for seconds.
+
+    What is below it ends with it, a moment later; that is waited for too.
+    """
     try:
         process = psutil.Process(pid)
-        if process.create_time() == created:
+        if process.create_time() != created:
+            return
+        with contextlib.ExitStack() as ends:
+            below = [_held(each.pid, ends) for each in process.children(recursive=True)]
             process.kill()
             process.wait()
+            deadline = time.monotonic() + _BELOW_ENDS_WITHIN_S
+            for descriptor in filter(None, below):
+                select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
     except psutil.NoSuchProcess:
         return
+
+
+def _held(pid: int, ends: contextlib.ExitStack) -> int | None:
+    """A descriptor that can be read when a process has ended; None when it has."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except OSError:
+        return None
+    ends.callback(os.close, descriptor)
+    return descriptor

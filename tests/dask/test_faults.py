@@ -20,7 +20,7 @@ from colocate import ColocatedGroup, Pool, Runtime
 from colocate.errors import ColocateError, WorkerDied
 from colocate.testing import leaks
 from colocate.testing.probes.plain import Echo
-from colocate.testing.waiting import PATIENCE_S, Processes, send, wait_until
+from colocate.testing.waiting import PATIENCE_S, Processes, send, starter_of, wait_until
 
 STOPPED_IS_LONG = pytest.mark.parametrize(
     "number", [pytest.param(signal.SIGSTOP, marks=pytest.mark.long), signal.SIGKILL], ids=["stopped", "killed"]
@@ -94,7 +94,7 @@ def test_worker(cluster: tuple[str, psutil.Process], number: signal.Signals) -> 
     with colocate.connect("dask", address=address) as other, colocate.connect("dask", address=address) as runtime:
         pool, group, workers = spawned(runtime)
         (pid, *_), *_ = group.role("echo", Echo).place()
-        send(psutil.Process(pid).ppid(), number)
+        send(starter_of(pid), number)
         ended(pool.close, grace=0.0)
         workers.wait()
         workers.close()
@@ -116,7 +116,7 @@ def test_killed_driver(cluster: tuple[str, psutil.Process], number: signal.Signa
         assert driver.stdout is not None
         pids = [int(pid) for pid in driver.stdout.readline().strip("[]\n").split(",")]
         workers = Processes(pids)
-        send(psutil.Process(pids[0]).ppid(), number)
+        send(starter_of(pids[0]), number)
         driver.kill()
         workers.wait()
         workers.close()

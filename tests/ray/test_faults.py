@@ -17,7 +17,7 @@ import colocate
 from colocate import Runtime
 from colocate.errors import ColocateError
 from colocate.testing.probes.plain import Echo
-from colocate.testing.waiting import Processes, send, wait_until
+from colocate.testing.waiting import Processes, send, starter_of, wait_until
 
 DRIVER = """
 import sys, colocate
@@ -141,7 +141,7 @@ def test_actor_in_a_cluster(joined: Runtime, number: signal.Signals) -> None:
     pool = joined.reserve(3, cpus=1)
     group = pool.spawn({"echo": colocate.role(Echo)})
     (pid, *_), *_ = group.role("echo", Echo).place()
-    actor = psutil.Process(pid).ppid()
+    actor = starter_of(pid)
     processes = Processes([pid, actor])
     send(actor, number)
     ended(pool.close, grace=0.0)

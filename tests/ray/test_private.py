@@ -23,7 +23,7 @@ from colocate.errors import ColocateError
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
 from colocate.testing.probes.plain import Echo
-from colocate.testing.waiting import Processes, send, wait_until
+from colocate.testing.waiting import Processes, send, starter_of, wait_until
 from colocate_ray.private import _STORE_BYTES
 
 SCRIPT = """
@@ -185,7 +185,7 @@ def test_actor_dies(runtime: Runtime) -> None:
     with runtime.reserve(2) as pool:
         group = pool.spawn({"echo": colocate.role(Echo)})
         (pid, *_), _ = group.role("echo", Echo).place()
-        actor = psutil.Process(pid).ppid()
+        actor = starter_of(pid)
         worker = Processes([pid])
         os.kill(actor, signal.SIGKILL)
         error = death_of(group)
@@ -215,7 +215,7 @@ def test_stuck_keeper(runtime: Runtime) -> None:
     pool = runtime.reserve(1)
     group = pool.spawn({"echo": colocate.role(Echo), "faulty": colocate.role(Faulty)})
     ((pid, *_),) = group.role("echo", Echo).place()
-    actor = psutil.Process(pid).ppid()
+    actor = starter_of(pid)
     both = [psutil.Process(pid), psutil.Process(actor)]
     with Gate() as gate:
         group.role("faulty", Faulty).wait.submit(gate.address)

@@ -21,7 +21,7 @@ from colocate.executor import Boot, Exit, Host
 from colocate.keeper import Claim, Keeper, Keepers, KeptSlot, Terms, Title, claim_lead, listed
 from colocate.keeper.hired import Spare
 from colocate.keeper.launcher import Launcher
-from colocate.testing.waiting import wait_until
+from colocate.testing.waiting import starter_of, wait_until
 
 WAIT_S = 20
 
@@ -76,7 +76,7 @@ def test_a_worker_comes_and_goes(kept: Kept, keepers: Keepers) -> None:
     host, heard = kept.launch()
     kind, hello = heard.messages.get(timeout=WAIT_S)
     assert kind == "hello"
-    assert psutil.Process(hello["pid"]).ppid() == os.getpid()
+    assert starter_of(hello["pid"]) == os.getpid()
     assert [one.id for one in keepers.running()] == ["w"]
     host.kill()
     assert heard.exits.get(timeout=WAIT_S) == Exit(signal="SIGKILL")

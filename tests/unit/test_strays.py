@@ -20,6 +20,7 @@ from colocate.cli.audit import find_strays
 from colocate.cli.cluster import Cluster
 from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import wait_until
+from colocate.worker.supervisor import MARK
 
 # Waits for its input to end; its arguments stand on its command line, as those of a worker do.
 WAIT = "import sys; sys.stdin.read()"
@@ -91,16 +92,12 @@ def test_living_workers() -> None:
         assert found(only.pid) == []
 
 
-def test_guard_without_its_worker(gone: int) -> None:
-    """A shell that waits for the end of a worker that is gone; the guard of a living one is none."""
-    for worker_pid, kinds in ((gone, ["guard process"]), (os.getpid(), [])):
-        script = f"read _; kill -s KILL -- -{worker_pid} 2>/dev/null"
-        with subprocess.Popen(["/bin/sh", "-c", script], stdin=subprocess.PIPE) as shell:
-            try:
-                wait_until(lambda shell=shell, script=script: script in _words(shell.pid), "it has its command line")
-                assert found(shell.pid) == kinds
-            finally:
-                shell.kill()
+def test_what_a_role_has_left(gone: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process with a worker's mark whose starter is gone; what is below its starter is none."""
+    for starter, kinds in ((gone, ["process of a role"]), (os.getpid(), [])):
+        monkeypatch.setenv(MARK, f"{starter} here-{starter}-1/group/0")
+        with pretending("its", "role's") as process:
+            assert found(process.pid) == kinds
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="shared memory has no names here")

@@ -21,9 +21,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import attrs
+
 import colocate
 from colocate import _processes, wire
 from colocate.errors import ClosedError
+from colocate.executor import Running
 from colocate.keeper.greeting import COMMANDS, NEWCOMER, Greeting
 from colocate.keeper.hired import Hired, Spare
 from colocate.keeper.launcher import Launcher
@@ -270,11 +273,12 @@ class Keeper:
         workers = {worker.process.pid: worker.name for worker in list(self._workers.values())}
         spare = self._spare.pid if self._spare is not None else 0
         found = [
-            (workers.get(child.pid), child.pid, child.since)
+            Running("worker", workers.get(child.started) or f"process {child.pid}", pid=child.pid, since=child.since)
             for child in _processes.below_this()
-            if child.pid != spare and (child.pid in workers or child.label == self.label)
+            if child.started != spare and (child.started in workers or child.label == self.label)
         ]
-        self.tell("listed", question, found)
+        found += [each.running() for each in _processes.left_by(os.getpid()) if each.label == self.label]
+        self.tell("listed", question, [attrs.astuple(each) for each in found])
 
     def _warm(self) -> None:
         if not self._over:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from colocate import wire
+from colocate.worker.supervisor import ENDS, MARK
 
 _LINE_BYTES = 8192  # a line without an end (a progress bar's) is shown by pieces
 # A worker whose lane has closed leaves by itself, after its exit handlers; after so many seconds it is made to.
@@ -31,11 +32,12 @@ class ProcessEvents(Protocol):
 
 
 class WorkerProcess:
-    """A process that runs `colocate.worker`. It dies with this one, even when that is killed.
+    """A process that runs `colocate.worker`, below its supervisors. It dies with this one, even when that is killed.
 
-    It leads a process group from its first moment. Until it has told the kernel that it wants to die with this process
-    it may be stopped; when this one ends then, the kernel finds stopped processes in a group that nobody of the session
-    is left to continue, and hangs them up (`setpgid(2)`: orphaned process groups).
+    What is started, watched and waited for here is the upper supervisor, which ends as the worker has, when nothing is
+    left of that. It leads a process group from its first moment. Until it has told the kernel that it wants to die with
+    this process it may be stopped; when this one ends then, the kernel finds stopped processes in a group that nobody
+    of the session is left to continue, and hangs them up (`setpgid(2)`: orphaned process groups).
     """
 
     def __init__(self, hub: wire.Hub, events: ProcessEvents) -> None:
@@ -49,7 +51,7 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
-        """Its process id; 0 before it is started."""
+        """The id of the process that was started, the upper supervisor; 0 before it is."""
         return self._process.pid if self._process is not None else 0
 
     @property
@@ -76,7 +78,7 @@ class WorkerProcess:
                     *(sys.executable, "-P", "-m", "colocate.worker", str(sock.fileno()), str(os.getpid())),
                     *("waits" if waits else "serves", label.replace("\0", "")),
                 ],
-                env=dict(env),
+                env={**env, MARK: f"{os.getpid()} {label}".replace("\0", "")},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -102,10 +104,11 @@ class WorkerProcess:
             raise
 
     def kill(self) -> None:
-        """End it now. From any thread; harmless when it is gone."""
+        """End it now, and all that it has started. From any thread; harmless when it is gone."""
         with self._lock, contextlib.suppress(OSError):  # it is gone already
             if self._pidfd >= 0:
-                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+                signal.pidfd_send_signal(self._pidfd, ENDS)
+                signal.pidfd_send_signal(self._pidfd, signal.SIGCONT)  # a supervisor that is stopped must hear it
 
     def reap(self) -> None:
         """End it and wait for that, in the place of a hub that does nothing any more. Told as any other end."""
@@ -137,6 +140,8 @@ class WorkerProcess:
         self._hub.unwatch(self._pidfd)
         self._drain_log()
         self._close_descriptors()
+        if code == -ENDS:  # it was killed before it had put supervisors above itself
+            code = -signal.SIGKILL
         name = signal.Signals(-code).name if code < 0 else None
         self._events.ended(None if code < 0 else code, name)
 

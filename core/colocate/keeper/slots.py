@@ -10,6 +10,8 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
+import attrs
+
 from colocate import wire
 from colocate.errors import ClosedError
 from colocate.executor import Boot, Exit, Host, HostEvents, Running
@@ -272,9 +274,7 @@ class KeptSlot:
             self._give_up_questions(answer)
             doubt = f"its keeper hasn't answered within {_LISTED_WITHIN_S:g} s"
             return [Running("worker", boot.worker, node=boot.node, doubt=doubt) for boot in hosts]
-        return [
-            Running("worker", name or f"process {pid}", node=node, pid=pid, since=since) for name, pid, since in found
-        ]
+        return [attrs.evolve(Running(*each), node=node) for each in found]
 
     def _give_up_questions(self, only: Future[list[Any]] | None = None) -> None:
         for question, answer in list(self._questions.items()):

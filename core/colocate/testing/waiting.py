@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable
 
 import psutil
 
+from colocate.worker.supervisor import MARK
+
 PATIENCE_S = 60.0
 """How long a test waits for what must come: nobody measures it, it only has to end."""
 
@@ -39,6 +41,13 @@ def send(pid: int, number: signal.Signals) -> None:
     if number == signal.SIGSTOP:
         process = psutil.Process(pid)
         wait_until(lambda: process.status() == psutil.STATUS_STOPPED, f"process {pid} has stopped")
+
+
+def starter_of(worker: int) -> int:
+    """The process that has started a worker, of which its supervisors lie below; alive."""
+    starter = int(psutil.Process(worker).environ()[MARK].partition(" ")[0])
+    assert starter in {parent.pid for parent in psutil.Process(worker).parents()}
+    return starter
 
 
 class Processes:

@@ -2,9 +2,9 @@
 
 import sys
 
-from colocate._parent import die_with
+from colocate.worker.supervisor import supervise
 
-die_with(int(sys.argv[2]))  # first: what comes next takes a while to import, and its driver may go meanwhile
+supervise(int(sys.argv[2]))  # first: whatever is imported before is in the supervisors' memory too
 
 from colocate.worker.main import main  # noqa: E402
 

@@ -2,8 +2,8 @@
 
 The descriptor is its end of the lane, or with `waits` a socket on which that comes later; the label, which is for
 whoever looks at the processes of this machine, says whose it is. The worker lives as long as its driver and whoever
-started it: it ends when the lane does (in a pool that may be detached: when its keeper says so), and the kernel kills
-it when the launching thread ends, even while role code holds the GIL.
+started it: it ends when the lane does (in a pool that may be detached: when its keeper says so), and its supervisors
+kill it when the launching thread ends, even while role code holds the GIL.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from functools import partial
 from colocate import wire
 from colocate._codec import BY_VALUE
 from colocate.executor import Boot
-from colocate.worker.guard import start_guard
 from colocate.worker.host import WorkerHost
 from colocate.worker.output import label_output
 from colocate.worker.peers import ChannelPeers
@@ -31,7 +30,6 @@ def main() -> None:
     _leave_signals_to_the_driver()
     label_output()
     faulthandler.enable()
-    start_guard()
     sock = socket.socket(fileno=fd)
     if sys.argv[3] == "waits":
         _wait_for_lane(sock)

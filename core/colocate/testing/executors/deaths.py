@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import signal
 from typing import Any
 
+import psutil
 import pytest
 
 import colocate
@@ -175,16 +177,25 @@ class Deaths(ExecutorCase):
         assert observer.heard[-1] == ("closed", "watched")
 
     @needs(OwnProcess)
-    @pytest.mark.parametrize("how", ["close", "kill"])
+    @pytest.mark.parametrize("how", ["close", "kill", "hang", "supervisor"])
     def test_children_of_a_worker(self, spawn: Spawn, how: str) -> None:
-        """Processes that a role has started die with the worker, however it ends."""
-        group = spawn({"parent": colocate.role(Parent)}, slots=1)
-        children = Processes(pid for pids in group.role("parent", Parent).start_children() for pid in pids)
-        if how == "close":
-            group.close()
-        else:
-            group.role("parent", Parent).kill.submit().exception(PATIENCE_S)
-        children.wait()
+        """Processes that a role has started die with the worker, however it ends, whatever session they are in."""
+        group = spawn({"parent": colocate.role(Parent), "faulty": colocate.role(Faulty)}, slots=1)
+        ((*pids,),) = group.role("parent", Parent).start_children()
+        children = Processes(pids)
+        with Gate() as gate:
+            if how == "close":
+                group.close()
+            elif how == "kill":
+                group.role("parent", Parent).kill.submit().exception(PATIENCE_S)
+            elif how == "hang":
+                group.role("faulty", Faulty).wait.submit(gate.address)
+                gate.wait_for(1)
+                with contextlib.suppress(ExceptionGroup):  # what went wrong is that it hung
+                    group.close(grace=0)
+            else:
+                os.kill(psutil.Process(_pid(group)).ppid(), signal.SIGKILL)
+            children.wait()
         children.close()
 
     @needs(OwnProcess)

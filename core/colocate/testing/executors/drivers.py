@@ -274,13 +274,18 @@ class Drivers(Scripted):
 
     @needs(OwnProcess)
     def test_killed(self, scripts: Scripts) -> None:
-        """A driver killed by SIGKILL takes its workers along: idle, hung, and holding the interpreter's lock."""
+        """A driver killed by SIGKILL takes its workers along: idle, hung, and holding the interpreter's lock.
+
+        With them goes what their roles have started, whatever session that is in.
+        """
         with Gate() as hung, Gate() as holding:
             driver = scripts.start(f"""
+                from colocate.testing.probes.faulty import Parent
                 runtime = CONNECT
-                group = runtime.reserve(3, cpus=0).spawn(ROLES)
+                group = runtime.reserve(3, cpus=0).spawn({{**ROLES, "parent": colocate.role(Parent)}})
                 faulty = group.role("faulty")
-                say([pid for pid, _, _ in group.role("echo").place()])
+                children = sum(map(list, group.role("parent").start_children()), [])
+                say([pid for pid, _, _ in group.role("echo").place()] + children)
                 hung = faulty.wait.options(ranks=[1]).submit({hung.address!r})
                 holding = faulty.hold_the_gil.options(ranks=[2]).submit({holding.address!r})
                 threading.Event().wait()

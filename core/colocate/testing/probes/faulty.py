@@ -209,6 +209,12 @@ class DiesAtStart(Role):
         """Do nothing."""
 
 
+def _daemon() -> int:
+    """A process with a session of its own whose parent has ended; its pid."""
+    code = "import subprocess as s; print(s.Popen(['sleep', '1000'], start_new_session=True, stdout=s.DEVNULL).pid)"
+    return int(subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE).stdout)
+
+
 class Parent(Role):
     """Starts a process of its own, as a data loader does."""
 
@@ -216,13 +222,15 @@ class Parent(Role):
         self.child: subprocess.Popen[bytes] | None = None
 
     @method
-    def start_children(self) -> tuple[int, int]:
-        """Start two that would live for ever, a program and a fork; their pids."""
-        self.child = subprocess.Popen([sys.executable, "-c", "import threading; threading.Event().wait()"])
+    def start_children(self) -> tuple[int, int, int, int]:
+        """Start four that would live for ever: a program, a fork, one of its own session, a daemon; their pids."""
+        forever = "import threading; threading.Event().wait()"
+        self.child = subprocess.Popen([sys.executable, "-c", forever])
         forked = os.fork()
         if forked == 0:
             threading.Event().wait()
-        return self.child.pid, forked
+        apart = subprocess.Popen([sys.executable, "-c", forever], start_new_session=True)
+        return self.child.pid, forked, apart.pid, _daemon()
 
     @method
     def compute(self, how: str) -> int:

@@ -1,0 +1,184 @@
+"""The supervisors of a worker: two small processes between it and its starter, which end what its roles have started.
+
+    starter → supervisor → supervisor → worker → whatever roles start
+
+Before it imports anything, a process that is to be a worker forks twice, and its grandchild is the worker. The kernel
+gives a supervisor each descendant whose parent has ended, whatever session or process group that is in
+(`PR_SET_CHILD_SUBREAPER`). So when the worker ends, in whichever way, nothing that it has started is out of reach: a
+supervisor kills until nothing is left, and then ends as the worker did, by the same exit code or signal. Whoever waits
+for it hears the worker's end when all of it is over.
+
+It does the same when what is above it ends, or says `ENDS`. There are two because one may be killed (Ray, for one,
+kills the children of a process that it ends): the other one then does its work. Whoever kills both at once leaves
+processes that can be told by `MARK` in their environment.
+
+Nothing but the standard library is imported here, and little of that: pages that are touched are a supervisor's own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from typing import NoReturn
+
+ENDS = signal.SIGRTMIN
+"""Has a supervisor end everything below it, and itself. No batch system or terminal sends this one."""
+
+MARK = "COLOCATE_WORKER_OF"
+"""The variable of all that runs in a worker or below it: the process that has started the worker, and its label."""
+
+SUPERVISORS = 2
+"""How many there are."""
+
+_LEFT_S = 5.0  # for what SIGKILL doesn't end: processes in the kernel's hands, or of other users
+_TRACKERS_S = 5.0
+_LOOK_S, _LONGEST_S = 0.01, 0.5
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36
+_TRACKER = b"resource_tracker import main"  # multiprocessing's, and loky's
+
+
+def supervise(starter: int) -> None:
+    """Put supervisors above this process, and return in their grandchild. It has one thread, and no child yet.
+
+    Args:
+        starter: The process that has started it, with which all of them end.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    above = starter
+    for _ in range(SUPERVISORS):
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        this = os.getpid()
+        child = os.fork()
+        if child:
+            _supervise(above, child)
+        above = this
+    os.setpgid(0, 0)  # a role that signals its process group doesn't mean these
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != above:  # it was gone before the kernel had been told
+        os._exit(0)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _supervise(above: int, child: int) -> NoReturn:
+    try:
+        _let_go()
+        _prctl(_PR_SET_PDEATHSIG, ENDS)
+        _Supervisor(above, child).run()
+    except BaseException:
+        import traceback  # not before: it isn't small
+
+        traceback.print_exc()  # into the worker's output
+    finally:
+        os._exit(70)  # what is below it falls to the other one
+
+
+class _Supervisor:
+    """Waits for the end of its child, or of what is above it. All signals are blocked."""
+
+    def __init__(self, above: int, child: int) -> None:
+        self._above = above
+        self._child = child
+        self._status: int | None = None
+
+    def run(self) -> NoReturn:
+        while self._reap() and self._status is None:
+            if os.getppid() != self._above or signal.sigwaitinfo({signal.SIGCHLD, ENDS}).si_signo == ENDS:
+                _kill(self._child)  # at once: the kernel ends the worker with the lower one of these
+                break
+        self._end_all()
+        assert self._status is not None
+        _end_as(os.waitstatus_to_exitcode(self._status))
+
+    def _reap(self) -> bool:
+        """Take away all that has ended; whether a child is left."""
+        try:
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                if ended[0] == self._child:
+                    self._status = ended[1]
+        except ChildProcessError:
+            return False
+        return True
+
+    def _end_all(self) -> None:
+        """Kill what is below, until nothing is left. Python's trackers end by themselves, and remove memory before."""
+        began = time.monotonic()
+        pause = _LOOK_S
+        over: float | None = None  # since when the child itself has ended
+        while self._reap():
+            now = time.monotonic()
+            if self._status is not None:
+                over = over or now
+                if now - over > _LEFT_S + _TRACKERS_S:
+                    return
+            for pid in _below(os.getpid()):
+                if now - began > _TRACKERS_S or not _tracks(pid):
+                    _kill(pid)
+            signal.sigtimedwait({signal.SIGCHLD}, pause)
+            pause = min(2 * pause, _LONGEST_S)
+
+
+def _let_go() -> None:
+    """Close what the worker has open: its end must show. Its output stays, for what goes wrong here."""
+    for entry in os.listdir("/proc/self/fd"):
+        if int(entry) > 2:
+            try:
+                os.close(int(entry))
+            except OSError:  # that of the listing itself
+                pass
+
+
+def _end_as(code: int) -> NoReturn:
+    """End by an exit code or a signal, as `os.waitstatus_to_exitcode` tells it."""
+    if code < 0:
+        _prctl(_PR_SET_DUMPABLE, 0)  # there is one core already
+        if -code not in (signal.SIGKILL, signal.SIGSTOP):
+            signal.signal(-code, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})
+        os.kill(os.getpid(), -code)
+    os._exit(code & 0xFF)
+
+
+def _below(top: int) -> list[int]:
+    """All descendants of a process that run."""
+    children: dict[int, list[int]] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            state, parent = _stat(entry)
+            if state not in (b"Z", b"X"):  # what has ended has no children
+                children.setdefault(parent, []).append(int(entry))
+    found = children.get(top, [])
+    for pid in found:  # which grows
+        found += children.get(pid, ())
+    return found
+
+
+def _stat(pid: str) -> tuple[bytes, int]:
+    """State and parent of a process; X when it is gone."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            state, parent = file.read().rpartition(b")")[2].split()[:2]  # a name may have any other character
+    except (OSError, ValueError):
+        return b"X", 0
+    return state, int(parent)
+
+
+def _tracks(pid: int) -> bool:
+    """Whether it is the process that removes the shared memory which Python's processes have left."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return _TRACKER in file.read()
+    except OSError:
+        return False
+
+
+def _kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except OSError:  # it is gone, or another user's
+        pass
+
+
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)

@@ -1,0 +1,232 @@
+"""The supervisors of a worker: whatever its roles have started ends with it, however one of them ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from multiprocessing import shared_memory
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import colocate
+from colocate import Role, Runtime, WorkerDied, _processes, _strays, method
+from colocate.testing.probes.faulty import Parent
+from colocate.testing.waiting import Processes, send, wait_until
+from colocate.worker.supervisor import MARK, SUPERVISORS
+
+# A starter: it starts a worker of the test's own, says its pids from the top, and waits.
+STARTER = """
+import os, subprocess, sys
+worker = sys.argv[1]
+code = "import os, sys; from colocate.worker.supervisor import supervise; supervise(int(sys.argv[1]))\\n" + worker
+command = [sys.executable, "-P", "-c", code, str(os.getpid())]
+process = subprocess.Popen(command, stdout=subprocess.PIPE, process_group=0)
+print(process.pid, process.stdout.readline().decode(), flush=True)
+sys.stdin.read()
+"""
+SAYS_ITSELF = "print(os.getpid(), flush=True)\n"
+# Of a session of its own, with a process of another one below it whose parent has ended.
+FAMILY = """
+import signal, subprocess
+orphans = "sleep 1000 & setsid sh -c 'sleep 1000 & sleep 1000' & exit 0"
+subprocess.Popen(["sh", "-c", orphans], start_new_session=True).wait()
+subprocess.Popen(["sleep", "1000"], start_new_session=True)
+print(os.getpid(), flush=True)
+"""
+
+
+@pytest.fixture
+def runtime() -> Iterator[Runtime]:
+    with colocate.connect("local", processes=True) as runtime:
+        yield runtime
+
+
+@contextlib.contextmanager
+def started(worker: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """A starter, and the pids of the supervisors and the worker below it."""
+    command = [sys.executable, "-c", STARTER, worker]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as starter:
+        assert starter.stdout is not None
+        top, last = map(int, starter.stdout.readline().split())
+        pids = [last]
+        while pids[0] != top:
+            parent = psutil.Process(pids[0]).ppid()
+            pids.insert(0, parent)
+        try:
+            yield starter, pids
+        finally:
+            starter.kill()
+
+
+def below(pid: int) -> Processes:
+    return Processes([pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))])
+
+
+@pytest.mark.parametrize("code", ["os._exit(7)", "sys.exit(0)", "os.kill(os.getpid(), 9)", "os.abort()"])
+def test_it_ends_as_the_worker(code: str) -> None:
+    """By the same code or signal; a signal that Python handles too."""
+    told = "import os, sys; from colocate.worker.supervisor import supervise; supervise(int(sys.argv[1])); " + code
+    done = [
+        subprocess.run([sys.executable, "-P", "-c", text, str(os.getpid())], check=False, capture_output=True)
+        for text in (told, told.replace("supervise(int(sys.argv[1])); ", ""))
+    ]
+    assert done[0].returncode == done[1].returncode
+    assert done[0].stderr == done[1].stderr
+
+
+def test_the_worker_is_as_it_was_started() -> None:
+    """Its signals, its descriptors; it leads a process group of its own, and the supervisors hold nothing open."""
+    with started(SAYS_ITSELF + "import signal; signal.pause()") as (_, pids):
+        assert len(pids) == SUPERVISORS + 1
+        *supervisors, worker = pids
+        assert os.getpgid(worker) == worker
+        status = Path(f"/proc/{worker}/status").read_text()
+        assert int(status.partition("SigBlk:")[2].split()[0], 16) == 0
+        for pid in supervisors:
+            assert sorted(map(int, os.listdir(f"/proc/{pid}/fd"))) == [0, 1, 2]
+            assert os.getpgid(pid) == supervisors[0]
+
+
+@pytest.mark.parametrize("victim", ["starter", "upper", "lower", "worker"])
+def test_all_of_it_ends(victim: str) -> None:
+    """By SIGKILL of any one: also what has a session of its own, and what has lost its parent."""
+    with started(FAMILY + "signal.pause()") as (starter, pids):
+        wait_until(lambda: len(psutil.Process(pids[-2]).children(recursive=True)) >= 5, "the family is there")
+        family = below(pids[0])
+        os.kill({"starter": starter.pid, "upper": pids[0], "lower": pids[1], "worker": pids[2]}[victim], signal.SIGKILL)
+        family.wait()
+        family.close()
+
+
+@pytest.mark.parametrize("stopped", ["upper", "lower", "worker"])
+def test_though_one_is_stopped(stopped: str) -> None:
+    """The starter is killed while one of them, or the worker, is stopped."""
+    with started(FAMILY + "signal.pause()") as (starter, pids):
+        family = below(pids[0])
+        send(pids[["upper", "lower", "worker"].index(stopped)], signal.SIGSTOP)
+        starter.kill()
+        if stopped == "upper":  # the only one that hears of it
+            wait_until(lambda: psutil.Process(pids[0]).ppid() != starter.pid, "the starter is gone")
+            os.kill(pids[0], signal.SIGCONT)
+        family.wait()
+        family.close()
+
+
+def test_signals_of_others_are_the_drivers() -> None:
+    """A terminal, a batch system: supervisors don't end by what isn't meant for them."""
+    with started(SAYS_ITSELF + "import signal; signal.pause()") as (_, pids):
+        for pid in pids[:-1]:
+            for number in (
+                signal.SIGINT,
+                signal.SIGTERM,
+                signal.SIGHUP,
+                signal.SIGUSR1,
+                signal.SIGQUIT,
+                signal.SIGPIPE,
+            ):
+                os.kill(pid, number)
+            blocked = int(Path(f"/proc/{pid}/status").read_text().partition("SigBlk:")[2].split()[0], 16)
+            assert all(blocked >> number - 1 & 1 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGTSTP))
+        os.kill(pids[-1], signal.SIGSTOP)  # it is there, and can be stopped
+        wait_until(lambda: psutil.Process(pids[-1]).status() == psutil.STATUS_STOPPED, "the worker is there")
+        assert [psutil.Process(pid).status() for pid in pids[:-1]] == [psutil.STATUS_SLEEPING] * SUPERVISORS
+
+
+def test_orphans_are_reaped_while_the_worker_lives() -> None:
+    """A role that makes daemons leaves no zombies with its supervisor."""
+    code = """
+import subprocess, signal
+for _ in range(5): subprocess.run(["sh", "-c", "sh -c 'exit 3' & exit 0"])
+print(os.getpid(), flush=True)
+signal.pause()
+"""
+    with started(code) as (_, pids):
+        wait_until(lambda: [c.pid for c in psutil.Process(pids[1]).children()] == [pids[2]], "the zombies are gone")
+
+
+class Sharing(Role):
+    def __init__(self) -> None:
+        self.kept: list[Any] = []
+
+    @method
+    def share(self) -> str:
+        memory = shared_memory.SharedMemory(create=True, size=4096)
+        self.kept.append(memory)
+        return memory.name
+
+    @method
+    def die(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("how", ["close", "die"])
+def test_shared_memory_of_a_role_is_removed(runtime: Runtime, how: str) -> None:
+    """As plain Python does it: its tracker has the time that it needs."""
+    group = runtime.reserve(1).spawn({"sharing": colocate.role(Sharing)})
+    names = [group.role("sharing", Sharing).share()[0] for _ in range(3)]
+    assert all(Path("/dev/shm", name).exists() for name in names)
+    if how == "close":
+        group.close()
+    else:
+        with pytest.raises(WorkerDied):
+            group.role("sharing", Sharing).die()
+        wait_until(lambda: not runtime.executor.hosts, "the worker is over")  # type: ignore[attr-defined]
+    assert not [name for name in names if Path("/dev/shm", name).exists()]
+
+
+def test_both_killed_at_once(runtime: Runtime) -> None:
+    """Nobody is left to end what a role has started: the audit has it, here and from outside, until it is gone."""
+    group = runtime.reserve(1).spawn({"parent": colocate.role(Parent)})
+    ((_, forked, own, daemon),) = group.role("parent", Parent).start_children()
+    worker = group.workforce.workers[0].pid
+    assert worker is not None
+    assert not runtime.audit()
+    lower = psutil.Process(worker).parent()
+    assert lower is not None
+    upper = lower.parent()
+    assert upper is not None
+    for supervisor in (upper, lower):
+        send(supervisor.pid, signal.SIGSTOP)
+    for supervisor in (upper, lower):
+        supervisor.kill()
+    try:
+        wait_until(lambda: group.state == "failed", "its end is heard of")
+        audit = runtime.audit()
+        left = {each.pid: each for each in audit.leaked if each.kind == _processes.OF_A_ROLE}
+        assert {forked, own, daemon} <= set(left)
+        assert "worker " in str(left[own])
+        assert str(left[own]).endswith("end it by hand")
+        assert {forked, own, daemon} <= {each.pid for each in _strays.of_this_machine()}
+    finally:
+        for each in _processes.left_by(os.getpid()):
+            os.kill(each.pid, signal.SIGKILL)
+    wait_until(lambda: not _processes.left_by(os.getpid()), "they are gone")
+    assert not runtime.audit()
+    with pytest.raises(ExceptionGroup, match="this had gone wrong"):
+        group.close()
+
+
+def test_the_mark_names_starter_and_worker(runtime: Runtime) -> None:
+    """In the worker, and in what its roles start."""
+    group = runtime.reserve(1).spawn({"parent": colocate.role(Parent)})
+    (worker,) = group.workforce.workers
+    ((program, *_),) = group.role("parent", Parent).start_children()
+    for pid in (worker.pid, program):
+        assert psutil.Process(pid).environ()[MARK] == f"{os.getpid()} {worker.boot.worker}"
+    group.close()
+    assert not psutil.pid_exists(program)
+
+
+def test_a_close_leaves_nothing(runtime: Runtime) -> None:
+    """A worker's end is heard of when all of it is over: what a role has started is gone when `close` returns."""
+    group = runtime.reserve(1).spawn({"parent": colocate.role(Parent)})
+    (pids,) = group.role("parent", Parent).start_children()
+    group.close()
+    assert not [pid for pid in pids if psutil.pid_exists(pid)]
