@@ -70,8 +70,8 @@ def detach(pool: Pool, name: str, ttl: float) -> None:
         )
     file, number = caller()
     by = f"detaching pool {pool.name!r} as {name!r} at {file}:{number}; runtime.attach({name!r}) takes it up"
-    assert pool.reservation is not None
     groups = _close_all(pool, by)
+    assert pool.reservation is not None
     try:
         executor.publish(pool.reservation, _terms(pool, groups, name, ttl))
     except BaseException:
@@ -101,6 +101,11 @@ def _close_all(pool: Pool, by: str) -> list[ColocatedGroup]:
         for group in groups:
             locks.enter_context(group.order.lock)
         pool.check()
+        if pool.reservation is None:
+            raise ColocateError(
+                f"pool {pool.name!r} can't be detached while slots in place of lost ones are reserved for it, which "
+                "the restart of its group does: wait for that with group.wait_ready(), or reserve another pool"
+            )
         for group in groups:
             _check_idle(group)
         for each in (pool, *groups):
@@ -209,6 +214,13 @@ class _Fence:
 
 
 def _taken(pool: Pool, record: GroupRecord) -> ColocatedGroup:
+    other = pool.runtime.groups.get(record.name)
+    if other is not None:
+        raise ConfigError(
+            f"pool {pool.name!r} can't be attached: it has a group {record.name!r}, and so has this runtime, made at "
+            f"{other.line[0]}:{other.line[1]}; names are unique in a runtime. Close that one first, or give the groups "
+            "of either names of their own when they are spawned (name=...)"
+        )
     group = pool.place(record.slots, record.declared(), record.name, record.restarts, record.generation)
     group.seed, group.line, group.created = record.seed, record.line, record.created
     group.restarts.checkpoint, group.restarts.restored = record.checkpoint, record.restored
@@ -246,7 +258,7 @@ def _end(group: ColocatedGroup) -> None:
     group.residents.fail(error)
     group.restarts.stop()
     group.enter("closed")
-    group.runtime.groups.pop(group.name, None)
+    group.runtime.forget(group)
     group.disown()
     group.finished()
 

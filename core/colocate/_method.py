@@ -44,8 +44,8 @@ class RoleCall(Protocol[P, C_co]):
         """The same method with a deadline, or on some ranks only.
 
         Args:
-            timeout: Seconds until the call is given up with `CallTimeout`.
-            ranks: The ranks it runs on (with Broadcast, PerRank and OnRank only).
+            timeout: Seconds until the call is given up with `CallTimeout`; None leaves what was said before.
+            ranks: The ranks it runs on (with Broadcast, PerRank and OnRank only); None leaves what was said before.
         """
         ...
 

@@ -275,7 +275,7 @@ class Pool(Owned):
         """A group has gone: its slots are free."""
         with self.lock:
             self._taken = {index: other for index, other in self._taken.items() if other is not group}
-            self.runtime.groups.pop(group.name, None)
+            self.runtime.forget(group)
         self.changed()
 
     # -- from driver to driver

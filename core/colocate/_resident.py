@@ -209,6 +209,8 @@ class Reference(Deferred):
 
     __iter__ = __len__ = __getitem__ = __bool__ = __add__ = __radd__ = __mul__ = __rmul__ = __sub__ = _no_use
     __truediv__ = __matmul__ = __float__ = __int__ = __contains__ = __lt__ = __gt__ = _no_use
+    __eq__ = __ne__ = _no_use  # `ref == value` would be False without a word
+    __hash__ = object.__hash__
 
     def _own(self, axis: str, mesh: str | None, count: int) -> bool:
         """Whether each rank of the consumer finds its part in its own worker: same slots, same partition."""

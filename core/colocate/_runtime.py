@@ -161,7 +161,7 @@ class Runtime(Owned):
         if detachable:
             self.require(Detachable, "give a pool to its cluster (detachable=)")
         memory = None if host_memory is None else parse_bytes(host_memory, "host_memory")
-        chosen = name or f"pool-{next(self._pool_numbers)}"
+        chosen = name or self._pool_name()
         variables = {key: str(value) for key, value in (env or {}).items()}
         id = self._pool_id(chosen)
         request = Request(slots, gpus, cpus, memory, strategy, timeout, chosen, variables, id, detachable)
@@ -180,6 +180,11 @@ class Runtime(Owned):
         report_exception()
         for group in list(self.groups.values()):
             group.fail(thread_error(group.name, f"the thread that keeps its deadlines met {error_text(error)}"))
+
+    def _pool_name(self) -> str:
+        """A name for a pool that no living one has."""
+        taken = {child.name for child in list(self.children.values())}
+        return next(name for number in self._pool_numbers if (name := f"pool-{number}") not in taken)
 
     def _pool_id(self, name: str) -> str:
         """An id for a pool's reservation: several pools may have one name."""
@@ -237,12 +242,17 @@ class Runtime(Owned):
     def group_name(self, wanted: str | None) -> str:
         """A name for a group, unique among the living ones."""
         if wanted is None:
-            return f"group-{next(self._group_numbers)}"
+            return next(name for number in self._group_numbers if (name := f"group-{number}") not in self.groups)
         if wanted in self.groups:
             raise ConfigError(
                 f"there is a group {wanted!r} already, made at {_at(self.groups[wanted])}; names are unique"
             )
         return wanted
+
+    def forget(self, group: ColocatedGroup) -> None:
+        """A group has gone: its name is free."""
+        if self.groups.get(group.name) is group:
+            self.groups.pop(group.name, None)
 
     def audit(self) -> Audit:
         """Compare the graph with what the engine really runs and holds; false when they agree.

@@ -154,11 +154,17 @@ class ViewCall:
         """The same method with a deadline, or on some ranks only.
 
         Args:
-            timeout: Seconds until the call is given up (`CallTimeout`); None for the runtime's `call_timeout`,
-                `math.inf` for never.
-            ranks: The ranks to call, in order; None for all.
+            timeout: Seconds until the call is given up (`CallTimeout`), `math.inf` for never; None for what was said
+                before, or else the runtime's `call_timeout`.
+            ranks: The ranks to call, in order; None for those that were said before, or else all.
         """
-        return ViewCall(self._group, self._role, self._spec, timeout, ranks)
+        return ViewCall(
+            self._group,
+            self._role,
+            self._spec,
+            self._timeout if timeout is None else timeout,
+            self._ranks if ranks is None else ranks,
+        )
 
     def __repr__(self) -> str:
         return f"<{self._label}{self._spec.signature} of group {self._group.name!r}>"

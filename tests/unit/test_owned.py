@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import colocate
-from colocate import ColocatedGroup, Pool
+from colocate import ColocatedGroup, Pool, _detached
 from colocate._owned import Owned
 from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import PATIENCE_S
@@ -67,3 +67,13 @@ def test_it_was_open_again_before_anybody_waited() -> None:
     assert not node.wait_closed()
     assert node.take_closing("a close")
     assert node.closed_by == "a close"
+
+
+def test_detaching_while_slots_are_reserved_again() -> None:
+    """It is refused with the reason; the pool is as it was."""
+    with colocate.connect() as runtime, runtime.reserve(1) as pool:
+        reservation, pool.reservation = pool.reservation, None  # as `_reserve_again` does
+        with pytest.raises(colocate.ColocateError, match=r"while slots in place of lost ones.*wait_ready"):
+            _detached._close_all(pool, "a test")
+        assert pool.closed_by is None
+        pool.reservation = reservation

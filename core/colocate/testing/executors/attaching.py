@@ -69,6 +69,24 @@ class Attaching(DetachedCase):
             assert counting(again).add() == [2]
 
     @needs(Detachable)
+    def test_a_name_that_is_taken(self, runtime: Runtime, name: str) -> None:
+        """A group of the pool can't have the name of one of this runtime: attaching says whose, and changes nothing."""
+        pool = runtime.reserve(1, cpus=0, detachable=True)
+        theirs = pool.spawn({"counting": colocate.role(Counting)})
+        pool.detach(name, ttl=TTL_S)
+        with runtime.reserve(1, cpus=0) as own:
+            mine = own.spawn({"echo": colocate.role(Echo)}, name=theirs.name)
+            with pytest.raises(ConfigError, match=f"has a group '{mine.name}', and so has this runtime, made at .*py:"):
+                runtime.attach(name)
+            assert runtime.groups == {mine.name: mine}
+            assert mine.role("echo", Echo).first(1) == 1
+        with runtime.attach(name) as attached:
+            (group,) = attached.groups.values()
+            assert (group.name, group.role("counting", Counting).add()) == (theirs.name, [1])
+            with runtime.reserve(1, cpus=0) as own:  # an automatic name is one that is free
+                assert own.spawn({"echo": colocate.role(Echo)}).name not in ("", group.name)
+
+    @needs(Detachable)
     def test_owner_changes_groups(self, runtime: Runtime, name: str) -> None:
         """What who took it has spawned and closed is what the next one finds, though it never detached it again."""
         pool, _ = new(runtime)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import pickle
 import threading
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 import colocate
 from colocate import Call, ColocatedGroup, ColocateError
-from colocate.errors import ConfigError, DispatchError, RoleError
+from colocate.errors import CallTimeout, ConfigError, DispatchError, RoleError
 from colocate.testing.executors._base import ExecutorCase, Spawn
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
@@ -175,6 +176,20 @@ class Calls(ExecutorCase):
                 next(colocate.as_completed([late], timeout=0))
             gate.open()
             assert list(seen) == [late]
+
+    def test_options_add_up(self, pair: ColocatedGroup) -> None:
+        """What is said later leaves what was said before, in either order; what is said again is said anew."""
+        faulty = pair.role("faulty", Faulty)
+        for options in (
+            faulty.wait.options(timeout=0.05).options(ranks=[1]),
+            faulty.wait.options(ranks=[1]).options(timeout=0.05),
+            faulty.wait.options(timeout=math.inf, ranks=[0]).options(timeout=0.05).options(ranks=[1]),
+        ):
+            with Gate() as gate:
+                call = options.submit(gate.address)
+                with pytest.raises(CallTimeout) as caught:
+                    call.result(PATIENCE_S)
+                assert list(caught.value.stacks) == [1]
 
     def test_ranks(self, pair: ColocatedGroup) -> None:
         """`options(ranks=…)` runs on these ranks only, in the order given; the result has an item for each."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import colocate
-from colocate import ColocatedGroup, Runtime
+from colocate import ColocatedGroup, RoleSpec, Runtime
 from colocate.errors import ColocateError, ConfigError
 from colocate.testing.executors._base import ExecutorCase, Spawn
 from colocate.testing.gate import Gate
@@ -34,6 +34,20 @@ def shown(runtime: Runtime) -> set[tuple[str, str]]:
 
 class Ownership(ExecutorCase):
     """The tree: runtime, pools, groups, workers, role instances; groups' residents and calls."""
+
+    def test_automatic_names_are_free_ones(self) -> None:
+        """What users have named so before keeps its name: groups and pools alike."""
+        roles: dict[str, RoleSpec[Any]] = {"echo": colocate.role(Echo), "rows": colocate.role(Rows)}
+        with self.connect() as runtime:
+            named = runtime.reserve(1, cpus=0, name="pool-1")
+            pools = [runtime.reserve(1, cpus=0) for _ in range(2)]
+            assert [pool.name for pool in (named, *pools)] == ["pool-1", "pool-2", "pool-3"]
+            groups = [named.spawn(roles, name="group-1"), *(pool.spawn(roles) for pool in pools)]
+            assert [group.name for group in groups] == ["group-1", "group-2", "group-3"]
+            assert runtime.groups == {group.name: group for group in groups}
+            with groups[0].role("rows", Rows).produce.keep(2) as kept:
+                for group in groups:
+                    assert group.role("echo", Echo).first.options(timeout=PATIENCE_S)(kept.ref) == [0, 1]
 
     def test_graph(self, runtime: Runtime) -> None:
         """The graph shows what lives, under its one owner, with states and the lines that made it; then it is gone."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import operator
 import threading
 from pathlib import Path
 from typing import Any
@@ -183,6 +184,18 @@ class Residents(ExecutorCase):
             pytest.raises(AttributeError, match=r"stands for the value of rows\.double.*fetch"),
         ):
             kept.ref.append(1)
+
+    def test_a_ref_equals_nothing(self, pair: ColocatedGroup) -> None:
+        """Comparing one is an error too: `ref == value` would be false whatever the value."""
+        rows = pair.role("rows", Rows)
+        with rows.double.keep([1, 2]) as kept:
+            for compare in (operator.eq, operator.ne):
+                for operands in ((kept.ref, [2, 4]), ([2, 4], kept.ref)):
+                    with pytest.raises(TypeError, match=r"lives in the workers.*\.fetch\(\)"):
+                        compare(*operands)
+            ref = kept.ref
+            assert {ref: "its own name"}[ref]
+            assert rows.double([ref, ref][0]) == [4, 8]
 
     def test_free(self, pair: ColocatedGroup) -> None:
         """A freed resident says so; freeing twice is fine; calls that use it already still get it."""
