@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import threading
 from collections import deque
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -81,6 +82,10 @@ class Leases(abc.ABC):
             self._ended.extend(used)
         self._unmade = [key for key in (*self._unmade, *keys) if not self._settled(key)]
         return tuple(keys)
+
+    def put_back(self, keys: Iterable[int]) -> None:
+        """What was taken has not been told to all workers. To tell some of them again does no harm."""
+        self._ended.extend(keys)
 
     def _settled(self, key: int) -> bool:
         """Whether the outcome of its call is known; one that has failed stays until somebody has seen that."""

@@ -168,6 +168,7 @@ def _send(drafts: Sequence[Draft]) -> None:
         group.check()
         ready = [draft for draft in drafts if not _is_lost(draft)]
         sent: list[int] = []
+        frees: Sequence[int] = ()
         try:
             now = time.time()
             for draft in ready:
@@ -189,6 +190,7 @@ def _send(drafts: Sequence[Draft]) -> None:
             if frame is not None:
                 executor.discard(frame)
         except BaseException as error:  # Ctrl-C, or no descriptor or memory is left
+            group.residents.put_back(frees)
             for draft in ready:
                 order.give_up(draft.call, error, bool(sent))
             raise

@@ -186,7 +186,7 @@ class Residents(Leases):
 
     def _flush_later(self) -> None:
         with self._group.order.lock:
-            if not self._flushing and self.kept and self._group.alive:
+            if not self._flushing and (self.kept or self.news) and self._group.alive:
                 self._flushing = True
                 self._group.runtime.timers.after(_QUIET_S, self._flush)
 
@@ -197,9 +197,14 @@ class Residents(Leases):
             if not self._group.alive:  # its end tells what has failed
                 return
             keys = self.take()
-            if keys:
-                self._group.send(self._group.live(), ("free", keys))
-        self._flush_later()
+            try:
+                if keys:
+                    self._group.send(self._group.live(), ("free", keys))
+            except BaseException:
+                self.put_back(keys)
+                raise
+            finally:
+                self._flush_later()
 
     def fetch(self, kept: Kept, timeout: float | None = None) -> Any:
         """The collected value of a resident, on the driver.

@@ -91,15 +91,19 @@ def _send_call(
     frees = group.residents.take() if group.residents.news and len(call.targets) == len(workers) else ()
     last: tuple[Any, Any] = (None, None)
     frame: Any = None
-    for slot, arguments, valid in zip(call.targets, planned.arguments, planned.valid, strict=True):
-        if frame is None or last != (id(arguments), valid):
-            if frame is not None:
-                executor.discard(frame)
-            last = (id(arguments), valid)
-            head = ("call", seq, role.key, call.method, call.keep, valid, bool(lent), frees)
-            frame = executor.frame(head, bodies[id(arguments)])
-        sent.append(slot)
-        workers[slot].host.send(frame)
+    try:
+        for slot, arguments, valid in zip(call.targets, planned.arguments, planned.valid, strict=True):
+            if frame is None or last != (id(arguments), valid):
+                if frame is not None:
+                    executor.discard(frame)
+                last = (id(arguments), valid)
+                head = ("call", seq, role.key, call.method, call.keep, valid, bool(lent), frees)
+                frame = executor.frame(head, bodies[id(arguments)])
+            sent.append(slot)
+            workers[slot].host.send(frame)
+    except BaseException:
+        group.residents.put_back(frees)
+        raise
     executor.discard(frame)
 
 

@@ -46,6 +46,7 @@ class Workforce:
         self._timers: list[Timer] = []
         self.started = False
         self.failure_seen = False
+        self._building_since: float | None = None
         runtime, pool = group.runtime, group.pool
         generation = f"@{group.generation}" if group.generation else ""
         self.workers = [
@@ -104,6 +105,7 @@ class Workforce:
         if not self._built:
             live = group.live()
             restored = None if checkpoint is None else str(checkpoint)
+            self._building_since = time.time()
             group.send(live, ("build", 0, group.generation, group.declared.default_role, restored), body)
             self._wait(lambda: not self._unbuilt or self._build_failed, deadline)
             if self._build_failed:
@@ -123,6 +125,13 @@ class Workforce:
                 errors.add(worker.slot, error)
         if errors.errors:
             raise errors.error()
+
+    def constructing(self, longer_than: float) -> list[int]:
+        """The slots whose roles have been under construction for so many seconds."""
+        since = self._building_since
+        if since is None or time.time() - since <= longer_than:
+            return []
+        return [worker.slot for worker in self._awaited(self._unbuilt)]
 
     def take(self, executor: Detachable, tokens: Sequence[bytes]) -> None:
         """Take up workers that an earlier driver has started, with all their roles constructed."""

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import subprocess
 import sys
 import traceback
+import weakref
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 import colocate
-from colocate import Collect, Concat, PlacementError, Ranks, Role, RoleError, method
+from colocate import Collect, Concat, PlacementError, Ranks, Role, RoleError, RoleStartError, method
 from colocate.executor import Node, Request
 from colocate.placement import Ledger
 
@@ -53,6 +57,63 @@ def test_error_told_often() -> None:
         with pytest.raises(ValueError, match="can't be joined") as caught_odd:
             calls[1].result()
         assert "join" in _frames(caught_odd.value)
+
+
+class Heavy(Role):
+    """Notes its instances, each of which knows the others of its worker by its context."""
+
+    made: ClassVar[list[weakref.ref[Heavy]]] = []
+
+    def __init__(self, breaks: bool = False) -> None:
+        self.made.append(weakref.ref(self))
+        if breaks:
+            raise ValueError("on purpose")
+
+    @method
+    def fail(self) -> None:
+        raise ValueError("on purpose")
+
+    @method
+    def give(self) -> list[int]:
+        return [len(self.made)]
+
+    @method
+    async def later(self) -> int:
+        await asyncio.sleep(0)
+        return 1
+
+    def save(self, directory: str) -> None:
+        """It has nothing to save."""
+
+    def restore(self, directory: str) -> None:
+        """It has nothing to restore."""
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_closed_group_holds_no_role(strict: bool, tmp_path: Path) -> None:
+    """On threads, where the group stays as long as it has a name: not even the collector is needed."""
+    Heavy.made.clear()
+    gc.disable()
+    try:
+        with colocate.connect("local", strict=strict) as runtime, runtime.reserve(2) as pool:
+            group = pool.spawn({"first": colocate.role(Heavy), "second": colocate.role(Heavy)})
+            view = group.role("first", Heavy)
+            kept = view.give.keep()
+            assert kept.fetch() == [[4], [4]]
+            assert view.later() == [1, 1]
+            call = view.fail.submit()
+            assert isinstance(call.exception(), RoleError)
+            assert group.run(lambda ctx: type(ctx.sibling("first")).__name__) == ["Heavy", "Heavy"]
+            group.checkpoint(tmp_path / "one")
+            assert [made() is not None for made in Heavy.made] == [True] * 4
+            group.close()
+            assert [made() for made in Heavy.made] == [None] * 4
+            with pytest.raises(RoleStartError) as caught:
+                pool.spawn({"first": colocate.role(Heavy), "second": colocate.role(Heavy, breaks=True)})
+            assert [made() for made in Heavy.made[4:]] == [None] * (len(Heavy.made) - 4)
+            assert len(Heavy.made) > 4, caught
+    finally:
+        gc.enable()
 
 
 def test_callback_in_fork() -> None:

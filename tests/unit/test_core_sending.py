@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from typing import Any, cast
 
 import pytest
 
@@ -11,6 +12,7 @@ from colocate import ClosedError, ColocatedGroup, Concat, PerRank, Role, WorkerD
 from colocate._workforce import Workforce
 from colocate.testing.gate import Address, Gate, pass_gate
 from colocate.testing.waiting import PATIENCE_S, wait_until
+from colocate_local.threads import ThreadHost
 
 
 class Echo(Role):
@@ -65,6 +67,39 @@ def test_sent_in_part(count: int, error: BaseException, monkeypatch: pytest.Monk
         kept.free()
         assert echo.make(1) == [0, 1]
         assert not group.residents.kept
+
+
+@pytest.mark.parametrize("kind", ["call", "batch", "free"])
+def test_releases_of_a_failed_send(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a message that could not be sent to all ranks was to tell them to forget, a later one tells."""
+    with colocate.connect("local") as runtime, runtime.reserve(2) as pool:
+        group = pool.spawn({"echo": colocate.role(Echo)})
+        echo = group.role("echo", Echo)
+        stores = [cast("ThreadHost", worker.host).worker.store for worker in group.workforce.workers]
+        kept = echo.make.keep(1)
+        kept.fetch()
+        failures: list[str] = []
+        send = ThreadHost.send
+
+        def failing(host: ThreadHost, frame: Any) -> None:
+            if frame[0][0] == kind and host is group.workforce.workers[1].host and not failures:
+                failures.append(kind)
+                raise OSError(24, "Too many open files")
+            send(host, frame)
+
+        monkeypatch.setattr(ThreadHost, "send", failing)
+        monkeypatch.setattr(sys, "excepthook", lambda *args: None)  # which the dispatcher tells of its own failures
+        with group.order.lock:  # so that no other message carries it
+            kept.free()
+            if kind == "call":
+                with pytest.raises(OSError, match="open files"):
+                    echo.make(1)
+            elif kind == "batch":
+                with pytest.raises(OSError, match="open files"), group.pipeline():
+                    echo.make.submit(1)
+        wait_until(lambda: failures == [kind], "sending has failed")
+        wait_until(lambda: [len(store) for store in stores] == [0, 0], "both ranks have been told")
+        assert echo.make(1) == [0, 1]
 
 
 def test_interrupted_close(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,6 +75,7 @@ class WorkerHost:
         self._interrupted: tuple[int, str] | None = None
         self._tokens = itertools.count(1)
         self.base = 0  # calls up to this are of a driver that has let go
+        self._in_process = in_process
         self.groups = ProcessGroups(self, in_process, boot.host)
         self._make_peers = peers
         self.peers = peers(self)
@@ -119,6 +120,8 @@ class WorkerHost:
         _, seq, role, method, keep, _valid, _uses, frees = head
         if frees:
             self.store.free(frees)
+        if self.ended:
+            return
         hosted = self.roles.get(role) or self._for_functions(role)
         spec = hosted.spec(method)
         concurrency = spec.concurrency if spec.is_async else 0
@@ -246,6 +249,9 @@ class WorkerHost:
         self._transfer.close()
         self.peers.close()
         self.ended = True
+        if self._in_process:  # a process takes its roles with it; here the driver may hold the group for long
+            self.roles.clear()
+            self.instances.clear()  # by which the roles' contexts know each other
         self.send(("closed",), None)
         self._on_end()
 

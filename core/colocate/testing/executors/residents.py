@@ -193,7 +193,7 @@ class Residents(ExecutorCase):
                 for operands in ((kept.ref, [2, 4]), ([2, 4], kept.ref)):
                     with pytest.raises(TypeError, match=r"lives in the workers.*\.fetch\(\)"):
                         compare(*operands)
-            ref = kept.ref
+            ref: Any = kept.ref
             assert {ref: "its own name"}[ref]
             assert rows.double([ref, ref][0]) == [4, 8]
 

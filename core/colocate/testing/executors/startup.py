@@ -17,7 +17,7 @@ from colocate.testing.probes.early import Early
 from colocate.testing.probes.faulty import DiesAtStart, FailsToStart, HangsAtStart
 from colocate.testing.probes.plain import Echo, Plain
 from colocate.testing.probes.rows import Rows
-from colocate.testing.waiting import PATIENCE_S
+from colocate.testing.waiting import PATIENCE_S, wait_until
 
 
 class Startup(ExecutorCase):
@@ -88,6 +88,26 @@ class Startup(ExecutorCase):
             (note,) = caught.value.__notes__  # with its stack, and how long it was waited for
             assert "did not end within 0 s" not in note
             assert "running build" in note
+
+    def test_hanging_constructor_is_told(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Without a timeout it is told once, with the stacks of the ranks that hang."""
+        monkeypatch.setattr("colocate._slow._LOOK_EVERY_S", 0.05)
+        monkeypatch.setattr("colocate._order.STACKS_WITHIN_S", PATIENCE_S)  # however busy the machine is
+        with self.connect() as runtime, runtime.reserve(2, cpus=0) as pool, ThreadPoolExecutor(1) as other:
+            with Gate() as gate:
+                roles = {"slow": colocate.role(HangsAtStart, gate.address, (1,))}
+                started = other.submit(pool.spawn, roles, "slowly")
+                gate.wait_for()
+                monkeypatch.setattr("colocate._slow.SLOW_S", 0.05)
+                wait_until(lambda: "pass_gate" in caplog.text, "the warning has been given")
+            group = started.result(PATIENCE_S)
+            assert group.role("slow", HangsAtStart).noop() == [None, None]
+        assert (
+            "the roles of group 'slowly' have been under construction for 0 s\nslot 1 is running build" in caplog.text
+        )
+        assert caplog.text.count("under construction") == 1
 
     def test_waiting_for_it(self, runtime: Runtime, spawn: Spawn) -> None:
         """`wait_ready` of a group that another thread is still starting waits for it."""
