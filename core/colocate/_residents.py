@@ -200,11 +200,9 @@ class Residents(Leases):
             try:
                 if keys:
                     self._group.send(self._group.live(), ("free", keys))
-            except BaseException:
+            except (OSError, MemoryError):  # no descriptor or memory is left just now; a call will tell
                 self.put_back(keys)
-                raise
-            finally:
-                self._flush_later()
+        self._flush_later()
 
     def fetch(self, kept: Kept, timeout: float | None = None) -> Any:
         """The collected value of a resident, on the driver.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any, cast
 
 import pytest
@@ -88,7 +87,6 @@ def test_releases_of_a_failed_send(kind: str, monkeypatch: pytest.MonkeyPatch) -
             send(host, frame)
 
         monkeypatch.setattr(ThreadHost, "send", failing)
-        monkeypatch.setattr(sys, "excepthook", lambda *args: None)  # which the dispatcher tells of its own failures
         with group.order.lock:  # so that no other message carries it
             kept.free()
             if kind == "call":
