@@ -17,6 +17,7 @@ import colocate
 from colocate import Collect, Concat, PlacementError, Ranks, Role, RoleError, RoleStartError, method
 from colocate.executor import Node, Request
 from colocate.placement import Ledger
+from colocate.testing.waiting import wait_until
 
 
 class Refusing(Collect):
@@ -108,10 +109,10 @@ def test_a_closed_group_holds_no_role(strict: bool, tmp_path: Path) -> None:
             assert [made() is not None for made in Heavy.made] == [True] * 4
             group.close()
             assert [made() for made in Heavy.made] == [None] * 4
-            with pytest.raises(RoleStartError) as caught:
+            with pytest.raises(RoleStartError):
                 pool.spawn({"first": colocate.role(Heavy), "second": colocate.role(Heavy, breaks=True)})
-            assert [made() for made in Heavy.made[4:]] == [None] * (len(Heavy.made) - 4)
-            assert len(Heavy.made) > 4, caught
+            assert len(Heavy.made) > 4
+            wait_until(lambda: not any(made() for made in Heavy.made), "lanes that had no time to end have ended")
     finally:
         gc.enable()
 
