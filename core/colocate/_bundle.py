@@ -30,7 +30,8 @@ def together(bodies: Sequence[Any]) -> tuple[list[Where], Any]:
             places = tuple(buffers.setdefault(id(buffer), (len(buffers), buffer))[0] for buffer in body.buffers)
             known[id(body)] = start, end, places
         wheres.append(None if body is None else known[id(body)])
-    return wheres, Packed(b"".join(data), tuple(buffer for _, buffer in buffers.values()))
+    needs = tuple({id(need): need for body in given for need in body.needs}.values())
+    return wheres, Packed(b"".join(data), tuple(buffer for _, buffer in buffers.values()), needs)
 
 
 class Memory:
@@ -43,7 +44,7 @@ class Memory:
         """The body with memory that nobody else writes to."""
         if not isinstance(body, Packed) or not body.buffers:
             return body
-        return Packed(body.data, tuple(self._copy(buffer) for buffer in body.buffers))
+        return Packed(body.data, tuple(self._copy(buffer) for buffer in body.buffers), body.needs)
 
     def _copy(self, buffer: memoryview) -> memoryview:
         key = buffer.nbytes, bytes(buffer[:_EDGE_BYTES]), bytes(buffer[-_EDGE_BYTES:])

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from colocate._definitions.names import path_of
 from colocate._dispatch import plan
 from colocate._mesh import Mesh
 from colocate._method import MethodSpec
@@ -14,7 +14,7 @@ from colocate._pending import PendingCall
 from colocate._pipeline import recording
 from colocate._resident import Consumer, Reference
 from colocate._sending import submit
-from colocate._ship import ship, ship_by_value
+from colocate._ship import ship
 from colocate._view import RoleInfo, refuse_inside, with_references
 from colocate.worker.build import Shipped
 from colocate.worker.functions import RUN, Functions
@@ -67,9 +67,5 @@ def everyone(group: ColocatedGroup) -> RoleInfo:
 
 def _ship(function: Callable[..., Any], name: str, in_process: bool) -> Shipped:
     """The function as it travels: by name only where that name leads back to it."""
-    if in_process:
-        return Shipped(name, cls=function)
-    found: Any = sys.modules.get(getattr(function, "__module__", None) or "")
-    for part in getattr(function, "__qualname__", "<none>").split("."):
-        found = getattr(found, part, None)
-    return ship(function, in_process=False) if found is function else ship_by_value(function, name)
+    by_name = not in_process and path_of(function) is not None
+    return ship(function, name, in_process=False) if by_name else Shipped(name, cls=function)

@@ -22,6 +22,7 @@ from colocate._resident import Kept
 from colocate._residents import Residents
 from colocate._restart import Restarts
 from colocate._spawn import Declared
+from colocate._taught import Taught
 from colocate._view import RoleInfo, RoleView
 from colocate._workforce import Workforce
 from colocate.errors import ClosedError, ColocateError, ConfigError
@@ -67,6 +68,7 @@ class ColocatedGroup(Owned):
         self.workforce = Workforce(self, [pool.places[index] for index in indices])
         self.questions = Questions(self)
         self.restarts = Restarts(self, restarts)
+        self.taught = Taught(self)
         self._roles = declared.infos
         self._views: dict[str, RoleView] = {}
         self.residents = Residents(self)
@@ -259,6 +261,8 @@ class ColocatedGroup(Owned):
     def send(self, slots: Sequence[int], head: tuple[Any, ...], body: Any = None) -> None:
         """Send one message to some workers."""
         executor = self.runtime.executor
+        if body is not None:
+            self.taught.before(slots, (body,))
         frame = executor.frame(head, body)
         for slot in slots:
             self.workforce.workers[slot].host.send(frame)

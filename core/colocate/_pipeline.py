@@ -170,6 +170,8 @@ def _send(drafts: Sequence[Draft]) -> None:
         sent: list[int] = []
         frees: Sequence[int] = ()
         try:
+            slots = dict.fromkeys(slot for draft in ready for slot in draft.call.targets)
+            group.taught.before(slots, (body for draft in ready for body in draft.bodies))
             now = time.time()
             for draft in ready:
                 draft.call.submitted = now

@@ -44,6 +44,12 @@ class Questions:
             seq, key, others = details
             self._aligned(seq, key, others, tell)
             return
+        if what in ("definitions", "module", "modules"):
+            self._group.taught.asked(worker, what, details[0], tell)
+            return
+        if what == "heard":  # all that it has said before
+            tell(None)
+            return
         key, members, value = details
         self._meet(key, members, value, tell)
 

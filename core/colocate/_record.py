@@ -10,8 +10,8 @@ import attrs
 
 import colocate
 from colocate._checkpoint import Checkpoint, Tag
+from colocate._definitions.lots import pack_whole, unpack_whole
 from colocate._role import check_role
-from colocate._ship import ship_by_value
 from colocate._spawn import Declared
 from colocate._view import RoleInfo
 from colocate.errors import ColocateError
@@ -63,7 +63,7 @@ class GroupRecord:
             ColocateError: They can't be imported here.
         """
         try:
-            default_role, distributions, roles = pickle.loads(self.roles)
+            default_role, distributions, roles = unpack_whole(self.roles)
         except Exception as error:  # a module or class that isn't there; anything that its import raises
             raise ColocateError(
                 f"the roles of group {self.name!r} can't be imported here: {type(error).__name__}: {error}; install "
@@ -131,10 +131,8 @@ def _group(pool: Pool, group: ColocatedGroup) -> GroupRecord:
         name: (info.cls, declared.specs[name], info.slots, info.meshes, info.origin)
         for name, info in declared.infos.items()
     }
-    pickled = ship_by_value(
-        (declared.default_role, dict(declared.distributions), roles), f"what roles of group {group.name!r} are made of"
-    ).data
-    assert pickled is not None
+    what = f"what the roles of group {group.name!r} are made of"
+    pickled = pack_whole((declared.default_role, dict(declared.distributions), roles), what)
     workers = group.workforce.workers
     return GroupRecord(
         group.name,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from colocate import wire
 from colocate._collect import check_meshes
 from colocate._mesh import parse_meshes
 from colocate._method import MethodSpec
@@ -118,13 +119,17 @@ def builds(declared: Declared, codec: Codec, group: str, seed: int, generation: 
                 codec.pack_arguments(given, what)  # names the argument
                 raise
         distribution, version = declared.distributions[name]
-        shipped = ship(info.cls, in_process=in_process, distribution=distribution, version=version)
+        name_here = f"{info.cls.__module__}:{info.cls.__qualname__}"
+        shipped = ship(info.cls, name_here, in_process=in_process, distribution=distribution, version=version)
         made.append(RoleBuild(name, shipped, arguments, info.slots, info.meshes, group, seed, generation))
     try:
-        return codec.pack(made)
+        body = codec.pack(made)
     except Exception:
         codec.pack_arguments({build.shipped.name: build.shipped for build in made}, "a role's class")  # names it
         raise
+    inner = (each for build in made for each in (build.shipped.data, build.arguments) if isinstance(each, wire.Packed))
+    needs = tuple(need for each in inner for need in each.needs)
+    return body._replace(needs=(*body.needs, *needs)) if needs else body
 
 
 class BuildErrors:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from colocate._definitions.lots import Receiver
 from colocate.executor import Boot, Exit, Host
 from colocate.worker.output import split_label
 
@@ -42,6 +43,7 @@ class Worker:
         host: The driver's end.
         hello: What it said of itself first: pid, Python, colocate.
         exit: How it ended; None while it runs.
+        receiver: What it knows of the script.
     """
 
     group: ColocatedGroup
@@ -51,6 +53,7 @@ class Worker:
     hello: dict[str, Any] | None = None
     exit: Exit | None = None
     lane_ended: bool = False
+    receiver: Receiver = attrs.field(factory=lambda: Receiver("is given it"))
     progress: dict[str | None, tuple[int, int | None]] = attrs.field(factory=dict)
     _tail: deque[str] = attrs.field(factory=lambda: deque(maxlen=_TAIL_LINES))
     _address: str | None = None
@@ -148,6 +151,9 @@ class Worker:
     def _ask(self, head: tuple[Any, ...], body: Any) -> None:
         self.group.questions.asked(self, *head[1:])
 
+    def _define(self, head: tuple[Any, ...], body: Any) -> None:
+        self.group.taught.told(self, head[1], body)
+
     def _progress(self, head: tuple[Any, ...], body: Any) -> None:
         _, role, done, total = head
         self.progress[role] = done, total
@@ -170,6 +176,7 @@ _HANDLERS: dict[str, Callable[[Worker, tuple[Any, ...], Any], None]] = {
     "can_withdraw": Worker._can_withdraw,
     "fetched": Worker._fetched,
     "ask": Worker._ask,
+    "define": Worker._define,
     "progress": Worker._progress,
     "broken": Worker._broken,
     "closed": Worker._closed,

@@ -26,14 +26,19 @@ def test_by_name() -> None:
     assert shipped.load() is facts
 
 
-def test_by_value() -> None:
-    """What a worker can't import, or isn't what its name leads to, goes by value."""
+def test_beside() -> None:
+    """One of a module that isn't installed goes by its name, too: the module's source travels."""
+    shipped = _ship(rank, "rank", in_process=False)
+    assert (shipped.name, shipped.distribution, shipped.cls) == (f"{__name__}:rank", None, None)
+    assert shipped.load() is rank
+
+
+def test_as_it_is() -> None:
+    """What a worker can't import, or isn't what its name leads to, goes with the call."""
     renamed = functools.partial(facts)
     functools.update_wrapper(renamed, facts)
-    for function in (rank, lambda ctx: ctx.rank, functools.partial(facts, b=1), renamed):
-        shipped = _ship(function, "it", in_process=False)
-        assert shipped.data is not None
-        assert callable(shipped.load())
+    for function in (lambda ctx: ctx.rank, functools.partial(facts, b=1), renamed):
+        assert _ship(function, "it", in_process=False).cls is function
 
 
 def test_bound_method() -> None:
@@ -43,15 +48,17 @@ def test_bound_method() -> None:
 
 
 def test_in_process() -> None:
-    """Within one process it is handed over as it is."""
+    """Within one process it is handed over as it is; what holds something that can't be sent is refused elsewhere."""
     lock = threading.Lock()
 
     def function(ctx: Context) -> bool:
         return lock.locked()
 
     assert _ship(function, "function", in_process=True).load() is function
-    with pytest.raises(SerializationError, match=r"function goes to the workers by value.*lock"):
-        _ship(function, "function", in_process=False)
+    with colocate.connect(strict=True) as runtime, runtime.reserve(1) as pool:
+        group = pool.spawn({"echo": colocate.role(Echo)})
+        with pytest.raises(SerializationError, match=r"function function: function.*lock"):
+            group.run(function)
 
 
 def test_refused_in_a_pipeline() -> None:

@@ -11,13 +11,16 @@ import io
 import pickle
 import sys
 import threading
-import types
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-import cloudpickle
+from colocate._definitions.pickler import Pickler, is_special
 
 if TYPE_CHECKING:
     import torch
+
+    from colocate._definitions.known import Need
+    from colocate._definitions.lots import Lot
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
@@ -37,19 +40,25 @@ class Packed(NamedTuple):
         data: The pickle.
         buffers: What it refers to: contiguous readable memory. After `pack` it is the value's own memory; after a
             transport it is the receiver's, writable and shared with nobody.
+        needs: What the receiver has to know before it unpacks this: classes and functions that are only named in it.
     """
 
     data: Buffer
     buffers: tuple[memoryview, ...] = ()
+    needs: tuple[Need, ...] = ()
 
     @property
     def nbytes(self) -> int:
         """How many bytes it is, all together."""
         return len(self.data) + sum(buffer.nbytes for buffer in self.buffers)
 
+    def __reduce__(self) -> Any:
+        # Inside another value: what it needs, its sender says of the whole.
+        return Packed, (self.data, self.buffers)
+
     def copy(self) -> Packed:
         """The same in memory of its own, as after a transport."""
-        return Packed(bytes(self.data), tuple(memoryview(bytearray(buffer)) for buffer in self.buffers))
+        return Packed(bytes(self.data), tuple(memoryview(bytearray(buffer)) for buffer in self.buffers), self.needs)
 
 
 def pack(value: Any) -> Packed:
@@ -58,7 +67,7 @@ def pack(value: Any) -> Packed:
     Tensors come out detached and plain; those of a device are copied to the CPU and marked.
 
     Args:
-        value: What cloudpickle can pickle.
+        value: What cloudpickle can pickle. Classes and functions that can't be imported elsewhere are named by an id.
 
     Returns:
         The pickle and the memory it refers to; that memory must not change before it has been transported.
@@ -70,10 +79,16 @@ def pack(value: Any) -> Packed:
         return Packed(pickle.dumps(value, protocol=5))
     file = io.BytesIO()
     buffers: list[pickle.PickleBuffer] = []
+    pickler = pickler_for(file, buffers.append)
+    pickler.dump(value)
+    return Packed(file.getvalue(), tuple(buffer.raw() for buffer in buffers), tuple(pickler.needs.values()))
+
+
+def pickler_for(file: Any, buffer_callback: Callable[[Any], Any], lot: Lot | None = None) -> Pickler:
+    """A pickler for values as they are sent, or for a lot of definitions."""
     # A value can only hold tensors if torch has been imported (completely: another thread may be at it).
-    pickler = _TensorPickler if hasattr(sys.modules.get("torch"), "nn") else cloudpickle.Pickler
-    pickler(file, protocol=5, buffer_callback=buffers.append).dump(value)
-    return Packed(file.getvalue(), tuple(buffer.raw() for buffer in buffers))
+    kind = _TensorPickler if hasattr(sys.modules.get("torch"), "nn") else Pickler
+    return kind(file, buffer_callback, lot)
 
 
 def unpack(packed: Packed, device: str | torch.device | None = None) -> Any:
@@ -116,8 +131,8 @@ def _is_plain(value: Any, room: int) -> int:
     return room - 1
 
 
-class _TensorPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
-    """cloudpickle, with tensors out of band."""
+class _TensorPickler(Pickler):
+    """The pickler, with tensors out of band."""
 
     def reducer_override(self, obj: Any) -> Any:
         kind: type = type(obj)
@@ -148,10 +163,9 @@ class _TensorPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle 
 
 @functools.lru_cache(maxsize=1024)
 def _is_ordinary(kind: type) -> bool:
-    """Whether neither this module nor cloudpickle has a way of its own for values of this type."""
+    """Whether neither this module nor the pickler has a way of its own for values of this type."""
     torch = sys.modules["torch"]
-    special = type, types.FunctionType, torch.Tensor, torch.nn.Module
-    return not (issubclass(kind, special) or _is_tensordict(kind))
+    return not (is_special(kind) or issubclass(kind, (torch.Tensor, torch.nn.Module)) or _is_tensordict(kind))
 
 
 class _Boxed:

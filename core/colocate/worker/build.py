@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import pickle
 import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from colocate import wire
 from colocate._arguments import on_device
 from colocate._context import Context, MeshPlace, derive_seed, reset_current, set_current
 from colocate._mesh import Mesh
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 
 @attrs.frozen
 class Shipped:
-    """A class or function on its way: by name from an installed distribution, by value, or as it is within one process.
+    """A class or function on its way: by its name, as a definition, or as it is within one process.
 
     Attributes:
         name: "module:qualified.name".
-        data: It by value; None when it goes by name.
-        cls: It itself, within one process.
+        data: It packed; None when it goes by its name.
+        cls: It itself: within one process, or where what it is in is pickled for it.
         distribution: Where the driver has it from.
         version: The version there.
     """
 
     name: str
-    data: bytes | None = None
+    data: wire.Packed | None = None
     cls: Any = None
     distribution: str | None = None
     version: str | None = None
@@ -48,7 +48,7 @@ class Shipped:
         if self.cls is not None:
             return self.cls
         if self.data is not None:
-            return pickle.loads(self.data)
+            return wire.unpack(self.data)
         self._compare_versions()
         module, _, path = self.name.partition(":")
         value: Any = importlib.import_module(module)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import gc
-import pickle
 import sys
 import threading
 import traceback
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from colocate._codec import Codec
 from colocate._jobs import message_of
+
+if TYPE_CHECKING:
+    from colocate.worker.host import WorkerHost
 
 _OWN = str(Path(__file__).parent)
 
@@ -53,28 +54,21 @@ def describe(error: BaseException, *, role: str | None, host: bool, secondary: b
     return Failure(name, text, "".join(lines), host, secondary, role)
 
 
-def sendable(error: BaseException, codec: Codec) -> Any:
+def sendable(error: BaseException, host: WorkerHost) -> Any:
     """A message body with the exception, or None when it doesn't survive pickling (then its text has to do)."""
     bare = error.with_traceback(None)
     bare.__context__ = None  # frames that it refers to hold tensors, files and process groups
     bare.__cause__ = None
+    codec = host.codec
     if codec.name == "reference":
         return bare
     try:
-        again = pickle.loads(pickle.dumps(bare))
-    except BaseException:  # its class says how, and may raise what it likes
-        return _by_cloudpickle(bare, codec)
-    return codec.pack(bare) if type(again) is type(bare) else None
-
-
-def _by_cloudpickle(error: BaseException, codec: Codec) -> Any:
-    """Exceptions of classes that go by value with their role; anything a constructor refuses stays text."""
-    try:
-        body = codec.pack(error)
+        body = codec.pack(bare)
         again = codec.unpack(body, None)
-    except BaseException:
+        host.definitions.tell(body)
+    except BaseException:  # its class says how, and may raise what it likes
         return None
-    return body if type(again).__qualname__ == type(error).__qualname__ else None
+    return body if type(again) is type(bare) else None
 
 
 def raised_by_role(error: BaseException) -> bool:

@@ -1,8 +1,9 @@
 """The worker: receives messages, and has its lane do what they ask for. The same everywhere.
 
-Messages are `(head, body)`; a head's first item says what it is. To the worker: build, call, batch, free, hold, resume,
-cancel, stop, withdraw, decided, stack, fetch, listen, answer, close. From it: hello, done, failed, held, alive,
-can_withdraw, stacks, fetched, address, ask, progress, broken, closed.
+Messages are `(head, body)`; a head's first item says what it is. To the worker: define, build, call, batch, free,
+hold, resume, cancel, stop, withdraw, decided, stack, fetch, listen, answer, close.
+From it: hello, done, failed, held, alive, can_withdraw, stacks, fetched, address, ask, define, progress,
+broken, closed.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from colocate.wire import Turns
 from colocate.worker import failure
 from colocate.worker.batch import take_apart
 from colocate.worker.consequence import LET_GO, Consequence
+from colocate.worker.definitions import Definitions
 from colocate.worker.functions import hosted_functions
 from colocate.worker.hosted import HostedRole
 from colocate.worker.lane import Lane, Work
@@ -69,6 +71,7 @@ class WorkerHost:
         self.roles: dict[Any, HostedRole] = {}
         self.instances: dict[str, object] = {}
         self.ended = self._is_broken = False
+        self.in_process = in_process
         self.send = send
         self._on_end = on_end
         self._asks: dict[int, tuple[int, Future[Any]]] = {}
@@ -84,7 +87,9 @@ class WorkerHost:
         )
         self.lane = Lane(f"{LANE}{boot.worker}", self._held, partial(self._thread_failed, "its lane"), turns)
         self._runner = Runner(self)
+        self.definitions = Definitions(self)
         self._handlers: dict[str, Callable[..., None]] = {
+            "define": self.definitions.arrived,
             "build": self._on_build,
             "call": self._on_call,
             "batch": self._on_batch,
@@ -114,7 +119,9 @@ class WorkerHost:
         self._handlers[head[0]](head, body)
 
     def _on_build(self, head: tuple[Any, ...], body: Any) -> None:
-        self.lane.put(Work(0, self._runner.build, "build", head, body))
+        work = Work(0, self._runner.build, "build", head, body)
+        work.lots = self.definitions.count
+        self.lane.put(work)
 
     def _on_call(self, head: tuple[Any, ...], body: Any) -> None:
         _, seq, role, method, keep, _valid, _uses, frees = head
@@ -126,6 +133,7 @@ class WorkerHost:
         spec = hosted.spec(method)
         concurrency = spec.concurrency if spec.is_async else 0
         work = Work(seq, self._runner.call, hosted.label(method), head, body, concurrency)
+        work.lots = self.definitions.count
         if keep is not None:
             self.store.expect(keep)
             work.on_drop = partial(self.store.fail, keep, f"{work.label} was withdrawn after a failure")
@@ -215,6 +223,7 @@ class WorkerHost:
             base: The numbers of the next driver's calls, holds and residents are above this.
         """
         self.base = base
+        self.definitions.renew()
         self.store.renew(base)
         self._interrupted = None
         for token in list(self._asks):
@@ -320,7 +329,9 @@ class WorkerHost:
 
     def packed(self, result: Any, label: str) -> Any:
         """What a role has returned, as it travels; a SerializationError names the method."""
-        return self.codec.pack_named(result, "result", f"the result of {label}")
+        body = self.codec.pack_named(result, "result", f"the result of {label}")
+        self.definitions.tell(body)
+        return body
 
     def part(self, key: int) -> Any:
         """This worker's part of a resident, once it is there."""

@@ -105,7 +105,9 @@ def start(boot: Boot, service: Service, lane: wire.SocketLane) -> WorkerHost:
 
     turns = wire.Turns(lane)
     peers = partial(ChannelPeers, tls=service.tls)
-    return WorkerHost(boot, BY_VALUE, service.say, peers, on_end=leave, turns=turns)
+    host = WorkerHost(boot, BY_VALUE, service.say, peers, on_end=leave, turns=turns)
+    host.definitions.install()
+    return host
 
 
 def _interface(host: str) -> str | None:

@@ -158,4 +158,6 @@ class ChannelPeers(Peers):
         if what == "weight":
             return (self._host.part_weight(key),), None
         value = self._host.part(key)
-        return (), wire.pack(value if what == "part" else _batch.slice_rows(value, *bounds))
+        body = wire.pack(value if what == "part" else _batch.slice_rows(value, *bounds))
+        self._host.definitions.tell(body, wait=True)
+        return (), body

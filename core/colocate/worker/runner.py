@@ -44,6 +44,8 @@ class Runner:
             if host.boot.slot not in build.slots:
                 continue
             try:
+                host.definitions.compare_modules()
+                host.definitions.load(work.lots)
                 host.roles[build.name] = construct(build, host)
             except BaseException as error:
                 self._failed(seq, None, build.name, error)
@@ -70,6 +72,7 @@ class Runner:
         tokens = set_current(role.ctx), running_call.set(work)
         role.ctx.last_call = work
         try:
+            host.definitions.load(work.lots)
             resolver = self._resolver(seq) if uses else None
             arguments = self._arguments(body, resolver, role, spec)
             work.valid_rows = resolver.valid if valid is None and resolver is not None else valid
@@ -177,7 +180,7 @@ class Runner:
         secondary = isinstance(error, Consequence) or host.groups.lost_a_peer()
         told = failure.describe(error, role=role, host=ours, secondary=secondary)
         if not 0 < seq <= host.base:  # otherwise nobody would lead the hold that follows
-            host.send(("failed", seq, told.head()), failure.sendable(error, host.codec))
+            host.send(("failed", seq, told.head()), failure.sendable(error, host))
         if keep is not None:  # who uses it fails of that in turn, and is to be heard of later than this
             host.store.fail(keep, f"{told.type}: {told.text}")
         del error

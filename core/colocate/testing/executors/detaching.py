@@ -25,7 +25,6 @@ from colocate.testing.gate import Gate
 from colocate.testing.probes.counting import Counting
 from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import PATIENCE_S, Processes, wait_until
-from colocate.worker.build import Shipped
 
 
 class Missing:
@@ -253,9 +252,7 @@ class Detaching(DetachedCase):
         pool, view = new(runtime)
         workers = Processes(view.pid())
         with monkeypatch.context() as patch:
-            patch.setattr(
-                "colocate._record.ship_by_value", lambda value, what: Shipped(what, data=pickle.dumps(Missing()))
-            )
+            patch.setattr("colocate._record.pack_whole", lambda value, what: pickle.dumps(Missing()))
             pool.detach(name, ttl=TTL_S)
         with pytest.raises(ColocateError, match=r"roles of group 'counting' can't be imported.*'there_is_none'"):
             runtime.attach(name, own=True)

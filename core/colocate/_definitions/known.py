@@ -1,0 +1,235 @@
+"""What this process knows by id: its own definitions that have been named, and those that others have sent.
+
+An id belongs to one object for as long as somebody can name it. Definitions are held by whoever may hear of them again
+(a group for what its workers know, a worker for what its driver has sent), and so is the object: no id ever leads to
+another object than the one that was sent.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import secrets
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from types import FunctionType
+from typing import Any, TypeAlias
+
+from colocate._definitions.names import MISSING, is_main, main_module
+from colocate.errors import ColocateError
+
+_ORIGIN_BITS, _NUMBER_BITS = 30, 32
+
+
+class Definition:
+    """A class or function and its id.
+
+    Attributes:
+        id: Unique among all processes.
+        object: The very class or function.
+        links: What the lot that it was last sent in depends on; None before that.
+    """
+
+    __slots__ = ("__weakref__", "id", "links", "object")
+
+    def __init__(self, id: int, object: Any) -> None:
+        self.id = id
+        self.object = object
+        self.links: Links | None = None
+
+
+class Space:
+    """The globals of functions that travel.
+
+    Attributes:
+        key: Names them in every process: "__main__", or an id for those that belong to no module.
+        names: The dictionary itself.
+    """
+
+    __slots__ = ("__weakref__", "globals", "key", "names")
+
+    def __init__(self, key: str | int, names: dict[str, Any]) -> None:
+        self.key = key
+        self.names = names
+        self.globals: dict[str, Global] = {}
+
+
+class Global:
+    """A name in a space that code which travels refers to.
+
+    Attributes:
+        space: The space.
+        name: The name.
+        user: What names it, for errors.
+        links: What the lot in which its value was last sent depends on; None before that.
+    """
+
+    __slots__ = ("links", "name", "space", "user")
+
+    def __init__(self, space: Space, name: str, user: str) -> None:
+        self.space = space
+        self.name = name
+        self.user = user
+        self.links: Links | None = None
+
+    @property
+    def value(self) -> Any:
+        """What it is now; MISSING when it isn't there."""
+        return self.space.names.get(self.name, MISSING)
+
+
+class Links:
+    """What a lot depends on besides what is in it: names that may change, and definitions that were sent before."""
+
+    __slots__ = ("globals", "others")
+
+    def __init__(self, globals: Iterable[Global], others: Iterable[Definition]) -> None:
+        self.globals = tuple(globals)
+        self.others = tuple(others)
+
+
+Need: TypeAlias = "Definition | Global"
+
+lock = threading.RLock()  # for what is found here together: an object's id, the loading of a lot
+_by_id: weakref.WeakValueDictionary[int, Definition] = weakref.WeakValueDictionary()
+_by_object: weakref.WeakValueDictionary[int, Definition] = weakref.WeakValueDictionary()
+_spaces: weakref.WeakValueDictionary[int, Space] = weakref.WeakValueDictionary()
+_spaces_by_key: weakref.WeakValueDictionary[str | int, Space] = weakref.WeakValueDictionary()
+_foreign: list[Space] = []  # that came from elsewhere: as long as their names may come again
+# Functions that no name leads to (lambdas, inner functions) travel by value each time, and are held by nobody here:
+# one that comes back while it still exists is the very one.
+_functions: weakref.WeakValueDictionary[int, FunctionType] = weakref.WeakValueDictionary()
+_function_ids: weakref.WeakKeyDictionary[FunctionType, int] = weakref.WeakKeyDictionary()
+_numbers = itertools.count(1)
+_origin = secrets.randbits(_ORIGIN_BITS)
+
+# How this process comes by a definition that it lacks: a worker asks its driver.
+find_missing: Callable[[int], None] | None = None
+
+
+def new_id() -> int:
+    """An id that nothing has."""
+    return _origin << _NUMBER_BITS | next(_numbers)
+
+
+def _after_fork() -> None:
+    # What the child defines from now on is its own.
+    global _origin
+    _origin = secrets.randbits(_ORIGIN_BITS)
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def definition_of(thing: Any) -> Definition:
+    """The definition of a class or function of this process; it has an id from now on."""
+    found = _by_object.get(id(thing))
+    if found is not None:
+        return found
+    with lock:
+        found = _by_object.get(id(thing))
+        if found is None:
+            found = Definition(new_id(), thing)
+            _note(found)
+        return found
+
+
+def _note(definition: Definition) -> None:
+    _by_id[definition.id] = definition
+    _by_object[id(definition.object)] = definition
+
+
+def defined(id: int, thing: Any) -> Definition:
+    """An object that came under an id: known by it from now on, by whoever holds the definition."""
+    with lock:
+        found = _by_id.get(id)
+        if found is None:
+            found = Definition(id, thing)
+            _note(found)
+        return found
+
+
+def known(id: int) -> Definition | None:
+    """What has this id here, if anything has."""
+    return _by_id.get(id)
+
+
+def find(id: int) -> Definition:
+    """What has this id, here or at whoever can be asked.
+
+    Raises:
+        ColocateError: Nobody knows it any more.
+    """
+    from colocate._definitions.lots import load_for  # which needs this module
+
+    found = _by_id.get(id) or load_for(id)
+    if found is None and find_missing is not None:
+        find_missing(id)
+        found = _by_id.get(id) or load_for(id)
+    if found is None:
+        raise ColocateError(
+            "a value names a class or function of the script that this process doesn't know (any more): the group "
+            "that it came from is closed, or another driver has defined it"
+        )
+    return found
+
+
+def function_id(function: FunctionType) -> int:
+    """The id of a function that no name leads to."""
+    with lock:
+        found = _function_ids.get(function)
+        if found is None:
+            found = new_id()
+            _functions[found] = function
+            _function_ids[function] = found
+        return found
+
+
+def function_known(id: int) -> FunctionType | None:
+    """The function of that id, while it exists here."""
+    return _functions.get(id)
+
+
+def note_function(id: int, function: FunctionType) -> None:
+    """A function that came under an id."""
+    with lock:
+        _functions.setdefault(id, function)
+        _function_ids.setdefault(function, id)
+
+
+def space_of(names: dict[str, Any]) -> Space:
+    """The space of a function's globals."""
+    found = _spaces.get(id(names))
+    if found is not None and found.names is names:
+        return found
+    with lock:
+        main = main_module()
+        key = "__main__" if main is not None and main.__dict__ is names else new_id()
+        found = _spaces[id(names)] = Space(key, names)
+        if key != "__main__":
+            _spaces_by_key[key] = found
+        return found
+
+
+def space_named(key: str | int, name: str) -> Space:
+    """The space of a key that came from elsewhere; a new one, of which `name` is the `__name__`, if it is unknown."""
+    with lock:
+        if is_main(key):
+            main = main_module()
+            assert main is not None
+            return space_of(main.__dict__)
+        found = _spaces_by_key.get(key)
+        if found is None:
+            names: dict[str, Any] = {"__name__": name, "__builtins__": __builtins__}
+            found = _spaces_by_key[key] = _spaces[id(names)] = Space(key, names)
+            _foreign.append(found)
+        return found
+
+
+def global_of(space: Space, name: str, user: str) -> Global:
+    """A name that code refers to."""
+    found = space.globals.get(name)
+    if found is None:
+        found = space.globals.setdefault(name, Global(space, name, user))
+    return found

@@ -1,0 +1,304 @@
+"""Lots: definitions that travel together, and what each receiver has been sent of them.
+
+Definitions that are met together go in one pickle, because classes name each other. With them go the values of the
+globals that their code names, as they are then. A change is a name that has another object now; that is found by
+identity, by looking at the names alone.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import weakref
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from colocate._definitions import known
+from colocate._definitions.known import Definition, Global, Links, Need, Space
+from colocate._definitions.making import Making
+from colocate._definitions.names import MISSING
+from colocate.errors import SerializationError
+from colocate.wire.codec import Packed, pack, pickler_for, unpack
+
+if TYPE_CHECKING:
+    from colocate._definitions.pickler import Pickler
+
+
+class Lot:
+    """What is sent to a receiver that lacks something.
+
+    Attributes:
+        body: The pickle.
+        definitions: What is in it, by id.
+        values: The globals whose values are in it.
+        others: What it names that the receiver has been sent before, by id.
+    """
+
+    def __init__(self, receiver: Receiver) -> None:
+        self._receiver = receiver
+        self._todo: deque[Need] = deque()
+        self.definitions: dict[int, Definition] = {}
+        self.values: dict[Global, Any] = {}
+        self.others: dict[int, Definition] = {}
+        self.body = Packed(b"")
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """What its receiver knows then."""
+        return tuple(self.definitions)
+
+    def key_of(self, space: Space) -> str | int:
+        """What a space is called at its receiver."""
+        return self._receiver.key_of(space)
+
+    def has_to_have(self, definition: Definition) -> bool:
+        """Whether a definition that is met travels in this lot; otherwise it is named."""
+        if definition.id in self._receiver.knows:
+            self.others[definition.id] = definition
+            return False
+        self.definitions[definition.id] = definition
+        return True
+
+    def will_need(self, found: Need) -> None:
+        """Something that what is in it refers to."""
+        self._todo.append(found)
+
+    def pack(self, needs: Iterable[Need]) -> None:
+        """Make the body.
+
+        Raises:
+            SerializationError: Something in it can't be pickled.
+        """
+        file = io.BytesIO()
+        buffers: list[pickle.PickleBuffer] = []
+        pickler = pickler_for(file, buffers.append, self)
+        self._todo.extend(needs)
+        while self._todo:
+            need = self._todo.popleft()
+            if isinstance(need, Definition):
+                if need.id not in self.definitions:
+                    _dump(pickler, need.object, _name(need.object))
+            elif need not in self.values and self._receiver.lacks_value(need):
+                self.values[need] = value = need.value
+                what = f"the global {need.name!r} of {need.space.names.get('__name__')}, which {need.user} names,"
+                module = str(need.space.names.get("__name__", ""))
+                _dump(pickler, (self.key_of(need.space), module, need.name, value), what)
+        pickler.dump(None)
+        self.body = Packed(file.getvalue(), tuple(buffer.raw() for buffer in buffers))
+        links = Links(self.values, self.others.values())
+        for definition in self.definitions.values():
+            definition.links = links
+        for name in self.values:
+            name.links = links
+
+
+def _name(thing: Any) -> str:
+    return f"{getattr(thing, '__module__', '')}:{getattr(thing, '__qualname__', thing)}"
+
+
+def _dump(pickler: Pickler, thing: Any, what: str) -> None:
+    try:
+        pickler.dump(thing)
+    except Exception as error:
+        if isinstance(error, SerializationError):
+            raise
+        raise SerializationError(
+            f"{what} goes to the workers with the script's code, and can't be pickled: {type(error).__name__}: "
+            f"{error}. Make it inside the role, or have it in a module beside the script, which the workers import",
+            argument=what,
+        ) from error
+
+
+# What the receiver of definitions is to the script: a worker, whose `__main__` is the script's; the driver that runs
+# it, whose names nobody but the script itself sets; or another one, which has a script of its own.
+Script: TypeAlias = Literal["is given it", "runs it", "another"]
+
+
+class Receiver:
+    """What one process has been sent, and therefore knows.
+
+    Attributes:
+        knows: The ids.
+    """
+
+    def __init__(self, script: Script) -> None:
+        """Args: script: What it is to the script."""
+        self.knows: set[int] = set()
+        self._values: dict[Global, Any] = {}
+        self._is_script = script == "runs it"
+        self._main: str | int = known.new_id() if script == "another" else "__main__"
+
+    def key_of(self, space: Space) -> str | int:
+        """What a space is called there."""
+        return self._main if space.key == "__main__" else space.key
+
+    def lacks_value(self, name: Global) -> bool:
+        """Whether a name is something else there."""
+        if self._is_script and name.space.key == "__main__":
+            return False
+        return self._values.get(name, self) is not name.value  # self: nothing has been sent
+
+    def lacks(self, needs: Iterable[Need]) -> list[Need]:
+        """What has to be sent before a message that needs this."""
+        todo, found = list(needs), []
+        seen: set[Links] = set()
+        while todo:
+            need = todo.pop()
+            if need.id not in self.knows if isinstance(need, Definition) else self.lacks_value(need):
+                found.append(need)
+            elif (links := need.links) is not None and links not in seen:
+                seen.add(links)
+                todo += links.globals
+                todo += [each for each in links.others if each.links is not None]
+        return found
+
+    def lot(self, lacking: Sequence[Need]) -> Lot:
+        """What it lacks, to be sent to it."""
+        lot = Lot(self)
+        lot.pack(lacking)
+        return lot
+
+    def takes(self, lot: Lot) -> bool:
+        """Whether a lot that was made for another one, which lacked the same, suits this one too."""
+        return self.knows.issuperset(lot.others) and self.knows.isdisjoint(lot.definitions)
+
+    def has_got(self, lot: Lot) -> None:
+        """The lot has been sent to it."""
+        self.knows.update(lot.definitions)
+        self._values.update(lot.values)
+
+
+# -- what has come
+
+
+class Arrived:
+    """A lot that has come and is loaded when something of it is wanted.
+
+    Attributes:
+        ids: What is in it.
+        error: Why it couldn't be loaded.
+    """
+
+    def __init__(self, ids: Sequence[int], body: Packed, binds: bool) -> None:
+        self.ids = ids
+        self.error: BaseException | None = None
+        self._body: Packed | None = body
+        self._binds = binds
+        self._held: list[Definition] = []
+
+    def load(self) -> None:
+        """Make its definitions and set its globals, once. Who wants something of it is told what has gone wrong."""
+        with known.lock:
+            body, self._body = self._body, None
+            if body is None:
+                return
+            try:
+                with Making() as making:
+                    values = self._read(body)
+                self._held = [known.defined(id, thing) for id, thing in making.made.items()]
+            except BaseException as error:
+                self.error = error
+                raise
+            if self._binds:
+                for value in values:
+                    _bind(*value)
+
+    def _read(self, body: Packed) -> list[tuple[Any, ...]]:
+        unpickler = pickle.Unpickler(io.BytesIO(body.data), buffers=iter(body.buffers))
+        values: list[tuple[Any, ...]] = []
+        while (piece := unpickler.load()) is not None:
+            if type(piece) is tuple:
+                values.append(piece)
+        return values
+
+    def find(self, id: int) -> Definition | None:
+        """One of its definitions."""
+        self.load()
+        if self.error is not None:
+            raise self.error
+        return known.known(id)
+
+
+_set: dict[tuple[str | int, str], Any] = {}  # what globals were set to here, by space and name
+
+
+def _bind(key: str | int, module: str, name: str, value: Any) -> None:
+    """Set a global, unless this process has set it to something else itself."""
+    space = known.space_named(key, module)
+    is_new = (key, name) not in _set
+    if is_new or space.names.get(name, MISSING) is _set[key, name]:
+        if value is MISSING:
+            space.names.pop(name, None)
+        else:
+            space.names[name] = value
+    _set[key, name] = value
+
+
+_arrived: weakref.WeakValueDictionary[int, Arrived] = weakref.WeakValueDictionary()
+
+
+def load_for(id: int) -> Definition | None:
+    """The definition from a lot that has come, if it is in one."""
+    found = _arrived.get(id)
+    return None if found is None else found.find(id)
+
+
+class Inbox:
+    """The lots that have come from one process, held as long as it may name what is in them."""
+
+    def __init__(self, binds: bool) -> None:
+        """Args: binds: Whether the globals in them are set here."""
+        self._binds = binds
+        self._lots: list[Arrived] = []
+        self._loaded = 0
+        self.count = 0
+
+    def put(self, ids: Sequence[int], body: Packed) -> None:
+        """A lot has come."""
+        lot = Arrived(ids, body, self._binds)
+        self._lots.append(lot)
+        for id in ids:
+            _arrived.setdefault(id, lot)
+        self.count += 1
+
+    def load(self, count: int) -> None:
+        """Load the first `count` lots: what was sent before a message is there when that is read.
+
+        Raises:
+            Exception: One of them can't be loaded; what needs it later is told again, and nothing else is.
+        """
+        with known.lock:
+            while self._loaded < count:
+                self._loaded += 1
+                self._lots[self._loaded - 1].load()
+
+
+# -- for those who can ask nobody
+
+
+def pack_whole(value: Any, what: str) -> bytes:
+    """A value with all definitions that it names, for another script.
+
+    Raises:
+        SerializationError: It can't be pickled.
+    """
+    try:
+        body = pack(value)
+    except Exception as error:
+        raise SerializationError(f"{what} can't be pickled: {type(error).__name__}: {error}", argument=what) from error
+    lot = Receiver("another").lot(body.needs)
+    return pickle.dumps((lot.ids, *_flat(lot.body), *_flat(body)), protocol=5)
+
+
+def _flat(body: Packed) -> tuple[bytes, list[bytes]]:
+    return bytes(body.data), [bytes(buffer) for buffer in body.buffers]
+
+
+def unpack_whole(packed: bytes) -> Any:
+    """The value; its definitions are held by it alone."""
+    ids, data, buffers, value, its_buffers = pickle.loads(packed)
+    inbox = Inbox(binds=True)
+    inbox.put(ids, Packed(data, tuple(memoryview(bytearray(buffer)) for buffer in buffers)))
+    inbox.load(1)
+    return unpack(Packed(value, tuple(memoryview(bytearray(buffer)) for buffer in its_buffers)))

@@ -1,0 +1,102 @@
+"""What an import finds in another process, and what it doesn't: the one rule for which code travels by name."""
+
+from __future__ import annotations
+
+import functools
+import site
+import sys
+import sysconfig
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final
+
+MAINS = ("__main__", "__mp_main__")
+
+
+class _Missing:
+    """Stands where there is no value."""
+
+    def __reduce__(self) -> str:
+        return "MISSING"
+
+
+MISSING: Final = _Missing()
+
+
+def is_main(name: Any) -> bool:
+    """Whether a module's name is the script's or the notebook's."""
+    return name in MAINS
+
+
+def main_module() -> ModuleType | None:
+    """The script or notebook."""
+    return sys.modules.get("__main__")
+
+
+def path_of(thing: Any) -> tuple[str, str] | None:
+    """Module and qualified name of a class or function, where they lead to it in any process that imports it.
+
+    They don't for what the script or a notebook defines, for what is inside a function, and for what another object
+    has taken the name of.
+    """
+    name = getattr(thing, "__module__", None)
+    path = getattr(thing, "__qualname__", None)
+    if not isinstance(name, str) or not isinstance(path, str) or name in MAINS:
+        return None
+    module = sys.modules.get(name)
+    if module is None or not can_be_imported(name):
+        return None
+    found: Any = module
+    for part in path.split("."):
+        found = getattr(found, part, MISSING)
+    return (name, path) if found is thing else None
+
+
+def can_be_imported(name: str) -> bool:
+    """Whether another process can import a module: it was imported here, not made by code."""
+    if name in MAINS:
+        return False
+    # That of torch._C.something, which has no origin of its own, is made by torch.
+    return _has_origin(sys.modules.get(name)) or _has_origin(sys.modules.get(name.partition(".")[0]))
+
+
+def _has_origin(module: ModuleType | None) -> bool:
+    return getattr(module, "__file__", None) is not None or getattr(module, "__spec__", None) is not None
+
+
+def is_installed(module: ModuleType) -> bool:
+    """Whether a module lies where distributions are installed, so that a worker has it too."""
+    if module.__name__ in MAINS:
+        return False
+    file = getattr(module, "__file__", None)
+    if file is None:
+        return module.__name__ in sys.builtin_module_names or _is_namespace(module)
+    return is_installed_file(file)
+
+
+@functools.cache
+def is_installed_file(file: str) -> bool:
+    """Whether a file lies where distributions are installed."""
+    return str(Path(file).resolve()).startswith(installed_roots())
+
+
+def _is_namespace(module: ModuleType) -> bool:
+    return all(str(entry).startswith(installed_roots()) for entry in getattr(module, "__path__", [""]))
+
+
+@functools.cache
+def installed_roots() -> tuple[str, ...]:
+    """Folders of the standard library and of installed distributions, editable ones included."""
+    paths = sysconfig.get_paths()
+    roots = {paths[kind] for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
+    sites = {*site.getsitepackages(), paths["purelib"]}
+    if site.ENABLE_USER_SITE:
+        sites.add(site.getusersitepackages())
+    for folder in map(Path, sites):
+        if folder.is_dir():
+            roots.add(str(folder))
+            for link in folder.glob("*.pth"):
+                roots.update(line for line in link.read_text().splitlines() if line.startswith("/"))
+    # Nor are the script's own folder and the current one, even if such a link names them.
+    script = str(Path(sys.path[0]).resolve()) if sys.path and sys.path[0] else None
+    return tuple(str(Path(root).resolve()) + "/" for root in roots if str(Path(root).resolve()) != script)

@@ -1,0 +1,189 @@
+"""Modules beside the script, as their source: what the driver answers when a worker imports something."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.util
+import sys
+from collections.abc import Iterator, Mapping
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import attrs
+
+from colocate._definitions.names import MAINS, is_installed_file
+
+LIMIT_BYTES = 32 << 20
+
+
+@attrs.frozen
+class Source:
+    """A module that lies beside the script, or in a folder of the project.
+
+    Attributes:
+        text: What it says; empty for a package that only has a folder.
+        file: Where it lies on the driver's machine; None for such a package.
+        package: Whether it has modules of its own.
+    """
+
+    text: bytes
+    file: str | None
+    package: bool
+
+
+@attrs.frozen
+class Refused:
+    """A module that the driver has and that can't travel. `why` says so to whoever imports it."""
+
+    why: str
+
+
+def is_shipped_with_python(name: str) -> bool:
+    """Whether every worker has a module of its own by that name: the standard library's, and colocate's."""
+    top = name.partition(".")[0]
+    return top in sys.stdlib_module_names or top == "colocate" or top in MAINS
+
+
+def answer(name: str) -> Mapping[str, Source | Refused]:
+    """What a worker gets that imports a module: its source, and that of all it will import in turn.
+
+    Returns:
+        By name; empty when it isn't the driver's to give: it is installed, or isn't there.
+    """
+    found: dict[str, Source | Refused] = {}
+    todo, seen, size = [name], set[str](), 0
+    while todo:
+        each = todo.pop(0)
+        if each in seen or is_shipped_with_python(each):
+            continue
+        seen.add(each)
+        source = look_up(each)
+        if source is None:
+            continue
+        if isinstance(source, Source):
+            size += len(source.text)
+            if size > LIMIT_BYTES:
+                source = Refused(f"it and what it imports have more than {LIMIT_BYTES >> 20} MiB of source")
+            else:
+                todo += imported_by(each, source)
+        found[each] = source
+    return found if name in found else {}
+
+
+def look_up(name: str) -> Source | Refused | None:
+    """A module of the driver's that isn't installed; None where there is none."""
+    module = sys.modules.get(name)
+    spec = _spec_of(name, module)
+    file: str | None = getattr(module, "__file__", None) or (
+        spec.origin if spec is not None and spec.has_location else None
+    )
+    if file is None:
+        return _package_without_file(name, module, spec)
+    if is_installed_file(file):
+        return None
+    package = hasattr(module, "__path__") or bool(spec is not None and spec.submodule_search_locations is not None)
+    text = _text(name, file, spec)
+    if text is not None:
+        return Source(text, file, package)
+    return Refused(
+        f"the driver has it from {file}, which isn't Python source, and only source travels to the workers: install "
+        "it where they run"
+    )
+
+
+def _spec_of(name: str, module: ModuleType | None) -> ModuleSpec | None:
+    if module is not None:
+        return getattr(module, "__spec__", None)
+    parent = name.rpartition(".")[0]
+    path: Any = None
+    if parent:
+        above = sys.modules.get(parent)
+        found = _spec_of(parent, None) if above is None else None
+        path = getattr(above, "__path__", None) if above is not None else found and found.submodule_search_locations
+        if path is None:
+            return None
+    for finder in list(sys.meta_path):
+        find = getattr(finder, "find_spec", None)
+        if find is not None and (spec := find(name, path, None)) is not None:
+            found_spec: ModuleSpec = spec
+            return found_spec
+    return None
+
+
+def _package_without_file(name: str, module: ModuleType | None, spec: ModuleSpec | None) -> Source | None:
+    """A folder without an __init__.py, or a module that only stands above others."""
+    if spec is not None and spec.origin in ("built-in", "frozen"):
+        return None
+    places = getattr(module, "__path__", None) or (spec.submodule_search_locations if spec is not None else None)
+    if places is None:
+        above_others = module is not None and any(other.startswith(f"{name}.") for other in list(sys.modules))
+        return Source(b"", None, True) if above_others else None
+    return None if all(is_installed_file(f"{place}/") for place in places) else Source(b"", None, True)
+
+
+def _text(name: str, file: str, spec: ModuleSpec | None) -> bytes | None:
+    if file.endswith(".py"):
+        try:
+            return Path(file).read_bytes()
+        except OSError:
+            pass  # in an archive, say
+    read = getattr(spec.loader if spec is not None else None, "get_source", None)
+    try:
+        text: str | None = read(name) if read is not None else None
+    except ImportError:
+        return None
+    return None if text is None else text.encode()
+
+
+def imported_by(name: str, source: Source) -> list[str]:
+    """The modules that a source names in its imports, wherever they stand in it."""
+    try:
+        tree = ast.parse(source.text)
+    except (SyntaxError, ValueError):  # the import will say
+        return []
+    package = name if source.package else name.rpartition(".")[0]
+    return list(dict.fromkeys(above for found in _imports(tree, package) for above in _with_parents(found)))
+
+
+def _imports(tree: ast.AST, package: str) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            try:
+                base = importlib.util.resolve_name("." * node.level + (node.module or ""), package or None)
+            except ImportError:  # it goes above its package
+                continue
+            yield base
+            yield from (f"{base}.{alias.name}" for alias in node.names if alias.name != "*")
+
+
+def _with_parents(name: str) -> Iterator[str]:
+    parts = name.split(".")
+    yield from (".".join(parts[: end + 1]) for end in range(len(parts)))
+
+
+def digest(text: bytes) -> str:
+    """What tells contents apart."""
+    return hashlib.sha256(text).hexdigest()
+
+
+def other_content(there: Mapping[str, tuple[str, str]]) -> str | None:
+    """What is wrong with modules that a worker has imported already, if the driver has others of their names.
+
+    Args:
+        there: By name: the file in the worker, and the digest of its content.
+    """
+    for name, (file, content) in there.items():
+        if name not in sys.modules:
+            continue
+        here = look_up(name)
+        if isinstance(here, Source) and here.file is not None and digest(here.text) != content:
+            return (
+                f"module {name!r} of the driver ({here.file}) has other content than the one that the worker has "
+                f"imported already ({file}): rename one of them"
+            )
+    return None

@@ -1,0 +1,90 @@
+"""What the workers of a group know of the script's definitions: each gets them once, before a message names them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from colocate._definitions import known, sources
+from colocate._definitions.known import Definition, Need
+from colocate._definitions.lots import Inbox, Lot
+from colocate.errors import ColocateError
+
+if TYPE_CHECKING:
+    from colocate._group import ColocatedGroup
+    from colocate._worker import Worker
+
+
+class Taught:
+    """Sends definitions to the workers of one group, and holds them: its results may name them as long as it exists."""
+
+    def __init__(self, group: ColocatedGroup) -> None:
+        self._group = group
+        self._held: dict[int, Definition] = {}
+        self._inbox = Inbox(binds=False)
+
+    def before(self, slots: Iterable[int], bodies: Iterable[Any]) -> None:
+        """Have some workers know what bodies that are sent to them next only name. The order's lock is held.
+
+        Raises:
+            SerializationError: A definition, or a global that its code names, can't be sent.
+        """
+        if self._group.runtime.executor.in_process:
+            return
+        needs = {id(need): need for body in bodies for need in getattr(body, "needs", ())}
+        if needs:
+            self._give(slots, list(needs.values()))
+
+    def _give(self, slots: Iterable[int], needs: Sequence[Need]) -> None:
+        executor, workers = self._group.runtime.executor, self._group.workforce.workers
+        made: tuple[list[Need], Lot, Any] | None = None
+        try:
+            for slot in slots:
+                receiver = workers[slot].receiver
+                lacking = receiver.lacks(needs)
+                if not lacking:
+                    continue
+                if made is None or made[0] != lacking or not receiver.takes(made[1]):
+                    lot = receiver.lot(lacking)
+                    if made is not None:
+                        executor.discard(made[2])
+                    made = lacking, lot, executor.frame(("define", lot.ids), lot.body)
+                self._held.update(made[1].definitions)
+                workers[slot].host.send(made[2])
+                receiver.has_got(made[1])  # not before it was sent: a send that fails is made up for by the next
+        finally:
+            if made is not None:
+                executor.discard(made[2])
+
+    def told(self, worker: Worker, ids: Sequence[int], body: Any) -> None:
+        """A worker has sent definitions of its own."""
+        worker.receiver.knows.update(ids)
+        self._inbox.put(ids, body)
+
+    def asked(self, worker: Worker, what: str, about: Any, tell: Callable[[Any, str | None], None]) -> None:
+        """A worker lacks a definition or a module. A thread of its own answers, for that may import and read."""
+
+        def answer() -> None:
+            try:
+                found = self._answer(worker, what, about)
+            except Exception as error:
+                tell(None, error.message if isinstance(error, ColocateError) else f"{type(error).__name__}: {error}")
+            else:
+                tell(found, None)
+
+        threading.Thread(target=answer, name="colocate-definitions", daemon=True).start()
+
+    def _answer(self, worker: Worker, what: str, about: Any) -> Any:
+        if what == "module":
+            return {name: attrs.astuple(found) for name, found in sources.answer(about).items()}
+        if what == "modules":
+            if (why := sources.other_content(about)) is not None:
+                raise ColocateError(why)
+            return None
+        definition = known.find(about)
+        with self._group.order.lock:
+            self._give([worker.slot], [definition])
+        return None

@@ -1,0 +1,105 @@
+"""The worker's half of definitions: what its driver has sent of them, and what it tells the driver of its own."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from colocate._definitions import known
+from colocate._definitions.lots import Inbox, Receiver
+from colocate._definitions.sources import Refused, Source
+from colocate.errors import ColocateError
+from colocate.worker.imports import DriversModules, imported_already
+
+if TYPE_CHECKING:
+    from colocate.worker.host import WorkerHost
+
+
+class Definitions:
+    """What one worker and its driver know of each other's classes and functions."""
+
+    def __init__(self, host: WorkerHost) -> None:
+        self._host = host
+        self._inbox = Inbox(binds=True)
+        self._driver = Receiver("runs it")
+        self._lock = threading.Lock()
+        self._early: dict[str, tuple[str, str]] = {}
+        self._held: dict[int, known.Definition] = {}  # what was made here; the driver may name it at any time
+
+    # -- from the driver
+
+    def arrived(self, head: tuple[Any, ...], body: Any) -> None:
+        """The driver has sent a lot. On the receiving thread, where nothing is loaded."""
+        _, ids = head
+        self._inbox.put(ids, body)
+        self._driver.knows.update(ids)
+
+    @property
+    def count(self) -> int:
+        """How many lots have come."""
+        return self._inbox.count
+
+    def load(self, count: int) -> None:
+        """Have the first `count` lots loaded: those that were sent before what is read next."""
+        self._inbox.load(count)
+
+    def find(self, id: int) -> None:
+        """Have the driver send something that this worker lacks, which came from another worker."""
+        self._host.ask("definitions", id)
+
+    # -- modules
+
+    def install(self) -> None:
+        """Have imports of this process find the driver's modules, and definitions that only the driver has."""
+        self._early = imported_already()
+        known.find_missing = self.find
+        sys.meta_path.insert(0, DriversModules(self._modules))
+
+    def _modules(self, name: str) -> Mapping[str, Source | Refused] | None:
+        try:
+            found: Mapping[str, tuple[Any, ...]] = self._host.ask("module", name)
+        except ColocateError:  # there is no driver now, or nobody may wait for it
+            return None
+        return {name: Source(*told) if len(told) > 1 else Refused(*told) for name, told in found.items()}
+
+    def compare_modules(self) -> None:
+        """See that no module which was here before the driver's were is in the way of one of those.
+
+        Raises:
+            ColocateError: One is.
+        """
+        early, self._early = self._early, {}
+        if early:
+            self._host.ask("modules", early)
+
+    # -- to the driver
+
+    def tell(self, body: Any, wait: bool = False) -> None:
+        """Have the driver know what is only named in a body, before that is sent.
+
+        Args:
+            body: The body.
+            wait: It goes to another worker, which asks the driver: wait until that knows.
+
+        Raises:
+            SerializationError: A class that was made here can't be pickled.
+        """
+        needs: Sequence[known.Need] = getattr(body, "needs", ())
+        if not needs or self._host.in_process:
+            return
+        with self._lock:
+            lacking = self._driver.lacks(needs)
+            if lacking:
+                lot = self._driver.lot(lacking)
+                self._host.send(("define", lot.ids), lot.body)
+                self._driver.has_got(lot)
+                self._held.update(lot.definitions)
+        if lacking and wait:
+            self._host.ask("heard")
+
+    def renew(self) -> None:
+        """Another driver follows, which has been told nothing and has a script of its own."""
+        with self._lock:
+            self._driver = Receiver("another")

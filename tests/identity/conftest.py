@@ -1,0 +1,53 @@
+"""Programs of a few files, run as a user runs them: what they define is the script's own, or lies beside it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+EXECUTORS = {
+    "threads": "colocate.connect('local')",
+    "strict": "colocate.connect('local', strict=True)",
+    "processes": "colocate.connect('local', processes=True)",
+    "ray": "colocate.connect('ray', cpus=2)",
+    "dask": "colocate.connect('dask', cpus=2)",
+}
+BUILT_IN = ("threads", "strict", "processes")
+
+HEAD = "import colocate\nfrom colocate import Role, method\n"
+
+Program = Callable[..., str]
+
+
+@pytest.fixture(params=[*BUILT_IN, *(pytest.param(name, marks=pytest.mark.long) for name in ("ray", "dask"))])
+def executor(request: pytest.FixtureRequest) -> str:
+    """The name of one."""
+    name: str = request.param
+    return name
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Program:
+    """Writes a script and the files beside it, runs it elsewhere, and returns what it printed."""
+
+    def run(script: str, executor: str = "processes", code: int = 0, **files: str) -> str:
+        folder, elsewhere = tmp_path / "project", tmp_path / "elsewhere"
+        elsewhere.mkdir(exist_ok=True)
+        folder.mkdir(exist_ok=True)
+        for name, text in files.items():
+            file = folder / (name.replace("__in__", "/") + ".py")
+            file.parent.mkdir(exist_ok=True, parents=True)
+            file.write_text(text)
+        main = folder / "main.py"
+        main.write_text(HEAD + script.replace("CONNECT", EXECUTORS[executor]))
+        done = subprocess.run(
+            [sys.executable, str(main)], cwd=elsewhere, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert done.returncode == code, f"{done.stdout}\n{done.stderr}"
+        return done.stdout if code == 0 else done.stderr
+
+    return run

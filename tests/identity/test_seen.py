@@ -1,0 +1,313 @@
+"""What was seen to go wrong with classes and functions of a script, and of modules beside it, one test each."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import attrs
+import pytest
+from tests.identity.conftest import Program
+
+BESIDE = """
+import dataclasses, enum
+from colocate import Role, method
+
+COUNT = 0
+
+class Color(enum.Enum):
+    RED = 1
+
+@dataclasses.dataclass
+class Batch:
+    x: int
+
+class Actor(Role):
+    def __init__(self, batch):
+        global COUNT
+        assert isinstance(batch, Batch) and type(batch) is Batch
+        COUNT += 1
+
+    @method
+    def check(self, batch, color):
+        return isinstance(batch, Batch), color is Color.RED, color == Color.RED
+
+class Critic(Role):
+    @method
+    def count(self):
+        return COUNT
+"""
+
+
+def test_module_beside_the_script(program: Program, executor: str) -> None:
+    """Roles, constructor arguments, arguments and enums of a module beside the script are of one class each; two roles
+    of one module share its globals."""
+    program(
+        """
+import beside
+
+if __name__ == "__main__":
+    with CONNECT as runtime, runtime.reserve(1, timeout=120) as pool:
+        roles = {"actor": colocate.role(beside.Actor, beside.Batch(1)), "critic": colocate.role(beside.Critic)}
+        group = pool.spawn(roles)
+        assert group[beside.Actor].check(beside.Batch(2), beside.Color.RED) == [(True, True, True)]
+        assert group[beside.Critic].count() == [1]
+        assert group.run(lambda ctx: beside.COUNT) == [1]
+""",
+        executor,
+        beside=BESIDE,
+    )
+
+
+def test_class_that_comes_back(program: Program, executor: str) -> None:
+    """A result or an error whose class is the script's own leaves the driver's class as it is."""
+    program(
+        """
+THRESHOLD = 1
+
+class Batch:
+    shown = "driver"
+
+    def __init__(self, x):
+        self.x = x
+
+    def threshold(self):
+        return THRESHOLD
+
+class Wrong(Exception):
+    pass
+
+class Actor(Role):
+    def __init__(self, batch):
+        Batch.shown = "worker"
+
+    @method
+    def give(self):
+        return Batch(1)
+
+    @method
+    def fail(self):
+        raise Wrong("no")
+
+with CONNECT as runtime, runtime.reserve(1, timeout=120) as pool:
+    def state():
+        return [{name: value for name, value in vars(cls).items() if name != "__slotnames__"} for cls in (Batch, Wrong)]
+
+    before = state()
+    shared = "threads" in repr(runtime.executor).lower()  # there it is the same class
+    actor = pool.spawn({"actor": colocate.role(Actor, Batch(0))})["actor"]
+    THRESHOLD = 2
+    (batch,) = actor.give()
+    assert type(batch) is Batch
+    assert batch.threshold() == 2
+    assert shared or Batch.shown == "driver", Batch.shown
+    try:
+        actor.fail()
+    except colocate.RoleError as error:
+        assert type(error.__cause__) is Wrong
+    assert shared or state() == before
+""",
+        executor,
+    )
+
+
+def test_globals_do_not_travel_with_each_value(program: Program) -> None:
+    """A second value of a class costs its own bytes, not those of the globals that its methods name."""
+    program(
+        """
+import numpy
+import colocate._taught as taught
+from colocate import wire
+
+WEIGHTS = numpy.zeros(25_000_000)
+
+class Batch:
+    def __init__(self, x):
+        self.x = x
+
+    def total(self):
+        return WEIGHTS.sum() + self.x
+
+class Actor(Role):
+    @method
+    def total(self, batch):
+        return batch.total()
+
+sent = []
+encode = wire.encode
+wire.encode = lambda head, body=None: sent.append(0 if body is None else body.nbytes) or encode(head, body)
+with CONNECT as runtime, runtime.reserve(1, timeout=120) as pool:
+    actor = pool.spawn({"actor": colocate.role(Actor)})["actor"]
+    assert actor.total(Batch(1)) == [1]
+    assert max(sent) >= 200_000_000
+    sent.clear()
+    assert actor.total(Batch(2)) == [2]
+    assert sum(sent) <= 1000, sent
+"""
+    )
+
+
+def test_threads_that_spawn_at_once(program: Program) -> None:
+    """Groups that several threads spawn at once get their classes, and cloudpickle's registry is left alone."""
+    program(
+        """
+import cloudpickle
+import beside
+from concurrent.futures import ThreadPoolExecutor
+
+changes = []
+cloudpickle.register_pickle_by_value = cloudpickle.unregister_pickle_by_value = changes.append
+
+class Actor(Role):
+    @method
+    def here(self):
+        return type(self).__name__
+
+with CONNECT as runtime:
+    def spawn(number):
+        with runtime.reserve(1) as pool:
+            roles = {"own": colocate.role(Actor), "other": colocate.role(beside.Critic)}
+            group = pool.spawn(roles, name=f"g{number}")
+            return group["own"].here(), group["other"].count()
+
+    with ThreadPoolExecutor(6) as threads:
+        assert list(threads.map(spawn, range(12))) == [(["Actor"], [0])] * 12
+assert changes == []
+""",
+        beside=BESIDE,
+    )
+
+
+def test_colocate_importable_but_not_installed(tmp_path: Path) -> None:
+    """With colocate on the path only, a role of the script works."""
+    root = Path(__file__).parents[2]
+    folders = [root / "core", root / "executors"]
+    site = Path(attrs.__file__).parents[1]
+    script = tmp_path / "main.py"
+    script.write_text(
+        "import colocate\n"
+        "class Actor(colocate.Role):\n"
+        "    @colocate.method\n"
+        "    def rank(self): return self.ctx.rank\n"
+        "with colocate.connect('local', processes=True) as runtime, runtime.reserve(1) as pool:\n"
+        "    import colocate._definitions.names as names\n"
+        "    assert not names.is_installed(colocate)\n"
+        "    assert pool.spawn({'actor': colocate.role(Actor)})['actor'].rank() == [0]\n"
+    )
+    # The environment's packages without its .pth files, which are what makes colocate an installed distribution.
+    links = tmp_path / "site"
+    links.mkdir()
+    for entry in site.iterdir():
+        if not entry.name.endswith(".pth"):
+            (links / entry.name).symlink_to(entry)
+    path = os.pathsep.join([*map(str, folders), str(links)])
+    base = Path(sys.base_prefix) / "bin" / "python3"
+    done = subprocess.run(
+        [str(base), str(script)],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_path_that_grows_later(program: Program, tmp_path: Path) -> None:
+    """A folder that the driver adds to `sys.path` after `connect` is where its workers' modules come from, too."""
+    later = tmp_path / "later"
+    later.mkdir()
+    (later / "found_later.py").write_text(
+        "VALUE = 3\nfrom colocate import Role, method\nclass Actor(Role):\n    @method\n    def f(self): ...\n"
+    )
+    (later / "found_last.py").write_text("VALUE = 4\n")
+    program(
+        f"""
+import sys
+
+with CONNECT as runtime, runtime.reserve(1) as pool:
+    sys.path.append({str(later)!r})
+    import found_later
+
+    def last(ctx):
+        import found_last
+        return found_last.VALUE
+
+    group = pool.spawn({{"actor": colocate.role(found_later.Actor)}})
+    assert group.run(lambda ctx: found_later.VALUE) == [3]
+    assert group.run(last) == [4]
+"""
+    )
+
+
+def test_slots_dataclass(program: Program, executor: str) -> None:
+    """A dataclass with slots of the script comes back as what it is."""
+    program(
+        """
+import dataclasses
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class Batch:
+    x: int
+    y: list = dataclasses.field(default_factory=list)
+
+class Actor(Role):
+    @method
+    def give(self, batch):
+        return dataclasses.replace(batch, x=batch.x + 1)
+
+with CONNECT as runtime, runtime.reserve(1, timeout=120) as pool:
+    (batch,) = pool.spawn({"actor": colocate.role(Actor)})["actor"].give(Batch(1, [2]))
+    assert type(batch) is Batch and batch == Batch(2, [2]) and not hasattr(batch, "__dict__")
+""",
+        executor,
+    )
+
+
+def test_no_global_is_reset(program: Program) -> None:
+    """What a role has set stays when the script's other names change; what the script rebinds is followed."""
+    program(
+        """
+FOLLOWED, COUNT = 1, 0
+
+class Actor(Role):
+    @method
+    def step(self):
+        global COUNT
+        COUNT += 1
+        return FOLLOWED, COUNT
+
+with CONNECT as runtime, runtime.reserve(1) as pool:
+    group = pool.spawn({"actor": colocate.role(Actor)})
+    assert group["actor"].step() == [(1, 1)]
+    FOLLOWED = 2
+    assert group.run(lambda ctx: FOLLOWED) == [2]
+    assert group["actor"].step() == [(2, 2)]
+"""
+    )
+
+
+@pytest.mark.parametrize("saved", ["pickle", "torch"])
+def test_plain_pickle_in_a_role(program: Program, saved: str) -> None:
+    """In a worker the script's classes are found in `__main__`, as plain pickle and `torch.save` want it."""
+    use = {
+        "pickle": "import pickle; return type(pickle.loads(pickle.dumps(batch))) is type(batch)",
+        "torch": "import io, torch; file = io.BytesIO(); torch.save(batch, file); file.seek(0); "
+        "return type(torch.load(file, weights_only=False)) is type(batch)",
+    }[saved]
+    program(
+        f"""
+class Batch:
+    pass
+
+class Actor(Role):
+    @method
+    def save(self, batch):
+        {use}
+
+with CONNECT as runtime, runtime.reserve(1) as pool:
+    assert pool.spawn({{"actor": colocate.role(Actor)}})["actor"].save(Batch()) == [True]
+"""
+    )

@@ -1,0 +1,207 @@
+"""What a receiver of definitions is sent: once, and again only what has changed."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from colocate import SerializationError, wire
+from colocate._definitions.known import Definition, definition_of, known
+from colocate._definitions.lots import Lot, Receiver, pack_whole, unpack_whole
+from colocate._definitions.names import path_of
+from colocate._definitions.sources import Refused, Source, answer, other_content
+
+SCRIPT = """
+LIMIT = 1
+
+class Batch:
+    def over(self):
+        return LIMIT, Other
+
+class Other:
+    def back(self):
+        return Batch
+"""
+
+
+class Script:
+    """The names of a script."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, text: str = SCRIPT) -> None:
+        module = ModuleType("__main__")
+        monkeypatch.setitem(sys.modules, "__main__", module)
+        self.names: dict[str, Any] = module.__dict__
+        exec(text, self.names)
+
+    def __getattr__(self, name: str) -> Any:
+        return self.names[name]
+
+
+held: list[Lot] = []  # what a group does
+
+
+@pytest.fixture(autouse=True)
+def let_go() -> Iterator[None]:
+    yield
+    held.clear()
+
+
+def send(receiver: Receiver, value: Any) -> Lot | None:
+    """What has to be sent before the value."""
+    body = wire.pack(value)
+    lacking = receiver.lacks(body.needs)
+    if not lacking:
+        return None
+    lot = receiver.lot(lacking)
+    receiver.has_got(lot)
+    held.append(lot)
+    return lot
+
+
+def names(lot: Lot | None) -> set[str]:
+    assert lot is not None
+    return {name.name for name in lot.values}
+
+
+def test_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A class goes with all that it leads to; after that it and those are only named."""
+    script, receiver = Script(monkeypatch), Receiver("is given it")
+    lot = send(receiver, script.Batch())
+    assert {"LIMIT", "Other", "Batch"} <= names(lot)
+    assert lot is not None
+    assert {script.Batch, script.Other} <= {each.object for each in lot.definitions.values()}
+    assert send(receiver, [script.Batch(), script.Other, script.Batch().over]) is None
+
+
+def test_change_is_found_by_identity(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name that has another object now is sent again, alone; what was changed in place isn't."""
+    script, receiver = Script(monkeypatch), Receiver("is given it")
+    old = script.Batch
+    send(receiver, old())
+    script.names["LIMIT"] = 2
+    lot = send(receiver, old())
+    assert names(lot) == {"LIMIT"}
+    assert lot is not None
+    assert not lot.definitions
+    script.Other.extra = 3
+    assert send(receiver, old()) is None
+
+
+def test_redefined_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A class that was defined anew is another one; the old one keeps its id."""
+    script, receiver = Script(monkeypatch), Receiver("is given it")
+    old = script.Batch
+    send(receiver, old())
+    id_before = definition_of(old).id
+    exec(SCRIPT, script.names)
+    lot = send(receiver, old())
+    assert lot is not None
+    assert script.Batch in {each.object for each in lot.definitions.values()}
+    assert old not in {each.object for each in lot.definitions.values()}
+    assert definition_of(old).id == id_before != definition_of(script.Batch).id
+
+
+def test_send_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What wasn't sent after all is lacking still."""
+    script, receiver = Script(monkeypatch), Receiver("is given it")
+    needs = wire.pack(script.Batch()).needs
+    receiver.lot(receiver.lacks(needs))
+    assert receiver.lacks(needs)
+
+
+def test_driver_is_told_no_names_of_its_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker sends its driver the class that was made in it, and no global of the script."""
+    script = Script(monkeypatch)
+    exec("def make():\n class Local:\n  def f(self): return LIMIT\n return Local", script.names)
+    lot = send(Receiver("runs it"), script.make()())
+    assert lot is not None
+    assert not lot.values
+    assert len(lot.definitions) == 1
+
+
+def test_ids_do_not_outlive_what_they_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A definition that nobody holds is forgotten, with its class."""
+    script = Script(monkeypatch)
+    body = wire.pack(script.Batch())
+    (need,) = body.needs
+    assert isinstance(need, Definition)
+    id = need.id
+    assert known(id) is need
+    del need, body
+    assert known(id) is None
+
+
+def test_inner_function_is_the_very_one_while_it_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lambda goes by value each time, and comes back as itself."""
+    script = Script(monkeypatch, "def make(x):\n return lambda y: x + y\n")
+    function = script.make(1)
+    body = wire.pack(function)
+    assert wire.unpack(body.copy()) is function
+    del function
+    assert wire.unpack(body.copy())(2) == 3
+
+
+def test_global_that_cannot_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is named, with what names it."""
+    script = Script(monkeypatch, "import threading\nLOCK = threading.Lock()\nclass A:\n def f(self): return LOCK\n")
+    body = wire.pack(script.A())
+    receiver = Receiver("is given it")
+    with pytest.raises(SerializationError, match=r"the global 'LOCK' of __main__, which A\.f names, .*lock"):
+        receiver.lot(receiver.lacks(body.needs))
+
+
+def test_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A value with all that it needs leaves the names of the script that reads it alone."""
+    script = Script(monkeypatch)
+    packed = pack_whole(script.Batch(), "it")
+    other = Script(monkeypatch, "LIMIT = 5")
+    value = unpack_whole(packed)
+    assert type(value).__qualname__ == "Batch"
+    assert value.over()[0] == 1
+    assert value.over()[1]().back() is type(value)
+    assert "Batch" not in other.names
+    assert other.LIMIT == 5
+
+
+def test_what_leads_to_a_thing() -> None:
+    """Only a name that leads to the very thing in any process is one."""
+    assert path_of(io.BytesIO) == ("_io", "BytesIO")
+    assert path_of(Script) == (__name__, "Script")
+    assert path_of(lambda: None) is None
+    assert path_of(type("Script", (), {"__module__": __name__})) is None
+
+
+def test_sources(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module's source comes with those that it imports in turn, wherever its imports stand; others have words."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "first_of_all.py").write_text("import json, attrs\ndef f():\n    from pack_of_two import inner\n")
+    (tmp_path / "pack_of_two").mkdir()
+    (tmp_path / "pack_of_two" / "__init__.py").write_text("")
+    (tmp_path / "pack_of_two" / "inner.py").write_text("from . import other\n")
+    (tmp_path / "pack_of_two" / "other.py").write_text("")
+    found = answer("first_of_all")
+    assert list(found) == ["first_of_all", "pack_of_two", "pack_of_two.inner", "pack_of_two.other"]
+    package = found["pack_of_two"]
+    assert isinstance(package, Source)
+    assert package.package
+    assert answer("attrs") == answer("json") == answer("there_is_none") == {}
+    (tmp_path / "compiled_one.so").write_bytes(b"")
+    (extension,) = answer("compiled_one").values()
+    assert isinstance(extension, Refused)
+    assert "compiled_one.so, which isn't Python source" in extension.why
+
+
+def test_other_content(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module that a worker has already, with other content than the driver's, is named with both files."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "one_of_two.py").write_text("X = 1\n")
+    assert other_content({"one_of_two": ("/there.py", "0")}) is None  # the driver doesn't use its own
+    import one_of_two  # type: ignore[import-not-found]  # noqa: F401
+
+    assert other_content({"one_of_two": ("/there.py", "0")}) is not None
+    monkeypatch.delitem(sys.modules, "one_of_two")
