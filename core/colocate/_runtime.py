@@ -96,7 +96,6 @@ class Runtime(Owned):
         self.call_timeout = math.inf if call_timeout is None else call_timeout
         self.id = f"{platform.node()}-{os.getpid()}-{next(_numbers)}"
         self.secret = secrets.token_bytes(32)
-        self.path = tuple(entry or os.getcwd() for entry in sys.path)
         self.dispatcher = Dispatcher(f"colocate-dispatcher-{self.id}")
         self.timers = JobThread(f"colocate-timers-{self.id}", self._timers_failed)
         self.printer = Printer(f"colocate-output-{self.id}")
@@ -109,6 +108,11 @@ class Runtime(Owned):
         self._group_numbers = itertools.count(1)
         self._slow = SlowCalls(self)
         _live[id(self)] = self
+
+    @property
+    def path(self) -> tuple[str, ...]:
+        """Where this process looks for modules, as it is now."""
+        return tuple(entry or os.getcwd() for entry in sys.path)
 
     @property
     def graph(self) -> Graph:
