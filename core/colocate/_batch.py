@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 
 import attrs
 
+from colocate._beside import Beside
 from colocate._leaves import Kind, Memo, Registered, kind_of, register
 from colocate._tree import Label, check_alike, is_container, leaves, may_hold, rebuild_dict, rebuild_tuple, take_apart
 from colocate._tree import map_leaves as map_leaves  # of a piece with what is here
@@ -49,6 +50,19 @@ class Deferred(abc.ABC):
 
     def own(self, axis: str, mesh: str | None, count: int) -> Any | None:
         """One placeholder that serves for all these parts, because each rank has its own already; None if it hasn't."""
+        return None
+
+    @property
+    def known(self) -> bool:
+        """Whether its rows are known now, so that `sizes` doesn't block."""
+        return True
+
+    def share(self, index: int, count: int, padding: Padding, beside: Beside) -> Any:
+        """Part `index` of `count` even ones, whatever the producer's partition; its rank compares its rows."""
+        raise NotImplementedError(f"{type(self).__name__} is always known")
+
+    def items(self, count: int, parameter: str) -> Sequence[Any] | None:
+        """Placeholders for the items of a list of so many; None where only the value itself tells."""
         return None
 
     @abc.abstractmethod
@@ -120,6 +134,12 @@ def slice_rows(value: Any, start: int, stop: int, path: str = "value") -> Any:
         return [leaf if (start, stop) == (0, total) else _kind(leaf, path).slice(leaf, start, stop, memo)]
 
     return take_apart(value, 1, cut)[0]
+
+
+def cut(leaf: Any, start: int, stop: int, memo: Memo) -> Any:
+    """Some rows of a leaf; leaves that are cut with one memo share what they shared before."""
+    kind = _kind(leaf, "value")
+    return leaf if (start, stop) == (0, kind.length(leaf)) else kind.slice(leaf, start, stop, memo)
 
 
 def pad(value: Any, to: int, path: str = "value") -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 import attrs
 
 from colocate import wire
+from colocate._nesting import no_end
 from colocate._values import ordinary
 from colocate.errors import SerializationError
 
@@ -48,6 +49,10 @@ class Codec:
 
 def explain(value: Any, name: str, what: str, error: Exception) -> SerializationError:
     """The error that says which part of a value can't be sent."""
+    if any(isinstance(each, RecursionError) for each in (error, error.__cause__)):
+        endless = no_end({name: value}, what)
+        if endless is not None:
+            return endless
     found = wire.explain(value, name, error)
     found.args = (f"{what}: {found.message}",)
     return found

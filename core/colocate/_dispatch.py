@@ -305,7 +305,19 @@ def _declare(dispatch: Dispatch, named: Sequence[str], parameters: Sequence[str]
 
 def _items(name: str, value: Any, count: int) -> Sequence[Any]:
     if isinstance(value, Deferred):
+        placeholders = value.items(count, name)
+        if placeholders is not None:
+            return placeholders
         value = value.fetch()
+    return check_items(name, value, count)
+
+
+def check_items(name: str, value: Any, count: int) -> Sequence[Any]:
+    """What a `PerRank` parameter was given, if it is a list of so many items.
+
+    Raises:
+        DispatchError: It isn't.
+    """
     if not isinstance(value, (list, tuple)):
         raise DispatchError(
             f"the parameter {name!r} is dispatched PerRank, so it has to be a list with one item for each of the "

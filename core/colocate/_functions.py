@@ -10,6 +10,7 @@ from colocate._definitions.names import path_of
 from colocate._dispatch import plan
 from colocate._mesh import Mesh
 from colocate._method import MethodSpec
+from colocate._nesting import no_end
 from colocate._pending import PendingCall
 from colocate._pipeline import recording
 from colocate._resident import Consumer, Reference
@@ -39,9 +40,15 @@ def run(
     role = everyone(group)
     uses: list[Reference] = []
     consumer = Consumer(group.name, role.slots, role.ranks.mesh)
-    given = with_references({"args": args, "kwargs": dict(kwargs)}, consumer, label, group.runtime, uses)
+    given = {"args": args, "kwargs": dict(kwargs)}
     shipped = _ship(function, name, group.runtime.executor.in_process)
-    planned = plan(RUN.dispatch, {"function": shipped, **given}, role.ranks)
+    try:
+        given = with_references(given, consumer, label, group.runtime, uses)
+        planned = plan(RUN.dispatch, {"function": shipped, **given}, role.ranks)
+    except RecursionError:
+        if (error := no_end(given, label)) is not None:
+            raise error from None
+        raise
     call = PendingCall(label, "", name, role.slots)
     return submit(group, call, role, RUN, planned, uses, None, keep=False)
 

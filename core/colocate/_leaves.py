@@ -91,6 +91,8 @@ class _Tensor(Kind):
         return int(value.shape[0]) if value.dim() else None
 
     def slice(self, value: Any, start: int, stop: int, memo: Memo) -> Any:
+        if str(value.layout).startswith("torch.sparse_"):
+            return _slice_sparse(value, start, stop)
         return _slice_jagged(value, start, stop, memo) if value.is_nested else value[start:stop]
 
     def concat(self, parts: Sequence[Any], memo: Memo) -> Any:
@@ -105,7 +107,17 @@ class _Tensor(Kind):
         return torch.cat(list(parts))
 
     def split(self, value: Any, sizes: Sequence[int], memo: Memo) -> list[Any]:
-        return super().split(value, sizes, memo) if value.is_nested else list(value.split(list(sizes)))
+        if value.is_nested or str(value.layout).startswith("torch.sparse_"):
+            return super().split(value, sizes, memo)
+        return list(value.split(list(sizes)))
+
+
+def _slice_sparse(value: Any, start: int, stop: int) -> Any:
+    import torch
+
+    if value.layout is not torch.sparse_coo:
+        raise DispatchError(f"a tensor of layout {value.layout} can't be cut by rows; give it as .to_sparse_coo()")
+    return value.narrow_copy(0, start, stop - start)
 
 
 def _is_jagged(value: Any) -> bool:

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import abc
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, TypeVar, cast
 
 import attrs
 
 from colocate._batch import Deferred, even_sizes
-from colocate._collect import Concat
+from colocate._collect import Concat, Gather
+from colocate._dispatch import check_items
 from colocate._mesh import Mesh
 from colocate.errors import ClosedError, ColocateError, DispatchError
-from colocate.worker.uses import Own, Part, Rows, Source, Use
+from colocate.worker.uses import Item, Own, Part, Rows, Source, Use
 
 if TYPE_CHECKING:
     from colocate._batch import Padding
+    from colocate._beside import Beside
     from colocate._group import ColocatedGroup
     from colocate._order import PendingCall
 
@@ -188,6 +190,22 @@ class Reference(Deferred):
     def own(self, axis: str, mesh: str | None, count: int) -> Any | None:
         """A placeholder for all parts, where each rank finds its own in its own worker."""
         return Own(self._kept.source, count) if self._own(axis, mesh, count) else None
+
+    @property
+    def known(self) -> bool:
+        """Whether the call that makes it has said how many rows each part has."""
+        return self._kept.call.done() and isinstance(self._kept.source.collect, Concat)
+
+    def share(self, index: int, count: int, padding: Padding, beside: Beside) -> Any:
+        """A placeholder for one even part."""
+        return Part(self._kept.source, index, count, padding == "even", beside)
+
+    def items(self, count: int, parameter: str) -> Sequence[Any]:
+        """A placeholder for each item; their number is seen now where the value is a list of the ranks' results."""
+        source = self._kept.source
+        if type(source.collect) is Gather:
+            check_items(parameter, list(source.holders), count)
+        return [Item(source, index, count, parameter) for index in range(count)]
 
     def slice(self, start: int, stop: int) -> Any:
         """A placeholder for some rows."""

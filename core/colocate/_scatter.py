@@ -9,6 +9,7 @@ from typing import Any, Literal
 import attrs
 
 from colocate._batch import Deferred, count_rows, even_sizes, leaf_deferred, leaf_splitter, padded_sizes, resolve
+from colocate._beside import Beside, Cut, same_rows
 from colocate._tree import take_apart
 from colocate.errors import DispatchError
 
@@ -19,6 +20,9 @@ class Layout:
 
     `sizes` are the real rows of each part, None when only the workers will know. `each` is the rows of every part with
     padding, None without padding or, again, when only the workers will know.
+
+    `beside` says, by the leaf's id, what leaves in the workers are compared with there, when the rows of one aren't
+    known yet. `by` is the placeholder of the one whose partition governs, when that is its producer's.
     """
 
     axis: str
@@ -27,6 +31,8 @@ class Layout:
     padding: Literal["none", "even"]
     sizes: Sequence[int] | None
     each: int | None
+    beside: Mapping[int, Beside] = attrs.field(factory=dict)
+    by: Any = None
 
     def cut(self, values: Mapping[str, Any]) -> list[Any]:
         """The parts of the values, one mapping per part."""
@@ -43,6 +49,9 @@ class Layout:
 
     def shared(self, values: Mapping[str, Any]) -> dict[str, Any] | None:
         """One mapping for all parts, because each rank has its own in its worker already; None where it has not."""
+        if self.by is not None:
+            together: dict[str, Any] = take_apart(dict(values), 1, lambda leaf: [self._with_its_part(leaf)])[0]
+            return together
         if self.sizes is not None or self.padding == "even":
             return None
         found = leaf_deferred(dict(values))
@@ -52,7 +61,18 @@ class Layout:
         shared: dict[str, Any] = take_apart(dict(values), 1, lambda leaf: [owns[id(leaf)]])[0]
         return shared
 
+    def _with_its_part(self, leaf: Any) -> Any:
+        """What every rank gets of a leaf, to take from it what lies beside its own part of the one that governs."""
+        if isinstance(leaf, Deferred):
+            own = leaf.own(self.axis, self.mesh, self.count)
+            return leaf.share(0, self.count, self.padding, self.beside[id(leaf)]) if own is None else own
+        plain = resolve(leaf, lambda item: item.whole()) if isinstance(leaf, list) else leaf
+        return Cut(plain, self.by, next(iter(self.beside.values())))
+
     def _cut_deferred(self, value: Deferred) -> list[Any]:
+        if self.beside:
+            beside = self.beside[id(value)]
+            return [value.share(index, self.count, self.padding, beside) for index in range(self.count)]
         if self.sizes is None or self.padding == "even":
             parts = range(self.count)
             return [value.part(index, self.count, self.axis, self.mesh, self.padding) for index in parts]
@@ -70,7 +90,7 @@ def lay_out(
     """Work out who gets which rows.
 
     Values on the driver are spread evenly. Where values in the workers are among them, the partition of the first of
-    those governs; where there are only such ones, the workers see to it.
+    those governs; where there are only such ones, or the rows of one aren't known yet, the workers see to it.
 
     Raises:
         DispatchError: A parameter has no rows, parameters disagree, or there are too few rows.
@@ -80,9 +100,15 @@ def lay_out(
     if total is None:
         return Layout(axis, mesh, count, padding, None, None)
     sizes = even_sizes(total, count)
+    beside: dict[int, Beside] = {}
+    by: Any = None
+    if not all(leaf.known for _, leaf in deferred):
+        beside = {id(leaf): Beside(name, total, owner) for owner, leaf in deferred}
+        by = deferred[0][1].own(axis, mesh, count) if padding == "none" else None
+        deferred = []  # they are compared where their rows are
     for place, (owner, leaf) in enumerate(deferred):
         theirs = leaf.sizes(axis, mesh, count)
-        _same_rows(name, total, owner, sum(theirs))
+        same_rows(name, total, owner, sum(theirs))
         if place == 0:
             sizes = theirs
     each = None
@@ -90,7 +116,9 @@ def lay_out(
         each, sizes = padded_sizes(total, count)
     if empty == "error" and (total == 0 or (each is None and 0 in sizes)):
         raise _too_few(name, total, axis, count)
-    return Layout(axis, mesh, count, padding, sizes, each)
+    if by is not None:
+        return Layout(axis, mesh, count, padding, None, None, beside, by)
+    return Layout(axis, mesh, count, padding, sizes, each, beside)
 
 
 def _plain_rows(values: Mapping[str, Any]) -> tuple[str, int | None]:
@@ -105,17 +133,8 @@ def _plain_rows(values: Mapping[str, Any]) -> tuple[str, int | None]:
         if total is not None and first[1] is None:
             first = name, total
         elif total is not None and first[1] is not None:
-            _same_rows(first[0], first[1], name, total)
+            same_rows(first[0], first[1], name, total)
     return first
-
-
-def _same_rows(first: str, rows: int, other: str, others: int) -> None:
-    if rows != others:
-        raise DispatchError(
-            f"the parameter {other!r} has {others} rows but {first!r} has {rows}: what is scattered together needs as "
-            "many rows each",
-            parameter=other,
-        )
 
 
 def _too_few(name: str, total: int, axis: str, count: int) -> DispatchError:

@@ -29,7 +29,12 @@ def leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield from leaves(item, f"{path}[{key!r}]")
 
 
-def map_leaves(value: Any, leaf: Callable[[Any], Any], matters: Callable[[type], bool] | None = None) -> Any:
+def map_leaves(
+    value: Any,
+    leaf: Callable[[Any], Any],
+    matters: Callable[[type], bool] | None = None,
+    key: Callable[[Any], object] | None = None,
+) -> Any:
     """The value with each leaf of its nested lists, tuples and dicts replaced by `leaf(it)`.
 
     What nothing changed in is the same object as before.
@@ -38,14 +43,19 @@ def map_leaves(value: Any, leaf: Callable[[Any], Any], matters: Callable[[type],
         value: The value.
         leaf: What becomes of each leaf.
         matters: Whether `leaf` may change a leaf of this type. Long lists of what doesn't matter are then cheap.
+        key: Looks at each key that is no string. Keys stay as they are.
     """
     if isinstance(value, dict):
-        changed = {key: new for key, old in value.items() if (new := map_leaves(old, leaf, matters)) is not old}
+        if key is not None:
+            for name in value:
+                if type(name) is not str:
+                    key(name)
+        changed = {name: new for name, old in value.items() if (new := map_leaves(old, leaf, matters, key)) is not old}
         return rebuild_dict(value, changed) if changed else value
     if isinstance(value, (list, tuple)):
         if matters is not None and not may_hold(value, matters):
             return value
-        items = [map_leaves(item, leaf, matters) for item in value]
+        items = [map_leaves(item, leaf, matters, key) for item in value]
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
         return rebuild_tuple(value, items) if isinstance(value, tuple) else items

@@ -18,12 +18,12 @@ def ordinary(value: Any) -> Any:
 
     Shares memory with the value; only an inference tensor is cloned, since nothing but a copy can make it ordinary.
     """
-    torch = imported("torch")
-    if torch is None or isinstance(value, _PLAIN):
+    if isinstance(value, _PLAIN):
         return value
+    torch = imported("torch")
 
     def leaf(item: Any) -> Any:
-        if isinstance(item, torch.Tensor):
+        if torch is not None and isinstance(item, torch.Tensor):
             if item.is_inference():
                 with torch.inference_mode(False), torch.no_grad():
                     return item.clone()
@@ -92,6 +92,10 @@ def _add_memory(digest: hashlib.blake2b, item: Any) -> None:
     torch, numpy = imported("torch"), imported("numpy")
     if torch is not None and isinstance(item, torch.Tensor):
         dense = item.values() if item.is_nested else item
+        if (parts := _sparse_parts(dense)) is not None:
+            for part in parts:
+                _add_memory(digest, part)
+            return
         if dense.layout is not torch.strided or dense.is_meta:  # its version has to do
             return
         dense = dense.detach().cpu().resolve_conj().resolve_neg().contiguous()
@@ -130,7 +134,21 @@ def is_collection(kind: type) -> bool:
     return tensordict is not None and bool(tensordict.is_tensor_collection(kind))
 
 
+def _sparse_parts(item: Any) -> list[Any] | None:
+    """What a sparse tensor consists of, None of any other."""
+    layout = str(getattr(item, "layout", ""))
+    if layout == "torch.sparse_coo":
+        return [item._indices(), item._values()]
+    if layout in ("torch.sparse_csr", "torch.sparse_bsr"):
+        return [item.crow_indices(), item.col_indices(), item.values()]
+    if layout in ("torch.sparse_csc", "torch.sparse_bsc"):
+        return [item.ccol_indices(), item.row_indices(), item.values()]
+    return None
+
+
 def _nbytes(item: Any) -> int:
+    if (parts := _sparse_parts(item)) is not None:
+        return sum(map(_nbytes, parts))
     size = item.nbytes
     return size if isinstance(size, int) else 0  # a jagged tensor's is a symbol
 

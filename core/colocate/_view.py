@@ -13,6 +13,7 @@ from colocate._call import Call
 from colocate._dispatch import Plan, plan
 from colocate._mesh import Mesh, Ranks
 from colocate._method import MethodSpec
+from colocate._nesting import has_fields, hides, no_end, refuse_hidden
 from colocate._order import PendingCall
 from colocate._owned import Owned
 from colocate._pipeline import recording
@@ -178,9 +179,14 @@ class ViewCall:
         refuse_inside(self._label, group)
         arguments = spec.bind(args, kwargs)
         uses: list[Reference] = []
-        if arguments:
-            arguments = with_references(arguments, self._consumer, self._label, group.runtime, uses)
-        planned = plan(spec.dispatch, arguments, self._role.ranks, self._ranks)
+        try:
+            if arguments:
+                arguments = with_references(arguments, self._consumer, self._label, group.runtime, uses)
+            planned = plan(spec.dispatch, arguments, self._role.ranks, self._ranks)
+        except RecursionError:
+            if (error := no_end(arguments, self._label)) is not None:
+                raise error from None
+            raise
         return submit(group, self._call(planned), self._role, spec, planned, uses, self._timeout, keep)
 
     def _call(self, planned: Plan) -> PendingCall:
@@ -207,9 +213,16 @@ def with_references(
 ) -> dict[str, Any]:
     """The arguments with references, bound to their consumer, in place of residents; `uses` gets them."""
 
+    def look_inside(item: Any) -> None:
+        if hides(item, _lives_on_driver):
+            refuse_hidden(arguments, label, _lives_on_driver)
+
     def leaf(item: Any) -> Any:
         kind: type = type(item)
+        if not _matters(kind):
+            return item
         if not _lives_on_driver(kind):
+            look_inside(item)
             return item
         if isinstance(item, Resident):
             item = item.ref
@@ -221,7 +234,13 @@ def with_references(
             return item
         raise TypeError(f"{label}: {item!r} lives on the driver and can't be an argument")
 
-    return {name: map_leaves(value, leaf, _lives_on_driver) for name, value in arguments.items()}
+    return {name: map_leaves(value, leaf, _matters, look_inside) for name, value in arguments.items()}
+
+
+@functools.lru_cache(maxsize=1024)
+def _matters(kind: type) -> bool:
+    """Whether a value of this type is, or may hide, something that lives on the driver."""
+    return _lives_on_driver(kind) or has_fields(kind)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -11,6 +11,7 @@ from colocate._arguments import placed
 from colocate._context import reset_current, running_call, set_current
 from colocate._dispatch import Scatter
 from colocate._method import MethodSpec
+from colocate._nesting import no_end
 from colocate._values import ordinary
 from colocate.errors import CapabilityError, DispatchError, RoleError, SerializationError
 from colocate.worker import checkpoint, failure
@@ -142,6 +143,16 @@ class Runner:
         return arguments
 
     def _finish(
+        self, result: Any, work: Work, role: HostedRole, spec: MethodSpec, resolver: Resolver | None, start: float
+    ) -> None:
+        try:
+            self._answer(result, work, role, spec, resolver, start)
+        except RecursionError:
+            if (error := no_end({"result": result}, f"the result of {work.label}")) is not None:
+                raise error from None
+            raise
+
+    def _answer(
         self, result: Any, work: Work, role: HostedRole, spec: MethodSpec, resolver: Resolver | None, start: float
     ) -> None:
         host = self._host

@@ -17,7 +17,10 @@ import cloudpickle
 
 from colocate import _batch
 from colocate._batch import even_sizes, padded_sizes
-from colocate._collect import Collect, Concat
+from colocate._beside import Beside, Cut
+from colocate._collect import Collect, Concat, Gather
+from colocate._dispatch import check_items
+from colocate._leaves import Memo
 from colocate._mesh import Ranks
 from colocate._tree import map_leaves
 from colocate._values import Watch
@@ -84,6 +87,8 @@ class Part(Use):
     index: int
     count: int
     padding: bool
+    beside: Beside | None = None
+    """Plain rows that it is scattered together with, by a driver that didn't know how many rows there are."""
 
 
 @attrs.frozen(eq=False)
@@ -94,6 +99,15 @@ class Own(Use):
     """
 
     count: int
+
+
+@attrs.frozen(eq=False)
+class Item(Use):
+    """Item `index` of a list of `count`, which is given to `parameter`."""
+
+    index: int
+    count: int
+    parameter: str
 
 
 @attrs.frozen(eq=False)
@@ -155,6 +169,8 @@ class Resolver:
         self._first: tuple[Part | Own, int] | None = None
         self._own: list[int] = []
         self._aligned: Collection[int] | None = None
+        self._by: Own | None = None  # whose rows plain values are cut by
+        self._memo = Memo()
         self._taken: list[tuple[Source, Any]] = []
         self._watches: list[tuple[Source, Watch]] = []
 
@@ -162,14 +178,20 @@ class Resolver:
         """The arguments with values in place of placeholders."""
         for value in arguments.values():
             map_leaves(value, self._note)
+        if self._by is not None:
+            self._first_part(self._by)
         return {name: map_leaves(value, self._leaf) for name, value in arguments.items()}
 
     def _note(self, item: Any) -> Any:
         if isinstance(item, Own):
             self._own.append(item.source.key)
+        elif isinstance(item, Cut):
+            self._by = item.by
         return item
 
     def _leaf(self, item: Any) -> Any:
+        if isinstance(item, Cut):
+            return self._beside(item)
         if not isinstance(item, Use):
             return item
         self.keys.append(item.source.key)
@@ -182,6 +204,8 @@ class Resolver:
             return self._part(item)
         if isinstance(item, Rows):
             return self._range(item.source, item.start, item.stop)
+        if isinstance(item, Item):
+            return self._item(item)
         return self._whole(item.source)
 
     def watch(self) -> None:
@@ -200,6 +224,20 @@ class Resolver:
             rows = [self._peers.weight(source, rank) if rank in wanted else None for rank in source.holders]
             ranks = attrs.evolve(ranks, rows=rows)
         return source.collect.join(parts, ranks)
+
+    def _item(self, item: Item) -> Any:
+        """The very result of a rank, where the value is the list of those."""
+        source = item.source
+        if type(source.collect) is Gather:
+            return self._peers.part(source, source.holders[item.index])
+        return check_items(item.parameter, self._whole(source), item.count)[item.index]
+
+    def _beside(self, cut: Cut) -> Any:
+        """The rows that lie beside this worker's own part of a resident."""
+        assert self.valid is not None
+        start, total = self._place(cut.by)
+        cut.beside.check(total)
+        return map_leaves(_batch.cut(cut.value, start, start + self.valid, self._memo), self._leaf)
 
     def _part(self, part: Part | Own) -> Any:
         if isinstance(part, Part) and part.padding:
@@ -225,6 +263,8 @@ class Resolver:
             self._first = part, self.valid
             return value
         total = self._total(part.source)
+        if part.beside is not None:
+            part.beside.check(total)
         self.valid = even_sizes(total, part.count)[part.index]
         self._first = part, self.valid
         start, _ = self._place(part)
@@ -257,6 +297,8 @@ class Resolver:
     def _padded(self, part: Part) -> Any:
         """As `share` of the whole value, which needn't be put together for it."""
         total = self.total = self._total(part.source)
+        if part.beside is not None:
+            part.beside.check(total)
         width, sizes = padded_sizes(total, part.count)
         start = sum(sizes[: part.index])
         stop = start + sizes[part.index]

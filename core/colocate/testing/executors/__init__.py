@@ -32,6 +32,7 @@ from colocate.testing.executors.failures import Failures, Serialization
 from colocate.testing.executors.forks import Forks
 from colocate.testing.executors.functions import Functions
 from colocate.testing.executors.meshes import NamedMeshes
+from colocate.testing.executors.mixing import Mixing
 from colocate.testing.executors.order import Order
 from colocate.testing.executors.ownership import Ownership
 from colocate.testing.executors.pipelines import Pipelines
@@ -49,6 +50,7 @@ class ExecutorSuite(
     Dispatching,
     Contexts,
     Residents,
+    Mixing,
     TensorResidents,
     Memory,
     Devices,
@@ -101,6 +103,7 @@ __all__ = [
     "Forks",
     "Functions",
     "Memory",
+    "Mixing",
     "NamedMeshes",
     "Order",
     "Ownership",

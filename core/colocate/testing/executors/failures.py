@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 import threading
+from collections.abc import Callable
 from typing import Any
 
+import attrs
 import pytest
 
 import colocate
-from colocate import ColocatedGroup
+from colocate import Call, ColocatedGroup
 from colocate.errors import ColocateError, RoleError, SerializationError
 from colocate.testing.executors._base import ExecutorCase, Spawn
-from colocate.testing.probes.faulty import Faulty, Stubborn
+from colocate.testing.probes.faulty import Faulty, Stubborn, nested
 from colocate.testing.probes.plain import Echo
 from colocate.testing.probes.rows import Rows
+from colocate.testing.waiting import PATIENCE_S
+
+
+@dataclasses.dataclass
+class Boxed:
+    """Something in a dataclass."""
+
+    inside: Any
+
+
+@attrs.frozen
+class Frozen:
+    """Something in an attrs class."""
+
+    inside: Any
 
 
 class Failures(ExecutorCase):
@@ -166,6 +184,57 @@ class Serialization(ExecutorCase):
         with pytest.raises(SerializationError, match="lock"):
             faulty.return_lock.submit().result()
         assert faulty.fine() == [0, 1]
+
+    @pytest.mark.parametrize(("kind", "path"), [("list", "[0]"), ("tuple", "[0]"), ("dict", "['a']")])
+    def test_values_without_an_end(self, pair: ColocatedGroup, kind: str, path: str) -> None:
+        """What contains itself, or is nested too deeply, is told by name and path, not as a RecursionError."""
+        echo, rows, faulty = pair.role("echo", Echo), pair.role("rows", Rows), pair.role("faulty", Faulty)
+        deep = nested(kind, 5000)
+        uses: list[Callable[[], object]] = [
+            lambda: echo.first({"x": [deep]}),
+            lambda: pair.run(lambda ctx, value: None, {"x": [deep]}),
+            lambda: rows.seen((["a", "b"], [deep, 1])),
+        ]
+        for use in uses:
+            with pytest.raises(SerializationError, match=r"nested 500\d levels deep. Give it flat") as caught:
+                use()
+            assert caught.value.path is not None
+            assert "…" in caught.value.path
+            assert len(caught.value.path) < 100
+        for call in (faulty.nest.submit(kind, 5000), faulty.nest.keep(kind, 5000)):
+            with pytest.raises(SerializationError, match="nested 5000 levels deep") as caught:
+                call.result(PATIENCE_S) if isinstance(call, Call) else call.fetch()
+            assert (caught.value.argument, caught.value.method) == ("result", "nest")
+            assert str(caught.value.path).startswith(f"result{path}{path}")
+        if kind != "tuple":
+            endless = nested(kind, 0)
+            with pytest.raises(SerializationError, match=r"it is value.'x'. itself, so there is no end") as caught:
+                echo.first({"x": endless})
+            assert caught.value.path == f"value['x']{path}"
+            with pytest.raises(SerializationError, match="it is result itself"):
+                faulty.nest(kind, 0)
+        assert echo.first(1) == 1
+
+    def test_residents_where_none_is_looked_for(self, pair: ColocatedGroup) -> None:
+        """Inside a set, a dict's key or a dataclass nothing would take the place of a resident: it is refused."""
+        echo = pair.role("echo", Echo)
+        with echo.first.keep("text") as kept:
+            ref: Any = kept.ref
+            for value, path in (
+                ({ref}, "value['x'][0][0]"),
+                (frozenset({(1, ref)}), "value['x'][0][0][1]"),
+                ({ref: 1}, "value['x'][0].keys()[0]"),
+                ({(ref, 1): 1}, "value['x'][0].keys()[0][0]"),
+                (Boxed([1, {"a": ref}]), "value['x'][0].inside[1]['a']"),
+                (Boxed(kept), "value['x'][0].inside"),
+                (Frozen(ref), "value['x'][0].inside"),
+            ):
+                with pytest.raises(SerializationError, match=r"inside a .*pass it so, or as an argument") as caught:
+                    echo.first({"x": [value]})
+                assert (caught.value.argument, caught.value.path) == ("value", path)
+            for fine in ({1, 2}, {(1, 2): ref}, Boxed([1])):
+                echo.first({"x": [fine]})
+        assert echo.first(1) == 1
 
     def test_kept_result(self, copying: ColocatedGroup) -> None:
         """A kept result needn't be sent: it can be used where it is, and only fetching it fails."""

@@ -82,7 +82,6 @@ class Pipelines(ExecutorCase):
                 r"echo\.first is sent when the": lambda: next(colocate.as_completed([call])),
                 r"rows\.double is sent": kept.fetch,
                 r"rows\.double is sent when": lambda: kept.spec,
-                r"rows\.double is sent when the": lambda: rows.zipped.submit([1, 2], kept.ref),
             }
             for words, ask in refused.items():
                 with pytest.raises(PipelineError, match=words):

@@ -8,7 +8,7 @@ import pytest
 
 import colocate
 from colocate import ColocatedGroup
-from colocate.errors import RoleError
+from colocate.errors import DispatchError, RoleError
 from colocate.testing.executors._base import ExecutorCase
 from colocate.testing.probes.rows import Rows
 from colocate.testing.probes.tensors import Tensors
@@ -51,6 +51,24 @@ class TensorResidents(TensorCase):
                 assert all(torch.equal(a, b) for a, b in zip(back.unbind(), value.unbind(), strict=True))
             else:
                 assert torch.equal(back.to(torch.complex128), value.to(torch.complex128))
+
+    @pytest.mark.parametrize("layout", ["sparse_coo", "sparse_csr", "sparse_csc"])
+    @pytest.mark.filterwarnings("ignore:Sparse C:UserWarning")
+    def test_sparse(self, torch: Any, pair: ColocatedGroup, tensors: Tensors, layout: str) -> None:
+        """They can be kept as others can, with their bytes; those of which torch can cut rows can be scattered."""
+        value = torch.eye(4).to_sparse(layout=getattr(torch, layout))
+        with tensors.echo.keep([value]) as kept:
+            assert kept.spec.bytes_per_rank[0] >= 4 * 4 + 4 * 8
+            (back,) = kept.fetch()
+            assert back.layout == value.layout
+            assert torch.equal(back.to_dense(), torch.eye(4))
+            assert torch.equal(tensors.echo(kept.ref)[0].to_dense(), torch.eye(4))
+        if layout == "sparse_coo":
+            parts = [part.to_dense() for part, _ in pair.role("rows", Rows).seen(value)]
+            assert torch.equal(torch.cat(parts), torch.eye(4))
+        else:
+            with pytest.raises(DispatchError, match=f"layout torch.{layout} can't be cut by rows"):
+                tensors.mean(value)
 
     def test_numpy(self, torch: Any, tensors: Tensors) -> None:
         """So do arrays."""

@@ -11,7 +11,7 @@ import sys
 import threading
 from typing import Any, NoReturn
 
-from colocate import Gather, PerRank, Role, method
+from colocate import First, Gather, PerRank, Role, method
 from colocate.testing.gate import Address, pass_gate
 
 
@@ -97,8 +97,28 @@ class EndsAtAGate:
         pass_gate(self.gate)
 
 
+def nested(kind: str, levels: int) -> Any:
+    """A list, tuple or dict of so many levels; one that contains itself for 0."""
+    if levels == 0:
+        endless: Any = {} if kind == "dict" else []
+        if kind == "dict":
+            endless["a"] = endless
+        else:
+            endless.append(endless)
+        return endless
+    value: Any = 1
+    for _ in range(levels):
+        value = {"a": value} if kind == "dict" else (value,) if kind == "tuple" else [value]
+    return value
+
+
 class Faulty(Role):
     """Raises, returns what can't be sent, dies."""
+
+    @method(collect=First())
+    def nest(self, kind: str, levels: int) -> Any:
+        """A value that nobody can walk to its end."""
+        return nested(kind, levels)
 
     @method(collect=Gather())
     def fail(self, kind: str = "value", ranks: tuple[int, ...] | None = None) -> int:
