@@ -1,8 +1,9 @@
 """Connections between processes that prove to each other that they know one key, before anything else is read.
 
-The listener sends a nonce; the dialler answers with its own nonce and a proof; the listener proves itself. A proof is
-an HMAC-SHA256 over the side's name and both nonces, so that none can be replayed or reflected. All messages have a
-fixed size; no byte of a stranger is ever unpickled.
+The dialler knocks, at once: a nonce, and an HMAC-SHA256 of that. Who knocks like this has known the key, or has heard
+somebody who does; a listener that is flooded keeps its connection, and turns away others. Then each side proves
+itself, the listener first, by an HMAC over its name and both nonces, so that no proof can be replayed or reflected. All
+messages have a fixed size; no byte of a stranger is ever unpickled. Who was turned away for others dials again.
 
 Addresses are text: `unix:NAME`, a name in Linux's abstract namespace, and `tcp:HOST:PORT`; several, by commas, are
 ways to one listener, of which a dialler takes the first that works (a Unix socket does on its own machine); with
@@ -14,8 +15,10 @@ proof.
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import os
+import random
 import secrets
 import socket
 import struct
@@ -30,10 +33,14 @@ Kind: TypeAlias = Literal["unix", "tcp"]
 
 KEY_BYTES = 32
 LOOPBACK = "127.0.0.1"
-_GREETING = b"colocate-wire-1\n"
+_GREETING = b"colocate-wire-2\n"
+_TURNED_AWAY = b"colocate-busy-2\n"
 _NONCE_BYTES = 32
 _PROOF_BYTES = 32
+_KNOCK_BYTES = _NONCE_BYTES + _PROOF_BYTES
 _UCRED = struct.Struct("3i")
+# A dialler that was turned away comes again after a time like this, longer each time; by chance, or all would again.
+_AGAIN_S, _LONGEST_AGAIN_S = 0.01, 0.2
 _BUFFER_BYTES = 1 << 20
 
 
@@ -137,7 +144,7 @@ def listen(kind: Kind = "unix", host: str = "127.0.0.1") -> Listener:
 
 
 def connect(address: str, key: bytes, timeout: float = 10.0, tls: Tls | None = None) -> socket.socket:
-    """Connect to a listener and authenticate, both ways.
+    """Connect to a listener and authenticate, both ways; again, while it turns this side away for others.
 
     Args:
         address: A listener's address.
@@ -152,14 +159,43 @@ def connect(address: str, key: bytes, timeout: float = 10.0, tls: Tls | None = N
         ConnectionError: Nobody listens there, or it is someone with another key.
         TimeoutError: The other side didn't answer in time.
     """
-    deadline = time.monotonic() + timeout
-    sock = dial(address, timeout, tls)
-    try:
-        prove(sock, address, key, max(deadline - time.monotonic(), 0.001))
-    except BaseException:
-        sock.close()
-        raise
-    return sock
+    patience = Patience(timeout)
+    while True:
+        sock = dial(address, patience.left(), tls)
+        try:
+            prove(sock, address, key, patience.left())
+        except TurnedAway as error:
+            sock.close()
+            patience.take(error)
+        except BaseException:
+            sock.close()
+            raise
+        else:
+            return sock
+
+
+class TurnedAway(ConnectionError):
+    """The listener has more connections of strangers than it keeps, and this was one of them."""
+
+
+class Patience:
+    """How long a dialler that is turned away comes again."""
+
+    def __init__(self, timeout: float) -> None:
+        self._deadline = time.monotonic() + timeout
+        self._pause = _AGAIN_S
+
+    def left(self) -> float:
+        """Seconds until its deadline."""
+        return max(self._deadline - time.monotonic(), 0.001)
+
+    def take(self, error: TurnedAway) -> None:
+        """Wait a moment; the error, when there is no time left."""
+        pause = random.uniform(0.5, 1.0) * self._pause
+        if time.monotonic() + pause > self._deadline:
+            raise TimeoutError(f"{error}, until the time was over") from error
+        time.sleep(pause)
+        self._pause = min(2 * self._pause, _LONGEST_AGAIN_S)
 
 
 def dial(address: str, timeout: float, tls: Tls | None = None) -> socket.socket:
@@ -215,41 +251,58 @@ def _dial(address: str, timeout: float, tls: Tls | None) -> socket.socket:
 
 
 def prove(sock: socket.socket, address: str, key: bytes, timeout: float) -> None:
-    """The second half of `connect`: authenticate a dialled connection."""
+    """The second half of `connect`: authenticate a dialled connection.
+
+    Raises:
+        TurnedAway: The listener had no room for it; another one may do better (`Patience`).
+        ConnectionError: See `connect`.
+        TimeoutError: See `connect`.
+    """
     _check_key(key)
     if not _is_own_user(sock):
         raise ConnectionRefusedError(f"{address} is served by another user's process: not connecting")
     deadline = time.monotonic() + timeout
+    nonce = secrets.token_bytes(_NONCE_BYTES)
     try:
-        hello = _receive(sock, len(_GREETING) + _NONCE_BYTES, deadline)
-        if not hello.startswith(_GREETING):
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # what it has said before it closed is read
+            sock.sendall(nonce + _proof(key, b"knock", nonce))
+        greeting = _receive(sock, len(_GREETING), deadline)
+        if greeting == _TURNED_AWAY:
+            raise TurnedAway(f"{address} turned this side away: it is flooded with connections")
+        if greeting != _GREETING:
             raise ConnectionRefusedError(f"what listens at {address} doesn't speak this version of colocate's wire")
-        nonces = hello[len(_GREETING) :] + secrets.token_bytes(_NONCE_BYTES)
-        sock.sendall(nonces[_NONCE_BYTES:] + _proof(key, b"dialler", nonces))
+        nonces = _receive(sock, _NONCE_BYTES, deadline) + nonce
         proof = _receive(sock, _PROOF_BYTES, deadline)
+        if not hmac.compare_digest(proof, _proof(key, b"listener", nonces)):
+            raise ConnectionRefusedError(f"what listens at {address} doesn't know the key: not talking to it")
+        sock.sendall(_proof(key, b"dialler", nonces))
     except TimeoutError as error:
         raise TimeoutError(f"{address} accepted the connection but didn't answer in time") from error
     except (EOFError, ConnectionResetError, BrokenPipeError) as error:
         raise ConnectionRefusedError(
             f"{address} closed the connection before it was authenticated: the keys differ, or the process ended"
         ) from error
-    if not hmac.compare_digest(proof, _proof(key, b"listener", nonces)):
-        raise ConnectionRefusedError(f"what listens at {address} doesn't know the key: not talking to it")
     sock.settimeout(None)
 
 
 class Handshake:
-    """The listener's side of one connection's authentication, without blocking."""
+    """The listener's side of one connection's authentication, without blocking.
+
+    Attributes:
+        sock: The connection.
+        since: When it came, in monotonic time.
+        knocked: Whether who dials has shown that it knew the key.
+    """
 
     def __init__(self, sock: socket.socket, key: bytes) -> None:
         _check_key(key)
         self.sock = sock
         self._key = key
-        self._nonce = secrets.token_bytes(_NONCE_BYTES)
-        self._answer = bytearray()
+        self._nonces = secrets.token_bytes(_NONCE_BYTES)
+        self._heard = bytearray()
         self.since = time.monotonic()
+        self.knocked = False
         tune(sock)
-        sock.send(_GREETING + self._nonce)
 
     def advance(self) -> bool:
         """Read what has come.
@@ -261,18 +314,38 @@ class Handshake:
             BlockingIOError: Nothing has come.
             ConnectionError: The other side has gone or doesn't know the key: close the socket.
         """
-        # Never a byte more than the answer: what follows it belongs to the messages.
-        data = self.sock.recv(_NONCE_BYTES + _PROOF_BYTES - len(self._answer))
+        if not self.knocked:
+            if self._hear(_KNOCK_BYTES):
+                self._answer_knock()
+            return False
+        if not self._hear(_PROOF_BYTES):
+            return False
+        if not hmac.compare_digest(self._heard, _proof(self._key, b"dialler", self._nonces)):
+            raise ConnectionRefusedError("the other side doesn't know the key")
+        return True
+
+    def turn_away(self) -> None:
+        """Say that there was no room for it. It is to be closed then."""
+        with contextlib.suppress(OSError):  # it has gone already
+            self.sock.send(_TURNED_AWAY)
+
+    def _answer_knock(self) -> None:
+        nonce, knock = bytes(self._heard[:_NONCE_BYTES]), self._heard[_NONCE_BYTES:]
+        if not hmac.compare_digest(knock, _proof(self._key, b"knock", nonce)):
+            raise ConnectionRefusedError("the other side doesn't know the key")
+        self.knocked = True
+        self._heard.clear()
+        own = self._nonces
+        self._nonces = own + nonce
+        self.sock.send(_GREETING + own + _proof(self._key, b"listener", self._nonces))
+
+    def _hear(self, count: int) -> bool:
+        """Whether so many bytes have come. Never one more: what follows the proof belongs to the messages."""
+        data = self.sock.recv(count - len(self._heard))
         if not data:
             raise ConnectionAbortedError("closed before it was authenticated")
-        self._answer += data
-        if len(self._answer) < _NONCE_BYTES + _PROOF_BYTES:
-            return False
-        nonces = self._nonce + self._answer[:_NONCE_BYTES]
-        if not hmac.compare_digest(self._answer[_NONCE_BYTES:], _proof(self._key, b"dialler", nonces)):
-            raise ConnectionRefusedError("the other side doesn't know the key")
-        self.sock.send(_proof(self._key, b"listener", nonces))
-        return True
+        self._heard += data
+        return len(self._heard) == count
 
 
 def tune(sock: socket.socket) -> None:

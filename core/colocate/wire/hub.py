@@ -6,6 +6,7 @@ import contextlib
 import heapq
 import itertools
 import os
+import resource
 import select
 import socket
 import threading
@@ -21,9 +22,15 @@ from colocate.wire.auth import Handshake, Listener, tune
 from colocate.wire.framing import SCRATCH_BYTES
 from colocate.wire.lane import OnClosed, OnMessage, SocketLane
 
-# A stranger that says nothing is dropped after this time, or earlier when so many are waiting.
+# A stranger that says nothing is dropped after this time.
 _HANDSHAKE_S = 10.0
+# When so many of them wait, the oldest go earlier; each has this time, in which a knock comes from far away, unless
+# there are very many, or too many for the descriptors of this process.
 _HANDSHAKES = 64
+_UNDISTURBED_S = 0.1
+_MOST_STRANGERS = 512
+# Those that have knocked are kept; so many at once, then the next one has to come again.
+_MOST_KNOWN = 1024
 _ACCEPTS = 16
 _EVENTS = 256
 # How long a listener pauses when the process has no free descriptor.
@@ -277,8 +284,12 @@ class _Door:
         self._listener = listener
         self._key = key
         self._on_accept = on_accept
-        self._pending: dict[int, Handshake] = {}  # by age
+        # Both by age: who hasn't knocked yet, and who has.
+        self._strangers: dict[int, Handshake] = {}
+        self._known: dict[int, Handshake] = {}
+        self._most = min(_MOST_STRANGERS, max(_HANDSHAKES, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
         self._sweeping = False
+        self._thinning = False
 
     def on_events(self, events: int) -> None:
         if events & select.EPOLLHUP:
@@ -312,17 +323,21 @@ class _Door:
             self._hub._register(self._listener.fileno(), self.on_events)
 
     def close(self) -> None:
-        for handshake in list(self._pending.values()):
+        for handshake in [*self._strangers.values(), *self._known.values()]:
             self._drop(handshake)
         self._hub._forget(self._listener._sock)
         self._listener.close()
 
     def _greet(self, sock: socket.socket) -> None:
-        if len(self._pending) >= _HANDSHAKES:
-            self._drop(next(iter(self._pending.values())))
+        if len(self._strangers) >= self._most:
+            self._turn_away(next(iter(self._strangers.values())))
         try:
             handshake = Handshake(sock, self._key)
         except OSError:
+            sock.close()
+            return
+        if len(self._known) >= _MOST_KNOWN:
+            handshake.turn_away()
             sock.close()
             return
         try:
@@ -331,21 +346,26 @@ class _Door:
         except ClosedError:  # just now
             sock.close()
             return
-        self._pending[sock.fileno()] = handshake
+        self._strangers[sock.fileno()] = handshake
         if not self._sweeping:
             self._sweep()
+        if len(self._strangers) > _HANDSHAKES and not self._thinning:
+            self._thin()
 
     def _advance(self, handshake: Handshake) -> None:
         try:
-            if not handshake.advance():
-                return
+            authenticated = handshake.advance()
         except BlockingIOError:
             return
         except OSError:
             self._drop(handshake)
             return
         sock = handshake.sock
-        del self._pending[sock.fileno()]
+        if handshake.knocked and self._strangers.pop(sock.fileno(), None) is not None:
+            self._known[sock.fileno()] = handshake
+        if not authenticated:
+            return
+        del self._known[sock.fileno()]
         self._hub._forget(sock)
         try:
             self._on_accept(sock)
@@ -357,26 +377,44 @@ class _Door:
     def _drop(self, handshake: Handshake) -> None:
         """Unless it has become a connection."""
         sock = handshake.sock
-        if self._pending.get(sock.fileno()) is handshake:
-            del self._pending[sock.fileno()]
-            self._hub._forget(sock)
-            sock.close()
+        for waiting in (self._strangers, self._known):
+            if waiting.get(sock.fileno()) is handshake:
+                del waiting[sock.fileno()]
+                self._hub._forget(sock)
+                sock.close()
+                return
+
+    def _turn_away(self, stranger: Handshake) -> None:
+        stranger.turn_away()
+        self._drop(stranger)
 
     def _sweep(self) -> None:
         """Drop those that have been silent too long; come back while there are others."""
         oldest_allowed = time.monotonic() - _HANDSHAKE_S
-        for handshake in list(self._pending.values()):
-            if handshake.since > oldest_allowed:
-                break
-            self._drop(handshake)
-        self._sweeping = bool(self._pending)
+        for waiting in (self._strangers, self._known):
+            for handshake in list(waiting.values()):
+                if handshake.since > oldest_allowed:
+                    break
+                self._drop(handshake)
+        self._sweeping = bool(self._strangers or self._known)
         if self._sweeping:
             self._hub.later(_HANDSHAKE_S / 4, self._sweep)
 
+    def _thin(self) -> None:
+        """Turn away the oldest strangers of too many that have had their time; come back while there are too many."""
+        while self._thinning and len(self._strangers) > _HANDSHAKES:
+            oldest = next(iter(self._strangers.values()))
+            if oldest.since > time.monotonic() - _UNDISTURBED_S:
+                break
+            self._turn_away(oldest)
+        self._thinning = len(self._strangers) > _HANDSHAKES
+        if self._thinning:
+            self._hub.later(_UNDISTURBED_S / 4, self._thin)
+
     def _make_room(self) -> None:
         """No descriptor is free: drop the oldest stranger, or let those that dial wait a moment."""
-        if self._pending:
-            self._drop(next(iter(self._pending.values())))
+        if self._strangers:
+            self._turn_away(next(iter(self._strangers.values())))
             return
         self._hub._interest(self._listener._sock, 0)
         self._hub.later(_PAUSE_S, self._resume)

@@ -13,7 +13,7 @@ from typing import TypeAlias
 from colocate._jobs import error_text, report_exception
 from colocate.errors import ClosedError, ForkedError
 from colocate.wire._forks import track
-from colocate.wire.auth import dial, listen_widely, prove
+from colocate.wire.auth import Patience, TurnedAway, dial, listen_widely, prove
 from colocate.wire.codec import Packed
 from colocate.wire.framing import Frame, Head, Message, Reader, Sending, encode
 from colocate.wire.hub import Hub
@@ -183,8 +183,29 @@ class PeerChannel:
                     self._busy.add(connection)
                     return connection
                 connection.close()
+        patience = Patience(_CONNECT_S)
+        while True:
+            connection = self._dial(address, aborts, patience)
+            try:
+                prove(connection.sock, address, self._key, patience.left())
+                return connection
+            except TurnedAway as error:
+                self._drop(connection)
+                self._come_again(patience, error)
+            except OSError as error:
+                self._drop(connection)
+                raise ConnectionError(connection.aborted or str(error)) from error
+
+    def _come_again(self, patience: Patience, error: TurnedAway) -> None:
         try:
-            connection = _Connection(dial(address, _CONNECT_S, self._tls), address)
+            patience.take(error)
+        except TimeoutError as late:
+            raise ConnectionError(str(late)) from late
+
+    def _dial(self, address: str, aborts: int, patience: Patience) -> _Connection:
+        """A connection that isn't authenticated yet."""
+        try:
+            connection = _Connection(dial(address, patience.left(), self._tls), address)
         except TimeoutError as error:
             raise ConnectionError(str(error)) from error
         with self._lock:
@@ -193,11 +214,6 @@ class PeerChannel:
                 self._check_open()
                 self._check_aborts(aborts)
             self._busy.add(connection)
-        try:
-            prove(connection.sock, address, self._key, _CONNECT_S)
-        except OSError as error:
-            self._drop(connection)
-            raise ConnectionError(connection.aborted or str(error)) from error
         return connection
 
     def _give_back(self, connection: _Connection) -> None:

@@ -1,0 +1,224 @@
+"""A stranger that floods a listener with connections: who knows the key gets in all the same."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+
+from colocate import wire
+from colocate.wire import auth, connect, listen, new_key
+from colocate.wire import hub as hub_module
+from colocate.wire.auth import Kind, dial
+
+KEY = new_key()
+WAIT_S = 20
+DELAY_S = 0.02
+
+
+class Server:
+    """A hub that takes every authenticated connection, and holds it."""
+
+    def __init__(self, kind: Kind = "tcp") -> None:
+        self.taken: list[socket.socket] = []
+        listener = listen(kind)
+        self.address = listener.address
+        self.hub = wire.Hub("test")
+        self.hub.listen(listener, KEY, self.taken.append)
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self.hub.close(WAIT_S)
+        for sock in self.taken:
+            sock.close()
+
+
+class Far:
+    """An address that leads to another, with each byte so much later: a machine that is far away."""
+
+    def __init__(self, address: str) -> None:
+        host, _, port = address.removeprefix("tcp:").rpartition(":")
+        self._target = host, int(port)
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=256)
+        self.address = f"tcp:127.0.0.1:{self._listener.getsockname()[1]}"
+        self._selector = selectors.DefaultSelector()
+        self._socks: list[socket.socket] = []
+        self._late: deque[tuple[float, Callable[[], None]]] = deque()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._serve)
+
+    def __enter__(self) -> Far:
+        self._listener.setblocking(False)
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(WAIT_S)
+        self._selector.close()
+        for sock in (self._listener, *self._socks):
+            sock.close()
+
+    def _serve(self) -> None:
+        while not self._stop.is_set():
+            for key, _ in self._selector.select(0.002):
+                key.data()
+            while self._late and self._late[0][0] <= time.monotonic():
+                self._late.popleft()[1]()
+
+    def _accept(self) -> None:
+        near, _ = self._listener.accept()
+        far = socket.create_connection(self._target)
+        self._socks += near, far
+        for one, other in ((near, far), (far, near)):
+            self._selector.register(one, selectors.EVENT_READ, lambda one=one, other=other: self._carry(one, other))
+
+    def _carry(self, one: socket.socket, other: socket.socket) -> None:
+        try:
+            data = one.recv(65536)
+        except ConnectionError:
+            data = b""
+        if not data:
+            self._selector.unregister(one)
+        self._late.append((time.monotonic() + DELAY_S, lambda: self._deliver(other, data)))
+
+    def _deliver(self, other: socket.socket, data: bytes) -> None:
+        with contextlib.suppress(OSError):  # it has gone
+            other.sendall(data) if data else other.shutdown(socket.SHUT_WR)
+
+
+class Flood:
+    """A stranger that dials as fast as it can, and says nothing.
+
+    Attributes:
+        dialled: How many connections it has made.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._dial)
+        self.dialled = 0
+
+    def __enter__(self) -> Flood:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(WAIT_S)
+
+    def _dial(self) -> None:
+        held: deque[socket.socket] = deque()
+        while not self._stop.is_set():
+            held.append(dial(self._address, WAIT_S))
+            self.dialled += 1
+            if len(held) > 1500:
+                held.popleft().close()
+        for sock in held:
+            sock.close()
+
+
+def test_a_flooding_stranger_displaces_nobody_who_knows_the_key() -> None:
+    """224 connections from 20 ms away, while one stranger dials as fast as it can: all of them get in."""
+    with Server() as server, Far(server.address) as far, Flood(server.address) as flood:
+        while flood.dialled < 2 * hub_module._MOST_STRANGERS:  # it is full of them
+            time.sleep(0.001)
+        with ThreadPoolExecutor(16) as threads:
+            connected = list(threads.map(lambda _: connect(far.address, KEY), range(224)))
+        before = flood.dialled
+        while flood.dialled < before + hub_module._HANDSHAKES:  # it goes on
+            time.sleep(0.001)
+        for number, sock in enumerate(connected):
+            sock.sendall(number.to_bytes(4, "big"))
+        heard = set()
+        for sock in server.taken:
+            sock.settimeout(WAIT_S)
+            heard.add(int.from_bytes(sock.recv(4, socket.MSG_WAITALL), "big"))
+        assert heard == set(range(224))
+        for sock in connected:
+            sock.close()
+
+
+@pytest.mark.parametrize("kind", ["unix", "tcp"])
+def test_who_has_knocked_is_kept(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many strangers come before its proof does."""
+    monkeypatch.setattr(hub_module, "_UNDISTURBED_S", 0.0)
+    with Server(kind) as server, contextlib.ExitStack() as crowd:
+        sock = crowd.enter_context(dial(server.address, WAIT_S))
+        slow = Slow(sock, lambda: crowded(server, crowd))
+        auth.prove(slow, server.address, KEY, WAIT_S)  # type: ignore[arg-type]
+        sock.sendall(b"here")
+        while not server.taken:
+            time.sleep(0.001)
+        server.taken[0].settimeout(WAIT_S)
+        assert server.taken[0].recv(4) == b"here"
+
+
+def crowded(server: Server, crowd: contextlib.ExitStack) -> None:
+    strangers = [crowd.enter_context(dial(server.address, WAIT_S)) for _ in range(3 * hub_module._HANDSHAKES)]
+    for sock in strangers[: hub_module._HANDSHAKES]:
+        sock.settimeout(WAIT_S)
+        assert sock.recv(100) == auth._TURNED_AWAY
+
+
+class Slow:
+    """A socket before whose second message something happens."""
+
+    def __init__(self, sock: socket.socket, between: Callable[[], None]) -> None:
+        self._sock, self._between, self._sent = sock, between, itertools.count()
+
+    def sendall(self, data: bytes) -> None:
+        if next(self._sent) == 1:
+            self._between()
+        self._sock.sendall(data)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._sock, name)
+
+
+def test_who_is_turned_away_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until there is room, or its time is over; then the error says why."""
+    monkeypatch.setattr(hub_module, "_MOST_KNOWN", 1)
+    turned = threading.Event()
+    turn_away = auth.Handshake.turn_away
+
+    def seen(handshake: auth.Handshake) -> None:
+        turn_away(handshake)
+        turned.set()
+
+    monkeypatch.setattr(auth.Handshake, "turn_away", seen)
+    with Server() as server, ThreadPoolExecutor(1) as threads, dial(server.address, WAIT_S) as first:
+        later: list[Future[socket.socket]] = []
+
+        def meanwhile() -> None:
+            with pytest.raises(TimeoutError, match=r"turned this side away: .*, until the time was over"):
+                connect(server.address, KEY, timeout=0.1)
+            turned.clear()
+            later.append(threads.submit(connect, server.address, KEY))
+            assert turned.wait(WAIT_S)
+
+        auth.prove(Slow(first, meanwhile), server.address, KEY, WAIT_S)  # type: ignore[arg-type]
+        with later[0].result(WAIT_S):
+            while len(server.taken) < 2:
+                time.sleep(0.001)
+
+
+def test_a_knock_of_another_key_gets_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even the listener's proof."""
+    with Server() as server, dial(server.address, WAIT_S) as sock:
+        nonce = bytes(32)
+        sock.sendall(nonce + auth._proof(new_key(), b"knock", nonce))
+        sock.settimeout(WAIT_S)
+        assert sock.recv(1) == b""
