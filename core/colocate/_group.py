@@ -188,7 +188,7 @@ class ColocatedGroup(Owned):
         return results
 
     def scope(self) -> AbstractContextManager[None]:
-        """Free what this thread keeps inside the block; raise the failures of kept calls that nobody has used.
+        """Free what this thread or task keeps inside the block; raise the failures of kept calls that nobody has used.
 
         These are what was kept inside, and what was dropped before outside of any block that is open.
         """

@@ -6,9 +6,7 @@ thread nest, of one group or of several: the outermost sends.
 
 from __future__ import annotations
 
-import asyncio
 import math
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from colocate._bundle import Memory, together
+from colocate._here import Here
 from colocate._owned import caller, forks
 from colocate._pending import PendingCall
 from colocate.errors import ColocateError, PipelineError
@@ -50,8 +49,7 @@ class Pipeline:
         self.groups: list[ColocatedGroup] = []
         self._drafts: list[Draft] = []
         self._memory = Memory()
-        self._task = _current_task()
-        self._thread = threading.get_ident()
+        self._here = Here()
         self._forks = forks()
         file, line = caller()
         self._line = f"{file}:{line}"
@@ -59,11 +57,11 @@ class Pipeline:
     @property
     def is_here(self) -> bool:
         """Whether it is this thread and task that has it open."""
-        return self.open and self._thread == threading.get_ident() and self._task is _current_task()
+        return self.open and self._here.is_current
 
     def refuse_wait(self, label: str, awaits: bool) -> None:
         """Raise when waiting for a call would keep the block from ending, with which it is sent."""
-        if self.is_here if awaits else self._thread == threading.get_ident():
+        if self.is_here if awaits else self._here.is_current_thread:
             raise PipelineError(
                 f"{label} is sent when the block of group.pipeline() at {self._line} ends, and this needs its outcome: "
                 "ask for it after the block"
@@ -279,10 +277,3 @@ def _nested(outer: Pipeline, group: ColocatedGroup) -> Iterator[None]:
             outer.forget(start, error)
             outer.groups[:] = known
         raise
-
-
-def _current_task() -> asyncio.Task[Any] | None:
-    try:
-        return asyncio.current_task()
-    except RuntimeError:  # no loop runs on this thread
-        return None

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, cast
 
 import attrs
@@ -15,6 +15,7 @@ import attrs
 from colocate import _batch
 from colocate._collect import Concat
 from colocate._fetch import Fetches
+from colocate._here import Here
 from colocate._leases import Leases
 from colocate._mesh import Ranks
 from colocate._owned import caller
@@ -46,17 +47,22 @@ class _Borrow:
 
 @attrs.define(eq=False)
 class Scope:
-    """A block that frees what is kept in it; `line` entered it."""
+    """A block of one thread and task that frees what is kept in it; `line` entered it."""
 
+    group: ColocatedGroup
     line: tuple[str, int]
     kept: list[Kept] = attrs.field(factory=list)
+    here: Here = attrs.field(factory=Here)
+
+
+_open: ContextVar[tuple[Scope, ...]] = ContextVar("colocate_scopes", default=())
 
 
 class Residents(Leases):
     """What a group keeps in its workers.
 
     Attributes:
-        scopes: The scopes that are open, in whatever thread.
+        scopes: The scopes that are open, in whatever thread and task.
     """
 
     def __init__(self, group: ColocatedGroup) -> None:
@@ -65,28 +71,27 @@ class Residents(Leases):
         self._fetches = Fetches(group.workforce.tell, group.pool.base)
         self._borrows: dict[tuple[int, int], _Borrow] = {}
         self.scopes: list[Scope] = []
-        self._here = threading.local()
         self._flushing = False
 
     def add(self, kept: Kept) -> None:
         """A call has been sent whose result is kept."""
         super().add(kept)
         self._flush_later()
-        for scope in getattr(self._here, "scopes", ()):
-            scope.kept.append(kept)
+        for scope in _open.get():
+            if scope.group is self._group and scope.here.is_current:
+                scope.kept.append(kept)
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
-        """Free what this thread keeps inside the block; raise the failures of kept calls that nobody has used."""
-        scope = Scope(caller())
+        """Free what this thread or task keeps inside the block; raise the failures of kept calls that nobody has used."""
+        scope = Scope(self._group, caller())
         self.scopes.append(scope)
-        stack: list[Scope] = self._here.__dict__.setdefault("scopes", [])
-        stack.append(scope)
+        _open.set((*_open.get(), scope))
         try:
             yield
             errors = self._untold(scope)  # before they are released, which would have them logged too
         finally:
-            stack[:] = [other for other in stack if other is not scope]
+            _open.set(tuple(other for other in _open.get() if other is not scope))
             self.leave(scope)
         self._raise(errors)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 import operator
@@ -270,6 +271,36 @@ class Residents(ExecutorCase):
         with pytest.raises(ClosedError, match="the end of its scope"):
             inside.fetch()
         assert elsewhere.pop().fetch() == [10, 12]
+
+    def test_scope_of_a_task(self, pair: ColocatedGroup) -> None:
+        """The scope of an asyncio task frees what that task keeps inside, and nothing of those beside or below it."""
+        rows = pair.role("rows", Rows)
+        found: dict[str, Resident[list[int]]] = {}
+
+        async def main() -> None:
+            entered, kept = asyncio.Event(), asyncio.Event()
+
+            async def keep(name: str) -> None:
+                found[name] = rows.double.keep([1, 2])
+
+            async def scoped() -> None:
+                with pair.scope():
+                    entered.set()
+                    await kept.wait()
+                    await keep("inside")
+                    await asyncio.create_task(keep("below"))
+
+            async def beside() -> None:
+                await entered.wait()
+                await keep("beside")
+                kept.set()
+
+            await asyncio.gather(scoped(), beside())
+
+        asyncio.run(main())
+        assert found.pop("below").fetch() == found.pop("beside").fetch() == [2, 4]
+        with pytest.raises(ClosedError, match="the end of its scope"):
+            found.pop("inside").fetch()
 
     def test_poisoned(self, pair: ColocatedGroup) -> None:
         """A kept call that fails poisons its resident: every use raises the same error."""

@@ -1,0 +1,34 @@
+"""`Here`: a thread and task, so that what one of them has opened isn't taken for another's."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import attrs
+
+
+def _task() -> asyncio.Task[Any] | None:
+    try:
+        return asyncio.current_task()
+    except RuntimeError:  # no loop runs on this thread
+        return None
+
+
+@attrs.frozen(eq=False)
+class Here:
+    """Where it was made. A context variable alone doesn't tell: a task has those of the one that has started it."""
+
+    thread: int = attrs.field(factory=threading.get_ident, init=False)
+    _task: asyncio.Task[Any] | None = attrs.field(factory=_task, init=False)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether it is this thread and task."""
+        return self.is_current_thread and self._task is _task()
+
+    @property
+    def is_current_thread(self) -> bool:
+        """Whether it is this thread, in whichever task."""
+        return self.thread == threading.get_ident()
