@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from types import TracebackType
 from typing import Any, Generic, NoReturn, TypeVar
 
+from colocate._numbers import limit
 from colocate.errors import ColocateError
 
 C = TypeVar("C")
@@ -59,13 +60,13 @@ class Call(Generic[C_co]):
         """Wait for the collected value.
 
         Args:
-            timeout: Seconds to wait at most; None waits for ever.
+            timeout: Seconds to wait at most; None and `math.inf` wait for ever.
 
         Raises:
             TimeoutError: It isn't done yet; the call goes on.
             ColocateError: What went wrong with the call.
         """
-        self._wait(timeout)
+        self._wait(limit(timeout, "result(timeout)"))
         try:
             if self._value is _MISSING and self._error is None:
                 self._collect()
@@ -79,6 +80,7 @@ class Call(Generic[C_co]):
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait, and return the error instead of raising it; None when there is none."""
+        timeout = limit(timeout, "exception(timeout)")
         try:
             self.result(timeout)
         except TimeoutError:
@@ -198,11 +200,12 @@ def wait(calls: Iterable[Call[Any]], timeout: float | None = None) -> tuple[set[
 
     Args:
         calls: The calls.
-        timeout: Seconds to wait at most; None waits for ever.
+        timeout: Seconds to wait at most; None and `math.inf` wait for ever.
 
     Returns:
         The calls that are done, and those that aren't.
     """
+    timeout = limit(timeout, "wait(timeout)")
     everything = list(calls)
     deadline = None if timeout is None else time.monotonic() + timeout
     for call in everything:
@@ -224,6 +227,10 @@ def as_completed(calls: Iterable[Call[C]], timeout: float | None = None) -> Iter
     Raises:
         TimeoutError: Some aren't done in time; the calls go on.
     """
+    return _as_completed(calls, limit(timeout, "as_completed(timeout)"))
+
+
+def _as_completed(calls: Iterable[Call[C]], timeout: float | None) -> Iterator[Call[C]]:
     pending = set(calls)
     ready = threading.Condition()
     finished: list[Call[C]] = []

@@ -14,6 +14,7 @@ from colocate._context import Context
 from colocate._handlers import close_now
 from colocate._mesh import Ranks
 from colocate._method import MethodSpec
+from colocate._numbers import limit, seconds
 from colocate._order import CallOrder, PendingCall
 from colocate._owned import Owned, raise_together
 from colocate._pipeline import pipeline, recording
@@ -243,7 +244,7 @@ class ColocatedGroup(Owned):
             TimeoutError: It isn't ready yet.
             ColocateError: It has failed for good, or is closed.
         """
-        return self.restarts.wait(timeout)
+        return self.restarts.wait(limit(timeout, "wait_ready(timeout)"))
 
     def borrowers(self, closing: Owned) -> list[str]:
         """Unfinished uses of its residents by groups that don't lie in what is closing."""
@@ -361,14 +362,14 @@ class ColocatedGroup(Owned):
         """Close it: new calls are refused, running ones have `grace` seconds, then its workers are ended.
 
         Args:
-            grace: Seconds that running calls have to finish.
+            grace: Seconds that running calls have to finish; `math.inf` waits for them for ever.
             force: Close it although other groups use its residents; their calls fail with a clear error.
 
         Raises:
             BorrowedError: Another group uses one of its residents (without `force`).
             ExceptionGroup: What went wrong, after everything has been freed.
         """
-        close_now(self, self.by_caller(), grace, force)
+        close_now(self, self.by_caller(), seconds(grace, "close(grace)"), force)
 
     def wind_down(self, grace: float, deadline: float) -> None:
         """Have its workers begin nothing any more, and tell the calls that run that nobody waits for them."""

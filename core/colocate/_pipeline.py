@@ -6,7 +6,6 @@ thread nest, of one group or of several: the outermost sends.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ import attrs
 
 from colocate._bundle import Memory, together
 from colocate._here import Here
+from colocate._numbers import FOREVER_S
 from colocate._owned import caller, forks
 from colocate._pending import PendingCall
 from colocate.errors import ColocateError, PipelineError
@@ -198,7 +198,7 @@ def _send(drafts: Sequence[Draft]) -> None:
         if draft.kept is not None:
             group.residents.end_use(draft.kept)
             draft.kept = None
-        if draft.timeout != math.inf:
+        if draft.timeout < FOREVER_S:
             order.watch(draft.call, draft.timeout)
 
 

@@ -15,6 +15,7 @@ from colocate._epochs import base_of
 from colocate._group import ColocatedGroup
 from colocate._handlers import close_now
 from colocate._needs import check_needs
+from colocate._numbers import amount_problem, limit, seconds
 from colocate._owned import Owned, raise_together
 from colocate._role import RoleSpec
 from colocate._spawn import Declared, declare
@@ -184,8 +185,9 @@ class Pool(Owned):
         self.check()
         if on_failure not in ("fail", "restart"):
             raise ConfigError(f"on_failure={on_failure!r}: it is 'fail' or 'restart'")
-        if restarts < 1:
-            raise ConfigError(f"restarts={restarts}: at least 1; a group that isn't restarted has on_failure='fail'")
+        if (problem := amount_problem(restarts, whole=True, least=1)) is not None:
+            raise ConfigError(f"spawn(restarts) {problem}; a group that isn't restarted has on_failure='fail'")
+        timeout = limit(timeout, "spawn(timeout)")
         declared = declare(roles, len(indices), mesh)
         for role, info in declared.infos.items():
             default = declared.specs[role].default_group
@@ -318,14 +320,14 @@ class Pool(Owned):
         """Close its groups, the newest first, and give its slots back. One that is attached without `own=True` goes on.
 
         Args:
-            grace: Seconds that running calls have to finish.
+            grace: Seconds that running calls have to finish; `math.inf` waits for them for ever.
             force: Close it although groups elsewhere use residents of its groups.
 
         Raises:
             BorrowedError: A group elsewhere uses a resident (without `force`).
             ExceptionGroup: What went wrong, after everything has been freed.
         """
-        close_now(self, self.by_caller(), grace, force)
+        close_now(self, self.by_caller(), seconds(grace, "close(grace)"), force)
 
     def close_for(self, by: str | None, grace: float, force: bool) -> None:
         """Close it on behalf of `by` (None: of its caller)."""

@@ -14,6 +14,7 @@ from colocate._batch import Deferred, even_sizes
 from colocate._collect import Concat, Gather
 from colocate._dispatch import check_items
 from colocate._mesh import Mesh
+from colocate._numbers import limit
 from colocate.errors import ClosedError, ColocateError, DispatchError
 from colocate.worker.uses import Item, Own, Part, Rows, Source, Use
 
@@ -102,6 +103,7 @@ class LocalResident(Resident[T_co]):
 
     def fetch(self, timeout: float | None = None) -> T_co:
         """The value itself."""
+        limit(timeout, "fetch(timeout)")
         if self._freed:
             raise ClosedError("this resident was freed")
         return cast("T_co", self._value)
@@ -292,7 +294,7 @@ class KeptResident(Resident[T_co]):
     def fetch(self, timeout: float | None = None) -> T_co:
         """The collected value, on the driver; waits until it is there."""
         self._kept.ask()
-        value: T_co = self._kept.group.residents.fetch(self._kept, timeout)
+        value: T_co = self._kept.group.residents.fetch(self._kept, limit(timeout, "fetch(timeout)"))
         return value
 
     def free(self) -> None:

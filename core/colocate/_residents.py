@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import time
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
@@ -18,14 +17,16 @@ from colocate._fetch import Fetches
 from colocate._here import Here
 from colocate._leases import Leases
 from colocate._mesh import Ranks
+from colocate._numbers import FOREVER_S
 from colocate._owned import caller
 from colocate._resident import Kept, ResidentSpec
 from colocate.errors import ClosedError, ColocateError
 
 if TYPE_CHECKING:
     from colocate._group import ColocatedGroup
+    from colocate._numbers import FOREVER_S
     from colocate._order import PendingCall
-    from colocate._owned import Owned
+from colocate._owned import Owned
 
 _log = logging.getLogger("colocate")
 _QUIET_S = 0.1  # a dropped resident's release waits this long for a message to ride on
@@ -83,7 +84,7 @@ class Residents(Leases):
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
-        """Free what this thread or task keeps inside the block; raise the failures of kept calls that nobody has used."""
+        """Free what this thread or task keeps in the block; raise the failures of kept calls that nobody has used."""
         scope = Scope(self._group, caller())
         self.scopes.append(scope)
         _open.set((*_open.get(), scope))
@@ -244,7 +245,7 @@ class Residents(Leases):
 
     def rows_of(self, kept: Kept) -> list[int]:
         """Rows of each part of a resident, in the order in which they are joined; waits for them."""
-        _made(kept, math.inf)
+        _made(kept, time.monotonic() + FOREVER_S)
         source = kept.source
         if not isinstance(source.collect, Concat):
             # It is no sequence of parts: only the value itself tells.
@@ -267,6 +268,6 @@ class Residents(Leases):
 
 def _made(kept: Kept, deadline: float) -> None:
     """Wait until it is there."""
-    kept.call._wait(None if deadline == math.inf else max(0.0, deadline - time.monotonic()))
+    kept.call._wait(max(0.0, deadline - time.monotonic()))
     kept.call._gate.release()
     kept.check()

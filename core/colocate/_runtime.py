@@ -22,6 +22,7 @@ from colocate._graph import Graph
 from colocate._group import ColocatedGroup
 from colocate._handlers import close_now
 from colocate._jobs import JobThread, error_text, report_exception
+from colocate._numbers import FOREVER_S, amount_problem, duration_problem, limit, seconds
 from colocate._owned import Owned, at, raise_together
 from colocate._plugins import find_executor, plugins
 from colocate._pool import Pool, close_children
@@ -66,8 +67,7 @@ def connect(
     cls = find_executor(executor)
     if strict:
         options["strict"] = True
-    if call_timeout is not None and call_timeout <= 0:
-        raise ConfigError(f"connect(call_timeout={call_timeout}): more than 0 seconds, or None for no limit")
+    call_timeout = limit(call_timeout, "connect(call_timeout)", positive=True)
     return Runtime(executor, _connected(executor, cls, options), seed, strict, call_timeout)
 
 
@@ -93,7 +93,7 @@ class Runtime(Owned):
         self.executor = executor
         self.seed = seed
         self.strict = strict
-        self.call_timeout = math.inf if call_timeout is None else call_timeout
+        self.call_timeout = FOREVER_S if call_timeout is None else call_timeout
         self.id = f"{platform.node()}-{os.getpid()}-{next(_numbers)}"
         self.secret = secrets.token_bytes(32)
         self.dispatcher = Dispatcher(f"colocate-dispatcher-{self.id}")
@@ -148,7 +148,7 @@ class Runtime(Owned):
             cpus: CPUs of each.
             host_memory: Memory of each ("8GiB" or bytes), where the executor counts it.
             strategy: "pack" on as few nodes as possible, or "spread" over as many.
-            timeout: Seconds to wait while they could fit but don't now.
+            timeout: Seconds to wait while they could fit but don't now; `math.inf` waits for ever.
             env: Environment variables, set in the workers before torch or a role is imported.
             detachable: Whether the pool may be given to the cluster later.
             name: Name of the pool.
@@ -159,7 +159,8 @@ class Runtime(Owned):
             CapabilityError: The executor lacks what was asked.
         """
         self.check()
-        _check_request(slots, gpus, cpus, strategy, env or {})
+        _check_request(slots, gpus, cpus, timeout, strategy, env or {})
+        timeout = seconds(timeout, "reserve(timeout)")
         if env:
             self.require(OwnProcess, "set the environment of a worker (env=)")
         if detachable:
@@ -272,13 +273,13 @@ class Runtime(Owned):
         """Close its pools, the newest first, and disconnect.
 
         Args:
-            grace: Seconds that running calls have to finish.
+            grace: Seconds that running calls have to finish; `math.inf` waits for them for ever.
             force: Close it although somebody else borrows from it.
 
         Raises:
             ExceptionGroup: What went wrong, after everything has been freed.
         """
-        close_now(self, self.by_caller(), grace, force)
+        close_now(self, self.by_caller(), seconds(grace, "close(grace)"), force)
 
     def close_for(self, by: str | None, grace: float, force: bool) -> None:
         """Close it on behalf of `by` (None: of its caller)."""
@@ -330,17 +331,16 @@ def having_capability(capability: type) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _check_request(slots: int, gpus: int, cpus: float, strategy: str, env: Mapping[str, object]) -> None:
-    mistakes = []
-    if slots < 1:
-        mistakes.append(Mistake("slots", None, f"is {slots}; at least 1"))
-    if not isinstance(gpus, int):
-        why = "a slot has whole GPUs, and its group alone uses them; several roles share one by being in one group"
-        mistakes.append(Mistake("gpus", None, f"is {gpus}; {why}"))
-    elif gpus < 0:
-        mistakes.append(Mistake("gpus", None, f"is {gpus}; 0 or more"))
-    if cpus < 0:
-        mistakes.append(Mistake("cpus", None, f"is {cpus}; 0 or more"))
+def _check_request(slots: Any, gpus: Any, cpus: Any, timeout: Any, strategy: str, env: Mapping[str, object]) -> None:
+    fraction = isinstance(gpus, float) and 0 < gpus < math.inf
+    why = "a slot has whole GPUs, and its group alone uses them; several roles share one by being in one group"
+    found = {
+        "slots": amount_problem(slots, whole=True, least=1),
+        "gpus": f"is {gpus}; {why}" if fraction else amount_problem(gpus, whole=True),
+        "cpus": amount_problem(cpus),
+        "timeout": duration_problem(timeout),
+    }
+    mistakes = [Mistake(name, None, problem) for name, problem in found.items() if problem is not None]
     if strategy not in ("pack", "spread"):
         mistakes.append(Mistake("strategy", None, f"is {strategy!r}; 'pack' or 'spread'"))
     for key, value in env.items():

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from colocate._dispatch import Plan
 from colocate._joiner import Joiner
 from colocate._method import MethodSpec
+from colocate._numbers import FOREVER_S
 from colocate._order import PendingCall
 from colocate._owned import caller
 from colocate._pipeline import Draft, recording, refuse_unsent
@@ -38,7 +38,7 @@ def submit(
         spec: The method.
         planned: How the arguments reach the ranks.
         uses: The residents among them.
-        timeout: Seconds until it is given up; None for the runtime's default, infinity for never.
+        timeout: Seconds until it is given up; None for the runtime's default, `FOREVER_S` for never.
         keep: Whether its result stays in the workers.
     """
     if timeout is None:
@@ -72,7 +72,7 @@ def submit(
             if key is not None:
                 group.residents.end(key)
             raise
-    if timeout != math.inf:
+    if timeout < FOREVER_S:
         group.order.watch(call, timeout)
     return call
 

@@ -14,6 +14,7 @@ from colocate._dispatch import Plan, plan
 from colocate._mesh import Mesh, Ranks
 from colocate._method import MethodSpec
 from colocate._nesting import has_fields, hides, no_end, refuse_hidden
+from colocate._numbers import limit
 from colocate._order import PendingCall
 from colocate._owned import Owned
 from colocate._pipeline import recording
@@ -159,6 +160,7 @@ class ViewCall:
                 before, or else the runtime's `call_timeout`.
             ranks: The ranks to call, in order; None for those that were said before, or else all.
         """
+        timeout = limit(timeout, "options(timeout)", positive=True)
         return ViewCall(
             self._group,
             self._role,

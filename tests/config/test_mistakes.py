@@ -139,7 +139,7 @@ class TestTypes:
             ("pools: [1]", "pools: must be a mapping, not a list"),
             ("pools: {a: 3}", "pools.a: must be a mapping, not 3"),
             ("pools: {a: {}}", "pools.a.slots: is missing"),
-            ("pools: {a: {slots: 0}}", "pools.a.slots: must be at least 1, not 0"),
+            ("pools: {a: {slots: 0}}", "pools.a.slots: must be a whole number from 1 to 1,000,000, not 0"),
             ("pools: {a: {slots: 1, env: {N: 1}}}", "pools.a.env.N: must be text, not 1; put it in quotes"),
             ("pools: {a: {slots: 1, host_memory: []}}", "must be an integer or text or null, not a list"),
             ("pools: {a: {slots: 1, strategy: packed}}", "not the text 'packed' (did you mean 'pack'?)"),

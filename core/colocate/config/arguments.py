@@ -7,12 +7,21 @@ import inspect
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import attrs
 
+from colocate._numbers import amount_problem, duration_problem
 from colocate.config.values import Problem, path_text, problems
 from colocate.errors import Mistake
+
+# Of every executor that has options of these names.
+_NUMBERS: Mapping[str, Callable[[Any], str | None]] = {
+    "cpus": amount_problem,
+    "gpus": partial(amount_problem, whole=True),
+    "timeout": duration_problem,
+}
 
 
 @attrs.frozen
@@ -24,19 +33,25 @@ class Arguments:
         parameters: By name, without `self` and whatever the caller gives itself.
         hints: The annotations that could be evaluated.
         open: Whether any other name is accepted too.
+        numbers: By name, what is wrong with a number that is right in kind.
     """
 
     owner: str
     parameters: Mapping[str, inspect.Parameter]
     hints: Mapping[str, Any]
     open: bool
+    numbers: Mapping[str, Callable[[Any], str | None]] = attrs.field(factory=dict)
 
     def problems(self, given: Mapping[str, Any]) -> Iterator[Problem]:
         """What doesn't fit: unknown, missing, of a wrong simple type."""
         meant = set()  # by names that are misspelt: they aren't missing besides
         for name, value in given.items():
             if name in self.parameters:
-                yield from problems(value, self.hints.get(name, Any), (name,))
+                found = list(problems(value, self.hints.get(name, Any), (name,)))
+                yield from found
+                check = self.numbers.get(name)
+                if not found and value is not None and check is not None and (problem := check(value)) is not None:
+                    yield Problem((name,), problem)
             elif not self.open:
                 unknown = self._unknown(name)
                 meant.add(unknown.nearest)
@@ -90,7 +105,8 @@ def options_of(executor: type) -> Arguments:
 
     assert issubclass(executor, Executor)
     inherited = inspect.unwrap(executor.connect).__func__ is Executor.connect.__func__  # type: ignore[attr-defined]
-    return arguments_of(executor if inherited else executor.connect, f"executor {executor.name!r}")
+    found = arguments_of(executor if inherited else executor.connect, f"executor {executor.name!r}")
+    return attrs.evolve(found, numbers=_NUMBERS)
 
 
 def connect_arguments(executor: type) -> Arguments:
@@ -101,7 +117,7 @@ def connect_arguments(executor: type) -> Arguments:
     general = arguments_of(connect, own.owner)
     given = ("executor", "seed", "call_timeout")  # keys of their own in a config
     parameters = {name: p for name, p in {**general.parameters, **own.parameters}.items() if name not in given}
-    return Arguments(own.owner, parameters, {**general.hints, **own.hints}, own.open)
+    return Arguments(own.owner, parameters, {**general.hints, **own.hints}, own.open, _NUMBERS)
 
 
 def _hints(target: Callable[..., Any], parameters: Mapping[str, inspect.Parameter]) -> dict[str, Any]:

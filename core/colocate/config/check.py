@@ -10,6 +10,7 @@ from typing import Any, Literal
 from colocate._bytes import parse_bytes
 from colocate._mesh import parse_meshes
 from colocate._needs import lacks_processes
+from colocate._numbers import amount_problem, duration_problem
 from colocate._plugins import find_executor, find_job, find_role
 from colocate.config.arguments import Arguments, arguments_of, connect_arguments
 from colocate.config.schema import Config, PoolConfig, RoleConfig
@@ -25,6 +26,9 @@ def check(config: Config, document: Document, allow_import: bool = True) -> None
     trust = Trust(config.plugins.allow, allow_import)
     if not re.fullmatch(r"\w[\w.-]*", config.name):
         document.wrong(("name",), f"{config.name!r} can't name a folder; use letters, digits, '-', '_' and '.'")
+    timeout = None if config.call_timeout is None else duration_problem(config.call_timeout, positive=True)
+    if timeout is not None:
+        document.wrong(("call_timeout",), timeout)
     executor = _executor(config, trust, document)
     _variables(trust, document)
     for name, pool in config.pools.items():
@@ -90,9 +94,15 @@ def _pool(pool: PoolConfig, place: Place, document: Document) -> None:
             parse_bytes(pool.host_memory, "host_memory")
         except ConfigError as error:
             document.wrong((*place, "host_memory"), error.message)
-    for key, least in (("slots", 1), ("gpus", 0), ("cpus", 0), ("timeout", 0)):
-        if (number := getattr(pool, key)) < least:
-            document.wrong((*place, key), f"must be at least {least}, not {number}")
+    found = {
+        "slots": amount_problem(pool.slots, whole=True, least=1),
+        "gpus": amount_problem(pool.gpus, whole=True),
+        "cpus": amount_problem(pool.cpus),
+        "timeout": duration_problem(pool.timeout),
+    }
+    for key, problem in found.items():
+        if problem is not None:
+            document.wrong((*place, key), problem)
 
 
 def _groups(config: Config, executor: type[Executor] | None, trust: Trust, document: Document) -> None:

@@ -115,5 +115,5 @@ class Cancelling(ExecutorCase):
 
     def test_no_default_deadline(self) -> None:
         """It is a time."""
-        with pytest.raises(ConfigError, match="more than 0 seconds"):
+        with pytest.raises(ConfigError, match="a number of seconds, more than 0"):
             self.connect(call_timeout=0)

@@ -1,0 +1,68 @@
+"""Numbers that users give: durations and amounts, checked alike wherever one is taken.
+
+Every duration is a finite number from here on, small enough for any call of the system. What nobody will live to see
+the end of is for ever, and a comparison with `FOREVER_S` tells it.
+"""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any
+
+from colocate.errors import ConfigError
+
+FOREVER_S = 1e9  # 31 years; a lock can't be waited for longer than 292, nor epoll without being asked again
+_MOST = 1_000_000  # of anything that is counted: more isn't on one machine
+
+
+def duration_problem(value: Any, *, positive: bool = False) -> str | None:
+    """What is wrong with a number of seconds, in words; None when nothing is."""
+    wanted = "a number of seconds, more than 0" if positive else "a number of seconds, 0 or more"
+    if not _is_number(value) or value != value or value < 0 or (positive and value == 0):
+        return f"must be {wanted} (math.inf for ever), not {_shown(value)}"
+    return None
+
+
+def seconds(value: Any, what: str, *, positive: bool = False) -> float:
+    """A duration: at most `FOREVER_S`.
+
+    Args:
+        value: What the user gave.
+        what: What the error calls it: "close(grace)".
+        positive: Whether 0 is refused too.
+
+    Raises:
+        ConfigError: It is NaN, negative, or no number.
+    """
+    problem = duration_problem(value, positive=positive)
+    if problem is not None:
+        raise ConfigError(f"{what} {problem}")
+    if value >= FOREVER_S:
+        return FOREVER_S
+    return value if type(value) in (int, float) else float(value)  # as the user wrote it, for errors that say it
+
+
+def limit(value: Any, what: str, *, positive: bool = False) -> float | None:
+    """A duration, or None as it was given."""
+    return None if value is None else seconds(value, what, positive=positive)
+
+
+def amount_problem(value: Any, *, whole: bool = False, least: int = 0) -> str | None:
+    """What is wrong with a number of things (CPUs, slots), in words; None when nothing is."""
+    fits = isinstance(value, numbers.Integral) if whole else _is_number(value)
+    if not fits or isinstance(value, bool) or value != value or not least <= value <= _MOST:
+        kind = "a whole number" if whole else "a number"
+        return f"must be {kind} from {least} to {_MOST:,}, not {_shown(value)}"
+    return None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _shown(value: Any) -> str:
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of more digits than Python prints
+        return "a number of thousands of digits"
+    return text if len(text) <= 40 else f"{text[:40]}..."
