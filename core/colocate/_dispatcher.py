@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from colocate._jobs import JobThread
-from colocate.worker.failure import frame_of, stack_of_role_code
+from colocate.worker.failure import stack_of_role_code
 
 
 class Dispatcher(JobThread):
@@ -19,8 +19,7 @@ class Dispatcher(JobThread):
     @property
     def stack(self) -> str:
         """What its thread is doing."""
-        frame = frame_of(self._thread)
-        return "" if frame is None else "".join(stack_of_role_code(frame))
+        return "".join(stack_of_role_code(self._thread))
 
 
 def _report(error: BaseException) -> None:

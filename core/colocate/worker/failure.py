@@ -6,6 +6,8 @@ import gc
 import sys
 import threading
 import traceback
+from itertools import accumulate, chain, islice, repeat
+from operator import itemgetter
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
@@ -82,23 +84,38 @@ def raised_by_role(error: BaseException) -> bool:
     return False
 
 
-def frame_of(thread: threading.Thread) -> FrameType | None:
-    """What a thread is executing; None when it has ended."""
-    # CPython up to 3.11.7 and 3.12.1 can lock itself up when a collection starts inside this call (gh-106883).
+def stack_of_role_code(thread: threading.Thread) -> list[str]:
+    """A thread's stack as text, from the role's own code on, or all of it when there is none of that; [] at its end."""
+    frames = _frames_of(thread)
+    found = traceback.StackSummary.extract((frame, frame.f_lineno) for frame in reversed(frames))
+    first = next((i for i, each in enumerate(found) if not _is_machinery(each.filename)), 0)
+    return traceback.format_list(found[first:])
+
+
+def _frames_of(thread: threading.Thread) -> list[FrameType]:
+    """The frames of a thread, the innermost first; none when it has ended.
+
+    A running thread's frames can be walked only while it stands still. Between two steps of Python code it may go on:
+    then the stack breaks off, and what a generator that has been left calls its outer frame is any memory (CPython
+    3.11). So one call of C takes them all. No Python code is run in it, and the GIL isn't let go.
+    """
+    frames: list[FrameType] = []
+    innermost = map(itemgetter(thread.ident or 0), islice(iter(sys._current_frames, None), 1))
+    outwards: Any = accumulate(chain(innermost, repeat("f_back")), getattr)  # each is an attribute of the one before
+    # A collection would run Python code; up to CPython 3.11.7 and 3.12.1 one that starts in `_current_frames` can lock
+    # the interpreter up (gh-106883).
     collecting = gc.isenabled()
     gc.disable()
     try:
-        return sys._current_frames().get(thread.ident or 0)
+        frames.extend(outwards)
+    except KeyError:  # it has ended
+        return []
+    except AttributeError:  # of the None beyond the outermost; what came before that is in the list
+        pass
     finally:
         if collecting:
             gc.enable()
-
-
-def stack_of_role_code(frame: FrameType) -> list[str]:
-    """A thread's stack as text, from the role's own code on, or all of it when there is none of that."""
-    frames = traceback.extract_stack(frame)
-    first = next((i for i, each in enumerate(frames) if not _is_machinery(each.filename)), 0)
-    return traceback.format_list(frames[first:])
+    return frames[:-1]
 
 
 def _is_machinery(file: str) -> bool:

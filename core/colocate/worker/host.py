@@ -304,11 +304,9 @@ class WorkerHost:
 
     def stack(self) -> str:
         """What the lane is doing, as a Python stack."""
-        frame = failure.frame_of(self.lane.thread)
+        stack = "".join(failure.stack_of_role_code(self.lane.thread))
         running = ", ".join(work.label for work in list(self.lane.running.values())) or "nothing"
-        if frame is None:
-            return f"running {running}; its lane has ended"
-        return f"running {running}\n" + "".join(failure.stack_of_role_code(frame))
+        return f"running {running}\n{stack}" if stack else f"running {running}; its lane has ended"
 
     # -- on the lane
 
