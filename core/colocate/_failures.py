@@ -6,6 +6,7 @@ import copy
 from typing import TYPE_CHECKING, Any
 
 from colocate._jobs import error_text
+from colocate._owned import at
 from colocate.errors import (
     CallTimeout,
     CapabilityError,
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 _OUR_FAULT = "That is a fault of colocate's own: please report it, with the traceback that was printed"
 
 
+_OF_A_CALL = ("group", "role", "method", "rank", "node", "remote_traceback", "called_at")
+
+
 def failure_error(link: Link, call: PendingCall, slot: int, told: tuple[Any, ...], body: Any) -> ColocateError:
     """The error for a call that raised on a rank."""
     kind, text, trace, host, _secondary, role = told
@@ -32,6 +36,7 @@ def failure_error(link: Link, call: PendingCall, slot: int, told: tuple[Any, ...
         # Arguments that don't fit, a value written into, a result that can't be sent: colocate's words are the error.
         found = copy.copy(original)
         found.group, found.role, found.method, found.rank = link.name, role, call.method, rank
+        found.called_at = _line(call)
         return found
     where = f"{role}.{call.method}" if call.method != "__init__" else f"the constructor of role {role!r}"
     if role is None:
@@ -45,9 +50,15 @@ def failure_error(link: Link, call: PendingCall, slot: int, told: tuple[Any, ...
         rank=rank,
         node=link.node(slot),
         remote_traceback=trace,
+        called_at=_line(call),
     )
     error.__cause__ = original
     return error
+
+
+def _line(call: PendingCall) -> str | None:
+    """The driver's line that made a call; None for what isn't a line's call (a group's start, say)."""
+    return at(call.line) if call.line[0] else None
 
 
 def _original(link: Link, body: Any, kind: str, text: str) -> BaseException:
@@ -80,7 +91,7 @@ def later_error(error: ColocateError, root: ColocateError | None) -> ColocateErr
         return error
     found = RoleError(
         f"{error.message} (it was begun before an earlier call had failed: {root.message})",
-        **{name: getattr(error, name) for name in ("group", "role", "method", "rank", "node", "remote_traceback")},
+        **{name: getattr(error, name) for name in _OF_A_CALL},
     )
     found.__cause__ = root
     return found
@@ -99,6 +110,7 @@ def timeout_error(link: Link, call: PendingCall, timeout: float, stacks: dict[in
         rank=min(by_rank, default=None),
         node=link.node(late[0]) if late else None,
         stacks=by_rank,
+        called_at=_line(call),
     )
 
 

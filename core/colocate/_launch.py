@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import attrs
 
@@ -27,11 +29,13 @@ class Launched:
         config: The config.
         runtime: Its runtime.
         groups: Its groups by name.
+        start_up: Seconds that starting it took.
     """
 
     config: Config
     runtime: Runtime
     groups: Mapping[str, ColocatedGroup]
+    start_up: float = 0.0
 
     def run(self, *, resume: bool = False, quiet: bool = False) -> RunRecord:
         """Run the config's job to its end.
@@ -43,28 +47,52 @@ class Launched:
         Raises:
             ConfigError: There is no job, or nothing to resume.
         """
-        from colocate._run import execute
+        from colocate._run import begin, execute
+        from colocate._run_log import RunLog
         from colocate._screen import Screen
 
-        return execute(self.config, self.runtime, self.groups, resume=resume, screen=Screen(quiet=quiet))
+        screen, log = Screen(quiet=quiet), RunLog()
+        with log.listening(), begin(self.config, log, resume=resume, screen=screen) as begun:
+            return execute(begun, self.runtime, self.groups, self.start_up)
 
 
-@contextlib.contextmanager
-def launch(config: Config) -> Iterator[Launched]:
+def launch(config: Config) -> AbstractContextManager[Launched]:
     """Open what a config describes: its runtime, then pools and groups in order; all of it closes with the block.
 
     Args:
         config: From `load_config`.
     """
+    return opened(config, lambda stage, what: contextlib.nullcontext())
+
+
+Stage: TypeAlias = Callable[[str, str], AbstractContextManager[object]]
+"""Entered for each step of a start, with its name and in words what is done."""
+
+
+@contextlib.contextmanager
+def opened(config: Config, stage: Stage) -> Iterator[Launched]:
+    """As `launch`, saying what it does."""
     from colocate import connect
 
+    began = time.monotonic()
     use, options = config.executor.use, config.executor.with_
-    with made_for(config.origins.get("executor")):
+    with stage("connect", f"connecting to {use}"), made_for(config.origins.get("executor")):
         runtime = connect(use, seed=config.seed, call_timeout=config.call_timeout, **options)
     with runtime:
-        pools = {name: reserve_pool(runtime, name, config) for name in config.pools}
-        groups = {name: _spawn(pools[group.pool], name, config) for name, group in config.groups.items()}
-        yield Launched(config, runtime, groups)
+        pools, groups = {}, {}
+        for name, pool in config.pools.items():
+            with stage(f"pool {name}", f"reserving pool {name}: {count(pool.slots, 'slot')}"):
+                pools[name] = reserve_pool(runtime, name, config)
+        for name, group in config.groups.items():
+            workers, roles = count(len(pools[group.pool]), "worker"), count(len(group.roles), "role")
+            with stage(f"group {name}", f"starting group {name}: {workers} with {roles}"):
+                groups[name] = _spawn(pools[group.pool], name, config)
+        yield Launched(config, runtime, groups, time.monotonic() - began)
+
+
+def count(number: int, what: str) -> str:
+    """So many of something."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def reserve_pool(runtime: Runtime, name: str, config: Config) -> Pool:

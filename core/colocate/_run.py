@@ -11,7 +11,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
@@ -23,6 +22,8 @@ from colocate._calls import CallLog, Span, Total
 from colocate._handlers import calls_out
 from colocate._plugins import find_job
 from colocate._run_folder import RunFolder
+from colocate._run_log import RunLog, tail_of
+from colocate._tracebacks import told
 from colocate.config.schema import Config
 from colocate.errors import ConfigError, GroupRestarted
 
@@ -51,8 +52,10 @@ class RunRecord:
         graph: The same as JSON.
         environment: Versions and machine.
         started: When it began (`time.time()`).
-        seconds: How long it took.
+        seconds: How long it took, with the start-up.
         stopped: The signal that ended it early; None when it came to its own end.
+        start_up: Seconds until all workers ran and had their roles.
+        log: The last part of all that was printed.
     """
 
     name: str
@@ -69,6 +72,8 @@ class RunRecord:
     started: float
     seconds: float
     stopped: str | None = None
+    start_up: float = 0.0
+    log: str = ""
 
 
 @attrs.define(eq=False)
@@ -206,10 +211,36 @@ class StopSignals:
         self._noticed(self.received)
 
 
-def execute(
-    config: Config, runtime: Runtime, groups: Mapping[str, ColocatedGroup], *, resume: bool, screen: Screen
-) -> RunRecord:
-    """Run a config's job and write everything that remains of it.
+@attrs.frozen(eq=False)
+class Begun:
+    """A run that has its folder, before its job begins.
+
+    Attributes:
+        config: Its config.
+        job: The function and its options.
+        folder: Its folder.
+        step: The step it goes on from; None for a new run.
+        metrics: What was logged up to that step.
+        screen: Where it is shown.
+    """
+
+    config: Config
+    job: Callable[[Run], object]
+    folder: RunFolder
+    step: int | None
+    metrics: list[Row]
+    screen: Screen
+
+
+@contextlib.contextmanager
+def begin(config: Config, log: RunLog, *, resume: bool, screen: Screen) -> Iterator[Begun]:
+    """Give a config's run its folder. The log goes on there, and what ends the block by an error is told there.
+
+    Args:
+        config: The config.
+        log: Hears what is printed.
+        resume: Go on from the last complete checkpoint of a run of this name.
+        screen: Where it is shown.
 
     Raises:
         ConfigError: The config has no job, or there is nothing to resume.
@@ -219,19 +250,49 @@ def execute(
     function, options = find_job(config.job.use).load(), config.job.with_
     folder, step, metrics = _folder(config.name, resume)
     folder.write("config.yaml", config.dump())
-    calls = CallLog(config)
-    runtime.observe(calls)
-    started = time.time()
-    signals = StopSignals(screen.stopping)
-    resumed = None if step is None else folder.checkpoints()[-1][1]
-    run = Run(config.name, runtime, groups, folder.path, resumed, folder, screen, signals, metrics)
+    folder.remove("error.txt")
+    log.open(folder.path / "log.txt")
     try:
-        with screen.running(config.name, folder.path, step), signals:
-            _until_done(run, lambda: function(run, **options))
+        with screen.logging(log):
+            yield Begun(config, lambda run: function(run, **options), folder, step, metrics, screen)
     except Exception as error:
-        _report_failure(run, calls, started, error)
+        text = told(error)
+        log.write(text)
+        try:
+            folder.write("error.txt", text)
+        except OSError as other:
+            error.add_note(f"it could not be written to {folder.path / 'error.txt'}: {other}")
         raise
-    record = _record(run, calls, started)
+    finally:
+        log.close()
+        if log.fault is not None:
+            screen.say(f"log.txt isn't whole: {log.fault}")
+
+
+def execute(begun: Begun, runtime: Runtime, groups: Mapping[str, ColocatedGroup], start_up: float) -> RunRecord:
+    """Run a config's job and write everything that remains of it.
+
+    Args:
+        begun: The run.
+        runtime: Its runtime.
+        groups: Its groups.
+        start_up: Seconds that starting these took.
+    """
+    folder, screen = begun.folder, begun.screen
+    calls = CallLog(begun.config)
+    runtime.observe(calls)
+    started = time.time() - start_up
+    signals = StopSignals(screen.stopping)
+    resumed = None if begun.step is None else folder.checkpoints()[-1][1]
+    name = begun.config.name
+    run = Run(name, runtime, groups, folder.path, resumed, folder, screen, signals, begun.metrics)
+    try:
+        with screen.running(name, folder.path, begun.step), signals:
+            _until_done(run, lambda: begun.job(run))
+    except Exception as error:
+        _report_failure(run, calls, started, start_up, error)
+        raise
+    record = _record(run, calls, started, start_up)
     screen.finished(record)
     screen.reported(_report(record))
     return record
@@ -249,7 +310,7 @@ def _until_done(run: Run, job: Callable[[], object]) -> None:
             return
 
 
-def _record(run: Run, calls: CallLog, started: float) -> RunRecord:
+def _record(run: Run, calls: CallLog, started: float, start_up: float) -> RunRecord:
     _settle(run.runtime)
     return RunRecord(
         name=run.name,
@@ -266,6 +327,8 @@ def _record(run: Run, calls: CallLog, started: float) -> RunRecord:
         started=started,
         seconds=time.time() - started,
         stopped=run._signals.received,
+        start_up=start_up,
+        log=tail_of(run.directory / "log.txt"),
     )
 
 
@@ -312,10 +375,10 @@ def _report(record: RunRecord, error: str | None = None) -> Path | None:
     return report.write(record.directory, record, error=error)
 
 
-def _report_failure(run: Run, calls: CallLog, started: float, error: Exception) -> None:
+def _report_failure(run: Run, calls: CallLog, started: float, start_up: float, error: Exception) -> None:
     """Write the report of a job that failed; what goes wrong in that is a note on its error, not in its place."""
     try:
-        _report(_record(run, calls, started), "".join(traceback.format_exception_only(error)).strip())
+        _report(_record(run, calls, started, start_up), told(error).strip())
     except Exception as other:
         error.add_note(f"its report could not be written: {type(other).__name__}: {other}")
 

@@ -73,6 +73,10 @@ class RunFolder:
         part.write_text(text, encoding="utf-8")
         part.replace(self.path / name)
 
+    def remove(self, name: str) -> None:
+        """See that a file isn't there."""
+        (self.path / name).unlink(missing_ok=True)
+
     # -- metrics
 
     def append(self, row: Mapping[str, Any]) -> None:

@@ -3,30 +3,36 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
+import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
 from rich import box
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
+    from colocate._launch import Stage
     from colocate._run import RunRecord
+    from colocate._run_log import RunLog
 
 PLAIN_WIDTH = 160  # a file or a pipe has no width of its own, and 80 columns would break tables
 
 
 def console(*, error: bool = False) -> Console:
     """A console for standard output or error: styled on a terminal, plain text elsewhere."""
-    found = Console(stderr=error, highlight=False)
-    return found if found.is_terminal else Console(stderr=error, highlight=False, width=PLAIN_WIDTH, no_color=True)
+    # The stream as it is now: what stands in its place later is for what others print.
+    file = sys.stderr if error else sys.stdout
+    found = Console(file=file, highlight=False)
+    return found if found.is_terminal else Console(file=file, highlight=False, width=PLAIN_WIDTH, no_color=True)
 
 
 def show_table(title: str, rows: Sequence[Mapping[str, Any]], to: Console) -> None:
@@ -73,6 +79,8 @@ class Screen:
     _seconds: Mapping[str, float] = attrs.field(factory=dict, init=False)
     _running: list[tuple[str, float]] = attrs.field(factory=list, init=False)
     _total: int | None = attrs.field(default=None, init=False)
+    _log: RunLog | None = attrs.field(default=None, init=False)
+    _stages: list[tuple[str, float]] = attrs.field(factory=list, init=False)
 
     def __attrs_post_init__(self) -> None:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -80,13 +88,57 @@ class Screen:
         self._bar.add_task("starting", total=None)
 
     @contextlib.contextmanager
-    def starting(self, what: str) -> Iterator[None]:
-        """Say on a terminal, while the block runs, that something starts: an engine may take seconds."""
+    def logging(self, log: RunLog) -> Iterator[None]:
+        """While the block runs, keep what is shown in a log."""
+        self._log = log
+        try:
+            yield
+        finally:
+            self._log = None
+
+    @contextlib.contextmanager
+    def starting(self, name: str) -> Iterator[Stage]:
+        """Show what is done to start a run: each stage when it begins, and at the end the seconds of all of them."""
+        self._stages = []
+        began = time.monotonic()
+        with self._shown_live(self._starting):
+            yield lambda stage, what: self._stage(stage, f"{name}: {what}")
+        parts = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in self._stages)
+        self.say(f"{name}: started in {time.monotonic() - began:.1f} s ({parts})")
+
+    @contextlib.contextmanager
+    def _stage(self, stage: str, what: str) -> Iterator[None]:
+        began = time.monotonic()
+        self._running.append((what, began))
+        if self._live is None:
+            self.say(what)
+        elif self._log is not None:
+            self._log.write(f"{what}\n")
+        try:
+            yield
+        finally:
+            self._running.pop()
+            self._stages.append((stage, time.monotonic() - began))
+
+    @contextlib.contextmanager
+    def _shown_live(self, renderable: Callable[[], RenderableType], *, transient: bool = True) -> Iterator[None]:
+        """On a terminal, show what changes while the block runs; what is printed meanwhile comes above it."""
         if self.quiet or not self.console.is_terminal:
             yield
             return
-        with self.console.status(Text(what)):
-            yield
+        # What is printed passes through rich's streams then, which the log has to hear before they draw.
+        hears = contextlib.nullcontext() if self._log is None else self._log.listening()
+        with Live(get_renderable=renderable, console=self.console, refresh_per_second=5, transient=transient) as live:
+            self._live = live
+            try:
+                with hears:
+                    yield
+            finally:
+                self._live = None
+
+    def _starting(self) -> Text:
+        now = self._running[-1:]
+        return Text("".join(f"{what}  {time.monotonic() - since:.0f}s" for what, since in now))
 
     @contextlib.contextmanager
     def running(self, name: str, directory: Path, step: int | None) -> Iterator[None]:
@@ -100,15 +152,8 @@ class Screen:
         self.say(f"{name}: running in {short(directory)}" + ("" if step is None else f", going on after step {step}"))
         # Not `update`: steps done in an earlier life say nothing about this one's speed.
         self._bar.reset(self._bar.task_ids[0], completed=step or 0, description=name)
-        if self.quiet or not self.console.is_terminal:
+        with self._shown_live(self._renderable, transient=False):
             yield
-            return
-        with Live(get_renderable=self._renderable, console=self.console, refresh_per_second=5) as live:
-            self._live = live
-            try:
-                yield
-            finally:
-                self._live = None
 
     def total(self, steps: int) -> None:
         """Say how many steps there are."""
@@ -129,9 +174,12 @@ class Screen:
         self._last.update(scalars)
         self._seconds = row.get("seconds", {})
         self._bar.update(self._bar.task_ids[0], completed=row["step"])
+        step = f"step {row['step']}" + (f"/{self._total}" if self._total is not None else "")
+        line = "  ".join(filter(None, (step, _numbers(scalars), _times(self._seconds))))
         if not self.console.is_terminal:
-            step = f"step {row['step']}" + (f"/{self._total}" if self._total is not None else "")
-            self.say("  ".join(filter(None, (step, _numbers(scalars), _times(self._seconds)))))
+            self.say(line)
+        elif self._log is not None:  # on a terminal the bar has it
+            self._log.write(f"{line}\n")
 
     def stopping(self, received: str) -> None:
         """Say that a signal was noted. Runs in its handler: it must neither block nor write to a buffered stream."""
@@ -145,7 +193,7 @@ class Screen:
         for title, rows in record.tables.items():
             self._show(title, rows)
         whole = record.seconds or 1.0
-        phases = [_share(phase, seconds, whole) for phase, seconds in record.phases.items()]
+        phases = [_share(phase, seconds, whole) for phase, seconds in timed_phases(record).items()]
         self._show("time per phase", phases)
         calls = [
             {"group": each.group, "role": each.role, "method": each.method, "calls": each.calls}
@@ -166,10 +214,17 @@ class Screen:
         """A line, or several."""
         if not self.quiet:
             self.console.print(Text(text), soft_wrap=True)
+        if self._log is not None:
+            self._log.write(f"{text}\n")
 
     def _show(self, title: str, rows: Iterable[Mapping[str, Any]]) -> None:
+        listed = list(rows)
         if not self.quiet:
-            show_table(title, list(rows), self.console)
+            show_table(title, listed, self.console)
+        if self._log is not None:
+            text = io.StringIO()
+            show_table(title, listed, Console(file=text, highlight=False, width=PLAIN_WIDTH, no_color=True))
+            self._log.write(text.getvalue())
 
     def _renderable(self) -> Group:
         now = self._running[-1:]  # a copy: the job's thread changes it
@@ -177,6 +232,11 @@ class Screen:
         numbers, times = _numbers(self._last), _times(self._seconds) + doing
         lines = [Text(f"  {numbers}"), Text(f"  {times.strip()}", style="dim")]
         return Group(self._bar, *(line for line in lines if line.plain.strip()))
+
+
+def timed_phases(record: RunRecord) -> dict[str, float]:
+    """What the time of a run went into: its start-up, and the job's phases."""
+    return {"(start-up)": record.start_up, **record.phases} if record.start_up else dict(record.phases)
 
 
 def _numbers(scalars: Mapping[str, Any]) -> str:

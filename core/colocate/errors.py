@@ -30,6 +30,7 @@ class ColocateError(Exception):
         "signal",
         "log_tail",
         "remote_traceback",
+        "called_at",
     )
 
     group: str | None = None
@@ -42,6 +43,7 @@ class ColocateError(Exception):
     signal: str | None = None
     log_tail: str | None = None
     remote_traceback: str | None = None
+    called_at: str | None = None
 
     def __init__(self, message: str, **facts: Any) -> None:
         super().__init__(message)
@@ -72,19 +74,22 @@ def _restore(cls: type[ColocateError], args: tuple[Any, ...], state: dict[str, A
 
 
 class RoleError(ColocateError, RuntimeError):
-    """A role's method or constructor raised; `__cause__` is the original exception."""
+    """A role's method or constructor raised; `__cause__` is the original exception.
+
+    `called_at` is the driver's line that made the call.
+    """
 
     def __str__(self) -> str:
-        text = self.message
-        if self.remote_traceback:
-            text += f"\n\nTraceback in the worker:\n{self.remote_traceback.rstrip()}"
-        return text
+        return self.message + _called(self) + _in_the_worker(self)
 
 
 class RoleStartError(ColocateError, RuntimeError):
     """Roles could not be constructed; `errors` maps each failed rank to its `RoleError`."""
 
     errors: Mapping[int, ColocateError] = {}
+
+    def __str__(self) -> str:
+        return self.message + _in_the_worker(self)
 
 
 class WorkerDied(ColocateError, RuntimeError):
@@ -110,7 +115,7 @@ class CallTimeout(ColocateError, TimeoutError):
     stacks: Mapping[int, str] = {}
 
     def __str__(self) -> str:
-        parts = [self.message]
+        parts = [self.message + _called(self)]
         parts += [f"rank {rank} is here:\n{stack.rstrip()}" for rank, stack in sorted(self.stacks.items())]
         return "\n\n".join(parts)
 
@@ -206,6 +211,15 @@ class ForkedError(ColocateError, RuntimeError):
 
 class PipelineError(ColocateError, RuntimeError):
     """A call inside `group.pipeline()` that needs an answer before the pipeline has been sent."""
+
+
+def _called(error: ColocateError) -> str:
+    return f"\nThe call was made at {error.called_at}" if error.called_at else ""
+
+
+def _in_the_worker(error: ColocateError) -> str:
+    trace = error.remote_traceback or ""
+    return f"\n\nTraceback in the worker:\n{trace.rstrip()}" if "\n  File " in trace else ""
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:

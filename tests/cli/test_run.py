@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 from pathlib import Path
@@ -47,12 +48,107 @@ def test_a_job_runs_to_its_end(colocate: CommandLine, processes: str) -> None:
     assert config(folder)["executor"] == {"use": "local", "with": {"processes": processes == "true"}}
 
     lines = done.stdout.splitlines()
-    assert lines[0] == "demo: running in runs/demo"
-    assert lines[1].startswith("step 1/3  reward -1  score ")
+    assert lines[:3] == [
+        "demo: connecting to local",
+        "demo: reserving pool main: 2 slots",
+        "demo: starting group policy: 2 workers with 1 role",
+    ]
+    seconds = r"\d+\.\d s"
+    assert re.fullmatch(
+        rf"demo: started in {seconds} \(connect {seconds}, pool main {seconds}, group policy {seconds}\)", lines[3]
+    )
+    assert lines[4] == "demo: running in runs/demo"
+    assert lines[5].startswith("step 1/3  reward -1  score ")
     assert "scores" in lines
     (row,) = [line.split() for line in lines if line.startswith("policy  reward  score")]
     assert row[3] == "4"
+    assert any(line.startswith("(start-up) ") for line in lines)
     assert "everything is closed" in lines[-1]
+    assert (folder / "log.txt").read_text() == done.stdout
+    assert not (folder / "error.txt").exists()
+
+
+PRINTING = """
+    import logging
+    import os
+    import sys
+
+    import colocate
+
+    logging.basicConfig(level=logging.INFO)
+
+    class Talking:
+        @colocate.method
+        def talk(self):
+            print("said by a rank")
+            os.write(1, b"written by a rank\\n")
+
+    def job(run):
+        print("said by the job")
+        sys.stderr.write("complained\\n")
+        logging.info("logged")
+        run.groups["policy"]["talking"].talk()
+        run.log(1, x=1)
+"""
+
+
+def test_all_output_lies_in_the_folder_and_the_report(colocate: CommandLine) -> None:
+    """The driver's, by whatever stream, the workers', and what the run itself shows."""
+    colocate.write("beside.py", PRINTING)
+    colocate.write(
+        "demo.yaml",
+        """
+        executor: {use: local, with: {processes: true}}
+        pools: {main: {slots: 1}}
+        groups: {policy: {pool: main, roles: {talking: "beside:Talking"}}}
+        job: beside:job
+        """,
+    )
+    done = colocate("run", "demo.yaml")
+    assert done.returncode == 0
+    folder = colocate.folder / "runs" / "demo"
+    log = (folder / "log.txt").read_text().splitlines()
+    for line in ("said by the job", "complained", "INFO:root:logged", "step 1  x 1", "demo: connecting to local"):
+        assert line in log
+    for said in ("said by a rank", "written by a rank"):
+        assert any(line.startswith("[policy") and line.endswith(said) for line in log)
+    assert sorted(log) == sorted([*done.stdout.splitlines(), *done.stderr.splitlines()])
+    assert "complained" in (folder / "report.html").read_text()
+
+
+FAILING = """
+    import colocate
+
+    class Bad(colocate.Role):
+        def __init__(self):
+            1 / 0
+
+        @colocate.method
+        def f(self): ...
+
+    def job(run): ...
+"""
+
+
+def test_what_a_start_says_when_it_fails(colocate: CommandLine) -> None:
+    """How far it came, and why it went no further, lie in the folder too."""
+    colocate.write("beside.py", FAILING)
+    colocate.write(
+        "demo.yaml",
+        """
+        pools: {main: {slots: 1}}
+        groups: {policy: {pool: main, roles: {bad: "beside:Bad"}}}
+        job: beside:job
+        """,
+    )
+    done = colocate("run", "demo.yaml")
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: group 'policy' could not start: 1 rank failed\n")
+    assert "in __init__\n    1 / 0" in done.stderr
+    assert done.stdout.splitlines()[-1] == "demo: starting group policy: 1 worker with 1 role"
+    folder = colocate.folder / "runs" / "demo"
+    assert "in __init__" in (folder / "error.txt").read_text()
+    assert (folder / "log.txt").read_text().startswith(done.stdout)
 
 
 def test_each_run_has_a_folder_of_its_own(colocate: CommandLine) -> None:
@@ -80,7 +176,7 @@ def test_resume_goes_on_where_the_last_checkpoint_is(colocate: CommandLine) -> N
     changes = ("--set", "job.with.steps=5")
     done = colocate("run", "demo.yaml", "--resume", *changes, distributions=("acme",))
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("demo: running in runs/demo, going on after step 3\nstep 4/5 ")
+    assert "\ndemo: running in runs/demo, going on after step 3\nstep 4/5 " in done.stdout
     assert [row["step"] for row in metrics(folder)] == [1, 2, 3, 4, 5]
     assert [path.name for path in (colocate.folder / "runs").iterdir()] == ["demo"]
     assert config(folder)["job"]["with"]["steps"] == 5
@@ -125,23 +221,36 @@ class TestErrors:
     def test_a_bug_in_the_job_keeps_its_traceback(self, colocate: CommandLine) -> None:
         done = self.run(colocate, "def job(run):\n    return 1 / 0\n")
         assert done.returncode == 1
-        assert done.stderr.startswith("Traceback (most recent call last)")
-        assert done.stderr.endswith("ZeroDivisionError: division by zero\n")
-        assert "division by zero" in (colocate.folder / "runs" / "demo" / "report.html").read_text()
+        shown = done.stderr.splitlines()
+        assert shown[0] == "Traceback (most recent call last):"
+        assert re.fullmatch(r"  \.\.\. \d+ frames of colocate", shown[1])  # users' frames first, and no others
+        assert re.fullmatch(r'  File ".*/beside.py", line 2, in job', shown[2])
+        assert shown[3:] == ["    return 1 / 0", "           ~~^~~", "ZeroDivisionError: division by zero"]
+        folder = colocate.folder / "runs" / "demo"
+        for name in ("report.html", "log.txt", "error.txt"):
+            assert "beside.py" in (folder / name).read_text()
+        assert (folder / "error.txt").read_text() == done.stderr
 
     def test_an_error_of_a_role_is_its_message_with_the_traceback_of_the_worker(self, colocate: CommandLine) -> None:
         done = self.run(colocate, "def job(run):\n    run.groups['policy']['reward'].score([1, 2])\n")
         assert done.returncode == 1
-        assert done.stderr.startswith("error: ")
-        assert "Traceback in the worker:" in done.stderr
+        assert re.match(
+            r"Traceback \(most recent call last\):\n  \.\.\. \d+ frames of colocate\n"
+            r'  File ".*/beside.py", line 2, in job\n    run.groups.*\n(?:  +[~^]+\n)?  \.\.\. \d+ frames of colocate\n'
+            r"error: reward.score raised TypeError on rank \d of .*\nThe call was made at .*/beside.py:2\n\n"
+            r"Traceback in the worker:\nTraceback .*\n  File .*acme",
+            done.stderr,
+        )
         assert "object of type 'int' has no len()" in done.stderr
-        assert "colocate/cli" not in done.stderr
+        assert "/colocate/" not in done.stderr
+        assert "Traceback in the worker:" in (colocate.folder / "runs" / "demo" / "error.txt").read_text()
 
     def test_errors_as_json(self, colocate: CommandLine) -> None:
         done = self.run(colocate, "def job(run):\n    run.groups['policy']['reward'].score([1, 2])\n", "--json")
         assert done.returncode == 1
         (error,) = json.loads(done.stdout)["errors"]
         assert error["type"] == "RoleError"
+        assert "beside.py" in error["traceback"]
 
     def test_a_number_that_is_none(self, colocate: CommandLine) -> None:
         done = self.run(colocate, "def job(run):\n    run.log(1, reward='high')\n")

@@ -10,8 +10,10 @@ from rich.console import Console
 from colocate._calls import CallLog, Span, Total
 from colocate._records import CallRecord
 from colocate._run import RunRecord
+from colocate._run_log import RunLog
 from colocate._screen import PLAIN_WIDTH, Screen, show_table
 from colocate.config import Config, GroupConfig, PoolConfig, RoleConfig
+from colocate.testing.waiting import becomes_true
 
 
 def plain() -> tuple[Console, io.StringIO]:
@@ -57,12 +59,56 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
     ]
 
 
-def test_what_starts_is_shown_on_a_terminal_while_it_does() -> None:
-    for make, shown in ((terminal, True), (plain, False)):
+def test_starting_says_what_it_does_on_a_terminal_and_off_it() -> None:
+    for make in (terminal, plain):
         console, out = make()
-        with Screen(console).starting("demo: starting on ray"):
-            pass
-        assert ("demo: starting on ray" in out.getvalue()) is shown
+        with Screen(console).starting("demo") as stage:
+            with stage("connect", "connecting to ray"):
+                if make is terminal:
+                    becomes_true(lambda out=out: "demo: connecting to ray  0s" in out.getvalue())  # type: ignore[misc]
+                else:
+                    assert out.getvalue() == "demo: connecting to ray\n"
+            with stage("pool main", "reserving pool main: 2 slots"):
+                pass
+        told = out.getvalue().splitlines()
+        assert told[-1] == "demo: started in 0.0 s (connect 0.0 s, pool main 0.0 s)" or make is terminal
+        assert "(connect 0." in told[-1]
+
+
+def test_on_a_terminal_the_log_has_what_is_printed_and_no_drawing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    console, out = terminal()
+    monkeypatch.setattr("sys.stdout", console.file)
+    screen, log = Screen(console), RunLog()
+    log.write("early\n")
+    with log.listening(), screen.logging(log):
+        log.open(tmp_path / "log.txt")
+        with screen.starting("demo") as stage, stage("connect", "connecting to ray"):
+            print("while it starts")
+        with screen.running("demo", Path("/elsewhere/demo"), None):
+            print("while it runs")
+            screen.logged({"step": 1, "reward": 0.5})
+    log.close()
+    print("afterwards")
+    lines = (tmp_path / "log.txt").read_text().splitlines()
+    assert [line for line in lines if not line.startswith("demo: started in")] == [
+        "early",
+        "demo: connecting to ray",
+        "while it starts",
+        "demo: running in /elsewhere/demo",
+        "while it runs",
+        "step 1  reward 0.5",
+    ]
+    assert all(text in out.getvalue() for text in ("while it starts", "while it runs", "afterwards"))
+
+
+def test_a_disk_that_is_full_ends_the_log_and_not_the_run() -> None:
+    log = RunLog()
+    log.open(Path("/dev/full"))
+    log.write("one")
+    assert "No space left" in str(log.fault)
+    log.close()
 
 
 def test_a_bar_with_the_last_numbers_on_a_terminal() -> None:

@@ -6,6 +6,7 @@ import re
 import sys
 from pathlib import Path
 
+import attrs
 import pytest
 from tests.report.sample import Page, calls, graph, record, totals
 
@@ -195,6 +196,12 @@ def test_a_run_that_failed_says_so_first(tmp_path: Path) -> None:
     page = Page(tmp_path, record(), error)
     assert page.root.findtext("./body/header/p/span[@class='state failed']") == "failed"
     assert page.root.findtext("./body/header/pre[@class='error']") == error
+
+
+def test_the_log_and_the_start_up(tmp_path: Path) -> None:
+    page = Page(tmp_path, attrs.evolve(record(), log="first\n<b>second</b>\n", start_up=3.0))
+    assert page.root.findtext(".//pre[@class='log']") == "first\n<b>second</b>\n"
+    assert "(start-up)" in (tmp_path / "report.html").read_text()
 
 
 def test_a_run_that_was_stopped_says_by_what(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from colocate._run_folder import finite
 from colocate._screen import console
+from colocate._tracebacks import frames_of_users, told
 from colocate.config import Config
 from colocate.config.load import read_config
 from colocate.errors import ColocateError, ConfigError
@@ -35,18 +36,28 @@ def load(file: Path, executor: str | None, changes: Iterable[str], *, allow_impo
 
 
 def guarded(command: Callable[[], int], *, as_json: bool) -> int:
-    """Run a command; an error of colocate is its message and exit status 1. Anything else is a bug and is raised."""
+    """Run a command; what goes wrong is told, and is exit status 1.
+
+    An error of colocate is its message, with the frames of the code that called, if it was a job's. Any other of a job
+    is its traceback, without the framework's frames. One without a frame of a job is a bug, and is raised.
+    """
+    found: list[Exception]
     try:
         return command()
-    except ColocateError as error:
-        found = [error]
     except ExceptionGroup as group:
-        ours, others = group.split(ColocateError)
-        if ours is None or others is not None:
+        found = leaves(group)
+        if not all(_is_told(error) for error in found):
             raise
-        found = leaves(ours)
+    except Exception as error:
+        if not _is_told(error):
+            raise
+        found = [error]
     print_errors(found, as_json=as_json)
     return 1
+
+
+def _is_told(error: Exception) -> bool:
+    return isinstance(error, ColocateError) or bool(frames_of_users(error))
 
 
 def leaves(group: BaseExceptionGroup[Any]) -> list[Any]:
@@ -56,21 +67,29 @@ def leaves(group: BaseExceptionGroup[Any]) -> list[Any]:
     ]
 
 
-def print_errors(errors: Iterable[ColocateError], *, as_json: bool) -> None:
+def print_errors(errors: Iterable[Exception], *, as_json: bool) -> None:
     """Errors as people or as scripts read them."""
     if as_json:
         print_json({"errors": [error_data(error) for error in errors]})
         return
     to = console(error=True)
     for error in errors:
+        if not isinstance(error, ColocateError):
+            to.print(Text(told(error).rstrip()), soft_wrap=True)
+            continue
+        if frames := frames_of_users(error):
+            to.print(Text(f"Traceback (most recent call last):\n{frames.rstrip()}"), soft_wrap=True)
         # Notes tell what else went wrong, mostly while closing.
         text = "\n".join([str(error), *getattr(error, "__notes__", ())])
         to.print(Text("error: ", "bold red").append(Text(text, "")), soft_wrap=True)
 
 
-def error_data(error: ColocateError) -> dict[str, Any]:
+def error_data(error: Exception) -> dict[str, Any]:
     """An error as JSON."""
-    data: dict[str, Any] = {"type": type(error).__name__, "message": error.message}
+    message = error.message if isinstance(error, ColocateError) else str(error)
+    data: dict[str, Any] = {"type": type(error).__name__, "message": message}
+    if frames_of_users(error):
+        data["traceback"] = told(error)
     if isinstance(error, ConfigError):
         data["mistakes"] = [attrs.asdict(mistake) for mistake in error.mistakes]
     return data

@@ -11,8 +11,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from colocate._launch import launch
-from colocate._run import RunRecord, execute
+from colocate._launch import opened
+from colocate._run import RunRecord, begin, execute
+from colocate._run_log import RunLog
 from colocate._screen import Screen
 from colocate.cli.output import guarded, load, print_json
 
@@ -27,15 +28,16 @@ def run_job(
     """
 
     def command() -> int:
-        screen = Screen(quiet=json)
+        screen, log = Screen(quiet=json), RunLog()
         # What a job prints must not get between a script and the JSON it waits for.
-        with contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext():
+        with contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext(), log.listening():
             config = load(file, executor, changes, allow_import=allow_import)
-            with contextlib.ExitStack() as stack:
-                with screen.starting(f"{config.name}: starting on {config.executor.use}"):
-                    job = stack.enter_context(launch(config))
-                record = execute(config, job.runtime, job.groups, resume=resume, screen=screen)
-            screen.say(_closed(record))
+            with begin(config, log, resume=resume, screen=screen) as begun:
+                with contextlib.ExitStack() as stack:
+                    with screen.starting(config.name) as stage:
+                        job = stack.enter_context(opened(config, stage))
+                    record = execute(begun, job.runtime, job.groups, job.start_up)
+                screen.say(_closed(record))
         if json:
             print_json(_summary(record))
         if record.stopped is None:

@@ -11,6 +11,7 @@ import attrs
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from colocate._calls import KEPT_SPANS
+from colocate._screen import timed_phases
 from colocate.report.config_text import config_text
 from colocate.report.curves import Curves, Series, curves, headline, series_of
 from colocate.report.ownership import Node, ownership
@@ -42,6 +43,7 @@ class Page:
     verdict: str
     began: str
     error: str
+    log: str
     tiles: tuple[Tile, ...]
     curves: Curves
     tables: tuple[Table, ...]
@@ -91,7 +93,8 @@ def page_of(record: RunRecord, error: str | None = None) -> Page:
         tiles=tuple(_tiles(record, series, roles)),
         curves=curves(series),
         tables=tables(record.tables),
-        times=times(record.phases, record.totals, roles, record.seconds),
+        log=record.log,
+        times=times(timed_phases(record), record.totals, roles, record.seconds),
         timeline=timeline(record.spans, roles, start, record.started + record.seconds),
         dropped=KEPT_SPANS if dropped else 0,
         roles=roles,

@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from colocate._jobs import message_of
+from colocate._tracebacks import told
 
 if TYPE_CHECKING:
     from colocate.worker.host import WorkerHost
 
 _OWN = str(Path(__file__).parent)
+_CALLS_ROLES = {("build.py", "construct"), ("_method.py", "call")}
 
 
 @attrs.frozen
@@ -52,8 +54,8 @@ def describe(error: BaseException, *, role: str | None, host: bool, secondary: b
     kind = type(error)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     text = message_of(error)
-    lines = traceback.format_exception(kind, error, _from_role_code(error.__traceback__))
-    return Failure(name, text, "".join(lines), host, secondary, role)
+    trace = told(error, _from_role_code(error.__traceback__), whole=False)
+    return Failure(name, text, trace, host, secondary, role)
 
 
 def sendable(error: BaseException, host: WorkerHost) -> Any:
@@ -123,9 +125,18 @@ def _is_machinery(file: str) -> bool:
 
 
 def _from_role_code(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback without the frames of the worker itself, unless there are no others."""
+    """The traceback without the frames of the worker itself, unless there are no others and the fault may be there.
+
+    Where it ends in the call of role code, what was given doesn't fit: there is nothing to see.
+    """
     found = trace
     # MethodSpec.call lies between the worker and the role.
     while found is not None and _is_machinery(found.tb_frame.f_code.co_filename):
         found = found.tb_next
-    return found or trace
+    if found is not None or trace is None:
+        return found
+    last = trace
+    while last.tb_next is not None:
+        last = last.tb_next
+    code = last.tb_frame.f_code
+    return None if (Path(code.co_filename).name, code.co_name) in _CALLS_ROLES else trace

@@ -50,6 +50,7 @@ class Failures(ExecutorCase):
         assert error.__cause__.args == ("a plain one", 42)
         assert f"faulty.fail raised ValueError on rank 1 of group {pair.name!r}" in str(error)
         assert "Traceback in the worker:" in str(error)
+        assert str(error.called_at).rpartition(":")[0] == __file__
 
     def test_traceback(self, pair: ColocatedGroup) -> None:
         """The remote traceback is that of the role's code: it begins in the method and ends where it was raised."""

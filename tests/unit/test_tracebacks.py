@@ -1,0 +1,80 @@
+"""Tracebacks as users read them: their own frames, and the framework's as a number."""
+
+import contextlib
+import re
+from collections.abc import Iterator
+
+import pytest
+
+import colocate
+from colocate import Concat, Role, Scatter, method
+from colocate._tracebacks import frames_of_users, told
+
+
+class Nested(Role):
+    @method(dispatch=Scatter("numbers"), collect=Concat())
+    def outer(self, numbers: list[int]) -> list[int]:
+        return self.inner(numbers)  # type: ignore[return-value]
+
+    @method
+    def inner(self, numbers: list[int]) -> list[int]:
+        return [1 // number for number in numbers]
+
+
+def raised(strict: bool) -> colocate.RoleError:
+    with colocate.connect(strict=strict) as runtime, runtime.reserve(slots=1) as pool:
+        with pytest.raises(colocate.RoleError) as caught:
+            pool.spawn({"nested": colocate.role(Nested)})["nested"].outer([0])
+        return caught.value
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_remote_traceback_has_the_frames_of_roles(strict: bool) -> None:
+    error = raised(strict)
+    trace = str(error.remote_traceback)
+    assert re.findall(r", in (\w+)", trace)[:2] == ["outer", "inner"]
+    assert "/colocate/" not in trace
+
+
+def test_an_error_names_the_line_that_made_the_call() -> None:
+    error = raised(False)
+    assert re.fullmatch(r".*test_tracebacks\.py:\d+", str(error.called_at))
+    assert f"\nThe call was made at {error.called_at}\n" in str(error)
+
+
+def test_frames_of_the_framework_are_a_number() -> None:
+    error = raised(False)
+    text = told(error)
+    assert re.search(
+        r'  File ".*test_tracebacks.py", line \d+, in raised\n(?:    .*\n)+  \.\.\. \d+ frames? of coloc', text
+    )
+    assert "direct cause" not in text  # the traceback of the worker tells the cause
+    assert text.startswith(f"Traceback (most recent call last):\n{frames_of_users(error)}")
+
+
+def test_what_stands_between_them_belongs_to_them() -> None:
+    """A context manager of the framework brings a frame of contextlib's; one of users' is theirs."""
+    config = colocate.load_config({"pools": {"main": {"slots": 1}}})
+    with pytest.raises(OSError, match="mine") as caught, colocate.launch(config):
+        raise OSError("mine")
+    assert "contextlib" not in told(caught.value)
+
+    @contextlib.contextmanager
+    def others() -> Iterator[None]:
+        yield
+
+    with pytest.raises(KeyError) as theirs, others():
+        raise KeyError("a")
+    assert "colocate" not in told(theirs.value).replace(__file__, "")
+
+
+def test_without_users_frames_all_of_them_are_shown() -> None:
+    """The fault is the framework's then."""
+    with pytest.raises(colocate.ConfigError) as caught:
+        colocate.load_config({"seed": "x"})
+    error = caught.value
+    assert error.__traceback__ is not None
+    error.__traceback__ = error.__traceback__.tb_next
+    assert frames_of_users(error) == ""
+    assert "frames of colocate" not in told(error)
+    assert "read_config" in told(error)
