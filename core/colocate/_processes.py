@@ -12,6 +12,7 @@ from colocate.worker.supervisor import MARK, SUPERVISORS
 
 MODULE = "colocate.worker"
 OF_A_ROLE = "process of a role"
+_SHOWN = 200
 
 
 @attrs.frozen
@@ -105,6 +106,30 @@ def _worker_below(supervisor: psutil.Process, below: Mapping[int, list[psutil.Pr
             break
         process = min(children, key=lambda child: (child.create_time(), child.pid))
     return process
+
+
+def program_instead_of_worker(started: int) -> str | None:
+    """The command line of the program that has taken a worker's place by exec; None when none has, or nobody can tell.
+
+    A worker is a fork of its supervisors: its memory begins where theirs does, which it doesn't after exec.
+
+    Args:
+        started: Its upper supervisor, which this process has started.
+    """
+    try:
+        (worker,) = (child.pid for child in below_this() if child.started == started)
+        if worker == started or _layout(worker) == _layout(started):
+            return None
+        return " ".join(psutil.Process(worker).cmdline())[:_SHOWN]
+    except (ValueError, psutil.Error, OSError):  # it is gone
+        return None
+
+
+def _layout(pid: int) -> list[str]:
+    """Where code and stack of a process begin."""
+    with open(f"/proc/{pid}/stat") as file:
+        fields = file.read().rpartition(")")[2].split()
+    return [fields[23], fields[25]]
 
 
 def left_by(starter: int | None = None) -> list[Left]:

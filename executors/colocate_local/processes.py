@@ -108,14 +108,14 @@ class ProcessHost(Host):
 
     def _lane_closed(self, reason: str) -> None:
         # A worker without its lane is of no use: it leaves by itself, or is made to.
-        self._executor.hub.later(AFTER_LANE_S, self.kill)
+        self._executor.hub.later(AFTER_LANE_S, self._process.end_astray)
 
-    def ended(self, exitcode: int | None, signal: str | None) -> None:
+    def ended(self, exitcode: int | None, signal: str | None, detail: str | None) -> None:
         """The process is gone."""
         if self._lane is not None:
             self._lane.finish("the worker has ended")
         self._executor.hosts.pop(self.boot.worker, None)
-        self._events.exited(Exit(exitcode, signal, self._reason))
+        self._events.exited(Exit(exitcode, signal, self._reason or detail))
 
     def lost(self, reason: str) -> None:
         """The driver hears nothing of it any more."""

@@ -60,11 +60,13 @@ class Hired:
         self._keeper = keeper
         self.process: WorkerProcess = NO_PROCESS
 
-    def kill(self) -> None:
-        """End it."""
+    def kill(self, astray: bool = False) -> None:
+        """End it; because it has closed its lane, or without a reason that would be told."""
         self.killed = True
         if self.process is NO_PROCESS:
             self.ended(None, None)
+        elif astray:
+            self.process.end_astray()
         else:
             self.process.kill()
 
@@ -78,9 +80,9 @@ class Hired:
         self.tail.append(line)
         self._keeper.tell("said", self.token, line)
 
-    def ended(self, exitcode: int | None, signal: str | None) -> None:
+    def ended(self, exitcode: int | None, signal: str | None, detail: str | None = None) -> None:
         """It is gone."""
-        self._report(exitcode, signal, None)
+        self._report(exitcode, signal, detail)
 
     def failed(self, why: str) -> None:
         """There was no process to be started."""
@@ -98,7 +100,7 @@ class Spare:
 
     def __init__(self, hub: wire.Hub, env: Mapping[str, str], label: str) -> None:
         self._worker: Hired | None = None
-        self._ended: tuple[int | None, str | None] | None = None
+        self._ended: tuple[int | None, str | None, str | None] | None = None
         self._said: list[str] = []
         self._lock = threading.Lock()
         self.gone = threading.Event()
@@ -166,12 +168,12 @@ class Spare:
         else:
             self._worker.said(line)
 
-    def ended(self, exitcode: int | None, signal: str | None) -> None:
+    def ended(self, exitcode: int | None, signal: str | None, detail: str | None) -> None:
         """It is gone."""
         with self._lock:
-            self._ended = exitcode, signal
+            self._ended = exitcode, signal, detail
             worker = self._worker
         if worker is not None:
-            worker.ended(exitcode, signal)
+            worker.ended(exitcode, signal, detail)
             self._door.close()
         self.gone.set()

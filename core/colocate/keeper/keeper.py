@@ -152,9 +152,9 @@ class Keeper:
         if token in self._lanes:
             self._launcher.soon(partial(self._hand_over, worker, token))
 
-    def _kill(self, token: bytes) -> None:
+    def _kill(self, token: bytes, astray: bool = False) -> None:
         if (doomed := self._workers.get(token)) is not None:  # otherwise it has ended by itself
-            doomed.kill()
+            doomed.kill(astray)
 
     def _let_go(self) -> None:
         threading.Thread(target=self._leave, name="colocate-keeper-end", daemon=True).start()

@@ -56,10 +56,13 @@ class KeptHost(Host):
 
     def kill(self) -> None:
         """End it now."""
+        self._kill()
+
+    def _kill(self, astray: bool = False) -> None:
         if self._killed or self._over:
             return
         self._killed = True
-        self.slot.command("kill", self.token)
+        self.slot.command("kill", self.token, astray)
         self.slot.keepers.hub.later(_KILLED_WITHIN_S, self._check_killed)
 
     # -- on a dialling thread
@@ -118,7 +121,7 @@ class KeptHost(Host):
         if self._exit is not None:
             self._finish()
         else:  # a worker without its lane is of no use: it leaves by itself, or is made to
-            self.slot.keepers.hub.later(AFTER_LANE_S, self.kill)
+            self.slot.keepers.hub.later(AFTER_LANE_S, partial(self._kill, astray=True))
 
     def _check_killed(self) -> None:
         # This process may have been stopped: what has come meanwhile is taken first.

@@ -12,13 +12,20 @@ import threading
 from collections.abc import Mapping
 from typing import Protocol
 
-from colocate import wire
+from colocate import _processes, wire
 from colocate.worker.supervisor import ENDS, MARK
 
 _LINE_BYTES = 8192  # a line without an end (a progress bar's) is shown by pieces
 # A worker whose lane has closed leaves by itself, after its exit handlers; after so many seconds it is made to.
 _LAST_READS = 16
 AFTER_LANE_S = 1.0
+_NO_LANE = (
+    "it had closed its connection to the driver and gone on, and was ended; os.close and os.closerange do that, in a "
+    "role that closes what it hasn't opened"
+)
+_BY_EXEC = (
+    "a role had put another program in its place, by exec ({!r}), which was ended; start programs with subprocess"
+)
 
 
 class ProcessEvents(Protocol):
@@ -27,8 +34,8 @@ class ProcessEvents(Protocol):
     def said(self, line: str) -> None:
         """A line of its output."""
 
-    def ended(self, exitcode: int | None, signal: str | None) -> None:
-        """It is gone; said once, last. An exit code or the name of a signal."""
+    def ended(self, exitcode: int | None, signal: str | None, detail: str | None) -> None:
+        """It is gone; said once, last. An exit code or the name of a signal, and why it was ended, if it was."""
 
 
 class WorkerProcess:
@@ -48,6 +55,7 @@ class WorkerProcess:
         self._lock = threading.Lock()  # a descriptor that is closed may be another process's at once
         self._log = -1
         self._partial = b""
+        self._astray: str | None = None
 
     @property
     def pid(self) -> int:
@@ -118,6 +126,13 @@ class WorkerProcess:
 
     # -- on the hub's thread
 
+    def end_astray(self) -> None:
+        """End one that has closed its lane and goes on; what it had become is told with its end."""
+        if self._process is not None and not self.over and self._astray is None:
+            program = _processes.program_instead_of_worker(self.pid)
+            self._astray = _NO_LANE if program is None else _BY_EXEC.format(program)
+        self.kill()
+
     def _read_log(self) -> None:
         try:
             data = os.read(self._log, 65536)
@@ -143,7 +158,7 @@ class WorkerProcess:
         if code == -ENDS:  # it was killed before it had put supervisors above itself
             code = -signal.SIGKILL
         name = signal.Signals(-code).name if code < 0 else None
-        self._events.ended(None if code < 0 else code, name)
+        self._events.ended(None if code < 0 else code, name, self._astray if code == -signal.SIGKILL else None)
 
     def _close_descriptors(self) -> None:
         with self._lock:

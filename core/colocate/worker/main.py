@@ -30,6 +30,7 @@ def main() -> None:
     _leave_signals_to_the_driver()
     label_output()
     faulthandler.enable()
+    os.set_inheritable(fd, False)  # whatever program a role starts, or becomes, the end of the worker shows
     sock = socket.socket(fileno=fd)
     if sys.argv[3] == "waits":
         _wait_for_lane(sock)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import platform
 import socket
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -31,11 +32,12 @@ def given(door: socket.socket) -> tuple[socket.socket, int, wire.Tls | None] | N
     Raises:
         EOFError: The keeper is gone, or has no use for a worker.
     """
-    data, fds, _, _ = socket.recv_fds(door, GIVEN_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+    data, fds, _, _ = socket.recv_fds(door, GIVEN_BYTES, 1)
     if data == wire.CUT:
         return None
     if not fds:
         raise EOFError
+    os.set_inheritable(fds[0], False)  # not by a flag: Python 3.11's recv_fds passes none on
     epoch, _, certificates = data.partition(b" ")
     sock = socket.socket(fileno=fds[0])
     if certificates == wire.NO_TLS:
@@ -109,7 +111,10 @@ class Service:
             return
         if self._door is None or host is None:
             # Without the driver nothing here has an owner; role code that still runs must not keep the process.
-            os._exit(0)
+            if reason.startswith("the other side"):
+                os._exit(0)
+            print(f"the connection to the driver has ended here: {reason}", file=sys.stderr)
+            os._exit(1)
         self.hub.later(0.0, partial(self._vacate, host))
 
     def _vacate(self, host: WorkerHost) -> None:

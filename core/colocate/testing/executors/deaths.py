@@ -17,7 +17,7 @@ from colocate.errors import ColocateError, WorkerDied
 from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs
 from colocate.testing.gate import Gate
-from colocate.testing.probes.faulty import Faulty, Parent
+from colocate.testing.probes.faulty import Faulty, Parent, Reckless
 from colocate.testing.probes.plain import Echo
 from colocate.testing.probes.rows import Rows
 from colocate.testing.waiting import PATIENCE_S, Processes, wait_until
@@ -197,6 +197,31 @@ class Deaths(ExecutorCase):
                 os.kill(psutil.Process(_pid(group)).ppid(), signal.SIGKILL)
             children.wait()
         children.close()
+
+    @needs(OwnProcess)
+    @pytest.mark.parametrize(
+        ("how", "words"),
+        [("become", "another program in its place, by exec ('sleep 1000')"), ("close_all", "closed its connection")],
+    )
+    def test_ended_for_what_it_had_become(self, spawn: Spawn, how: str, words: str) -> None:
+        """A worker that a role has replaced, or cut off, is told as that: nobody need think of a lack of memory."""
+        group = spawn({"reckless": colocate.role(Reckless)}, slots=1)
+        error = getattr(group.role("reckless", Reckless), how).submit().exception(PATIENCE_S)
+        assert isinstance(error, WorkerDied)
+        assert error.signal == "SIGKILL"
+        assert words in str(error.detail)
+        assert words in str(error)
+
+    @needs(OwnProcess)
+    def test_too_few_descriptors(self, spawn: Spawn) -> None:
+        """A message's memory needs one: the worker that has none free says so with its end."""
+        group = spawn({"reckless": colocate.role(Reckless)}, slots=1)
+        reckless = group.role("reckless", Reckless)
+        reckless.open_all()
+        error = reckless.length.submit(bytes(2**22)).exception(PATIENCE_S)
+        assert isinstance(error, WorkerDied)
+        assert error.exitcode == 1
+        assert "no file descriptor is free" in str(error)
 
     @needs(OwnProcess)
     def test_multiprocessing(self, spawn: Spawn) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import multiprocessing
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -233,6 +235,37 @@ def _daemon() -> int:
     """A process with a session of its own whose parent has ended; its pid."""
     code = "import subprocess as s; print(s.Popen(['sleep', '1000'], start_new_session=True, stdout=s.DEVNULL).pid)"
     return int(subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE).stdout)
+
+
+class Reckless(Role):
+    """Does to its process what a role can do."""
+
+    def __init__(self) -> None:
+        self.open: list[int] = []
+
+    @method
+    def become(self) -> None:
+        """Be another program."""
+        os.execvp("sleep", ["sleep", "1000"])
+
+    @method
+    def close_all(self) -> None:
+        """Close descriptors that aren't its own."""
+        os.closerange(3, 4096)
+        threading.Event().wait()
+
+    @method
+    def open_all(self) -> None:
+        """Leave no descriptor free."""
+        resource.setrlimit(resource.RLIMIT_NOFILE, (128, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        with contextlib.suppress(OSError):
+            while True:
+                self.open.append(os.open(os.devnull, os.O_RDONLY))
+
+    @method
+    def length(self, text: bytes) -> int:
+        """How long it is."""
+        return len(text)
 
 
 class Parent(Role):
