@@ -22,7 +22,7 @@ from colocate._questions import Questions
 from colocate._resident import Kept
 from colocate._residents import Residents
 from colocate._restart import Restarts
-from colocate._spawn import Declared
+from colocate._spawn import Declared, warn_of_rebound
 from colocate._taught import Taught
 from colocate._view import RoleInfo, RoleView
 from colocate._workforce import Workforce
@@ -321,6 +321,8 @@ class ColocatedGroup(Owned):
             RoleStartError: They don't start; everything is ended.
         """
         self._start_timeout = timeout
+        if not self.runtime.executor.in_process:
+            warn_of_rebound(self.declared, self.name, self.line)
         if restore is not None:
             self.restarts.checkpoint = _checkpoint.Checkpoint.read(restore.absolute(), self._roles)
         self._start()

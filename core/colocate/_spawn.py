@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ import attrs
 
 from colocate import wire
 from colocate._collect import check_meshes
+from colocate._definitions.rebound import rebound
 from colocate._mesh import parse_meshes
 from colocate._method import MethodSpec
 from colocate._plugins import find_role
@@ -130,6 +132,18 @@ def builds(declared: Declared, codec: Codec, group: str, seed: int, generation: 
     inner = (each for build in made for each in (build.shipped.data, build.arguments) if isinstance(each, wire.Packed))
     needs = tuple(need for each in inner for need in each.needs)
     return body._replace(needs=(*body.needs, *needs)) if needs else body
+
+
+def warn_of_rebound(declared: Declared, group: str, line: tuple[str, int]) -> None:
+    """Tell of names that the roles' code uses and that the workers will have otherwise: they import the modules."""
+    found = rebound(info.cls for info in declared.infos.values())
+    if found:
+        each = "; ".join(str(name) for name in found)
+        text = (
+            f"the workers of group {group!r} import the modules of its roles, and don't hear of names that were set "
+            f"after that: {each}. Pass such a value to the role's constructor, or set it where the module says it"
+        )
+        warnings.warn_explicit(text, RuntimeWarning, *line)
 
 
 class BuildErrors:

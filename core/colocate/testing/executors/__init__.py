@@ -23,6 +23,7 @@ from colocate.testing.executors.closing import Closing
 from colocate.testing.executors.context import Contexts
 from colocate.testing.executors.converging import Converging
 from colocate.testing.executors.deaths import Deaths
+from colocate.testing.executors.definitions import Definitions
 from colocate.testing.executors.detaching import Detaching
 from colocate.testing.executors.devices import Devices
 from colocate.testing.executors.dispatch import Dispatching
@@ -57,6 +58,7 @@ class ExecutorSuite(
     NamedMeshes,
     Pipelines,
     Functions,
+    Definitions,
     Order,
     Cancelling,
     Failures,
@@ -93,6 +95,7 @@ __all__ = [
     "Contexts",
     "Converging",
     "Deaths",
+    "Definitions",
     "Detaching",
     "Dispatching",
     "Drivers",

@@ -1,0 +1,121 @@
+"""Definitions: a class of the script is one class everywhere."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import colocate
+from colocate import RoleError
+from colocate._runtime import Runtime
+from colocate.testing.executors._base import ExecutorCase
+
+_SCRIPT = """
+import enum
+from colocate import Role, method
+
+LIMIT = 1
+
+class Colour(enum.Enum):
+    RED = 1
+
+class Batch:
+    def __init__(self, size):
+        self.size = size
+
+    def over(self):
+        return self.size > LIMIT
+
+class Wrong(Exception):
+    def __init__(self, one, other):
+        super().__init__("wrong")
+        self.batch = one
+
+class Worker(Role):
+    def __init__(self, batch):
+        self.made = None
+        self.is_one = type(batch) is Batch
+
+    @method
+    def look(self, batch, colour):
+        return self.is_one, type(batch) is Batch, colour is Colour.RED, batch.over()
+
+    @method
+    def make(self, size):
+        return Batch(size)
+
+    @method
+    def took(self, batches):
+        return [type(batch) is Batch for batch in batches]
+
+    @method
+    def fail(self, batch):
+        raise Wrong(batch, None)
+
+    @method
+    def make_class(self):
+        class Made:
+            pass
+        self.made = Made
+        return Made()
+
+    @method
+    def made_it(self, thing):
+        return type(thing) is self.made
+"""
+
+
+class Definitions(ExecutorCase):
+    """What is defined in the script."""
+
+    @pytest.fixture
+    def script(self, monkeypatch: pytest.MonkeyPatch) -> Any:
+        """The names of a script, in place of the one that runs the tests."""
+        module = ModuleType("__main__")
+        monkeypatch.setitem(sys.modules, "__main__", module)
+        exec(_SCRIPT, module.__dict__)
+        return module
+
+    def test_class_of_the_script(self, runtime: Runtime, script: Any) -> None:
+        """It is one class in the constructor, arguments, results, residents of other groups and errors."""
+        with runtime.reserve(2) as pool:
+            roles = {"worker": colocate.role(script.Worker, script.Batch(0))}
+            first, second = (pool[i : i + 1].spawn(roles, name=f"definitions-{i}")["worker"] for i in range(2))
+            assert first.look(script.Batch(2), script.Colour.RED) == [(True, True, True, True)]
+            before = dict(vars(script.Batch))
+            (made,) = first.make(3)
+            assert type(made) is script.Batch
+            assert dict(vars(script.Batch)) == before
+            kept = first.make.keep(4)
+            assert second.took(kept.ref) == [[True]]
+            with pytest.raises(RoleError) as caught:
+                first.fail(script.Batch(5))
+            cause: Any = caught.value.__cause__
+            assert type(cause) is script.Wrong
+            assert type(cause.batch) is script.Batch
+
+    def test_names_of_the_script(self, runtime: Runtime, script: Any) -> None:
+        """A name that is bound anew is followed; a class that is defined anew is another one beside the old."""
+        with runtime.reserve(1) as pool:
+            worker = pool.spawn({"worker": colocate.role(script.Worker, script.Batch(0))})["worker"]
+            script.LIMIT = 9
+            old = script.Batch
+            assert worker.look(old(2), script.Colour.RED) == [(True, True, True, False)]
+            kept = worker.make.keep(1)
+            assert type(kept.fetch()[0]) is old
+            exec("class Batch:\n    def over(self):\n        return 'new'\n", script.__dict__)
+            assert worker.look(script.Batch(), script.Colour.RED) == [(True, True, True, "new")]
+            assert worker.look(old(2), script.Colour.RED) == [(True, False, True, False)]
+            assert type(kept.fetch()[0]) is old
+
+    def test_class_made_in_a_worker(self, runtime: Runtime, script: Any) -> None:
+        """What comes back to where it was made is of the very class."""
+        with runtime.reserve(1) as pool:
+            worker = pool.spawn({"worker": colocate.role(script.Worker, script.Batch(0))})["worker"]
+            (thing,), (other,) = worker.make_class(), worker.make_class()
+            assert type(thing) is not type(other)
+            assert worker.made_it(other) == [True]
+            assert worker.made_it(thing) == [False]

@@ -1,0 +1,61 @@
+"""Kinds of classes: the code that defines `NAME`, and an expression that makes a value of it."""
+
+from __future__ import annotations
+
+# The last line of each is what a value is made by; GLOBAL is a global that its methods name.
+KINDS = {
+    "plain": "class NAME:\n    def seen(self): return GLOBAL, NAME\nNAME()",
+    "slots": "class NAME:\n    __slots__ = ('__x', 'y')\n    def __init__(self): self.__x, self.y = 1, 2\n"
+    "    def seen(self): return GLOBAL, NAME, self.__x\nNAME()",
+    "enum": "class NAME(enum.Enum):\n    A = (1, 2)\n    B = (3, 4)\n    ALSO_A = (1, 2)\n"
+    "    def __init__(self, x, y): self.x = x\n    def seen(self): return GLOBAL, NAME, self.x, self.ALSO_A is NAME.A\n"
+    "NAME.B",
+    "flag": "class NAME(enum.IntFlag):\n    R = 1\n    W = 2\n    RW = 3\n"
+    "    def seen(self): return GLOBAL, NAME, self is NAME.RW\nNAME.RW",
+    "dataclass": "@dataclasses.dataclass\nclass NAME:\n    x: int\n"
+    "    y: list = dataclasses.field(default_factory=list)\n"
+    "    def seen(self): return GLOBAL, NAME, dataclasses.replace(self, x=3), NAME(4)\nNAME(1)",
+    "slots_dataclass": "@dataclasses.dataclass(slots=True, frozen=True)\nclass NAME:\n    x: int = 1\n"
+    "    def seen(self): return GLOBAL, NAME, dataclasses.replace(self, x=3), hasattr(self, '__dict__')\nNAME()",
+    "attrs": "@attrs.define\nclass NAME:\n    x: int\n"
+    "    def seen(self): return GLOBAL, NAME, __class__, attrs.evolve(self, x=2)\nNAME(1)",
+    "named_tuple": "class NAME(typing.NamedTuple):\n    x: int\n    y: str = 'y'\n"
+    "    def seen(self): return GLOBAL, NAME, self._replace(x=2), NAME(5)\nNAME(1)",
+    "protocol": "@typing.runtime_checkable\nclass NAMEP(typing.Protocol):\n    def seen(self): ...\n"
+    "class NAME:\n    def seen(self): return GLOBAL, NAME, isinstance(self, NAMEP)\nNAME()",
+    "exception": "class NAME(Exception):\n    def __init__(self, a, b):\n        super().__init__(f'{a} was {b}')\n"
+    "        self.b = b\n    def seen(self): return GLOBAL, NAME, self.args, self.b\nNAME(1, 2)",
+    "os_error": "class NAME(OSError):\n    def __init__(self, where):\n        super().__init__(2, 'none', where)\n"
+    "        self.where = where\n    def seen(self): return GLOBAL, NAME, self.errno, self.filename, self.where\n"
+    "NAME('x')",
+    "generic": "NAMET = typing.TypeVar('NAMET')\nclass NAME(typing.Generic[NAMET]):\n"
+    "    def seen(self): return GLOBAL, NAME, NAME[int].__origin__ is NAME\nNAME[int]()",
+    "nested": "class NAME:\n    class Inner:\n        def seen(self): return GLOBAL, NAME.Inner\n"
+    "    def __init__(self): self.inner = NAME.Inner()\n    def seen(self): return GLOBAL, NAME, self.inner.seen(),\\\n"
+    "        type(self.inner) is NAME.Inner\nNAME()",
+    "metaclass": "class NAMEM(type):\n    def __new__(cls, name, bases, names):\n"
+    "        assert 'seen' in names\n        return super().__new__(cls, name, bases, names)\n"
+    "class NAME(metaclass=NAMEM):\n    def seen(self): return GLOBAL, NAME, type(NAME) is NAMEM\nNAME()",
+    "abc": "class NAMEB(abc.ABC):\n    @abc.abstractmethod\n    def seen(self): ...\n"
+    "class NAME(NAMEB):\n    def seen(self): return GLOBAL, NAME, isinstance(self, NAMEB)\nNAME()",
+    "pydantic": "class NAME(pydantic.BaseModel):\n    x: int = 1\n    @pydantic.field_validator('x')\n"
+    "    @classmethod\n"
+    "    def double(cls, x): return 2 * x\n    def seen(self): return GLOBAL, NAME, self.x, NAME(x=3).x\nNAME(x=2)",
+    "each_other": "class NAMEO:\n    def seen(self): return NAME\n"
+    "class NAME:\n    def seen(self): return GLOBAL, NAMEO().seen() is NAME\nNAME()",
+    "caches": "class NAME:\n    @functools.cached_property\n    def cached(self): return GLOBAL\n"
+    "    @functools.lru_cache(maxsize=3)\n    def least(self): return GLOBAL\n"
+    "    def seen(self): return self.cached, self.least(), NAME.least.cache_parameters()['maxsize']\nNAME()",
+    "told_of_subclasses": "class NAMEB:\n    known = {}\n    def __init_subclass__(cls, *, key):\n"
+    "        assert key not in NAMEB.known\n        cls.key = key\n        NAMEB.known[key] = cls\n"
+    "class NAME(NAMEB, key='a'):\n    def seen(self): return GLOBAL, NAME.key, NAMEB.known['a'] is NAME\nNAME()",
+}
+
+IMPORTS = "import abc, attrs, dataclasses, enum, functools, typing\n"
+
+
+def code(kind: str, name: str, value: int) -> tuple[str, str]:
+    """The code of a kind under a name, with its global, and how a value is made."""
+    imports = IMPORTS + ("import pydantic\n" if kind == "pydantic" else "")
+    *lines, made = KINDS[kind].replace("NAME", name).replace("GLOBAL", f"G_{name}").splitlines()
+    return "\n".join([imports, f"G_{name} = {value}", *lines, ""]), made
