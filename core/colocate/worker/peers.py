@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from colocate import _batch, wire
+from colocate.errors import SerializationError
 from colocate.worker.consequence import Consequence, Poisoned
 from colocate.worker.store import Entry, Store
 from colocate.worker.uses import Peers, Source
@@ -59,7 +60,7 @@ class LocalPeers(Peers):
         codec, boot = self._host.codec, self._host.boot
         if codec.name == "reference" or (source.group, source.slot(rank)) == (boot.group, boot.slot):
             return value  # on whichever device it is: arguments are brought to this slot's when they are complete
-        return codec.unpack(codec.pack(value), boot.device)
+        return codec.unpack(self._host.packed(value, source.label), boot.device)
 
     def _entry(self, source: Source, rank: int) -> Entry:
         found = self._find(source.group, source.slot(rank))
@@ -140,6 +141,9 @@ class ChannelPeers(Peers):
                 f"the resident of {source.label} can't be had from worker {where[1]} of group {where[0]!r}: {error}"
             ) from error
         poison, *head = answer
+        if isinstance(poison, tuple):
+            text, argument, path = poison
+            raise SerializationError(text, argument=argument, path=path)
         if poison is not None:
             raise Poisoned(poison)
         return tuple(head), None if body is None else self._host.codec.unpack(body, self._host.boot.device)
@@ -149,6 +153,8 @@ class ChannelPeers(Peers):
             head, body = self._found(question)
         except Poisoned as error:
             return (error.message,), None
+        except SerializationError as error:
+            return ((error.message, error.argument, error.path),), None
         return (None, *head), body
 
     def _found(self, question: tuple[Any, ...]) -> tuple[tuple[Any, ...], wire.Packed | None]:
@@ -157,7 +163,9 @@ class ChannelPeers(Peers):
             return (self._host.part_rows(key),), None
         if what == "weight":
             return (self._host.part_weight(key),), None
-        value = self._host.part(key)
-        body = wire.pack(value if what == "part" else _batch.slice_rows(value, *bounds))
+        entry = self._host.store.wait(key)
+        body = self._host.packed(
+            entry.value if what == "part" else _batch.slice_rows(entry.value, *bounds), entry.maker
+        )
         self._host.definitions.tell(body, wait=True)
         return (), body

@@ -244,6 +244,17 @@ class Serialization(ExecutorCase):
             kept.fetch()
         assert echo.first(1) == 1
 
+    def test_kept_result_that_another_rank_needs(self, copying: ColocatedGroup) -> None:
+        """So does using it elsewhere, which is an ordinary error of that call and names what made it."""
+        faulty, rows = copying.role("faulty", Faulty), copying.role("rows", Rows)
+        with faulty.return_lock.options(ranks=[0]).keep(nested=True) as kept:
+            for _ in range(2):
+                with pytest.raises(SerializationError, match=r"the result of faulty\.return_lock: .*lock") as caught:
+                    rows.each([1, kept.ref])
+                assert (caught.value.method, caught.value.rank) == ("each", 1)
+                assert caught.value.path == "result['bad'][1].lock"
+        assert rows.double([1, 2]) == [2, 4]
+
     def test_constructor_argument(self, copying: ColocatedGroup) -> None:
         """A constructor argument that can't be sent is named, and nothing is left running."""
         with copying.runtime.reserve(1, cpus=0) as pool:
