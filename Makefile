@@ -11,7 +11,7 @@ BESIDE = site=$$($(BIN)/python $(PURELIB)); (echo $$site; grep -h '^/' $$site/*.
 export PYRIGHT_PYTHON_CACHE_DIR := $(CURDIR)/.venv/pyright
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: install demo test suites versions check bench chaos format clean
+.PHONY: install demo test suites versions check bench chaos gpu-wheels gpu format clean
 install: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt
@@ -66,9 +66,15 @@ chaos: install  ## random programs under random faults, until there are COUNT of
 	$(BIN)/python -m tests.chaos --count $(COUNT) --minutes $(MINUTES)
 	$(BIN)/python -m tests.bench faults
 
+gpu-wheels: install  ## what a machine with a GPU and without a network lacks, for Python 3.12 there: a folder to carry along
+	$(BIN)/python -m tests.gpu.wheels gpu-wheels
+
+gpu:  ## tests/gpu on a machine with a GPU, without a network, in nine minutes; results in $OUT, or build/gpu
+	$(PYTHON) -m tests.gpu.run
+
 format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv build dist gpu-wheels .mypy_cache .pytest_cache .ruff_cache

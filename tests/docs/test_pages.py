@@ -24,6 +24,8 @@ NOT_RUN: dict[tuple[str, str], int] = {
     ("restart.md", "it trains for a minute"): 1,
     ("detached-pools.md", "needs a cluster"): 1,
     ("cli.md", "another driver may be ending on this machine just now"): 1,
+    ("gpu.md", "needs minutes"): 1,
+    ("gpu.md", "needs a GPU"): 1,
     ("write-an-executor.md", "takes a minute; the next command runs a part of it"): 1,
 }
 

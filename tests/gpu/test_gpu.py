@@ -1,12 +1,19 @@
 """Slots with a GPU: the core of the executor suite, and what only CUDA shows. Needs one NVIDIA GPU.
 
-The slots of these tests share the machine's first GPU, so that two of them fit wherever there is one.
+The slots of these tests share the machine's first GPU, so that two of them fit wherever there is one. With
+COLOCATE_GPU_DRY=1, what needs no CUDA runs on slots of the CPU: so these tests themselves are tried out.
 """
 
 from __future__ import annotations
 
+import os
 import platform
-from typing import Any
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any, ClassVar
 
 import attrs
 import pytest
@@ -14,19 +21,46 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import colocate  # noqa: E402
-from colocate import Broadcast, Concat, Gather, Role, Runtime, Scatter, method  # noqa: E402
-from colocate.executor import Boot, Host, HostEvents, Node, Place  # noqa: E402
+from colocate import Broadcast, ColocatedGroup, Concat, Gather, Role, Runtime, Scatter, gpus, method  # noqa: E402
+from colocate.errors import PlacementError, RoleError, WorkerDied  # noqa: E402
+from colocate.executor import Node  # noqa: E402
+from colocate.placement import Ledger  # noqa: E402
 from colocate.testing.executors import Calls, Contexts, Dispatching, Failures, Residents, TensorResidents  # noqa: E402
+from colocate.testing.waiting import wait_until  # noqa: E402
 from colocate_local.processes import LocalProcesses  # noqa: E402
+from colocate_local.threads import LocalThreads  # noqa: E402
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+DRY = os.environ.get("COLOCATE_GPU_DRY") == "1" and not torch.cuda.is_available()
+DEVICE = "cpu" if DRY else "cuda:0"
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not (DRY or torch.cuda.is_available()), reason="needs CUDA")]
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+SLOTS = 8
+ALL = Node(platform.node(), None, SLOTS)  # of one GPU
 
 
-class OneDevice(LocalProcesses):
-    """Processes whose GPU is always the first one."""
+class OneGpu(LocalProcesses):
+    """Processes whose GPU is always the first one that the job has."""
 
-    def launch(self, place: Place, boot: Boot, events: HostEvents) -> Host:
-        return super().launch(attrs.evolve(place, devices=(0,)), boot, events)
+    def __init__(self) -> None:
+        super().__init__(attrs.evolve(ALL, gpus=0))
+        self._node, self._ledger = ALL, Ledger([ALL], self._device)
+        self._gpus = gpus.names(1) * SLOTS
+
+    @staticmethod
+    def _device(devices: tuple[int, ...]) -> str:
+        return DEVICE
+
+
+class OneGpuOfThreads(LocalThreads):
+    """Threads that share it."""
+
+    def __init__(self) -> None:
+        super().__init__(attrs.evolve(ALL, gpus=0), strict=False)
+        self._node, self._ledger = ALL, Ledger([ALL], self._device)
+
+    @staticmethod
+    def _device(devices: tuple[int, ...]) -> str:
+        return DEVICE
 
 
 class GpuRuntime(Runtime):
@@ -36,14 +70,19 @@ class GpuRuntime(Runtime):
         return super().reserve(slots, gpus, **options)
 
 
-def connect(seed: int = 0, strict: bool = False) -> Runtime:
-    return GpuRuntime("local", OneDevice(Node(platform.node(), None, 8)), seed, strict)
+def connect(seed: int = 0, strict: bool = False, threads: bool = False) -> Runtime:
+    return GpuRuntime("local", OneGpuOfThreads() if threads else OneGpu(), seed, strict)
 
 
 class TestCore(Calls, Dispatching, Contexts, Residents, TensorResidents, Failures):
     """The suite, on slots with a GPU."""
 
+    device: ClassVar[str] = DEVICE
+
     def connect(self, **more: Any) -> Runtime:
+        return connect(**more)
+
+    def connect_privately(self, **more: Any) -> Runtime:
         return connect(**more)
 
 
@@ -52,10 +91,11 @@ class Maker(Role):
 
     def __init__(self) -> None:
         self.net = torch.nn.Linear(4, 4).to(self.ctx.device)
+        self.taken: list[Any] = []
 
     @method(dispatch=Scatter("x"), collect=Concat())
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.net(x.to(self.ctx.device))
+        return self.net(x)
 
     @method(collect=Concat())
     def make(self, rows: int) -> torch.Tensor:
@@ -66,14 +106,17 @@ class Maker(Role):
     def pointer(self) -> int:
         return self.made.data_ptr()
 
+    @method(collect=Concat())
+    def chain(self, x: torch.Tensor, steps: int) -> torch.Tensor:
+        """Work that the GPU is still at when the method has returned."""
+        for _ in range(steps):
+            x = torch.tanh(x @ x)
+        return x
+
     @method(collect=Gather())
     def draw(self) -> list[float]:
         drawn = torch.randn(3, generator=self.ctx.generator, device=self.ctx.device)
         return [float(x) for x in drawn]
-
-    @method(collect=Gather())
-    def device(self) -> tuple[str, int]:
-        return str(self.ctx.device), torch.cuda.device_count()
 
     @method(collect=Gather())
     def reduced(self, value: float) -> tuple[str, float]:
@@ -81,6 +124,20 @@ class Maker(Role):
         x = torch.full((2,), value, device=self.ctx.device)
         torch.distributed.all_reduce(x, group=group)
         return torch.distributed.get_backend(group), float(x[0])
+
+    @method
+    def device(self) -> tuple[str, int]:
+        return str(self.ctx.device), torch.cuda.device_count()
+
+    @method
+    def take(self, gib: float) -> int:
+        """Take so much of the GPU's memory; the process."""
+        self.taken.append(torch.empty(int(gib * 2**30), dtype=torch.uint8, device=self.ctx.device))
+        return os.getpid()
+
+    @method
+    def uuid(self) -> str:
+        return str(torch.cuda.get_device_properties(0).uuid)
 
 
 class User(Role):
@@ -90,44 +147,211 @@ class User(Role):
     def seen(self, x: torch.Tensor) -> tuple[int, str]:
         return x.data_ptr(), str(x.device)
 
+    @method
+    def places(self, x: Any, some: Any = None) -> list[str]:
+        return [str(item.device) for item in (x, some) if item is not None]
+
+    @method(dispatch=Scatter("x", "lengths"), collect=Concat(), host=("lengths",))
+    def packed(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """What torch does only with lengths on the host."""
+        assert x.device == self.ctx.device
+        packed = torch.nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        padded, _ = torch.nn.utils.rnn.pad_packed_sequence(packed, batch_first=True, total_length=x.shape[1])
+        return padded
+
+    @method(collect=Gather())
+    def total(self, x: torch.Tensor) -> float:
+        return float(x.double().sum())
+
+    @method(collect=Gather())
+    def applied(self, net: torch.nn.Module) -> float:
+        with torch.no_grad():
+            return float(net(torch.ones(1, 4, device=self.ctx.device)).sum())
+
+
+@pytest.fixture(params=["processes", "threads"])
+def group(request: pytest.FixtureRequest) -> Iterator[ColocatedGroup]:
+    with connect(threads=request.param == "threads") as runtime:
+        yield runtime.reserve().spawn({"maker": colocate.role(Maker), "user": colocate.role(User)}, name="gpu")
+
 
 @pytest.fixture
-def group() -> Any:
+def processes() -> Iterator[ColocatedGroup]:
     with connect() as runtime:
         yield runtime.reserve().spawn({"maker": colocate.role(Maker), "user": colocate.role(User)}, name="gpu")
 
 
-def test_a_slot_sees_its_own_device_only(group: colocate.ColocatedGroup) -> None:
-    assert group.role("maker", Maker).device() == [("cuda:0", 1)]
+class TestDevices:
+    """Where things are."""
+
+    @needs_cuda
+    def test_a_slot_sees_its_own_device_only(self, processes: ColocatedGroup) -> None:
+        assert processes.role("maker", Maker).device() == [("cuda:0", 1)]
+
+    def test_a_resident_stays_where_it_is(self, processes: ColocatedGroup) -> None:
+        """Between roles of one slot it is the same memory; on the driver it arrives on the CPU."""
+        maker, user = processes.role("maker", Maker), processes.role("user", User)
+        kept = maker.make.keep(8)
+        assert user.seen(kept.ref) == [(maker.pointer()[0], DEVICE)]
+        fetched = kept.fetch()
+        assert fetched.is_cpu
+        assert torch.equal(fetched, torch.arange(8.0))
+
+    def test_arguments_arrive_where_they_are_used(self, group: ColocatedGroup) -> None:
+        """By value as by `.ref`, and what came back to the driver before."""
+        maker, user = group.role("maker", Maker), group.role("user", User)
+        out = maker.forward(torch.ones(6, 4))
+        assert out.shape == (6, 4)
+        assert not out.requires_grad
+        with maker.forward.keep(torch.ones(6, 4)) as kept:
+            for x in (torch.ones(2), out, kept.ref, kept.fetch()):
+                assert user.places(x, torch.ones(1)) == [[DEVICE, DEVICE]]
+
+    def test_some_stay_on_the_host(self, group: ColocatedGroup) -> None:
+        """`host=` is for what torch wants there."""
+        x, lengths = torch.rand(3, 5, 2), torch.tensor([5, 2, 1])
+        out = group.role("user", User).packed(x, lengths).cpu()
+        for row, length in enumerate(lengths):
+            assert torch.equal(out[row, :length], x[row, :length])
+            assert not out[row, length:].any()
+
+    def test_collections_and_modules(self, group: ColocatedGroup) -> None:
+        """They arrive there whole; the driver's own stay where they are."""
+        user = group.role("user", User)
+        net = torch.nn.Linear(4, 1)
+        with torch.no_grad():
+            expected = float(net(torch.ones(1, 4)).sum())
+        assert user.applied(net)[0] == pytest.approx(expected, abs=1e-3)
+        assert next(net.parameters()).is_cpu
+        tensordict = pytest.importorskip("tensordict")
+        table = tensordict.TensorDict({"a": torch.ones(2), "b": {"c": torch.ones(2)}}, [2])
+        assert user.places(table["a"], table["b"]["c"]) == [[DEVICE, DEVICE]]
+        ragged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+        assert user.places(ragged) == [[DEVICE]]
+
+    def test_processes_and_threads_on_one_gpu(self) -> None:
+        """They use it at the same time, and values pass between them by the driver."""
+        with connect() as one, connect(threads=True) as other:
+            groups = [runtime.reserve().spawn({"maker": colocate.role(Maker)}) for runtime in (one, other)]
+            makers = [group.role("maker", Maker) for group in groups]
+            x = torch.eye(64) * 0.5
+            calls = [maker.chain.submit(x, 20) for maker in makers]
+            first, second = (call.result().cpu() for call in calls)
+            assert torch.allclose(first, second)
+            assert torch.allclose(makers[1].chain(makers[0].chain(x, 1), 1).cpu(), makers[0].chain(x, 2).cpu())
 
 
-def test_a_resident_stays_where_it_is(group: colocate.ColocatedGroup) -> None:
-    """Between roles of one slot it is the same memory; on the driver it arrives on the CPU."""
-    maker, user = group.role("maker", Maker), group.role("user", User)
-    kept = maker.make.keep(8)
-    assert user.seen(kept.ref) == [(maker.pointer()[0], "cuda:0")]
-    fetched = kept.fetch()
-    assert fetched.is_cpu
-    assert torch.equal(fetched, torch.arange(8.0))
+class TestChoice:
+    """Which GPU a slot has."""
+
+    @needs_cuda
+    def test_count(self) -> None:
+        """What is counted without CUDA is what CUDA counts."""
+        code = "import torch; print(torch.cuda.device_count())"
+        assert gpus.count_gpus() == int(subprocess.check_output([sys.executable, "-c", code], text=True).split()[-1])
+
+    @needs_cuda
+    @pytest.mark.parametrize("by", ["number", "uuid"])
+    def test_a_job_with_one_gpu(self, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
+        """By whatever name a job was given its GPU, a slot has that one."""
+        uuids = gpus.machine_gpus()
+        if by == "uuid" and not all(uuids):
+            pytest.skip("NVML tells no UUIDs here")
+        monkeypatch.setenv(gpus.VARIABLE, uuids[-1] if by == "uuid" else str(len(uuids) - 1))
+        with colocate.connect("local", processes=True) as runtime:
+            assert [node.gpus for node in runtime.executor.nodes()] == [1]
+            maker = runtime.reserve(gpus=1).spawn({"maker": colocate.role(Maker)}).role("maker", Maker)
+            assert maker.device() == [("cuda:0", 1)]
+            if all(uuids):
+                assert uuids[-1].removeprefix("GPU-").startswith(str(maker.uuid()[0]).removeprefix("GPU-")[:8])
+
+    def test_a_job_without_gpus(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv(gpus.VARIABLE, "-1")
+        with colocate.connect("local", processes=True) as runtime, pytest.raises(PlacementError, match="can never fit"):
+            runtime.reserve(gpus=1)
+
+    @needs_cuda
+    @pytest.mark.parametrize("engine", ["ray", "dask"])
+    def test_engines(self, engine: str) -> None:
+        """A private Ray, and a private Dask, find it and give it to a slot."""
+        pytest.importorskip({"ray": "ray", "dask": "distributed"}[engine])
+        with colocate.connect(engine) as runtime, runtime.reserve(gpus=1, cpus=1) as pool:
+            maker = pool.spawn({"maker": colocate.role(Maker), "user": colocate.role(User)}).role("maker", Maker)
+            assert maker.device() == [("cuda:0", 1)]
+            assert torch.equal(maker.make(3), torch.arange(3.0))
 
 
-def test_arguments_arrive_where_they_are_used(group: colocate.ColocatedGroup) -> None:
-    out = group.role("maker", Maker).forward(torch.ones(6, 4))
-    assert out.is_cpu
-    assert out.shape == (6, 4)
-    assert not out.requires_grad
+class TestWork:
+    """What is done there."""
 
+    def test_random_numbers_follow_from_the_seed(self) -> None:
+        drawn = []
+        for _ in range(2):
+            with connect(seed=7) as runtime:
+                group = runtime.reserve().spawn({"maker": colocate.role(Maker)}, name="gpu")
+                drawn.append(group.role("maker", Maker).draw())
+        assert drawn[0] == drawn[1]
 
-def test_random_numbers_follow_from_the_seed() -> None:
-    drawn = []
-    for _ in range(2):
-        with connect(seed=7) as runtime:
-            group = runtime.reserve().spawn({"maker": colocate.role(Maker)}, name="gpu")
-            drawn.append(group.role("maker", Maker).draw())
-    assert drawn[0] == drawn[1]
+    def test_unfinished_work_is_waited_for(self, group: ColocatedGroup) -> None:
+        """A resident is used while the GPU is still at it, 200 times: by a role, and by the driver."""
+        maker, user = group.role("maker", Maker), group.role("user", User)
+        x = torch.rand(256, 256, generator=torch.Generator().manual_seed(0)) / 16
+        expected = user.total(maker.chain(x, 10))[0]
+        for turn in range(200):
+            with maker.chain.keep(x, 10) as kept:
+                found = user.total(kept.ref)[0] if turn % 2 else float(kept.fetch().double().sum())
+            assert found == pytest.approx(expected, rel=1e-4)
 
+    @needs_cuda
+    def test_out_of_memory(self, group: ColocatedGroup) -> None:
+        """It is an error of the call, which names itself, and the group goes on."""
+        maker = group.role("maker", Maker)
+        with pytest.raises(RoleError, match="out of memory") as caught:
+            maker.take(4096.0)
+        assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+        assert torch.equal(maker.make(3).cpu(), torch.arange(3.0))
 
-def test_nccl_with_one_rank(group: colocate.ColocatedGroup) -> None:
-    [(name, value)] = group.role("maker", Maker).reduced(3.0)
-    assert name == "nccl"
-    assert value == 3.0
+    @needs_cuda
+    def test_a_killed_worker_gives_its_memory_back(self) -> None:
+        """Most of the GPU's memory, five times."""
+        _, total = torch.cuda.mem_get_info()
+        amount = 0.6 * total / 2**30
+        for _ in range(5):
+            with connect() as runtime:
+                maker = runtime.reserve().spawn({"maker": colocate.role(Maker)}).role("maker", Maker)
+                (pid,) = maker.take(amount)
+                os.kill(pid, signal.SIGKILL)
+                with pytest.raises(WorkerDied):
+                    maker.draw()
+            wait_until(lambda: torch.cuda.mem_get_info()[0] > 0.6 * total, "its memory is free")
+
+    @needs_cuda
+    def test_nccl_with_one_rank(self, processes: ColocatedGroup) -> None:
+        assert processes.role("maker", Maker).reduced(3.0) == [("nccl", 3.0)]
+
+    @needs_cuda
+    def test_nccl_after_failures(self, processes: ColocatedGroup) -> None:
+        """After a failed call the next group is a new one, ten times."""
+        maker = processes.role("maker", Maker)
+        for turn in range(10):
+            assert maker.reduced(float(turn)) == [("nccl", float(turn))]
+            with pytest.raises(RoleError):
+                maker.take(4096.0)
+
+    @needs_cuda
+    def test_copies(self, processes: ColocatedGroup, record_property: Any) -> None:
+        """How fast values get to the GPU and back: of a process, from and to the driver."""
+        maker, user = processes.role("maker", Maker), processes.role("user", User)
+        amount = 2**28
+        x = torch.ones(amount // 4)
+        user.seen(x)
+        begin = time.perf_counter()
+        user.seen(x)
+        there = time.perf_counter() - begin
+        with maker.make.keep(amount // 4) as kept:
+            kept.fetch()
+            begin = time.perf_counter()
+            kept.fetch()
+            back = time.perf_counter() - begin
+        record_property("256 MiB from the driver to a process's GPU", f"{amount / there / 1e9:.1f} GB/s")
+        record_property("256 MiB from there to the driver", f"{amount / back / 1e9:.1f} GB/s")

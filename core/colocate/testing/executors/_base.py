@@ -88,12 +88,14 @@ class ExecutorCase:
         executor: The name to connect to.
         options: The options to connect with.
         private: The options for an engine of the test's own, where `options` join one that is shared; None: the same.
+        device: What torch calls the device of a slot without `gpus=` here.
         start_s: How long the start of a worker took here, for tests with a time limit in which some have to start.
     """
 
     executor: ClassVar[str] = "local"
     options: ClassVar[Mapping[str, Any]] = {}
     private: ClassVar[Mapping[str, Any] | None] = None
+    device: ClassVar[str] = "cpu"
     start_s: ClassVar[float] = 0.0
 
     def connect(self, **more: Any) -> Runtime:

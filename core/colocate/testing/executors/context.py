@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 import colocate
 from colocate import ColocatedGroup, ColocateError
+from colocate._context import derive_seed
 from colocate.errors import RoleError
 from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs
@@ -88,11 +91,18 @@ class Contexts(ExecutorCase):
         assert len(set(seeds)) == 5
 
     def test_generator(self, pair: ColocatedGroup) -> None:
-        """`ctx.generator` depends on runtime seed, group, role and rank alone: the numbers are these everywhere."""
+        """`ctx.generator` depends on runtime seed, group, role and rank alone: the numbers are these everywhere.
+
+        On another device torch draws others of the same seed.
+        """
         torch = pytest.importorskip("torch")
         assert (pair.runtime.seed, pair.name) == (0, "pair")
-        for name, numbers in DRAWN.items():
-            assert torch.equal(pair.role(name, Tensors).random_from_start(2), torch.tensor(numbers)), name
+        for name, seeds in SEEDS.items():
+            drawn = [torch.rand(2, generator=_generator(self.device, seed), device=self.device) for seed in seeds]
+            found = pair.role(name, Tensors).random_from_start(2)
+            assert torch.equal(found, torch.cat(drawn).cpu()), name
+            if self.device == "cpu":
+                assert torch.equal(found, torch.tensor(DRAWN[name])), name
 
     def test_generator_goes_on(self, pair: ColocatedGroup) -> None:
         """It is one generator: each draw is another."""
@@ -101,9 +111,9 @@ class Contexts(ExecutorCase):
         assert not torch.equal(tensors.random(2), tensors.random(2))
 
     def test_device(self, pair: ColocatedGroup) -> None:
-        """A slot without GPUs has the CPU."""
+        """A slot without GPUs has the CPU, one with GPUs the first of them."""
         pytest.importorskip("torch")
-        assert [device for device, _ in pair.role("tensors", Tensors).device()] == ["cpu", "cpu"]
+        assert [device for device, _ in pair.role("tensors", Tensors).device()] == [self.device] * 2
 
     @needs(OwnProcess)
     def test_threads_of_torch(self, pair: ColocatedGroup) -> None:
@@ -112,7 +122,17 @@ class Contexts(ExecutorCase):
         assert [threads for _, threads in pair.role("tensors", Tensors).device()] == [1, 1]
 
 
-# For seed 0, two numbers on each rank.
+def _generator(device: str, seed: int) -> Any:
+    import torch
+
+    return torch.Generator(device=device).manual_seed(seed)
+
+
+SEEDS = {
+    "tensors": [derive_seed(0, "pair", "tensors", rank) for rank in (0, 1)],
+    "right_tensors": [derive_seed(0, "pair", "right_tensors", 0)],
+}
+# For seed 0, two numbers on each rank, on the CPU.
 DRAWN = {
     "tensors": [0.3498905897140503, 0.9317374229431152, 0.39299720525741577, 0.3361614942550659],
     "right_tensors": [0.9086410403251648, 0.8518476486206055],

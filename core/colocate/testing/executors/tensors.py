@@ -144,7 +144,7 @@ class TensorResidents(TensorCase):
         assert facts["requires_grad"] is False
 
     def test_device_of_tensors(self, torch: Any, tensors: Tensors) -> None:
-        """Tensors arrive on the receiver's device where they came from one, and stay where they are on the CPU."""
+        """Tensors arrive on the receiver's device."""
         assert [fact["device"] for fact in tensors.facts(torch.ones(1))] == [True, True]
 
     def test_spec_of_tensors(self, tensors: Tensors) -> None:

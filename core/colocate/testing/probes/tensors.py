@@ -27,7 +27,9 @@ class Tensors(Role):
         """So many rows on each rank, all different unless filled."""
         import torch
 
-        made = torch.arange(float(rows)) + 100.0 * self.ctx.rank if fill is None else torch.full((rows,), fill)
+        device = self.ctx.device
+        made = torch.arange(float(rows), device=device) + 100.0 * self.ctx.rank
+        made = made if fill is None else torch.full_like(made, fill)
         self.returned = made
         return made
 
@@ -36,14 +38,14 @@ class Tensors(Role):
         """As `make`, with a number for each rank."""
         import torch
 
-        return torch.arange(float(rows)) + 100.0 * self.ctx.rank
+        return torch.arange(float(rows), device=self.ctx.device) + 100.0 * self.ctx.rank
 
     @method(dispatch=OnRank(0))
     def make_on_one(self, rows: int) -> torch.Tensor:
         """On one rank."""
         import torch
 
-        return torch.arange(float(rows))
+        return torch.arange(float(rows), device=self.ctx.device)
 
     @method(dispatch=Scatter("x"), collect=Concat())
     def add(self, x: torch.Tensor, y: float = 1.0) -> torch.Tensor:
@@ -93,14 +95,14 @@ class Tensors(Role):
         import torch
 
         with torch.inference_mode():
-            return torch.arange(float(rows)) * 2
+            return torch.arange(float(rows), device=self.ctx.device) * 2
 
     @method(collect=Concat())
     def with_gradient(self, rows: int) -> dict[str, torch.Tensor]:
         """A tensor that hangs on a graph, and a parameter."""
         import torch
 
-        weight = torch.nn.Parameter(torch.arange(float(rows)))
+        weight = torch.nn.Parameter(torch.arange(float(rows), device=self.ctx.device))
         return {"made": weight * 3, "weight": weight}
 
     @method(collect=Gather())
@@ -108,7 +110,7 @@ class Tensors(Role):
         """Use a tensor where gradients flow."""
         import torch
 
-        scale = torch.ones((), requires_grad=True)
+        scale = torch.ones((), requires_grad=True, device=x.device)
         (x * scale).sum().backward()  # type: ignore[no-untyped-call]
         assert scale.grad is not None
         return float(scale.grad)
@@ -206,7 +208,7 @@ class Tensors(Role):
 
         if self.ctx.rank == failing:
             raise ValueError(f"rank {failing} makes nothing")
-        return torch.ones(rows)
+        return torch.ones(rows, device=self.ctx.device)
 
     @method(collect=Concat())
     def make_at(self, rows: int, gate: Address) -> torch.Tensor:
@@ -214,7 +216,7 @@ class Tensors(Role):
         import torch
 
         pass_gate(gate)
-        return torch.arange(float(rows)) + 100.0 * self.ctx.rank
+        return torch.arange(float(rows), device=self.ctx.device) + 100.0 * self.ctx.rank
 
 
 class Collective(Role):
@@ -239,7 +241,7 @@ class Collective(Role):
         import torch
         import torch.distributed as dist
 
-        group, values = self.ctx.process_group(), torch.ones(elements)
+        group, values = self.ctx.process_group(), torch.ones(elements, device=self.ctx.device)
         while True:
             dist.all_reduce(values, group=group)
 
@@ -337,7 +339,7 @@ class Collective(Role):
         import torch
         import torch.distributed as dist
 
-        tensor = torch.tensor([value])
+        tensor = torch.tensor([value], device=self.ctx.device)
         dist.all_reduce(tensor, group=group)
         return float(tensor)
 

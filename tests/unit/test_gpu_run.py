@@ -1,0 +1,135 @@
+"""How tests/gpu gets to a machine with a GPU, and what comes back from there."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.gpu import run, wheels
+
+ROOT = run.ROOT
+
+
+def test_versions_are_pinned() -> None:
+    """What is gathered has the versions that everything else is tested with."""
+    pinned = {run._plain(line.partition("==")[0]) for line in (ROOT / "constraints.txt").read_text().splitlines()}
+    names = list(wheels.requirements(wheels.REQUIREMENTS.read_text()))
+    assert len(names) > 30
+    assert {run._plain(name) for name in names} <= pinned
+
+
+@pytest.mark.parametrize(
+    ("name", "fits"),
+    [
+        ("cattrs-26.2.1-py3-none-any.whl", True),
+        ("locket-1.0.0-py2.py3-none-any.whl", True),
+        ("orjson-3.13.0-cp312-cp312-manylinux_2_17_x86_64.manylinux2014_x86_64.whl", True),
+        ("tornado-6.6.1-cp311-abi3-manylinux1_x86_64.whl", True),
+        ("pycosat-0.6.6-cp311-cp311-linux_x86_64.whl", False),
+        ("orjson-3.13.0-cp312-cp312-manylinux_2_17_aarch64.whl", False),
+    ],
+)
+def test_wheels_are_for_that_machine(name: str, fits: bool) -> None:
+    assert wheels._fits(name, "3.12") is fits
+
+
+def test_parts_of_a_wheel_are_left_out(tmp_path: Path) -> None:
+    """The rest, and its record, are as they were."""
+    wheel = tmp_path / "ray-1-py3-none-any.whl"
+    record = "ray/__init__.py,sha256=x,1\nray/jars/ray.jar,sha256=y,2\nray-1.dist-info/RECORD,,\n"
+    with zipfile.ZipFile(wheel, "w") as file:
+        for name, text in (("ray/__init__.py", "a"), ("ray/jars/ray.jar", "b"), ("ray-1.dist-info/RECORD", record)):
+            file.writestr(name, text)
+    wheels.trim(wheel, ("ray/jars/",))
+    with zipfile.ZipFile(wheel) as file:
+        assert file.namelist() == ["ray/__init__.py", "ray-1.dist-info/RECORD"]
+        assert "jars" not in file.read("ray-1.dist-info/RECORD").decode()
+    assert [path.name for path in tmp_path.iterdir()] == [wheel.name]
+
+
+def test_the_checkout_is_installed(tmp_path: Path) -> None:
+    """With the version, the entry points and the packages that pip would give it."""
+    run.link(tmp_path)
+    (found,) = importlib.metadata.distributions(path=[str(tmp_path)])
+    real = importlib.metadata.distribution("colocate")
+    assert (found.name, found.version) == (real.name, real.version)
+    points = {(point.group, point.name, point.value) for point in found.entry_points}
+    assert points == {(point.group, point.name, point.value) for point in real.entry_points}
+    assert (found.read_text("top_level.txt") or "").split() == sorted(
+        ["colocate", "colocate_local", "colocate_ray", "colocate_dask", "colocate_ppo"]
+    )
+    assert [Path(line).name for line in (tmp_path / "colocate.pth").read_text().splitlines()] == [*run.SOURCES]
+
+
+def result(test: str, outcome: str, reason: str = "", **figures: str) -> dict[str, Any]:
+    area = test.partition("::")[0]
+    return {"test": test, "area": area, "outcome": outcome, "seconds": 1.4, "reason": reason, "figures": figures}
+
+
+def test_a_section_for_the_page() -> None:
+    """It says when, where, of which commit, and what came out."""
+    record = {
+        "date": "2026-12-01 10:00 UTC",
+        "device": "1 x NVIDIA H100, 79 GiB",
+        "commit": "abc1234",
+        "sources": "0123",
+        "python": "3.12.3",
+        "torch": "2.11.0",
+        "cuda": "13.0",
+        "driver": "580",
+        "seconds": 61.0,
+        "exit": 1,
+        "tests": [
+            result("TestWork::test_a", "passed", copies="40 GB/s"),
+            result("TestWork::test_b", "failed", "AssertionError: no"),
+            result("TestCore::test_c", "skipped", "NVML tells no UUIDs here"),
+        ],
+    }
+    assert run.section(record) == (
+        "### 2026-12-01 10:00 UTC: 1 x NVIDIA H100, 79 GiB\n\n"
+        "Commit abc1234 (sources 0123), Python 3.12.3, torch 2.11.0, CUDA 13.0, driver 580: "
+        "1 passed, 1 failed, 1 skipped in 61 s.\n\n"
+        "| area | passed | failed | skipped | seconds |\n| --- | --- | --- | --- | --- |\n"
+        "| TestWork | 1 | 1 | 0 | 3 |\n| TestCore | 0 | 0 | 1 | 1 |\n\n"
+        "| figure | value |\n| --- | --- |\n| copies | 40 GB/s |\n\n"
+        "- failed: `TestWork::test_b`: AssertionError: no\n\n"
+        "- skipped: NVML tells no UUIDs here\n"
+    )
+    late = run.section({**record, "device": None, "tests": [], "exit": "time was up"})
+    assert "no GPU (--allow-cpu)" in late
+    assert "no test has ended in 61 s (time was up)." in late
+
+
+def test_what_is_noted_of_a_test(tmp_path: Path) -> None:
+    """Each test is noted when it has ended, with its figures, or why it failed or was skipped."""
+    (tmp_path / "conftest.py").write_text((ROOT / "tests/gpu/conftest.py").read_text())
+    (tmp_path / "test_some.py").write_text(
+        "import pytest\n"
+        "class TestArea:\n"
+        "    def test_one(self, record_property): record_property('speed', 'fast')\n"
+        "    def test_two(self): assert 1 == 2\n"
+        "def test_three(): pytest.skip('no such thing')\n"
+    )
+    notes = tmp_path / "notes"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null", str(tmp_path)]
+    subprocess.run(command, env={"COLOCATE_GPU_RESULTS": str(notes), "PATH": ""}, capture_output=True, check=False)
+    found = [json.loads(line) for line in notes.read_text().splitlines()]
+    assert [(line["area"], line["outcome"], line["reason"]) for line in found] == [
+        ("TestArea", "passed", ""),
+        ("TestArea", "failed", "assert 1 == 2"),
+        ("test_some", "skipped", "no such thing"),
+    ]
+    assert found[0]["figures"] == {"speed": "fast"}
+
+
+def test_the_page_lists_the_areas() -> None:
+    """docs/gpu.md has a row for each class of tests."""
+    listed = re.findall(r"^\| `(Test\w+)` \|", (ROOT / "docs/gpu.md").read_text(), re.MULTILINE)
+    assert listed == re.findall(r"^class (Test\w+)", (ROOT / "tests/gpu/test_gpu.py").read_text(), re.MULTILINE)
