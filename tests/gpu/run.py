@@ -99,7 +99,9 @@ def _commit(wheels: Path) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         note = wheels / "commit"
-        noted, _, sources = note.read_text().strip().partition(" ") if note.is_file() else ("unknown", "", "")
+        if not note.is_file():
+            return "unknown"
+        noted, _, sources = note.read_text().strip().partition(" ")
         return noted if sources == digest() else f"{noted}, changed since"
 
 

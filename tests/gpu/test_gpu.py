@@ -270,14 +270,13 @@ class TestChoice:
         with colocate.connect("local", processes=True) as runtime, pytest.raises(PlacementError, match="can never fit"):
             runtime.reserve(gpus=1)
 
-    @needs_cuda
     @pytest.mark.parametrize("engine", ["ray", "dask"])
     def test_engines(self, engine: str) -> None:
         """A private Ray, and a private Dask, find it and give it to a slot."""
         pytest.importorskip({"ray": "ray", "dask": "distributed"}[engine])
-        with colocate.connect(engine) as runtime, runtime.reserve(gpus=1, cpus=1) as pool:
+        with colocate.connect(engine) as runtime, runtime.reserve(gpus=0 if DRY else 1, cpus=1) as pool:
             maker = pool.spawn({"maker": colocate.role(Maker), "user": colocate.role(User)}).role("maker", Maker)
-            assert maker.device() == [("cuda:0", 1)]
+            assert maker.device() == [(DEVICE, 0 if DRY else 1)]
             assert torch.equal(maker.make(3), torch.arange(3.0))
 
 

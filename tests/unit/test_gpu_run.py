@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 from tests.gpu import run, wheels
 
 ROOT = run.ROOT
@@ -23,6 +24,31 @@ def test_versions_are_pinned() -> None:
     names = list(wheels.requirements(wheels.REQUIREMENTS.read_text()))
     assert len(names) > 30
     assert {run._plain(name) for name in names} <= pinned
+
+
+# What such a machine has for certain, with all that this needs. Its matplotlib is too large to travel, and nothing of
+# tests/gpu needs it: it is for what draws, in the tasks of the ppo plugin.
+THERE = ("torch", "transformers", "attrs", "pluggy", "psutil", "typer", "rich", "pytest", "hypothesis", "matplotlib")
+
+
+def needs(name: str) -> set[str]:
+    """What a distribution needs on that machine."""
+    there = {"python_version": "3.12", "python_full_version": "3.12.3", "extra": ""}
+    found = map(Requirement, importlib.metadata.requires(name) or [])
+    return {run._plain(need.name) for need in found if need.marker is None or need.marker.evaluate(there)}
+
+
+def test_nothing_is_missing() -> None:
+    """What the wheels need is among them, or comes with what the machine has."""
+    present: set[str] = set()
+    todo = set(THERE)
+    while todo:
+        present |= todo
+        todo = {need for name in todo for need in needs(name)} - present
+    listed = {run._plain(name) for name in wheels.requirements(wheels.REQUIREMENTS.read_text())}
+    wanted = {run._plain(name) for name in needs("colocate")} | {"distributed", "ray", "tensordict", "reasoning-gym"}
+    wanted |= {need for name in listed for need in needs(name)}
+    assert wanted - listed - present == set()
 
 
 @pytest.mark.parametrize(
