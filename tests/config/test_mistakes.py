@@ -1,7 +1,6 @@
 """What a wrong config is told: path, line, message, and the nearest key; everything at once."""
 
 import itertools
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -91,9 +90,7 @@ class TestSyntax:
         """Each alias is a copy: nine lines of ten aliases each would be a thousand million values."""
         names = "abcdefghij"
         lines = [f"{b}: &{b} [{', '.join([f'*{a}'] * 10)}]" for a, b in itertools.pairwise(names)]
-        started = time.monotonic()
         found = mistakes(write("\n".join(["a: &a [lol]", *lines])))
-        assert time.monotonic() - started < 5
         (told,) = [str(mistake) for mistake in found if "alias" in mistake.message]
         assert told == "line 6: f: the aliases in it stand for more than a config can hold: write less"
         long = only({}, set=["name=[&a " + "x" * 2000 + ", " + ", ".join(["*a"] * 600) + "]"])

@@ -62,10 +62,8 @@ def test_a_reader_that_is_late() -> None:
     """Nobody waits for it; it gets the first lines, how many there were then, and the last ones."""
     with own_stderr() as pipe:
         printer = Printer("test-output")
-        began = time.monotonic()
-        for number in range(3000):  # three times what is kept
+        for number in range(3000):  # three times what is kept; who waited for a reader would wait for ever
             printer.line(f"{number} {_LINE}")
-        assert time.monotonic() - began < 1.0
         lines = read_all(pipe, printer)
         *shown, last = lines
         assert [line.split()[0] for line in shown] == [str(number) for number in range(len(shown))]
@@ -94,9 +92,7 @@ def test_no_reader_at_all() -> None:
         printer = Printer("test-output")
         for _ in range(200):
             printer.line(_LINE)
-        began = time.monotonic()
         printer.close()
-        assert time.monotonic() - began < 2.0
         printer.line("late")
         wait_until(
             lambda: not any(each.name == "test-output" for each in threading.enumerate()), "its thread has ended"
@@ -153,7 +149,7 @@ def test_no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 DRIVER = """
-import sys, time
+import sys
 import colocate
 from colocate.testing.probes.plain import Talker
 
@@ -161,11 +157,9 @@ with colocate.connect("local", processes=True) as runtime:
     group = runtime.reserve(2).spawn({"talker": colocate.role(Talker)})
     talker = group.role("talker", Talker)
     talker.talk(2000, 1000)
-    began = time.monotonic()
     assert talker.talk(1, 1) == [1, 1]
     group.close(grace=1)
-    took = time.monotonic() - began
-print("closed", took < 8, flush=True)
+    print("closed", flush=True)
 """
 
 
@@ -177,7 +171,7 @@ def test_output_that_nobody_reads() -> None:
     with driver:
         try:
             assert driver.stdout is not None
-            assert driver.stdout.readline() == "closed True\n"
+            assert driver.stdout.readline() == "closed\n"
             assert driver.wait(PATIENCE_S) == 0
         finally:
             driver.kill()
