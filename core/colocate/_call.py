@@ -4,42 +4,50 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import queue
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from types import TracebackType
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, TypeAlias, TypeVar
 
 from colocate._numbers import limit
+from colocate._off_main import SLICE_S, Flag, on_main
 from colocate.errors import ColocateError
 
 C = TypeVar("C")
 C_co = TypeVar("C_co", covariant=True)
-_MISSING: Any = object()
-_SLICE_S = 1.0
+_Outcome: TypeAlias = tuple[Any, BaseException | None, TracebackType | None]
 
 
 class Call(Generic[C_co]):
     """A submitted call. The value is collected by whoever asks first, never on a worker's or an I/O thread."""
 
-    __slots__ = ("_callbacks", "_error", "_gate", "_joiner", "_raw", "_settled", "_trace", "_value", "label")
+    __slots__ = (
+        "_callbacks",
+        "_collecting",
+        "_error",
+        "_joiner",
+        "_outcomes",
+        "_raw",
+        "_settled",
+        "_trace",
+        "label",
+    )
 
     def __init__(self, label: str) -> None:
         self.label = label
-        # The gate is a lock held until the call is settled: the cheapest thing a thread can wait on with a timeout.
-        # Once settled it guards the one collection of the value.
-        self._gate = threading.Lock()
-        self._gate.acquire()
-        self._settled = False
+        self._settled = Flag()
+        self._collecting = threading.Lock()
         self._raw: Any = None
-        self._joiner: Callable[[Any], Any] | None = None
-        self._value: Any = _MISSING
+        self._joiner: Callable[..., Any] | None = None
+        self._outcomes: list[_Outcome] = []  # the first one counts
         self._error: BaseException | None = None
         self._trace: TracebackType | None = None  # of a collect that failed
         self._callbacks: list[tuple[Callable[[Call[C_co]], object], bool]] = []  # and whether it is the framework's
 
     def __repr__(self) -> str:
-        state = "pending" if not self._settled else "failed" if self._error is not None else "done"
+        state = "pending" if not self.done() else "failed" if self._error is not None else "done"
         return f"<Call {self.label} {state}>"
 
     def cancel(self) -> bool:
@@ -54,7 +62,7 @@ class Call(Generic[C_co]):
 
     def done(self) -> bool:
         """True once it has a result or an error."""
-        return self._settled
+        return self._settled.is_set
 
     def result(self, timeout: float | None = None) -> C_co:
         """Wait for the collected value.
@@ -67,16 +75,14 @@ class Call(Generic[C_co]):
             ColocateError: What went wrong with the call.
         """
         self._wait(limit(timeout, "result(timeout)"))
-        try:
-            if self._value is _MISSING and self._error is None:
-                self._collect()
-            if self._error is not None:
-                # Otherwise each raise would add to the traceback of the one before, and keep all of their frames.
-                raise self._error.with_traceback(self._trace)
-            value: C_co = self._value
-            return value
-        finally:
-            self._gate.release()
+        if self._error is None:
+            self._collect_once()
+            value: C_co
+            value, self._error, self._trace = self._outcomes[0]
+            if self._error is None:
+                return value
+        # Otherwise each raise would add to the traceback of the one before, and keep all of their frames.
+        raise self._error.with_traceback(self._trace)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait, and return the error instead of raising it; None when there is none."""
@@ -84,7 +90,7 @@ class Call(Generic[C_co]):
         try:
             self.result(timeout)
         except TimeoutError:
-            if not self._settled:
+            if not self.done():
                 raise
         except BaseException as error:
             if error is not self._error:  # an interrupt of the waiting thread isn't the call's
@@ -102,7 +108,7 @@ class Call(Generic[C_co]):
     def _add(self, callback: Callable[[Call[C_co]], object], own: bool) -> None:
         self._callbacks.append((callback, own))
         # Settling takes the list after it set the flag: one of the two sees the callback, and `_pop` gives it out once.
-        if self._settled:
+        if self.done():
             self._run_callbacks()
 
     def __await__(self) -> Generator[Any, None, C_co]:
@@ -128,43 +134,53 @@ class Call(Generic[C_co]):
     # -- for the group that settles it
 
     def _wait(self, timeout: float | None) -> None:
-        if timeout is None:
-            # In slices: a signal that comes just before the lock is waited for is seen only when that ends.
-            while not self._gate.acquire(timeout=_SLICE_S):
-                pass
-            return
-        if not self._gate.acquire(timeout=max(0.0, timeout)):
+        if not self._settled.wait(timeout):
             raise TimeoutError(f"{self.label} isn't done after {timeout} s; the call goes on")
 
     def _check_unsent(self, *, awaits: bool = False) -> None:
         """Raise when waiting for it would wait for the very code that waits: only a pipeline's calls do."""
 
-    def _collect(self) -> None:
-        if self._joiner is None:
-            self._value = self._raw
+    def _collect_once(self) -> None:
+        """Collect the value, unless somebody has."""
+        if self._outcomes:
             return
+        if on_main():  # which holds nothing: a signal's handler may ask for the same value, and has it collected then
+            self._collect()
+            return
+        with self._collecting:
+            self._collect()
+
+    def _collect(self) -> None:
+        raw, joiner = self._raw, self._joiner
+        if self._outcomes:  # looked for afterwards: what there is is dropped once it has been collected
+            return
+        outcome: _Outcome
         try:
-            self._value = self._joiner(self._raw)
+            outcome = self._joined(raw, joiner), None, None
         except Exception as error:
-            self._error, self._trace = error, error.__traceback__
+            outcome = None, error, error.__traceback__
+        self._outcomes.append(outcome)
         self._raw = self._joiner = None
 
-    def _settle(self, raw: Any, joiner: Callable[[Any], Any] | None = None) -> bool:
+    def _joined(self, raw: Any, joiner: Callable[..., Any] | None) -> Any:
+        return raw if joiner is None else joiner(raw)
+
+    def _settle(self, raw: Any, joiner: Callable[..., Any] | None = None) -> bool:
         """Give it its results; False when it was settled already. The caller holds the lock that orders settling."""
-        if self._settled:
+        if self.done():
             return False
-        self._raw, self._joiner, self._settled = raw, joiner, True
-        self._gate.release()
+        self._raw, self._joiner = raw, joiner
+        self._settled.set()
         if self._callbacks:
             self._run_callbacks()
         return True
 
     def _fail(self, error: BaseException) -> bool:
         """Give it its error; False when it was settled already. The caller holds the lock that orders settling."""
-        if self._settled:
+        if self.done():
             return False
-        self._error, self._settled = error, True
-        self._gate.release()
+        self._error = error
+        self._settled.set()
         if self._callbacks:
             self._run_callbacks()
         return True
@@ -213,7 +229,6 @@ def wait(calls: Iterable[Call[Any]], timeout: float | None = None) -> tuple[set[
             call._wait(None if deadline is None else deadline - time.monotonic())
         except TimeoutError:
             break
-        call._gate.release()
     return {c for c in everything if c.done()}, {c for c in everything if not c.done()}
 
 
@@ -232,24 +247,19 @@ def as_completed(calls: Iterable[Call[C]], timeout: float | None = None) -> Iter
 
 def _as_completed(calls: Iterable[Call[C]], timeout: float | None) -> Iterator[Call[C]]:
     pending = set(calls)
-    ready = threading.Condition()
-    finished: list[Call[C]] = []
-
-    def notify(call: Call[C]) -> None:
-        with ready:
-            finished.append(call)
-            ready.notify()
-
+    finished: queue.SimpleQueue[Call[C]] = queue.SimpleQueue()
     for call in pending:
         call._check_unsent()
-        call._then(notify)
+        call._then(finished.put)
     deadline = None if timeout is None else time.monotonic() + timeout
-    for _ in range(len(pending)):
-        with ready:
-            left = None if deadline is None else deadline - time.monotonic()
-            if not ready.wait_for(lambda: finished, left):
-                raise TimeoutError(f"{len(pending)} calls aren't done after {timeout} s; they go on")
-            call = finished.pop(0)
+    while pending:
+        left = SLICE_S if deadline is None else deadline - time.monotonic()
+        try:
+            call = finished.get(timeout=max(0.0, min(left, SLICE_S)))
+        except queue.Empty:
+            if left <= 0:
+                raise TimeoutError(f"{len(pending)} calls aren't done after {timeout} s; they go on") from None
+            continue
         pending.discard(call)
         yield call
 

@@ -194,4 +194,4 @@ def _submit(group: ColocatedGroup, part: Path) -> PendingCall:
     role = everyone(group)
     planned = plan(SAVE.dispatch, {"directory": str(part)}, role.ranks)
     call = PendingCall(CHECKPOINT, "", CHECKPOINT, role.slots)
-    return submit(group, call, role, SAVE, planned, [], math.inf, keep=False)  # large ones take long
+    return submit(group, call, role, SAVE, planned, [], math.inf)  # large ones take long

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -10,9 +11,8 @@ from typing import Any
 
 import attrs
 
+from colocate._off_main import Flag
 from colocate.errors import ColocateError
-
-_SLICE_S = 1.0
 
 
 @attrs.define(eq=False)
@@ -20,7 +20,7 @@ class _Fetch:
     slots: list[int]
     answers: dict[int, tuple[int | None, Any]] = attrs.field(factory=dict)
     error: ColocateError | None = None
-    done: threading.Event = attrs.field(factory=threading.Event)
+    done: Flag = attrs.field(factory=Flag)
 
 
 class Fetches:
@@ -56,11 +56,9 @@ class Fetches:
         try:
             for slot in slots:
                 self._ask(slot, ("fetch", token, key, contents))
-            # In slices: a signal that comes just before the lock is waited for is seen only when that ends.
-            while not fetch.done.wait(min(_SLICE_S, max(0.0, deadline - time.monotonic()))):
-                if time.monotonic() >= deadline:
-                    late = ", ".join(str(slot) for slot in slots if slot not in fetch.answers)
-                    raise TimeoutError(f"worker {late} has not sent its part of the resident in time")
+            if not fetch.done.wait(None if deadline == math.inf else deadline - time.monotonic()):
+                late = ", ".join(str(slot) for slot in slots if slot not in fetch.answers)
+                raise TimeoutError(f"worker {late} has not sent its part of the resident in time")
         finally:
             self._pending.pop(token, None)
         if fetch.error is not None:

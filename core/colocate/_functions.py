@@ -14,7 +14,7 @@ from colocate._nesting import no_end
 from colocate._pending import PendingCall
 from colocate._pipeline import recording
 from colocate._resident import Consumer, Reference
-from colocate._sending import submit
+from colocate._sending import start
 from colocate._ship import ship
 from colocate._view import RoleInfo, refuse_inside, with_references
 from colocate.worker.build import Shipped
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def run(
     group: ColocatedGroup, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> PendingCall:
-    """Send a function to every worker of a group."""
+    """Send a function to every worker of a group, for who waits for that at once."""
     if not callable(function):
         raise TypeError(f"group.run runs a function of the worker's context, not {function!r}")
     name = getattr(function, "__name__", type(function).__name__)
@@ -50,7 +50,7 @@ def run(
             raise error from None
         raise
     call = PendingCall(label, "", name, role.slots)
-    return submit(group, call, role, RUN, planned, uses, None, keep=False)
+    return start(group, call, role, RUN, planned, uses, None)
 
 
 def _check_fits(function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

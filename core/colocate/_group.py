@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, overload
 
 from colocate import _checkpoint, _functions
 from colocate._context import Context
-from colocate._handlers import close_now
 from colocate._mesh import Ranks
 from colocate._method import MethodSpec
 from colocate._numbers import limit, seconds
+from colocate._off_main import off_main
 from colocate._order import CallOrder, PendingCall
 from colocate._owned import Owned, raise_together
 from colocate._pipeline import pipeline, recording
@@ -160,12 +160,7 @@ class ColocatedGroup(Owned):
         if call.targets is not role.slots:
             ranks = Ranks(ranks.world_size, ranks.meshes, targets=call.ranks)
         source = Source(call.keep, self.name, role.slots, ranks, spec.collect, call.label, self.generation)
-        kept = Kept(source, self, call, call.line)
-        self.residents.add(kept)
-        found = recording(self)
-        if found is not None:
-            found.keep(kept)
-        return kept
+        return Kept(source, self, call, call.line)
 
     @overload
     def run(
@@ -228,8 +223,10 @@ class ColocatedGroup(Owned):
                 what was in the directory stays.
         """
         self.check()
+        if (found := recording(self)) is not None:
+            found.refuse_call("checkpoint")
         folder = Path(directory)
-        _checkpoint.write(self, folder, folder.name if tag is None else tag)
+        off_main(lambda: _checkpoint.write(self, folder, folder.name if tag is None else tag))
 
     def wait_ready(self, timeout: float | None = None) -> str | int | float | None:
         """Wait until it can be called; after a restart calls are refused until somebody has.
@@ -244,7 +241,8 @@ class ColocatedGroup(Owned):
             TimeoutError: It isn't ready yet.
             ColocateError: It has failed for good, or is closed.
         """
-        return self.restarts.wait(limit(timeout, "wait_ready(timeout)"))
+        limited = limit(timeout, "wait_ready(timeout)")
+        return off_main(lambda: self.restarts.wait(limited))
 
     def borrowers(self, closing: Owned) -> list[str]:
         """Unfinished uses of its residents by groups that don't lie in what is closing."""
@@ -354,12 +352,6 @@ class ColocatedGroup(Owned):
 
     # -- the end
 
-    @property
-    def in_hand(self) -> bool:
-        """Whether this very thread is closing it, or has the lock that doing so needs."""
-        lock: Any = self.order.lock
-        return super().in_hand or bool(lock._is_owned())
-
     def close(self, grace: float = 10.0, force: bool = False) -> None:
         """Close it: new calls are refused, running ones have `grace` seconds, then its workers are ended.
 
@@ -371,13 +363,18 @@ class ColocatedGroup(Owned):
             BorrowedError: Another group uses one of its residents (without `force`).
             ExceptionGroup: What went wrong, after everything has been freed.
         """
-        close_now(self, self.by_caller(), seconds(grace, "close(grace)"), force)
+        self.close_here(self.by_caller(), seconds(grace, "close(grace)"), force)
 
     def wind_down(self, grace: float, deadline: float) -> None:
         """Have its workers begin nothing any more, and tell the calls that run that nobody waits for them."""
         if self.state == "ready":
             self.send(self.live(), ("stop",))
         self.workforce.wind_down(grace, deadline)
+
+    def hurry(self) -> None:
+        """Nobody waits any more for what still runs in it: its grace period is over."""
+        super().hurry()
+        self.workforce.hurry()
 
     def close_for(self, by: str | None, grace: float, force: bool) -> None:
         """Close it on behalf of `by` (None: of its caller)."""
@@ -397,7 +394,7 @@ class ColocatedGroup(Owned):
             self.residents.break_borrows()
             errors = self.workforce.end(grace)
             self.restarts.join()
-        finally:  # also when Ctrl-C has ended the wait
+        finally:
             error = ClosedError(f"group {self.name!r} was closed by {self.closed_by}", closed_by=self.closed_by)
             failed = self.residents.unseen()
             self.order.fail_all(error)

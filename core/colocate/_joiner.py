@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from colocate._mesh import Ranks
@@ -23,11 +24,11 @@ class Joiner:
         self._role = role
         self._spec = spec
 
-    def __call__(self, call: PendingCall) -> Any:
+    def __call__(self, call: PendingCall, bodies: Sequence[Any]) -> Any:
         if call.keep is not None:
             return None
         unpack = self._group.unpack
-        results = [unpack(body) for body in call.bodies]
+        results = [unpack(body) for body in bodies]
         role = self._role.ranks
         targets = None if call.targets is self._role.slots else call.ranks
         return self._spec.collect.join(results, Ranks(role.world_size, role.meshes, call.rows, None, targets))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import abc
 import threading
+import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -13,12 +14,37 @@ if TYPE_CHECKING:
     from colocate.errors import ColocateError
 
 
+class Lease:
+    """What everybody holds who can still name a resident."""
+
+    __slots__ = ("__weakref__",)
+
+
+class LeaseEnd(weakref.ref[Lease]):
+    """Notes the end of a lease, which comes at any point of any thread: by a function in C, so that no signal falls in.
+
+    A finalizer in Python would lose what a signal's handler raises in it, and then the release too.
+    """
+
+    __slots__ = ("key",)
+    key: int
+
+    def __new__(cls, lease: Lease, note: Callable[[LeaseEnd], None], key: int) -> LeaseEnd:
+        """Args: note: Called with this. key: The resident's."""
+        self: LeaseEnd = super().__new__(cls, lease, note)
+        self.key = key
+        return self
+
+    def __init__(self, lease: Lease, note: Callable[[LeaseEnd], None], key: int) -> None:
+        super().__init__(lease, note)  # type: ignore[call-arg]
+
+
 class Leases(abc.ABC):
     """Says when the parts of a resident may go: once its lease has ended and whatever uses it already has ended too."""
 
     def __init__(self) -> None:
         self.kept: dict[int, Kept] = {}
-        self._ended: deque[int] = deque()
+        self._ended: deque[int | LeaseEnd] = deque()
         self._unmade: list[int] = []  # freed in the workers, but their calls may still turn out to have failed
         self._uses: dict[int, int] = {}
         self._lock = threading.Lock()  # the innermost one: nothing is called while it is held
@@ -27,8 +53,14 @@ class Leases(abc.ABC):
         """A call has been sent whose result is kept."""
         self.kept[kept.source.key] = kept
 
+    def lease(self, kept: Kept) -> Lease:
+        """A lease of a resident: when that ends it is released."""
+        lease = Lease()
+        kept.ending = LeaseEnd(lease, self._ended.append, kept.source.key)
+        return lease
+
     def end(self, key: int) -> None:
-        """Nobody names it any more. Runs in `__del__`: it takes no lock."""
+        """Nobody names it any more."""
         self._ended.append(key)
 
     @property
@@ -77,7 +109,8 @@ class Leases(abc.ABC):
         used: list[int] = []
         with self._lock:
             while self._ended:
-                key = self._ended.popleft()
+                ended = self._ended.popleft()
+                key = ended if isinstance(ended, int) else ended.key
                 (used if key in self._uses else keys).append(key)
             self._ended.extend(used)
         self._unmade = [key for key in (*self._unmade, *keys) if not self._settled(key)]

@@ -153,7 +153,7 @@ class CallOrder:
             call.remaining -= 1
             if call.remaining == 0:
                 self._end(call)
-                call._settle(None, call._joiner)
+                call._settle(call.bodies, call._joiner)
 
     def failed(self, slot: int, seq: int, told: tuple[Any, ...], body: Any) -> None:
         """A call has raised on a rank, which has stopped itself."""

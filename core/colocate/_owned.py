@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from types import FrameType, TracebackType
-from typing import Any, NoReturn, Self
+from types import TracebackType
+from typing import Any, Generic, NoReturn, Self, TypeVar
 
+from colocate._off_main import frames, off_main
 from colocate.errors import BorrowedError, ClosedError, ForkedError
 
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _TESTING = os.path.join(_HERE, "testing", "")  # its suites are users of colocate
+_GIVEN_UP_WITHIN_S = 15.0  # a start that was interrupted: its workers are killed, and take ten seconds at most to go
+N = TypeVar("N", bound="Owned")
 _forks = 0
 
 
@@ -37,12 +39,10 @@ def forks() -> int:
 
 def caller() -> tuple[str, int]:
     """File and line of the user's code that called into colocate."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame in frames():
         name = frame.f_code.co_filename
         if "contextlib" not in name and not is_own_code(name):
             return name, frame.f_lineno
-        frame = frame.f_back
     return "?", 0
 
 
@@ -82,6 +82,38 @@ def raise_together(what: str, errors: Sequence[BaseException]) -> None:
         raise BaseExceptionGroup(what, errors)
 
 
+class Making(Generic[N]):
+    """Makes a node off the main thread. If the wait for that is interrupted, the node is closed, at whatever stage."""
+
+    def __init__(self, what: str) -> None:
+        """Args: what: What is being made, in words."""
+        self._by = f"an interruption of {what}"
+        self._node: N | None = None
+        self._given_up = False
+
+    def made(self, node: N) -> N:
+        """There is a node now, if only a beginning.
+
+        Raises:
+            ClosedError: Nobody waits for it any more; it is closed.
+        """
+        self._node = node
+        if self._given_up:
+            self.give_up()
+            node.check()
+        return node
+
+    def give_up(self) -> None:
+        """Nobody waits any more."""
+        self._given_up = True  # before looking: one of the two threads sees what the other has noted
+        if self._node is not None:
+            self._node.give_up(self._by)
+
+    def run(self, work: Callable[[], N]) -> N:
+        """Do the work, which says `made`, and wait for it."""
+        return off_main(work, self.give_up, _GIVEN_UP_WITHIN_S)
+
+
 class Owned:
     """A node of the ownership graph.
 
@@ -94,6 +126,7 @@ class Owned:
         line: File and line that made it; for what a command-line option has made, the option and 0.
         created: When, in seconds of time.time().
         closed_by: What closed it, and where.
+        hurried: Whether nobody waits any more for what still runs in it: its close was interrupted.
     """
 
     def __init__(self, kind: str, name: str, owner: Owned | None) -> None:
@@ -105,13 +138,14 @@ class Owned:
         self.line = _made_for.get() or caller()
         self.created = time.time()
         self.closed_by: str | None = None
+        self.hurried = False
         self._born_after = _forks
         self._closing = threading.RLock()
         self._closer: int | None = None
         self._finished = threading.Event()
 
     def join(self) -> None:
-        """Become a part of the graph. A constructor's last act: a signal's handler may close the owner at any line."""
+        """Become a part of the graph. A constructor's last act: another thread may close the owner at any line."""
         if self.owner is not None:
             self.owner.children[id(self)] = self
 
@@ -178,13 +212,8 @@ class Owned:
         file, number = caller()
         return f"{self.kind}.close() at {file}:{number}"
 
-    @property
-    def in_hand(self) -> bool:
-        """Whether this very thread is closing it, or has the lock that doing so needs."""
-        return self._closer == threading.get_ident() and not self._finished.is_set()
-
     def wait_closed(self) -> bool:
-        """Wait until who closes it has done so, unless that is this very thread (in a signal's handler, say).
+        """Wait until who closes it has done so, unless that is this very thread, somewhere below.
 
         Returns:
             Whether it is closed; False when that has come to nothing.
@@ -233,6 +262,39 @@ class Owned:
         """Close it on behalf of `by` (None: of its caller); each kind says how."""
         raise TypeError(f"a {self.kind} is closed by its owner")
 
+    def hurry(self) -> None:
+        """Nobody waits any more for what still runs in it: its grace period is over."""
+        self.hurried = True
+        for child in list(self.children.values()):
+            child.hurry()
+
+    def close_here(self, by: str, grace: float, force: bool) -> None:
+        """Close it from a user's line, on whatever thread. An interruption of the wait hurries it, a second one leaves.
+
+        Raises:
+            BaseException: What has gone wrong; or the interruption, once it is closed, with that as its notes.
+        """
+        wrong: list[BaseException] = []
+
+        def close() -> None:
+            try:
+                self.close_for(by, grace, force)
+            except BaseException as error:
+                wrong.append(error)
+
+        try:
+            off_main(close, self.hurry, None)
+        except BaseException as interruption:
+            for error in wrong:
+                for each in error.exceptions if isinstance(error, BaseExceptionGroup) else (error,):
+                    interruption.add_note(f"and then, closing {self.kind} {self.name!r}: {type(each).__name__}: {each}")
+            raise
+        if wrong:
+            try:
+                raise wrong.pop()
+            finally:
+                del wrong  # its traceback has this frame
+
     def __enter__(self) -> Self:
         return self
 
@@ -247,13 +309,19 @@ class Owned:
     def close_after(self, error: BaseException | None, by: str, grace: float) -> None:
         """Close it by force; when an error is in flight already, what goes wrong becomes a note of that one."""
         try:
-            self.close_for(by, grace, force=True)
+            self.close_here(by, grace, force=True)
         except BaseExceptionGroup as group:
             if error is None:
                 raise
             for each in group.exceptions:
                 if each is not error and each is not error.__cause__:
                     error.add_note(f"and then, closing {self.kind} {self.name!r}: {type(each).__name__}: {each}")
+
+    def give_up(self, by: str) -> None:
+        """Close it at once: who was making it has been interrupted, and hears of that."""
+        self.hurried = True
+        with contextlib.suppress(BaseExceptionGroup):
+            self.close_for(by, 0.0, True)
 
     def describe(self) -> dict[str, Any]:
         """What the graph shows of it."""

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from colocate._call import Call
 from colocate._dispatcher import Dispatcher
 from colocate._jobs import JobThread, Timer
+from colocate._off_main import off_main
 from colocate._owned import forks
 from colocate.errors import ColocateError, ForkedError
 
@@ -79,7 +80,8 @@ class PendingCall(Call[Any]):
         """Withdraw the call from all ranks, if none has begun it."""
         self._check_fork()
         self._check_unsent()
-        return self.canceller is not None and not self.done() and self.canceller(self)
+        canceller = self.canceller
+        return canceller is not None and not self.done() and off_main(lambda: canceller(self))
 
     def _wait(self, timeout: float | None) -> None:
         self._check_fork()
@@ -97,16 +99,18 @@ class PendingCall(Call[Any]):
             )
 
     def _collect(self) -> None:
-        try:
-            self._value = self._joiner(self) if self._joiner is not None else None
-        except Exception as error:
-            self._error, self._trace = error, error.__traceback__
-        self._joiner = None
-        self.bodies = self.bodies if self.keep is not None else []
+        super()._collect()
+        if self.keep is None:
+            self.bodies = []
+
+    def _joined(self, raw: Any, joiner: Callable[..., Any] | None) -> Any:
+        return None if joiner is None else joiner(self, raw)
 
     def _add(self, callback: Callable[[Call[Any]], object], own: bool) -> None:
         self._check_fork()
-        super()._add(callback, own)
+        self._callbacks.append((callback, own))
+        if self.done():
+            off_main(self._run_callbacks)
 
     def _dispatch(self, callback: Callable[[Call[Any]], object], own: bool) -> None:
         thread = self.timers if own else self.dispatcher

@@ -17,6 +17,7 @@ import attrs
 from colocate._bundle import Memory, together
 from colocate._here import Here
 from colocate._numbers import FOREVER_S
+from colocate._off_main import off_main
 from colocate._owned import caller, forks
 from colocate._pending import PendingCall
 from colocate.errors import ColocateError, PipelineError
@@ -252,18 +253,19 @@ def pipeline(group: ColocatedGroup) -> Iterator[None]:
         return
     found = Pipeline()
     found.groups.append(group)
-    _open.set(found)
     try:
+        _open.set(found)
         yield
     except BaseException as error:
         if not found.forked:
             found.open = False
-            found.forget(0, error)
+            failure = error
+            off_main(lambda: found.forget(0, failure), waits_s=None)
         raise
     finally:
         _open.set(None)
     if not found.forked:
-        found.end()
+        off_main(found.end, waits_s=None)
 
 
 @contextmanager
@@ -274,6 +276,7 @@ def _nested(outer: Pipeline, group: ColocatedGroup) -> Iterator[None]:
         yield
     except BaseException as error:
         if not outer.forked:
-            outer.forget(start, error)
+            failure = error
+            off_main(lambda: outer.forget(start, failure), waits_s=None)
             outer.groups[:] = known
         raise

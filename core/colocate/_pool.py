@@ -13,10 +13,10 @@ import attrs
 
 from colocate._epochs import base_of
 from colocate._group import ColocatedGroup
-from colocate._handlers import close_now
 from colocate._needs import check_needs
 from colocate._numbers import amount_problem, limit, seconds
-from colocate._owned import Owned, raise_together
+from colocate._off_main import off_main
+from colocate._owned import Making, Owned, raise_together
 from colocate._role import RoleSpec
 from colocate._spawn import Declared, declare
 from colocate.errors import ColocateError, ConfigError, PlacementError, PlacementTimeout
@@ -91,18 +91,13 @@ class Pool(Owned):
         self.tenancy: Tenancy | None = None
         self.places: tuple[Place, ...] = ()
         self._taken: dict[int, ColocatedGroup] = {}
-        self.lock: Any = threading.RLock()
+        self.lock = threading.RLock()
         self.join()
 
     @property
     def base(self) -> int:
         """Numbers of calls, holds and residents of this driver's are above this (see `_epochs.py`)."""
         return base_of(self.epoch)
-
-    @property
-    def in_hand(self) -> bool:
-        """Whether this very thread is closing it, or has the lock that doing so needs."""
-        return super().in_hand or bool(self.lock._is_owned())
 
     def hold(self, reservation: Reservation) -> None:
         """Take the slots, or give them back at once when it has been closed meanwhile."""
@@ -192,15 +187,20 @@ class Pool(Owned):
         for role, info in declared.infos.items():
             default = declared.specs[role].default_group
             check_needs(role, info.cls, default, len(info.slots), type(self.runtime.executor))
-        group = self._occupy(indices, declared, name, restarts if on_failure == "restart" else 0)
-        try:
-            group.start(timeout, None if restore is None else Path(restore))
-        except BaseException as error:
-            group.close_after(error, "its failed start", 0.0)
-            raise
-        if self.runtime.observers:
-            self.runtime.dispatcher.soon(lambda: self.runtime.observers.tell("colocate_group_spawned", group))
-        return group
+        making: Making[ColocatedGroup] = Making(f"spawn(name={name!r})")
+
+        def start() -> ColocatedGroup:
+            group = making.made(self._occupy(indices, declared, name, restarts if on_failure == "restart" else 0))
+            try:
+                group.start(timeout, None if restore is None else Path(restore))
+            except BaseException as error:
+                group.close_after(error, "its failed start", 0.0)
+                raise
+            if self.runtime.observers:
+                self.runtime.dispatcher.soon(lambda: self.runtime.observers.tell("colocate_group_spawned", group))
+            return group
+
+        return making.run(start)
 
     def _occupy(self, indices: tuple[int, ...], declared: Declared, name: str | None, restarts: int) -> ColocatedGroup:
         with self.lock:
@@ -298,7 +298,7 @@ class Pool(Owned):
         """
         from colocate._detached import detach
 
-        detach(self, name, ttl)
+        off_main(lambda: detach(self, name, ttl))
 
     def goes_on(self, group: ColocatedGroup) -> bool:
         """Whether a group lives on when this driver lets go of it."""
@@ -327,7 +327,7 @@ class Pool(Owned):
             BorrowedError: A group elsewhere uses a resident (without `force`).
             ExceptionGroup: What went wrong, after everything has been freed.
         """
-        close_now(self, self.by_caller(), seconds(grace, "close(grace)"), force)
+        self.close_here(self.by_caller(), seconds(grace, "close(grace)"), force)
 
     def close_for(self, by: str | None, grace: float, force: bool) -> None:
         """Close it on behalf of `by` (None: of its caller)."""
@@ -355,6 +355,12 @@ class Pool(Owned):
                 self._finished.set()
         raise_together(f"pool {self.name!r} was closed, and this had gone wrong", errors)
 
+    def give_up(self, by: str) -> None:
+        """Close it at once: who was making it has been interrupted. One that was to be attached goes on."""
+        if self.tenancy is not None:
+            self.tenancy.own = False
+        super().give_up(by)
+
     def _give_back(self, reservation: Reservation) -> None:
         executor: Any = self.runtime.executor
         if self.tenancy is None or (self.tenancy.own and executor.retain(reservation)):
@@ -375,6 +381,8 @@ def close_children(owner: Owned, grace: float) -> list[BaseException]:
     for child in children:
         child.wind_down(grace, deadline)
     for child in reversed(children):
+        if owner.hurried:  # Ctrl-C: the others are closed too, but nobody waits any more
+            grace = deadline = 0.0
         left = grace if child is children[-1] else max(deadline - time.monotonic(), _least(grace))
         try:
             child.close_for(f"closing {owner.kind} {owner.name!r} ({owner.closed_by})", left, force=True)
@@ -382,9 +390,6 @@ def close_children(owner: Owned, grace: float) -> list[BaseException]:
             errors += group.exceptions
         except BaseException as error:
             errors.append(error)
-            if not isinstance(error, Exception):  # Ctrl-C: the others are closed too, but nobody waits any more
-                grace = 0.0
-                deadline = 0.0
     return errors
 
 

@@ -13,8 +13,10 @@ import attrs
 from colocate._batch import Deferred, even_sizes
 from colocate._collect import Concat, Gather
 from colocate._dispatch import check_items
+from colocate._leases import LeaseEnd
 from colocate._mesh import Mesh
 from colocate._numbers import limit
+from colocate._off_main import off_main
 from colocate.errors import ClosedError, ColocateError, DispatchError
 from colocate.worker.uses import Item, Own, Part, Rows, Source, Use
 
@@ -122,8 +124,16 @@ class Kept:
     call: PendingCall
     line: tuple[str, int]
     used: bool = False
-    freed_by: str | None = None
+    released: str | None = None
+    ending: LeaseEnd | None = None
     lost: ColocateError | None = None
+
+    @property
+    def freed_by(self) -> str | None:
+        """What has ended its lease."""
+        if self.released is None and self.ending is not None and self.ending() is None:
+            return "dropping its handle"
+        return self.released
 
     def check(self) -> None:
         """Raise unless it can be used: freed, or made by a call that failed, or its group is closed."""
@@ -275,7 +285,7 @@ class KeptResident(Resident[T_co]):
 
     def __init__(self, kept: Kept) -> None:
         self._kept = kept
-        self._lease = _Lease(kept)
+        self._lease = kept.group.residents.lease(kept)
 
     def __repr__(self) -> str:
         return f"<Resident of {self._kept.source.label} in group {self._kept.source.group!r}>"
@@ -300,29 +310,13 @@ class KeptResident(Resident[T_co]):
     def free(self) -> None:
         """Let go of it. Calls that use it already still get it."""
         self._kept.refuse_fork()
-        self._lease.end("free()")
+        off_main(lambda: self._kept.group.residents.release(self._kept, "free()"), waits_s=None)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if not self._kept.group.forked:
             self.free()
-
-
-class _Lease:
-    """Ends when nobody names the resident any more, or when somebody says so."""
-
-    __slots__ = ("__weakref__", "_kept")
-
-    def __init__(self, kept: Kept) -> None:
-        self._kept = kept
-
-    def end(self, by: str) -> None:
-        self._kept.group.residents.release(self._kept, by)
-
-    def __del__(self) -> None:
-        # May run at any point of any thread, so it takes no lock: `release` only appends.
-        self.end("dropping its handle")
 
 
 def check_same_runtime(kept: Kept, runtime: object) -> None:

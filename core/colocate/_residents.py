@@ -18,6 +18,7 @@ from colocate._here import Here
 from colocate._leases import Leases
 from colocate._mesh import Ranks
 from colocate._numbers import FOREVER_S
+from colocate._off_main import off_main
 from colocate._owned import caller
 from colocate._resident import Kept, ResidentSpec
 from colocate.errors import ClosedError, ColocateError
@@ -74,13 +75,16 @@ class Residents(Leases):
         self.scopes: list[Scope] = []
         self._flushing = False
 
-    def add(self, kept: Kept) -> None:
-        """A call has been sent whose result is kept."""
-        super().add(kept)
+    def here(self) -> tuple[Scope, ...]:
+        """The scopes that the caller's thread or task has open."""
+        return tuple(scope for scope in _open.get() if scope.group is self._group and scope.here.is_current)
+
+    def keep(self, kept: Kept, scopes: Sequence[Scope]) -> None:
+        """A call has been sent, from within some scopes, whose result is kept."""
+        self.add(kept)
         self._flush_later()
-        for scope in _open.get():
-            if scope.group is self._group and scope.here.is_current:
-                scope.kept.append(kept)
+        for scope in scopes:
+            scope.kept.append(kept)
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
@@ -90,10 +94,10 @@ class Residents(Leases):
         _open.set((*_open.get(), scope))
         try:
             yield
-            errors = self._untold(scope)  # before they are released, which would have them logged too
+            errors = off_main(lambda: self._untold(scope))  # before they are released, which would have them logged too
         finally:
             _open.set(tuple(other for other in _open.get() if other is not scope))
-            self.leave(scope)
+            off_main(lambda: self.leave(scope))
         self._raise(errors)
 
     def leave(self, scope: Scope) -> None:
@@ -106,7 +110,7 @@ class Residents(Leases):
     def release(self, kept: Kept, by: str) -> None:
         """Let go of a resident on behalf of `by`, if nobody has done so before."""
         if kept.freed_by is None:
-            kept.freed_by = by
+            kept.released, kept.ending = by, None  # the end of its handle says nothing new
             self.end(kept.source.key)
 
     def failed_unused(self, kept: Kept) -> None:
@@ -227,6 +231,9 @@ class Residents(Leases):
 
     def _ask(self, kept: Kept, ranks: Sequence[int], contents: bool, deadline: float) -> list[Any]:
         """What some ranks say of their parts."""
+        return off_main(lambda: self._asked(kept, ranks, contents, deadline))
+
+    def _asked(self, kept: Kept, ranks: Sequence[int], contents: bool, deadline: float) -> list[Any]:
         self.begin_use(kept)
         try:
             return self._fetches.get([kept.source.slot(rank) for rank in ranks], kept.source.key, contents, deadline)
@@ -269,5 +276,4 @@ class Residents(Leases):
 def _made(kept: Kept, deadline: float) -> None:
     """Wait until it is there."""
     kept.call._wait(max(0.0, deadline - time.monotonic()))
-    kept.call._gate.release()
     kept.check()

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from colocate._calls import CallLog, Span, Total
-from colocate._handlers import calls_out
+from colocate._off_main import Flag, off_main
 from colocate._plugins import find_job
 from colocate._run_folder import RunFolder
 from colocate._run_log import RunLog, tail_of
@@ -298,7 +298,6 @@ def execute(begun: Begun, runtime: Runtime, groups: Mapping[str, ColocatedGroup]
     return record
 
 
-@calls_out
 def _until_done(run: Run, job: Callable[[], object]) -> None:
     """Run the job; once more, from its last checkpoint, whenever a group has been restarted under it."""
     while True:
@@ -361,8 +360,8 @@ def _settle(runtime: Runtime) -> None:
     """Wait until observers have been told of every call that has ended."""
     if not runtime.alive:  # a job may close what it was given, and closing has told them
         return
-    told = threading.Event()
-    runtime.dispatcher.soon(told.set)
+    told = Flag()
+    off_main(lambda: runtime.dispatcher.soon(told.set))
     told.wait()
 
 

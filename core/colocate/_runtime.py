@@ -14,16 +14,17 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
+from colocate import _off_main
 from colocate._audit import Audit, audit
 from colocate._bytes import parse_bytes
 from colocate._dispatcher import Dispatcher
 from colocate._failures import thread_error
 from colocate._graph import Graph
 from colocate._group import ColocatedGroup
-from colocate._handlers import close_now
 from colocate._jobs import JobThread, error_text, report_exception
 from colocate._numbers import FOREVER_S, amount_problem, duration_problem, limit, seconds
-from colocate._owned import Owned, at, raise_together
+from colocate._off_main import off_main
+from colocate._owned import Making, Owned, at, raise_together
 from colocate._plugins import find_executor, plugins
 from colocate._pool import Pool, close_children
 from colocate._printer import Printer
@@ -34,6 +35,7 @@ from colocate.config.values import path_text
 from colocate.errors import CapabilityError, ColocateError, ConfigError, Mistake
 from colocate.executor import Detachable, Executor, OwnProcess, Request
 
+_SETTLES_S = 5.0  # at interpreter exit, for a checkpoint, say, for which nobody has waited to its end
 _live: dict[int, Runtime] = {}
 _numbers = itertools.count(1)
 
@@ -68,7 +70,10 @@ def connect(
     if strict:
         options["strict"] = True
     call_timeout = limit(call_timeout, "connect(call_timeout)", positive=True)
-    return Runtime(executor, _connected(executor, cls, options), seed, strict, call_timeout)
+    making: Making[Runtime] = Making(f"connect({executor!r})")
+    return making.run(
+        lambda: making.made(Runtime(executor, _connected(executor, cls, options), seed, strict, call_timeout))
+    )
 
 
 def _connected(name: str, cls: type[Executor], options: dict[str, Any]) -> Executor:
@@ -170,15 +175,20 @@ class Runtime(Owned):
         variables = {key: str(value) for key, value in (env or {}).items()}
         id = self._pool_id(chosen)
         request = Request(slots, gpus, cpus, memory, strategy, timeout, chosen, variables, id, detachable)
-        pool = Pool(self, chosen, request)
-        try:
-            self.check()  # again: who has closed it meanwhile didn't see the pool
-            reservation = self.executor.reserve(request)
-        except BaseException:
-            pool.close_for("its failed reservation", 0.0, True)
-            raise
-        pool.hold(reservation)
-        return pool
+        making: Making[Pool] = Making(f"reserve(name={chosen!r})")
+
+        def reserve() -> Pool:
+            pool = making.made(Pool(self, chosen, request))
+            try:
+                self.check()  # again: who has closed it meanwhile didn't see the pool
+                reservation = self.executor.reserve(request)
+            except BaseException:
+                pool.close_for("its failed reservation", 0.0, True)
+                raise
+            pool.hold(reservation)
+            return pool
+
+        return making.run(reserve)
 
     def _timers_failed(self, error: BaseException) -> None:
         """A job that a group needs has failed: which one's isn't known, and none is to wait for what never comes."""
@@ -215,7 +225,8 @@ class Runtime(Owned):
 
         self.check()
         self.require(Detachable, "attach a pool")
-        return attach(self, name, own)
+        making: Making[Pool] = Making(f"attach({name!r})")
+        return making.run(lambda: making.made(attach(self, name, own)))
 
     def detached(self) -> list[dict[str, Any]]:
         """The detached pools of the cluster: name, groups, slots, nodes, driver, seconds left, epoch.
@@ -227,7 +238,7 @@ class Runtime(Owned):
         """
         self.check()
         self.require(Detachable, "list detached pools")
-        return [dict(each) for each in cast("Detachable", self.executor).published()]
+        return off_main(lambda: [dict(each) for each in cast("Detachable", self.executor).published()])
 
     def require(self, capability: type, what: str) -> None:
         """Raise `CapabilityError` if the executor can't do something: who can is named."""
@@ -267,7 +278,7 @@ class Runtime(Owned):
             lacks (`.missing`). What is just starting or closing is in neither.
         """
         self.check()
-        return audit(self)
+        return off_main(lambda: audit(self))
 
     def close(self, grace: float = 10.0, force: bool = False) -> None:
         """Close its pools, the newest first, and disconnect.
@@ -279,7 +290,7 @@ class Runtime(Owned):
         Raises:
             ExceptionGroup: What went wrong, after everything has been freed.
         """
-        close_now(self, self.by_caller(), seconds(grace, "close(grace)"), force)
+        self.close_here(self.by_caller(), seconds(grace, "close(grace)"), force)
 
     def close_for(self, by: str | None, grace: float, force: bool) -> None:
         """Close it on behalf of `by` (None: of its caller)."""
@@ -360,8 +371,10 @@ def _close_what_is_left() -> None:
         text = f"runtime {runtime.name!r} made at {_at(runtime)} was never closed"
         try:
             try:
-                warnings.warn(text, ResourceWarning, stacklevel=1)
+                if runtime.closed_by is None:  # a close that was interrupted twice may still go on
+                    warnings.warn(text, ResourceWarning, stacklevel=1)
             finally:  # it is raised where warnings are errors
-                runtime.close_for("interpreter exit", 2.0, True)
+                runtime.close_here("interpreter exit", 2.0, True)
         except BaseException as error:
             sys.excepthook(type(error), error, error.__traceback__)
+    _off_main.settle(_SETTLES_S)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -9,10 +10,11 @@ from colocate._dispatch import Plan
 from colocate._joiner import Joiner
 from colocate._method import MethodSpec
 from colocate._numbers import FOREVER_S
+from colocate._off_main import hand_over, off_main, on_main
 from colocate._order import PendingCall
 from colocate._owned import caller
 from colocate._pipeline import Draft, recording, refuse_unsent
-from colocate._resident import Reference
+from colocate._resident import KeptResident, Reference
 
 if TYPE_CHECKING:
     from colocate._group import ColocatedGroup
@@ -27,7 +29,6 @@ def submit(
     planned: Plan,
     uses: list[Reference],
     timeout: float | None,
-    keep: bool,
 ) -> PendingCall:
     """Send a call to its ranks. Everything that can't be sent is found out before anything is.
 
@@ -39,8 +40,73 @@ def submit(
         planned: How the arguments reach the ranks.
         uses: The residents among them.
         timeout: Seconds until it is given up; None for the runtime's default, `FOREVER_S` for never.
-        keep: Whether its result stays in the workers.
     """
+    off_main(prepared(group, call, role, spec, planned, uses, timeout), waits_s=None)
+    return call
+
+
+def start(
+    group: ColocatedGroup,
+    call: PendingCall,
+    role: RoleInfo,
+    spec: MethodSpec,
+    planned: Plan,
+    uses: list[Reference],
+    timeout: float | None,
+) -> PendingCall:
+    """As `submit`, for who waits for the call at once: that it can't be sent is its error then."""
+    send = prepared(group, call, role, spec, planned, uses, timeout)
+    if not on_main():
+        send()
+        return call
+
+    def send_or_fail() -> None:
+        try:
+            send()
+        except BaseException as error:
+            if not call.done():
+                call.uses = ()  # none was lent
+                group.order.drop(call, error)
+
+    hand_over(send_or_fail)
+    return call
+
+
+def keep(
+    group: ColocatedGroup,
+    call: PendingCall,
+    role: RoleInfo,
+    spec: MethodSpec,
+    planned: Plan,
+    uses: list[Reference],
+    timeout: float | None,
+) -> KeptResident[Any]:
+    """As `submit`, with the result staying in the workers. There is a handle from the moment when it is sent."""
+    call.keep = group.pool.base + group.runtime.new_key()
+    send = prepared(group, call, role, spec, planned, uses, timeout)
+    found, scopes = recording(group), group.residents.here()
+
+    def send_and_keep() -> KeptResident[Any]:
+        send()
+        kept = group.kept(call, role, spec)
+        group.residents.keep(kept, scopes)
+        if found is not None:
+            found.keep(kept)
+        return KeptResident(kept)
+
+    return off_main(send_and_keep, waits_s=None)
+
+
+def prepared(
+    group: ColocatedGroup,
+    call: PendingCall,
+    role: RoleInfo,
+    spec: MethodSpec,
+    planned: Plan,
+    uses: list[Reference],
+    timeout: float | None,
+) -> Callable[[], None]:
+    """Have everything ready, on the caller's thread, as users' code runs meanwhile; what is returned sends the call."""
     if timeout is None:
         timeout = group.runtime.call_timeout
     executor = group.runtime.executor
@@ -52,7 +118,6 @@ def submit(
     call.uses = uses
     call.line = caller()
     call._joiner = Joiner(group, role, spec)
-    key = call.keep = group.pool.base + group.runtime.new_key() if keep else None
     if group.runtime.observers or uses:
         call.on_end = partial(_ended, group)
     found = recording(group)
@@ -60,21 +125,25 @@ def submit(
     if found is not None:
         group.check()
         packed = [bodies[id(arguments)] for arguments in planned.arguments]
-        found.add(Draft(group, call, role.key, call.method, packed, planned.valid, timeout), uses)
-        return call
+        return partial(found.add, Draft(group, call, role.key, call.method, packed, planned.valid, timeout), uses)
+    return partial(_send, group, call, role, planned, bodies, timeout)
+
+
+def _send(
+    group: ColocatedGroup, call: PendingCall, role: RoleInfo, planned: Plan, bodies: dict[int, Any], timeout: float
+) -> None:
     with group.order.lock:
         group.check()
         sent: list[int] = []
         try:
             _send_call(group, call, role, planned, bodies, sent)
-        except BaseException as error:  # Ctrl-C, or no descriptor or memory is left
+        except BaseException as error:  # no descriptor or memory is left
             group.order.give_up(call, error, bool(sent))
-            if key is not None:
-                group.residents.end(key)
+            if call.keep is not None:
+                group.residents.end(call.keep)
             raise
     if timeout < FOREVER_S:
         group.order.watch(call, timeout)
-    return call
 
 
 def _send_call(

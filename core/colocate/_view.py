@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import attrs
@@ -18,9 +18,9 @@ from colocate._numbers import limit
 from colocate._order import PendingCall
 from colocate._owned import Owned
 from colocate._pipeline import recording
-from colocate._resident import Consumer, KeptResident, Reference, Resident, check_same_runtime
+from colocate._resident import Consumer, Reference, Resident, check_same_runtime
 from colocate._role import no_such_method
-from colocate._sending import submit
+from colocate._sending import keep, start, submit
 from colocate._tree import map_leaves
 from colocate.errors import ColocateError
 
@@ -142,15 +142,17 @@ class ViewCall:
         """Run on the ranks, wait, and return the collected value."""
         if (pipeline := recording(self._group)) is not None:
             pipeline.refuse_call(self._label)
-        return self._submit(args, kwargs, keep=False).result()
+        return self._send(start, args, kwargs).result()
 
     def submit(self, *args: Any, **kwargs: Any) -> Call[Any]:
         """Send it and return at once."""
-        return self._submit(args, kwargs, keep=False)
+        call: PendingCall = self._send(submit, args, kwargs)
+        return call
 
     def keep(self, *args: Any, **kwargs: Any) -> Resident[Any]:
         """Send it and return at once; the results stay in the workers."""
-        return KeptResident(self._group.kept(self._submit(args, kwargs, keep=True), self._role, self._spec))
+        resident: Resident[Any] = self._send(keep, args, kwargs)
+        return resident
 
     def options(self, *, timeout: float | None = None, ranks: Sequence[int] | None = None) -> ViewCall:
         """The same method with a deadline, or on some ranks only.
@@ -175,7 +177,8 @@ class ViewCall:
     def __reduce__(self) -> NoReturn:
         raise TypeError(f"{self!r} lives on the driver and can't be sent; in a worker use ctx.sibling(name, cls)")
 
-    def _submit(self, args: tuple[Any, ...], kwargs: dict[str, Any], keep: bool) -> PendingCall:
+    def _send(self, how: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Send it: `start`, `submit` or `keep`."""
         group, spec = self._group, self._spec
         group.check()
         refuse_inside(self._label, group)
@@ -189,7 +192,7 @@ class ViewCall:
             if (error := no_end(arguments, self._label)) is not None:
                 raise error from None
             raise
-        return submit(group, self._call(planned), self._role, spec, planned, uses, self._timeout, keep)
+        return how(group, self._call(planned), self._role, spec, planned, uses, self._timeout)
 
     def _call(self, planned: Plan) -> PendingCall:
         slots = self._role.slots

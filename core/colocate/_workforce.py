@@ -236,6 +236,16 @@ class Workforce:
         with self._news:
             return self._news.wait_for(ready, None if deadline is None else max(0.0, deadline - time.monotonic()))
 
+    def _wait_or_hurry(self, ready: Callable[[], bool], deadline: float) -> bool:
+        """Wait as long as somebody waits for the group's end; whether it is so."""
+        self._wait(lambda: self._group.hurried or ready(), deadline)
+        return ready()
+
+    def hurry(self) -> None:
+        """Nobody waits any more for what still runs."""
+        with self._news:
+            self._news.notify_all()
+
     def ready(self) -> None:
         """The group can be called. A worker that went after it had constructed its roles is found now."""
         group = self._group
@@ -349,17 +359,17 @@ class Workforce:
         idle_until = max(deadline, time.monotonic() + _IDLE_S)
         first = min(deadline, self._overdue_at)
         early = self._asked  # for its owner, before it was told to end
-        if self._wait(lambda: not self._busy, first - STACKS_WITHIN_S):
+        if self._wait_or_hurry(lambda: not self._busy, first - STACKS_WITHIN_S):
             return []
         self._look()  # now: a rank that is stopped or holds the GIL never answers, and isn't waited for at the deadline
-        if self._wait(lambda: not self._busy, first):
+        if self._wait_or_hurry(lambda: not self._busy, first):
             return []
         hung = self._hung(deadline)
         if early and self._stacks is not None:
             self._look_again(hung, deadline - STACKS_WITHIN_S / 2)
-        if self._wait(lambda: not self._busy - hung, idle_until) and not self._busy:
+        if self._wait_or_hurry(lambda: not self._busy - hung, idle_until) and not self._busy:
             return []
-        if self._group.failure is not None:  # what went wrong has been said
+        if self._group.failure is not None or self._group.hurried:  # what went wrong has been said, or nobody waits
             return []
         self._wait(lambda: self._stacks is not None, time.monotonic() + 2 * STACKS_WITHIN_S)
         stacks, allowed = self._stacks or {}, self._granted or grace
@@ -385,7 +395,7 @@ class Workforce:
 
     def _look_again(self, hung: set[int], at: float) -> None:
         """Ask once more what the ranks are doing that were idle when they were asked, and haven't ended since."""
-        if not self._wait(lambda: not self._busy - hung, at):
+        if not self._wait_or_hurry(lambda: not self._busy - hung, at):
             with self._news:
                 self._asked, self._stacks = False, None
             self._look()
@@ -407,7 +417,7 @@ class Workforce:
 
         Others, which are idle, have longer. Where nobody has had the time to say, those count that owe an answer.
         """
-        self._wait(lambda: self._stacks is not None or not self._busy, deadline)
+        self._wait_or_hurry(lambda: self._stacks is not None or not self._busy, deadline)
         order = self._group.order
         with self._news:
             silent = set() if self._stacks is None else self._busy - self._stacks.keys()

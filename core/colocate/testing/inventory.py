@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import psutil
 
+from colocate._off_main import COURIER
 from colocate.testing import origins
 
 if TYPE_CHECKING:
@@ -203,6 +204,7 @@ def _threads() -> dict[str, Thing]:
             of_colocate=lambda thread=thread: origins.is_of_colocate(thread),  # type: ignore[misc]
         )
         for thread in threading.enumerate()
+        if not thread.name.startswith(COURIER)  # they are the process's, and stay
     }
 
 

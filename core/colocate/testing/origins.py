@@ -21,6 +21,7 @@ from types import FrameType
 from typing import Any
 
 import colocate
+from colocate._off_main import frames
 from colocate._owned import at as as_text
 
 _COLOCATE = os.path.dirname(os.path.abspath(colocate.__file__)) + os.sep
@@ -123,9 +124,8 @@ def at(line: tuple[str, int]) -> str:
 
 def _line(thing: object = None) -> str | None:
     """The innermost line that is no library's; failing that, of a library that isn't Python's."""
-    frame: FrameType | None = sys._getframe(2)
     second: str | None = None
-    while frame is not None:
+    for frame in frames():
         name = frame.f_code.co_filename
         if name.startswith("<") or name == __file__:
             pass
@@ -136,7 +136,6 @@ def _line(thing: object = None) -> str | None:
             return at((name, frame.f_lineno))
         elif second is None and name.startswith(_SITE):
             second = at((name, frame.f_lineno))
-        frame = frame.f_back
     return second
 
 

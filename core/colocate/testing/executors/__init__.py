@@ -41,6 +41,7 @@ from colocate.testing.executors.placement import Placement
 from colocate.testing.executors.process_groups import ProcessGroups
 from colocate.testing.executors.residents import Residents
 from colocate.testing.executors.restarting import Restarting
+from colocate.testing.executors.signals import Signals
 from colocate.testing.executors.startup import Startup
 from colocate.testing.executors.tensors import Memory, TensorResidents
 from colocate.testing.executors.threads import Undisturbed
@@ -63,6 +64,7 @@ class ExecutorSuite(
     Cancelling,
     Failures,
     Serialization,
+    Signals,
     Startup,
     Deaths,
     Restarting,
@@ -116,6 +118,7 @@ __all__ = [
     "Residents",
     "Restarting",
     "Serialization",
+    "Signals",
     "Spawn",
     "Startup",
     "TensorResidents",

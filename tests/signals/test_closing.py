@@ -10,15 +10,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 import colocate
 from colocate import Runtime
-from colocate._handlers import close_now
-from colocate._owned import Owned
-from colocate._run import Run, _until_done
 from colocate.errors import ClosedError, ColocateError
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
@@ -144,16 +141,3 @@ def test_during_another_close() -> None:
         assert len(took) == 1
     finally:
         signal.signal(signal.SIGUSR1, before)
-
-
-def test_in_a_job() -> None:
-    """A job that closes something hasn't interrupted what runs it: that is done on the job's own thread."""
-    closed_on: list[threading.Thread] = []
-
-    class Node(Owned):
-        def close_for(self, by: str | None, grace: float, force: bool) -> None:
-            closed_on.append(threading.current_thread())
-
-    node = Node("pool", "one", None)
-    _until_done(cast("Run", None), lambda: close_now(node, "the job", 0.0, False))
-    assert closed_on == [threading.current_thread()]

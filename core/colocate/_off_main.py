@@ -1,0 +1,245 @@
+"""The law of signals: the main thread holds no lock of the framework and changes none of its state. It hands over.
+
+Python runs signals' handlers on the main thread, between any two of its bytecodes, and what they raise (Ctrl-C's
+KeyboardInterrupt, say) comes out there. So whatever takes a lock or changes state is done by another thread, a courier;
+the main thread waits for that on a raw lock, which an interruption can't leave in a wrong state. A handler that calls
+into colocate finds no lock that the frame which it has interrupted holds, and an interruption tears nothing.
+
+On all other threads `off_main` runs its work here and now: no signal comes there.
+"""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import itertools
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextvars import copy_context
+from types import FrameType
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+# A signal that comes just before a lock is waited for is seen only when that ends: so it is waited for in slices.
+SLICE_S = 1.0
+
+
+class Flag:
+    """Set once, and waited for. As `threading.Event`, but an interrupted wait leaves nothing behind.
+
+    The flag is the truth, and each waiter has a raw lock of its own that only wakes it up.
+    """
+
+    __slots__ = ("_waiting", "is_set")
+
+    def __init__(self) -> None:
+        self.is_set = False
+        self._waiting: list[_thread.LockType] = []
+
+    def set(self) -> None:
+        """Set it, and wake all."""
+        self.is_set = True
+        while self._waiting:
+            with contextlib.suppress(IndexError):  # another thread has woken the last one
+                self._waiting.pop().release()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it is set, at most so many seconds; whether it is."""
+        if self.is_set:
+            return True
+        deadline = None if timeout is None else time.monotonic() + timeout
+        wake = _thread.allocate_lock()
+        wake.acquire()
+        self._waiting.append(wake)
+        while not self.is_set:  # again, as it may have been set before this one was there to be woken
+            left = SLICE_S if deadline is None else deadline - time.monotonic()
+            if left <= 0:
+                with contextlib.suppress(ValueError):  # just now
+                    self._waiting.remove(wake)
+                break
+            wake.acquire(timeout=min(left, SLICE_S))
+        return self.is_set
+
+
+class _Job(Generic[T]):
+    """Some work, from the main thread's handing it over to its end."""
+
+    __slots__ = ("_context", "_frame", "_work", "done", "error", "value")
+
+    def __init__(self, work: Callable[[], T], frame: FrameType | None) -> None:
+        self._work = [work]  # who takes it out is the one that decides
+        self._frame = frame
+        self._context = copy_context()
+        self.done = Flag()
+        self.value: T | None = None
+        self.error: BaseException | None = None
+
+    def withdraw(self) -> bool:
+        """Have it never done; False when it has been begun."""
+        try:
+            self._work.pop()
+        except IndexError:
+            return False
+        return True
+
+    def run(self) -> None:
+        """Do it, unless it was withdrawn. On a courier's thread."""
+        try:
+            work = self._work.pop()
+        except IndexError:
+            return
+        _here.frame = self._frame
+        try:
+            self.value = self._context.run(work)
+        except BaseException as error:
+            trace = error.__traceback__
+            self.error = error.with_traceback(None if trace is None else trace.tb_next)  # without this frame
+            del trace
+        # Nothing of the user's is held any more when who waits goes on.
+        _here.frame = self._frame = None
+        del work, self._context
+        self.done.set()
+
+
+class _Couriers:
+    """The threads that work for the main thread.
+
+    A job is never queued behind another one, which may take long: who takes a job sees to it that another courier is
+    waiting. Couriers stay: the kernel may tie processes to the thread that has started them.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[_Job[Any]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._all = 0
+        self._idle = 0
+
+    def put(self, job: _Job[Any]) -> bool:
+        """Have a job done; False when no thread can be started any more: the interpreter ends."""
+        self._jobs.put(job)
+        if not self._all:
+            try:
+                _thread.start_new_thread(self._main, ())
+            except RuntimeError:
+                return False
+        return True
+
+    def settle(self, timeout: float) -> bool:
+        """Wait until nothing is done any more; whether that is so."""
+        deadline = time.monotonic() + timeout
+        while self._idle < self._all and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return self._idle == self._all
+
+    def _main(self) -> None:
+        with self._lock:
+            self._all += 1
+            self._idle += 1
+        threading.current_thread().name = f"{COURIER}{next(self._numbers)}"
+        while True:
+            job = self._jobs.get()
+            with self._lock:
+                self._idle -= 1
+                alone = not self._idle
+            if alone:
+                with contextlib.suppress(RuntimeError):  # no thread is to be had: then jobs do wait for each other
+                    _thread.start_new_thread(self._main, ())
+            job.run()
+            del job
+            with self._lock:
+                self._idle += 1
+
+
+COURIER = "colocate-courier-"
+_here = threading.local()
+_main = threading.main_thread().ident
+_couriers = _Couriers()
+
+
+def _forget_fork() -> None:
+    """In a forked child the couriers are gone, and the main thread is the one that forked."""
+    global _main, _couriers
+    _main = threading.main_thread().ident
+    _couriers = _Couriers()
+
+
+os.register_at_fork(after_in_child=_forget_fork)
+
+
+def on_main() -> bool:
+    """Whether this is the thread on which signals' handlers run."""
+    return _thread.get_ident() == _main
+
+
+def frames() -> Iterator[FrameType]:
+    """The caller's frames, the innermost first; then, on a courier, those of whom it works for."""
+    frame: FrameType | None = sys._getframe(1)
+    other: FrameType | None = getattr(_here, "frame", None)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+        if frame is None:
+            frame, other = other, None
+
+
+def off_main(work: Callable[[], T], interrupted: Callable[[], object] | None = None, waits_s: float | None = 0.0) -> T:
+    """Do some work on a thread that isn't the main one, and wait for it.
+
+    Args:
+        work: What takes locks or changes state.
+        interrupted: Called on a third thread when the wait is interrupted, to have the work end soon. It always goes on
+            to its end, unless it had not begun.
+        waits_s: How long that end is waited for then, at most; None for as long as it takes. A second interruption ends
+            that too.
+
+    Raises:
+        BaseException: What the work raises, or the handler of a signal.
+    """
+    if _thread.get_ident() != _main:
+        return work()
+    job = _Job(work, sys._getframe(1))
+    try:
+        if not _couriers.put(job) and job.withdraw():
+            return work()
+        job.done.wait()
+        if job.error is None:
+            return job.value  # type: ignore[return-value]
+    except BaseException:
+        if not job.withdraw():
+            if interrupted is not None:
+                hand_over(interrupted)
+            job.done.wait(waits_s)
+        raise
+    error, job.error = job.error, None
+    try:
+        raise error
+    finally:
+        del error  # its traceback has this frame
+
+
+def hand_over(work: Callable[[], object]) -> None:
+    """Have some work done on a thread that isn't the main one, without waiting. What it raises is reported."""
+    if _thread.get_ident() != _main:
+        work()
+        return
+
+    def reported() -> None:
+        try:
+            work()
+        except BaseException as error:
+            args = type(error), error, error.__traceback__, threading.current_thread()
+            threading.excepthook(threading.ExceptHookArgs(args))
+
+    job = _Job(reported, sys._getframe(1))
+    if not _couriers.put(job) and job.withdraw():
+        reported()
+
+
+def settle(timeout: float) -> bool:
+    """At the interpreter's exit: wait for work that nobody waits for any more; whether all of it has ended."""
+    return _couriers.settle(timeout)

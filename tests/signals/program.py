@@ -1,0 +1,351 @@
+"""Raises a signal at each place of the framework's own frames on the main thread, one after the other.
+
+`python -m tests.signals.program OPERATION ENGINE HANDLER SHARE OF` runs an operation again and again, each time with a
+signal at a place (a code object and an offset in it) where there was none before: at every OF-th place, from the
+SHARE-th on. After each one later calls are tried, everything is closed, and it is looked for what is left. Prints how
+many places there were; ends with an error, and the stacks of all threads, at the first one where something is wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import psutil
+
+import colocate
+from colocate import ColocatedGroup, Role, Runtime, method
+from colocate._off_main import COURIER
+from colocate._owned import is_own_code
+from colocate._runtime import _live
+
+HANGS_AFTER_S = 30.0
+ENDS_WITHIN_S = 10.0
+CLOSES_WITHIN_S = 8.0
+
+
+class Adder(Role):
+    """Adds, and can be saved."""
+
+    @method(collect=colocate.First())
+    def add(self, number: int, other: int) -> int:
+        """The sum."""
+        return number + other
+
+    def save(self, directory: str) -> None:
+        """There is little to save."""
+        Path(directory, f"rank-{self.ctx.rank}").write_text("saved", encoding="utf-8")
+
+    def restore(self, directory: str) -> None:
+        """There is nothing to restore."""
+
+
+class Stage:
+    """What one run has: a runtime, a group that nothing happens to, and perhaps one on which the operation works."""
+
+    def __init__(self, engine: str, folder: str) -> None:
+        self.engine = engine
+        self.folder = folder
+        self.runs = 0
+        self.runtime = self.connect()
+        self.bystander = self.spawn(self.runtime)
+        self.group: ColocatedGroup | None = None
+
+    def connect(self) -> Runtime:
+        """Another runtime."""
+        return colocate.connect("local", processes=self.engine == "processes")
+
+    def spawn(self, runtime: Runtime) -> ColocatedGroup:
+        """A group."""
+        return runtime.reserve(1).spawn({"adder": colocate.role(Adder)})
+
+    def checkpoint(self, group: ColocatedGroup) -> None:
+        """One in a folder of its own."""
+        self.runs += 1
+        group.checkpoint(os.path.join(self.folder, f"{id(self)}-{self.runs}"))
+
+
+def view(group: ColocatedGroup | None) -> Adder:
+    assert group is not None
+    return group.role("adder", Adder)
+
+
+# -- operations: what is prepared, and what is interrupted
+
+
+def connect_and_reserve(stage: Stage) -> None:
+    stage.connect().reserve(1)
+
+
+def spawn(stage: Stage) -> None:
+    stage.group = stage.spawn(stage.runtime)
+
+
+def call(stage: Stage) -> None:
+    assert view(stage.group).add(1, 2) == 3
+
+
+def submit(stage: Stage) -> None:
+    assert view(stage.group).add.submit(1, 2).result() == 3
+
+
+def keep(stage: Stage) -> None:
+    with view(stage.group).add.keep(1, 2) as kept:
+        assert kept.fetch() == 3
+        assert view(stage.group).add(kept.ref, 1) == 4
+
+
+def pipeline(stage: Stage) -> None:
+    assert stage.group is not None
+    with stage.group.scope():
+        with stage.group.pipeline():
+            kept = view(stage.group).add.keep(1, 2)
+            call = view(stage.group).add.submit(kept.ref, 3)
+        assert call.result() == 6
+
+
+def checkpoint(stage: Stage) -> None:
+    assert stage.group is not None
+    stage.checkpoint(stage.group)
+
+
+def close(stage: Stage) -> None:
+    assert stage.group is not None
+    stage.group.close()
+
+
+def leave(stage: Stage) -> None:
+    with stage.connect() as runtime, runtime.reserve(1) as pool, pool.spawn({"adder": colocate.role(Adder)}) as group:
+        assert view(group).add(1, 2) == 3
+
+
+OPERATIONS: dict[str, Callable[[Stage], None]] = {
+    each.__name__: each for each in (connect_and_reserve, spawn, call, submit, keep, pipeline, checkpoint, close, leave)
+}
+_WITHOUT_GROUP = (connect_and_reserve, spawn, leave)
+
+
+# -- handlers
+
+
+class Ended(SystemExit):
+    """What a user's handler of SIGTERM raises."""
+
+
+def _interrupt(stage: Stage) -> None:
+    raise KeyboardInterrupt
+
+
+def _exit(stage: Stage) -> None:
+    raise Ended(143)
+
+
+def _each(stage: Stage) -> Iterator[ColocatedGroup]:
+    yield stage.bystander
+    if stage.group is not None and stage.group.alive:
+        yield stage.group
+
+
+def _call(stage: Stage) -> None:
+    for group in _each(stage):
+        with _unless_closed(group):
+            assert view(group).add(20, 1) == 21
+
+
+def _submit(stage: Stage) -> None:
+    for group in _each(stage):
+        with _unless_closed(group):
+            assert view(group).add.submit(20, 1).result() == 21
+
+
+def _keep(stage: Stage) -> None:
+    for group in _each(stage):
+        with _unless_closed(group), view(group).add.keep(20, 1) as kept:
+            assert view(group).add(kept.ref, 1) == 22
+            assert kept.fetch() == 21
+
+
+def _checkpoint(stage: Stage) -> None:
+    for group in _each(stage):
+        with _unless_closed(group):
+            stage.checkpoint(group)
+
+
+def _close(stage: Stage) -> None:
+    stage.runtime.close(grace=1, force=True)
+
+
+@contextlib.contextmanager
+def _unless_closed(group: ColocatedGroup) -> Iterator[None]:
+    """A group that is just being closed refuses."""
+    try:
+        yield
+    except (colocate.ClosedError, colocate.PipelineError):
+        assert group.name != "bystander"
+
+
+HANDLERS: dict[str, Callable[[Stage], None]] = {
+    "interrupt": _interrupt,
+    "exit": _exit,
+    "call": _call,
+    "submit": _submit,
+    "keep": _keep,
+    "checkpoint": _checkpoint,
+    "close": _close,
+}
+_RAISES = {"interrupt": KeyboardInterrupt, "exit": Ended}
+
+
+# -- where
+
+
+class Places:
+    """Raises the signal at the first place that hasn't been, of those that are ours."""
+
+    def __init__(self, share: int, of: int) -> None:
+        self._seen: set[tuple[CodeType, int]] = set()
+        self._share = share
+        self._of = of
+        self.count = 0
+        self.fired = ""
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if not _is_framework(frame.f_code.co_filename):
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode" and not self.fired:
+            place = frame.f_code, frame.f_lasti
+            if place not in self._seen:
+                self._seen.add(place)
+                if len(self._seen) % self._of == self._share:
+                    self.count += 1
+                    self.fired = f"{frame.f_code.co_filename}:{frame.f_lineno} (offset {frame.f_lasti})"
+                    signal.raise_signal(signal.SIGUSR1)
+        return self
+
+
+def _is_framework(file: str) -> bool:
+    return is_own_code(file) or f"{os.sep}colocate_local{os.sep}" in file
+
+
+# -- one run
+
+
+def run(operation: Callable[[Stage], None], engine: str, handler: str, places: Places, folder: str) -> bool:
+    """One run with one signal; False when there is no place left."""
+    stage = Stage(engine, folder)
+    if operation not in _WITHOUT_GROUP:
+        stage.group = stage.spawn(stage.runtime)
+    handled: list[bool] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        faulthandler.dump_traceback_later(HANGS_AFTER_S, exit=True)
+        HANDLERS[handler](stage)
+        handled.append(True)
+
+    signal.signal(signal.SIGUSR1, handle)
+    places.fired = ""
+    raised: BaseException | None = None
+    sys.settrace(places)
+    try:
+        operation(stage)
+    except BaseException as error:
+        raised = error
+    finally:
+        sys.settrace(None)
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    if not places.fired:
+        if raised is not None:
+            raise raised
+        close_all()
+        return False
+    expected = _RAISES.get(handler)
+    if expected is not None:
+        assert isinstance(raised, expected), f"the interruption became {raised!r}"
+    else:
+        if not handled and raised is not None:
+            raise raised
+        assert handled, "the handler wasn't run to its end"
+        if handler != "close" and raised is not None:
+            raise raised
+        assert raised is None or isinstance(raised, colocate.ColocateError), repr(raised)
+    del raised
+    if handler != "close":
+        assert view(stage.bystander).add(2, 3) == 5
+        if stage.group is not None and stage.group.alive and operation is not close:
+            assert view(stage.group).add(2, 3) == 5
+        assert not stage.runtime.audit(), stage.runtime.audit()
+    close_all()
+    return True
+
+
+def close_all() -> None:
+    """Every runtime is closed, within a bounded time, whatever had become of it."""
+    for runtime in list(_live.values()):
+        began = time.monotonic()
+        runtime.close(grace=1, force=True)
+        took = time.monotonic() - began
+        assert took < CLOSES_WITHIN_S, f"the close took {took:.1f} s"
+        assert runtime.state == "closed", runtime.state
+
+
+def what_is_there() -> dict[str, list[str]]:
+    """Threads, processes and descriptors."""
+    descriptors = []
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # of the listing itself
+            descriptors.append(os.readlink(f"/proc/self/fd/{number}").split(":")[0])
+    return {
+        "threads": sorted(t.name for t in threading.enumerate() if not t.name.startswith(COURIER)),
+        "processes": sorted(str(child.pid) for child in psutil.Process().children(recursive=True)),
+        "descriptors": sorted(descriptors),
+    }
+
+
+def nothing_more_than(before: dict[str, list[str]]) -> None:
+    """What was made is gone, or goes within seconds."""
+    deadline = time.monotonic() + ENDS_WITHIN_S
+    while (now := what_is_there()) != before and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.01)
+    assert now == before, f"left behind: {now}\nbefore: {before}"
+
+
+def main() -> None:
+    """See above."""
+    operation, engine, handler, share, of = sys.argv[1:]
+    faulthandler.enable()
+    places = Places(int(share), int(of))
+    none = Places(0, 1 << 60)
+    with tempfile.TemporaryDirectory(prefix="colocate-signals-") as folder:
+        for _ in range(2):  # what is made once and stays
+            run(OPERATIONS[operation], engine, handler, none, folder)
+        before = what_is_there()
+        while True:
+            faulthandler.dump_traceback_later(HANGS_AFTER_S, exit=True)
+            try:
+                more = run(OPERATIONS[operation], engine, handler, places, folder)
+                nothing_more_than(before)
+            except BaseException as error:
+                error.add_note(f"with a signal at {places.fired}")
+                raise
+            if not more:
+                break
+    faulthandler.cancel_dump_traceback_later()
+    assert places.count, "there was no place"
+    print(places.count)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""A signal at each place of the framework's frames on the main thread: nothing hangs, tears or stays."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from tests.signals.program import HANDLERS, OPERATIONS
+
+ROOT = Path(__file__).parents[2]
+ENDS_WITHIN_S = 280.0
+# One of so many places: in `make test` for two handlers that stand for the two kinds, in `make suites` for all.
+SAMPLE = {"threads": 59, "processes": 211}
+ALL = {"threads": 3, "processes": 29}
+
+
+def run(module: str, arguments: Sequence[object]) -> str:
+    """What a program of this folder prints; it ends with an error, or with the stacks of all threads, if it isn't 0."""
+    done = subprocess.run(
+        [sys.executable, "-m", f"tests.signals.{module}", *map(str, arguments)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(":")},
+        capture_output=True,
+        text=True,
+        timeout=ENDS_WITHIN_S,
+    )
+    assert done.returncode == 0, f"{' '.join(map(str, arguments))}\n{done.stdout[-2000:]}{done.stderr[-20000:]}"
+    return done.stdout
+
+
+@pytest.mark.parametrize("engine", SAMPLE)
+def test_law(engine: str) -> None:
+    """The main thread takes no lock of the framework, whatever is called."""
+    assert run("law", [engine]) == "none\n"
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("handler", ["interrupt", "keep"])
+def test_sample_on_threads(operation: str, handler: str) -> None:
+    """Some of the places."""
+    assert int(run("program", [operation, "threads", handler, 0, SAMPLE["threads"]])) > 0
+
+
+@pytest.mark.parametrize("operation", ["spawn", "call", "close"])
+def test_sample_on_processes(operation: str) -> None:
+    """Some of the places."""
+    assert int(run("program", [operation, "processes", "interrupt", 0, SAMPLE["processes"]])) > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("engine", ALL)
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("handler", HANDLERS)
+def test_all(engine: str, operation: str, handler: str) -> None:
+    """Every third place on threads; fewer on processes, where a run takes longer and the main thread does the same."""
+    share = list(HANDLERS).index(handler) % ALL[engine]  # other places for each handler
+    assert int(run("program", [operation, engine, handler, share, ALL[engine]])) > 0
