@@ -187,7 +187,12 @@ def frames() -> Iterator[FrameType]:
             frame, other = other, None
 
 
-def off_main(work: Callable[[], T], interrupted: Callable[[], object] | None = None, waits_s: float | None = 0.0) -> T:
+def off_main(
+    work: Callable[[], T],
+    interrupted: Callable[[], object] | None = None,
+    waits_s: float | None = 0.0,
+    in_any_case: bool = False,
+) -> T:
     """Do some work on a thread that isn't the main one, and wait for it.
 
     Args:
@@ -196,6 +201,7 @@ def off_main(work: Callable[[], T], interrupted: Callable[[], object] | None = N
             to its end, unless it had not begun.
         waits_s: How long that end is waited for then, at most; None for as long as it takes. A second interruption ends
             that too.
+        in_any_case: Whether it is done also when the interruption comes before it has begun.
 
     Raises:
         BaseException: What the work raises, or the handler of a signal.
@@ -210,7 +216,9 @@ def off_main(work: Callable[[], T], interrupted: Callable[[], object] | None = N
         if job.error is None:
             return job.value  # type: ignore[return-value]
     except BaseException:
-        if not job.withdraw():
+        if in_any_case:
+            _couriers.put(job)  # once more, perhaps: only one of them counts
+        if in_any_case or not job.withdraw():
             if interrupted is not None:
                 hand_over(interrupted)
             job.done.wait(waits_s)

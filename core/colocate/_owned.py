@@ -283,7 +283,7 @@ class Owned:
                 wrong.append(error)
 
         try:
-            off_main(close, self.hurry, None)
+            off_main(close, self.hurry, None, in_any_case=True)
         except BaseException as interruption:
             for error in wrong:
                 for each in error.exceptions if isinstance(error, BaseExceptionGroup) else (error,):

@@ -72,7 +72,6 @@ class Signals(Scripted):
                 with CONNECT as runtime:
                     pool = runtime.reserve(2, cpus=0)
                     hangs = {{"hangs": colocate.role(HangsAtStart, {gate.address!r})}}
-                    began = time.monotonic()
                     say(interrupted(lambda: pool.spawn(hangs)))
                     say([[group.name for group in runtime.groups.values()], str(runtime.audit())])
                     group = pool.spawn(ROLES)
@@ -96,9 +95,14 @@ class Signals(Scripted):
                 group = runtime.reserve(2, cpus=0).spawn(ROLES)
                 say([pid for pid, _, _ in group.role("echo", Echo).place()])
                 call = group.role("faulty").wait.submit({gate.address!r})
+
+                def tell():
+                    while runtime.state == "ready":
+                        time.sleep(0.01)
+                    say("closing")
+
                 wait()
-                say("closing")
-                began = time.monotonic()
+                threading.Thread(target=tell).start()
                 say(interrupted(lambda: runtime.close(grace=1000)))
                 say([runtime.state, group.state, type(call.exception()).__name__])
                 runtime.close()
