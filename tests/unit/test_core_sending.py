@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import pytest
@@ -87,14 +88,19 @@ def test_releases_of_a_failed_send(kind: str, monkeypatch: pytest.MonkeyPatch) -
             send(host, frame)
 
         monkeypatch.setattr(ThreadHost, "send", failing)
-        with group.order.lock:  # so that no other message carries it
-            kept.free()
-            if kind == "call":
-                with pytest.raises(OSError, match="open files"):
-                    echo.make(1)
-            elif kind == "batch":
-                with pytest.raises(OSError, match="open files"), group.pipeline():
-                    echo.make.submit(1)
+
+        def use() -> None:  # not on the main thread, which has its calls sent by another one
+            with group.order.lock:  # so that no other message carries it
+                kept.free()
+                if kind == "call":
+                    with pytest.raises(OSError, match="open files"):
+                        echo.make(1)
+                elif kind == "batch":
+                    with pytest.raises(OSError, match="open files"), group.pipeline():
+                        echo.make.submit(1)
+
+        with ThreadPoolExecutor(1) as other:
+            other.submit(use).result(PATIENCE_S)
         wait_until(lambda: failures == [kind], "sending has failed")
         wait_until(lambda: [len(store) for store in stores] == [0, 0], "both ranks have been told")
         assert echo.make(1) == [0, 1]
