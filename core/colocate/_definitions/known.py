@@ -17,6 +17,7 @@ from types import FunctionType
 from typing import Any, TypeAlias
 
 from colocate._definitions.names import MISSING, is_main, main_module
+from colocate._off_main import off_main
 from colocate.errors import ColocateError
 
 _ORIGIN_BITS, _NUMBER_BITS = 30, 32
@@ -125,8 +126,10 @@ os.register_at_fork(after_in_child=_after_fork)
 def definition_of(thing: Any) -> Definition:
     """The definition of a class or function of this process; it has an id from now on."""
     found = _by_object.get(id(thing))
-    if found is not None:
-        return found
+    return found if found is not None else off_main(lambda: _new_definition(thing))
+
+
+def _new_definition(thing: Any) -> Definition:
     with lock:
         found = _by_object.get(id(thing))
         if found is None:
@@ -177,6 +180,11 @@ def find(id: int) -> Definition:
 
 def function_id(function: FunctionType) -> int:
     """The id of a function that no name leads to."""
+    found = _function_ids.get(function)
+    return found if found is not None else off_main(lambda: _new_function_id(function))
+
+
+def _new_function_id(function: FunctionType) -> int:
     with lock:
         found = _function_ids.get(function)
         if found is None:
@@ -203,6 +211,10 @@ def space_of(names: dict[str, Any]) -> Space:
     found = _spaces.get(id(names))
     if found is not None and found.names is names:
         return found
+    return off_main(lambda: _new_space(names))
+
+
+def _new_space(names: dict[str, Any]) -> Space:
     with lock:
         main = main_module()
         key = "__main__" if main is not None and main.__dict__ is names else new_id()

@@ -18,6 +18,7 @@ from colocate._definitions import known
 from colocate._definitions.known import Definition, Global, Links, Need, Space
 from colocate._definitions.making import Making
 from colocate._definitions.names import MISSING
+from colocate._off_main import off_main
 from colocate.errors import SerializationError
 from colocate.wire.codec import Packed, pack, pickler_for, unpack
 
@@ -186,9 +187,14 @@ class Arrived:
         self._body: Packed | None = body
         self._binds = binds
         self._held: list[Definition] = []
+        self._is_loaded = False
 
     def load(self) -> None:
         """Make its definitions and set its globals, once. Who wants something of it is told what has gone wrong."""
+        if not self._is_loaded:
+            off_main(self._load)
+
+    def _load(self) -> None:
         with known.lock:
             body, self._body = self._body, None
             if body is None:
@@ -203,6 +209,7 @@ class Arrived:
             if self._binds:
                 for value in values:
                     _bind(*value)
+            self._is_loaded = True
 
     def _read(self, body: Packed) -> list[tuple[Any, ...]]:
         unpickler = pickle.Unpickler(io.BytesIO(body.data), buffers=iter(body.buffers))
@@ -251,7 +258,7 @@ class Inbox:
         """Args: binds: Whether the globals in them are set here."""
         self._binds = binds
         self._lots: list[Arrived] = []
-        self._loaded = 0
+        self._loaded = self._whole = 0
         self.count = 0
 
     def put(self, ids: Sequence[int], body: Packed) -> None:
@@ -268,10 +275,15 @@ class Inbox:
         Raises:
             Exception: One of them can't be loaded; what needs it later is told again, and nothing else is.
         """
+        if count > self._whole:
+            off_main(lambda: self._load(count))
+
+    def _load(self, count: int) -> None:
         with known.lock:
             while self._loaded < count:
                 self._loaded += 1
                 self._lots[self._loaded - 1].load()
+            self._whole = max(self._whole, count)
 
 
 # -- for those who can ask nobody
