@@ -92,7 +92,9 @@ class Links:
 
 Need: TypeAlias = "Definition | Global"
 
-lock = threading.RLock()  # for what is found here together: an object's id, the loading of a lot
+lock = (
+    threading.RLock()
+)  # never taken on the main thread; for what is found here together: an object's id, the loading of a lot
 _by_id: weakref.WeakValueDictionary[int, Definition] = weakref.WeakValueDictionary()
 _by_object: weakref.WeakValueDictionary[int, Definition] = weakref.WeakValueDictionary()
 _spaces: weakref.WeakValueDictionary[int, Space] = weakref.WeakValueDictionary()
@@ -145,6 +147,11 @@ def _note(definition: Definition) -> None:
 
 def defined(id: int, thing: Any) -> Definition:
     """An object that came under an id: known by it from now on, by whoever holds the definition."""
+    found = _by_id.get(id)
+    return found if found is not None else off_main(lambda: _new_defined(id, thing))
+
+
+def _new_defined(id: int, thing: Any) -> Definition:
     with lock:
         found = _by_id.get(id)
         if found is None:
@@ -201,9 +208,13 @@ def function_known(id: int) -> FunctionType | None:
 
 def note_function(id: int, function: FunctionType) -> None:
     """A function that came under an id."""
-    with lock:
-        _functions.setdefault(id, function)
-        _function_ids.setdefault(function, id)
+
+    def note() -> None:
+        with lock:
+            _functions.setdefault(id, function)
+            _function_ids.setdefault(function, id)
+
+    off_main(note)
 
 
 def space_of(names: dict[str, Any]) -> Space:
@@ -226,6 +237,10 @@ def _new_space(names: dict[str, Any]) -> Space:
 
 def space_named(key: str | int, name: str) -> Space:
     """The space of a key that came from elsewhere; a new one, of which `name` is the `__name__`, if it is unknown."""
+    return off_main(lambda: _space_named(key, name))
+
+
+def _space_named(key: str | int, name: str) -> Space:
     with lock:
         if is_main(key):
             main = main_module()
