@@ -256,16 +256,17 @@ def pipeline(group: ColocatedGroup) -> Iterator[None]:
     try:
         _open.set(found)
         yield
-    except BaseException as error:
+        _open.set(None)
         if not found.forked:
+            off_main(found.end, waits_s=None)
+    except BaseException as error:
+        if found.open and not found.forked:  # nothing of it has been sent
             found.open = False
             failure = error
             off_main(lambda: found.forget(0, failure), waits_s=None)
         raise
     finally:
         _open.set(None)
-    if not found.forked:
-        off_main(found.end, waits_s=None)
 
 
 @contextmanager
