@@ -359,6 +359,8 @@ class Pool(Owned):
         """Close it at once: who was making it has been interrupted. One that was to be attached goes on."""
         if self.tenancy is not None:
             self.tenancy.own = False
+        elif self.reservation is None:
+            self.runtime.executor.withdraw(self.request)
         super().give_up(by)
 
     def _give_back(self, reservation: Reservation) -> None:

@@ -233,6 +233,12 @@ class Executor(abc.ABC):
             PlacementTimeout: It doesn't fit now; nothing stays pending.
         """
 
+    def withdraw(self, request: Request) -> None:  # noqa: B027  # it may do nothing
+        """Nobody waits for `reserve(request)` any more (Ctrl-C): have it end soon, by any error, or with a reservation.
+
+        From another thread, perhaps before it has begun or after it has ended. Without it, it ends in its own time.
+        """
+
     @abc.abstractmethod
     def launch(self, place: Place, boot: Boot, events: HostEvents) -> Host:
         """Start `colocate.worker` in a slot and return at once; its first message is `hello`.

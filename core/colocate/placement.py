@@ -64,6 +64,7 @@ class Ledger:
         self._device = device
         self._news = threading.Condition()
         self._held: dict[int, tuple[Reservation, float]] = {}
+        self._withdrawn: set[str] = set()  # ids, which come once
 
     def reserve(self, request: Request) -> Reservation:
         """Take all slots of a request, waiting up to its timeout.
@@ -85,11 +86,19 @@ class Ledger:
                     self._held[id(held)] = held, time.time()
                     return held
                 left = deadline - time.monotonic()
+                if request.id in self._withdrawn:
+                    raise PlacementTimeout(words(request, "was withdrawn while it was waited for"))
                 if left <= 0 or not self._news.wait(left):
                     raise PlacementTimeout(
                         words(request, f"did not become free within {request.timeout:g} s"),
                         nodes=self._table(request),
                     )
+
+    def withdraw(self, request: Request) -> None:
+        """Nobody waits for a request any more (for `Executor.withdraw`)."""
+        with self._news:
+            self._withdrawn.add(request.id)
+            self._news.notify_all()
 
     def release(self, reservation: Reservation) -> None:
         """Give slots back."""

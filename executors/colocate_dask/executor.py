@@ -31,7 +31,7 @@ from colocate.executor import (
 )
 from colocate.gpus import VARIABLE, count_gpus, names
 from colocate.keeper import Estate, Keepers, KeptSlot
-from colocate.placement import Ledger
+from colocate.placement import Ledger, words
 from colocate_dask import far, reservations
 from colocate_dask.certificates import security_of
 from colocate_dask.connection import Connection
@@ -51,6 +51,7 @@ class Lot:
     """What a reservation holds: its slots by Dask worker; what it took of a private cluster; what can be detached."""
 
     id: str
+    label: str = ""
     slots: dict[str, KeptSlot] = attrs.field(factory=dict)
     workers: tuple[str, ...] = ()
     taken: Reservation | None = None
@@ -123,6 +124,7 @@ class DaskExecutor(Executor, OwnProcess, MultiNode):
         """Use `connect`."""
         self._share = share
         self._held: dict[str, Lot] = {}
+        self._withdrawn: set[str] = set()
         self._own = own
         self._ledger = Ledger([own], _device) if own is not None else None
         self._gpus = names(own.gpus) if own is not None else ()  # of the private cluster
@@ -156,16 +158,27 @@ class DaskExecutor(Executor, OwnProcess, MultiNode):
 
     def reserve(self, request: Request) -> Reservation:
         """Hold a Dask worker per slot, with a keeper in each."""
-        held = Lot(secrets.token_hex(8))
+        held = Lot(secrets.token_hex(8), request.id)
         self._held[held.id] = held
         try:
+            if request.id in self._withdrawn:  # who withdraws looks the other way round: one of the two sees it
+                raise PlacementTimeout(words(request, "was withdrawn before it was asked for"))
             if self._ledger is not None:
                 held.taken = self._ledger.reserve(request)
             places = self._place(held, request)
-        except BaseException:  # Ctrl-C too: nothing stays pending
+        except BaseException:  # nothing stays pending
             self._free(held)
             raise
         return Reservation(places, held)
+
+    def withdraw(self, request: Request) -> None:
+        """Nobody waits for them any more."""
+        self._withdrawn.add(request.id)
+        if self._ledger is not None:
+            self._ledger.withdraw(request)
+        for held in list(self._held.values()):
+            if held.label == request.id and not held.slots:
+                self._connection.on_scheduler(reservations.release, held.id, within_s=ANSWER_S)
 
     def launch(self, place: Place, boot: Boot, events: HostEvents) -> Host:
         """Start a worker in a slot, by its keeper."""

@@ -75,6 +75,10 @@ class Local(Executor):
         self._runtimes.add(request.id.partition("/")[0])
         return self._ledger.reserve(request)
 
+    def withdraw(self, request: Request) -> None:
+        """Nobody waits for them any more."""
+        self._ledger.withdraw(request)
+
     def release(self, reservation: Reservation) -> None:
         """Give them back."""
         self._ledger.release(reservation)

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, ClassVar
 
-from colocate.errors import ConfigError, EngineError
+from colocate.errors import ConfigError, EngineError, PlacementTimeout
 from colocate.executor import (
     Boot,
     Executor,
@@ -27,6 +27,7 @@ from colocate.executor import (
 )
 from colocate.gpus import count_gpus, listed, names
 from colocate.keeper import Keepers, KeptSlot
+from colocate.placement import words
 from colocate_ray.certificates import tls_of_environment
 from colocate_ray.envoy import Envoy
 from colocate_ray.leftovers import left_here
@@ -102,6 +103,8 @@ class RayExecutor(Executor, OwnProcess, MultiNode):
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._slots: dict[_Key, KeptSlot] = {}
+        self._asked: dict[str, int] = {}  # what is being reserved: the numbers of requests
+        self._withdrawn: set[str] = set()
         self._lost: dict[_Key, str] = {}
         self._ends: dict[_Key, Future[None]] = {}  # of keepers that didn't answer
         tls = None if cluster.private else tls_of_environment()  # before there is anything that an error would leave
@@ -115,14 +118,21 @@ class RayExecutor(Executor, OwnProcess, MultiNode):
 
     def reserve(self, request: Request) -> Reservation:
         """Hold slots in a placement group, with a keeper in each."""
-        number = next(self._numbers)
+        number = self._asked[request.id] = next(self._numbers)
         try:
+            if request.id in self._withdrawn:  # who withdraws looks the other way round: one of the two sees it
+                raise PlacementTimeout(words(request, "was withdrawn before it was asked for"))
             slots: list[Slot] = self._envoy.call("reserve", number, request, self._keepers.key)
             return Reservation(tuple(self._place(number, slot) for slot in slots), number)
-        except BaseException as error:
-            if not isinstance(error, Exception):  # Ctrl-C, while the envoy goes on
-                self._envoy.post("release", number)
-            raise
+        finally:
+            self._asked.pop(request.id, None)
+
+    def withdraw(self, request: Request) -> None:
+        """Nobody waits for them any more."""
+        self._withdrawn.add(request.id)
+        number = self._asked.get(request.id)
+        if number is not None:
+            self._envoy.post("release", number)
 
     def _place(self, number: int, slot: Slot) -> Place:
         key = number, slot.index

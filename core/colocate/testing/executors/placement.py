@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import signal
 import threading
+import time
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -31,6 +34,9 @@ def _gpus(patch: pytest.MonkeyPatch, visible: str | None) -> Iterator[None]:
     else:
         patch.setenv(gpus.VARIABLE, visible)
     yield
+
+
+_WAITS_S = 0.5  # the request may be waiting by then, or be on its way
 
 
 class Placement(ExecutorCase):
@@ -76,6 +82,30 @@ class Placement(ExecutorCase):
         assert not runtime.children
         with runtime.reserve(slots=2, cpus=1, timeout=0):
             pass
+
+    def test_interrupted_reserve(self, two_cpus: Runtime) -> None:
+        """Ctrl-C while slots are waited for withdraws the request, at once: nothing stays pending."""
+
+        def interrupt(number: int, frame: FrameType | None) -> None:
+            raise KeyboardInterrupt
+
+        before = signal.signal(signal.SIGUSR1, interrupt)
+        try:
+            with two_cpus.reserve(slots=2, cpus=1):
+                main = threading.main_thread().ident
+                assert main is not None
+                timer = threading.Timer(_WAITS_S, signal.pthread_kill, (main, signal.SIGUSR1))
+                timer.start()
+                began = time.monotonic()
+                with pytest.raises(KeyboardInterrupt):
+                    two_cpus.reserve(slots=1, cpus=1, timeout=1000)
+                assert time.monotonic() - began < PATIENCE_S
+                timer.join()
+                assert len(two_cpus.children) == 1
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+        with two_cpus.reserve(slots=2, cpus=1, timeout=0):
+            assert not two_cpus.audit()
 
     def test_does_not_fit_now(self, two_cpus: Runtime) -> None:
         """What doesn't fit now is an error when time is up, says what is free, and holds nothing back."""

@@ -55,6 +55,10 @@ class Outposts(Executor, OwnProcess):
             raise
         return attrs.evolve(reservation, places=tuple(places), handle=(reservation, posts))
 
+    def withdraw(self, request: Request) -> None:
+        """Nobody waits for them any more."""
+        self._ledger.withdraw(request)
+
     def launch(self, place: Place, boot: Boot, events: HostEvents) -> Host:
         """Start a worker."""
         kept: KeptSlot = place.handle
