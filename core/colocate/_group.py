@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, overload
 
 from colocate import _checkpoint, _functions
 from colocate._context import Context
+from colocate._jobs import error_text
 from colocate._mesh import Ranks
 from colocate._method import MethodSpec
 from colocate._numbers import limit, seconds
@@ -306,7 +307,7 @@ class ColocatedGroup(Owned):
 
     def fail_for_good(self, error: ColocateError, why: BaseException) -> None:
         """It could not be restarted."""
-        error.add_note(f"and group {self.name!r} could not be restarted: {why}")
+        error.add_note(f"and group {self.name!r} could not be restarted: {error_text(why)}")
         with self.order.lock:
             self.failure = error
             self.workforce.failure_seen = False

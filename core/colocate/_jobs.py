@@ -216,4 +216,5 @@ def report_exception() -> None:
     """Report the exception being handled as one that ended a thread would be."""
     kind, value, trace = sys.exc_info()
     if kind is not None:
-        threading.excepthook(threading.ExceptHookArgs((kind, value, trace, threading.current_thread())))
+        with suppress(BaseException):  # hook and stream may be users' own, and this thread is to go on
+            threading.excepthook(threading.ExceptHookArgs((kind, value, trace, threading.current_thread())))

@@ -19,7 +19,7 @@ def duration_problem(value: Any, *, positive: bool = False) -> str | None:
     """What is wrong with a number of seconds, in words; None when nothing is."""
     wanted = "a number of seconds, more than 0" if positive else "a number of seconds, 0 or more"
     if not _is_number(value) or value != value or value < 0 or (positive and value == 0):
-        return f"must be {wanted} (math.inf for ever), not {_shown(value)}"
+        return f"must be {wanted} (math.inf for ever), not {shown(value)}"
     return None
 
 
@@ -52,7 +52,7 @@ def amount_problem(value: Any, *, whole: bool = False, least: int = 0) -> str | 
     fits = isinstance(value, numbers.Integral) if whole else _is_number(value)
     if not fits or isinstance(value, bool) or value != value or not least <= value <= _MOST:
         kind = "a whole number" if whole else "a number"
-        return f"must be {kind} from {least} to {_MOST:,}, not {_shown(value)}"
+        return f"must be {kind} from {least} to {_MOST:,}, not {shown(value)}"
     return None
 
 
@@ -60,7 +60,8 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """A value as an error shows it: of bounded length."""
     try:
         text = repr(value)
     except ValueError:  # an integer of more digits than Python prints

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from colocate._jobs import message_of, report_exception
 from colocate.errors import ClosedError, ColocateError, GroupRestarted, WorkerDied
 
 if TYPE_CHECKING:
@@ -146,7 +147,10 @@ class Restarts:
                 if self._used >= self.limit:
                     group.fail_for_good(cause, fault)
                     return
-                self._log(f"group {group.name!r} could not be restarted, and is tried again: {fault}")
+                self._log(f"group {group.name!r} could not be restarted, and is tried again: {message_of(fault)}")
+        except BaseException as error:  # a mistake here: nobody else would rebuild it
+            report_exception()
+            group.fail_for_good(cause, error)
         finally:
             with group.order.lock:  # as the next one is begun
                 if number == self._round:  # otherwise it has failed again: that one tells
@@ -171,7 +175,7 @@ class Restarts:
         except ClosedError as error:  # just now: whoever closes it ends the workers, here or there
             group.workforce.kill()
             return error
-        except Exception as error:
+        except BaseException as error:  # packing and unpacking roles is users' code: it may raise SystemExit, say
             group.workforce.kill()
             return error
         source = "anew" if checkpoint is None else f"from its checkpoint {checkpoint.tag!r}"

@@ -211,6 +211,13 @@ def test_numbers_in_a_config(tmp_path: Any, key: str, value: str, words: str) ->
     assert words in str(caught.value)
 
 
+def test_sizes(made: Made) -> None:
+    """Of bytes there is no infinity either."""
+    for size in (math.nan, -1, 10**5000, "9" * 400, "9" * 400 + "GiB", "-1GiB", "nan", 1 << 61, True):
+        with pytest.raises(ConfigError, match=r"host_memory=.{1,50} is no size"):
+            made.runtime.reserve(1, host_memory=size)  # type: ignore[arg-type]
+
+
 def test_bounds() -> None:
     """What for ever is."""
     assert seconds(math.inf, "x") == seconds(10**400, "x") == seconds(FOREVER_S, "x") == FOREVER_S

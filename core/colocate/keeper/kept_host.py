@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from colocate import wire
+from colocate._jobs import error_text, report_exception
 from colocate.errors import ClosedError
 from colocate.executor import Boot, Exit, Host, HostEvents
 from colocate.keeper.greeting import TOKEN_BYTES
@@ -69,6 +70,15 @@ class KeptHost(Host):
 
     def connect(self) -> None:
         """Have the keeper start it, and open its lane."""
+        try:
+            self._connect()
+        except BaseException as error:  # a mistake here: there is a group that waits
+            report_exception()
+            exit = Exit(detail=f"the thread that opens its lane was ended by {error_text(error)}")
+            self.slot.keepers.hub.later(0.0, partial(self.ended, exit))
+            self.slot.command("kill", self.token)
+
+    def _connect(self) -> None:
         slot, hub = self.slot, self.slot.keepers.hub
         lost = slot.wait_connected()
         if lost is not None or self._killed:

@@ -13,6 +13,7 @@ from typing import Any
 import attrs
 
 from colocate import wire
+from colocate._jobs import report_exception
 from colocate.errors import ClosedError
 from colocate.executor import Boot, Exit, Host, HostEvents, Running
 from colocate.keeper.greeting import COMMANDS, TOKEN_BYTES
@@ -219,7 +220,9 @@ class KeptSlot:
         try:
             if not self._closed:
                 self._dial()
-        except (OSError, ClosedError) as error:
+        except BaseException as error:  # whatever it is: there is a group that waits
+            if not isinstance(error, OSError | ClosedError):
+                report_exception()
             self._lost = f"its keeper can't be reached: {error}"
             self._end_keeper(partial(self._over, self._lost))
         finally:

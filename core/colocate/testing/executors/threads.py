@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import os
 import sys
 import threading
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
-from colocate.testing.probes.plain import Echo, Talker
+from colocate.testing.probes.plain import Echo, Plain, Talker
 from colocate.testing.probes.rows import Rows
 from colocate.testing.waiting import PATIENCE_S
 
@@ -112,6 +113,18 @@ class Undisturbed(ExecutorCase):
             over.set()
         group.close()
 
+    @needs(OwnProcess)
+    def test_a_restart_that_a_type_ends(self, spawn: Spawn) -> None:
+        """An argument of a role that can be packed once only: the group fails for good, and says why."""
+        once: Any = Once()
+        group = spawn({"plain": colocate.role(Plain, once)}, on_failure="restart", restarts=1)
+        with pytest.raises(WorkerDied):
+            group.run(_leave)
+        with pytest.raises(ColocateError) as caught:
+            group.wait_ready(PATIENCE_S)
+        (note,) = [note for note in caught.value.__notes__ if "could not be restarted" in note]
+        assert "once only" in note
+
     def test_progress_of_any_number(self, copying: ColocatedGroup) -> None:
         """A number of a type of the role's own is told as the number that it is: the driver needs no such type."""
         copying.run(_progress)
@@ -155,6 +168,22 @@ class Undisturbed(ExecutorCase):
 
 def _make_a_mistake() -> None:
     raise ZeroDivisionError("a mistake")
+
+
+class Once:
+    """Can be packed once."""
+
+    packed = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.packed:
+            raise SystemExit("once only")
+        self.packed = True
+        return int, ()
+
+
+def _leave(ctx: Context) -> None:
+    os._exit(1)
 
 
 def _progress(ctx: Context) -> None:
