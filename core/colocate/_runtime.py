@@ -24,7 +24,7 @@ from colocate._group import ColocatedGroup
 from colocate._jobs import JobThread, error_text, report_exception
 from colocate._numbers import FOREVER_S, amount_problem, duration_problem, limit, seconds
 from colocate._off_main import off_main
-from colocate._owned import Making, Owned, at, raise_together
+from colocate._owned import Making, Owned, at, caller, raise_together
 from colocate._plugins import find_executor, plugins
 from colocate._pool import Pool, close_children
 from colocate._printer import Printer
@@ -32,7 +32,7 @@ from colocate._records import Observers
 from colocate._slow import SlowCalls
 from colocate.config.arguments import options_of
 from colocate.config.values import path_text
-from colocate.errors import CapabilityError, ColocateError, ConfigError, Mistake
+from colocate.errors import CapabilityError, ColocateError, ConfigError, Mistake, PlacementTimeout
 from colocate.executor import Detachable, Executor, OwnProcess, Request
 
 _SETTLES_S = 5.0  # at interpreter exit, for a checkpoint, say, for which nobody has waited to its end
@@ -46,6 +46,7 @@ def connect(
     seed: int = 0,
     strict: bool = False,
     call_timeout: float | None = None,
+    replace: bool = False,
     **options: Any,
 ) -> Runtime:
     """Connect to an executor.
@@ -57,6 +58,8 @@ def connect(
             are checked for writes by their contents.
         call_timeout: Seconds after which a call is given up that names no `options(timeout=...)` of its own; None for
             never.
+        replace: Close this process's earlier runtimes on this executor first, with all that they own: for a notebook's
+            cell that is run again.
         **options: The executor's own options.
 
     Returns:
@@ -71,9 +74,20 @@ def connect(
         options["strict"] = True
     call_timeout = limit(call_timeout, "connect(call_timeout)", positive=True)
     making: Making[Runtime] = Making(f"connect({executor!r})")
-    return making.run(
-        lambda: making.made(Runtime(executor, _connected(executor, cls, options), seed, strict, call_timeout))
-    )
+
+    def start() -> Runtime:
+        if replace:
+            _close_earlier(executor)
+        return making.made(Runtime(executor, _connected(executor, cls, options), seed, strict, call_timeout))
+
+    return making.run(start)
+
+
+def _close_earlier(executor: str) -> None:
+    where = at(caller())
+    for runtime in reversed(list(_live.values())):
+        if runtime.name == executor and not runtime.forked:
+            runtime.close_for(f"connect({executor!r}, replace=True) at {where}", 2.0, True)
 
 
 def _connected(name: str, cls: type[Executor], options: dict[str, Any]) -> Executor:
@@ -182,7 +196,9 @@ class Runtime(Owned):
             try:
                 self.check()  # again: who has closed it meanwhile didn't see the pool
                 reservation = self.executor.reserve(request)
-            except BaseException:
+            except BaseException as error:
+                if isinstance(error, PlacementTimeout):
+                    self._name_holders(error, pool)
                 pool.close_for("its failed reservation", 0.0, True)
                 raise
             pool.hold(reservation)
@@ -200,6 +216,16 @@ class Runtime(Owned):
         """A name for a pool that no living one has."""
         taken = {child.name for child in list(self.children.values())}
         return next(name for number in self._pool_numbers if (name := f"pool-{number}") not in taken)
+
+    def _name_holders(self, error: PlacementTimeout, waited: Pool) -> None:
+        """Say which pools of this runtime have slots: in a notebook, the one of a cell that is run again."""
+        pools = [child for child in list(self.children.values()) if isinstance(child, Pool) and child is not waited]
+        held = [f"pool {pool.name!r} has {len(pool)} (reserved at {at(pool.line)})" for pool in pools if len(pool)]
+        if held:
+            text = (
+                f"{error.message.removesuffix(':')}; of this runtime's own, {', '.join(held)}: close what isn't needed"
+            )
+            error.args = (f"{text}:",)
 
     def _pool_id(self, name: str) -> str:
         """An id for a pool's reservation: several pools may have one name."""

@@ -115,7 +115,7 @@ def connect_arguments(executor: type) -> Arguments:
 
     own = options_of(executor)
     general = arguments_of(connect, own.owner)
-    given = ("executor", "seed", "call_timeout")  # keys of their own in a config
+    given = ("executor", "seed", "call_timeout", "replace")  # keys of their own in a config, or of no use there
     parameters = {name: p for name, p in {**general.parameters, **own.parameters}.items() if name not in given}
     return Arguments(own.owner, parameters, {**general.hints, **own.hints}, own.open, _NUMBERS)
 

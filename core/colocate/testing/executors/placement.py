@@ -109,10 +109,11 @@ class Placement(ExecutorCase):
 
     def test_does_not_fit_now(self, two_cpus: Runtime) -> None:
         """What doesn't fit now is an error when time is up, says what is free, and holds nothing back."""
-        with two_cpus.reserve(slots=1, cpus=1):
+        with two_cpus.reserve(slots=1, cpus=1, name="holder"):
             with pytest.raises(PlacementTimeout, match="did not become free within 0 s") as caught:
                 two_cpus.reserve(slots=2, cpus=1, timeout=0)
             assert isinstance(caught.value, TimeoutError)
+            assert f"pool 'holder' has 1 (reserved at {__file__}:" in str(caught.value)
             assert "1 CPU" in str(caught.value.nodes[0]["free"])
             with two_cpus.reserve(slots=1, cpus=1, timeout=0):
                 pass

@@ -1,0 +1,84 @@
+"""A cell of a notebook that is run again, without closing what it made before."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import colocate
+from colocate.errors import ClosedError, PlacementTimeout
+from colocate.testing.probes.plain import Echo
+
+
+def cell(**options: bool) -> colocate.ColocatedGroup:
+    """What such a cell does."""
+    runtime = colocate.connect("local", cpus=2, **options)
+    return runtime.reserve(slots=2).spawn({"echo": colocate.role(Echo)}, name="policy")
+
+
+def test_a_cell_that_is_run_again_replaces_what_it_made() -> None:
+    first = cell(replace=True)
+    other = colocate.connect("local", strict=True)
+    second = cell(replace=True)
+    assert not first.alive
+    assert not other.alive
+    with pytest.raises(ClosedError, match=r"connect\('local', replace=True\) at .*test_notebook.py:12"):
+        first.role("echo", Echo).noop()
+    assert second.role("echo", Echo).noop() == [None, None]
+    second.pool.runtime.close()
+
+
+def test_what_is_not_replaced_stays() -> None:
+    first = cell()
+    second = cell()
+    assert first.role("echo", Echo).noop() == second.role("echo", Echo).noop()
+    for group in (first, second):
+        group.pool.runtime.close()
+
+
+def test_the_pool_of_the_run_before_is_named() -> None:
+    with colocate.connect("local", cpus=2) as runtime:
+        runtime.reserve(slots=2, name="main")
+        with pytest.raises(PlacementTimeout) as caught:
+            runtime.reserve(slots=2, timeout=0)
+        assert "of this runtime's own, pool 'main' has 2 (reserved at " in str(caught.value)
+        assert "test_notebook.py:" in str(caught.value)
+
+
+SCRIPT = """\
+import colocate
+from colocate import Concat, Role, Scatter, method
+
+
+class Writer(Role):
+    @method(dispatch=Scatter("words"), collect=Concat())
+    def write(self, words):
+        return [word.upper() for word in words]
+
+
+runtime = colocate.connect(processes=True)
+pool = runtime.reserve(slots=2)
+group = pool.spawn({"writer": colocate.role(Writer)}, name="first")
+"""
+
+BY_HAND = """\
+group.role("writer", Writer).write(["a", "b"])
+group.close()
+class Louder(Writer):
+    @method
+    def shout(self):
+        return self.write(["c"])
+
+pool.spawn({"louder": colocate.role(Louder)})["louder"].shout()
+runtime.close()
+"""
+
+
+def test_going_on_by_hand_after_a_script(tmp_path: Path) -> None:
+    """`python -i page.py`: the classes of the script and those of the prompt, in processes."""
+    (tmp_path / "page.py").write_text(SCRIPT)
+    command = [sys.executable, "-i", "page.py"]
+    done = subprocess.run(command, input=BY_HAND, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines() == ["['A', 'B']", "[['C'], ['C']]"]
+    assert "Error" not in done.stderr
