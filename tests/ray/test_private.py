@@ -21,7 +21,7 @@ import colocate
 from colocate import ColocatedGroup, Runtime, gpus
 from colocate.errors import ColocateError
 from colocate.testing.gate import Gate
-from colocate.testing.probes.faulty import Faulty
+from colocate.testing.probes.faulty import Faulty, Parent
 from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import Processes, send, starter_of, wait_until
 from colocate_ray.private import _STORE_BYTES
@@ -181,12 +181,12 @@ def test_larger_than_the_object_store(runtime: Runtime) -> None:
 
 
 def test_actor_dies(runtime: Runtime) -> None:
-    """The worker goes with the actor that holds its keeper; Ray's own words are in the error."""
+    """The worker and all that it has started go with the actor of its keeper; Ray's own words are in the error."""
     with runtime.reserve(2) as pool:
-        group = pool.spawn({"echo": colocate.role(Echo)})
+        group = pool.spawn({"echo": colocate.role(Echo), "parent": colocate.role(Parent)})
         (pid, *_), _ = group.role("echo", Echo).place()
         actor = starter_of(pid)
-        worker = Processes([pid])
+        worker = Processes([pid, *group.role("parent", Parent).start_children()[0]])
         os.kill(actor, signal.SIGKILL)
         error = death_of(group)
         worker.wait()
