@@ -196,6 +196,9 @@ class Executor(abc.ABC):
 
     The constructor connects and raises what a user can act on; after a failure nothing is left behind. Its keyword
     parameters are the options that a config may give (or those of `connect`, where that is overridden).
+
+    Core calls its methods on any thread but the driver's main one, several at once: no signal interrupts them. Only at
+    interpreter exit, when no thread can be started any more, does the main thread call.
     """
 
     name: ClassVar[str]
