@@ -10,7 +10,7 @@ import attrs
 
 from colocate._definitions import known, sources
 from colocate._definitions.known import Definition, Need
-from colocate._definitions.lots import Inbox, Lot
+from colocate._definitions.lots import Inbox, Lot, Receiver
 from colocate.errors import ColocateError
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ class Taught:
         self._group = group
         self._held: dict[int, Definition] = {}
         self._inbox = Inbox(binds=False)
+        self._tried = Receiver("is given it")
 
     def before(self, slots: Iterable[int], bodies: Iterable[Any]) -> None:
         """Have some workers know what bodies that are sent to them next only name. The order's lock is held.
@@ -32,11 +33,18 @@ class Taught:
         Raises:
             SerializationError: A definition, or a global that its code names, can't be sent.
         """
-        if self._group.runtime.executor.in_process:
-            return
         needs = {id(need): need for body in bodies for need in getattr(body, "needs", ())}
-        if needs:
+        if not needs:
+            return
+        if self._group.runtime.executor.in_process:
+            self._try(list(needs.values()))
+        else:
             self._give(slots, list(needs.values()))
+
+    def _try(self, needs: Sequence[Need]) -> None:
+        """Nothing travels within one process, but what couldn't is told there too, once (`strict=True`)."""
+        if lacking := self._tried.lacks(needs):
+            self._tried.has_got(self._tried.lot(lacking))
 
     def _give(self, slots: Iterable[int], needs: Sequence[Need]) -> None:
         executor, workers = self._group.runtime.executor, self._group.workforce.workers

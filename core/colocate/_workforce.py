@@ -110,7 +110,8 @@ class Workforce:
             self._wait(lambda: not self._unbuilt or self._build_failed, deadline)
             if self._build_failed:
                 # The others are told by a hold, and have as long as after any failed call.
-                self._granted = group.grace
+                if group.closed_by is None:
+                    self._granted = group.grace
                 self._wait(lambda: not self._unbuilt, time.monotonic() + group.grace)
         if group.closed_by is not None:
             group.check()

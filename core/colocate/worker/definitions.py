@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from colocate._definitions import known
 from colocate._definitions.lots import Inbox, Receiver
 from colocate._definitions.sources import Refused, Source
-from colocate.errors import ColocateError
 from colocate.worker.imports import DriversModules, imported_already
 
 if TYPE_CHECKING:
@@ -57,11 +56,8 @@ class Definitions:
         known.find_missing = self.find
         sys.meta_path.insert(0, DriversModules(self._modules))
 
-    def _modules(self, name: str) -> Mapping[str, Source | Refused] | None:
-        try:
-            found: Mapping[str, tuple[Any, ...]] = self._host.ask("module", name)
-        except ColocateError:  # there is no driver now, or nobody may wait for it
-            return None
+    def _modules(self, name: str) -> Mapping[str, Source | Refused]:
+        found: Mapping[str, tuple[Any, ...]] = self._host.ask("module", name)
         return {name: Source(*told) if len(told) > 1 else Refused(*told) for name, told in found.items()}
 
     def compare_modules(self) -> None:

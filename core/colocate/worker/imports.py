@@ -15,15 +15,16 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from colocate._definitions.sources import Refused, Source, digest, is_shipped_with_python
+from colocate.errors import ColocateError
 
-Ask = Callable[[str], Mapping[str, Source | Refused] | None]
+Ask = Callable[[str], Mapping[str, Source | Refused]]
 
 
 class DriversModules(importlib.abc.MetaPathFinder):
     """Finds the driver's modules before any other. Asks once for each name that isn't in the standard library."""
 
     def __init__(self, ask: Ask) -> None:
-        """Args: ask: What the driver has of a module; None when there is nobody to ask."""
+        """Args: ask: What the driver has of a module; ColocateError when it can't be asked."""
         self._ask = ask
         self._found: dict[str, Source | Refused] = {}
         self._others: set[str] = set()  # packages that are this machine's own
@@ -34,7 +35,12 @@ class DriversModules(importlib.abc.MetaPathFinder):
         if is_shipped_with_python(name) or name.partition(".")[0] in self._others:
             return None
         found = self._found.get(name)
-        answer = self._ask(name) if found is None and self._may_ask() else None
+        answer, unasked = None, ""
+        if found is None and self._may_ask():
+            try:
+                answer = self._ask(name)
+            except ColocateError as error:  # there is no driver now, or nobody may wait for it, or it can't tell
+                unasked = error.message
         if answer:
             self._found.update(answer)
             found = answer.get(name)
@@ -43,6 +49,11 @@ class DriversModules(importlib.abc.MetaPathFinder):
         other = PathFinder.find_spec(name, path)
         if isinstance(found, Refused) and other is None:
             raise ImportError(f"module {name!r} can't be had in this worker: {found.why}", name=name)
+        if unasked and other is None:
+            raise ModuleNotFoundError(
+                f"module {name!r} isn't installed in this worker, and the driver couldn't be asked for it: {unasked}",
+                name=name,
+            )
         if answer == {} and "." not in name and other is not None:
             self._others.add(name)
         return other

@@ -34,6 +34,7 @@ SUPERVISORS = 2
 
 _LEFT_S = 5.0  # for what SIGKILL doesn't end: processes in the kernel's hands, or of other users
 _TRACKERS_S = 5.0
+_LOWER_S = 1.0  # for the lower supervisor to end by itself: it may be stopped
 _LOOK_S, _LONGEST_S = 0.01, 0.5
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36
 _TRACKER = b"resource_tracker import main"  # multiprocessing's, and loky's
@@ -47,12 +48,12 @@ def supervise(starter: int) -> None:
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     above = starter
-    for _ in range(SUPERVISORS):
+    for lower in range(SUPERVISORS, 0, -1):
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         this = os.getpid()
         child = os.fork()
         if child:
-            _supervise(above, child)
+            _supervise(above, child, lower > 1)
         above = this
     os.setpgid(0, 0)  # a role that signals its process group doesn't mean these
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -61,11 +62,11 @@ def supervise(starter: int) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _supervise(above: int, child: int) -> NoReturn:
+def _supervise(above: int, child: int, supervises: bool) -> NoReturn:
     try:
         _let_go()
         _prctl(_PR_SET_PDEATHSIG, ENDS)
-        _Supervisor(above, child).run()
+        _Supervisor(above, child, supervises).run()
     except BaseException:
         import traceback  # not before: it isn't small
 
@@ -77,15 +78,18 @@ def _supervise(above: int, child: int) -> NoReturn:
 class _Supervisor:
     """Waits for the end of its child, or of what is above it. All signals are blocked."""
 
-    def __init__(self, above: int, child: int) -> None:
+    def __init__(self, above: int, child: int, supervises: bool) -> None:
+        """Args: supervises: Whether the child is a supervisor, too."""
         self._above = above
         self._child = child
+        self._supervises = supervises
         self._status: int | None = None
 
     def run(self) -> NoReturn:
         while self._reap() and self._status is None:
             if os.getppid() != self._above or signal.sigwaitinfo({signal.SIGCHLD, ENDS}).si_signo == ENDS:
-                _kill(self._child)  # at once: the kernel ends the worker with the lower one of these
+                # The other one goes on until nothing is left: whoever is about to kill this one doesn't kill both.
+                _kill(self._child, ENDS if self._supervises else signal.SIGKILL)
                 break
         self._end_all()
         assert self._status is not None
@@ -113,6 +117,8 @@ class _Supervisor:
                 if now - over > _LEFT_S + _TRACKERS_S:
                     return
             for pid in _below(os.getpid()):
+                if pid == self._child and self._supervises and now - began < _LOWER_S:
+                    continue
                 if now - began > _TRACKERS_S or not _tracks(pid):
                     _kill(pid)
             signal.sigtimedwait({signal.SIGCHLD}, pause)
@@ -173,9 +179,9 @@ def _tracks(pid: int) -> bool:
         return False
 
 
-def _kill(pid: int) -> None:
+def _kill(pid: int, number: int = signal.SIGKILL) -> None:
     try:
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, number)
     except OSError:  # it is gone, or another user's
         pass
 

@@ -384,11 +384,19 @@ class Residents(ExecutorCase):
         assert [type(error) for error in caught.value.exceptions] == [RoleError]
 
     def test_a_failure_that_was_used_is_not_logged(self, spawn: Spawn, caplog: pytest.LogCaptureFixture) -> None:
-        """Neither what somebody was told, nor what an open scope will raise at its end."""
+        """What somebody was told."""
         group = spawn({"faulty": colocate.role(Faulty)}, slots=1)
         faulty = group.role("faulty", Faulty)
         with pytest.raises(RoleError, match="a plain one"):
             faulty.fail.keep().fetch()
+        wait_until(lambda: not group.residents.kept, "its release has been sent")
+        assert [each for each in caplog.records if each.name == "colocate"] == []
+        group.close()
+
+    def test_a_scope_raises_what_failed_in_it(self, spawn: Spawn) -> None:
+        """At its end, and no other scope does."""
+        group = spawn({"faulty": colocate.role(Faulty)}, slots=1)
+        faulty = group.role("faulty", Faulty)
 
         def keep() -> None:
             with group.scope():
@@ -399,9 +407,7 @@ class Residents(ExecutorCase):
 
         with pytest.raises(RoleError, match="a plain one"):
             keep()
-        wait_until(lambda: not group.residents.kept, "their releases have been sent")
-        assert [each for each in caplog.records if each.name == "colocate"] == []
-        group.close()
+        group.close()  # it has been told
 
     def test_a_failure_that_was_dropped_voids_a_checkpoint(self, spawn: Spawn, tmp_path: Path) -> None:
         """Nothing is saved as if all had gone well, also when it fails just before the roles save themselves."""
