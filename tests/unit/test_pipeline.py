@@ -214,8 +214,10 @@ def test_behind_a_hold(groups: tuple[ColocatedGroup, ColocatedGroup]) -> None:
     """A pipeline that is sent while a hold is under way runs after it."""
     group, _ = groups
     faulty, echo = group.role("faulty", Faulty), group.role("echo", Echo)
-    with Gate() as gate:
-        failed = faulty.fail_after.submit([None, gate.address], failing=0)  # type: ignore[arg-type]
+    with Gate() as failing, Gate() as gate:
+        failed = faulty.fail_after.submit([failing.address, gate.address], failing=0)
+        gate.wait_for()  # a rank that hasn't begun the failed call never does, and the hold would be over
+        failing.open()
         assert isinstance(failed.exception(PATIENCE_S), colocate.RoleError)
         with group.pipeline():
             calls = [echo.first.submit(index) for index in range(5)]
