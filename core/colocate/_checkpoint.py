@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,8 +15,9 @@ import colocate
 from colocate._atomic import atomic_folder, settle
 from colocate._dispatch import plan
 from colocate._functions import everyone
+from colocate._numbers import FOREVER_S
 from colocate._pending import PendingCall
-from colocate._sending import submit
+from colocate._sending import ready, submit
 from colocate._view import RoleInfo, refuse_inside
 from colocate.errors import ColocateError, ConfigError, Mistake
 from colocate.worker.checkpoint import OWN, RECORD, role_folder
@@ -194,4 +194,4 @@ def _submit(group: ColocatedGroup, part: Path) -> PendingCall:
     role = everyone(group)
     planned = plan(SAVE.dispatch, {"directory": str(part)}, role.ranks)
     call = PendingCall(CHECKPOINT, "", CHECKPOINT, role.slots)
-    return submit(group, call, role, SAVE, planned, [], math.inf)  # large ones take long
+    return submit(ready(group, call, role, SAVE, planned, [], FOREVER_S))  # large ones take long

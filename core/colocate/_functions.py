@@ -14,7 +14,7 @@ from colocate._nesting import no_end
 from colocate._pending import PendingCall
 from colocate._pipeline import recording
 from colocate._resident import Consumer, Reference
-from colocate._sending import start
+from colocate._sending import ready, start
 from colocate._ship import ship
 from colocate._view import RoleInfo, refuse_inside, with_references
 from colocate.worker.build import Shipped
@@ -50,7 +50,7 @@ def run(
             raise error from None
         raise
     call = PendingCall(label, "", name, role.slots)
-    return start(group, call, role, RUN, planned, uses, None)
+    return start(ready(group, call, role, RUN, planned, uses, None))
 
 
 def _check_fits(function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

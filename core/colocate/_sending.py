@@ -6,6 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
+import attrs
+
 from colocate._dispatch import Plan
 from colocate._joiner import Joiner
 from colocate._method import MethodSpec
@@ -21,7 +23,18 @@ if TYPE_CHECKING:
     from colocate._view import RoleInfo
 
 
-def submit(
+@attrs.frozen(eq=False)
+class Ready:
+    """A call that is ready to be sent: `send` takes locks and changes state, so it isn't called on the main thread."""
+
+    group: ColocatedGroup
+    call: PendingCall
+    role: RoleInfo
+    spec: MethodSpec
+    send: Callable[[], None]
+
+
+def ready(
     group: ColocatedGroup,
     call: PendingCall,
     role: RoleInfo,
@@ -29,8 +42,10 @@ def submit(
     planned: Plan,
     uses: list[Reference],
     timeout: float | None,
-) -> PendingCall:
-    """Send a call to its ranks. Everything that can't be sent is found out before anything is.
+) -> Ready:
+    """Have everything ready, on the caller's thread, for users' code runs meanwhile.
+
+    Everything that can't be sent is found out before anything is.
 
     Args:
         group: The group.
@@ -41,72 +56,6 @@ def submit(
         uses: The residents among them.
         timeout: Seconds until it is given up; None for the runtime's default, `FOREVER_S` for never.
     """
-    off_main(prepared(group, call, role, spec, planned, uses, timeout), waits_s=None)
-    return call
-
-
-def start(
-    group: ColocatedGroup,
-    call: PendingCall,
-    role: RoleInfo,
-    spec: MethodSpec,
-    planned: Plan,
-    uses: list[Reference],
-    timeout: float | None,
-) -> PendingCall:
-    """As `submit`, for who waits for the call at once: that it can't be sent is its error then."""
-    send = prepared(group, call, role, spec, planned, uses, timeout)
-    if not on_main():
-        send()
-        return call
-
-    def send_or_fail() -> None:
-        try:
-            send()
-        except BaseException as error:
-            if not call.done():
-                call.uses = ()  # none was lent
-                group.order.drop(call, error)
-
-    hand_over(send_or_fail)
-    return call
-
-
-def keep(
-    group: ColocatedGroup,
-    call: PendingCall,
-    role: RoleInfo,
-    spec: MethodSpec,
-    planned: Plan,
-    uses: list[Reference],
-    timeout: float | None,
-) -> KeptResident[Any]:
-    """As `submit`, with the result staying in the workers. There is a handle from the moment when it is sent."""
-    call.keep = group.pool.base + group.runtime.new_key()
-    send = prepared(group, call, role, spec, planned, uses, timeout)
-    found, scopes = recording(group), group.residents.here()
-
-    def send_and_keep() -> KeptResident[Any]:
-        send()
-        kept = group.kept(call, role, spec)
-        group.residents.keep(kept, scopes)
-        if found is not None:
-            found.keep(kept)
-        return KeptResident(kept)
-
-    return off_main(send_and_keep, waits_s=None)
-
-
-def prepared(
-    group: ColocatedGroup,
-    call: PendingCall,
-    role: RoleInfo,
-    spec: MethodSpec,
-    planned: Plan,
-    uses: list[Reference],
-    timeout: float | None,
-) -> Callable[[], None]:
-    """Have everything ready, on the caller's thread, as users' code runs meanwhile; what is returned sends the call."""
     if timeout is None:
         timeout = group.runtime.call_timeout
     executor = group.runtime.executor
@@ -125,8 +74,51 @@ def prepared(
     if found is not None:
         group.check()
         packed = [bodies[id(arguments)] for arguments in planned.arguments]
-        return partial(found.add, Draft(group, call, role.key, call.method, packed, planned.valid, timeout), uses)
-    return partial(_send, group, call, role, planned, bodies, timeout)
+        draft = Draft(group, call, role.key, call.method, packed, planned.valid, timeout)
+        return Ready(group, call, role, spec, partial(found.add, draft, uses))
+    return Ready(group, call, role, spec, partial(_send, group, call, role, planned, bodies, timeout))
+
+
+def submit(ready: Ready) -> PendingCall:
+    """Send a call to its ranks."""
+    off_main(ready.send, waits_s=None)
+    return ready.call
+
+
+def start(ready: Ready) -> PendingCall:
+    """As `submit`, for who waits for the call at once: that it can't be sent is its error then."""
+    call = ready.call
+    if not on_main():
+        ready.send()
+        return call
+
+    def send_or_fail() -> None:
+        try:
+            ready.send()
+        except BaseException as error:
+            if not call.done():
+                call.uses = ()  # none was lent
+                ready.group.order.drop(call, error)
+
+    hand_over(send_or_fail)
+    return call
+
+
+def keep(ready: Ready) -> KeptResident[Any]:
+    """As `submit`, with the result staying in the workers. There is a handle from the moment when it is sent."""
+    group, call = ready.group, ready.call
+    call.keep = group.pool.base + group.runtime.new_key()
+    found, scopes = recording(group), group.residents.here()
+
+    def send_and_keep() -> KeptResident[Any]:
+        ready.send()
+        kept = group.kept(call, ready.role, ready.spec)
+        group.residents.keep(kept, scopes)
+        if found is not None:
+            found.keep(kept)
+        return KeptResident(kept)
+
+    return off_main(send_and_keep, waits_s=None)
 
 
 def _send(

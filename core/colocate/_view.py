@@ -20,7 +20,7 @@ from colocate._owned import Owned
 from colocate._pipeline import recording
 from colocate._resident import Consumer, Reference, Resident, check_same_runtime
 from colocate._role import no_such_method
-from colocate._sending import keep, start, submit
+from colocate._sending import keep, ready, start, submit
 from colocate._tree import map_leaves
 from colocate.errors import ColocateError
 
@@ -192,7 +192,7 @@ class ViewCall:
             if (error := no_end(arguments, self._label)) is not None:
                 raise error from None
             raise
-        return how(group, self._call(planned), self._role, spec, planned, uses, self._timeout)
+        return how(ready(group, self._call(planned), self._role, spec, planned, uses, self._timeout))
 
     def _call(self, planned: Plan) -> PendingCall:
         slots = self._role.slots
