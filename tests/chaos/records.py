@@ -8,6 +8,7 @@ from typing import Any
 import attrs
 
 from colocate import Call, ColocatedGroup
+from colocate.errors import RoleStartError
 
 
 @attrs.define(eq=False)
@@ -121,10 +122,12 @@ def chain(error: BaseException | None) -> tuple[BaseException, ...]:
 
 
 def short(error: BaseException | None) -> str:
-    """An error in a line."""
+    """An error in a line, with what each failed rank of a start says."""
     if error is None:
         return "no error"
     told = " <- ".join(
         f"{type(each).__name__}: {str(each).splitlines()[0] if str(each) else ''}" for each in chain(error)
     )
+    if isinstance(error, RoleStartError):
+        told += "".join(f"; rank {rank}: {short(each)}" for rank, each in error.errors.items())
     return told[:600]
