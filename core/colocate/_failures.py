@@ -17,13 +17,12 @@ from colocate.errors import (
     WorkerDied,
 )
 from colocate.executor import Exit
+from colocate.worker.consequence import Consequence
 
 if TYPE_CHECKING:
     from colocate._order import Link, PendingCall
 
 _OUR_FAULT = "That is a fault of colocate's own: please report it, with the traceback that was printed"
-
-
 _OF_A_CALL = ("group", "role", "method", "rank", "node", "remote_traceback", "called_at")
 
 
@@ -42,8 +41,10 @@ def failure_error(link: Link, call: PendingCall, slot: int, told: tuple[Any, ...
     if role is None:
         where = call.label
     states = _states(call, slot) if call.method != "__init__" else ""
+    follows = isinstance(original, Consequence)  # the role hasn't raised it: it says what kept the role from going on
+    how = "was given up" if follows else f"raised {kind}"
     error = RoleError(
-        f"{where} raised {kind} on rank {rank} of group {link.name!r} (node {link.node(slot)}): {text}{states}",
+        f"{where} {how} on rank {rank} of group {link.name!r} (node {link.node(slot)}): {text}{states}",
         group=link.name,
         role=role or call.role or None,
         method=call.method,
@@ -52,7 +53,7 @@ def failure_error(link: Link, call: PendingCall, slot: int, told: tuple[Any, ...
         remote_traceback=trace,
         called_at=_line(call),
     )
-    error.__cause__ = original
+    error.__cause__ = None if follows else original
     return error
 
 

@@ -127,6 +127,31 @@ def refuse_hidden(arguments: Mapping[str, Any], what: str, matters: Callable[[ty
             )
 
 
+def refuse_any(
+    arguments: Mapping[str, Any], what: str, matters: Callable[[type], bool], instead: Callable[[Any], str]
+) -> None:
+    """Refuse what `matters` wherever it is: nothing in these arguments is replaced by a value.
+
+    Args:
+        arguments: The values by name.
+        what: What they are sent to.
+        matters: Whether values of a type are refused.
+        instead: What to do in place of sending such a value, as a sentence.
+
+    Raises:
+        SerializationError: There is one.
+    """
+    for name, value in arguments.items():
+        if (found := _hidden(value, name, matters, what)) is not None:
+            way, culprit, _ = found
+            path = _path(way)
+            raise SerializationError(
+                f"{what}: {path} can't be sent: it is {culprit!r}, which lives on the driver. {instead(culprit)}",
+                argument=name,
+                path=path,
+            )
+
+
 def _hidden(value: Any, name: str, matters: Callable[[type], bool], holder: str) -> tuple[Step, Any, str] | None:
     """How it is reached, it, and what kind of thing holds it."""
     seen: set[int] = set()
@@ -141,11 +166,18 @@ def _hidden(value: Any, name: str, matters: Callable[[type], bool], holder: str)
         if kind in _PLAIN or id(item) in seen:
             continue
         seen.add(id(item))
+        # Long lists are mostly of plain items, which aren't worth the words of their way.
         if isinstance(item, dict):
-            stack += [(key, (way, f".keys()[{index}]"), "dict's key") for index, key in enumerate(item)]
-            stack += [(each, (way, f"[{key!r}]"), holder) for key, each in item.items()]
+            stack += [
+                (key, (way, f".keys()[{index}]"), "dict's key")
+                for index, key in enumerate(item)
+                if type(key) not in _PLAIN
+            ]
+            stack += [(each, (way, f"[{key!r}]"), holder) for key, each in item.items() if type(each) not in _PLAIN]
         elif isinstance(item, list | tuple):
-            stack += [(each, (way, f"[{index}]"), holder) for index, each in enumerate(item)]
+            stack += [
+                (each, (way, f"[{index}]"), holder) for index, each in enumerate(item) if type(each) not in _PLAIN
+            ]
         elif (fields := _fields(kind)) is not None:
             stack += [(each, (way, step), kind.__qualname__) for step, each in fields(item)]
     return None

@@ -25,9 +25,8 @@ from colocate.errors import ClosedError, ColocateError
 
 if TYPE_CHECKING:
     from colocate._group import ColocatedGroup
-    from colocate._numbers import FOREVER_S
     from colocate._order import PendingCall
-from colocate._owned import Owned
+    from colocate._owned import Owned
 
 _log = logging.getLogger("colocate")
 _QUIET_S = 0.1  # a dropped resident's release waits this long for a message to ride on

@@ -16,7 +16,7 @@ from colocate._method import MethodSpec
 from colocate._plugins import find_role
 from colocate._role import RoleSpec, check_role
 from colocate._ship import ship
-from colocate._view import RoleInfo
+from colocate._view import RoleInfo, refuse_in_constructor
 from colocate.errors import ColocateError, ConfigError, Mistake, RoleError, RoleStartError
 from colocate.worker.build import RoleBuild
 
@@ -115,6 +115,7 @@ def builds(declared: Declared, codec: Codec, group: str, seed: int, generation: 
         if spec.args or spec.kwargs:
             given = {**{f"argument {index}": value for index, value in enumerate(spec.args)}, **spec.kwargs}
             what = f"the constructor of role {name!r}"
+            refuse_in_constructor(given, what)
             try:
                 arguments = codec.pack((spec.args, dict(spec.kwargs)))
             except Exception:

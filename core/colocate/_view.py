@@ -13,7 +13,7 @@ from colocate._call import Call
 from colocate._dispatch import Plan, plan
 from colocate._mesh import Mesh, Ranks
 from colocate._method import MethodSpec
-from colocate._nesting import has_fields, hides, no_end, refuse_hidden
+from colocate._nesting import has_fields, hides, no_end, refuse_any, refuse_hidden
 from colocate._numbers import limit
 from colocate._order import PendingCall
 from colocate._owned import Owned
@@ -240,6 +240,29 @@ def with_references(
         raise TypeError(f"{label}: {item!r} lives on the driver and can't be an argument")
 
     return {name: map_leaves(value, leaf, _matters, look_inside) for name, value in arguments.items()}
+
+
+def refuse_in_constructor(arguments: Mapping[str, Any], what: str) -> None:
+    """Refuse what has no end, or lives on the driver, among the arguments of a role's constructor.
+
+    Raises:
+        SerializationError: There is such a thing, in whatever of its containers, sets and declared fields.
+    """
+    try:
+        map_leaves(list(arguments.values()), lambda item: item, lambda kind: False)
+    except RecursionError:
+        if (error := no_end(arguments, what)) is not None:
+            raise error from None
+        raise
+    refuse_any(arguments, what, _lives_on_driver, _instead)
+
+
+def _instead(item: Any) -> str:
+    if isinstance(item, Resident | Reference):
+        return "Give the constructor the value (.fetch()), or pass this to a method of the role"
+    if isinstance(item, Call):
+        return "Give the constructor its result()"
+    return "A role finds the others of its worker by ctx.sibling(name, cls)"
 
 
 @functools.lru_cache(maxsize=1024)

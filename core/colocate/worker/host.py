@@ -37,6 +37,7 @@ from colocate.worker.store import Store
 from colocate.worker.uses import Peers
 
 Send = Callable[[tuple[Any, ...], Any], None]
+_OF_CODE = ("definitions", "module", "modules")
 LANE = "colocate-lane-"  # names of lanes begin with it, and go on with the id of their worker
 
 
@@ -158,7 +159,8 @@ class WorkerHost:
         _, number, failed, cut = head
         self.send(("alive", number), None)
         self.lane.hold(number, failed)
-        self._interrupt(failed, f"a call of group {self.boot.group!r} has failed")
+        what = "a call" if failed else "the constructor of a role on another rank"
+        self._interrupt(failed, f"{what} of group {self.boot.group!r} has failed")
         if cut and any(running >= failed for running in list(self.lane.running)):  # an earlier call goes on
             self.groups.cut()
 
@@ -276,7 +278,9 @@ class WorkerHost:
 
     def interruption(self) -> str | None:
         """Why the call that asks mustn't wait for another worker; None when it may."""
-        seq = self.asking()
+        return self._interruption_of(self.asking())
+
+    def _interruption_of(self, seq: int | None) -> str | None:
         if seq is not None and 0 < seq <= self.base:
             return LET_GO
         if self._interrupted is not None and (seq is None or seq >= self._interrupted[0]):
@@ -294,8 +298,11 @@ class WorkerHost:
         """Ask the driver something and wait; ColocateError says its refusal, or what broke the wait."""
         token = next(self._tokens)
         waiting: Future[Any] = Future()
-        self._asks[token] = self.asking() or 0, waiting
-        reason = self.interruption()
+        seq = self.asking()
+        if seq == 0 and question[0] in _OF_CODE:
+            seq = -1  # roles are constructed also when another rank's can't be, which has no part in this answer
+        self._asks[token] = seq or 0, waiting
+        reason = self._interruption_of(seq)
         if reason is not None:
             self._asks.pop(token, None)
             raise Consequence(reason)

@@ -177,7 +177,7 @@ class Runner:
         used = resolver.keys if resolver is not None else ()
         everything = host.store.strict or role.name is None  # a function may have asked any role for anything
         keys = None if everything else [*used, *host.store.made_by(role.name or "")]
-        for key, maker in host.store.written(keys):
+        for key, maker in host.store.written(keys, label):
             raise _written(label, maker, key)
         # In the same words, since of several ranks one has the very value: which is heard of first makes no difference.
         for source in resolver.written() if resolver is not None else ():

@@ -117,15 +117,21 @@ class Store:
             self._entries.clear()
             self._news.notify_all()
 
-    def written(self, keys: Iterable[int] | None = None) -> Iterable[tuple[int, str]]:
-        """The residents (of those named, or all) that somebody has written into since they were made: (key, maker)."""
+    def written(self, keys: Iterable[int] | None = None, by: str | None = None) -> Iterable[tuple[int, str]]:
+        """The residents (of those named, or all) that somebody has written into since they were made: (key, maker).
+
+        Args:
+            keys: Those to look at; None for all.
+            by: The method that has run; None when it isn't known who it was.
+        """
         for key in list(self._entries) if keys is None else keys:
             entry = self._entries.get(key)
             if entry is not None and entry.watch is not None and entry.watch.written():
                 # Named once, with the method that did it; from then on nobody gets what it has become.
                 entry.watch = None
                 entry.error = (
-                    f"resident {key}, returned by {entry.maker}, was changed in place; it can't be used any more"
+                    f"resident {key}, returned by {entry.maker}, was changed in place{f' by {by}' if by else ''}; "
+                    "it can't be used any more"
                 )
                 yield key, entry.maker
 

@@ -12,7 +12,7 @@ import attrs
 import pytest
 
 import colocate
-from colocate import Call, ColocatedGroup
+from colocate import Call, ColocatedGroup, Runtime
 from colocate.errors import ColocateError, RoleError, SerializationError
 from colocate.testing.executors._base import ExecutorCase, Spawn
 from colocate.testing.probes.faulty import Faulty, Stubborn, nested
@@ -263,6 +263,34 @@ class Serialization(ExecutorCase):
             assert pool.groups == {}
         assert (caught.value.argument, caught.value.path) == ("extra", "extra['deep'].lock")
         assert "role 'echo'" in str(caught.value)
+
+    def test_constructor_argument_that_lives_on_the_driver(self, runtime: Runtime, pair: ColocatedGroup) -> None:
+        """A constructor gets no resident, nor what else is the driver's: it is refused by name, wherever it lies."""
+        echo = pair.role("echo", Echo)
+        endless: list[Any] = []
+        endless.append(endless)
+        call = echo.first.submit(1)
+        with runtime.reserve(1, cpus=0) as pool, echo.first.keep("text") as kept:
+            ref: Any = kept.ref
+            for value, path, words in (
+                (ref, "extra", "Give the constructor the value"),
+                (kept, "extra", "Give the constructor the value"),
+                ([1, {"a": (ref,)}], "extra[1]['a'][0]", "Give the constructor the value"),
+                (Boxed(kept), "extra.inside", "Give the constructor the value"),
+                ({Frozen(ref): 1}, "extra.keys()[0].inside", "Give the constructor the value"),
+                ({kept}, "extra[0]", "Give the constructor the value"),
+                (call, "extra", r"its result\(\)"),
+                (echo, "extra", r"ctx\.sibling"),
+                ([pair], "extra[0]", r"ctx\.sibling"),
+                (endless, "extra[0]", "it is extra itself"),
+            ):
+                with pytest.raises(SerializationError, match=f"the constructor of role 'echo': .*{words}") as caught:
+                    pool.spawn({"echo": colocate.role(Echo, "fine", extra=value)})
+                assert (caught.value.argument, caught.value.path) == ("extra", path)
+            assert pool.groups == {}
+            assert (
+                pool.spawn({"echo": colocate.role(Echo, "fine", extra=kept.fetch())}).role("echo", Echo).first(1) == 1
+            )
 
     def test_role_class(self, copying: ColocatedGroup) -> None:
         """A class that has to go by value and can't is an error that names it."""

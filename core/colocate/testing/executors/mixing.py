@@ -159,3 +159,5 @@ class Mixing(ExecutorCase):
             assert maker.is_mine(kept.ref) == [True, True]
             with pytest.raises(RoleError, match=r"maker\.write changed in place a value that maker\.make had"):
                 maker.write(kept.ref)
+            with pytest.raises(RoleError, match=r"maker\.is_mine was given up .* changed in place by maker\.write; it"):
+                maker.is_mine(kept.ref)

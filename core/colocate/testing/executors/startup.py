@@ -14,7 +14,7 @@ from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs
 from colocate.testing.gate import Gate
 from colocate.testing.probes.early import Early
-from colocate.testing.probes.faulty import DiesAtStart, FailsToStart, HangsAtStart
+from colocate.testing.probes.faulty import DiesAtStart, FailsToStart, HangsAtStart, ImportsAtStart
 from colocate.testing.probes.plain import Echo, Plain
 from colocate.testing.probes.rows import Rows
 from colocate.testing.waiting import PATIENCE_S, wait_until
@@ -61,6 +61,13 @@ class Startup(ExecutorCase):
         assert set(caught.value.errors) == {1}
         assert caught.value.rank == 1
         assert not hasattr(caught.value, "__notes__")
+
+    def test_every_failure_of_its_own(self, spawn: Spawn) -> None:
+        """A rank whose code still comes from the driver when another one has failed is constructed all the same."""
+        names = [f"no_such_module_{index}" for index in range(100)]
+        with pytest.raises(RoleStartError) as caught:
+            spawn({"bad": colocate.role(ImportsAtStart, names)})
+        assert [str(each.__cause__) for each in caught.value.errors.values()] == ["0", "1"]
 
     @pytest.mark.parametrize("kind", ["exit", "interrupt", "two", "unpicklable"])
     def test_odd_failures(self, spawn: Spawn, kind: str) -> None:

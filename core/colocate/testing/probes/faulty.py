@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import multiprocessing
 import os
 import resource
@@ -11,6 +12,8 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from colocate import First, Gather, PerRank, Role, method
@@ -201,6 +204,21 @@ class FailsToStart(Role):
     def __init__(self, ranks: tuple[int, ...], kind: str = "value") -> None:
         if self.ctx.rank in ranks:
             deep_inside(kind)
+
+    @method
+    def noop(self) -> None:
+        """Do nothing."""
+
+
+class ImportsAtStart(Role):
+    """Its constructor raises: on rank 0 at once, on others after imports of modules that only a driver may have."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        for name in names if self.ctx.rank else ():
+            with contextlib.suppress(ModuleNotFoundError):
+                importlib.import_module(name)
+            time.sleep(0.005)
+        raise ValueError(self.ctx.rank)
 
     @method
     def noop(self) -> None:
