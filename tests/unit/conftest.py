@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
 import trustme
@@ -14,10 +14,10 @@ from tests.unit.lanes import KINDS, WAIT_S, End, left_behind, socket_pair
 from colocate.wire import Hub, Tls
 
 
-def certificates() -> Tls:
+def certificates(names: Iterable[str] = ("colocate.test",)) -> Tls:
     """Those of a new authority."""
     authority = trustme.CA()
-    one = authority.issue_cert("colocate.test")
+    one = authority.issue_cert(*names)
     return Tls(
         authority.cert_pem.bytes().decode(),
         "".join(blob.bytes().decode() for blob in one.cert_chain_pems),

@@ -19,6 +19,7 @@ from colocate.wire import Hub, Listener, connect, listen, new_key
 from colocate.wire import auth as auth_module
 from colocate.wire import hub as hub_module
 from colocate.wire.auth import Kind, dial
+from colocate.wire.handshake import GREETING
 
 KEY, OTHER = new_key(), new_key()
 KINDS: list[Kind] = ["unix", "tcp"]
@@ -96,7 +97,7 @@ def test_who_listens_must_know_the_key_too(kind: Kind) -> None:
     def impostor() -> None:
         sock = wait_accept(listener)
         with sock:
-            sock.sendall(auth_module._GREETING + bytes(32))
+            sock.sendall(GREETING + bytes(32))
             while len(seen) < 64:
                 seen.extend(sock.recv(64))
             sock.sendall(seen[32:])  # The dialler's own proof, reflected.

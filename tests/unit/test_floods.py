@@ -11,31 +11,54 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeAlias
 
 import pytest
 
 from colocate import wire
-from colocate.wire import auth, connect, listen, new_key
+from colocate.wire import Tls, auth, connect, listen, new_key
 from colocate.wire import hub as hub_module
 from colocate.wire.auth import Kind, dial
+from colocate.wire.handshake import TURNED_AWAY, Handshake, proof
 
 KEY = new_key()
 WAIT_S = 20
 DELAY_S = 0.02
+Way: TypeAlias = tuple[Kind, Tls | None]
+
+
+@pytest.fixture(params=["unix", "tcp", "tls"])
+def way(request: pytest.FixtureRequest) -> Way:
+    """How a listener is reached."""
+    if request.param == "tls":
+        return "tcp", request.getfixturevalue("cluster")
+    return request.param, None
+
+
+between_machines = pytest.mark.parametrize("way", ["tcp", "tls"], indirect=True)
 
 
 class Server:
-    """A hub that takes every authenticated connection, and holds it."""
+    """A hub that takes every authenticated connection, and holds it.
 
-    def __init__(self, kind: Kind = "tcp") -> None:
+    Attributes:
+        open_address: The same for strangers, who know nothing of TLS.
+    """
+
+    def __init__(self, way: Way) -> None:
         self.taken: list[socket.socket] = []
-        listener = listen(kind)
+        self.tls = way[1]
+        listener = listen(way[0], tls=self.tls)
         self.address = listener.address
+        self.open_address = self.address.replace("tls:", "tcp:")
         self.hub = wire.Hub("test")
         self.hub.listen(listener, KEY, self.taken.append)
 
     def __enter__(self) -> Server:
         return self
+
+    def connect(self, timeout: float = WAIT_S) -> socket.socket:
+        return connect(self.address, KEY, timeout, self.tls)
 
     def __exit__(self, *_: object) -> None:
         assert self.hub.close(WAIT_S)
@@ -47,10 +70,10 @@ class Far:
     """An address that leads to another, with each byte so much later: a machine that is far away."""
 
     def __init__(self, address: str) -> None:
-        host, _, port = address.removeprefix("tcp:").rpartition(":")
+        kind, host, port = address.split(":")
         self._target = host, int(port)
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=256)
-        self.address = f"tcp:127.0.0.1:{self._listener.getsockname()[1]}"
+        self.address = f"{kind}:127.0.0.1:{self._listener.getsockname()[1]}"
         self._selector = selectors.DefaultSelector()
         self._socks: list[socket.socket] = []
         self._late: deque[tuple[float, Callable[[], None]]] = deque()
@@ -130,13 +153,14 @@ class Flood:
             sock.close()
 
 
-def test_a_flooding_stranger_displaces_nobody_who_knows_the_key() -> None:
+@between_machines
+def test_a_flooding_stranger_displaces_nobody_who_knows_the_key(way: Way) -> None:
     """224 connections from 20 ms away, while one stranger dials as fast as it can: all of them get in."""
-    with Server() as server, Far(server.address) as far, Flood(server.address) as flood:
+    with Server(way) as server, Far(server.address) as far, Flood(server.open_address) as flood:
         while flood.dialled < 2 * hub_module._MOST_STRANGERS:  # it is full of them
             time.sleep(0.001)
         with ThreadPoolExecutor(16) as threads:
-            connected = list(threads.map(lambda _: connect(far.address, KEY), range(224)))
+            connected = list(threads.map(lambda _: connect(far.address, KEY, tls=server.tls), range(224)))
         before = flood.dialled
         while flood.dialled < before + hub_module._HANDSHAKES:  # it goes on
             time.sleep(0.001)
@@ -151,74 +175,77 @@ def test_a_flooding_stranger_displaces_nobody_who_knows_the_key() -> None:
             sock.close()
 
 
-@pytest.mark.parametrize("kind", ["unix", "tcp"])
-def test_who_has_knocked_is_kept(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many strangers come before its proof does."""
+def test_who_has_knocked_is_kept(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many strangers come before its proof does, or its certificate."""
     monkeypatch.setattr(hub_module, "_UNDISTURBED_S", 0.0)
-    with Server(kind) as server, contextlib.ExitStack() as crowd:
-        sock = crowd.enter_context(dial(server.address, WAIT_S))
-        slow = Slow(sock, lambda: crowded(server, crowd))
-        auth.prove(slow, server.address, KEY, WAIT_S)  # type: ignore[arg-type]
-        sock.sendall(b"here")
-        while not server.taken:
-            time.sleep(0.001)
-        server.taken[0].settimeout(WAIT_S)
-        assert server.taken[0].recv(4) == b"here"
+    with Server(way) as server, contextlib.ExitStack() as crowd:
+        after_the_first_knock(monkeypatch, lambda: crowded(server, crowd))
+        with server.connect() as sock:
+            sock.sendall(b"here")
+            while not server.taken:
+                time.sleep(0.001)
+            server.taken[0].settimeout(WAIT_S)
+            assert server.taken[0].recv(4) == b"here"
+
+
+def test_strangers_hold_up_nobody(way: Way) -> None:
+    """Who says nothing is displaced by others who say nothing."""
+    with Server(way) as server, contextlib.ExitStack() as crowd:
+        crowded(server, crowd)
+        server.connect().close()
 
 
 def crowded(server: Server, crowd: contextlib.ExitStack) -> None:
-    strangers = [crowd.enter_context(dial(server.address, WAIT_S)) for _ in range(3 * hub_module._HANDSHAKES)]
+    strangers = [crowd.enter_context(dial(server.open_address, WAIT_S)) for _ in range(3 * hub_module._HANDSHAKES)]
     for sock in strangers[: hub_module._HANDSHAKES]:
         sock.settimeout(WAIT_S)
-        assert sock.recv(100) == auth._TURNED_AWAY
+        assert sock.recv(100) == TURNED_AWAY
 
 
-class Slow:
-    """A socket before whose second message something happens."""
+def after_the_first_knock(monkeypatch: pytest.MonkeyPatch, action: Callable[[], None]) -> None:
+    """Have something happen between a knock that has been heard and what follows it."""
+    knock, count = auth._knock, itertools.count()
 
-    def __init__(self, sock: socket.socket, between: Callable[[], None]) -> None:
-        self._sock, self._between, self._sent = sock, between, itertools.count()
+    def knocks(sock: socket.socket, address: str, key: bytes, deadline: float) -> bytes:
+        nonce = knock(sock, address, key, deadline)
+        if next(count) == 0:
+            action()
+        return nonce
 
-    def sendall(self, data: bytes) -> None:
-        if next(self._sent) == 1:
-            self._between()
-        self._sock.sendall(data)
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._sock, name)
+    monkeypatch.setattr(auth, "_knock", knocks)
 
 
-def test_who_is_turned_away_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_is_turned_away_comes_again(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until there is room, or its time is over; then the error says why."""
     monkeypatch.setattr(hub_module, "_MOST_KNOWN", 1)
     turned = threading.Event()
-    turn_away = auth.Handshake.turn_away
+    turn_away = Handshake.turn_away
 
-    def seen(handshake: auth.Handshake) -> None:
+    def seen(handshake: Handshake) -> None:
         turn_away(handshake)
         turned.set()
 
-    monkeypatch.setattr(auth.Handshake, "turn_away", seen)
-    with Server() as server, ThreadPoolExecutor(1) as threads, dial(server.address, WAIT_S) as first:
+    monkeypatch.setattr(Handshake, "turn_away", seen)
+    with Server(way) as server, ThreadPoolExecutor(1) as threads:
         later: list[Future[socket.socket]] = []
 
         def meanwhile() -> None:
             with pytest.raises(TimeoutError, match=r"turned this side away: .*, until the time was over"):
-                connect(server.address, KEY, timeout=0.1)
+                server.connect(timeout=0.1)
             turned.clear()
-            later.append(threads.submit(connect, server.address, KEY))
+            later.append(threads.submit(server.connect))
             assert turned.wait(WAIT_S)
 
-        auth.prove(Slow(first, meanwhile), server.address, KEY, WAIT_S)  # type: ignore[arg-type]
-        with later[0].result(WAIT_S):
+        after_the_first_knock(monkeypatch, meanwhile)
+        with server.connect(), later[0].result(WAIT_S):
             while len(server.taken) < 2:
                 time.sleep(0.001)
 
 
-def test_a_knock_of_another_key_gets_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not even the listener's proof."""
-    with Server() as server, dial(server.address, WAIT_S) as sock:
+def test_a_knock_of_another_key_gets_no_answer(way: Way) -> None:
+    """Not even the listener's proof, or its certificate."""
+    with Server(way) as server, dial(server.open_address, WAIT_S) as sock:
         nonce = bytes(32)
-        sock.sendall(nonce + auth._proof(new_key(), b"knock", nonce))
+        sock.sendall(nonce + proof(new_key(), b"knock", nonce))
         sock.settimeout(WAIT_S)
         assert sock.recv(1) == b""

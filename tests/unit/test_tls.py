@@ -6,18 +6,22 @@ import contextlib
 import hashlib
 import os
 import queue
+import select
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
+from tests.unit.conftest import certificates
 
 from colocate.testing.waiting import becomes_true
-from colocate.wire import Hub, Tls, connect, listen, listen_widely, new_key
+from colocate.wire import Hub, Listener, Tls, auth, connect, listen, listen_widely, new_key
+from colocate.wire.auth import dial
 from colocate.wire.codec import pack, unpack
 from colocate.wire.framing import encode
-from colocate.wire.tls import _HANDSHAKES
+from colocate.wire.handshake import SecureHandshake
 
 KEY = new_key()
 WAIT_S = 20
@@ -28,7 +32,7 @@ def _discard(_sent: bool) -> None:
 
 
 class Server:
-    """Listens for a cluster, and sends back what it receives."""
+    """Listens for a cluster, and sends back what it receives. Its last listener's address is that of TLS."""
 
     def __init__(self, tls: Tls) -> None:
         self.hub = Hub("server")
@@ -111,40 +115,66 @@ def test_a_stranger_is_not_let_in(server: Server, stranger: Tls) -> None:
         connect(server.address, KEY, tls=stranger)
 
 
-def test_strangers_who_say_nothing(server: Server, cluster: Tls) -> None:
-    """There is room for so many handshakes; whoever comes then is sent away at once, until somebody has left."""
-    port = int(server.address.rpartition(":")[2])
-    with contextlib.ExitStack() as strangers:
-        for _ in range(_HANDSHAKES):
-            strangers.enter_context(socket.create_connection(("127.0.0.1", port)))
-        with socket.create_connection(("127.0.0.1", port), timeout=WAIT_S) as late:
-            assert late.recv(1) == b""
-        with pytest.raises(ConnectionError):
-            connect(server.address, KEY, tls=cluster)
-
-    def let_in() -> bool:
-        try:
-            connect(server.address, KEY, tls=cluster).close()
-        except OSError:
-            return False
-        return True
-
-    assert becomes_true(let_in)
-
-
 def test_one_who_trusts_all_but_proves_nothing(server: Server) -> None:
-    port = int(server.address.rpartition(":")[2])
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
+    """Who has heard a knock can replay it: without a certificate that opens nothing."""
     # TLS 1.3 tells a client that it is refused only with the first bytes after the handshake.
     with (
-        socket.create_connection(("127.0.0.1", port)) as sock,
-        context.wrap_socket(sock) as secured,
+        raw(server) as sock,
+        without_certificate().wrap_socket(sock) as secured,
         contextlib.suppress(ConnectionResetError),
         pytest.raises(ssl.SSLError, match="certificate required"),
     ):
         secured.recv(1)
+
+
+def test_who_has_not_knocked_is_shown_no_certificate(server: Server) -> None:
+    with raw(server, knocks=False) as sock, pytest.raises((ssl.SSLEOFError, ConnectionResetError)):
+        without_certificate().wrap_socket(sock)
+
+
+def without_certificate() -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context
+
+
+@contextlib.contextmanager
+def raw(server: Server, knocks: bool = True) -> Iterator[socket.socket]:
+    """What goes to a listener without TLS."""
+    with dial(server.address.replace("tls:", "tcp:"), WAIT_S) as sock:
+        if knocks:
+            auth._knock(sock, server.address, KEY, time.monotonic() + WAIT_S)
+        yield sock
+
+
+def test_a_certificate_that_is_larger_than_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The listener goes on when there is room again."""
+    large = certificates(f"{'long.' * 40}{number}.test" for number in range(300))
+    assert len(large.certificate) > 1 << 16
+
+    def narrow(listener: Listener) -> socket.socket | None:
+        sock = accept(listener)
+        if sock is not None and sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        return sock
+
+    accept = Listener.accept
+    monkeypatch.setattr(Listener, "accept", narrow)
+    waited: list[int] = []
+    advance = SecureHandshake.advance
+
+    def seen(handshake: SecureHandshake) -> bool:
+        try:
+            return advance(handshake)
+        finally:
+            waited.append(handshake.waits_for)
+
+    monkeypatch.setattr(SecureHandshake, "advance", seen)
+    server = Server(large)
+    connect(server.address, KEY, tls=large).close()
+    assert select.EPOLLOUT in waited
+    server.hub.close()
 
 
 def test_without_certificates(server: Server) -> None:
@@ -178,9 +208,7 @@ def test_a_machine_that_vanishes_is_noticed_by_the_kernel() -> None:
 
 
 def test_a_door_that_is_shut_down_from_outside_listens_again(server: Server, cluster: Tls) -> None:
-    door = server.listeners[-1]._door
-    assert door is not None
-    with socket.socket(fileno=os.dup(door._sock.fileno())) as copy:
+    with socket.socket(fileno=os.dup(server.listeners[-1].fileno())) as copy:
         copy.shutdown(socket.SHUT_RDWR)
 
     def reached() -> bool:

@@ -1,10 +1,11 @@
 """The wire: values as bytes, messages on authenticated sockets, one thread for any number of connections."""
 
 from colocate.wire._forks import own_descriptors, track, track_socket
-from colocate.wire.auth import KEY_BYTES, LOOPBACK, Listener, connect, listen, listen_widely, new_key
+from colocate.wire.auth import LOOPBACK, Listener, connect, listen, listen_widely, new_key
 from colocate.wire.codec import Packed, pack, unpack
 from colocate.wire.explain import explain
 from colocate.wire.framing import Frame, Head, Message, encode
+from colocate.wire.handshake import KEY_BYTES
 from colocate.wire.hub import Hub
 from colocate.wire.lane import OnClosed, OnMessage, SocketLane
 from colocate.wire.peer import PeerChannel

@@ -18,8 +18,9 @@ from colocate._jobs import error_text, report_exception
 from colocate.errors import ClosedError
 from colocate.wire._forks import track, track_socket
 from colocate.wire._listening import NO_ROOM, REOPEN_EVERY_S
-from colocate.wire.auth import Handshake, Listener, tune
+from colocate.wire.auth import Listener
 from colocate.wire.framing import SCRATCH_BYTES
+from colocate.wire.handshake import Handshake, tune
 from colocate.wire.lane import OnClosed, OnMessage, SocketLane
 
 # A stranger that says nothing is dropped after this time.
@@ -332,21 +333,21 @@ class _Door:
         if len(self._strangers) >= self._most:
             self._turn_away(next(iter(self._strangers.values())))
         try:
-            handshake = Handshake(sock, self._key)
+            handshake = self._listener.handshake(sock, self._key)
         except OSError:
             sock.close()
             return
         if len(self._known) >= _MOST_KNOWN:
             handshake.turn_away()
-            sock.close()
+            handshake.sock.close()
             return
         try:
             with self._hub._lock:
-                self._hub._register(sock.fileno(), lambda _events: self._advance(handshake))
+                self._hub._register(handshake.sock.fileno(), lambda _events: self._advance(handshake))
         except ClosedError:  # just now
-            sock.close()
+            handshake.sock.close()
             return
-        self._strangers[sock.fileno()] = handshake
+        self._strangers[handshake.sock.fileno()] = handshake
         if not self._sweeping:
             self._sweep()
         if len(self._strangers) > _HANDSHAKES and not self._thinning:
@@ -356,6 +357,7 @@ class _Door:
         try:
             authenticated = handshake.advance()
         except BlockingIOError:
+            self._hub._interest(handshake.sock, handshake.waits_for)
             return
         except OSError:
             self._drop(handshake)
@@ -368,9 +370,14 @@ class _Door:
         del self._known[sock.fileno()]
         self._hub._forget(sock)
         try:
-            self._on_accept(sock)
-        except Exception:
+            connection = handshake.connection()
+        except (OSError, RuntimeError):  # the process has no room for it
             sock.close()
+            return
+        try:
+            self._on_accept(connection)
+        except Exception:
+            connection.close()
             if not self._hub._stopping:  # nothing is attached to a hub that is being closed
                 report_exception()
 

@@ -185,16 +185,22 @@ class PeerChannel:
                 connection.close()
         patience = Patience(_CONNECT_S)
         while True:
-            connection = self._dial(address, aborts, patience)
             try:
-                prove(connection.sock, address, self._key, patience.left())
+                connection = self._dial(address, aborts, patience)
+                self._prove(connection, patience)
                 return connection
             except TurnedAway as error:
-                self._drop(connection)
                 self._come_again(patience, error)
-            except OSError as error:
-                self._drop(connection)
-                raise ConnectionError(connection.aborted or str(error)) from error
+
+    def _prove(self, connection: _Connection, patience: Patience) -> None:
+        try:
+            prove(connection.sock, connection.address, self._key, patience.left())
+        except TurnedAway:
+            self._drop(connection)
+            raise
+        except OSError as error:
+            self._drop(connection)
+            raise ConnectionError(connection.aborted or str(error)) from error
 
     def _come_again(self, patience: Patience, error: TurnedAway) -> None:
         try:
@@ -205,7 +211,7 @@ class PeerChannel:
     def _dial(self, address: str, aborts: int, patience: Patience) -> _Connection:
         """A connection that isn't authenticated yet."""
         try:
-            connection = _Connection(dial(address, patience.left(), self._tls), address)
+            connection = _Connection(dial(address, patience.left(), self._tls, self._key), address)
         except TimeoutError as error:
             raise ConnectionError(str(error)) from error
         with self._lock:

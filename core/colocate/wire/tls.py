@@ -1,13 +1,12 @@
 """TLS around connections between machines: a tunnel at each end, through which the plain bytes of a lane go.
 
-Lanes know nothing of it. The dialling side has a local connection whose other end a thread encrypts; the listening side
-decrypts and connects to its own local listener. Who may talk is decided twice: by certificates of one authority, as in
-the cluster, and by the key inside, end to end. Used where the engine's own connections are encrypted.
+Lanes know nothing of it: each side has a local connection whose other end a thread encrypts. Who may talk is decided
+twice: by certificates of one authority, as in the cluster, and by the key inside, end to end. Used where the engine's
+own connections are encrypted.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 import socket
@@ -16,9 +15,7 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from colocate._jobs import report_exception
 from colocate.wire._forks import track_socket
-from colocate.wire._listening import NO_ROOM, listening
 
 if TYPE_CHECKING:
     import ssl  # at run time it is imported where it is used: most workers never need it
@@ -26,9 +23,6 @@ if TYPE_CHECKING:
 NO_TLS = b"-"  # what a worker is handed in the place of certificates
 CUT = b"cut"  # and in the place of a lane: the one that it has is over
 _CHUNK_BYTES = 1 << 18
-_HANDSHAKE_S = 10.0
-_HANDSHAKES = 64  # at once
-_PAUSE_S = 0.05
 _PROBE_EVERY_S, _PROBES = 2, 3
 
 
@@ -63,112 +57,51 @@ class Tls:
         return context
 
 
-def dial_tls(host: str, port: int, tls: Tls, timeout: float) -> socket.socket:
-    """Connect to a `TlsDoor`.
+def secure(sock: socket.socket, tls: Tls, where: str) -> socket.socket:
+    """Make a dialled connection an encrypted one, and prove both sides by their certificates; it is owned from now on.
 
     Args:
-        host: Its address.
-        port: Its port.
+        sock: The connection, with the time that this may take.
         tls: This side's certificates.
-        timeout: Seconds for the connection and TLS's handshake each.
+        where: What the error calls it.
 
     Returns:
-        A local connection that leads there.
+        A local connection that leads through it.
 
     Raises:
-        ConnectionRefusedError: Nobody listens there, or it is nobody of the cluster.
+        ConnectionRefusedError: It is nobody of the cluster.
     """
-    where = f"tls:{host}:{port}"
     try:
-        outer = track_socket(socket.create_connection((host, port), timeout))
-    except OSError as error:
-        raise ConnectionRefusedError(f"nobody listens at {where}: {error.strerror or error}") from error
-    try:
-        secured = tls.context(server=False).wrap_socket(outer)
+        secured = track_socket(tls.context(server=False).wrap_socket(sock))
         # A listener that refuses our certificate says so only after the handshake, when something is read.
     except (OSError, ValueError) as error:
-        outer.close()
+        sock.close()
         raise ConnectionRefusedError(f"{where} isn't trusted, or doesn't trust this side: {error}") from error
+    try:
+        return tunnel(secured)
+    except BaseException:
+        secured.close()
+        raise
+
+
+def tunnel(secured: ssl.SSLSocket) -> socket.socket:
+    """Carry what goes through an encrypted connection, on a thread of its own that ends with it.
+
+    Returns:
+        A local connection that leads through it.
+
+    Raises:
+        OSError: No descriptor is free.
+        RuntimeError: No thread is to be had.
+    """
     ours, theirs = _local_pair()
-    _Tunnel(track_socket(secured), theirs).start()
+    try:
+        threading.Thread(target=_Tunnel(secured, theirs).run, name="colocate-tls", daemon=True).start()
+    except BaseException:
+        ours.close()
+        theirs.close()
+        raise
     return ours
-
-
-class TlsDoor:
-    """Listens for TLS connections, and leads each to a local listener."""
-
-    def __init__(self, host: str, inner: tuple[str, int], tls: Tls) -> None:
-        """Listen from now on.
-
-        Args:
-            host: The address of this machine to listen on.
-            inner: Where the local listener is.
-            tls: This side's certificates.
-        """
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._sock = listening(family, (host, 0))
-        self._name = self._sock.getsockname()
-        self._lock = threading.Lock()
-        self._closing = threading.Event()
-        self._room = threading.Semaphore(_HANDSHAKES)
-        self._inner = inner
-        self._context = tls.context(server=True)
-        self.address = f"tls:{host}:{self._sock.getsockname()[1]}"
-        self._thread = threading.Thread(target=self._serve, name="colocate-tls-door", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Listen no longer; connections go on."""
-        with self._lock, contextlib.suppress(OSError):  # it is closed already
-            self._closing.set()
-            self._sock.shutdown(socket.SHUT_RDWR)
-        self._sock.close()
-        self._thread.join()
-
-    def _serve(self) -> None:
-        while True:
-            try:
-                outer, _ = self._sock.accept()
-            except OSError as error:
-                if error.errno in NO_ROOM:
-                    self._closing.wait(_PAUSE_S)  # a handshake that ends makes some
-                elif not _listens(self._sock) and not self._reopened():
-                    return
-                continue  # that connection has gone again
-            track_socket(outer)
-            if not self._room.acquire(blocking=False):
-                outer.close()
-                continue
-            try:
-                threading.Thread(target=self._lead, args=(outer,), name="colocate-tls-handshake", daemon=True).start()
-            except RuntimeError:  # no thread is to be had
-                self._room.release()
-                outer.close()
-
-    def _reopened(self) -> bool:
-        """Listen at the same address again, unless it has been closed."""
-        with self._lock:
-            if self._closing.is_set():
-                return False
-            self._sock.close()
-            try:
-                self._sock = listening(self._sock.family, self._name)
-            except OSError:
-                report_exception()  # who dials is refused from now on
-                return False
-            return True
-
-    def _lead(self, outer: socket.socket) -> None:
-        outer.settimeout(_HANDSHAKE_S)
-        try:
-            secured = self._context.wrap_socket(outer, server_side=True)
-            inner = socket.create_connection(self._inner)
-        except (OSError, ValueError):  # a stranger, or this side is closing
-            outer.close()
-            return
-        finally:
-            self._room.release()
-        _Tunnel(track_socket(secured), track_socket(inner)).run()
 
 
 class _Tunnel:
@@ -181,10 +114,6 @@ class _Tunnel:
         plain.setblocking(False)
         tune_tcp(secured)
         tune_tcp(plain)
-
-    def start(self) -> None:
-        """Carry on a thread of its own, which ends with the connection."""
-        threading.Thread(target=self.run, name="colocate-tls", daemon=True).start()
 
     def run(self) -> None:
         """Carry. TLS is used by this thread alone: one connection mustn't be read and written at the same time."""
@@ -260,10 +189,3 @@ def _local_pair() -> tuple[socket.socket, socket.socket]:
             if peer == ours.getsockname():  # nobody else's
                 return track_socket(ours), track_socket(theirs)
             theirs.close()
-
-
-def _listens(sock: socket.socket) -> bool:
-    try:
-        return bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
-    except OSError:
-        return False
