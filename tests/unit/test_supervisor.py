@@ -136,7 +136,8 @@ def test_signals_of_others_are_the_drivers() -> None:
             assert all(blocked >> number - 1 & 1 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGTSTP))
         os.kill(pids[-1], signal.SIGSTOP)  # it is there, and can be stopped
         wait_until(lambda: psutil.Process(pids[-1]).status() == psutil.STATUS_STOPPED, "the worker is there")
-        assert [psutil.Process(pid).status() for pid in pids[:-1]] == [psutil.STATUS_SLEEPING] * SUPERVISORS
+        # The lower one has just been told that its child has stopped.
+        wait_until(lambda: {psutil.Process(pid).status() for pid in pids[:-1]} == {psutil.STATUS_SLEEPING}, "both wait")
 
 
 def test_orphans_are_reaped_while_the_worker_lives() -> None:
