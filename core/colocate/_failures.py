@@ -130,15 +130,7 @@ def hung_error(link: Link, slot: int, cause: ColocateError | None, stack: str | 
 
 def broken_error(link: Link, slot: int, pid: int | None, reason: str) -> WorkerDied:
     """The error of a group of whose workers one has lost a thread that it needs."""
-    where = f"pid {pid}, node {link.node(slot)}" if pid is not None else f"node {link.node(slot)}"
-    return WorkerDied(
-        f"worker {slot} of group {link.name!r} ({where}) can't go on: {reason}. {_OUR_FAULT}",
-        group=link.name,
-        rank=slot,
-        node=link.node(slot),
-        pid=pid,
-        detail=reason,
-    )
+    return _died(link, slot, pid, f"can't go on: {reason}. {_OUR_FAULT}", detail=reason)
 
 
 def thread_error(name: str, reason: str) -> ColocateError:
@@ -156,16 +148,39 @@ def death_error(link: Link, slot: int, pid: int | None, exit: Exit, running: str
         how = "is gone"
     doing = f" while it ran {running}" if running else ""
     why = f": {exit.detail}" if exit.detail else ""
-    where = f"pid {pid}, node {link.node(slot)}" if pid is not None else f"node {link.node(slot)}"
-    return WorkerDied(
-        f"worker {slot} of group {link.name!r} ({where}) {how}{doing}{why}",
-        group=link.name,
-        rank=slot,
-        node=link.node(slot),
-        pid=pid,
+    return _died(
+        link,
+        slot,
+        pid,
+        f"{how}{doing}{why}",
         exitcode=exit.exitcode,
         signal=exit.signal,
         log_tail=exit.log_tail,
         detail=exit.detail,
         running=running,
+    )
+
+
+def _died(link: Link, slot: int, pid: int | None, how: str, **known: Any) -> WorkerDied:
+    """The error of a group that has lost a worker."""
+    where = f"pid {pid}, node {link.node(slot)}" if pid is not None else f"node {link.node(slot)}"
+    return WorkerDied(
+        f"worker {slot} of group {link.name!r} ({where}) {how}",
+        group=link.name,
+        rank=slot,
+        node=link.node(slot),
+        pid=pid,
+        **known,
+    )
+
+
+def worker_error(link: Link, slot: int, pid: int | None, what: str) -> RoleError:
+    """The error of a worker that is as it mustn't be, before it runs or when it should have ended."""
+    where = f"node {link.node(slot)}" if pid is None else f"node {link.node(slot)}, pid {pid}"
+    return RoleError(
+        f"worker {slot} of group {link.name!r} ({where}) {what}",
+        group=link.name,
+        rank=slot,
+        node=link.node(slot),
+        pid=pid,
     )

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import colocate
-from colocate._failures import broken_error, death_error, failure_error
+from colocate._failures import broken_error, death_error, failure_error, worker_error
 from colocate._jobs import Timer
 from colocate._order import STACKS_WITHIN_S, PendingCall
 from colocate._spawn import BuildErrors, builds
 from colocate._worker import NOT_LAUNCHED, Worker
-from colocate.errors import ColocateError, RoleError, WorkerDied
+from colocate.errors import ColocateError, WorkerDied
 from colocate.executor import Boot, Detachable, Host, Place
 
 if TYPE_CHECKING:
@@ -154,13 +154,8 @@ class Workforce:
         except ColocateError:
             raise
         except Exception as error:
-            failed = RoleError(
-                f"worker {worker.slot} of group {group.name!r} (node {place.node}) could not be started: "
-                f"{type(error).__name__}: {error}",
-                group=group.name,
-                rank=worker.slot,
-                node=place.node,
-            )
+            words = f"could not be started: {type(error).__name__}: {error}"
+            failed = worker_error(group, worker.slot, None, words)
             failed.__cause__ = error
             errors = BuildErrors(group.name)
             errors.add(worker.slot, failed)
@@ -207,14 +202,7 @@ class Workforce:
 
     def _late(self, worker: Worker) -> ColocateError:
         what = "did not start" if worker.hello is None else "did not construct its roles"
-        return RoleError(
-            f"worker {worker.slot} of group {self._group.name!r} (node {worker.boot.node}, pid {worker.pid}) "
-            f"{what} in time",
-            group=self._group.name,
-            rank=worker.slot,
-            node=worker.boot.node,
-            pid=worker.pid,
-        )
+        return worker_error(self._group, worker.slot, worker.pid, f"{what} in time")
 
     def _check_versions(self) -> None:
         here = {"python": platform.python_version().rpartition(".")[0], "colocate": colocate.__version__}
@@ -222,16 +210,8 @@ class Workforce:
             for what, version in here.items():
                 there = (worker.hello or here)[what]
                 if there != version:
-                    self.built(
-                        worker.slot,
-                        RoleError(
-                            f"worker {worker.slot} of group {self._group.name!r} on node {worker.boot.node} has {what} "
-                            f"{there}, the driver {version}: install the same in both",
-                            group=self._group.name,
-                            rank=worker.slot,
-                            node=worker.boot.node,
-                        ),
-                    )
+                    words = f"has {what} {there}, the driver {version}: install the same in both"
+                    self.built(worker.slot, worker_error(self._group, worker.slot, worker.pid, words))
 
     def _wait(self, ready: Callable[[], bool], deadline: float | None) -> bool:
         with self._news:
@@ -375,13 +355,12 @@ class Workforce:
         self._wait(lambda: self._stacks is not None, time.monotonic() + 2 * STACKS_WITHIN_S)
         stacks, allowed = self._stacks or {}, self._granted or grace
         return [
-            RoleError(
-                f"worker {w.slot} of group {self._group.name!r} (pid {w.pid}) did not end within "
-                f"{allowed:g} s and was ended; it was here:\n{stacks.get(w.slot, 'no answer (the GIL may be held)')}",
-                group=self._group.name,
-                rank=w.slot,
-                node=w.boot.node,
-                pid=w.pid,
+            worker_error(
+                self._group,
+                w.slot,
+                w.pid,
+                f"did not end within {allowed:g} s and was ended; it was here:\n"
+                f"{stacks.get(w.slot, 'no answer (the GIL may be held)')}",
             )
             for w in self._awaited(self._busy)
             if w.hello is not None  # one that hasn't even started was late, which its start has told

@@ -32,6 +32,7 @@ from colocate.testing.executors.endings import Endings
 from colocate.testing.executors.failures import Failures, Serialization
 from colocate.testing.executors.forks import Forks
 from colocate.testing.executors.functions import Functions
+from colocate.testing.executors.kept_failures import KeptFailures
 from colocate.testing.executors.meshes import NamedMeshes
 from colocate.testing.executors.mixing import Mixing
 from colocate.testing.executors.order import Order
@@ -52,6 +53,7 @@ class ExecutorSuite(
     Dispatching,
     Contexts,
     Residents,
+    KeptFailures,
     Mixing,
     TensorResidents,
     Memory,
@@ -107,6 +109,7 @@ __all__ = [
     "Failures",
     "Forks",
     "Functions",
+    "KeptFailures",
     "Memory",
     "Mixing",
     "NamedMeshes",
