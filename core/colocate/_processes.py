@@ -8,7 +8,7 @@ import attrs
 import psutil
 
 from colocate.executor import Running
-from colocate.worker.supervisor import MARK, SUPERVISORS
+from colocate.worker.supervisor import MARK, SUPERVISORS, starter_of
 
 MODULE = "colocate.worker"
 OF_A_ROLE = "process of a role"
@@ -41,7 +41,7 @@ class Left:
     Attributes:
         pid: Its process id.
         since: When it was started, in seconds of time.time().
-        label: What the worker was started for.
+        label: What the worker was started for; empty when the process has cleared its environment.
         starter: The process that started the worker.
         name: Of the program that it runs.
     """
@@ -54,7 +54,8 @@ class Left:
 
     def running(self, node: str = "") -> Running:
         """The same as an audit takes it."""
-        detail = f"worker {self.label}, whose role started it, and what should have ended it with that are gone"
+        worker = f"worker {self.label}" if self.label else f"a worker of process {self.starter}"
+        detail = f"{worker}, whose role started it, and what should have ended it with that are gone"
         return Running(OF_A_ROLE, self.name, node=node, pid=self.pid, since=self.since, detail=detail)
 
 
@@ -142,15 +143,23 @@ def left_by(starter: int | None = None) -> list[Left]:
     found = []
     for process in psutil.process_iter():
         try:
-            above, _, label = process.environ().get(MARK, "").partition(" ")
-            if not above.isdigit() or (starter is not None and int(above) != starter):
+            above, label = _mark_of(process)
+            if above is None or (starter is not None and above != starter):
                 continue
             of_worker = starter is None and arguments_of(process, MODULE) is not None
-            if not of_worker and _is_apart(process, int(above)):
-                found.append(Left(process.pid, process.create_time(), label, int(above), process.name()))
+            if not of_worker and _is_apart(process, above):
+                found.append(Left(process.pid, process.create_time(), label, above, process.name()))
         except (psutil.Error, OSError):  # gone, or somebody else's
             continue
     return found
+
+
+def _mark_of(process: psutil.Process) -> tuple[int | None, str]:
+    """Who has started the worker that a process descends from, and what for, as far as it shows."""
+    above, _, label = process.environ().get(MARK, "").partition(" ")
+    if above.isdigit():
+        return int(above), label
+    return starter_of(process.rlimit(psutil.RLIMIT_RTTIME)[0]), ""
 
 
 def _is_apart(process: psutil.Process, starter: int) -> bool:

@@ -48,7 +48,7 @@ class LocalProcesses(Local, OwnProcess):
             for worker, child in children
             if self._is_ours(worker)
         ]
-        left = [each for each in _processes.left_by(os.getpid()) if self._is_ours(each.label)]
+        left = [each for each in _processes.left_by(os.getpid()) if not each.label or self._is_ours(each.label)]
         return running + [each.running(self._node.name) for each in left]
 
     def _hub_ended(self, reason: str) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import resource
 import signal
 import subprocess
 import sys
@@ -205,7 +207,7 @@ def test_both_killed_at_once(runtime: Runtime) -> None:
         left = {each.pid: each for each in audit.leaked if each.kind == _processes.OF_A_ROLE}
         assert set(pids) == set(left)
         for each in left.values():
-            assert "worker " in str(each)
+            assert re.search(rf"worker {runtime.id}|a worker of process {os.getpid()}", str(each))
             assert str(each).endswith("end it by hand")
         assert set(pids) <= {each.pid for each in _strays.of_this_machine()}
     finally:
@@ -215,6 +217,21 @@ def test_both_killed_at_once(runtime: Runtime) -> None:
     assert not runtime.audit()
     with pytest.raises(ExceptionGroup, match="this had gone wrong"):
         group.close()
+
+
+@pytest.mark.parametrize("hard", [9_000_000, resource.RLIM_INFINITY])
+def test_a_limit_that_means_something_stays(hard: int) -> None:
+    """Whose processes have a bounded real time, that one's workers have it, too."""
+    code = "import resource; print(resource.getrlimit(resource.RLIMIT_RTTIME)[0])"
+    told = f"import sys; from colocate.worker.supervisor import supervise; supervise(int(sys.argv[1])); {code}"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", told, str(os.getpid())],
+        check=True,
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_RTTIME, (9_000_000, hard)),
+    )
+    assert done.stdout == "9000000\n"
 
 
 def test_the_mark_names_starter_and_worker(runtime: Runtime) -> None:

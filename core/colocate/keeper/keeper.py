@@ -277,7 +277,7 @@ class Keeper:
             for child in _processes.below_this()
             if child.started != spare and (child.started in workers or child.label == self.label)
         ]
-        found += [each.running() for each in _processes.left_by(os.getpid()) if each.label == self.label]
+        found += [each.running() for each in _processes.left_by(os.getpid()) if each.label in ("", self.label)]
         self.tell("listed", question, [attrs.astuple(each) for each in found])
 
     def _warm(self) -> None:

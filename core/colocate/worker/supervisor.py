@@ -10,7 +10,7 @@ for it hears the worker's end when all of it is over.
 
 It does the same when what is above it ends, or says `ENDS`. There are two because one may be killed (Ray, for one,
 kills the children of a process that it ends): the other one then does its work. Whoever kills both at once leaves
-processes that can be told by `MARK` in their environment.
+processes that can be told by `MARK` in their environment, or, if they have cleared that, by a limit (`starter_of`).
 
 Nothing but the standard library is imported here, and little of that: pages that are touched are a supervisor's own.
 """
@@ -32,6 +32,11 @@ MARK = "COLOCATE_WORKER_OF"
 SUPERVISORS = 2
 """How many there are."""
 
+# The limit of a process is its descendants' too, whatever they do with their environment, session and descriptors.
+# This one is in microseconds of a real-time scheduler, and beyond ten thousand years means none; below it is a pid.
+_LIMIT = 0xC010 << 46
+_LIMIT_PIDS = 1 << 22
+
 _LEFT_S = 5.0  # for what SIGKILL doesn't end: processes in the kernel's hands, or of other users
 _TRACKERS_S = 5.0
 _LOWER_S = 1.0  # for the lower supervisor to end by itself: it may be stopped
@@ -47,6 +52,7 @@ def supervise(starter: int) -> None:
         starter: The process that has started it, with which all of them end.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    _mark_by_limit(starter)
     above = starter
     for lower in range(SUPERVISORS, 0, -1):
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -60,6 +66,19 @@ def supervise(starter: int) -> None:
     if os.getppid() != above:  # it was gone before the kernel had been told
         os._exit(0)
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def starter_of(limit: int) -> int | None:
+    """Who has started the worker that a process with such a limit of real time descends from; None without a worker."""
+    return limit - _LIMIT if _LIMIT < limit < _LIMIT + _LIMIT_PIDS else None
+
+
+def _mark_by_limit(starter: int) -> None:
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_RTTIME)
+    if hard == resource.RLIM_INFINITY and (soft == hard or starter_of(soft)):  # else it means something
+        resource.setrlimit(resource.RLIMIT_RTTIME, (_LIMIT + starter, hard))
 
 
 def _supervise(above: int, child: int, supervises: bool) -> NoReturn:

@@ -294,13 +294,13 @@ class Parent(Role):
 
     @method
     def start_children(self) -> tuple[int, int, int, int]:
-        """Start four that would live for ever: a program, a fork, one of its own session, a daemon; their pids."""
+        """Start four that would live for ever: a program, a fork, a session without an environment, a daemon; pids."""
         forever = "import threading; threading.Event().wait()"
         self.child = subprocess.Popen([sys.executable, "-c", forever])
         forked = os.fork()
         if forked == 0:
             threading.Event().wait()
-        apart = subprocess.Popen([sys.executable, "-c", forever], start_new_session=True)
+        apart = subprocess.Popen([sys.executable, "-c", forever], start_new_session=True, env={})
         return self.child.pid, forked, apart.pid, _daemon()
 
     @method
