@@ -21,7 +21,7 @@ import attrs
 from colocate import _record
 from colocate._failures import hung_error
 from colocate._group import ColocatedGroup
-from colocate._numbers import FOREVER_S, seconds
+from colocate._numbers import FOREVER_S, duration_problem
 from colocate._owned import caller, raise_together
 from colocate._pool import Pool
 from colocate._record import GroupRecord
@@ -87,7 +87,7 @@ def detach(pool: Pool, name: str, ttl: float) -> None:
 def _check_terms(name: str, ttl: Any) -> None:
     if not isinstance(name, str) or not name or any(not (each.isalnum() or each in "-_.") for each in name):
         raise ConfigError(f"a pool can't be detached as {name!r}: use letters, digits, '-', '_' and '.'")
-    if seconds(ttl, f"pool.detach({name!r}, ttl)", positive=True) >= FOREVER_S:
+    if duration_problem(ttl, positive=True) is not None or ttl >= FOREVER_S:
         raise ConfigError(
             f"pool.detach({name!r}, ttl={ttl!r}): give seconds. They are how long it lives without a driver; "
             "a pool without an end would be a leak"
@@ -225,6 +225,7 @@ def _taken(pool: Pool, record: GroupRecord) -> ColocatedGroup:
     group = pool.place(record.slots, record.declared(), record.name, record.restarts, record.generation)
     group.seed, group.line, group.created = record.seed, record.line, record.created
     group.restarts.checkpoint, group.restarts.restored = record.checkpoint, record.restored
+    group.taught.follows(record.modules)
     executor = cast("Detachable", pool.runtime.executor)
     group.workforce.take(executor, record.tokens)
     return group

@@ -41,6 +41,7 @@ class GroupRecord:
         restarts: How often it is rebuilt at most.
         checkpoint: What it is rebuilt from, if there is something.
         restored: The tag of what its roles were restored from.
+        modules: The modules that its workers have got from a driver: file and digest, by name.
     """
 
     name: str
@@ -55,15 +56,18 @@ class GroupRecord:
     restarts: int
     checkpoint: Checkpoint | None
     restored: Tag
+    modules: dict[str, tuple[str, str]]
 
     def declared(self) -> Declared:
         """Its roles.
 
         Raises:
-            ColocateError: They can't be imported here.
+            ColocateError: They can't be imported here, or this driver's script has others of their names.
         """
         try:
             default_role, distributions, roles = unpack_whole(self.roles)
+        except ColocateError as error:
+            raise ColocateError(f"group {self.name!r} can't be taken up here: {error.message}") from error
         except Exception as error:  # a module or class that isn't there; anything that its import raises
             raise ColocateError(
                 f"the roles of group {self.name!r} can't be imported here: {type(error).__name__}: {error}; install "
@@ -147,6 +151,7 @@ def _group(pool: Pool, group: ColocatedGroup) -> GroupRecord:
         group.restarts.limit,
         group.restarts.checkpoint,
         group.restarts.restored,
+        dict(group.taught.modules),
     )
 
 

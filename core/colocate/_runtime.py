@@ -34,6 +34,7 @@ from colocate.config.arguments import options_of
 from colocate.config.values import path_text
 from colocate.errors import CapabilityError, ColocateError, ConfigError, Mistake, PlacementTimeout
 from colocate.executor import Detachable, Executor, OwnProcess, Request
+from colocate.worker.imports import refuse_while_importing
 
 _SETTLES_S = 5.0  # at interpreter exit, for a checkpoint, say, for which nobody has waited to its end
 _live: dict[int, Runtime] = {}
@@ -69,6 +70,7 @@ def connect(
         PluginError: There is no such executor, or it can't be imported.
         ConfigError: It has no such option.
     """
+    refuse_while_importing(f"connect({executor!r})")
     cls = find_executor(executor)
     if strict:
         options["strict"] = True

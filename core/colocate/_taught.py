@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -26,6 +26,21 @@ class Taught:
         self._held: dict[int, Definition] = {}
         self._inbox = Inbox(binds=False)
         self._tried = Receiver("is given it")
+        self.modules: dict[str, tuple[str, str]] = {}  # that its workers have got: file and digest, by name
+
+    def follows(self, modules: Mapping[str, tuple[str, str]]) -> None:
+        """The workers have all they know from a driver before this one, whose script is another.
+
+        Args:
+            modules: The modules that they have got from it: file and digest, by name.
+
+        Raises:
+            ColocateError: One of them is another one here.
+        """
+        if (why := sources.other_content(modules)) is not None:
+            raise ColocateError(f"group {self._group.name!r} can't be taken up here: {why}")
+        self.modules.update(modules)
+        self._inbox = Inbox(binds=False, of_another=True)
 
     def before(self, slots: Iterable[int], bodies: Iterable[Any]) -> None:
         """Have some workers know what bodies that are sent to them next only name. The order's lock is held.
@@ -87,11 +102,13 @@ class Taught:
 
     def _answer(self, worker: Worker, what: str, about: Any) -> Any:
         if what == "module":
-            return {name: attrs.astuple(found) for name, found in sources.answer(about).items()}
+            answer = sources.answer(about)
+            self.modules.update(sources.contents(answer))
+            return {name: attrs.astuple(found) for name, found in answer.items()}
         if what == "modules":
             if (why := sources.other_content(about)) is not None:
                 raise ColocateError(why)
-            return None
+            return sources.shadowing()
         definition = known.find(about)
         with self._group.order.lock:
             self._give([worker.slot], [definition])

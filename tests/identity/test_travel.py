@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.identity.conftest import Program
+from tests.identity.conftest import EXECUTORS, HEAD, Program
 
 MAKER = """
 import os, time
@@ -175,3 +175,101 @@ with CONNECT as runtime, runtime.reserve(1) as pool:
     )
     assert "module 'quick' can't be had in this worker" in told
     assert "quick.so, which isn't Python source, and only source travels to the workers" in told
+
+
+def test_name_of_a_module_that_only_the_role_imports(program: Program) -> None:
+    """So is one of a module inside a package, and of one that a method imports."""
+    told = program(
+        """
+import package.settings, warnings
+
+warnings.simplefilter("error", RuntimeWarning)
+
+class Actor(Role):
+    @method
+    def lr(self):
+        import late
+        return package.settings.LR, late.SEED
+
+def main():
+    import late
+    late.SEED = 7
+    package.settings.LR = 0.5
+    with CONNECT as runtime, runtime.reserve(1) as pool:
+        pool.spawn({"actor": colocate.role(Actor)})
+
+main()
+""",
+        code=1,
+        package__in____init__="",
+        package__in__settings="LR = 0.1\n",
+        late="SEED = 0\n",
+    )
+    assert "package.settings.LR is 0.5 now, and 0.1 where the module is imported" in told
+    assert "late.SEED is 7 now, and 0 where the module is imported" in told
+
+
+def test_module_in_the_place_of_the_standard_librarys(program: Program, executor: str) -> None:
+    """A module beside the script that is named as one of Python's is the workers', too."""
+    told = program(
+        """
+import cmd, profile
+
+class Actor(Role):
+    @method
+    def look(self, batch):
+        return type(batch) is profile.Batch, cmd.WHO, profile.Batch()
+
+with CONNECT as runtime, runtime.reserve(1, timeout=60) as pool:
+    is_one, who, batch = pool.spawn({"actor": colocate.role(Actor)})["actor"].look(profile.Batch())[0]
+    print(is_one, who, type(batch) is profile.Batch)
+""",
+        executor,
+        profile="class Batch: pass\n",
+        cmd="WHO = 'mine'\n",
+    )
+    assert told == "True mine True\n"
+
+
+def test_module_of_pythons_that_is_there_already(program: Program) -> None:
+    """One that the worker has imported from Python itself keeps the group from starting; the error names both files."""
+    told = program(
+        """
+import calendar
+
+class Actor(Role):
+    @method
+    def who(self):
+        return calendar.WHO
+
+with CONNECT as runtime, runtime.reserve(1, env={"PYTHONPATH": HERE + "/there"}) as pool:
+    pool.spawn({"actor": colocate.role(Actor)})
+""".replace("HERE", "__file__.rpartition('/')[0]"),
+        code=1,
+        calendar="WHO = 'mine'\n",
+        there__in__sitecustomize="import sys; sys.path.append(sys.path.pop(0)); import calendar\n",
+    )
+    assert "RoleStartError" in told
+    assert "module 'calendar' of the driver" in told
+    assert "project/calendar.py" in told
+
+
+def test_module_that_connects_when_it_is_imported(program: Program) -> None:
+    """A worker that imports it begins no workers of its own, which would import it in turn; the error says where."""
+    told = program(
+        "import train\n",
+        code=1,
+        train=HEAD
+        + f"""
+class Actor(Role):
+    @method
+    def one(self):
+        return 1
+
+with {EXECUTORS["processes"]} as runtime, runtime.reserve(1) as pool:
+    pool.spawn({{"actor": colocate.role(Actor)}})
+""",
+    )
+    assert "module 'train' calls connect('local') when it is imported" in told
+    assert "project/train.py:9), and a worker imports it" in told
+    assert 'Put the call into a function, or under `if __name__ == "__main__":`' in told

@@ -46,13 +46,15 @@ class Space:
     Attributes:
         key: Names them in every process: "__main__", or an id for those that belong to no module.
         names: The dictionary itself.
+        foreign: Whether all in it came from elsewhere.
     """
 
-    __slots__ = ("__weakref__", "globals", "key", "names")
+    __slots__ = ("__weakref__", "foreign", "globals", "key", "names")
 
-    def __init__(self, key: str | int, names: dict[str, Any]) -> None:
+    def __init__(self, key: str | int, names: dict[str, Any], foreign: bool = False) -> None:
         self.key = key
         self.names = names
+        self.foreign = foreign
         self.globals: dict[str, Global] = {}
 
 
@@ -160,6 +162,20 @@ def _new_defined(id: int, thing: Any) -> Definition:
         return found
 
 
+def also(id: int, thing: Any) -> Definition:
+    """An object that has an id here already and is known elsewhere by this one: by whoever holds the definition."""
+    definition_of(thing)  # what goes out keeps its name
+
+    def note() -> Definition:
+        with lock:
+            found = _by_id.get(id)
+            if found is None:
+                found = _by_id[id] = Definition(id, thing)
+            return found
+
+    return off_main(note)
+
+
 def known(id: int) -> Definition | None:
     """What has this id here, if anything has."""
     return _by_id.get(id)
@@ -249,7 +265,7 @@ def _space_named(key: str | int, name: str) -> Space:
         found = _spaces_by_key.get(key)
         if found is None:
             names: dict[str, Any] = {"__name__": name, "__builtins__": __builtins__}
-            found = _spaces_by_key[key] = _spaces[id(names)] = Space(key, names)
+            found = _spaces_by_key[key] = _spaces[id(names)] = Space(key, names, foreign=True)
             _foreign.append(found)
         return found
 

@@ -7,19 +7,21 @@ identity, by looking at the names alone.
 
 from __future__ import annotations
 
+import builtins
 import io
 import pickle
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from colocate._definitions import known
 from colocate._definitions.known import Definition, Global, Links, Need, Space
 from colocate._definitions.making import Making
-from colocate._definitions.names import MISSING
+from colocate._definitions.names import MISSING, is_main, main_module
+from colocate._definitions.same import same, where
 from colocate._off_main import off_main
-from colocate.errors import SerializationError
+from colocate.errors import ColocateError, SerializationError
 from colocate.wire.codec import Packed, pack, pickler_for, unpack
 
 if TYPE_CHECKING:
@@ -178,15 +180,16 @@ class Arrived:
 
     Attributes:
         ids: What is in it.
+        held: Its definitions, once it is loaded.
         error: Why it couldn't be loaded.
     """
 
-    def __init__(self, ids: Sequence[int], body: Packed, binds: bool) -> None:
+    def __init__(self, ids: Sequence[int], body: Packed, inbox: Inbox) -> None:
         self.ids = ids
         self.error: BaseException | None = None
         self._body: Packed | None = body
-        self._binds = binds
-        self._held: list[Definition] = []
+        self._inbox = inbox
+        self.held: list[Definition] = []
         self._is_loaded = False
 
     def load(self) -> None:
@@ -200,24 +203,26 @@ class Arrived:
             if body is None:
                 return
             try:
-                with Making() as making:
-                    values = self._read(body)
-                self._held = [known.defined(id, thing) for id, thing in making.made.items()]
+                made, values = self._read(body)
+                self.held = self._inbox.had_already(made)
+                if self.held:  # what refers to these is to have the objects that were here
+                    made, values = self._read(body)
+                self.held += [known.defined(id, thing) for id, thing in made.items()]
             except BaseException as error:
                 self.error = error
                 raise
-            if self._binds:
-                for value in values:
-                    _bind(*value)
+            for value in values:
+                _bind(*value, into_own=self._inbox.binds)
             self._is_loaded = True
 
-    def _read(self, body: Packed) -> list[tuple[Any, ...]]:
+    def _read(self, body: Packed) -> tuple[dict[int, Any], list[tuple[Any, ...]]]:
         unpickler = pickle.Unpickler(io.BytesIO(body.data), buffers=iter(body.buffers))
         values: list[tuple[Any, ...]] = []
-        while (piece := unpickler.load()) is not None:
-            if type(piece) is tuple:
-                values.append(piece)
-        return values
+        with Making() as making:
+            while (piece := unpickler.load()) is not None:
+                if type(piece) is tuple:
+                    values.append(piece)
+        return making.made, values
 
     def find(self, id: int) -> Definition | None:
         """One of its definitions."""
@@ -230,9 +235,11 @@ class Arrived:
 _set: dict[tuple[str | int, str], Any] = {}  # what globals were set to here, by space and name
 
 
-def _bind(key: str | int, module: str, name: str, value: Any) -> None:
+def _bind(key: str | int, module: str, name: str, value: Any, *, into_own: bool) -> None:
     """Set a global, unless this process has set it to something else itself."""
     space = known.space_named(key, module)
+    if not (space.foreign or into_own):
+        return
     is_new = (key, name) not in _set
     if is_new or space.names.get(name, MISSING) is _set[key, name]:
         if value is MISSING:
@@ -254,16 +261,23 @@ def load_for(id: int) -> Definition | None:
 class Inbox:
     """The lots that have come from one process, held as long as it may name what is in them."""
 
-    def __init__(self, binds: bool) -> None:
-        """Args: binds: Whether the globals in them are set here."""
-        self._binds = binds
+    def __init__(self, binds: bool, of_another: bool = False) -> None:
+        """Make an empty one.
+
+        Args:
+            binds: Whether the globals in them are set in this process's script, too.
+            of_another: They come from the script of another driver, and have to agree with this process's.
+        """
+        self.binds = binds
+        self._of_another = of_another
+        self._former: dict[int, Any] | None = None  # what an earlier driver has defined here, by id()
         self._lots: list[Arrived] = []
         self._loaded = self._whole = 0
         self.count = 0
 
     def put(self, ids: Sequence[int], body: Packed) -> None:
         """A lot has come."""
-        lot = Arrived(ids, body, self._binds)
+        lot = Arrived(ids, body, self)
         self._lots.append(lot)
         for id in ids:
             _arrived.setdefault(id, lot)
@@ -284,6 +298,43 @@ class Inbox:
                 self._loaded += 1
                 self._lots[self._loaded - 1].load()
             self._whole = max(self._whole, count)
+
+    def had_already(self, made: Mapping[int, Any]) -> list[Definition]:
+        """Those of the definitions that another driver's script has, too: its objects, by these ids as well.
+
+        Raises:
+            ColocateError: That has something else by such a name.
+        """
+        found: list[Definition] = []
+        for id, thing in made.items() if self._of_another else ():
+            there = self._in_script(thing)
+            if there is MISSING:
+                continue
+            if not same(there, thing):
+                raise ColocateError(
+                    f"the scripts of two drivers define {thing.__qualname__!r}, and not alike: {where(there)} and "
+                    f"{where(thing)}. They share the workers of a group, where a name is one thing: rename one of them"
+                )
+            found.append(known.also(id, there))
+        if self._former is not None:
+            for each in found:  # this driver's own from now on, which it may define anew
+                self._former.pop(builtins.id(each.object), None)
+        return found
+
+    def _in_script(self, thing: Any) -> Any:
+        """What the other driver's script has of a definition's name; MISSING if nothing."""
+        path: str = getattr(thing, "__qualname__", "<")
+        if not is_main(getattr(thing, "__module__", None)) or "<" in path:
+            return MISSING
+        found: Any = main_module()
+        for part in path.split("."):
+            found = MISSING if found is MISSING else getattr(found, part, MISSING)
+        return found if self._former is None or builtins.id(found) in self._former else MISSING
+
+    def another_follows(self) -> None:
+        """What comes from now on is of the next driver's script, and has to agree with what the former have defined."""
+        self._of_another = True
+        self._former = {builtins.id(each.object): each.object for lot in self._lots for each in lot.held}
 
 
 # -- for those who can ask nobody
@@ -310,7 +361,7 @@ def _flat(body: Packed) -> tuple[bytes, list[bytes]]:
 def unpack_whole(packed: bytes) -> Any:
     """The value; its definitions are held by it alone."""
     ids, data, buffers, value, its_buffers = pickle.loads(packed)
-    inbox = Inbox(binds=True)
+    inbox = Inbox(binds=True, of_another=True)
     inbox.put(ids, Packed(data, tuple(memoryview(bytearray(buffer)) for buffer in buffers)))
     inbox.load(1)
     return unpack(Packed(value, tuple(memoryview(bytearray(buffer)) for buffer in its_buffers)))

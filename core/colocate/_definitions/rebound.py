@@ -10,8 +10,8 @@ from typing import Any
 
 import attrs
 
-from colocate._definitions.names import MISSING, is_main, main_module
-from colocate._definitions.sources import Source, answer
+from colocate._definitions.names import MISSING, is_installed, is_main, main_module
+from colocate._definitions.sources import Source, answer, imports
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
@@ -55,7 +55,12 @@ def _roots(cls: type) -> Iterator[str]:
     if not is_main(cls.__module__):
         yield cls.__module__
     elif (main := main_module()) is not None:
-        yield from [value.__name__ for value in list(vars(main).values()) if isinstance(value, ModuleType)]
+        modules = [value for value in list(vars(main).values()) if isinstance(value, ModuleType)]
+        for name in [each.__name__ for each in modules if not is_installed(each)]:
+            yield name
+            yield from (below for below in list(sys.modules) if below.startswith(f"{name}."))
+        for code in _codes_of(cls):
+            yield from imports(code, str(main.__dict__.get("__package__") or ""))
 
 
 def _parsed(root: str) -> dict[str, ast.Module]:
@@ -70,10 +75,13 @@ def _parsed(root: str) -> dict[str, ast.Module]:
 
 
 def _names_in_class(cls: type) -> Iterator[str]:
-    for value in vars(cls).values():
-        function = getattr(value, "__wrapped__", value)
-        if isinstance(function, FunctionType):
-            yield from _names_in_code(function.__code__)
+    for code in _codes_of(cls):
+        yield from _names_in_code(code)
+
+
+def _codes_of(cls: type) -> Iterator[CodeType]:
+    functions = [getattr(value, "__wrapped__", value) for value in vars(cls).values()]
+    yield from (function.__code__ for function in functions if isinstance(function, FunctionType))
 
 
 def _names_in_code(code: CodeType) -> Iterator[str]:

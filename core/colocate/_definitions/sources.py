@@ -47,6 +47,21 @@ def is_shipped_with_python(name: str) -> bool:
     return top in sys.stdlib_module_names or top == "colocate" or top in MAINS
 
 
+def shadowing() -> dict[str, tuple[str, str]]:
+    """The modules that this process has imported in place of the standard library's: a `profile.py` of the script's.
+
+    Returns:
+        By name: the file, and the digest of its content.
+    """
+    names = [name for name in sys.stdlib_module_names if name not in MAINS and _shadows(name)]
+    return contents({name: found for name in names if (found := look_up(name)) is not None})
+
+
+def _shadows(name: str) -> bool:
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return isinstance(file, str) and not is_installed_file(file)
+
+
 def answer(name: str) -> Mapping[str, Source | Refused]:
     """What a worker gets that imports a module: its source, and that of all it will import in turn.
 
@@ -57,7 +72,7 @@ def answer(name: str) -> Mapping[str, Source | Refused]:
     todo, seen, size = [name], set[str](), 0
     while todo:
         each = todo.pop(0)
-        if each in seen or is_shipped_with_python(each):
+        if each in seen or (is_shipped_with_python(each) and not _shadows(each.partition(".")[0])):
             continue
         seen.add(each)
         source = look_up(each)
@@ -88,6 +103,8 @@ def look_up(name: str) -> Source | Refused | None:
     text = _text(name, file, spec)
     if text is not None:
         return Source(text, file, package)
+    if file.endswith(".py"):
+        return Refused(f"the driver has imported it from {file}, which can't be read any more")
     return Refused(
         f"the driver has it from {file}, which isn't Python source, and only source travels to the workers: install "
         "it where they run"
@@ -146,10 +163,11 @@ def imported_by(name: str, source: Source) -> list[str]:
     except (SyntaxError, ValueError):  # the import will say
         return []
     package = name if source.package else name.rpartition(".")[0]
-    return list(dict.fromkeys(above for found in _imports(code, package) for above in _with_parents(found)))
+    return list(dict.fromkeys(above for found in imports(code, package) for above in _with_parents(found)))
 
 
-def _imports(code: CodeType, package: str) -> Iterator[str]:
+def imports(code: CodeType, package: str) -> Iterator[str]:
+    """The modules that code names in its imports; those that are names in a module, too."""
     steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
     for level, names, step in zip(steps, steps[1:], steps[2:], strict=False):
         if step.opname != "IMPORT_NAME":
@@ -162,7 +180,7 @@ def _imports(code: CodeType, package: str) -> Iterator[str]:
         yield from (f"{base}.{each}" for each in names.argval or () if each != "*")
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
-            yield from _imports(inner, package)
+            yield from imports(inner, package)
 
 
 def _with_parents(name: str) -> Iterator[str]:
@@ -173,6 +191,15 @@ def _with_parents(name: str) -> Iterator[str]:
 def digest(text: bytes) -> str:
     """What tells contents apart."""
     return hashlib.sha256(text).hexdigest()
+
+
+def contents(found: Mapping[str, Source | Refused]) -> dict[str, tuple[str, str]]:
+    """File and digest of each module that travels, by name."""
+    return {
+        name: (each.file, digest(each.text))
+        for name, each in found.items()
+        if isinstance(each, Source) and each.file is not None
+    }
 
 
 def other_content(there: Mapping[str, tuple[str, str]]) -> str | None:
@@ -186,8 +213,13 @@ def other_content(there: Mapping[str, tuple[str, str]]) -> str | None:
             continue
         here = look_up(name)
         if isinstance(here, Source) and here.file is not None and digest(here.text) != content:
-            return (
-                f"module {name!r} of the driver ({here.file}) has other content than the one that the worker has "
-                f"imported already ({file}): rename one of them"
-            )
+            return in_the_way(name, here.file, file)
     return None
+
+
+def in_the_way(name: str, here: str, there: str) -> str:
+    """What is said of the driver's file and the one that the worker has imported in its place."""
+    return (
+        f"module {name!r} of the driver ({here}) has other content than the one that the worker has imported already "
+        f"({there}): rename one of them"
+    )

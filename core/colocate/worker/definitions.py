@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from colocate._definitions import known
 from colocate._definitions.lots import Inbox, Receiver
 from colocate._definitions.sources import Refused, Source
-from colocate.worker.imports import DriversModules, imported_already
+from colocate.worker.imports import DriversModules, imported_already, refuse_others
 
 if TYPE_CHECKING:
     from colocate.worker.host import WorkerHost
@@ -25,6 +25,7 @@ class Definitions:
         self._driver = Receiver("runs it")
         self._lock = threading.Lock()
         self._early: dict[str, tuple[str, str]] = {}
+        self._modules = DriversModules(self._ask_for_module)
         self._held: dict[int, known.Definition] = {}  # what was made here; the driver may name it at any time
 
     # -- from the driver
@@ -54,9 +55,9 @@ class Definitions:
         """Have imports of this process find the driver's modules, and definitions that only the driver has."""
         self._early = imported_already()
         known.find_missing = self.find
-        sys.meta_path.insert(0, DriversModules(self._modules))
+        sys.meta_path.insert(0, self._modules)
 
-    def _modules(self, name: str) -> Mapping[str, Source | Refused]:
+    def _ask_for_module(self, name: str) -> Mapping[str, Source | Refused]:
         found: Mapping[str, tuple[Any, ...]] = self._host.ask("module", name)
         return {name: Source(*told) if len(told) > 1 else Refused(*told) for name, told in found.items()}
 
@@ -66,9 +67,10 @@ class Definitions:
         Raises:
             ColocateError: One is.
         """
-        early, self._early = self._early, {}
-        if early:
-            self._host.ask("modules", early)
+        if not self._host.in_process:
+            shadowing: dict[str, tuple[str, str]] = self._host.ask("modules", self._early)
+            refuse_others(shadowing)
+            self._modules.shadowing = frozenset(shadowing)
 
     # -- to the driver
 
@@ -99,3 +101,5 @@ class Definitions:
         """Another driver follows, which has been told nothing and has a script of its own."""
         with self._lock:
             self._driver = Receiver("another")
+        self._inbox.another_follows()
+        self._modules.forget()

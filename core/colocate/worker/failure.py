@@ -17,6 +17,7 @@ import attrs
 from colocate._jobs import message_of
 from colocate._tracebacks import frames_of_users, told
 from colocate.worker.consequence import Consequence
+from colocate.worker.imports import hint_for
 
 if TYPE_CHECKING:
     from colocate.worker.host import WorkerHost
@@ -55,6 +56,8 @@ def describe(error: BaseException, *, role: str | None, host: bool, secondary: b
     kind = type(error)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     text = message_of(error)
+    if (hint := hint_for(error)) is not None:
+        error.add_note(hint)
     follows = isinstance(error, Consequence) and not frames_of_users(error)  # then there is nothing of a user's to see
     trace = "" if follows else told(error, _from_role_code(error.__traceback__), whole=False)
     return Failure(name, text, trace, host, secondary, role)

@@ -8,16 +8,36 @@ import importlib.util
 import os
 import sys
 import threading
+import types
 from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from colocate._definitions.sources import Refused, Source, digest, is_shipped_with_python
+from colocate._definitions import known
+from colocate._definitions.sources import Refused, Source, digest, in_the_way, is_shipped_with_python
 from colocate.errors import ColocateError
 
 Ask = Callable[[str], Mapping[str, Source | Refused]]
+
+
+def refuse_while_importing(what: str) -> None:
+    """See that no module connects when a worker imports it: each of its workers would, in turn, without an end.
+
+    Raises:
+        ColocateError: A module that is being imported in this worker wants to.
+    """
+    frame = sys._getframe() if known.find_missing is not None else None  # this process has a driver
+    while frame is not None:
+        spec = frame.f_globals.get("__spec__")
+        if frame.f_code.co_name == "<module>" and getattr(spec, "_initializing", False):
+            raise ColocateError(
+                f"module {frame.f_globals['__name__']!r} calls {what} when it is imported "
+                f"({frame.f_code.co_filename}:{frame.f_lineno}), and a worker imports it, for a class or function that "
+                'it defines. Put the call into a function, or under `if __name__ == "__main__":`'
+            )
+        frame = frame.f_back
 
 
 class DriversModules(importlib.abc.MetaPathFinder):
@@ -28,11 +48,13 @@ class DriversModules(importlib.abc.MetaPathFinder):
         self._ask = ask
         self._found: dict[str, Source | Refused] = {}
         self._others: set[str] = set()  # packages that are this machine's own
+        self.shadowing: frozenset[str] = frozenset()  # the driver's in place of the standard library's
         self._pid = os.getpid()
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         """Where a module is imported from, if the driver has it."""
-        if is_shipped_with_python(name) or name.partition(".")[0] in self._others:
+        top = name.partition(".")[0]
+        if top in self._others or (is_shipped_with_python(name) and top not in self.shadowing):
             return None
         found = self._found.get(name)
         answer, unasked = None, ""
@@ -58,6 +80,10 @@ class DriversModules(importlib.abc.MetaPathFinder):
             self._others.add(name)
         return other
 
+    def forget(self) -> None:
+        """Another driver follows: what nobody has imported yet is that one's to give."""
+        self._found = {name: found for name, found in self._found.items() if name in sys.modules}
+
     def _may_ask(self) -> bool:
         """Not in a child that a role has forked, and not on the thread that would have to receive the answer."""
         return os.getpid() == self._pid and threading.current_thread() is not threading.main_thread()
@@ -66,10 +92,31 @@ class DriversModules(importlib.abc.MetaPathFinder):
 def _spec(name: str, source: Source) -> ModuleSpec | None:
     if source.file is not None and _is_here(source):
         return importlib.util.spec_from_file_location(name, source.file)
-    spec = ModuleSpec(name, _Loader(source), origin=source.file, is_package=source.package)
-    # Tracebacks and `inspect` read the driver's file through the loader. Where another file lies there, it has no path.
-    spec.has_location = source.file is not None and not os.path.exists(source.file)
+    path = source.file
+    if path is not None:
+        if os.path.exists(path):  # another one
+            path = f"driver:{path}"
+        _folders_elsewhere.add(os.path.dirname(path))
+    spec = ModuleSpec(name, _Loader(source, path), origin=path, is_package=source.package)
+    spec.has_location = path is not None  # then tracebacks and `inspect` read the source through the loader
     return spec
+
+
+_folders_elsewhere: set[str] = set()  # of modules that came as source
+
+
+def hint_for(error: BaseException) -> str | None:
+    """What to say of a file that isn't there, if it is one of those beside the driver's modules or its script."""
+    if not isinstance(error, FileNotFoundError) or not isinstance(error.filename, str):
+        return None
+    script = getattr(sys.modules["__main__"], "__file__", None) or __file__
+    folders = _folders_elsewhere if os.path.exists(script) else {*_folders_elsewhere, os.path.dirname(script)}
+    if not any(Path(error.filename).is_relative_to(folder) for folder in folders):
+        return None
+    return (
+        "The driver's modules came here as source, without the files beside them: install the package where the "
+        "workers run, or read the file in the driver and pass its content"
+    )
 
 
 def _is_here(source: Source) -> bool:
@@ -84,8 +131,9 @@ def _is_here(source: Source) -> bool:
 class _Loader(importlib.abc.InspectLoader):
     """Runs the source that came."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, path: str | None) -> None:
         self._source = source
+        self._path = path
 
     def is_package(self, fullname: str) -> bool:
         return self._source.package
@@ -94,16 +142,34 @@ class _Loader(importlib.abc.InspectLoader):
         return importlib.util.decode_source(self._source.text)
 
     def get_code(self, fullname: str) -> CodeType:
-        file = self._source.file
-        where = f"<{fullname}>" if file is None else f"<{file} of the driver>" if os.path.exists(file) else file
-        code: CodeType = compile(self._source.text, where, "exec", dont_inherit=True)
+        code: CodeType = compile(self._source.text, self._path or f"<{fullname}>", "exec", dont_inherit=True)
         return code
 
     def get_data(self, path: str) -> bytes:
-        raise FileNotFoundError(
-            f"{path} isn't on this machine: a module of the driver's came here as source, without the files beside it. "
-            "Install the package where the workers run, or read the file in the driver and pass its content"
-        )
+        """For `pkgutil`: a file beside it, which isn't here, as the error says."""
+        return Path(path).read_bytes()
+
+    def get_resource_reader(self, fullname: str) -> Any:
+        """For `importlib.resources`: the same."""
+        from importlib.resources.readers import FileReader  # only who has resources wants it
+
+        where: Any = types.SimpleNamespace(path=self._path or "")
+        return FileReader(where)
+
+
+def refuse_others(shadowing: Mapping[str, tuple[str, str]]) -> None:
+    """See that what the driver has in place of the standard library's modules can be had here, too.
+
+    Args:
+        shadowing: By name: the driver's file, and the digest of its content.
+
+    Raises:
+        ColocateError: The standard library's is imported already.
+    """
+    for name, (file, content) in shadowing.items():
+        there: Any = getattr(sys.modules.get(name), "__file__", None)
+        if there is not None and (not there.endswith(".py") or digest(Path(there).read_bytes()) != content):
+            raise ColocateError(in_the_way(name, file, there))
 
 
 def imported_already() -> dict[str, tuple[str, str]]:

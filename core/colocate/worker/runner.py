@@ -13,7 +13,7 @@ from colocate._dispatch import Scatter
 from colocate._method import MethodSpec
 from colocate._nesting import no_end
 from colocate._values import ordinary
-from colocate.errors import CapabilityError, DispatchError, RoleError, SerializationError
+from colocate.errors import CapabilityError, ColocateError, DispatchError, RoleError, SerializationError
 from colocate.worker import checkpoint, failure
 from colocate.worker.build import RoleBuild, construct
 from colocate.worker.consequence import Consequence
@@ -40,12 +40,16 @@ class Runner:
         host = self._host
         _, seq, host.groups.generation, host.groups.default_role, restored = work.head
         start = time.time()
+        try:
+            host.definitions.compare_modules()
+        except ColocateError as error:
+            self._failed(seq, None, None, error)
+            return False
         builds: list[RoleBuild] = host.codec.unpack(work.body, None)
         for build in builds:
             if host.boot.slot not in build.slots:
                 continue
             try:
-                host.definitions.compare_modules()
                 host.definitions.load(work.lots)
                 host.roles[build.name] = construct(build, host)
             except BaseException as error:

@@ -44,6 +44,7 @@ from colocate.testing.executors.residents import Residents
 from colocate.testing.executors.restarting import Restarting
 from colocate.testing.executors.signals import Signals
 from colocate.testing.executors.startup import Startup
+from colocate.testing.executors.successors import Successors
 from colocate.testing.executors.tensors import Memory, TensorResidents
 from colocate.testing.executors.threads import Undisturbed
 
@@ -83,6 +84,7 @@ class ExecutorSuite(
     Endings,
     Detaching,
     Attaching,
+    Successors,
     Undisturbed,
 ):
     """Everything that holds for every executor."""
@@ -124,6 +126,7 @@ __all__ = [
     "Signals",
     "Spawn",
     "Startup",
+    "Successors",
     "TensorResidents",
     "Undisturbed",
     "needs",

@@ -1,0 +1,137 @@
+"""Drivers that have a pool one after the other: what their scripts define."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from colocate import Runtime
+from colocate.executor import Detachable
+from colocate.testing.executors._base import needs
+from colocate.testing.executors._detached import DetachedCase
+from colocate.testing.executors.drivers import Driver, Scripts
+
+_SCRIPT = """
+import beside
+from colocate import Role, method
+
+LIMIT = 1
+
+class Item:
+    def __init__(self, size):
+        self.size = size
+
+    def over(self):
+        return self.size > LIMIT
+
+class Worker(Role):
+    def __init__(self):
+        self.kept = Item(7)
+
+    @method
+    def make(self, size):
+        return Item(size)
+
+    @method
+    def look(self, item):
+        return type(item) is Item is type(self.kept), item.over(), beside.WHO
+
+    @method
+    def beside(self, value):
+        return type(value) is beside.Value
+"""
+
+_DETACHES = """
+pool = runtime.reserve(1, cpus=0, detachable=True)
+pool.spawn({"worker": colocate.role(Worker)}, name="working")
+pool.detach(NAME, ttl=300)
+say("detached")
+"""
+
+_ATTACHES = """
+def tell(function):
+    try:
+        return function()
+    except colocate.ColocateError as error:
+        return str(error)
+
+def use():
+    with runtime.attach(NAME) as pool:
+        worker = pool.groups["working"][Worker]
+        made = [type(worker.make(3)[0]) is Item, worker.make(3)[0].over()]
+        return made, worker.look(Item(2)), worker.make(3)[0].over(), worker.beside(beside.Value())
+"""
+
+
+_CLOSES = """
+runtime.attach(NAME, own=True).close()
+say("closed")
+"""
+
+
+class Successors(DetachedCase):
+    """The next driver's script has the classes that the workers have, or is refused."""
+
+    def _run(self, scripts: Scripts, name: str, text: str, who: str = "first") -> Driver:
+        (scripts.folder / "beside.py").write_text(f"WHO = {who!r}\nclass Value: pass\n")
+        return self.start(scripts, text, name)
+
+    def _said(self, scripts: Scripts, name: str, text: str, who: str = "first") -> Any:
+        driver = self._run(scripts, name, text, who)
+        said = driver.hear()
+        assert driver.end() == (0, "")
+        return said
+
+    @needs(Detachable)
+    def test_the_same_script(self, scripts: Scripts, runtime: Runtime, name: str) -> None:
+        """It has the classes that the workers have; a global of its own is what counts from then on."""
+        self._said(scripts, name, _SCRIPT + _DETACHES)
+        used = _SCRIPT + _ATTACHES + "say(tell(use))"
+        assert self._said(scripts, name, used) == [[True, True], [[True, True, "first"]], True, [True]]
+        used = "moved = 1\n" + used.replace("LIMIT = 1", "LIMIT = 2")
+        assert self._said(scripts, name, used) == [[True, True], [[True, False, "first"]], True, [True]]
+        assert self._said(scripts, name, _CLOSES) == "closed"
+
+    @needs(Detachable)
+    def test_a_class_of_other_content(self, scripts: Scripts, runtime: Runtime, name: str) -> None:
+        """One of a name that the workers have is refused, before or when it is sent; the error names both."""
+        self._said(scripts, name, _SCRIPT + _DETACHES)
+        other = (_SCRIPT + _ATTACHES).replace("self.size > LIMIT", "self.size >= LIMIT")
+        told = self._said(scripts, name, other + "say(tell(use))")
+        assert "the scripts of two drivers define 'Item', and not alike: " in told
+        assert told.count("script.py:") == 2
+        # A script that has nothing of that name hears of it only where it sends one.
+        told = self._said(
+            scripts,
+            name,
+            """
+            def use(ctx, item):
+                return item.size
+
+            class Other:
+                pass
+
+            with runtime.attach(NAME) as pool:
+                other = type("Item", (Other,), {"__module__": "__main__", "size": 3})
+                group = pool.groups["working"]
+                Item = other
+                try:
+                    say(group.run(use, other()))
+                except colocate.ColocateError as error:
+                    say(str(error))
+            """,
+        )
+        assert "the scripts of two drivers define 'Item', and not alike: " in told
+        assert self._said(scripts, name, _CLOSES) == "closed"
+
+    @needs(Detachable)
+    def test_a_module_of_other_content(self, scripts: Scripts, runtime: Runtime, name: str) -> None:
+        """So is a module beside the script, if the driver has imported it."""
+        self._said(scripts, name, _SCRIPT + _DETACHES)
+        elsewhere = Scripts(scripts.folder / "elsewhere", scripts.connect)
+        elsewhere.folder.mkdir()
+        told = self._said(elsewhere, name, _SCRIPT + _ATTACHES + "say(tell(use))", who="second")
+        assert "group 'working' can't be taken up here: module 'beside' of the driver" in told
+        assert str(scripts.folder / "beside.py") in told
+        assert str(elsewhere.folder / "beside.py") in told
+        assert self._said(scripts, name, _SCRIPT + _ATTACHES + "say(tell(use))")[0] == [True, True]
+        assert self._said(scripts, name, _CLOSES) == "closed"

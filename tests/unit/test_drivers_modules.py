@@ -1,0 +1,89 @@
+"""What a worker on another machine imports: the driver's source, under the driver's path where that says the truth."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.resources
+import inspect
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from colocate._definitions.sources import Source
+from colocate.worker import failure
+from colocate.worker.imports import DriversModules
+
+TEXT = """
+import pathlib, importlib.resources, pkgutil
+
+def fails():
+    raise ValueError("here")
+
+READS = (
+    lambda: pathlib.Path(__file__).with_name("data.txt").read_text(),
+    lambda: importlib.resources.files(__name__).joinpath("data.txt").read_text(),
+    lambda: pkgutil.get_data(__name__, "data.txt"),
+)
+"""
+NAME = "of_the_driver_only"
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """Where the module lies on the driver's machine."""
+    (tmp_path / NAME).mkdir()
+    return tmp_path / NAME / "__init__.py"
+
+
+@pytest.fixture
+def driver(file: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DriversModules]:
+    """A driver that has one package."""
+    modules = {NAME: Source(TEXT.encode(), str(file), True)}
+    finder = DriversModules(lambda name: modules if name == NAME else {})
+    monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
+    monkeypatch.setattr(finder, "_may_ask", lambda: True)  # this is the main thread
+    yield finder
+    sys.modules.pop(NAME, None)
+
+
+def imported() -> Any:
+    return importlib.import_module(NAME)
+
+
+@pytest.mark.parametrize("there", [None, "x = 1\n", TEXT])
+def test_path(driver: DriversModules, file: Path, there: str | None) -> None:
+    """`__file__` is the driver's path unless another file lies there; the source is shown in any case."""
+    if there is not None:
+        file.write_text(there)
+    module = imported()
+    assert module.__file__ == (f"driver:{file}" if there == "x = 1\n" else str(file))
+    assert inspect.getsource(module.fails) == 'def fails():\n    raise ValueError("here")\n'
+    with pytest.raises(ValueError, match="here") as caught:
+        module.fails()
+    assert '    raise ValueError("here")\n' in "".join(traceback.format_exception(caught.value))
+
+
+@pytest.mark.parametrize("there", [None, "x = 1\n"])
+@pytest.mark.parametrize("way", range(3))
+def test_file_beside_it(driver: DriversModules, file: Path, there: str | None, way: int) -> None:
+    """A data file that didn't travel is told as that, however it is read."""
+    if there is not None:
+        file.write_text(there)
+        file.with_name("data.txt").write_text("another package's")
+    with pytest.raises(FileNotFoundError) as caught:
+        imported().READS[way]()
+    told = failure.describe(caught.value, role=None, host=False, secondary=False)
+    assert str(file.with_name("data.txt")) in told.text
+    assert "came here as source, without the files beside them: install the package where" in told.traceback
+
+
+def test_another_file_that_is_missing(driver: DriversModules, tmp_path: Path) -> None:
+    """What never lay beside the driver's modules is an ordinary error."""
+    imported()
+    with pytest.raises(FileNotFoundError) as caught:
+        (tmp_path / "elsewhere.txt").read_text()
+    assert "came here as source" not in failure.describe(caught.value, role=None, host=False, secondary=False).traceback
