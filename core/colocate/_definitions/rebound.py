@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 
 from colocate._definitions.names import MISSING, is_installed, is_main, main_module
-from colocate._definitions.sources import Source, answer, imports
+from colocate._definitions.sources import Source, answer, imports, is_shipped_with_python
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
@@ -57,6 +57,8 @@ def _roots(cls: type) -> Iterator[str]:
     elif (main := main_module()) is not None:
         modules = [value for value in list(vars(main).values()) if isinstance(value, ModuleType)]
         for name in [each.__name__ for each in modules if not is_installed(each)]:
+            if is_shipped_with_python(name):
+                continue
             yield name
             yield from (below for below in list(sys.modules) if below.startswith(f"{name}."))
         for code in _codes_of(cls):

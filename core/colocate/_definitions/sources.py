@@ -124,9 +124,12 @@ def _spec_of(name: str, module: ModuleType | None) -> ModuleSpec | None:
             return None
     for finder in list(sys.meta_path):
         find = getattr(finder, "find_spec", None)
-        if find is not None and (spec := find(name, path, None)) is not None:
-            found_spec: ModuleSpec = spec
-            return found_spec
+        try:
+            spec: ModuleSpec | None = find(name, path, None) if find is not None else None
+        except KeyError:  # a folder without an __init__.py is found only where what is above it is imported
+            continue
+        if spec is not None:
+            return spec
     return None
 
 
