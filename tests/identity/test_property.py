@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+import venv
 from pathlib import Path
 
 import hypothesis
@@ -14,10 +15,10 @@ from hypothesis import strategies as st
 from tests.identity.conftest import BUILT_IN, EXECUTORS
 from tests.identity.kinds import KINDS, code
 
-PLACES = ("script", "beside", "package", "cell", "redefined cell")
+PLACES = ("script", "beside", "package", "cell", "redefined cell", "installed")
 
 SCRIPT = """
-import colocate, sys
+import colocate, queue, sys
 from colocate import Role, method
 
 NAMES = sys.modules["__main__"].__dict__
@@ -74,6 +75,13 @@ def check(thing, find):
         except colocate.RoleError as error:
             assert type(error.__cause__) is Wrong
             assert error.__cause__.cls is cls and same(error.__cause__.thing, cls, cls) == seen
+        heard = queue.SimpleQueue()
+        for call in (actor.give.submit(thing, cls), actor.wrong.submit(thing, cls)):
+            call.add_done_callback(heard.put)
+            called = heard.get(timeout=60)
+            thing_back, cls_back = called.result()[0][:2] if called.exception() is None else (
+                called.exception().__cause__.thing, called.exception().__cause__.cls)
+            assert cls_back is cls and same(thing_back, cls, cls) == seen
     kept = first.give.keep(thing, cls)
     fetched = kept.fetch()[0]
     assert fetched[1] is cls and same(fetched[0], cls, cls) == seen
@@ -92,16 +100,24 @@ print("agreed")
 """
 
 
+def environment(folder: Path) -> None:
+    """An environment with all that this one has, and room for more."""
+    venv.create(folder, symlinks=True)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    (packages / "others.pth").write_text("\n".join(path for path in sys.path if path.startswith("/")))
+
+
 def write(folder: Path, drawn: list[tuple[str, str]], executor: str) -> Path:
     """A script with classes of some kinds, each in its place."""
     definitions, things, again = [], [], []
     for number, (kind, place) in enumerate(drawn):
         name = f"Thing{number}"
         text, made = code(kind, name, number)
-        if place == "beside":
-            (folder / f"beside{number}.py").write_text(text)
-            definitions.append(f"import beside{number}")
-            things.append(f"(eval({made!r}, vars(beside{number})), lambda: beside{number}.{name})")
+        if place in ("beside", "installed"):
+            where = folder if place == "beside" else next(folder.glob("venv/lib/python*/site-packages"))
+            (where / f"{place}{number}.py").write_text(text)
+            definitions.append(f"import {place}{number}")
+            things.append(f"(eval({made!r}, vars({place}{number})), lambda: {place}{number}.{name})")
             continue
         if place == "package":
             (folder / f"package{number}").mkdir()
@@ -134,8 +150,12 @@ def write(folder: Path, drawn: list[tuple[str, str]], executor: str) -> Path:
 def agrees(drawn: list[tuple[str, str]], executor: str) -> None:
     """Whether the script says so."""
     with tempfile.TemporaryDirectory() as folder:
+        python = sys.executable
+        if any(place == "installed" for _, place in drawn):
+            environment(Path(folder, "venv"))
+            python = f"{folder}/venv/bin/python"
         main = write(Path(folder), drawn, executor)
-        done = subprocess.run([sys.executable, str(main)], capture_output=True, text=True, timeout=240, check=False)
+        done = subprocess.run([python, str(main)], capture_output=True, text=True, timeout=240, check=False)
         assert done.stdout == "agreed\n", f"{drawn}\n{done.stderr[-6000:]}"
 
 
