@@ -59,16 +59,16 @@ class Stage:
         self.folder = folder
         self.runs = 0
         self.runtime = self.connect()
-        self.bystander = self.spawn(self.runtime)
+        self.bystander = self.spawn(self.runtime, "bystander")
         self.group: ColocatedGroup | None = None
 
     def connect(self) -> Runtime:
         """Another runtime."""
         return colocate.connect("local", processes=self.engine == "processes")
 
-    def spawn(self, runtime: Runtime) -> ColocatedGroup:
+    def spawn(self, runtime: Runtime, name: str | None = None) -> ColocatedGroup:
         """A group."""
-        return runtime.reserve(1).spawn({"adder": colocate.role(Adder)})
+        return runtime.reserve(1).spawn({"adder": colocate.role(Adder)}, name)
 
     def checkpoint(self, group: ColocatedGroup) -> None:
         """One in a folder of its own."""
@@ -188,7 +188,7 @@ def _close(stage: Stage) -> None:
 
 @contextlib.contextmanager
 def _unless_closed(group: ColocatedGroup) -> Iterator[None]:
-    """A group that is just being closed refuses."""
+    """A group that is just being closed refuses, or one whose pipeline is open; the bystander never does."""
     try:
         yield
     except (colocate.ClosedError, colocate.PipelineError):
