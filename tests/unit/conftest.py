@@ -14,9 +14,9 @@ from tests.unit.lanes import KINDS, WAIT_S, End, left_behind, socket_pair
 from colocate.wire import Hub, Tls
 
 
-def certificates(names: Iterable[str] = ("colocate.test",)) -> Tls:
-    """Those of a new authority."""
-    authority = trustme.CA()
+def certificates(names: Iterable[str] = ("colocate.test",), authority: trustme.CA | None = None) -> Tls:
+    """Those of a new authority, or of one that there is."""
+    authority = authority or trustme.CA()
     one = authority.issue_cert(*names)
     return Tls(
         authority.cert_pem.bytes().decode(),

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+import trustme
 from tests.unit.conftest import certificates
 
 from colocate.testing.waiting import becomes_true
@@ -150,7 +151,8 @@ def raw(server: Server, knocks: bool = True) -> Iterator[socket.socket]:
 
 def test_a_certificate_that_is_larger_than_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The listener goes on when there is room again."""
-    large = certificates(f"{'long.' * 40}{number}.test" for number in range(300))
+    authority = trustme.CA()
+    large = certificates((f"{'long.' * 40}{number}.test" for number in range(300)), authority)
     assert len(large.certificate) > 1 << 16
 
     def narrow(listener: Listener) -> socket.socket | None:
@@ -172,7 +174,7 @@ def test_a_certificate_that_is_larger_than_what_fits(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(SecureHandshake, "advance", seen)
     server = Server(large)
-    connect(server.address, KEY, tls=large).close()
+    connect(server.address, KEY, tls=certificates(authority=authority)).close()
     assert select.EPOLLOUT in waited
     server.hub.close()
 
