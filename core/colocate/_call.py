@@ -81,6 +81,9 @@ class Call(Generic[C_co]):
             value, self._error, self._trace = self._outcomes[0]
             if self._error is None:
                 return value
+        cause: BaseException | None = self._error
+        while cause is not None:  # looked at now: what prints it may not be Python code
+            cause = cause.__cause__
         # Otherwise each raise would add to the traceback of the one before, and keep all of their frames.
         raise self._error.with_traceback(self._trace)
 

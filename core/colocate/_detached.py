@@ -22,6 +22,7 @@ from colocate import _record
 from colocate._failures import hung_error
 from colocate._group import ColocatedGroup
 from colocate._numbers import FOREVER_S, duration_problem
+from colocate._off_main import off_main
 from colocate._owned import caller, raise_together
 from colocate._pool import Pool
 from colocate._record import GroupRecord
@@ -305,6 +306,10 @@ def close_detached(runtime: Runtime, name: str, force: bool) -> None:
         BorrowedError: A driver is attached (without `force`).
         ConfigError: There is no such pool.
     """
+    off_main(lambda: _close_detached(runtime, name, force))
+
+
+def _close_detached(runtime: Runtime, name: str, force: bool) -> None:
     executor = cast("Detachable", runtime.executor)
     borrowed = None
     if not force:

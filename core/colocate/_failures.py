@@ -6,6 +6,7 @@ import copy
 from typing import TYPE_CHECKING, Any
 
 from colocate._jobs import error_text
+from colocate._off_main import off_main
 from colocate._owned import at
 from colocate.errors import (
     CallTimeout,
@@ -17,12 +18,21 @@ from colocate.errors import (
     WorkerDied,
 )
 from colocate.executor import Exit
-from colocate.worker.consequence import Consequence
+from colocate.worker.consequence import Consequence, Poisoned
 
 if TYPE_CHECKING:
     from colocate._order import Link, PendingCall
 
 _OUR_FAULT = "That is a fault of colocate's own: please report it, with the traceback that was printed"
+
+
+def _names(*kinds: type[ColocateError]) -> set[str]:
+    """As a worker tells them."""
+    return {f"{kind.__module__}.{kind.__qualname__}" for kind in kinds}
+
+
+_CONSEQUENCES = _names(Consequence, Poisoned)
+_OWN_WORDS = _names(CapabilityError, DispatchError, RoleError, SerializationError)
 _OF_A_CALL = ("group", "role", "method", "rank", "node", "remote_traceback", "called_at")
 
 
@@ -30,10 +40,9 @@ def failure_error(link: Link, call: PendingCall, slot: int, told: tuple[Any, ...
     """The error for a call that raised on a rank."""
     kind, text, trace, host, _secondary, role = told
     rank = call.rank_of(slot)
-    original = _original(link, body, kind, text)
-    if host and isinstance(original, CapabilityError | DispatchError | RoleError | SerializationError):
+    if host and kind in _OWN_WORDS and isinstance(own := _original(link, body, kind, text), ColocateError):
         # Arguments that don't fit, a value written into, a result that can't be sent: colocate's words are the error.
-        found = copy.copy(original)
+        found = copy.copy(own)
         found.group, found.role, found.method, found.rank = link.name, role, call.method, rank
         found.called_at = _line(call)
         return found
@@ -41,7 +50,7 @@ def failure_error(link: Link, call: PendingCall, slot: int, told: tuple[Any, ...
     if role is None:
         where = call.label
     states = _states(call, slot) if call.method != "__init__" else ""
-    follows = isinstance(original, Consequence)  # the role hasn't raised it: it says what kept the role from going on
+    follows = kind in _CONSEQUENCES  # the role hasn't raised it: it says what kept the role from going on
     how = "was given up" if follows else f"raised {kind}"
     error = RoleError(
         f"{where} {how} on rank {rank} of group {link.name!r} (node {link.node(slot)}): {text}{states}",
@@ -53,7 +62,8 @@ def failure_error(link: Link, call: PendingCall, slot: int, told: tuple[Any, ...
         remote_traceback=trace,
         called_at=_line(call),
     )
-    error.__cause__ = None if follows else original
+    if not follows:  # unpickled later, not on this thread, which reads all connections
+        error._unpickle = lambda: off_main(lambda: _original(link, body, kind, text))
     return error
 
 
@@ -66,7 +76,7 @@ def _original(link: Link, body: Any, kind: str, text: str) -> BaseException:
     if body is not None:
         try:
             value = link.unpack(body)
-        except BaseException as fault:  # its class says how, and this is the thread that reads all connections
+        except BaseException as fault:  # its class says how
             return RuntimeError(f"{kind}: {text} (it can't be unpickled here: {error_text(fault)})")
         if isinstance(value, BaseException):
             return value

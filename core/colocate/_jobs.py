@@ -201,7 +201,7 @@ class JobThread:
 def message_of(error: BaseException) -> str:
     """The message of an exception, whatever its `__str__` does: that is a user's code on a thread of the framework."""
     try:
-        return str(error)
+        return str.__str__(str(error))  # which may have given an instance of a class of its own
     except BaseException as fault:
         return f"<its __str__ raised {type(fault).__name__}>"
 

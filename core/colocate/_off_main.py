@@ -86,8 +86,8 @@ class _Job(Generic[T]):
             return False
         return True
 
-    def run(self) -> None:
-        """Do it, unless it was withdrawn. On a courier's thread."""
+    def run(self, unfinished: dict[_Job[Any], None]) -> None:
+        """Do it, unless it was withdrawn, and take it out of those that aren't done. On a courier's thread."""
         try:
             work = self._work.pop()
         except IndexError:
@@ -102,6 +102,7 @@ class _Job(Generic[T]):
         # Nothing of the user's is held any more when who waits goes on.
         _here.frame = self._frame = None
         del work, self._context
+        unfinished.pop(self, None)
         self.done.set()
 
 
@@ -118,9 +119,11 @@ class _Couriers:
         self._numbers = itertools.count(1)
         self._all = 0
         self._idle = 0
+        self._unfinished: dict[_Job[Any], None] = {}  # from the handing over of a job to its end
 
     def put(self, job: _Job[Any]) -> bool:
         """Have a job done; False when no thread can be started any more: the interpreter ends."""
+        self._unfinished[job] = None
         self._jobs.put(job)
         if not self._all:
             try:
@@ -129,12 +132,17 @@ class _Couriers:
                 return False
         return True
 
+    def withdraw(self, job: _Job[Any]) -> bool:
+        """Have a job never done; False when it has been begun."""
+        if not job.withdraw():
+            return False
+        self._unfinished.pop(job, None)
+        return True
+
     def settle(self, timeout: float) -> bool:
-        """Wait until nothing is done any more; whether that is so."""
+        """Wait until all jobs that have been put are done; whether they are."""
         deadline = time.monotonic() + timeout
-        while self._idle < self._all and time.monotonic() < deadline:
-            time.sleep(0.01)
-        return self._idle == self._all
+        return all(job.done.wait(deadline - time.monotonic()) for job in list(self._unfinished))
 
     def _main(self) -> None:
         with self._lock:
@@ -149,7 +157,7 @@ class _Couriers:
             if alone:
                 with contextlib.suppress(RuntimeError):  # no thread is to be had: then jobs do wait for each other
                     _thread.start_new_thread(self._main, ())
-            job.run()
+            job.run(self._unfinished)
             del job
             with self._lock:
                 self._idle += 1
@@ -197,10 +205,10 @@ def off_main(
 
     Args:
         work: What takes locks or changes state.
-        interrupted: Called on a third thread when the wait is interrupted, to have the work end soon. It always goes on
-            to its end, unless it had not begun.
-        waits_s: How long that end is waited for then, at most; None for as long as it takes. A second interruption ends
-            that too.
+        interrupted: Called on a third thread when the wait is interrupted, to have the work end soon, or to undo it. It
+            always goes on to its end, unless it had not begun.
+        waits_s: How long both ends are waited for then, at most; None for as long as it takes. A second interruption
+            ends that too.
         in_any_case: Whether it is done also when the interruption comes before it has begun.
 
     Raises:
@@ -210,7 +218,7 @@ def off_main(
         return work()
     job = _Job(work, sys._getframe(1))
     try:
-        if not _couriers.put(job) and job.withdraw():
+        if not _couriers.put(job) and _couriers.withdraw(job):
             return work()
         job.done.wait()
         if job.error is None:
@@ -218,10 +226,11 @@ def off_main(
     except BaseException:
         if in_any_case:
             _couriers.put(job)  # once more, perhaps: only one of them counts
-        if in_any_case or not job.withdraw():
-            if interrupted is not None:
-                hand_over(interrupted)
-            job.done.wait(waits_s)
+        if in_any_case or not _couriers.withdraw(job):
+            deadline = None if waits_s is None else time.monotonic() + waits_s
+            for done in (None if interrupted is None else hand_over(interrupted), job.done):
+                if done is not None:
+                    done.wait(None if deadline is None else deadline - time.monotonic())
         raise
     error, job.error = job.error, None
     try:
@@ -230,11 +239,15 @@ def off_main(
         del error  # its traceback has this frame
 
 
-def hand_over(work: Callable[[], object]) -> None:
-    """Have some work done on a thread that isn't the main one, without waiting. What it raises is reported."""
+def hand_over(work: Callable[[], object]) -> Flag | None:
+    """Have some work done on a thread that isn't the main one, without waiting. What it raises is reported.
+
+    Returns:
+        What is set when it is done; None if it has been done here.
+    """
     if _thread.get_ident() != _main:
         work()
-        return
+        return None
 
     def reported() -> None:
         try:
@@ -244,8 +257,10 @@ def hand_over(work: Callable[[], object]) -> None:
             threading.excepthook(threading.ExceptHookArgs(args))
 
     job = _Job(reported, sys._getframe(1))
-    if not _couriers.put(job) and job.withdraw():
+    if not _couriers.put(job) and _couriers.withdraw(job):
         reported()
+        return None
+    return job.done
 
 
 def settle(timeout: float) -> bool:

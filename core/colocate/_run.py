@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 Row = Mapping[str, Any]
 
 
+_TOLD_WITHIN_S = 5.0  # as the dispatcher has for that when it is closed
+
+
 @attrs.frozen
 class RunRecord:
     """A finished run, as the report and the last page on the screen show it.
@@ -357,12 +360,12 @@ def _folder(name: str, resume: bool) -> tuple[RunFolder, int | None, list[Row]]:
 
 
 def _settle(runtime: Runtime) -> None:
-    """Wait until observers have been told of every call that has ended."""
+    """Wait until observers have been told of every call that has ended, unless one of them doesn't return."""
     if not runtime.alive:  # a job may close what it was given, and closing has told them
         return
     told = Flag()
     off_main(lambda: runtime.dispatcher.soon(told.set))
-    told.wait()
+    told.wait(_TOLD_WITHIN_S)  # the close tells who is in the way
 
 
 def _report(record: RunRecord, error: str | None = None) -> Path | None:

@@ -6,7 +6,7 @@ with attributes, cause and notes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from typing import Any, ClassVar
 
@@ -58,9 +58,10 @@ class ColocateError(Exception):
         return str(self.args[0])
 
     def __reduce__(self) -> tuple[Any, ...]:
+        cause = self.__cause__  # first: it may be made now
         state = dict(self.__dict__)
-        if self.__cause__ is not None:
-            state["__cause__"] = self.__cause__
+        if cause is not None:
+            state["__cause__"] = cause
         return _restore, (type(self), self.args, state)
 
 
@@ -73,11 +74,31 @@ def _restore(cls: type[ColocateError], args: tuple[Any, ...], state: dict[str, A
     return error
 
 
+_CAUSE: Any = vars(BaseException)["__cause__"]
+
+
 class RoleError(ColocateError, RuntimeError):
     """A role's method or constructor raised; `__cause__` is the original exception.
 
+    It is unpickled by whoever looks at it first: its class is the user's, and may take its time.
     `called_at` is the driver's line that made the call.
     """
+
+    _unpickle: Callable[[], BaseException] | None = None
+
+    @property
+    def __cause__(self) -> BaseException | None:
+        if (unpickle := self._unpickle) is not None:
+            cause = unpickle()
+            if self.__dict__.pop("_unpickle", None) is not None:  # no other thread has been faster
+                _CAUSE.__set__(self, cause)
+        found: BaseException | None = _CAUSE.__get__(self)
+        return found
+
+    @__cause__.setter
+    def __cause__(self, cause: BaseException | None) -> None:
+        self.__dict__.pop("_unpickle", None)
+        _CAUSE.__set__(self, cause)
 
     def __str__(self) -> str:
         return self.message + _called(self) + _in_the_worker(self)

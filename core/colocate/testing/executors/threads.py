@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import os
+import queue
 import sys
 import threading
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from colocate.errors import RoleError, SerializationError, WorkerDied
 from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs
 from colocate.testing.gate import Gate
-from colocate.testing.probes.faulty import Faulty
+from colocate.testing.probes.faulty import Faulty, HeldUp
 from colocate.testing.probes.plain import Echo, Plain, Talker
 from colocate.testing.probes.rows import Rows
 from colocate.testing.waiting import PATIENCE_S
@@ -139,6 +140,25 @@ class Undisturbed(ExecutorCase):
         with pytest.raises(RoleError, match="Leaving"):
             faulty.fail("leaving")
         assert echo.first("still there") == "still there"
+
+    @needs(OwnProcess)
+    def test_an_exception_that_holds_up(self, spawn: Spawn) -> None:
+        """One that blocks where it is unpickled holds up who looks at it, and nobody else: not even its own group."""
+        group = spawn({"faulty": colocate.role(Faulty), "echo": colocate.role(Echo)}, slots=1)
+        faulty, echo = group.role("faulty", Faulty), group.role("echo", Echo)
+        told: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        with Gate() as gate:
+            failing = faulty.fail_held_up.submit(gate.address)
+            looking = threading.Thread(target=lambda: told.put(failing.exception()))
+            looking.start()
+            gate.wait_for()
+            assert echo.first.options(timeout=PATIENCE_S)("others go on") == "others go on"
+            assert failing.done()
+            assert told.empty()
+        looking.join(PATIENCE_S)
+        error = told.get(timeout=PATIENCE_S)
+        assert isinstance(error, RoleError)
+        assert isinstance(error.__cause__, HeldUp)
 
     def test_a_thread_of_the_driver_that_fails(self, spawn: Spawn, monkeypatch: pytest.MonkeyPatch) -> None:
         """What no user's code can do, a mistake of the framework's can: its groups fail of it at once, none waits."""

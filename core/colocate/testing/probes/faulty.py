@@ -71,6 +71,19 @@ def _leave_unless(pid: int) -> Leaving:
     return Leaving("it has left")
 
 
+class HeldUp(Exception):
+    """An exception that waits at a gate wherever it is taken up, but for the process that has raised it."""
+
+    def __init__(self, gate: Address) -> None:
+        super().__init__("it is held up")
+        self.raised = gate, os.getpid()
+
+    def __setstate__(self, state: Any) -> None:
+        gate, pid = state["raised"]
+        if os.getpid() != pid:
+            pass_gate(gate)
+
+
 _RAISE: dict[str, Any] = {
     "value": lambda: ValueError("a plain one", 42),
     "two": lambda: TwoArguments("it broke", "it was old"),
@@ -131,6 +144,11 @@ class Faulty(Role):
         if ranks is None or self.ctx.rank in ranks:
             deep_inside(kind)
         return self.ctx.rank
+
+    @method
+    def fail_held_up(self, gate: Address) -> None:
+        """Raise what is held up on the driver."""
+        raise HeldUp(gate)
 
     @method
     def fail_from(self) -> None:

@@ -1,0 +1,72 @@
+"""The main thread hands over: what an interruption of its wait leaves, and what is waited for at the end."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+
+import pytest
+
+from colocate._off_main import _Couriers, _Job, off_main
+
+PATIENCE_S = 10.0
+
+
+def test_interruption_waits_for_what_undoes_the_work() -> None:
+    """The exception comes out when all of it is over, also where the work itself had ended before that."""
+    main = threading.main_thread().ident
+    assert main is not None
+    waiting, told, undone = threading.Event(), threading.Event(), threading.Event()
+
+    def work() -> None:
+        waiting.set()
+        told.wait(PATIENCE_S)
+
+    def undo() -> None:
+        told.set()
+        threading.Event().wait(0.3)
+        undone.set()
+
+    def interrupt() -> None:
+        waiting.wait(PATIENCE_S)
+        signal.pthread_kill(main, signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        off_main(work, undo, PATIENCE_S)
+    assert undone.is_set()
+
+
+def test_settled_once_all_jobs_are_done() -> None:
+    """A job counts from its handing over to its end, but not when it was withdrawn, or put twice."""
+    couriers = _Couriers()
+    over = threading.Event()
+    slow, withdrawn = _Job(lambda: over.wait(PATIENCE_S), None), _Job(lambda: True, None)
+    assert couriers.settle(0.0)
+    assert withdrawn.withdraw()
+    couriers.put(slow)
+    couriers.put(slow)
+    assert not couriers.settle(0.1)
+    threading.Timer(0.2, over.set).start()
+    assert couriers.settle(PATIENCE_S)
+    assert slow.done.is_set
+
+
+def test_interpreter_exit_waits_for_what_nobody_waits_for() -> None:
+    """What was handed over is done when the process has ended."""
+    code = """
+        import time
+        import colocate._runtime
+        from colocate._off_main import hand_over
+
+        def late():
+            time.sleep(0.3)
+            print("done", flush=True)
+
+        hand_over(late)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr, done.returncode) == ("done\n", "", 0)
