@@ -65,14 +65,15 @@ class Pipeline:
         if self.is_here if awaits else self._here.is_current_thread:
             raise PipelineError(
                 f"{label} is sent when the block of group.pipeline() at {self._line} ends, and this needs its outcome: "
-                "ask for it after the block"
+                "ask for it after the block (a signal's handler: set a flag, and look at it there)"
             )
 
     def refuse_call(self, label: str) -> None:
         """Refuse a call that blocks."""
         raise PipelineError(
             f"{label} would wait for its result, but in the block of group.pipeline() at {self._line} calls are sent "
-            "when it ends: use .submit(...) or .keep(...), or call it before or after the block"
+            "when it ends: use .submit(...) or .keep(...), or call it before or after the block (a signal's handler: "
+            "set a flag, and look at it there)"
         )
 
     # -- recording
@@ -95,9 +96,10 @@ class Pipeline:
         self._drafts.append(draft)
 
     def keep(self, kept: Kept) -> None:
-        """The last call's result is kept. Until the call has been sent, the workers mustn't be told to forget it."""
+        """A call's result is kept. Until the call has been sent, the workers mustn't be told to forget it."""
         kept.group.residents.begin_use(kept)
-        self._drafts[-1].kept = kept
+        # Mostly the last one, unless a signal's handler has made another call since.
+        next(draft for draft in reversed(self._drafts) if draft.call is kept.call).kept = kept
 
     # -- the block
 

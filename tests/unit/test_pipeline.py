@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -254,3 +257,41 @@ def test_as_without(groups: tuple[ColocatedGroup, ColocatedGroup]) -> None:
         assert [kept.fetch() for kept in together] == [kept.fetch() for kept in run(groups, program, batch)]
 
     holds()
+
+
+def test_handler_that_keeps_while_a_call_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both are sent when the block ends, and each handle has its own call's value; one that waits is refused."""
+    main = threading.main_thread().ident
+    assert main is not None
+    original = ColocatedGroup.kept
+    handled = threading.Event()
+    kept: list[Resident[Any]] = []
+
+    def interrupted(self: ColocatedGroup, *args: Any) -> Any:
+        if not handled.is_set():
+            signal.pthread_kill(main, signal.SIGUSR1)
+            assert handled.wait(PATIENCE_S)
+        return original(self, *args)
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        monkeypatch.setattr(ColocatedGroup, "kept", original)
+        kept.append(echo.echo.keep("the handler's"))
+        with pytest.raises(PipelineError, match="a signal's handler: set a flag"):
+            echo.echo("waits")
+        handled.set()
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        with colocate.connect() as runtime, runtime.reserve(1) as pool:
+            echo = pool.spawn({"echo": colocate.role(Echo)}).role("echo", Echo)
+            group = runtime.groups["group-1"]
+            with group.pipeline():
+                monkeypatch.setattr(ColocatedGroup, "kept", interrupted)
+                first = echo.echo.keep("the block's")
+                again = echo.echo.submit(first.ref)
+            assert first.fetch() == ["the block's"]
+            assert kept[0].fetch() == ["the handler's"]
+            assert again.result() == [["the block's"]]
+            assert group.residents._uses == {}  # or the workers would never be told to forget them
+    finally:
+        signal.signal(signal.SIGUSR1, before)
