@@ -96,7 +96,7 @@ class RoleError(ColocateError, RuntimeError):
         return found
 
     @__cause__.setter
-    def __cause__(self, cause: BaseException | None) -> None:
+    def __cause__(self, cause: BaseException | None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         self.__dict__.pop("_unpickle", None)
         _CAUSE.__set__(self, cause)
 
