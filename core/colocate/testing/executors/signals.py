@@ -119,6 +119,79 @@ class Signals(Scripted):
             code, errors = driver.end()
         assert (code, errors) == (0, "")
 
+    def test_interrupted_twice(self, scripts: Scripts) -> None:
+        """A second Ctrl-C leaves a close that waits for something else; it goes on, and a later close waits for it."""
+        with Gate() as gate:
+            driver = scripts.start(f"""
+                {_indented(BEGIN)}
+                from colocate.testing.gate import pass_gate
+                runtime = CONNECT
+                group = runtime.reserve(1, cpus=0).spawn(ROLES)
+                executor = type(runtime.executor)
+                release = executor.release
+
+                def late(self, reservation):
+                    pass_gate({gate.address!r})
+                    release(self, reservation)
+
+                def again():
+                    while not runtime.hurried:
+                        time.sleep(0.01)
+                    os.kill(os.getpid(), signal.SIGINT)
+
+                executor.release = late
+                threading.Thread(target=again).start()
+                say(interrupted(lambda: runtime.close(grace=1)))
+                say(runtime.state)
+                say("closing again")
+                runtime.close(grace=1, force=True)
+                say([runtime.state, group.state])
+                """)
+            gate.wait_for()
+            driver.process.send_signal(signal.SIGINT)
+            assert driver.hear() == "interrupted"
+            assert driver.hear() == "closing"
+            assert driver.hear() == "closing again"
+            gate.open()
+            assert driver.hear() == ["closed", "closed"]
+            code, errors = driver.end()
+        assert (code, errors) == (0, "")
+
+    def test_executor_is_called_off_the_main_thread(self, scripts: Scripts) -> None:
+        """Whatever the main thread asks for: a signal's handler finds no lock of the executor taken by it."""
+        driver = scripts.start("""
+            from colocate.executor import Executor
+            called = []
+
+            def watched(name, method):
+                def call(self, *args, **options):
+                    called.append((name, threading.current_thread() is threading.main_thread()))
+                    return method(self, *args, **options)
+                return call
+
+            with CONNECT as runtime:
+                kind = type(runtime.executor)
+                for name, method in vars(Executor).items():
+                    if not name.startswith("_") and callable(method):  # not the class's own methods
+                        setattr(kind, name, watched(name, getattr(kind, name)))
+                pool = runtime.reserve(2, cpus=0)
+                group = pool.spawn(ROLES)
+                echo = group.role("echo", Echo)
+                with group.scope(), group.pipeline():
+                    kept = echo.first.keep("kept")
+                    sent = echo.first.submit(kept.ref)
+                say([echo.first("called"), sent.result(), group.run(lambda ctx: ctx.rank), str(runtime.audit())])
+                group.close()
+                pool.close()
+            say(sorted({name for name, on_main in called if on_main}))
+            say(sorted({"reserve", "launch", "frame", "running", "release", "close"} - {name for name, _ in called}))
+            """)
+        assert driver.hear() == ["called", "kept", [0, 1], "clean: nothing is leaked, nothing is missing"]
+        assert driver.hear() == []
+        assert driver.hear() == []
+        code, errors = driver.end()
+        assert (code, errors) == (0, "")
+
 
 def _indented(text: str) -> str:
     """To stand in a script that is indented."""
