@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 import colocate
-from colocate import ClosedError, ColocatedGroup, Concat, Role, RoleError, method
+from colocate import ClosedError, ColocatedGroup, Concat, First, Role, RoleError, method
 from colocate.testing.gate import Address, Gate, pass_gate
 from colocate.testing.waiting import PATIENCE_S, wait_until
 
@@ -107,3 +108,27 @@ def test_nested_scopes(group: ColocatedGroup) -> None:
         assert kept.fetch() == [0, 1]
     with pytest.raises(ClosedError, match="the end of its scope"):
         kept.fetch()
+
+
+def test_who_writes_into_what_another_slot_has() -> None:
+    """Threads hand it over as it is: the call that wrote is named, by whichever rank it is heard of first."""
+    torch = pytest.importorskip("torch")
+
+    class Owner(Role):
+        @method(collect=First())
+        def make(self) -> Any:
+            return torch.zeros(3)
+
+    def write_on(ctx: colocate.Context, ranks: tuple[int, ...], value: Any) -> None:
+        if ctx.rank in ranks:
+            value.add_(1.0)
+
+    with colocate.connect() as runtime, runtime.reserve(2) as pool:
+        group = pool.spawn({"owner": colocate.role(Owner)})
+        owner = group.role("owner", Owner)
+        for ranks in ((1,), (0,), (0, 1)) * 20:
+            with owner.make.options(ranks=[0]).keep() as kept:
+                with pytest.raises(RoleError, match=r"function write_on changed in place a value that owner\.make had"):
+                    group.run(write_on, ranks, kept.ref)
+                with pytest.raises(RoleError, match=r"was changed in place by function write_on; it"):
+                    group.run(write_on, (), kept.ref)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from colocate import _batch, wire
+from colocate._context import running_call
 from colocate.errors import SerializationError
 from colocate.worker.consequence import Consequence, Poisoned
-from colocate.worker.store import Entry, Store
+from colocate.worker.lane import Work
+from colocate.worker.store import Entry, Store, Written
 from colocate.worker.uses import Peers, Source
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ class LocalPeers(Peers):
         self._host = host
         self._find = find
         self._waiting: Store | None = None
+        self._borrowed: dict[str, list[tuple[Store, int, Entry]]] = {}  # by the call that has the very value
 
     @property
     def address(self) -> None:
@@ -33,7 +36,8 @@ class LocalPeers(Peers):
 
     def part(self, source: Source, rank: int) -> Any:
         """The whole part of a rank."""
-        return self._handed_over(self._entry(source, rank).value, source, rank)
+        entry = self._entry(source, rank)
+        return self._handed_over(entry, entry.value, source, rank)
 
     def rows(self, source: Source, rank: int) -> int:
         """How many rows it has."""
@@ -45,8 +49,16 @@ class LocalPeers(Peers):
 
     def slice(self, source: Source, rank: int, start: int, stop: int) -> Any:
         """Some of its rows."""
-        value = _batch.slice_rows(self._entry(source, rank).value, start, stop)
-        return self._handed_over(value, source, rank)
+        entry = self._entry(source, rank)
+        return self._handed_over(entry, _batch.slice_rows(entry.value, start, stop), source, rank)
+
+    def given_back(self, label: str) -> Sequence[Written]:
+        """A call is over: what it wrote into of other workers' residents."""
+        written: list[Written] = []
+        for store, key, entry in self._borrowed.pop(label, ()):
+            written += store.written([key], label)
+            entry.lent.remove(label)
+        return written
 
     def abort(self, reason: str) -> None:
         """Fail what is under way."""
@@ -56,11 +68,21 @@ class LocalPeers(Peers):
     def close(self) -> None:
         """Nothing to end."""
 
-    def _handed_over(self, value: Any, source: Source, rank: int) -> Any:
+    def _handed_over(self, entry: Entry, value: Any, source: Source, rank: int) -> Any:
         codec, boot = self._host.codec, self._host.boot
-        if codec.name == "reference" or (source.group, source.slot(rank)) == (boot.group, boot.slot):
+        if (source.group, source.slot(rank)) == (boot.group, boot.slot):
             return value  # on whichever device it is: arguments are brought to this slot's when they are complete
+        if codec.name == "reference":
+            self._borrow(entry, source, rank)
+            return value
         return codec.unpack(self._host.packed(value, source.label), boot.device)
+
+    def _borrow(self, entry: Entry, source: Source, rank: int) -> None:
+        call = running_call.get()
+        if isinstance(call, Work):
+            entry.lent.append(call.label)
+            store = self._find(source.group, source.slot(rank)).store
+            self._borrowed.setdefault(call.label, []).append((store, source.key, entry))
 
     def _entry(self, source: Source, rank: int) -> Entry:
         found = self._find(source.group, source.slot(rank))

@@ -88,6 +88,7 @@ class Runner:
                 return self._finish_async(result, work, role, spec, resolver, start)
             self._finish(result, work, role, spec, resolver, start)
         except BaseException as error:  # whatever role code raises is the caller's to see, SystemExit included
+            host.peers.given_back(work.label)
             self._failed(seq, keep, role.name, error)
             return False
         finally:
@@ -114,6 +115,7 @@ class Runner:
         try:
             self._finish(await coroutine, work, role, spec, resolver, start)
         except BaseException as error:
+            self._host.peers.given_back(work.label)
             self._failed(work.seq, work.head[4], role.name, error)
             return False
         return True
@@ -134,7 +136,9 @@ class Runner:
         arguments = resolver.resolve(arguments)
         if host.store.strict:
             resolver.watch()
-        for key, maker in host.store.written(resolver.keys):
+        for key, maker, by in host.store.written(resolver.keys):
+            if by is not None:
+                raise _written(by, maker, key)
             raise RoleError(f"resident {key}, returned by {maker}, was changed in place after that; it can't be used")
         dispatch = spec.dispatch
         nothing = resolver.total if isinstance(dispatch, Scatter) and dispatch.pad else resolver.valid
@@ -181,8 +185,10 @@ class Runner:
         used = resolver.keys if resolver is not None else ()
         everything = host.store.strict or role.name is None  # a function may have asked any role for anything
         keys = None if everything else [*used, *host.store.made_by(role.name or "")]
-        for key, maker in host.store.written(keys, label):
-            raise _written(label, maker, key)
+        for key, maker, by in host.store.written(keys, label):
+            raise _written(by or label, maker, key)
+        for key, maker, by in host.peers.given_back(label) if resolver is not None else ():
+            raise _written(by or label, maker, key)
         # In the same words, since of several ranks one has the very value: which is heard of first makes no difference.
         for source in resolver.written() if resolver is not None else ():
             raise _written(label, source.label, source.key)

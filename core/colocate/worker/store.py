@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeAlias
 
 import attrs
 
 from colocate._values import Watch
 from colocate.worker.consequence import LET_GO, Consequence, Poisoned
+
+Written: TypeAlias = tuple[int, str, str | None]
+"""A resident's key, the method that returned it, and the call that wrote into it, where that is known."""
 
 
 @attrs.define(eq=False)
@@ -22,6 +25,7 @@ class Entry:
     ready: bool = False
     maker: str = ""
     watch: Watch | None = None
+    lent: list[str] = attrs.field(factory=list)  # calls on other workers of this process that have the very value
 
 
 class Store:
@@ -117,23 +121,24 @@ class Store:
             self._entries.clear()
             self._news.notify_all()
 
-    def written(self, keys: Iterable[int] | None = None, by: str | None = None) -> Iterable[tuple[int, str]]:
-        """The residents (of those named, or all) that somebody has written into since they were made: (key, maker).
+    def written(self, keys: Iterable[int] | None = None, by: str | None = None) -> Iterable[Written]:
+        """The residents (of those named, or all) that somebody has written into since they were made.
 
         Args:
             keys: Those to look at; None for all.
-            by: The method that has run; None when it isn't known who it was.
+            by: The call that has run; None when it isn't known who it was: one that has the very value, if any.
         """
         for key in list(self._entries) if keys is None else keys:
             entry = self._entries.get(key)
             if entry is not None and entry.watch is not None and entry.watch.written():
                 # Named once, with the method that did it; from then on nobody gets what it has become.
                 entry.watch = None
+                writer = by or next(iter(entry.lent), None)
                 entry.error = (
-                    f"resident {key}, returned by {entry.maker}, was changed in place{f' by {by}' if by else ''}; "
-                    "it can't be used any more"
+                    f"resident {key}, returned by {entry.maker}, was changed in place"
+                    f"{f' by {writer}' if writer else ''}; it can't be used any more"
                 )
-                yield key, entry.maker
+                yield key, entry.maker, writer
 
     def made_by(self, role: str) -> list[int]:
         """The residents that a role has returned."""

@@ -25,6 +25,7 @@ from colocate._mesh import Ranks
 from colocate._tree import map_leaves
 from colocate._values import Watch
 from colocate.errors import DispatchError
+from colocate.worker.store import Written
 
 
 @attrs.frozen(eq=False)
@@ -141,6 +142,13 @@ class Peers(abc.ABC):
     @abc.abstractmethod
     def slice(self, source: Source, rank: int, start: int, stop: int) -> Any:
         """Some of its rows."""
+
+    def given_back(self, label: str) -> Sequence[Written]:
+        """A call is over: those residents of other workers that it had the very values of, and wrote into.
+
+        None where what other workers have is copied.
+        """
+        return ()
 
     @abc.abstractmethod
     def abort(self, reason: str) -> None:
