@@ -65,7 +65,8 @@ def look(wheels: Path) -> dict[str, Any]:
     # In a process of its own: this one must not hold a part of the GPU while the tests run.
     found = subprocess.run([sys.executable, "-c", _LOOK], capture_output=True, text=True, check=False)
     lines = found.stdout.splitlines()
-    gpu = json.loads(lines[-1]) if found.returncode == 0 and lines else {"torch": found.stderr.strip()[-300:]}
+    why = (found.stderr.splitlines() or [f"exit code {found.returncode}"])[-1]
+    gpu = json.loads(lines[-1]) if found.returncode == 0 and lines else {"torch": f"can't be used ({why[-300:]})"}
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "commit": _commit(wheels),

@@ -94,6 +94,14 @@ def test_the_checkout_is_installed(tmp_path: Path) -> None:
     assert [Path(line).name for line in (tmp_path / "colocate.pth").read_text().splitlines()] == [*run.SOURCES]
 
 
+def test_a_machine_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told in a line what is missing, and that there is no GPU."""
+    monkeypatch.setattr(run, "_LOOK", "import torch_of_nobody")
+    facts = run.look(tmp_path)
+    assert facts["device"] is None
+    assert facts["torch"] == "can't be used (ModuleNotFoundError: No module named 'torch_of_nobody')"
+
+
 def result(test: str, outcome: str, reason: str = "", **figures: str) -> dict[str, Any]:
     area = test.partition("::")[0]
     return {"test": test, "area": area, "outcome": outcome, "seconds": 1.4, "reason": reason, "figures": figures}
