@@ -151,8 +151,7 @@ def raw(server: Server, knocks: bool = True) -> Iterator[socket.socket]:
 
 def test_a_certificate_that_is_larger_than_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The listener goes on when there is room again."""
-    authority = trustme.CA()
-    large = certificates((f"{'long.' * 40}{number}.test" for number in range(300)), authority)
+    large = certificates(f"{'long.' * 40}{number}.test" for number in range(300))
     assert len(large.certificate) > 1 << 16
 
     def narrow(listener: Listener) -> socket.socket | None:
@@ -174,7 +173,7 @@ def test_a_certificate_that_is_larger_than_what_fits(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(SecureHandshake, "advance", seen)
     server = Server(large)
-    connect(server.address, KEY, tls=certificates(authority=authority)).close()
+    connect(server.address, KEY, tls=large).close()
     assert select.EPOLLOUT in waited
     server.hub.close()
 

@@ -47,6 +47,8 @@ class Tls:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname = False
         context.verify_mode = ssl.CERT_REQUIRED
+        if server:  # nobody resumes; and tickets, which hold certificates, may leave no room for what follows
+            context.num_tickets = 0
         context.load_verify_locations(cadata=self.authority)
         memory = os.memfd_create("colocate-tls", os.MFD_CLOEXEC)  # it is loaded from a path, and from nothing else
         try:
