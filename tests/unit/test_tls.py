@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator
 
 import pytest
-import trustme
 from tests.unit.conftest import certificates
 
 from colocate.testing.waiting import becomes_true
