@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 import attrs
 
 from colocate import _record
-from colocate._failures import hung_error
+from colocate._failures import NO_ANSWER, hung_error
 from colocate._group import ColocatedGroup
 from colocate._numbers import FOREVER_S, duration_problem
 from colocate._off_main import off_main
@@ -237,7 +237,7 @@ def _greet(group: ColocatedGroup) -> None:
     silent = group.workforce.wait_hello(group.grace)
     group.workforce.ready()
     if silent and group.failure is None:
-        group.fail(hung_error(group, silent[0], None, None))
+        group.fail(hung_error(group, silent[0], None, NO_ANSWER))
     elif group.failure is None:
         group.order.begin_anew()
 

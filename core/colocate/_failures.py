@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from colocate._jobs import error_text
@@ -22,6 +23,9 @@ from colocate.worker.consequence import Consequence, Poisoned
 
 if TYPE_CHECKING:
     from colocate._order import Link, PendingCall
+
+NO_ANSWER = "no answer (C code may hold the GIL, or it is stopped)"
+"""What stands where a rank's stack would, if neither the rank nor its machine tells it."""
 
 _OUR_FAULT = "That is a fault of colocate's own: please report it, with the traceback that was printed"
 
@@ -108,10 +112,10 @@ def later_error(error: ColocateError, root: ColocateError | None) -> ColocateErr
     return found
 
 
-def timeout_error(link: Link, call: PendingCall, timeout: float, stacks: dict[int, str]) -> CallTimeout:
+def timeout_error(link: Link, call: PendingCall, timeout: float, stacks: Mapping[int, str]) -> CallTimeout:
     """The error of a call that outlived its timeout."""
-    late = call.missing()
-    by_rank = {call.rank_of(slot): stacks.get(slot, "no answer (the GIL may be held)") for slot in late}
+    late = list(stacks)
+    by_rank = {call.rank_of(slot): stack for slot, stack in stacks.items()}
     return CallTimeout(
         f"{call.label} of group {link.name!r} isn't done after {timeout} s: rank "
         f"{', '.join(str(rank) for rank in by_rank)} of {len(call.targets)} late",
@@ -125,11 +129,11 @@ def timeout_error(link: Link, call: PendingCall, timeout: float, stacks: dict[in
     )
 
 
-def hung_error(link: Link, slot: int, cause: ColocateError | None, stack: str | None) -> ColocateError:
+def hung_error(link: Link, slot: int, cause: ColocateError | None, stack: str) -> ColocateError:
     """The error of a group one of whose ranks didn't come back after a failed call."""
     error = RoleError(
         f"group {link.name!r} failed: slot {slot} (node {link.node(slot)}) did not come back within {link.grace:g} s "
-        f"after a failed call; it is here:\n{stack or 'no answer (the GIL may be held)'}",
+        f"after a failed call; it is here:\n{stack}",
         group=link.name,
         rank=slot,
         node=link.node(slot),

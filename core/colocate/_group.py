@@ -268,6 +268,10 @@ class ColocatedGroup(Owned):
             self.workforce.workers[slot].host.send(frame)
         executor.discard(frame)
 
+    def look(self, slot: int, then: Callable[[str | None], None]) -> None:
+        """Have said what a rank does, as it is seen from outside."""
+        self.workforce.workers[slot].host.look(then)
+
     def node(self, slot: int) -> str:
         """The node of a slot."""
         return self.workforce.workers[slot].boot.node

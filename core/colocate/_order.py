@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import attrs
 
 from colocate._cancel import Cancellations
 from colocate._dispatcher import Dispatcher
-from colocate._failures import failure_error, hung_error, later_error, timeout_error
+from colocate._failures import NO_ANSWER, failure_error, hung_error, later_error, timeout_error
 from colocate._jobs import JobThread, Timer
 from colocate._pending import PendingCall as PendingCall
 from colocate.errors import ColocateError, RoleError
 from colocate.worker.consequence import POISONED
 
 STACKS_WITHIN_S = 0.5
+_SILENT_AFTER_S = 0.1  # then a rank is looked at from outside; it may still answer
 _ALIVE_WITHIN_S = 1.0
 
 
@@ -34,6 +36,9 @@ class Link(Protocol):
 
     def send(self, slots: Sequence[int], head: tuple[Any, ...], body: Any = None) -> None:
         """Send one message to some workers."""
+
+    def look(self, slot: int, then: Callable[[str | None], None]) -> None:
+        """Have said what a rank does, as it is seen from outside."""
 
     def node(self, slot: int) -> str:
         """The node of a slot."""
@@ -48,6 +53,32 @@ class Link(Protocol):
 
     def unpack(self, body: Any) -> Any:
         """The value of a body."""
+
+
+@attrs.frozen
+class Stacks:
+    """What ranks were doing when they were asked.
+
+    Attributes:
+        told: By slot, of those that have answered.
+        seen: By slot, of those that had given no answer and were looked at from outside, where that can be.
+    """
+
+    told: dict[int, str] = attrs.field(factory=dict)
+    seen: dict[int, str] = attrs.field(factory=dict)
+
+    def of(self, slot: int) -> str:
+        """What is known of a rank."""
+        return self.told.get(slot) or self.seen.get(slot) or NO_ANSWER
+
+
+@attrs.frozen(eq=False)
+class _Question:
+    """Ranks that have been asked what they are doing, who still owes an answer, and whom it is for."""
+
+    waiting: set[int]
+    then: Callable[[Stacks], None]
+    found: Stacks = attrs.field(factory=Stacks)
 
 
 @attrs.define(eq=False)
@@ -90,7 +121,7 @@ class CallOrder:
         self._next = base + 1  # 0 is the construction of the roles
         self._resumed = self._base = base
         self._hold: _Hold | None = None
-        self._stacks: dict[int, tuple[set[int], dict[int, str], Callable[[dict[int, str]], None]]] = {}
+        self._questions: dict[int, _Question] = {}
         self._token = base
         self._ran: dict[int, tuple[int, ...]] = {}  # the calls that ranks ran when they last told their stack
 
@@ -100,7 +131,7 @@ class CallOrder:
         if self._hold is not None and self._hold.timer is not None:
             self._hold.timer.cancel()
         self._hold = None  # of a generation that is gone
-        self._stacks.clear()
+        self._questions.clear()
         self._ran.clear()
 
     # -- submission
@@ -217,15 +248,14 @@ class CallOrder:
         """A rank has said what it is doing."""
         with self.lock:
             self._ran[slot] = running
-            asked = self._stacks.get(token)
+            asked = self._questions.get(token)
             if asked is None:
                 return
-            waiting, found, then = asked
-            found[slot] = text
-            waiting.discard(slot)
-            if not waiting:
-                del self._stacks[token]
-                self._timers.soon(lambda: then(found))
+            asked.found.told[slot] = text
+            asked.waiting.discard(slot)
+            if not asked.waiting:
+                del self._questions[token]
+                self._timers.soon(lambda: asked.then(asked.found))
 
     def gone(self, slot: int) -> None:
         """A rank has ended; nobody waits for it any more."""
@@ -322,11 +352,11 @@ class CallOrder:
                 return
         self.ask_stacks(stuck, lambda found: self._give_up(hold, stuck, found))
 
-    def _give_up(self, hold: _Hold, stuck: list[int], stacks: dict[int, str]) -> None:
+    def _give_up(self, hold: _Hold, stuck: list[int], stacks: Stacks) -> None:
         with self.lock:
             still = [slot for slot in stuck if slot in hold.waiting]
             if self._hold is hold and still:
-                self.link.fail(hung_error(self.link, still[0], hold.cause(), stacks.get(still[0])))
+                self.link.fail(hung_error(self.link, still[0], hold.cause(), stacks.of(still[0])))
 
     # -- deadlines
 
@@ -335,10 +365,11 @@ class CallOrder:
             return
         self.ask_stacks(call.missing(), lambda found: self._time_out(call, timeout, found))
 
-    def _time_out(self, call: PendingCall, timeout: float, stacks: dict[int, str]) -> None:
+    def _time_out(self, call: PendingCall, timeout: float, stacks: Stacks) -> None:
         with self.lock:
             if not call.done():
-                self.break_off(call, timeout_error(self.link, call, timeout, stacks))
+                by_slot = {slot: stacks.of(slot) for slot in call.missing()}
+                self.break_off(call, timeout_error(self.link, call, timeout, by_slot))
 
     def break_off(self, call: PendingCall, error: ColocateError) -> None:
         """Nobody waits for a call that may be running: it fails, and all ranks come back as after a failure."""
@@ -361,18 +392,18 @@ class CallOrder:
                 self._settle_suspicion(hold)  # a later call is no cause of it
             self._tell_root(hold, call, error)
 
-    def ask_stacks(self, slots: list[int], then: Callable[[dict[int, str]], None]) -> None:
-        """Ask what some ranks are doing; those that can't answer in time (the GIL is held) are left out."""
+    def ask_stacks(self, slots: list[int], then: Callable[[Stacks], None]) -> None:
+        """Ask what some ranks are doing; those that don't answer soon are looked at from outside."""
         with self.lock:
             live = set(self.link.live())
             asked = [slot for slot in slots if slot in live]
             self._token += 1
             token = self._token
-            found: dict[int, str] = {}
             if not asked:
-                self._timers.soon(lambda: then(found))
+                self._timers.soon(lambda: then(Stacks()))
                 return
-            self._stacks[token] = (set(asked), found, then)
+            self._questions[token] = _Question(set(asked), then)
+            self._timers.after(_SILENT_AFTER_S, lambda: self._look_at_silent(token))
             self._timers.after(STACKS_WITHIN_S, lambda: self._stop_asking(token))
             self.link.send(asked, ("stack", token))
 
@@ -387,11 +418,24 @@ class CallOrder:
         with self.lock:
             return {slot for call in self.pending.values() for slot in call.missing()}
 
+    def _look_at_silent(self, token: int) -> None:
+        with self.lock:
+            asked = self._questions.get(token)
+            silent = list(asked.waiting) if asked is not None else []
+        for slot in silent:
+            self.link.look(slot, partial(self._seen, token, slot))
+
+    def _seen(self, token: int, slot: int, what: str | None) -> None:
+        with self.lock:
+            asked = self._questions.get(token)
+            if asked is not None and what is not None:
+                asked.found.seen[slot] = what
+
     def _stop_asking(self, token: int) -> None:
         with self.lock:
-            asked = self._stacks.pop(token, None)
+            asked = self._questions.pop(token, None)
         if asked is not None:
-            asked[2](asked[1])
+            asked.then(asked.found)
 
     def _end(self, call: PendingCall) -> None:
         """Take a call out of the books; it is settled next."""

@@ -10,6 +10,8 @@ import time
 import weakref
 from typing import TYPE_CHECKING
 
+from colocate._order import Stacks
+
 if TYPE_CHECKING:
     from colocate._group import ColocatedGroup
     from colocate._runtime import Runtime
@@ -47,8 +49,8 @@ class SlowCalls:
         self._timer = self._runtime.timers.after(_LOOK_EVERY_S, self._look)
 
     def _warn(self, group: ColocatedGroup, what: str, slots: list[int]) -> None:
-        def tell(stacks: dict[int, str]) -> None:
-            where = "\n".join(f"slot {slot} is {stack}" for slot, stack in sorted(stacks.items()))
+        def tell(stacks: Stacks) -> None:
+            where = "\n".join(f"slot {slot}: {stacks.of(slot)}" for slot in slots)
             text = f"{what} for {SLOW_S:.0f} s\n{where}"
             self._runtime.printer.soon(lambda: _log.warning(text))
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import colocate
 from colocate._failures import broken_error, death_error, failure_error, worker_error
 from colocate._jobs import Timer
-from colocate._order import STACKS_WITHIN_S, PendingCall
+from colocate._order import STACKS_WITHIN_S, PendingCall, Stacks
 from colocate._spawn import BuildErrors, builds
 from colocate._worker import NOT_LAUNCHED, Worker
 from colocate.errors import ColocateError, WorkerDied
@@ -42,7 +42,7 @@ class Workforce:
         self._leaving: set[int] = set()
         self._granted, self._overdue_at = 0.0, math.inf
         self._asked = False  # what the ranks are doing, and their answer
-        self._stacks: dict[int, str] | None = None
+        self._stacks: Stacks | None = None
         self._timers: list[Timer] = []
         self.started = False
         self.failure_seen = False
@@ -353,14 +353,13 @@ class Workforce:
         if self._group.failure is not None or self._group.hurried:  # what went wrong has been said, or nobody waits
             return []
         self._wait(lambda: self._stacks is not None, time.monotonic() + 2 * STACKS_WITHIN_S)
-        stacks, allowed = self._stacks or {}, self._granted or grace
+        stacks, allowed = self._stacks or Stacks(), self._granted or grace
         return [
             worker_error(
                 self._group,
                 w.slot,
                 w.pid,
-                f"did not end within {allowed:g} s and was ended; it was here:\n"
-                f"{stacks.get(w.slot, 'no answer (the GIL may be held)')}",
+                f"did not end within {allowed:g} s and was ended; it was here:\n{stacks.of(w.slot)}",
             )
             for w in self._awaited(self._busy)
             if w.hello is not None  # one that hasn't even started was late, which its start has told
@@ -387,7 +386,7 @@ class Workforce:
         if not asked:
             self._group.order.ask_stacks([worker.slot for worker in self._awaited(self._busy)], self._looked)
 
-    def _looked(self, stacks: dict[int, str]) -> None:
+    def _looked(self, stacks: Stacks) -> None:
         with self._news:
             self._stacks = stacks
             self._news.notify_all()
@@ -400,7 +399,7 @@ class Workforce:
         self._wait_or_hurry(lambda: self._stacks is not None or not self._busy, deadline)
         order = self._group.order
         with self._news:
-            silent = set() if self._stacks is None else self._busy - self._stacks.keys()
+            silent = set() if self._stacks is None else self._busy - self._stacks.told.keys()
             asked = self._stacks is not None
         running = order.still_running() if asked else order.owing()
         with self._news:

@@ -190,6 +190,14 @@ class Host(abc.ABC):
     def kill(self) -> None:
         """End it now, whatever it does; `exited` follows. Returns at once; harmless when it is gone."""
 
+    def look(self, then: Callable[[str | None], None]) -> None:
+        """Have said what it does and where, as it is seen from outside: it doesn't answer by itself.
+
+        Args:
+            then: Called on any thread, soon, with None where nothing can be seen; perhaps never, if it is just ending.
+        """
+        then(None)
+
 
 class Executor(abc.ABC):
     """An engine that runs workers. Core makes one per runtime, with the options given to `connect`.

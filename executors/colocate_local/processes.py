@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
 from typing import Any
 
 from colocate import _processes, wire
@@ -103,6 +104,10 @@ class ProcessHost(Host):
     def kill(self) -> None:
         """End the process now."""
         self._process.kill()
+
+    def look(self, then: Callable[[str | None], None]) -> None:
+        """Say what it does, as its memory shows."""
+        self._process.look(then)
 
     # -- on the hub's thread
 

@@ -70,6 +70,11 @@ class Hired:
         else:
             self.process.kill()
 
+    def look(self) -> None:
+        """Tell the driver what is seen of it from outside."""
+        if self.process is not NO_PROCESS:
+            self.process.look(lambda what: self._keeper.tell("inspected", self.token, what))
+
     def cut(self) -> None:
         """The driver at the other end of its lane no longer commands. On the launching thread."""
         if self.spare is not None:

@@ -1,8 +1,9 @@
 """The far side: a keeper in some process of the engine, and the worker processes that it starts for its driver.
 
 The driver dials it and says by a token what the connection is: its commands, or the lane of a worker, which is handed
-to that worker as it is. Commands are `start`, `kill` and `list`; the keeper tells `said`, `ended` and `listed`. When
-the connection of the commands ends, the driver has let go of the keeper or is gone: the workers are killed.
+to that worker as it is. Commands are `start`, `kill`, `inspect` and `list`; the keeper tells `said`, `ended`,
+`inspected` and `listed`. When the connection of the commands ends, the driver has let go of the keeper or is gone: the
+workers are killed.
 
 One whose pool may be detached (`tenure.py`) knows more: of its driver `detach`, `keep`, `retain` and `give_up`, which
 it confirms, and `adopt` for a worker that an earlier driver has started; of newcomers `look` and `attach`, which it
@@ -155,6 +156,10 @@ class Keeper:
     def _kill(self, token: bytes, astray: bool = False) -> None:
         if (doomed := self._workers.get(token)) is not None:  # otherwise it has ended by itself
             doomed.kill(astray)
+
+    def _inspect(self, token: bytes) -> None:
+        if (worker := self._workers.get(token)) is not None:
+            worker.look()
 
     def _let_go(self) -> None:
         threading.Thread(target=self._leave, name="colocate-keeper-end", daemon=True).start()
@@ -325,6 +330,7 @@ class Keeper:
 _COMMANDS: dict[str, Callable[..., None]] = {
     "start": Keeper._start,
     "kill": Keeper._kill,
+    "inspect": Keeper._inspect,
     "list": Keeper._told_to_list,
     "adopt": Keeper._adopt,
     "detach": Keeper._detach,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +40,7 @@ class KeptHost(Host):
         self._lane: wire.SocketLane | None = None
         self._early: list[wire.Frame] = []  # what was sent before there was a lane
         self._exit: Exit | None = None
+        self._looked: list[Callable[[str | None], None]] = []
         self._killed = False
         self._over = False
 
@@ -58,6 +59,11 @@ class KeptHost(Host):
     def kill(self) -> None:
         """End it now."""
         self._kill()
+
+    def look(self, then: Callable[[str | None], None]) -> None:
+        """Have its keeper say what it does, as its memory shows."""
+        self._looked.append(then)
+        self.slot.command("inspect", self.token)
 
     def _kill(self, astray: bool = False) -> None:
         if self._killed or self._over:
@@ -111,6 +117,11 @@ class KeptHost(Host):
             slot.command("kill", self.token)
 
     # -- on the hub's thread
+
+    def seen(self, what: str | None) -> None:
+        """The keeper has said what it does."""
+        while self._looked:
+            self._looked.pop()(what)
 
     def ended(self, exit: Exit) -> None:
         """It is gone. What it has said before is taken first."""

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from colocate import _processes, wire
@@ -123,6 +123,19 @@ class WorkerProcess:
         self.kill()
         if self._process is not None and not self.over:
             self._ended()
+
+    def look(self, then: Callable[[str | None], None]) -> None:
+        """Say, on a thread of its own, what is seen of it from outside: see `Host.look`."""
+
+        def run() -> None:
+            from colocate.keeper.outside import seen  # it needs more than a keeper does that is never asked
+
+            then(seen(self.pid))
+
+        try:
+            threading.Thread(target=run, name="colocate-look", daemon=True).start()
+        except RuntimeError:  # no thread is to be had
+            then(None)
 
     # -- on the hub's thread
 

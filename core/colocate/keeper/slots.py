@@ -308,6 +308,8 @@ class KeptSlot:
             return
         if what == "said":
             host.events.logged(rest[1])
+        elif what == "inspected":
+            host.seen(rest[1])
         else:
             host.ended(Exit(*rest[1:]))
 

@@ -6,6 +6,7 @@ import gc
 import sys
 import threading
 import traceback
+from collections.abc import Sequence
 from itertools import accumulate, chain, islice, repeat
 from operator import itemgetter
 from pathlib import Path
@@ -94,9 +95,15 @@ def raised_by_role(error: BaseException) -> bool:
 def stack_of_role_code(thread: threading.Thread) -> list[str]:
     """A thread's stack as text, from the role's own code on, or all of it when there is none of that; [] at its end."""
     frames = _frames_of(thread)
-    found = traceback.StackSummary.extract((frame, frame.f_lineno) for frame in reversed(frames))
-    first = next((i for i, each in enumerate(found) if not _is_machinery(each.filename)), 0)
-    return traceback.format_list(found[first:])
+    return traceback.format_list(
+        role_code_of(traceback.StackSummary.extract((frame, frame.f_lineno) for frame in reversed(frames)))
+    )
+
+
+def role_code_of(stack: Sequence[traceback.FrameSummary]) -> Sequence[traceback.FrameSummary]:
+    """A stack, the outermost frame first, from the role's own code on, or all of it when there is none of that."""
+    first = next((i for i, each in enumerate(stack) if not _is_machinery(each.filename)), 0)
+    return stack[first:]
 
 
 def _frames_of(thread: threading.Thread) -> list[FrameType]:

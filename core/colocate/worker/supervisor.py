@@ -41,7 +41,7 @@ _LEFT_S = 5.0  # for what SIGKILL doesn't end: processes in the kernel's hands, 
 _TRACKERS_S = 5.0
 _LOWER_S = 1.0  # for the lower supervisor to end by itself: it may be stopped
 _LOOK_S, _LONGEST_S = 0.01, 0.5
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER, _PR_SET_PTRACER = 1, 4, 36, 0x59616D61
 _TRACKER = b"resource_tracker import main"  # multiprocessing's, and loky's
 
 
@@ -65,6 +65,7 @@ def supervise(starter: int) -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != above:  # it was gone before the kernel had been told
         os._exit(0)
+    _prctl(_PR_SET_PTRACER, starter)  # or the kernel's Yama keeps its children from looking at this one's memory
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import queue
+import signal
 import threading
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 
 import colocate
 from colocate import ColocatedGroup, RoleSpec, Runtime
+from colocate._order import Stacks
 from colocate.errors import ClosedError, ColocateError, RoleError, WorkerDied
 from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs
@@ -16,7 +19,7 @@ from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
 from colocate.testing.probes.plain import Echo, Log
 from colocate.testing.probes.rows import Rows
-from colocate.testing.waiting import PATIENCE_S, Processes, wait_until
+from colocate.testing.waiting import PATIENCE_S, Processes, send, wait_until
 
 ROLES: dict[str, RoleSpec[Any]] = {
     "echo": colocate.role(Echo),
@@ -152,6 +155,33 @@ class Closing(ExecutorCase):
                         group.close(grace=0.05)
                     processes.wait()
                     processes.close()
+
+    @needs(OwnProcess)
+    def test_where_a_silent_rank_is(self, runtime: Runtime) -> None:
+        """One that C code keeps from answering, and one that is stopped, are looked at from outside."""
+        with runtime.reserve(2, cpus=0) as pool, Gate() as gate:
+            group = pool.spawn(ROLES)
+            faulty = group.role("faulty", Faulty)
+            pids = [pid for pid, _, _ in group.role("echo", Echo).place()]
+            faulty.wait.options(ranks=[0]).submit(gate.address)
+            faulty.hold_the_gil.options(ranks=[1]).submit(gate.address)
+            gate.wait_for(2)
+            send(pids[0], signal.SIGSTOP)
+            gate.open()
+            answers: queue.SimpleQueue[Stacks] = queue.SimpleQueue()
+
+            def both_seen() -> bool:
+                group.order.ask_stacks([0, 1], answers.put)
+                return set(answers.get(timeout=PATIENCE_S).seen) == {0, 1}
+
+            wait_until(both_seen, "both have been seen from outside")
+            with pytest.raises(ExceptionGroup) as caught:
+                group.close(grace=2)
+        told = {error.rank: str(error) for error in caught.value.exceptions if isinstance(error, RoleError)}
+        assert "it was here:\nstopped by a signal\n" in told[0]
+        assert "in pass_gate" in told[0]
+        assert "it was here:\nin C code that holds the GIL\n" in told[1]
+        assert "in Faulty.hold_the_gil" in told[1]
 
     def test_slots_after_a_hung_rank(self, runtime: Runtime) -> None:
         """The slot of a hung rank is free again: the next group works there."""

@@ -1,0 +1,55 @@
+"""What a worker does that gives no answer itself, as its machine shows it: it may be stopped, or hold the GIL in C."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sysconfig
+import traceback
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from colocate import _processes
+from colocate.worker.failure import role_code_of
+from colocate.worker.host import LANE
+
+_WITHIN_S = 2.0  # whoever asks has stopped waiting by then
+
+
+def seen(started: int) -> str | None:
+    """What a worker does and its lane's stack; None where that can't be seen, or the worker has ended.
+
+    The stack is read from the worker's memory by py-spy, which doesn't halt it. That takes some 30 ms, the kernel's
+    leave to read the memory of one's own processes, and py-spy beside this interpreter or on the path.
+
+    Args:
+        started: The worker's upper supervisor, which this process has started.
+    """
+    try:
+        (worker,) = (child.pid for child in _processes.below_this() if child.started == started)
+        stopped = psutil.Process(worker).status() == psutil.STATUS_STOPPED
+    except (ValueError, psutil.Error):  # it is gone
+        return None
+    lane = _lane_of(worker)
+    state = "stopped by a signal" if stopped else "in C code that holds the GIL" if lane.get("owns_gil") else "silent"
+    frames = [traceback.FrameSummary(each["filename"], each["line"], each["name"]) for each in lane.get("frames", ())]
+    stack = "".join(traceback.format_list(role_code_of(frames[::-1])))
+    return f"{state}\n{stack}" if stack or stopped else None
+
+
+def _lane_of(worker: int) -> dict[str, Any]:
+    """A worker's lane among its threads, as py-spy tells them; nothing where there is no py-spy, or it may not look."""
+    beside = Path(sysconfig.get_path("scripts"), "py-spy")
+    program = str(beside) if beside.exists() else shutil.which("py-spy")
+    if program is None:
+        return {}
+    command = [program, "dump", "--nonblocking", "--json", "--pid", str(worker)]
+    try:
+        shown = subprocess.run(command, capture_output=True, timeout=_WITHIN_S, check=True, stdin=subprocess.DEVNULL)
+        threads: list[dict[str, Any]] = json.loads(shown.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return {}
+    return next((each for each in threads if str(each["thread_name"]).startswith(LANE)), {})
