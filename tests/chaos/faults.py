@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+import psutil
 from tests.chaos import sockets
 from tests.chaos.programs import Fault
 from tests.chaos.records import Applied, Played
@@ -80,6 +81,8 @@ class Injector:
         if group is None:
             return False
         pid = group.workforce.workers[fault.rank].pid or 0
+        if fault.kind == "stop":
+            pid = _worker(pid)
         began = time.monotonic()
         act: Callable[[], object]
         if fault.kind == "drop":
@@ -90,11 +93,25 @@ class Injector:
             act = lambda: _signal(pid, _SIGNALS[fault.kind])  # noqa: E731
         try:
             act()
+            if fault.kind == "stop" and _worker(pid) != pid:  # it has just become a supervisor, which holds up nobody
+                os.kill(pid, signal.SIGCONT)
+                return False
         except (sockets.NoSuchSocket, ProcessLookupError, FileNotFoundError):  # it has ended by itself
             return False
         kind = fault.target or fault.kind
         self.applied = Applied(kind, fault.group, fault.rank, pid, began, time.monotonic(), fault.moment)
         return True
+
+
+def _worker(pid: int) -> int:
+    """A worker itself: before it has said hello, the driver may know the pid of its upper supervisor only."""
+    try:
+        below = psutil.Process(pid).children() if pid else []
+        while len(below) == 1 and "colocate.worker" in below[0].cmdline():
+            pid, below = below[0].pid, below[0].children()
+    except psutil.Error:  # it has ended by itself
+        pass
+    return pid
 
 
 def _signal(pid: int, number: signal.Signals) -> None:

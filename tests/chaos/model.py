@@ -137,7 +137,8 @@ def may_follow(error: BaseException, fault: Applied) -> bool:
     if fault.kind in DEADLY:
         return is_death(error, fault)
     if fault.kind in PEERS:
-        return isinstance(error, RoleError) and "peer" in str(error)
+        # A connection that is dropped while it is being made was never one of peers.
+        return isinstance(error, RoleError) and ("peer" in str(error) or "before it was authenticated" in str(error))
     if fault.kind == "keeper listener":  # it listens again; who dials just then may see it at a spawn
         return False
     if isinstance(error, CallTimeout):
