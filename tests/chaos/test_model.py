@@ -81,6 +81,11 @@ def test_causes() -> None:
     assert wrong(sent(1, error=CallTimeout("late", stacks={0: asking})), applied=KILLED)
     assert wrong(sent(1, error=CallTimeout("late", stacks={})), applied=STOPPED)
     assert wrong(sent(1, [1], submitted=6.0, settled=7.0), applied=KILLED)
+    dropped = attrs.evolve(STOPPED, kind="peer")
+    early = RoleError("a.take was given up: unix:x closed the connection before it was authenticated: the keys differ")
+    assert wrong(sent(1, error=early), applied=dropped) == ""
+    assert wrong(sent(1, error=early), applied=STOPPED)
+    assert wrong(sent(1, error=RoleError("a.take raised ValueError")), applied=dropped)
 
 
 def test_deliberate() -> None:
