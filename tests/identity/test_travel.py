@@ -177,6 +177,29 @@ with CONNECT as runtime, runtime.reserve(1) as pool:
     assert "quick.so, which isn't Python source, and only source travels to the workers" in told
 
 
+def test_module_whose_file_is_gone(program: Program) -> None:
+    """A module whose file was deleted since the driver imported it is told as that, with the file."""
+    told = program(
+        """
+import beside, os
+
+os.remove(beside.__file__)
+
+class Actor(Role):
+    @method
+    def use(self):
+        return beside.X
+
+with CONNECT as runtime, runtime.reserve(1) as pool:
+    pool.spawn({"actor": colocate.role(Actor)})["actor"].use()
+""",
+        code=1,
+        beside="X = 1\n",
+    )
+    assert "module 'beside' can't be had in this worker: the driver has imported it from " in told
+    assert "project/beside.py, which can't be read any more: put the file back" in told
+
+
 def test_name_of_a_module_that_only_the_role_imports(program: Program) -> None:
     """So is one of a module inside a package, and of one that a method imports."""
     told = program(

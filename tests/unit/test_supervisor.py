@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import os
 import re
@@ -94,6 +95,21 @@ def test_the_worker_is_as_it_was_started() -> None:
         for pid in supervisors:
             assert sorted(map(int, os.listdir(f"/proc/{pid}/fd"))) == [0, 1, 2]
             assert os.getpgid(pid) == supervisors[0]
+
+
+def test_its_starter_may_read_its_memory() -> None:
+    """With Yama in the kernel, the stack of a worker that holds the GIL could not be shown otherwise."""
+    code = """if True:
+        import os, sys
+        from colocate.worker import supervisor
+        told, prctl = [], supervisor._prctl
+        supervisor._prctl = lambda *args: (told.append((os.getpid(), *args)), prctl(*args))
+        supervisor.supervise(int(sys.argv[1]))
+        print([tuple(map(int, args)) for pid, *args in told if pid == os.getpid()])
+    """
+    command = [sys.executable, "-P", "-c", code, str(os.getpid())]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert (int.from_bytes(b"Yama"), os.getpid()) in ast.literal_eval(done.stdout)
 
 
 @pytest.mark.parametrize("victim", ["starter", "upper", "lower", "worker"])

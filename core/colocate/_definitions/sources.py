@@ -104,7 +104,7 @@ def look_up(name: str) -> Source | Refused | None:
     if text is not None:
         return Source(text, file, package)
     if file.endswith(".py"):
-        return Refused(f"the driver has imported it from {file}, which can't be read any more")
+        return Refused(f"the driver has imported it from {file}, which can't be read any more: put the file back")
     return Refused(
         f"the driver has it from {file}, which isn't Python source, and only source travels to the workers: install "
         "it where they run"

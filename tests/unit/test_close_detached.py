@@ -1,0 +1,47 @@
+"""`colocate close`: an interruption of it leaves nothing taken."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from typing import Any, cast
+
+import pytest
+
+from colocate import Runtime
+from colocate._detached import close_detached
+from colocate.executor import Adopted, Reservation
+from colocate.testing.waiting import wait_until
+
+
+class Interrupted:
+    """A cluster with one pool, whose record can't be read; the driver gets Ctrl-C just after it has been granted it."""
+
+    def __init__(self) -> None:
+        self.alive = True
+        self.executor = self
+        self.granted = self.given_back = 0
+
+    def adopt(self, *_: Any) -> Adopted:
+        self.granted += 1
+        if self.granted == 1:
+            main = threading.main_thread().ident
+            assert main is not None
+            signal.pthread_kill(main, signal.SIGINT)
+        return Adopted(cast("Reservation", None), self.granted, b"")
+
+    def let_go(self, _: Reservation) -> None:
+        self.given_back += 1
+
+    release = let_go
+
+    def check(self) -> None:
+        """It is open."""
+
+
+def test_ctrl_c_in_it_gives_back_what_it_has_taken() -> None:
+    """It is raised at once; what has begun goes on to its end."""
+    cluster = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        close_detached(cast("Runtime", cluster), "pool", force=False)
+    wait_until(lambda: cluster.granted == cluster.given_back == 3, "the borrow, the attempt and the end are given back")
