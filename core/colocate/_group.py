@@ -282,7 +282,11 @@ class ColocatedGroup(Owned):
 
     def unpack(self, body: Any) -> Any:
         """The value of a body."""
-        return None if body is None else self.runtime.executor.codec.unpack(body, None)
+        if body is None:
+            return None
+        value = self.runtime.executor.codec.unpack(body, None)
+        self.taught.given.refuse_late()  # that has perhaps imported something
+        return value
 
     def enter(self, state: str, cause: ColocateError | None = None) -> None:
         """It is in another state now, of which observers are told."""
@@ -349,6 +353,7 @@ class ColocatedGroup(Owned):
             self.generation += 1
             self.order.renew()
             self.questions = Questions(self)
+            self.taught.renew()
             self.workforce = Workforce(self, places)
             self.workforce.failure_seen = True  # of the last generation: it was told
             if self.failure is not None:

@@ -151,7 +151,7 @@ def _group(pool: Pool, group: ColocatedGroup) -> GroupRecord:
         group.restarts.limit,
         group.restarts.checkpoint,
         group.restarts.restored,
-        dict(group.taught.modules),
+        dict(group.taught.given.contents),
     )
 
 

@@ -66,6 +66,7 @@ def ready(
             bodies[id(arguments)] = codec.pack_arguments(cast("dict[str, Any]", arguments), call.label)
     call.uses = uses
     call.line = caller()
+    group.taught.given.compare(call.line)
     call._joiner = Joiner(group, role, spec)
     if group.runtime.observers or uses:
         call.on_end = partial(_ended, group)

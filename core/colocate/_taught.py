@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from colocate._definitions import known, sources
+from colocate._definitions.given import Given
 from colocate._definitions.known import Definition, Need
 from colocate._definitions.lots import Inbox, Lot, Receiver
 from colocate.errors import ColocateError
@@ -26,7 +27,7 @@ class Taught:
         self._held: dict[int, Definition] = {}
         self._inbox = Inbox(binds=False)
         self._tried = Receiver("is given it")
-        self.modules: dict[str, tuple[str, str]] = {}  # that its workers have got: file and digest, by name
+        self.given = Given(group.name)
 
     def follows(self, modules: Mapping[str, tuple[str, str]]) -> None:
         """The workers have all they know from a driver before this one, whose script is another.
@@ -37,10 +38,12 @@ class Taught:
         Raises:
             ColocateError: One of them is another one here.
         """
-        if (why := sources.other_content(modules)) is not None:
-            raise ColocateError(f"group {self._group.name!r} can't be taken up here: {why}")
-        self.modules.update(modules)
+        self.given = Given(self._group.name, modules)
         self._inbox = Inbox(binds=False, of_another=True)
+
+    def renew(self) -> None:
+        """Its workers are new ones, which get the modules as they are now."""
+        self.given = Given(self._group.name)
 
     def before(self, slots: Iterable[int], bodies: Iterable[Any]) -> None:
         """Have some workers know what bodies that are sent to them next only name. The order's lock is held.
@@ -103,7 +106,7 @@ class Taught:
     def _answer(self, worker: Worker, what: str, about: Any) -> Any:
         if what == "module":
             answer = sources.answer(about)
-            self.modules.update(sources.contents(answer))
+            self.given.add(sources.contents(answer))
             return {name: attrs.astuple(found) for name, found in answer.items()}
         if what == "modules":
             if (why := sources.other_content(about)) is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from tests.identity.conftest import EXECUTORS, HEAD, Program
 
 MAKER = """
@@ -175,6 +176,52 @@ with CONNECT as runtime, runtime.reserve(1) as pool:
     )
     assert "module 'quick' can't be had in this worker" in told
     assert "quick.so, which isn't Python source, and only source travels to the workers" in told
+
+
+@pytest.mark.parametrize(
+    "processes", ["processes", *(pytest.param(each, marks=pytest.mark.long) for each in ("ray", "dask"))]
+)
+def test_module_that_is_imported_anew(program: Program, processes: str) -> None:
+    """A module that the driver reloads after an edit is told with the next call, once; a reload alone isn't."""
+    program(
+        """
+import beside, importlib, warnings
+from pathlib import Path
+
+warnings.simplefilter("error", RuntimeWarning)
+
+class Actor(Role):
+    @method
+    def x(self, value):
+        return beside.X
+
+def told(actor):
+    try:
+        return actor.x(beside.Value())
+    except RuntimeWarning as warning:
+        return str(warning)
+
+with CONNECT as runtime, runtime.reserve(2, timeout=60) as pool:
+    first = pool[:1].spawn({"actor": colocate.role(Actor)}, "first")["actor"]
+    assert told(first) == [1]
+    importlib.reload(beside)
+    assert told(first) == [1]
+    file = Path(beside.__file__)
+    file.write_text(file.read_text() + "X = 20\\n")
+    assert told(first) == [1]
+    importlib.reload(beside)
+    assert told(first) == (
+        f"the driver has imported module 'beside' anew ({file}), with other content than the workers of group 'first' "
+        "have of it. They keep theirs: spawn the group anew"
+    )
+    assert told(first) == [1]
+    second = pool[1:].spawn({"actor": colocate.role(Actor)}, "second")["actor"]
+    assert told(second) == [20]
+    assert told(first) == [1]
+""",
+        processes,
+        beside="X = 1\nclass Value: pass\n",
+    )
 
 
 def test_module_whose_file_is_gone(program: Program) -> None:

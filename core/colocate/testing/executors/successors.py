@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import Any
 
 from colocate import Runtime
@@ -38,6 +39,16 @@ class Worker(Role):
     @method
     def beside(self, value):
         return type(value) is beside.Value
+
+    @method
+    def late(self):
+        import later
+        return later.Value()
+
+    @method
+    def is_late(self, value):
+        import later
+        return type(value) is later.Value
 """
 
 _DETACHES = """
@@ -134,4 +145,33 @@ class Successors(DetachedCase):
         assert str(scripts.folder / "beside.py") in told
         assert str(elsewhere.folder / "beside.py") in told
         assert self._said(scripts, name, _SCRIPT + _ATTACHES + "say(tell(use))")[0] == [True, True]
+        assert self._said(scripts, name, _CLOSES) == "closed"
+
+    @needs(Detachable)
+    def test_a_module_that_is_imported_late(self, scripts: Scripts, runtime: Runtime, name: str) -> None:
+        """One that this driver imports after it has attached is compared then, whether by itself or for a result."""
+        (scripts.folder / "later.py").write_text("class Value: pass\n")
+        detaches = _DETACHES.replace('name="working")', 'name="working")[Worker].late()')
+        self._said(scripts, name, _SCRIPT + detaches)
+        uses = """
+        with runtime.attach(NAME) as pool:
+            worker = pool.groups["working"]["worker"]
+            import sys
+            early = "later" in sys.modules
+            FIRST
+            say([early, tell(lambda: [type(each).__module__ for each in worker.late()]), tell(use)])
+        """
+        uses = "def use():\n    import later\n    return worker.is_late(later.Value())\n" + textwrap.dedent(uses)
+        uses = _SCRIPT + _ATTACHES.partition("def use")[0] + uses
+        assert self._said(scripts, name, uses.replace("FIRST", "")) == [False, ["later"], [True]]
+        elsewhere = Scripts(scripts.folder / "elsewhere", scripts.connect)
+        elsewhere.folder.mkdir()
+        (elsewhere.folder / "later.py").write_text("class Value: other = 1\n")
+        for first in ("", "import later"):
+            early, *told = self._said(elsewhere, name, uses.replace("FIRST", first))
+            assert not early
+            for each in told:
+                assert "group 'working' can't be used here: module 'later' of the driver" in each
+                assert str(scripts.folder / "later.py") in each
+                assert str(elsewhere.folder / "later.py") in each
         assert self._said(scripts, name, _CLOSES) == "closed"
