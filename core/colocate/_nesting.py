@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copyreg
 import functools
+import sys
+import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Any, TypeAlias
 
 from colocate._values import is_collection
@@ -13,6 +17,8 @@ from colocate.errors import SerializationError
 _DEEP = 100  # levels; whatever walks values has room for more of them
 _SHOWN = 4
 _PLAIN = frozenset({int, float, str, bool, bytes, type(None)})
+_USUAL: tuple[Any, ...] = object.__reduce_ex__, object.__reduce__, object.__getstate__
+_BY_NAME = type, types.ModuleType, types.FunctionType
 
 Step: TypeAlias = "tuple[Step | None, str]"
 """How a part of a value is reached: from where, and how from there."""
@@ -102,85 +108,94 @@ def has_fields(kind: type) -> bool:
 
 def hides(value: Any, matters: Callable[[type], bool]) -> bool:
     """Whether something that matters is in a value of which `has_fields` is true, or in the key of a dict."""
-    return _hidden(value, "", matters, type(value).__qualname__) is not None
+    return _hidden(value, "", matters, type(value).__qualname__, sys.maxsize, declared=True)[0] is not None
 
 
-def refuse_hidden(arguments: Mapping[str, Any], what: str, matters: Callable[[type], bool]) -> None:
-    """Refuse a resident (or what else `matters`) where nothing replaces it by its value.
-
-    That is everywhere but in lists, tuples and the values of dicts: in sets, keys, and the fields of objects of classes
-    that declare them.
-
-    Raises:
-        SerializationError: There is one.
-    """
-    for name, value in arguments.items():
-        if (found := _hidden(value, name, matters, "")) is not None:
-            way, culprit, holder = found
-            path = _path(way)
-            raise SerializationError(
-                f"{what}: {path} can't be sent: it is {culprit!r}, inside a {holder}, where nothing puts its value in "
-                "its place. Residents are found in lists, tuples and the values of dicts: pass it so, or as an "
-                "argument of its own",
-                argument=name,
-                path=path,
-            )
-
-
-def refuse_any(
-    arguments: Mapping[str, Any], what: str, matters: Callable[[type], bool], instead: Callable[[Any], str]
+def refuse_hidden(
+    arguments: Mapping[str, Any],
+    what: str,
+    matters: Callable[[type], bool],
+    why: Callable[[Any, str], str],
+    holder: str = "",
+    looks: int | None = None,
 ) -> None:
-    """Refuse what `matters` wherever it is: nothing in these arguments is replaced by a value.
+    """Refuse what `matters` where nothing replaces it by its value.
+
+    That is everywhere but in lists, tuples and the values of dicts: in sets, keys, the fields of objects of classes
+    that declare them, and the attributes of other objects.
 
     Args:
         arguments: The values by name.
         what: What they are sent to.
         matters: Whether values of a type are refused.
-        instead: What to do in place of sending such a value, as a sentence.
+        why: Says what is wrong with such a value inside such a holder, and what to do, behind "it is …".
+        holder: What it is in that is in none of those places; without one it may be there.
+        looks: After so many things it is enough, all arguments together; the nearest come first. None looks at all.
 
     Raises:
         SerializationError: There is one.
     """
+    left = sys.maxsize if looks is None else looks
     for name, value in arguments.items():
-        if (found := _hidden(value, name, matters, what)) is not None:
-            way, culprit, _ = found
+        if type(value) in _PLAIN:
+            continue
+        found, left = _hidden(value, name, matters, holder, left)
+        if found is not None:
+            way, culprit, holds = found
             path = _path(way)
             raise SerializationError(
-                f"{what}: {path} can't be sent: it is {culprit!r}, which lives on the driver. {instead(culprit)}",
-                argument=name,
-                path=path,
+                f"{what}: {path} can't be sent: it is {culprit!r}, {why(culprit, holds)}", argument=name, path=path
             )
 
 
-def _hidden(value: Any, name: str, matters: Callable[[type], bool], holder: str) -> tuple[Step, Any, str] | None:
-    """How it is reached, it, and what kind of thing holds it."""
+def _hidden(
+    value: Any, name: str, matters: Callable[[type], bool], holder: str, looks: int, declared: bool = False
+) -> tuple[tuple[Step, Any, str] | None, int]:
+    """How it is reached, it, and what kind of thing holds it; and how many looks are left.
+
+    Args:
+        value: Where to look.
+        name: What it is called.
+        matters: Whether a type is looked for.
+        holder: What holds it that is in no set, key or object.
+        looks: How many things to look at.
+        declared: Whether only those attributes count that their class declares.
+    """
     seen: set[int] = set()
-    stack: list[tuple[Any, Step, str]] = [(value, (None, name), holder)]
-    while stack:
-        item, way, holder = stack.pop()
+    near: deque[tuple[Any, Step, str]] = deque([(value, (None, name), holder)])
+    while near and looks > 0:
+        item, way, holder = near.popleft()
         kind: type = type(item)
         if matters(kind):
             if holder:
-                return way, item, holder
+                return (way, item, holder), looks
             continue
         if kind in _PLAIN or id(item) in seen:
             continue
         seen.add(id(item))
-        # Long lists are mostly of plain items, which aren't worth the words of their way.
+        # Taken at once: on threads somebody may be changing it. Long lists are mostly of plain items, which aren't
+        # worth the words of their way.
         if isinstance(item, dict):
-            stack += [
+            pairs = list(islice(dict.items(item), looks))
+            near.extend(
                 (key, (way, f".keys()[{index}]"), "dict's key")
-                for index, key in enumerate(item)
+                for index, (key, _) in enumerate(pairs)
                 if type(key) not in _PLAIN
-            ]
-            stack += [(each, (way, f"[{key!r}]"), holder) for key, each in item.items() if type(each) not in _PLAIN]
+            )
+            near.extend((each, (way, f"[{key!r}]"), holder) for key, each in pairs if type(each) not in _PLAIN)
+            looks -= len(pairs)
         elif isinstance(item, list | tuple):
-            stack += [
-                (each, (way, f"[{index}]"), holder) for index, each in enumerate(item) if type(each) not in _PLAIN
-            ]
-        elif (fields := _fields(kind)) is not None:
-            stack += [(each, (way, step), kind.__qualname__) for step, each in fields(item)]
-    return None
+            items = list(islice(item, looks))
+            near.extend(
+                (each, (way, f"[{index}]"), holder) for index, each in enumerate(items) if type(each) not in _PLAIN
+            )
+            looks -= len(items)
+        elif (fields := _fields(kind) or (None if declared else _attributes(kind))) is not None:
+            near.extend(
+                (each, (way, step), kind.__qualname__) for step, each in fields(item, looks) if type(each) not in _PLAIN
+            )
+        looks -= 1
+    return None, looks
 
 
 def _path(way: Step | None) -> str:
@@ -191,14 +206,32 @@ def _path(way: Step | None) -> str:
     return "".join(reversed(steps))
 
 
+_Parts: TypeAlias = Callable[[Any, int], Iterable[tuple[str, Any]]]
+
+
 @functools.lru_cache(maxsize=1024)
-def _fields(kind: type) -> Callable[[Any], Iterable[tuple[str, Any]]] | None:
-    """What gives the items or fields of values of this type, if that is known of it."""
+def _fields(kind: type) -> _Parts | None:
+    """What gives the items or fields of values of this type, up to so many, if that is known of it."""
     if is_collection(kind):
         return None
     if issubclass(kind, set | frozenset | deque):
-        return lambda value: ((f"[{i}]", each) for i, each in enumerate(value))
+        return lambda value, most: [(f"[{i}]", each) for i, each in enumerate(list(islice(value, most)))]
     names = [*getattr(kind, "__dataclass_fields__", ()), *(each.name for each in getattr(kind, "__attrs_attrs__", ()))]
     if not names:
         return None
-    return lambda value: ((f".{name}", getattr(value, name, None)) for name in names)
+    return lambda value, most: [(f".{name}", getattr(value, name, None)) for name in names[:most]]
+
+
+@functools.lru_cache(maxsize=1024)
+def _attributes(kind: type) -> _Parts | None:
+    """What gives the attributes of values of this type, if these are what whoever pickles one sends."""
+    own_way: tuple[Any, ...] = kind.__reduce_ex__, kind.__reduce__, kind.__getstate__
+    if own_way != _USUAL or kind in copyreg.dispatch_table or is_collection(kind) or issubclass(kind, _BY_NAME):
+        return None
+    return _state
+
+
+def _state(value: Any, most: int) -> Iterator[tuple[str, Any]]:
+    state = object.__getstate__(value)
+    for each in state if isinstance(state, tuple) else (state,):  # with slots there are two
+        yield from ((f".{name}", item) for name, item in islice((each or {}).items(), most))

@@ -238,7 +238,9 @@ class Reference(Deferred):
         )
 
     __iter__ = __len__ = __getitem__ = __bool__ = __add__ = __radd__ = __mul__ = __rmul__ = __sub__ = _no_use
-    __truediv__ = __matmul__ = __float__ = __int__ = __contains__ = __lt__ = __gt__ = _no_use
+    __rsub__ = __truediv__ = __rtruediv__ = __matmul__ = __rmatmul__ = __pow__ = __neg__ = __abs__ = _no_use
+    __float__ = __int__ = __index__ = __contains__ = __lt__ = __gt__ = __le__ = __ge__ = __setitem__ = _no_use
+    __call__ = __array__ = __array_ufunc__ = _no_use  # NumPy would make an array of one object
     __eq__ = __ne__ = _no_use  # `ref == value` would be False without a word
     __hash__ = object.__hash__
 

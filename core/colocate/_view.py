@@ -13,7 +13,7 @@ from colocate._call import Call
 from colocate._dispatch import Plan, plan
 from colocate._mesh import Mesh, Ranks
 from colocate._method import MethodSpec
-from colocate._nesting import has_fields, hides, no_end, refuse_any, refuse_hidden
+from colocate._nesting import has_fields, hides, no_end, refuse_hidden
 from colocate._numbers import limit
 from colocate._order import PendingCall
 from colocate._owned import Owned
@@ -26,6 +26,10 @@ from colocate.errors import ColocateError
 
 if TYPE_CHECKING:
     from colocate._group import ColocatedGroup
+
+# A call's arguments may be millions of things, and on threads sending them costs nothing. What is so far inside them
+# that this many others are nearer isn't refused there; a resident's reference still says what it is when it is used.
+_LOOKS = 500
 
 
 @attrs.frozen(eq=False)
@@ -220,7 +224,7 @@ def with_references(
 
     def look_inside(item: Any) -> None:
         if hides(item, _lives_on_driver):
-            refuse_hidden(arguments, label, _lives_on_driver)
+            refuse_hidden(arguments, label, _lives_on_driver, _why_not_inside)
 
     def leaf(item: Any) -> Any:
         kind: type = type(item)
@@ -239,7 +243,9 @@ def with_references(
             return item
         raise TypeError(f"{label}: {item!r} lives on the driver and can't be an argument")
 
-    return {name: map_leaves(value, leaf, _matters, look_inside) for name, value in arguments.items()}
+    made = {name: map_leaves(value, leaf, _matters, look_inside) for name, value in arguments.items()}
+    refuse_hidden(arguments, label, _lives_on_driver, _why_not_inside, looks=_LOOKS)
+    return made
 
 
 def refuse_in_constructor(arguments: Mapping[str, Any], what: str) -> None:
@@ -254,15 +260,28 @@ def refuse_in_constructor(arguments: Mapping[str, Any], what: str) -> None:
         if (error := no_end(arguments, what)) is not None:
             raise error from None
         raise
-    refuse_any(arguments, what, _lives_on_driver, _instead)
+    refuse_hidden(arguments, what, _lives_on_driver, _why_not_in_constructor, holder=what)
 
 
-def _instead(item: Any) -> str:
+def _why_not_inside(item: Any, holder: str) -> str:
     if isinstance(item, Resident | Reference):
-        return "Give the constructor the value (.fetch()), or pass this to a method of the role"
-    if isinstance(item, Call):
-        return "Give the constructor its result()"
-    return "A role finds the others of its worker by ctx.sibling(name, cls)"
+        return (
+            f"inside a {holder}, where nothing puts its value in its place. Residents are found in lists, tuples and "
+            "the values of dicts: pass it so, or as an argument of its own"
+        )
+    return f"inside a {holder}, and lives on the driver. {_instead(item, 'Give its result() instead')}"
+
+
+def _why_not_in_constructor(item: Any, holder: str) -> str:
+    if isinstance(item, Resident | Reference):
+        instead = "Give the constructor the value (.fetch()), or pass this to a method of the role"
+    else:
+        instead = _instead(item, "Give the constructor its result()")
+    return f"which lives on the driver. {instead}"
+
+
+def _instead(item: Any, of_call: str) -> str:
+    return of_call if isinstance(item, Call) else "A role finds the others of its worker by ctx.sibling(name, cls)"
 
 
 @functools.lru_cache(maxsize=1024)

@@ -35,6 +35,29 @@ class Frozen:
     inside: Any
 
 
+class Ordinary:
+    """Something in an object of a class that declares nothing."""
+
+    def __init__(self, inside: Any) -> None:
+        self.inside = inside
+
+
+class Slotted:
+    """Something in an object without a dict."""
+
+    __slots__ = ("inside",)
+
+    def __init__(self, inside: Any) -> None:
+        self.inside = inside
+
+
+class Without(Ordinary):
+    """Something in an object that travels without it."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+
 class Failures(ExecutorCase):
     """Exceptions of roles."""
 
@@ -217,7 +240,7 @@ class Serialization(ExecutorCase):
         assert echo.first(1) == 1
 
     def test_residents_where_none_is_looked_for(self, pair: ColocatedGroup) -> None:
-        """Inside a set, a dict's key or a dataclass nothing would take the place of a resident: it is refused."""
+        """Inside a set, a dict's key or an object nothing would take the place of a resident: it is refused."""
         echo = pair.role("echo", Echo)
         with echo.first.keep("text") as kept:
             ref: Any = kept.ref
@@ -229,11 +252,18 @@ class Serialization(ExecutorCase):
                 (Boxed([1, {"a": ref}]), "value['x'][0].inside[1]['a']"),
                 (Boxed(kept), "value['x'][0].inside"),
                 (Frozen(ref), "value['x'][0].inside"),
+                (Ordinary(ref), "value['x'][0].inside"),
+                (Ordinary([1, {"a": kept}]), "value['x'][0].inside[1]['a']"),
+                (Ordinary(Boxed({1: Slotted((1, ref))})), "value['x'][0].inside.inside[1].inside[1]"),
             ):
                 with pytest.raises(SerializationError, match=r"inside a .*pass it so, or as an argument") as caught:
                     echo.first({"x": [value]})
                 assert (caught.value.argument, caught.value.path) == ("value", path)
-            for fine in ({1, 2}, {(1, 2): ref}, Boxed([1])):
+            for other in (pair, echo, echo.first, echo.first.submit(1)):
+                with pytest.raises(SerializationError, match="inside a Ordinary, and lives on the driver") as caught:
+                    echo.first([Ordinary(other)])
+                assert caught.value.path == "value[0].inside"
+            for fine in ({1, 2}, {(1, 2): ref}, Boxed([1]), Ordinary([1]), Slotted(2), Without(ref)):
                 echo.first({"x": [fine]})
         assert echo.first(1) == 1
 
