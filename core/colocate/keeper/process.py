@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from colocate import _processes, wire
-from colocate.worker.supervisor import ENDS, MARK
+from colocate.worker.supervisor import ENDS, MARK, program_of
 
 _LINE_BYTES = 8192  # a line without an end (a progress bar's) is shown by pieces
 # A worker whose lane has closed leaves by itself, after its exit handlers; after so many seconds it is made to.
@@ -23,9 +23,7 @@ _NO_LANE = (
     "it had closed its connection to the driver and gone on, and was ended; os.close and os.closerange do that, in a "
     "role that closes what it hasn't opened"
 )
-_BY_EXEC = (
-    "a role had put another program in its place, by exec ({!r}), which was ended; start programs with subprocess"
-)
+_BY_EXEC = "a role had put another program in its place, by exec ({!r}){}; start programs with subprocess"
 
 
 class ProcessEvents(Protocol):
@@ -143,7 +141,7 @@ class WorkerProcess:
         """End one that has closed its lane and goes on; what it had become is told with its end."""
         if self._process is not None and not self.over and self._astray is None:
             program = _processes.program_instead_of_worker(self.pid)
-            self._astray = _NO_LANE if program is None else _BY_EXEC.format(program)
+            self._astray = _NO_LANE if program is None else _BY_EXEC.format(program, ", which was ended")
         self.kill()
 
     def _read_log(self) -> None:
@@ -164,6 +162,7 @@ class WorkerProcess:
 
     def _ended(self) -> None:
         assert self._process is not None
+        program = program_of(self.pid)  # of one that has ended, so long as nobody has waited for it
         code = self._process.wait()
         self._hub.unwatch(self._pidfd)
         self._drain_log()
@@ -171,7 +170,10 @@ class WorkerProcess:
         if code == -ENDS:  # it was killed before it had put supervisors above itself
             code = -signal.SIGKILL
         name = signal.Signals(-code).name if code < 0 else None
-        self._events.ended(None if code < 0 else code, name, self._astray if code == -signal.SIGKILL else None)
+        why = self._astray if code == -signal.SIGKILL else None
+        if why is None and program is not None:
+            why = _BY_EXEC.format(program, "")
+        self._events.ended(None if code < 0 else code, name, why)
 
     def _close_descriptors(self) -> None:
         with self._lock:

@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any, TypeAlias
 
 from colocate.wire.codec import Buffer, Packed
-from colocate.wire.memory import map_private, memory_file
+from colocate.wire.memory import NONE_FREE, map_private, memory_file
 
 Head: TypeAlias = tuple[Any, ...]
 Message: TypeAlias = tuple[Head, Packed | None]
@@ -259,7 +259,7 @@ class Reader:
             if kind == socket.SCM_RIGHTS:
                 self._files.extend(array.array("i", data[: len(data) - len(data) % 4]))
         if flags & _TRUNCATED:
-            raise OSError(errno.EMFILE, "no file descriptor is free for a message's memory: raise `ulimit -n`")
+            raise OSError(errno.EMFILE, NONE_FREE)
         return count
 
     def _parse(self, view: memoryview) -> tuple[list[Message], int]:

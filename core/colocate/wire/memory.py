@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
@@ -16,6 +17,9 @@ _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW, _SEAL_WRITE = 1, 2, 4, 8
 _ALL_SEALS = _SEAL_SEAL | _SEAL_SHRINK | _SEAL_GROW | _SEAL_WRITE
 _MAP_FIXED = 0x10
 _VECTORS = os.sysconf("SC_IOV_MAX")
+
+NONE_FREE = "no file descriptor is free for a message's memory: raise `ulimit -n`"
+"""What a process is told that has none for what it sends or receives."""
 
 _libc_mmap = ctypes.CDLL(None, use_errno=True).mmap
 _libc_mmap.restype = ctypes.c_void_p
@@ -37,8 +41,14 @@ def memory_file(pieces: Iterable[Buffer]) -> int:
 
     Returns:
         The file's descriptor; the caller closes it.
+
+    Raises:
+        OSError: No descriptor is free, or no memory.
     """
-    file = os.memfd_create("colocate", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        file = os.memfd_create("colocate", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except OSError as error:
+        raise OSError(error.errno, NONE_FREE) if error.errno == errno.EMFILE else error from None
     try:
         # Writing (instead of mapping and copying) spares a page fault and a cleared page per page.
         views, at = iter([memoryview(piece) for piece in pieces if len(piece)]), 0

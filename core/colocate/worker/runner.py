@@ -173,7 +173,12 @@ class Runner:
         valid = work.valid_rows
         if keep is None:
             body = None if result is None else host.packed(result, label)
-            host.send(("done", seq, valid, start, time.time(), None), body)
+            try:
+                host.send(("done", seq, valid, start, time.time(), None), body)
+            except OSError as error:  # no descriptor is free in this process, which isn't the method's fault
+                raise SerializationError(
+                    f"the result of {label} can't be sent: {error.strerror or error}", argument="result"
+                ) from error
         else:
             rows = rows_to_join(result, spec, role.ctx)
             nbytes = host.store.put(keep, result, label, valid)

@@ -13,7 +13,7 @@ import pytest
 
 import colocate
 from colocate import Runtime
-from colocate.errors import ColocateError, WorkerDied
+from colocate.errors import ColocateError, SerializationError, WorkerDied
 from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs
 from colocate.testing.gate import Gate
@@ -222,6 +222,27 @@ class Deaths(ExecutorCase):
         assert isinstance(error, WorkerDied)
         assert error.exitcode == 1
         assert "no file descriptor is free" in str(error)
+
+    @needs(OwnProcess)
+    def test_too_few_descriptors_for_a_result(self, spawn: Spawn) -> None:
+        """That a result can't be sent for want of one isn't told as something that the method has raised."""
+        reckless = spawn({"reckless": colocate.role(Reckless)}, slots=1).role("reckless", Reckless)
+        reckless.open_all()
+        error = reckless.text.submit(2**22).exception(PATIENCE_S)
+        assert isinstance(error, SerializationError)
+        assert (error.argument, error.method, error.rank) == ("result", "text", 0)
+        assert "the result of reckless.text can't be sent: no file descriptor is free" in str(error)
+        assert reckless.text(3) == [bytes(3)]
+
+    @needs(OwnProcess)
+    def test_ended_as_another_program(self, spawn: Spawn) -> None:
+        """A program that takes the worker's place and ends by itself is told, not only its exit code."""
+        group = spawn({"reckless": colocate.role(Reckless)}, slots=1)
+        error = group.role("reckless", Reckless).be_brief.submit(3).exception(PATIENCE_S)
+        assert isinstance(error, WorkerDied)
+        assert error.exitcode == 3
+        assert "another program in its place, by exec ('sh')" in str(error.detail)
+        assert "; start programs with subprocess" in str(error)
 
     @needs(OwnProcess)
     def test_multiprocessing(self, spawn: Spawn) -> None:

@@ -285,6 +285,11 @@ class Reckless(Role):
         os.execvp("sleep", ["sleep", "1000"])
 
     @method
+    def be_brief(self, code: int) -> None:
+        """Be another program that ends at once, by an exit code."""
+        os.execvp("sh", ["sh", "-c", f"exit {code}"])
+
+    @method
     def close_all(self) -> None:
         """Close descriptors that aren't its own."""
         os.closerange(3, 4096)
@@ -297,6 +302,11 @@ class Reckless(Role):
         with contextlib.suppress(OSError):
             while True:
                 self.open.append(os.open(os.devnull, os.O_RDONLY))
+
+    @method
+    def text(self, length: int) -> bytes:
+        """So many bytes."""
+        return bytes(length)
 
     @method
     def length(self, text: bytes) -> int:
