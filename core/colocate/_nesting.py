@@ -232,6 +232,6 @@ def _attributes(kind: type) -> _Parts | None:
 
 
 def _state(value: Any, most: int) -> Iterator[tuple[str, Any]]:
-    state = object.__getstate__(value)
+    state: Any = object.__getstate__(value)
     for each in state if isinstance(state, tuple) else (state,):  # with slots there are two
         yield from ((f".{name}", item) for name, item in islice((each or {}).items(), most))
