@@ -54,7 +54,7 @@ class Left:
 
     def running(self, node: str = "") -> Running:
         """The same as an audit takes it."""
-        worker = f"worker {self.label}" if self.label else f"a worker of process {self.starter}"
+        worker = f"worker {self.label}" if self.label else f"a worker of a runtime of process {self.starter}"
         detail = f"{worker}, whose role started it, and what should have ended it with that are gone"
         return Running(OF_A_ROLE, self.name, node=node, pid=self.pid, since=self.since, detail=detail)
 

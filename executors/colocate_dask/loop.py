@@ -20,6 +20,10 @@ _ENDS_WITHIN_S = 10.0
 _CANCELS, _CANCELLED_WITHIN_S = 5, 1.0
 
 
+NAME = "colocate-dask"
+"""Of its thread."""
+
+
 class LoopThread:
     """Runs coroutines for other threads. Ours, and not Dask's, so that it ends even when Dask doesn't get along."""
 
@@ -31,7 +35,7 @@ class LoopThread:
         self._ending = False
         wire.track(self)
         started: queue.SimpleQueue[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._main, args=(started,), name="colocate-dask", daemon=True)
+        self._thread = threading.Thread(target=self._main, args=(started,), name=NAME, daemon=True)
         self._thread.start()
         self._loop, self._over = started.get()
 

@@ -18,7 +18,7 @@ import attrs
 from distributed import LocalCluster, Worker
 
 from colocate.executor import Running
-from colocate_dask.loop import LoopThread
+from colocate_dask.loop import NAME, LoopThread
 
 _LOOPBACK = "127.0.0.1:0"
 _PREFIX = "colocate-dask-"
@@ -129,22 +129,32 @@ class PrivateCluster:
 
 
 def _quieten() -> Callable[[], None]:
-    """Keep what Dask itself prints to the terminal to what is critical; what undoes that.
+    """Keep what Dask prints to what is critical, and what it logs to what is true; what undoes that.
 
-    Only of the handler that Dask adds when it is imported, the first: `silence_logs` would set the level of every
-    stream or file handler there, also of those that a user has added to root and to "distributed", as pytest does.
+    It prints by the handler that Dask adds when it is imported, the first: `silence_logs` would set the
+    level of every stream or file handler there, also of those that a user has added to root and to "distributed", as
+    pytest does.
     """
     handlers = [each for each in logging.getLogger("distributed").handlers[:1] if type(each) is logging.StreamHandler]
 
     def critical(record: logging.LogRecord) -> bool:
         return record.levelno >= logging.CRITICAL
 
+    def true(record: logging.LogRecord) -> bool:
+        # Dask tells an address of status pages, beyond loopback even. See `_stop_listening`.
+        return record.threadName != NAME or "dashboard at:" not in record.getMessage()
+
+    loggers = [logging.getLogger(f"distributed.{name}") for name in ("scheduler", "worker")]
     for handler in handlers:
         handler.addFilter(critical)
+    for logger in loggers:
+        logger.addFilter(true)
 
     def undo() -> None:
         for handler in handlers:
             handler.removeFilter(critical)
+        for logger in loggers:
+            logger.removeFilter(true)
 
     return undo
 

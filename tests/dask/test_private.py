@@ -79,6 +79,20 @@ def test_logs_are_the_users(capfd: pytest.CaptureFixture[str], monkeypatch: pyte
     assert dasks.filters == []
 
 
+def test_no_address_of_pages_that_nobody_serves(caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever wants Dask's log isn't told of a dashboard, on an address of the network; another cluster's is."""
+    caplog.set_level(logging.INFO, "distributed")
+    logger = logging.getLogger("distributed.scheduler")
+    with colocate.connect("dask", cpus=1) as runtime, runtime.reserve(1):
+        logger.info("  dashboard at:  http://another")
+    assert "Scheduler at: " in caplog.text
+    assert "Start worker at: " in caplog.text
+    assert [each.getMessage() for each in caplog.records if "dashboard at:" in each.getMessage()] == [
+        "  dashboard at:  http://another"
+    ]
+    assert logger.filters == []
+
+
 def test_killed_driver() -> None:
     """It goes with its driver."""
     driver = script("""

@@ -223,7 +223,7 @@ def test_both_killed_at_once(runtime: Runtime) -> None:
         left = {each.pid: each for each in audit.leaked if each.kind == _processes.OF_A_ROLE}
         assert set(pids) == set(left)
         for each in left.values():
-            assert re.search(rf"worker {runtime.id}|a worker of process {os.getpid()}", str(each))
+            assert re.search(rf"worker {runtime.id}|a worker of a runtime of process {os.getpid()}", str(each))
             assert str(each).endswith("end it by hand")
         assert set(pids) <= {each.pid for each in _strays.of_this_machine()}
     finally:

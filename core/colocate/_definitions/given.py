@@ -56,8 +56,10 @@ class Given:
             ColocateError: As `refuse_late`.
         """
         self.refuse_late()
-        for name, seen in list(self._seen.items()):
-            if _spec(name) is not seen and (file := self._other_file(name)) is not None:
+        module = sys.modules.get  # as `_spec`, for there may be hundreds
+        seen = list(self._seen.items())
+        for name in [name for name, spec in seen if getattr(module(name), "__spec__", None) is not spec]:
+            if (file := self._other_file(name)) is not None:
                 self._warn(name, file, line)
 
     def refuse_late(self) -> None:
