@@ -19,6 +19,7 @@ from colocate._off_main import off_main
 from colocate._owned import Making, Owned, raise_together
 from colocate._role import RoleSpec
 from colocate._spawn import Declared, declare
+from colocate._tracebacks import without_own_frames
 from colocate.errors import ColocateError, ConfigError, PlacementError, PlacementTimeout
 from colocate.executor import Place, Request, Reservation
 
@@ -200,7 +201,10 @@ class Pool(Owned):
                 self.runtime.dispatcher.soon(lambda: self.runtime.observers.tell("colocate_group_spawned", group))
             return group
 
-        return making.run(start)
+        try:
+            return making.run(start)
+        except ColocateError as error:  # which says itself what is wrong: not one of these frames does
+            raise without_own_frames(error)  # noqa: B904 - it is the same one
 
     def _occupy(self, indices: tuple[int, ...], declared: Declared, name: str | None, restarts: int) -> ColocatedGroup:
         with self.lock:

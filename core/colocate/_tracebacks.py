@@ -46,6 +46,11 @@ def frames_of_users(error: BaseException) -> str:
     return "".join(shown.format()) if shown is not frames else ""
 
 
+def without_own_frames(error: BaseException) -> BaseException:
+    """The exception, to be raised on: without the frames so far where there are none but the framework's."""
+    return error if frames_of_users(error) else error.with_traceback(None)
+
+
 def folded(frames: traceback.StackSummary, whole: bool) -> traceback.StackSummary:
     """A stack in which runs of the framework's frames are one line; the stack itself when it has no others."""
     if all(_is_ours(frame) or _is_between(frame) for frame in frames):

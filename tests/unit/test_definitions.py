@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from colocate import SerializationError, wire
+from colocate import SerializationError, connect, wire
 from colocate._definitions.known import Definition, definition_of, known
 from colocate._definitions.lots import Lot, Receiver, pack_whole, unpack_whole
 from colocate._definitions.names import path_of
@@ -153,6 +153,17 @@ def test_global_that_cannot_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     receiver = Receiver("is given it")
     with pytest.raises(SerializationError, match=r"the global 'LOCK' of __main__, which A\.f names, .*lock"):
         receiver.lot(receiver.lacks(body.needs))
+
+
+def test_global_of_the_drivers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group or runtime that a role's code names isn't to be made there: it is said what to do instead."""
+    with connect("local") as runtime:
+        script = Script(monkeypatch, "class A:\n    def f(self):\n        return RUNTIME\n")
+        script.names["RUNTIME"] = runtime
+        with pytest.raises(SerializationError, match=r"the global 'RUNTIME' of __main__, which A\.f names") as caught:
+            send(Receiver("is given it"), script.A())
+    assert "it is given as an argument: a value, or a resident" in str(caught.value)
+    assert "Make it inside the role" not in str(caught.value)
 
 
 def test_whole(monkeypatch: pytest.MonkeyPatch) -> None:

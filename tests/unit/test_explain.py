@@ -56,7 +56,7 @@ def fault(value: Any) -> SerializationError:
         (lambda lock: Stateful(lock=lock, inner=Holder(deep=lock)), "batch.inner.deep"),
         (lambda lock: Slotted(Slotted(lock)), "batch.part.part"),
         (lambda lock: {lock: 1}, "batch.keys()[0]"),
-        (lambda lock: with_closure(lock), "batch.__closure__['lock']"),
+        (lambda lock: with_closure(lock), "the variable lock of <lambda>"),
         (lambda lock: functools.partial(max, 1, lock), "batch.__reduce__()[2][1][1]"),
         (
             lambda lock: TensorDict({"x": torch.ones(2)}, []).set_non_tensor("thing", lock),

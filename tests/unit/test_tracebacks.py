@@ -78,3 +78,24 @@ def test_without_users_frames_all_of_them_are_shown() -> None:
     assert frames_of_users(error) == ""
     assert "frames of colocate" not in told(error)
     assert "read_config" in told(error)
+
+
+class Broken(Role):
+    def __init__(self) -> None:
+        raise ValueError("at the start")
+
+    @method
+    def never(self) -> None: ...
+
+
+def test_a_failed_spawn_shows_no_more_of_the_framework_than_a_call_does() -> None:
+    """Which frames of it have found out says nothing; users' own, as those of a dispatch, stay."""
+    raising = pytest.raises(colocate.RoleStartError, match="at the start")
+    with colocate.connect() as runtime, runtime.reserve(slots=1) as pool, raising as caught:
+        pool.spawn({"broken": colocate.role(Broken)})
+    assert [entry.name for entry in caught.traceback] == [
+        "test_a_failed_spawn_shows_no_more_of_the_framework_than_a_call_does",
+        "spawn",
+        "_spawn",
+    ]
+    assert isinstance(caught.value.__cause__, ValueError)

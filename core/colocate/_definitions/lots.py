@@ -23,6 +23,7 @@ from colocate._definitions.same import same, where
 from colocate._off_main import off_main
 from colocate.errors import ColocateError, SerializationError
 from colocate.wire.codec import Packed, pack, pickler_for, unpack
+from colocate.wire.explain import advice, deepest, kind_and_cause
 
 if TYPE_CHECKING:
     from colocate._definitions.pickler import Pickler
@@ -81,12 +82,12 @@ class Lot:
             need = self._todo.popleft()
             if isinstance(need, Definition):
                 if need.id not in self.definitions:
-                    _dump(pickler, need.object, _name(need.object))
+                    _dump(pickler, need.object, _name(need.object), getattr(need.object, "__name__", "it"))
             elif need not in self.values and self._receiver.lacks_value(need):
                 self.values[need] = value = need.value
                 what = f"the global {need.name!r} of {need.space.names.get('__name__')}, which {need.user} names,"
                 module = str(need.space.names.get("__name__", ""))
-                _dump(pickler, (self.key_of(need.space), module, need.name, value), what)
+                _dump(pickler, (self.key_of(need.space), module, need.name, value), what, need.name)
         pickler.dump(None)
         self.body = Packed(file.getvalue(), tuple(buffer.raw() for buffer in buffers))
         links = Links(self.values, self.others.values())
@@ -100,17 +101,30 @@ def _name(thing: Any) -> str:
     return f"{getattr(thing, '__module__', '')}:{getattr(thing, '__qualname__', thing)}"
 
 
-def _dump(pickler: Pickler, thing: Any, what: str) -> None:
+def _dump(pickler: Pickler, thing: Any, what: str, name: str) -> None:
     try:
         pickler.dump(thing)
     except Exception as error:
         if isinstance(error, SerializationError):
             raise
+        value = thing[-1] if isinstance(thing, tuple) else thing
+        path, culprit, cause = deepest(value, name, error, _dump_alone)
+        why = f"{type(error).__name__}: {error}"
+        if culprit is not value:
+            why = f"{path} is {kind_and_cause(culprit, cause)}"
+        instead = advice(
+            culprit, "Make it inside the role, or have it in a module beside the script, which the workers import"
+        )
         raise SerializationError(
-            f"{what} goes to the workers with the script's code, and can't be pickled: {type(error).__name__}: "
-            f"{error}. Make it inside the role, or have it in a module beside the script, which the workers import",
+            f"{what} goes to the workers with the script's code, and can't be pickled: {why}. {instead}",
             argument=what,
+            path=path,
         ) from error
+
+
+def _dump_alone(thing: Any) -> None:
+    """Pickle something with the definitions in it, but not the globals that they name."""
+    pickler_for(io.BytesIO(), lambda buffer: None, Lot(Receiver("another"))).dump(thing)
 
 
 # What the receiver of definitions is to the script: a worker, whose `__main__` is the script's; the driver that runs

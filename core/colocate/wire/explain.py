@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from colocate.errors import SerializationError
@@ -26,40 +26,77 @@ def explain(value: Any, name: str, error: BaseException) -> SerializationError:
     Returns:
         The error to raise, with `argument` and `path` (such as `batch['x'][2].lock`).
     """
-    path, culprit, cause = name, value, error
-    seen: set[int] = set()
-    while len(seen) < _DEPTH and id(culprit) not in seen:
-        seen.add(id(culprit))
-        found = _first_failing(culprit)
-        if found is None:
-            break
-        step, culprit, cause = found
-        path += step
-    kind = type(culprit)
-    article = "an" if kind.__qualname__[:1].lower() in "aeiou" else "a"
-    why = str(cause) or type(cause).__name__
+    path, culprit, cause = deepest(value, name, error, pack)
     return SerializationError(
-        f"{path} can't be sent: it is {article} {kind.__module__}.{kind.__qualname__} ({why}). Send plain data and "
-        "make such a thing where it is needed, inside the role; or leave it out by the __getstate__ of what holds it.",
+        f"{path} can't be sent: it is {kind_and_cause(culprit, cause)}. "
+        + advice(
+            culprit,
+            "Send plain data and make such a thing where it is needed, inside the role; or leave it out by the "
+            "__getstate__ of what holds it.",
+        ),
         argument=name,
         path=path,
     )
 
 
-def _first_failing(value: Any) -> tuple[str, Any, BaseException] | None:
+def deepest(
+    value: Any, name: str, error: BaseException, pickle: Callable[[Any], object]
+) -> tuple[str, Any, BaseException]:
+    """The path, as a user would write or say it, to the deepest thing inside a value that fails; it, and its error.
+
+    Args:
+        value: What has failed.
+        name: What the user calls it.
+        error: What it has raised.
+        pickle: Raises what is wrong with a part.
+    """
+    path, owner, culprit, cause = name, "", value, error
+    seen: set[int] = set()
+    while len(seen) < _DEPTH and id(culprit) not in seen:
+        seen.add(id(culprit))
+        found = _first_failing(culprit, pickle)
+        if found is None:
+            break
+        step, part, cause = found
+        if isinstance(culprit, types.FunctionType) and not step.startswith("."):
+            path, owner = step, f" of {culprit.__name__}"
+        else:
+            path += step
+        culprit = part
+    return (f"the variable {path}{owner}" if owner else path), culprit, cause
+
+
+def kind_and_cause(culprit: Any, cause: BaseException) -> str:
+    """What can't be pickled, and why."""
+    kind = type(culprit)
+    article = "an" if kind.__qualname__[:1].lower() in "aeiou" else "a"
+    return f"{article} {kind.__module__}.{kind.__qualname__} ({str(cause) or type(cause).__name__})"
+
+
+def advice(culprit: Any, usual: str) -> str:
+    """What to do instead of sending it."""
+    if type(culprit).__module__.partition(".")[0] != "colocate":
+        return usual
+    return (
+        "What a method needs of the driver it is given as an argument: a value, or a resident; a role finds the others "
+        "of its worker by ctx.sibling(name, cls)"
+    )
+
+
+def _first_failing(value: Any, pickle: Callable[[Any], object]) -> tuple[str, Any, BaseException] | None:
     """The first part that can't be pickled itself: how it is reached, the part, and why."""
     for count, (step, part) in enumerate(_parts(value)):
         if count == _ITEMS:
             return None
         try:
-            pack(part)
+            pickle(part)
         except Exception as error:
             return step, part, error
     return None
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """What pickling a value pickles, with how the part is reached."""
+    """What pickling a value pickles, with how the part is reached; what a function closes over, by its name alone."""
     if isinstance(value, dict):
         yield from ((f".keys()[{i}]", key) for i, key in enumerate(value))
         yield from ((f"[{key!r}]", item) for key, item in value.items())
@@ -70,6 +107,9 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, types.MethodType):
         yield ".__self__", value.__self__
         yield ".__func__", value.__func__
+    elif isinstance(value, type):
+        for name, item in vars(value).items():
+            yield from ((f".{name}", part) for part in _of_descriptor(item))
     if not isinstance(value, type | types.FunctionType | types.MethodType | types.ModuleType):
         yield from _state(value)
 
@@ -79,10 +119,19 @@ def _closed_over(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
         used = inspect.getclosurevars(function)
     except ValueError:  # A variable that isn't set yet.
         return
-    yield from ((f".__closure__[{name!r}]", item) for name, item in used.nonlocals.items())
-    yield from ((f".__globals__[{name!r}]", item) for name, item in used.globals.items())
+    yield from used.nonlocals.items()
     yield ".__defaults__", function.__defaults__
     yield ".__kwdefaults__", function.__kwdefaults__
+
+
+def _of_descriptor(item: Any) -> Iterator[Any]:
+    """What a class's attribute consists of: itself, or the functions of what Python makes of functions in classes."""
+    if isinstance(item, staticmethod | classmethod):
+        yield item.__func__
+    elif isinstance(item, property):
+        yield from (each for each in (item.fget, item.fset, item.fdel) if each is not None)
+    elif not isinstance(item, types.GetSetDescriptorType | types.MemberDescriptorType):
+        yield item
 
 
 def _state(value: Any) -> Iterator[tuple[str, Any]]:

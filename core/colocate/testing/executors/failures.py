@@ -6,7 +6,7 @@ import dataclasses
 import pickle
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 import pytest
@@ -265,6 +265,44 @@ class Serialization(ExecutorCase):
                 assert caught.value.path == "value[0].inside"
             for fine in ({1, 2}, {(1, 2): ref}, Boxed([1]), Ordinary([1]), Slotted(2), Without(ref)):
                 echo.first({"x": [fine]})
+        assert echo.first(1) == 1
+
+    def test_what_cannot_go_with_a_definition(self, copying: ColocatedGroup) -> None:
+        """A class or function that can't go with what it holds: that is named, and said as its author would say it."""
+        echo, lock = copying.role("echo", Echo), threading.Lock()
+
+        class Held:
+            things: ClassVar[dict[str, Any]] = {"a": [1, lock]}
+
+        class Closes:
+            @property
+            def it(self) -> Any:
+                return lock
+
+        def closes() -> Any:
+            return [lock]
+
+        def calls() -> Any:
+            return copying
+
+        driver = "it is given as an argument: a value, or a resident; a role finds the others"
+        for value, words in (
+            (Held(), "Held.things['a'][1] is a _thread.lock"),
+            (Closes(), "the variable lock of it is a _thread.lock"),
+            ([closes], "echo.first: the variable lock of closes can't be sent: it is a _thread.lock"),
+            (calls, "echo.first: the variable copying of calls can't be sent: it is a colocate._group.ColocatedGroup"),
+            (calls, driver),
+        ):
+            with pytest.raises(SerializationError) as caught:
+                echo.first(value)
+            assert words in str(caught.value)
+            assert (driver in str(caught.value)) == (value is calls)
+
+        def run_it(ctx: colocate.Context) -> None:
+            closes()
+
+        with pytest.raises(SerializationError, match="function run_it: the variable lock of closes can't be sent"):
+            copying.run(run_it)
         assert echo.first(1) == 1
 
     def test_kept_result(self, copying: ColocatedGroup) -> None:
