@@ -18,20 +18,18 @@ def ordinary(value: Any) -> Any:
 
     Shares memory with the value; only an inference tensor is cloned, since nothing but a copy can make it ordinary.
     """
-    if isinstance(value, _PLAIN):
-        return value
+    return value if isinstance(value, _PLAIN) else map_leaves(value, _ordinary, _has_memory)
+
+
+def _ordinary(item: Any) -> Any:
     torch = imported("torch")
-
-    def leaf(item: Any) -> Any:
-        if torch is not None and isinstance(item, torch.Tensor):
-            if item.is_inference():
-                with torch.inference_mode(False), torch.no_grad():
-                    return item.clone()
-            return item.detach() if item.requires_grad or isinstance(item, torch.nn.Parameter) else item
-        kind: type = type(item)
-        return item.apply(leaf, filter_empty=False) if is_collection(kind) else item
-
-    return map_leaves(value, leaf, _has_memory)
+    if torch is not None and isinstance(item, torch.Tensor):
+        if item.is_inference():
+            with torch.inference_mode(False), torch.no_grad():
+                return item.clone()
+        return item.detach() if item.requires_grad or isinstance(item, torch.nn.Parameter) else item
+    kind: type = type(item)
+    return item.apply(_ordinary, filter_empty=False) if is_collection(kind) else item
 
 
 class Watch:
@@ -108,17 +106,19 @@ def _add_memory(digest: hashlib.blake2b, item: Any) -> None:
 def memories(value: Any) -> list[Any]:
     """The tensors and arrays in a value, in order."""
     found: list[Any] = []
-
-    def leaf(item: Any) -> Any:
-        kind: type = type(item)
-        if is_collection(kind):
-            item.apply(leaf, filter_empty=False)
-        elif _has_memory(kind):
-            found.append(item)
-        return item
-
-    map_leaves(value, leaf, _has_memory)
+    map_leaves(value, functools.partial(_find, found), _has_memory)
     return found
+
+
+def _find(found: list[Any], item: Any) -> Any:
+    # No function that refers to itself by its closure: that would be a circle, which holds what was found until the
+    # garbage collector comes.
+    kind: type = type(item)
+    if is_collection(kind):
+        item.apply(functools.partial(_find, found), filter_empty=False)
+    elif _has_memory(kind):
+        found.append(item)
+    return item
 
 
 @functools.lru_cache(maxsize=1024)

@@ -12,7 +12,7 @@ from colocate.errors import DispatchError, RoleError
 from colocate.testing.executors._base import ExecutorCase
 from colocate.testing.probes.rows import Rows
 from colocate.testing.probes.tensors import Tensors
-from colocate.testing.waiting import PATIENCE_S
+from colocate.testing.waiting import PATIENCE_S, wait_until
 
 
 class TensorCase(ExecutorCase):
@@ -51,6 +51,19 @@ class TensorResidents(TensorCase):
                 assert all(torch.equal(a, b) for a, b in zip(back.unbind(), value.unbind(), strict=True))
             else:
                 assert torch.equal(back.to(torch.complex128), value.to(torch.complex128))
+
+    def test_memory_goes(self, tensors: Tensors) -> None:
+        """A tensor that was kept, used and freed is gone from its worker without the help of a garbage collector."""
+        kept = tensors.make_uncollected.keep(1000)
+        try:
+            assert kept.spec.bytes_per_rank[0] == 4000
+            tensors.echo(kept.ref)
+            kept.fetch()
+            assert any(tensors.is_there())
+            kept.free()
+            wait_until(lambda: not any(tensors.is_there()), "it is gone everywhere")
+        finally:
+            tensors.is_there(collects=True)
 
     @pytest.mark.parametrize("layout", ["sparse_coo", "sparse_csr", "sparse_csc"])
     @pytest.mark.filterwarnings("ignore:Sparse C:UserWarning")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from colocate import Concat, First, Gather, OnRank, PerRank, Reduce, Role, Scatter, method, needs
@@ -32,6 +34,24 @@ class Tensors(Role):
         made = made if fill is None else torch.full_like(made, fill)
         self.returned = made
         return made
+
+    @method
+    def make_uncollected(self, rows: int) -> list[torch.Tensor]:
+        """Rows in a process whose garbage collector doesn't run, until `is_there` is asked with `collects`."""
+        import torch
+
+        gc.collect()
+        gc.disable()
+        made = torch.arange(float(rows), device=self.ctx.device)
+        self.seen = weakref.ref(made)
+        return [made]
+
+    @method
+    def is_there(self, collects: bool = False) -> bool:
+        """Whether what `make_uncollected` has made is still there."""
+        if collects:
+            gc.enable()
+        return self.seen() is not None
 
     @method(dispatch=PerRank("rows"), collect=Concat())
     def make_each(self, rows: int) -> torch.Tensor:
