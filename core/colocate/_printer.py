@@ -99,7 +99,8 @@ class Printer:
     def _text(self, line: str | int) -> str:
         if isinstance(line, str):
             return line
-        return f"[colocate] {line} lines of workers' output were dropped here: {self._why}"
+        what = "1 line of workers' output was" if line == 1 else f"{line} lines of workers' output were"
+        return f"[colocate] {what} dropped here: {self._why}"
 
     @property
     def given_up(self) -> bool:

@@ -21,7 +21,7 @@ class CallRecord:
         ranks: The ranks that it ran on.
         submitted: When it was submitted, in seconds of time.time().
         finished: When its last answer came.
-        spans: For each rank that answered: rank, start and end in the worker.
+        spans: For each rank on which it went well: rank, start and end in the worker.
         kept: Whether the result stayed in the workers.
         error: The error's first line; None when it went well.
     """
@@ -56,13 +56,14 @@ class Observers:
 
     def tell_call(self, group: str, call: PendingCall) -> None:
         """Tell of a finished call."""
-        spans = tuple(sorted((call.ranks[index], start, end) for index, start, end in call.spans))
+        # A rank on which it failed has answered, and nobody knows how long it took.
+        spans = tuple(sorted((call.ranks[index], start, end) for index, start, end in call.spans if end))
         error = call._error
         record = CallRecord(
             group,
             call.role,
             call.method,
-            tuple(rank for rank, _, _ in spans),
+            tuple(sorted(call.ranks[index] for index, _, _ in call.spans)),
             call.submitted,
             max((end for _, _, end in spans), default=call.submitted),
             spans,

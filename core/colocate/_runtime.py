@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import logging
 import math
 import os
 import platform
@@ -36,6 +37,7 @@ from colocate.errors import CapabilityError, ColocateError, ConfigError, Mistake
 from colocate.executor import Detachable, Executor, OwnProcess, Request
 from colocate.worker.imports import refuse_while_importing
 
+_log = logging.getLogger("colocate")
 _SETTLES_S = 5.0  # at interpreter exit, for a checkpoint, say, for which nobody has waited to its end
 _live: dict[int, Runtime] = {}
 _numbers = itertools.count(1)
@@ -60,7 +62,7 @@ def connect(
         call_timeout: Seconds after which a call is given up that names no `options(timeout=...)` of its own; None for
             never.
         replace: Close this process's earlier runtimes on this executor first, with all that they own: for a notebook's
-            cell that is run again.
+            cell that is run again. What had gone wrong in them is logged.
         **options: The executor's own options.
 
     Returns:
@@ -89,7 +91,11 @@ def _close_earlier(executor: str) -> None:
     where = at(caller())
     for runtime in reversed(list(_live.values())):
         if runtime.name == executor and not runtime.forked:
-            runtime.close_for(f"connect({executor!r}, replace=True) at {where}", 2.0, True)
+            try:
+                runtime.close_for(f"connect({executor!r}, replace=True) at {where}", 2.0, True)
+            except BaseExceptionGroup as errors:  # they were the earlier cell's: this one gets its runtime
+                told = "".join(f"\n  {type(each).__name__}: {each}" for each in errors.exceptions)
+                _log.warning("%s (connected at %s; replaced at %s)%s", errors.message, at(runtime.line), where, told)
 
 
 def _connected(name: str, cls: type[Executor], options: dict[str, Any]) -> Executor:

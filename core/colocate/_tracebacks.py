@@ -24,7 +24,8 @@ _CARRIED: Any = object()
 def told(error: BaseException, trace: TracebackType | None = _CARRIED, *, whole: bool = True) -> str:
     """An exception with its causes, as Python prints them, but with the framework's frames as a number.
 
-    One without a frame of anybody else's is told in full: the fault is the framework's then.
+    One without a frame of anybody else's is told in full: the fault is the framework's then, unless it tells what role
+    code has raised.
 
     Args:
         error: The exception.
@@ -32,10 +33,11 @@ def told(error: BaseException, trace: TracebackType | None = _CARRIED, *, whole:
         whole: Whether also those of the framework's frames are counted by which users' code was called.
     """
     found = traceback.TracebackException(type(error), error, error.__traceback__ if trace is _CARRIED else trace)
-    for each in _chain(found):
-        each.stack = folded(each.stack, whole)
-    if isinstance(error, RoleError | RoleStartError) and error.remote_traceback:  # it tells the cause and its place
+    of_a_role = isinstance(error, RoleError | RoleStartError) and bool(error.remote_traceback)
+    if of_a_role:  # it tells the cause and its place
         found.__cause__ = found.__context__ = None
+    for each in _chain(found):
+        each.stack = folded(each.stack, whole, in_full=not of_a_role)
     return "".join(found.format())
 
 
@@ -51,9 +53,9 @@ def without_own_frames(error: BaseException) -> BaseException:
     return error if frames_of_users(error) else error.with_traceback(None)
 
 
-def folded(frames: traceback.StackSummary, whole: bool) -> traceback.StackSummary:
-    """A stack in which runs of the framework's frames are one line; the stack itself when it has no others."""
-    if all(_is_ours(frame) or _is_between(frame) for frame in frames):
+def folded(frames: traceback.StackSummary, whole: bool, in_full: bool = True) -> traceback.StackSummary:
+    """A stack in which runs of the framework's frames are one line; with `in_full` itself, when it has no others."""
+    if in_full and all(_is_ours(frame) or _is_between(frame) for frame in frames):
         return frames
     found = _Folded()
     for run, ours in _runs(frames):

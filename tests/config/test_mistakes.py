@@ -98,7 +98,7 @@ class TestSyntax:
 
     def test_as_many_aliases_as_a_config_has_are_fine(self, write: Write) -> None:
         pools = "".join(f"  p{i}: *main\n" for i in range(500))
-        assert len(load_config(write("pools:\n  main: &main {slots: 1, env: {A: b}}\n" + pools)).pools) == 501
+        assert len(load_config(write("pools:\n  main: &main {slots: 1, host_memory: 1GiB}\n" + pools)).pools) == 501
 
     def test_too_many_digits(self, write: Write) -> None:
         told = "seed: a number of 5,000 characters; at most 1,000"
@@ -372,6 +372,14 @@ class TestNeeds:
         load_config(write(text), set=["executor.with.processes=true"])
         load_config(write(text), set=["pools.main.slots=1"])
         load_config(write(text), set=["groups.policy.roles.actor.slots=[1]"])
+
+    def test_an_environment_of_threads(self, write: Write) -> None:
+        path = write(GROUP + "        with: {hidden: 1}")
+        assert only(path, set=["+pools.main.env.A=b"]) == (
+            "(from --set +pools.main.env.A=b): pools.main.env: slots of 'local' are threads of this process, whose "
+            "environment they share: set it where that is started, or use executor.with.processes=true"
+        )
+        load_config(path, set=["+pools.main.env.A=b", "+executor.with.processes=true"])
 
     def test_the_default_group(self, write: Write) -> None:
         told = only(write(GROUP + "        with: {hidden: 1}\n        default_group: true"))

@@ -108,6 +108,9 @@ def test_a_plugin_that_is_not_there_is_a_mistake_of_its_own(write: Write) -> Non
     assert "no executor is called 'nothing'" in found
 
 
+PROCESSES = {"executor": {"use": "local", "with": {"processes": True}}}
+
+
 class TestCodeThatIsNotNamed:
     """`allow_import=False`: what a config could have run without naming it."""
 
@@ -155,20 +158,20 @@ class TestCodeThatIsNotNamed:
         ],
     )
     def test_a_variable_that_is_not_on_the_list_is_not_set(self, name: str) -> None:
-        config = {"pools": {"main": {"slots": 1, "env": {name: "x"}}}}
+        config = {**PROCESSES, "pools": {"main": {"slots": 1, "env": {name: "x"}}}}
         load_config(config)
         with pytest.raises(ConfigError, match="can't set") as caught:
             load_config(config, allow_import=False)
         assert len(caught.value.mistakes) == 1
 
     def test_an_option_can_not_set_one_either(self, write: Write) -> None:
-        config = write("pools: {main: {slots: 1}}")
+        config = write("executor: {use: local, with: {processes: true}}\npools: {main: {slots: 1}}")
         with pytest.raises(ConfigError, match=r"can't set 'PYTHONPATH'.*from --set \+pools.main.env.PYTHONPATH=x"):
             load_config(config, set=["+pools.main.env.PYTHONPATH=x"], allow_import=False)
 
     def test_what_is_on_the_list_is_set(self) -> None:
         env = {"OMP_NUM_THREADS": "2", "NCCL_DEBUG": "INFO", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-        config = load_config({"pools": {"main": {"slots": 1, "env": env}}}, allow_import=False)
+        config = load_config({**PROCESSES, "pools": {"main": {"slots": 1, "env": env}}}, allow_import=False)
         assert config.pools["main"].env == env
 
     @pytest.mark.parametrize(

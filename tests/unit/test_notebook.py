@@ -1,5 +1,6 @@
 """A cell of a notebook that is run again, without closing what it made before."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -7,7 +8,8 @@ from pathlib import Path
 import pytest
 
 import colocate
-from colocate.errors import ClosedError, PlacementTimeout
+from colocate import Role, method
+from colocate.errors import ClosedError, PlacementTimeout, RoleError
 from colocate.testing.probes.plain import Echo
 
 
@@ -15,6 +17,12 @@ def cell(**options: bool) -> colocate.ColocatedGroup:
     """What such a cell does."""
     runtime = colocate.connect("local", cpus=2, **options)
     return runtime.reserve(slots=2).spawn({"echo": colocate.role(Echo)}, name="policy")
+
+
+class Wrong(Role):
+    @method
+    def fail(self) -> int:
+        raise ValueError("on purpose")
 
 
 def test_a_cell_that_is_run_again_replaces_what_it_made() -> None:
@@ -27,6 +35,20 @@ def test_a_cell_that_is_run_again_replaces_what_it_made() -> None:
         first.role("echo", Echo).noop()
     assert second.role("echo", Echo).noop() == [None, None]
     second.pool.runtime.close()
+
+
+def test_what_was_wrong_before_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """A cell is run again because it had failed."""
+    pool = colocate.connect("local", cpus=2).reserve(slots=2)
+    with pytest.raises(RoleError):
+        pool.spawn({"wrong": colocate.role(Wrong)})["wrong"].fail.keep().fetch()
+    pool.groups["group-1"].role("wrong", Wrong).fail.keep()
+    with colocate.connect("local", cpus=2, replace=True) as second:
+        assert second.reserve(slots=2).spawn({"echo": colocate.role(Echo)})["echo"].noop() == [None, None]
+    assert "RoleError: wrong.fail raised ValueError on rank 0" in caplog.text
+    assert re.search(
+        r"runtime 'local' was closed, and this had gone wrong \(connected at .*test_notebook.py", caplog.text
+    )
 
 
 def test_what_is_not_replaced_stays() -> None:

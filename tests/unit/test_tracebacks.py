@@ -8,6 +8,7 @@ import pytest
 
 import colocate
 from colocate import Concat, Role, Scatter, method
+from colocate._owned import is_own_code
 from colocate._tracebacks import frames_of_users, told
 
 
@@ -66,6 +67,18 @@ def test_what_stands_between_them_belongs_to_them() -> None:
     with pytest.raises(KeyError) as theirs, others():
         raise KeyError("a")
     assert "colocate" not in told(theirs.value).replace(__file__, "")
+
+
+def test_without_users_frames_what_a_role_raised_is_told_by_its_own() -> None:
+    """A job's role fails while the framework calls it: nobody's frames but the framework's are on the way."""
+    error = raised(False)
+    trace = error.__traceback__
+    while trace is not None and not is_own_code(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    error.__traceback__ = trace
+    text = told(error)
+    assert frames_of_users(error) == ""
+    assert re.match(r"Traceback \(most recent call last\):\n  \.\.\. \d+ frames? of colocate\ncolocate", text), text
 
 
 def test_without_users_frames_all_of_them_are_shown() -> None:

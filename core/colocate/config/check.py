@@ -18,7 +18,7 @@ from colocate.config.source import Document
 from colocate.config.trust import Trust
 from colocate.config.values import Place, path_text
 from colocate.errors import ConfigError, PluginError
-from colocate.executor import Executor
+from colocate.executor import Executor, OwnProcess
 
 
 def check(config: Config, document: Document, allow_import: bool = True) -> None:
@@ -32,7 +32,7 @@ def check(config: Config, document: Document, allow_import: bool = True) -> None
     executor = _executor(config, trust, document)
     _variables(trust, document)
     for name, pool in config.pools.items():
-        _pool(pool, ("pools", name), document)
+        _pool(pool, executor, ("pools", name), document)
     _groups(config, executor, trust, document)
     _job(config, trust, document)
     if config.groups:  # a config without any is for code that spawns its own
@@ -88,7 +88,13 @@ def _job(config: Config, trust: Trust, document: Document) -> None:
         _with(arguments_of(function, f"job {config.job.use}", skip=1), config.job.with_, ("job",), document)
 
 
-def _pool(pool: PoolConfig, place: Place, document: Document) -> None:
+def _pool(pool: PoolConfig, executor: type[Executor] | None, place: Place, document: Document) -> None:
+    if pool.env and executor is not None and not issubclass(executor, OwnProcess):
+        text = (
+            f"slots of {executor.name!r} are threads of this process, whose environment they share: set it where that "
+            "is started, or use executor.with.processes=true"
+        )
+        document.wrong((*place, "env"), text)
     if pool.host_memory is not None:
         try:
             parse_bytes(pool.host_memory, "host_memory")
