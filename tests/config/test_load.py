@@ -16,7 +16,7 @@ Write = Callable[[str], Path]
 DEMO = """
     executor: local
     pools:
-      main: {slots: 2, env: {LEVEL: warn}}
+      main: {slots: 2, strategy: spread}
     groups:
       policy:
         pool: main
@@ -32,7 +32,7 @@ def test_short_forms_are_written_out(write: Write) -> None:
         name="demo",
         seed=0,
         executor=ExecutorConfig("local"),
-        pools={"main": PoolConfig(slots=2, env={"LEVEL": "warn"})},
+        pools={"main": PoolConfig(slots=2, strategy="spread")},
         groups={
             "policy": GroupConfig(
                 pool="main",
@@ -78,6 +78,7 @@ def test_scalars_are_those_of_yaml_1_2(write: Write, text: str, value: object) -
 
 def test_anchors_become_copies(write: Write) -> None:
     text = """
+        executor: {use: local, with: {processes: true}}
         pools: {a: &pool {slots: 1, env: {A: b}}, b: *pool, c: {<<: *pool, slots: 3}}
     """
     config = load_config(write(text), set=["pools.a.slots=2", "pools.a.env.A=c"])
@@ -98,7 +99,7 @@ class TestChanges:
 
     def test_set_makes_missing_keys_and_reads_yaml(self, write: Write) -> None:
         changes = ["+pools.new.slots=3", "pools.new.env={A: b}", "job=config_roles:train", "job.with.steps=7"]
-        config = load_config(write("seed: 1"), set=changes)
+        config = load_config(write("executor: {use: local, with: {processes: true}}"), set=changes)
         assert config.pools == {"new": PoolConfig(slots=3, env={"A": "b"})}
         assert config.job == JobConfig("config_roles:train", {"steps": 7})
 

@@ -323,6 +323,7 @@ class TestChanges:
 
     def test_a_plus_makes_a_name(self, write: Write) -> None:
         changes = ["+pools.second.slots=3", "pools.second.gpus=1", "+pools.main.env.B=c", "+pools.main.slots=2"]
+        changes.append("+executor.with.processes=true")
         with pytest.warns(UserWarning, match=r"pools\.second: no group uses this pool"):
             config = load_config(write(GROUP + "        with: {hidden: 1}"), set=changes)
         assert config.pools["second"] == PoolConfig(slots=3, gpus=1)
@@ -376,8 +377,8 @@ class TestNeeds:
     def test_an_environment_of_threads(self, write: Write) -> None:
         path = write(GROUP + "        with: {hidden: 1}")
         assert only(path, set=["+pools.main.env.A=b"]) == (
-            "(from --set +pools.main.env.A=b): pools.main.env: slots of 'local' are threads of this process, whose "
-            "environment they share: set it where that is started, or use executor.with.processes=true"
+            "pools.main.env: slots of 'local' are threads of this process, whose environment they share: set it where "
+            "that is started, or use executor.with.processes=true (from --set +pools.main.env.A=b)"
         )
         load_config(path, set=["+pools.main.env.A=b", "+executor.with.processes=true"])
 

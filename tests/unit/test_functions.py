@@ -70,6 +70,26 @@ def test_refused_in_a_pipeline() -> None:
         assert group.run(rank) == [0]
 
 
+def test_a_failed_call_observed() -> None:
+    """How long it took is told of the ranks on which it went well: of others nobody knows."""
+    told: list[colocate.CallRecord] = []
+
+    class Observer:
+        def colocate_call_finished(self, record: colocate.CallRecord) -> None:
+            told.append(record)
+
+    def fail(ctx: Context) -> None:
+        if ctx.rank:
+            raise ValueError("on purpose")
+
+    with colocate.connect() as runtime, runtime.reserve(2) as pool:
+        runtime.observe(Observer())
+        with pytest.raises(colocate.RoleError):
+            pool.spawn({"echo": colocate.role(Echo)}).run(fail)
+    assert 1 in told[0].ranks
+    assert all(rank == 0 and end >= start > 0 for rank, start, end in told[0].spans)
+
+
 def test_observed() -> None:
     """Observers are told of it as of a call of no role."""
     told: list[colocate.CallRecord] = []
