@@ -43,7 +43,7 @@ class Tensors(Role):
         gc.collect()
         gc.disable()
         made = torch.arange(float(rows), device=self.ctx.device)
-        self.seen = weakref.ref(made)
+        self.weak = weakref.ref(made)
         return [made]
 
     @method
@@ -51,7 +51,7 @@ class Tensors(Role):
         """Whether what `make_uncollected` has made is still there."""
         if collects:
             gc.enable()
-        return self.seen() is not None
+        return self.weak() is not None
 
     @method(dispatch=PerRank("rows"), collect=Concat())
     def make_each(self, rows: int) -> torch.Tensor:
