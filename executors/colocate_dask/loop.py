@@ -85,6 +85,11 @@ class LoopThread:
         if nowhere not in watched:  # what else was forgotten may have closed one of them, whose number this has then
             os.close(nowhere)
 
+    def _report(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Report what nobody has looked at, but for waits of Dask's whose time was up in the loop's last turns."""
+        if not (self._ending and isinstance(context.get("exception"), TimeoutError)):
+            loop.default_exception_handler(context)
+
     def _main(self, started: queue.SimpleQueue[tuple[asyncio.AbstractEventLoop, asyncio.Event]]) -> None:
         async def serve() -> None:
             over = asyncio.Event()
@@ -92,6 +97,7 @@ class LoopThread:
             # What Dask has other threads do is little: one is enough, and is there from the beginning.
             loop.set_default_executor(ThreadPoolExecutor(1, "colocate-dask-helper"))
             await loop.run_in_executor(None, int)
+            loop.set_exception_handler(self._report)
             started.put((loop, over))
             await over.wait()
             with self._lock:

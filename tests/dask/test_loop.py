@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import queue
 import threading
@@ -243,3 +244,20 @@ def test_a_cluster_that_fails_as_it_is_closed(no_leaks: None, monkeypatch: pytes
         cluster.close()
     assert not os.path.exists(cluster._scratch)
     loop.close()
+
+
+@pytest.mark.parametrize(("error", "reported"), [(TimeoutError("Timeout"), []), (ValueError("lost"), ["lost"])])
+def test_what_nobody_looks_at_as_it_ends(
+    error: Exception, reported: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A wait of Dask's whose time is up in the last turns of its loop is told to nobody; a fault is."""
+
+    async def wait() -> asyncio.Future[None]:
+        return asyncio.get_running_loop().create_future()
+
+    loop = LoopThread()
+    waits = [loop.run(wait())]
+    loop.close()
+    waits.pop().set_exception(error)
+    gc.collect()
+    assert [str(record.exc_info[1]) for record in caplog.records if record.exc_info] == reported
