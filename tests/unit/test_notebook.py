@@ -45,7 +45,7 @@ def test_what_was_wrong_before_is_logged(caplog: pytest.LogCaptureFixture) -> No
     pool.groups["group-1"].role("wrong", Wrong).fail.keep()
     with colocate.connect("local", cpus=2, replace=True) as second:
         assert second.reserve(slots=2).spawn({"echo": colocate.role(Echo)})["echo"].noop() == [None, None]
-    assert "RoleError: wrong.fail raised ValueError on rank 0" in caplog.text
+    assert "RoleError: wrong.fail raised ValueError on rank" in caplog.text
     assert re.search(
         r"runtime 'local' was closed, and this had gone wrong \(connected at .*test_notebook.py", caplog.text
     )
