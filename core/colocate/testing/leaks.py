@@ -15,6 +15,7 @@ from colocate.testing.inventory import Thing, everything, key_of, live_objects, 
 from colocate.testing.waiting import becomes_true
 
 _PATIENCE_S = 10.0
+_HELD_S = 1.0
 _LAST_WORDS = "What can be closed has been closed; the rest is not counted against the tests that follow."
 _FIRST = "left behind: "
 _MORE = " " * len(_FIRST)
@@ -53,7 +54,13 @@ class Watch:
         found = {key: thing for key, thing in found.items() if thing.group not in found}
         if any(thing.made == "kept" for thing in found.values()):  # their handles may be in a cycle
             gc.collect()
-            found = {key: thing for key, thing in live_objects().items() if key in found}
+
+            def freed() -> bool:  # or held a moment longer, by a thread that has yet to let go of what it has raised
+                nonlocal found
+                found = {key: thing for key, thing in live_objects().items() if key in found}
+                return all(thing.made != "kept" for thing in found.values())
+
+            becomes_true(freed, _HELD_S)
         for thing in found.values():
             self._told.append(thing.words)
         for thing in found.values():  # owners come first, and close what they own

@@ -75,10 +75,11 @@ class Attaching(DetachedCase):
         theirs = pool.spawn({"counting": colocate.role(Counting)})
         pool.detach(name, ttl=TTL_S)
         with runtime.reserve(1, cpus=0) as own:
+            before = runtime.groups.copy()
             mine = own.spawn({"echo": colocate.role(Echo)}, name=theirs.name)
             with pytest.raises(ConfigError, match=f"has a group '{mine.name}', and so has this runtime, made at .*py:"):
                 runtime.attach(name)
-            assert runtime.groups == {mine.name: mine}
+            assert runtime.groups == {**before, mine.name: mine}
             assert mine.role("echo", Echo).first(1) == 1
         with runtime.attach(name) as attached:
             (group,) = attached.groups.values()
