@@ -10,7 +10,7 @@ import attrs
 
 from colocate._definitions import known, sources
 from colocate._definitions.given import Given
-from colocate._definitions.known import Definition, Need
+from colocate._definitions.known import Definition, Global, Need
 from colocate._definitions.lots import Inbox, Lot, Receiver
 from colocate.errors import ColocateError
 
@@ -25,6 +25,7 @@ class Taught:
     def __init__(self, group: ColocatedGroup) -> None:
         self._group = group
         self._held: dict[int, Definition] = {}
+        self._sent: dict[Global, Any] = {}  # what names were when they were last sent to whom it concerns
         self._inbox = Inbox(binds=False)
         self._tried = Receiver("is given it")
         self.given = Given(group.name)
@@ -51,6 +52,7 @@ class Taught:
         Raises:
             SerializationError: A definition, or a global that its code names, can't be sent.
         """
+        self._renew()
         needs = {id(need): need for body in bodies for need in getattr(body, "needs", ())}
         if not needs:
             return
@@ -59,10 +61,31 @@ class Taught:
         else:
             self._give(slots, list(needs.values()))
 
+    def _renew(self) -> None:
+        """Have the workers know what the names are now that they have been sent: whatever runs there may use them.
+
+        They are compared by identity, so what is changed in place isn't followed.
+        """
+        changed = [name for name, value in self._sent.items() if name.value is not value]
+        if not changed:
+            return
+        if self._group.runtime.executor.in_process:
+            self._try(changed)
+            return
+        concerned: dict[tuple[Global, ...], list[int]] = {}
+        for slot in self._group.live():  # also those that this message isn't for
+            having = self._group.workforce.workers[slot].receiver.having(changed)
+            concerned.setdefault(having, []).append(slot)
+        for names, slots in concerned.items():
+            self._give(slots, names)
+        self._sent.update({name: name.value for name in changed})
+
     def _try(self, needs: Sequence[Need]) -> None:
         """Nothing travels within one process, but what couldn't is told there too, once (`strict=True`)."""
         if lacking := self._tried.lacks(needs):
-            self._tried.has_got(self._tried.lot(lacking))
+            lot = self._tried.lot(lacking)
+            self._tried.has_got(lot)
+            self._sent.update(lot.values)
 
     def _give(self, slots: Iterable[int], needs: Sequence[Need]) -> None:
         executor, workers = self._group.runtime.executor, self._group.workforce.workers
@@ -79,6 +102,7 @@ class Taught:
                         executor.discard(made[2])
                     made = lacking, lot, executor.frame(("define", lot.ids), lot.body)
                 self._held.update(made[1].definitions)
+                self._sent.update(made[1].values)
                 workers[slot].host.send(made[2])
                 receiver.has_got(made[1])  # not before it was sent: a send that fails is made up for by the next
         finally:

@@ -156,6 +156,10 @@ class Receiver:
             return False
         return self._values.get(name, self) is not name.value  # self: nothing has been sent
 
+    def having(self, names: Iterable[Global]) -> tuple[Global, ...]:
+        """Those of some names whose values it has been sent."""
+        return tuple(name for name in names if name in self._values)
+
     def lacks(self, needs: Iterable[Need]) -> list[Need]:
         """What has to be sent before a message that needs this."""
         todo, found = list(needs), []

@@ -7,11 +7,12 @@ was sent, with what became of it meanwhile.
 from __future__ import annotations
 
 import abc
+import contextlib
 import functools
 import importlib
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import CellType, CodeType, FunctionType
 from typing import Any
 
@@ -131,15 +132,6 @@ def make_cached_property(function: Any, name: str | None, doc: str | None) -> An
 # -- classes
 
 
-class _Bare:
-    """The first base of a class that is being made: nobody is told of a subclass a second time."""
-
-    __slots__ = ()
-
-    def __init_subclass__(cls, **_: Any) -> None:
-        """Nothing: what the bases have noted of their subclasses has travelled with them."""
-
-
 def make_class(id: int, meta: Any, maker: Any, name: str, bases: tuple[Any, ...], names: dict[str, Any]) -> Any:
     """A class without its methods, or the one that has its id here.
 
@@ -155,23 +147,35 @@ def make_class(id: int, meta: Any, maker: Any, name: str, bases: tuple[Any, ...]
     if existing is not None:
         return existing
     namespace = {sys.intern(key): value for key, value in names.items()}
-    if _tells_bases(bases):
-        made = maker.__new__(meta, name, (_Bare, *bases), namespace)
-        made.__bases__ = bases
-    else:
+    with _untold(bases):
         made = maker.__new__(meta, name, bases, namespace)
     return _made(id, made)
 
 
-def _tells_bases(bases: Sequence[type]) -> bool:
-    """Whether a base wants to hear of its subclasses, in code that isn't the standard library's."""
-    for base in bases:
-        for each in base.__mro__:
-            hook = each.__dict__.get("__init_subclass__")
-            if hook is not None and each is not object:
-                module = (getattr(hook, "__func__", hook).__module__ or "").partition(".")[0]
-                return module not in sys.stdlib_module_names
-    return False
+@contextlib.contextmanager
+def _untold(bases: Sequence[type]) -> Iterator[None]:
+    """A block in which bases aren't told of the subclass that this thread makes, as they are of others.
+
+    What they have noted of their subclasses has travelled with them. The standard library's are told, as ever.
+    """
+    tellers = (each for base in bases for each in base.__mro__ if "__init_subclass__" in vars(each))
+    owner = next((each for each in tellers if each is not object), object)
+    hook: Any = vars(owner)["__init_subclass__"]
+    module = (getattr(getattr(hook, "__func__", hook), "__module__", None) or "").partition(".")[0]
+    if owner is object or module in sys.stdlib_module_names:
+        yield
+        return
+    here = threading.get_ident()
+
+    def tell(cls: type, **options: Any) -> None:
+        if threading.get_ident() != here:
+            hook.__get__(None, cls)(**options)
+
+    type.__setattr__(owner, "__init_subclass__", classmethod(tell))
+    try:
+        yield
+    finally:
+        type.__setattr__(owner, "__init_subclass__", hook)
 
 
 def make_enum(id: int, meta: Any, maker: Any, name: str, bases: tuple[Any, ...], members: Mapping[str, Any]) -> Any:
