@@ -49,6 +49,16 @@ KINDS = {
     "told_of_subclasses": "class NAMEB:\n    known = {}\n    def __init_subclass__(cls, *, key):\n"
     "        assert key not in NAMEB.known\n        cls.key = key\n        NAMEB.known[key] = cls\n"
     "class NAME(NAMEB, key='a'):\n    def seen(self): return GLOBAL, NAME.key, NAMEB.known['a'] is NAME\nNAME()",
+    "told_by_a_base_that_is_there": "class NAMEB:\n    def __init_subclass__(cls, *, tag): cls.tag = tag\n"
+    "class NAME(NAMEB, tag='a'):\n    def seen(self): return GLOBAL, NAME.tag, NAME.__bases__ == (NAMEB,)\nNAME()",
+    "typed_dict": "class NAMEB(typing.TypedDict):\n    a: int\n"
+    "class NAME:\n    def seen(self) -> NAMEB: return GLOBAL, NAMEB(a=1), typing.is_typeddict(NAMEB)\nNAME()",
+    "new_type": "NAMEN = typing.NewType('NAMEN', int)\n"
+    "class NAME:\n    def seen(self, x: NAMEN = NAMEN(2)) -> NAMEN: return GLOBAL, x, NAMEN.__name__\nNAME()",
+    "parameters": "NAMEP = typing.ParamSpec('NAMEP')\n"
+    "class NAME(typing.Generic[NAMEP]):\n    def seen(self): return GLOBAL, NAMEP.__name__\nNAME()",
+    "sentinel": "class NAMES:\n    def __reduce__(self): return 'NAMEV'\nNAMEV = NAMES()\n"
+    "class NAME:\n    def seen(self, x=NAMEV): return GLOBAL, x is NAMEV, type(x) is NAMES\nNAME()",
 }
 
 IMPORTS = "import abc, attrs, dataclasses, enum, functools, typing\n"

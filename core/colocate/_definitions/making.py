@@ -167,7 +167,7 @@ def _untold(bases: Sequence[type]) -> Iterator[None]:
         return
     here = threading.get_ident()
 
-    def tell(cls: type, **options: Any) -> None:
+    def tell(cls: type, /, **options: Any) -> None:
         if threading.get_ident() != here:
             hook.__get__(None, cls)(**options)
 
@@ -202,6 +202,22 @@ def fill_class(cls: Any, state: tuple[Mapping[str, Any], Sequence[type], Mapping
         abc.ABCMeta.register(cls, each)
     for name, attributes in members.items():
         cls.__members__[name].__dict__.update(attributes)
+
+
+# -- other things that have a name
+
+
+def make_thing(id: int, cls: Any) -> Any:
+    """An object without its attributes, or the one that has its id here."""
+    existing = _existing(id)
+    return _made(id, object.__new__(cls)) if existing is None else existing
+
+
+def fill_thing(thing: Any, names: Mapping[str, Any]) -> None:
+    """What couldn't be there before the object was."""
+    if _is_new(thing):
+        for name, value in names.items():
+            object.__setattr__(thing, name, value)
 
 
 # -- exceptions

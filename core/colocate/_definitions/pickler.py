@@ -37,7 +37,16 @@ _ATOMS = (type(None), bool, int, float, complex, str, bytes)
 @functools.lru_cache(maxsize=1024)
 def is_special(kind: type) -> bool:
     """Whether values of this type have a way of their own here."""
-    return issubclass(kind, _SPECIAL)
+    return issubclass(kind, _SPECIAL) or _may_be_a_name(kind)
+
+
+def _may_be_a_name(kind: type) -> bool:
+    """Whether values of this type say how they are pickled, in Python: it may be by the name that they have."""
+    return not issubclass(kind, enum.Enum) and any(
+        isinstance(vars(each).get(name), FunctionType)
+        for each in kind.__mro__
+        for name in ("__reduce__", "__reduce_ex__")
+    )
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
@@ -64,9 +73,27 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
             return making.make_cached_property, (obj.func, obj.attrname, obj.__doc__)
         if isinstance(obj, BaseException):
             return _exception(obj)
-        return _SENTINELS.get(id(obj), NotImplemented)
+        if id(obj) in _SENTINELS:
+            return _SENTINELS[id(obj)]
+        return NotImplemented if kind in self.dispatch_table else self._named(obj)
 
     # -- names
+
+    def _named(self, obj: Any) -> Any:
+        """As pickle would; what is only a name of the script (a `NewType`, a sentinel) has an id there as here."""
+        reduced = obj.__reduce_ex__(5)
+        if not isinstance(reduced, str):
+            return reduced
+        module = getattr(obj, "__module__", None)
+        return self._defined(obj, self._thing_by_value) if is_main(module) else reduced
+
+    def _thing_by_value(self, thing: Any, id: int) -> Any:
+        slots = (name for each in type(thing).__mro__ for name, value in vars(each).items() if _is_slot_of(each, value))
+        state = {
+            **getattr(thing, "__dict__", {}),
+            **{name: getattr(thing, name) for name in slots if hasattr(thing, name)},
+        }
+        return making.make_thing, (id, type(thing)), state, None, None, making.fill_thing
 
     def _class(self, cls: Any) -> Any:
         if type(cls) is type and (cls in _SINGLETONS or cls in details._BUILTIN_TYPE_NAMES):
@@ -132,6 +159,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         registered = names.pop("_abc_impl", ())
         meta = type(cls)
         maker = next(each for each in meta.__mro__ if path_of(each) is not None or each is type)
+        if maker.__name__ == "_TypedDictMeta":  # its own would want the annotations, and no `dict` among the bases
+            maker = type
         if issubclass(cls, enum.Enum):
             members = {name: member._value_ for name, member in cls.__members__.items()}
             state = {name: value for name, value in names.items() if name not in members and name not in _OF_ENUMS}
