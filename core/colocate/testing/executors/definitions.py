@@ -12,6 +12,7 @@ import colocate
 from colocate import RoleError
 from colocate._runtime import Runtime
 from colocate.testing.executors._base import ExecutorCase
+from colocate.testing.waiting import PATIENCE_S
 
 _SCRIPT = """
 import enum
@@ -65,6 +66,10 @@ class Worker(Role):
     @method
     def made_it(self, thing):
         return type(thing) is self.made
+
+    @method
+    def limit(self):
+        return LIMIT
 """
 
 
@@ -110,6 +115,20 @@ class Definitions(ExecutorCase):
             assert worker.look(script.Batch(), script.Colour.RED) == [(True, True, True, "new")]
             assert worker.look(old(2), script.Colour.RED) == [(True, False, True, False)]
             assert type(kept.fetch()[0]) is old
+
+    def test_a_name_that_no_argument_leads_to(self, runtime: Runtime, script: Any) -> None:
+        """What the role's own code names is followed too, in every slot, and whatever the call says."""
+        with runtime.reserve(2) as pool:
+            group = pool.spawn({"worker": colocate.role(script.Worker, script.Batch(0))})
+            worker = group["worker"]
+            assert worker.limit() == [1, 1]
+            script.LIMIT = 2
+            assert worker.limit.options(ranks=[1])() == [2]
+            assert worker.limit() == [2, 2]
+            script.LIMIT = 3
+            with group.pipeline():
+                call, kept = worker.limit.submit(), worker.limit.keep()
+            assert (call.result(PATIENCE_S), kept.fetch()) == ([3, 3], [3, 3])
 
     def test_class_made_in_a_worker(self, runtime: Runtime, script: Any) -> None:
         """What comes back to where it was made is of the very class."""
