@@ -15,6 +15,7 @@ import colocate
 from colocate._atomic import atomic_folder, settle
 from colocate._dispatch import plan
 from colocate._functions import everyone
+from colocate._method import RoleMethod
 from colocate._numbers import FOREVER_S
 from colocate._pending import PendingCall
 from colocate._sending import ready, submit
@@ -177,7 +178,8 @@ def _saved(roles: Mapping[str, RoleInfo]) -> dict[str, RoleInfo]:
     """The roles that have a state to save."""
     mistakes, saved = [], {}
     for name, info in roles.items():
-        has = [which for which in ("save", "restore") if callable(getattr(info.cls, which, None))]
+        found = {which: getattr(info.cls, which, None) for which in ("save", "restore")}
+        has = [which for which, what in found.items() if callable(what) and not isinstance(what, RoleMethod)]
         if len(has) == 2:
             saved[name] = info
         elif has:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 T = TypeVar("T")
+R_co = TypeVar("R_co", covariant=True)
 C_co = TypeVar("C_co", covariant=True)
 
 
@@ -110,10 +111,11 @@ def _simple_names(signature: inspect.Signature) -> tuple[str, ...] | None:
     return tuple(p.name for p in parameters)
 
 
-class RoleMethod(Generic[P, C_co]):
-    """What `@method` leaves in the class.
+class RoleMethod(Generic[P, R_co, C_co]):
+    """What `@method` leaves in the class: of parameters `P`, with results `R_co` on a rank and `C_co` for the driver.
 
     On an instance it is the plain bound method inside role code, and a `RoleCall` of one rank outside any worker.
+    Called on the class, as in `Actor.step(self, loss)`, it is the function itself, typed as it is written.
     """
 
     def __init__(self, spec: MethodSpec) -> None:
@@ -124,54 +126,81 @@ class RoleMethod(Generic[P, C_co]):
         self.__isabstractmethod__ = getattr(spec.function, "__isabstractmethod__", False)
 
     @overload
-    def __get__(self, instance: None, owner: type, /) -> RoleMethod[P, C_co]: ...
+    def __get__(self, instance: None, owner: type, /) -> RoleMethod[P, R_co, C_co]: ...
     @overload
     def __get__(self, instance: object, owner: type | None = None, /) -> RoleCall[P, C_co]: ...
     def __get__(self, instance: object | None, owner: type | None = None, /) -> Any:
         if instance is None:
             return self
-        ctx = getattr(instance, "_colocate_ctx", None)
-        if current() is not None or (ctx is not None and ctx.hosted):
+        if _in_role_code(instance):
             return types.MethodType(self.spec.function, instance)
         from colocate._standalone import StandaloneCall
 
         return StandaloneCall(instance, self.spec)
 
+    def __call__(self, instance: Any, /, *args: P.args, **kwargs: P.kwargs) -> R_co:
+        """The function itself, on this rank alone.
+
+        Args:
+            instance: The role object, `self`.
+            args: The method's arguments.
+            kwargs: The method's arguments by name.
+
+        Raises:
+            TypeError: This isn't role code, where a method is called on a view or an object.
+        """
+        if not _in_role_code(instance):
+            name = self.spec.function.__qualname__
+            raise TypeError(
+                f"{name}(...) on the class is the plain function, for a role's own code; "
+                f"call {self.spec.name} on a view or an object of the role instead"
+            )
+        found: R_co = self.spec.function(instance, *args, **kwargs)
+        return found
+
     def __repr__(self) -> str:
         return f"<role method {self.spec.function.__qualname__}>"
 
 
+def _in_role_code(instance: object) -> bool:
+    """Whether this is the code of a role in a worker, or of one that stands alone."""
+    ctx = getattr(instance, "_colocate_ctx", None)
+    return current() is not None or (ctx is not None and ctx.hosted)
+
+
+# Of an async method the function's own result is Any: with two results the overloads would leave a checker no way to
+# choose for a function that returns Any, and its parameters would be lost with it.
 class _Same(Protocol):
     """A decorator whose collected value has the type that the method returns."""
 
     @overload
-    def __call__(self, f: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], /) -> RoleMethod[P, T]: ...
+    def __call__(self, f: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], /) -> RoleMethod[P, Any, T]: ...
     @overload
-    def __call__(self, f: Callable[Concatenate[Any, P], T], /) -> RoleMethod[P, T]: ...
+    def __call__(self, f: Callable[Concatenate[Any, P], T], /) -> RoleMethod[P, T, T]: ...
 
 
 class _List(Protocol):
     """A decorator whose collected value is a list with an item per rank."""
 
     @overload
-    def __call__(self, f: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], /) -> RoleMethod[P, list[T]]: ...
+    def __call__(self, f: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], /) -> RoleMethod[P, Any, list[T]]: ...
     @overload
-    def __call__(self, f: Callable[Concatenate[Any, P], T], /) -> RoleMethod[P, list[T]]: ...
+    def __call__(self, f: Callable[Concatenate[Any, P], T], /) -> RoleMethod[P, T, list[T]]: ...
 
 
 class _Custom(Protocol):
     """A decorator whose collected value is what a user's `Collect` makes of it."""
 
     @overload
-    def __call__(self, f: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], /) -> RoleMethod[P, Any]: ...
+    def __call__(self, f: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], /) -> RoleMethod[P, Any, Any]: ...
     @overload
-    def __call__(self, f: Callable[Concatenate[Any, P], T], /) -> RoleMethod[P, Any]: ...
+    def __call__(self, f: Callable[Concatenate[Any, P], T], /) -> RoleMethod[P, T, Any]: ...
 
 
 @overload
-def method(f: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], /) -> RoleMethod[P, list[T]]: ...
+def method(f: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], /) -> RoleMethod[P, Any, list[T]]: ...
 @overload
-def method(f: Callable[Concatenate[Any, P], T], /) -> RoleMethod[P, list[T]]: ...
+def method(f: Callable[Concatenate[Any, P], T], /) -> RoleMethod[P, T, list[T]]: ...
 # An OnRank is a Dispatch: one behind a variable that is typed as any Dispatch is taken for the usual kind, whose result
 # is a list. The alternative would be Any for every dispatch of the user's own.
 @overload
@@ -234,7 +263,7 @@ def method(
         DispatchError: An unknown parameter name, or a dispatch and a collect that don't go together.
     """
 
-    def decorate(function: Callable[..., Any]) -> RoleMethod[..., Any]:
+    def decorate(function: Callable[..., Any]) -> RoleMethod[..., Any, Any]:
         return RoleMethod(_declare(function, dispatch, collect, concurrency, tuple(readonly), tuple(host)))
 
     return decorate if f is None else decorate(f)

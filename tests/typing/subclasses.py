@@ -71,6 +71,26 @@ class Elsewhere(Base):
         return Animal()
 
 
+class Own(Base):
+    @method
+    def both(self) -> list[int]:
+        """On the class it is the function as it is written, whatever the driver gets."""
+        assert_type(Base.each(self, "a"), Animal)
+        assert_type(Base.make(self, name="a"), Animal)
+        assert_type(Base.spread(self, [1]), list[int])
+        assert_type(type(self).each(self, "a"), Animal)
+        Base.each(self, 1)  # E: an int is no str
+        Base.each(self)  # E: name is missing
+        return [1]
+
+    @method(collect=First())
+    async def waits(self) -> Animal:
+        assert_type(self.both(), list[list[int]])  # on self the checkers see what a view gives
+        found: Animal = await Base.later(self, "a")
+        Base.later(self)  # E: name is missing
+        return found
+
+
 class Abstract(Role, abc.ABC):
     @method(collect=First())
     @abc.abstractmethod

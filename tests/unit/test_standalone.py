@@ -23,6 +23,20 @@ def test_async_methods() -> None:
     assert Waiting().double(2) == [4]
 
 
+def test_the_function_itself_is_for_role_code() -> None:
+    """`Class.method(self)` is the plain function in a role's own code; a driver that calls it is told what to call."""
+
+    class Twice(Waiting):
+        @method
+        async def double(self, x: int) -> int:
+            half: int = await Waiting.double(self, x)
+            return 2 * half
+
+    assert Twice().double(2) == [8]
+    with pytest.raises(TypeError, match=r"Waiting.double\(...\) on the class .*; call double on a view or an object"):
+        Waiting.double(Waiting(), 2)
+
+
 def test_async_methods_inside_a_running_loop() -> None:
     """As in a notebook: the call blocks there, as any call does."""
 

@@ -37,8 +37,8 @@ class Functions:
 
 
 CHECKPOINT = "the checkpoint"  # no name of a function can be the same
-_run: RoleMethod[..., Any] = Functions.__dict__["run"]
-_save: RoleMethod[..., Any] = Functions.__dict__["save"]
+_run: RoleMethod[..., Any, Any] = Functions.__dict__["run"]
+_save: RoleMethod[..., Any, Any] = Functions.__dict__["save"]
 RUN: MethodSpec = _run.spec
 SAVE: MethodSpec = _save.spec
 
