@@ -16,6 +16,9 @@ import time
 
 _LEAVES_WITHIN_S = 0.7  # an envoy whose driver is gone leaves by itself, unless it is stopped or stuck
 _SWEEPS_FOR_S = 10.0
+# As the supervisors of workers have it, which can't be imported here: Python's trackers remove roles' shared memory.
+_TRACKERS_S = 5.0
+_TRACKER = b"resource_tracker import main"
 _PAUSE_S = 0.02
 
 
@@ -45,9 +48,11 @@ def _wait(pidfds: list[int], patience: float | None, envoy: int) -> bool:
 
 def _sweep(session: int, mark: bytes) -> None:
     """End all that the envoy has started, below it or not: some of Ray's processes outlive their parents."""
-    deadline = time.monotonic() + _SWEEPS_FOR_S
-    while (found := _left(session, mark)) and time.monotonic() < deadline:
+    began = time.monotonic()
+    while (found := _left(session, mark)) and time.monotonic() - began < _SWEEPS_FOR_S:
         for pid in found:
+            if time.monotonic() - began < _TRACKERS_S and _tracks(pid):
+                continue
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:  # just now
@@ -71,6 +76,15 @@ def _is(pid: int, session: int, mark: bytes) -> bool:
         with open(f"/proc/{pid}/environ", "rb") as file:
             return mark in file.read()
     except (OSError, ValueError):  # it has gone, or is another user's
+        return False
+
+
+def _tracks(pid: int) -> bool:
+    """Whether it is one of Python's trackers, which end by themselves when those that they track for have."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return _TRACKER in file.read()
+    except OSError:
         return False
 
 

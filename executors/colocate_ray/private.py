@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 
 from colocate.errors import ColocateError
+from colocate.worker.supervisor import TRACKERS_S, tracks
 from colocate_ray.terms import Cluster
 
 PREFIX = "colocate-ray-"  # of the folder's name
@@ -92,10 +93,12 @@ def reap_orphans() -> None:
 
 
 def end_children() -> None:
-    """End every process below this one. None of them holds anything that it would have to write down."""
-    deadline = time.monotonic() + _ENDS_WITHIN_S
-    while (found := psutil.Process().children(recursive=True)) and time.monotonic() < deadline:
+    """End every process below this one. Python's trackers end by themselves, and remove roles' shared memory before."""
+    began = time.monotonic()
+    while (found := psutil.Process().children(recursive=True)) and time.monotonic() - began < _ENDS_WITHIN_S:
         for process in found:
+            if time.monotonic() - began < TRACKERS_S and tracks(process.pid):
+                continue
             try:
                 process.send_signal(signal.SIGKILL)
             except psutil.NoSuchProcess:

@@ -112,6 +112,32 @@ def test_killed_driver() -> None:
         assert child.is_running()
 
 
+@pytest.mark.parametrize("victim", ["driver", "envoy"])
+def test_shared_memory(victim: str) -> None:
+    """What roles leave there is removed by Python's trackers: whoever ends the rest gives these the time."""
+    text = """
+    from multiprocessing import shared_memory
+
+    class Sharing(colocate.Role):
+        @colocate.method
+        def share(self):
+            self.memory = shared_memory.SharedMemory(create=True, size=4096)
+            return self.memory.name
+
+    runtime = colocate.connect("ray", cpus=2)
+    say({"driver": os.getpid(), "envoy": runtime.executor._envoy._process.pid})
+    say(runtime.reserve(2).spawn({"sharing": colocate.role(Sharing)}).role("sharing", Sharing).share())
+    sys.stdin.read()
+    """
+    with driver(text, stderr=subprocess.DEVNULL) as process:
+        pids, names = hear(process), hear(process)
+        memory = [Path("/dev/shm", name) for name in names]
+        assert all(path.exists() for path in memory)
+        os.kill(pids[victim], signal.SIGKILL)
+        wait_until(lambda: not any(path.exists() for path in memory), "it is removed")
+        process.kill()
+
+
 @pytest.mark.long
 def test_killed_while_it_starts() -> None:
     """The same when Ray is only being started."""

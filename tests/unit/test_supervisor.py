@@ -11,15 +11,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from multiprocessing import shared_memory
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 import colocate
-from colocate import Role, Runtime, WorkerDied, _processes, _strays, method
+from colocate import Runtime, _processes, _strays
 from colocate.testing.probes.faulty import Parent
 from colocate.testing.waiting import Processes, send, wait_until
 from colocate.worker.supervisor import MARK, SUPERVISORS
@@ -168,36 +166,6 @@ signal.pause()
 """
     with started(code) as (_, pids):
         wait_until(lambda: [c.pid for c in psutil.Process(pids[1]).children()] == [pids[2]], "the zombies are gone")
-
-
-class Sharing(Role):
-    def __init__(self) -> None:
-        self.kept: list[Any] = []
-
-    @method
-    def share(self) -> str:
-        memory = shared_memory.SharedMemory(create=True, size=4096)
-        self.kept.append(memory)
-        return memory.name
-
-    @method
-    def die(self) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-@pytest.mark.parametrize("how", ["close", "die"])
-def test_shared_memory_of_a_role_is_removed(runtime: Runtime, how: str) -> None:
-    """As plain Python does it: its tracker has the time that it needs."""
-    group = runtime.reserve(1).spawn({"sharing": colocate.role(Sharing)})
-    names = [group.role("sharing", Sharing).share()[0] for _ in range(3)]
-    assert all(Path("/dev/shm", name).exists() for name in names)
-    if how == "close":
-        group.close()
-    else:
-        with pytest.raises(WorkerDied):
-            group.role("sharing", Sharing).die()
-        wait_until(lambda: not runtime.executor.hosts, "the worker is over")  # type: ignore[attr-defined]
-    assert not [name for name in names if Path("/dev/shm", name).exists()]
 
 
 def test_both_killed_at_once(runtime: Runtime) -> None:

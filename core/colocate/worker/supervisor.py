@@ -33,13 +33,15 @@ MARK = "COLOCATE_WORKER_OF"
 SUPERVISORS = 2
 """How many there are."""
 
+TRACKERS_S = 5.0
+"""How long Python's trackers may go on when everything else is killed."""
+
 # The limit of a process is its descendants' too, whatever they do with their environment, session and descriptors.
 # This one is in microseconds of a real-time scheduler, and beyond ten thousand years means none; below it is a pid.
 _LIMIT = 0xC010 << 46
 _LIMIT_PIDS = 1 << 22
 
 _LEFT_S = 5.0  # for what SIGKILL doesn't end: processes in the kernel's hands, or of other users
-_TRACKERS_S = 5.0
 _LOWER_S = 1.0  # for the lower supervisor to end by itself: it may be stopped
 _LOOK_S, _LONGEST_S = 0.01, 0.5
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER, _PR_SET_PTRACER = 1, 4, 36, 0x59616D61
@@ -89,6 +91,15 @@ def program_of(supervisor: int) -> str | None:
     except (OSError, ValueError):
         return None
     return name.removeprefix(_BY_EXEC) if name.startswith(_BY_EXEC) else None
+
+
+def tracks(pid: int) -> bool:
+    """Whether it is the process that removes the shared memory which Python's processes have left."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return _TRACKER in file.read()
+    except OSError:
+        return False
 
 
 def _mark_by_limit(starter: int) -> None:
@@ -164,12 +175,12 @@ class _Supervisor:
             now = time.monotonic()
             if self._status is not None:
                 over = over or now
-                if now - over > _LEFT_S + _TRACKERS_S:
+                if now - over > _LEFT_S + TRACKERS_S:
                     return
             for pid in _below(os.getpid()):
                 if pid == self._child and self._supervises and now - began < _LOWER_S:
                     continue
-                if now - began > _TRACKERS_S or not _tracks(pid):
+                if now - began > TRACKERS_S or not tracks(pid):
                     _kill(pid)
             signal.sigtimedwait({signal.SIGCHLD}, pause)
             pause = min(2 * pause, _LONGEST_S)
@@ -231,15 +242,6 @@ def _executed(pid: int) -> str | None:
 def _flags(pid: int | str) -> int:
     with open(f"/proc/{pid}/stat", "rb") as file:
         return int(file.read().rpartition(b")")[2].split()[6])
-
-
-def _tracks(pid: int) -> bool:
-    """Whether it is the process that removes the shared memory which Python's processes have left."""
-    try:
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            return _TRACKER in file.read()
-    except OSError:
-        return False
 
 
 def _kill(pid: int, number: int = signal.SIGKILL) -> None:

@@ -18,7 +18,7 @@ import pytest
 from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, needs
 from colocate.testing.gate import Gate
-from colocate.testing.waiting import PATIENCE_S, Processes
+from colocate.testing.waiting import PATIENCE_S, Processes, wait_until
 
 PREAMBLE = """
 import json, os, signal, sys, threading
@@ -297,6 +297,42 @@ class Drivers(Scripted):
             driver.process.kill()
             workers.wait()
             workers.close()
+
+    @needs(OwnProcess)
+    def test_shared_memory_of_roles(self, scripts: Scripts) -> None:
+        """It is removed as after any Python program: when a group is closed, a worker or the driver is killed."""
+        driver = scripts.start("""
+            from multiprocessing import shared_memory
+
+            class Sharing(colocate.Role):
+                @colocate.method
+                def share(self):
+                    self.memory = shared_memory.SharedMemory(create=True, size=4096)
+                    return self.memory.name
+
+            runtime = CONNECT
+            pool = runtime.reserve(2, cpus=0)
+
+            def shared():
+                group = pool.spawn({**ROLES, "sharing": colocate.role(Sharing)})
+                say(group.role("sharing").share())
+                return group
+
+            shared().close()
+            group = shared()
+            group.role("faulty").kill.options(ranks=[0]).submit().exception()
+            try:
+                group.close()
+            except ExceptionGroup:
+                pass
+            shared()
+            threading.Event().wait()
+            """)
+        memory = [Path("/dev/shm", name) for _ in range(3) for name in driver.hear()]
+        left = [path.exists() for path in memory]
+        driver.process.kill()
+        assert left == [False] * 4 + [True] * 2
+        wait_until(lambda: not any(path.exists() for path in memory), "the last ones are removed")
 
     def test_exit_breaks_borrows(self, scripts: Scripts) -> None:
         """Interpreter exit is forced: a group's unfinished use of another one's resident doesn't keep it."""
