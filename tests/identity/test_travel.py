@@ -76,6 +76,44 @@ with CONNECT as runtime, runtime.reserve(1) as pool:
     )
 
 
+def test_a_module_that_is_edited(program: Program) -> None:
+    """Workers go on with what the driver has, after a restart and in a further group, until the driver reloads it."""
+    program(
+        """
+import importlib, os, pathlib, rules, sys
+
+sys.dont_write_bytecode = True
+
+class Actor(Role):
+    @method
+    def limit(self):
+        return rules.limit()
+
+    @method
+    def die(self):
+        os._exit(3)
+
+def restarted(group):
+    try:
+        group["actor"].die()
+    except colocate.WorkerDied:
+        pass
+    group.wait_ready(60)
+    return group["actor"].limit()
+
+with CONNECT as runtime, runtime.reserve(2) as pool:
+    group = pool[:1].spawn({"actor": colocate.role(Actor)}, on_failure="restart")
+    assert group["actor"].limit() == [1]
+    pathlib.Path(rules.__file__).write_text("def limit():\\n    return 2 + 0\\n")
+    assert restarted(group) == [rules.limit()] == [1]
+    assert pool[1:].spawn({"actor": colocate.role(Actor)})["actor"].limit() == [1]
+    importlib.reload(rules)
+    assert restarted(group) == [rules.limit()] == [2]
+""",
+        rules="def limit():\n    return 1\n",
+    )
+
+
 def test_late_import(program: Program, executor: str) -> None:
     """What role code imports later is found beside the driver's script, in packages too."""
     program(

@@ -100,7 +100,7 @@ def look_up(name: str) -> Source | Refused | None:
     if is_installed_file(file):
         return None
     package = hasattr(module, "__path__") or bool(spec is not None and spec.submodule_search_locations is not None)
-    text = _text(name, file, spec)
+    text = _text(name, file, spec) if module is None or spec is None else _text_of_import(name, file, spec)
     if text is not None:
         return Source(text, file, package)
     if file.endswith(".py"):
@@ -142,6 +142,25 @@ def _package_without_file(name: str, module: ModuleType | None, spec: ModuleSpec
         above_others = module is not None and any(other.startswith(f"{name}.") for other in list(sys.modules))
         return Source(b"", None, True) if above_others else None
     return None if all(is_installed_file(f"{place}/") for place in places) else Source(b"", None, True)
+
+
+_texts: dict[str, tuple[ModuleSpec, bytes]] = {}
+"""What each imported module said when it was first asked for, by name, and the import that it belongs to."""
+
+
+def _text_of_import(name: str, file: str, spec: ModuleSpec) -> bytes | None:
+    """The source that the workers have of a module that the driver has imported.
+
+    It is read once for each import: whatever was edited since, the workers of a restart get what the others have got,
+    as the driver goes on with what it has. A reload is another import, with a spec of its own.
+    """
+    known = _texts.get(name)
+    if known is not None and known[0] is spec:
+        return known[1]
+    text = _text(name, file, spec)
+    if text is not None:
+        _texts[name] = spec, text
+    return text
 
 
 def _text(name: str, file: str, spec: ModuleSpec | None) -> bytes | None:
