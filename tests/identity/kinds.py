@@ -41,6 +41,9 @@ KINDS = {
     "pydantic": "class NAME(pydantic.BaseModel):\n    x: int = 1\n    @pydantic.field_validator('x')\n"
     "    @classmethod\n"
     "    def double(cls, x): return 2 * x\n    def seen(self): return GLOBAL, NAME, self.x, NAME(x=3).x\nNAME(x=2)",
+    "parametrised": "NAMET = typing.TypeVar('NAMET')\nclass NAMEG(pydantic.BaseModel, typing.Generic[NAMET]):\n"
+    "    x: NAMET\n    def seen(self): return GLOBAL, NAME is NAMEG[int], type(NAMEG[int](x=1)) is type(self)\n"
+    "NAME = NAMEG[int]\nNAME(x=1)",
     "each_other": "class NAMEO:\n    def seen(self): return NAME\n"
     "class NAME:\n    def seen(self): return GLOBAL, NAMEO().seen() is NAME\nNAME()",
     "caches": "class NAME:\n    @functools.cached_property\n    def cached(self): return GLOBAL\n"
@@ -66,6 +69,6 @@ IMPORTS = "import abc, attrs, dataclasses, enum, functools, typing\n"
 
 def code(kind: str, name: str, value: int) -> tuple[str, str]:
     """The code of a kind under a name, with its global, and how a value is made."""
-    imports = IMPORTS + ("import pydantic\n" if kind == "pydantic" else "")
+    imports = IMPORTS + ("import pydantic\n" if "pydantic" in KINDS[kind] else "")
     *lines, made = KINDS[kind].replace("NAME", name).replace("GLOBAL", f"G_{name}").splitlines()
     return "\n".join([imports, f"G_{name} = {value}", *lines, ""]), made

@@ -311,3 +311,47 @@ with CONNECT as runtime, runtime.reserve(1) as pool:
     assert pool.spawn({{"actor": colocate.role(Actor)}})["actor"].save(Batch()) == [True]
 """
     )
+
+
+def test_class_that_a_generic_one_makes(program: Program, executor: str) -> None:
+    """pydantic's `Box[int]` is one class here and there, whoever made it first, also where models name each other."""
+    program(
+        """
+import typing, pydantic
+
+T = typing.TypeVar("T")
+
+class Box(pydantic.BaseModel, typing.Generic[T]):
+    x: T
+
+class Pair(pydantic.BaseModel, typing.Generic[T]):
+    x: T
+    rest: "typing.Optional[Pair[T]]" = None
+
+class Has(pydantic.BaseModel):
+    boxes: list[Box[int]]
+
+class Actor(Role):
+    @method
+    def take(self, box, has, pair):
+        assert type(box) is Box[int] is type(has.boxes[0]) and type(pair) is type(pair.rest) is Pair[int]
+        return box, has, pair, Has(boxes=[Box[int](x=1)]), Pair[int](x=1, rest=Pair[int](x=2))
+
+    @method
+    def made(self):
+        return Box[str](x="a"), Box[Box[float]](x=Box[float](x=1.0)), Pair[str](x="a"), Box[T]
+
+with CONNECT as runtime, runtime.reserve(2, timeout=120) as pool:
+    first, second = (part.spawn({"actor": colocate.role(Actor)})["actor"] for part in (pool[:1], pool[1:]))
+    for actor in (first, second):
+        made = actor.made()[0]
+        assert type(made[0]) is Box[str] and type(made[1]) is Box[Box[float]] and type(made[2]) is Pair[str]
+        assert type(made[1].x) is Box[float] and made[3] is Box[T]
+        box, has, pair, had, made = actor.take(
+            Box[int](x=1), Has(boxes=[Box[int](x=1)]), Pair[int](x=1, rest=Pair[int](x=2))
+        )[0]
+        assert type(box) is type(has.boxes[0]) is type(had.boxes[0]) is Box[int]
+        assert type(pair) is type(pair.rest) is type(made) is type(made.rest) is Pair[int]
+""",
+        executor,
+    )

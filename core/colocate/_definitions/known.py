@@ -7,6 +7,7 @@ another object than the one that was sent.
 
 from __future__ import annotations
 
+import builtins
 import itertools
 import os
 import secrets
@@ -157,8 +158,8 @@ def _new_defined(id: int, thing: Any) -> Definition:
     with lock:
         found = _by_id.get(id)
         if found is None:
-            found = Definition(id, thing)
-            _note(found)
+            found = _by_id[id] = Definition(id, thing)
+            _by_object.setdefault(builtins.id(thing), found)  # what goes out keeps its name
         return found
 
 

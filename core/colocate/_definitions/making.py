@@ -152,6 +152,18 @@ def make_class(id: int, meta: Any, maker: Any, name: str, bases: tuple[Any, ...]
     return _made(id, made)
 
 
+def make_parametrised(id: int, origin: Any, args: tuple[Any, ...]) -> Any:
+    """A class that a generic class makes for arguments, and makes once: the one that code here gets of it, too."""
+    existing = _existing(id)
+    if existing is not None:
+        return existing
+    made = origin[args]
+    making: Making | None = getattr(_here, "making", None)
+    if making is not None:
+        making.made[id] = made
+    return made
+
+
 @contextlib.contextmanager
 def _untold(bases: Sequence[type]) -> Iterator[None]:
     """A block in which bases aren't told of the subclass that this thread makes, as they are of others.

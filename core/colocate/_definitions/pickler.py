@@ -10,7 +10,8 @@ import enum
 import functools
 import sys
 import types
-from collections.abc import Callable, Mapping
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +58,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         self.needs: dict[int, Need] = {}
         self.lot = lot
         self._shells: dict[int, _Shell] = {}
+        self._begun: set[type] = set()  # classes whose contents are being pickled
 
     def reducer_override(self, obj: Any) -> Any:
         """How to pickle what has a way of its own."""
@@ -98,6 +100,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
     def _class(self, cls: Any) -> Any:
         if type(cls) is type and (cls in _SINGLETONS or cls in details._BUILTIN_TYPE_NAMES):
             return details._class_reduce(cls)
+        if _parametrised(cls) is not None:
+            return self._defined(cls, self._class_by_arguments)
         return NotImplemented if path_of(cls) is not None else self._defined(cls, self._class_by_value)
 
     def _function(self, function: FunctionType) -> Any:
@@ -149,6 +153,12 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         names = {name: value for name, value in cached.__dict__.items() if name != "__wrapped__"}
         return making.make_cache, (id, cached.__wrapped__, parameters, names)
 
+    def _class_by_arguments(self, cls: Any, id: int) -> Any:
+        origin, args = _parametrised(cls) or (cls, ())
+        if self._begun.isdisjoint((*origin.__mro__, *_classes_in(args))):
+            return making.make_parametrised, (id, origin, args)
+        return self._class_by_value(cls, id)  # what it would be made of isn't whole at the receiver yet
+
     def _class_by_value(self, cls: Any, id: int) -> Any:
         main = main_module()
         path: str = cls.__qualname__
@@ -172,7 +182,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         first = {name: names.pop(name) for name in list(names) if _comes_first(name, names[name])}
         first |= {"__module__": cls.__module__, "__qualname__": path}
         made = making.make_class, (id, meta, maker, cls.__name__, cls.__bases__, first)
-        return *made, (names, registered, {}), None, None, making.fill_class
+        self._begun.add(cls)
+        return *made, (names, registered, _Whole(self._begun, cls)), None, None, making.fill_class
 
     def _need(self, found: Need) -> None:
         if self.lot is None:
@@ -192,6 +203,33 @@ class _Shell:
 
     def __reduce__(self) -> Any:
         return details._make_empty_cell, ()
+
+
+class _Whole:
+    """Stands last in the contents of a class, where an enum has its members': the class is whole then."""
+
+    def __init__(self, begun: set[type], cls: type) -> None:
+        self._begun = begun
+        self._cls = cls
+
+    def __reduce__(self) -> Any:
+        self._begun.discard(self._cls)
+        return dict, ()
+
+
+def _parametrised(cls: Any) -> tuple[Any, tuple[Any, ...]] | None:
+    """The generic class and the arguments that give this very class, as pydantic's do: they note it, and cache it."""
+    of = vars(cls).get("__pydantic_generic_metadata__")
+    if not isinstance(of, dict) or not isinstance(of.get("origin"), type):
+        return None
+    return (of["origin"], of["args"]) if of["origin"][of["args"]] is cls else None
+
+
+def _classes_in(args: Iterable[Any]) -> Iterator[type]:
+    for each in args:
+        if isinstance(each, type):
+            yield each
+        yield from _classes_in(typing.get_args(each))
 
 
 def _is_full(cell: Any) -> bool:
