@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from colocate._jobs import error_text
 from colocate._off_main import off_main
 from colocate._owned import at
+from colocate._rebuilding import NotRebuilt, rebuilding
 from colocate.errors import (
     CallTimeout,
     CapabilityError,
@@ -42,12 +43,12 @@ _OF_A_CALL = ("group", "role", "method", "rank", "node", "remote_traceback", "ca
 
 def failure_error(link: Link, call: PendingCall, slot: int, told: tuple[Any, ...], body: Any) -> ColocateError:
     """The error for a call that raised on a rank."""
-    kind, text, trace, host, _secondary, role = told
+    kind, text, trace, host, _secondary, role, unmade = told
     rank = call.rank_of(slot)
     if host and kind in _OWN_WORDS and isinstance(own := _original(link, body, kind, text), ColocateError):
         # Arguments that don't fit, a value written into, a result that can't be sent: colocate's words are the error.
         found = copy.copy(own)
-        found.group, found.role, found.method, found.rank = link.name, role, call.method, rank
+        found.group, found.role, found.method, found.rank = link.name, role or call.role or None, call.method, rank
         found.called_at = _line(call)
         return found
     where = f"{role}.{call.method}" if call.method != "__init__" else f"the constructor of role {role!r}"
@@ -56,6 +57,8 @@ def failure_error(link: Link, call: PendingCall, slot: int, told: tuple[Any, ...
     states = _states(call, slot) if call.method != "__init__" else ""
     follows = kind in _CONSEQUENCES  # the role hasn't raised it: it says what kept the role from going on
     how = "was given up" if follows else f"raised {kind}"
+    if unmade is not None:
+        how, text = "could not begin", f"{unmade} can't be rebuilt there: {kind}: {text}"
     error = RoleError(
         f"{where} {how} on rank {rank} of group {link.name!r} (node {link.node(slot)}): {text}{states}",
         group=link.name,
@@ -69,6 +72,30 @@ def failure_error(link: Link, call: PendingCall, slot: int, told: tuple[Any, ...
     if not follows:  # unpickled later, not on this thread, which reads all connections
         error._unpickle = lambda: off_main(lambda: _original(link, body, kind, text))
     return error
+
+
+def result_of(link: Link, call: PendingCall, slot: int, body: Any) -> Any:
+    """What a call has returned on a rank.
+
+    Raises:
+        SerializationError: It can't be rebuilt here.
+    """
+    try:
+        with rebuilding("it"):
+            return link.unpack(body)
+    except NotRebuilt as error:
+        part = "" if error.what == "it" else f"{error.what}: "
+        raise SerializationError(
+            f"the result of {call.label} on rank {call.rank_of(slot)} of group {link.name!r} can't be rebuilt on the "
+            f"driver: {part}{error_text(error.why)}",
+            argument="result",
+            group=link.name,
+            role=call.role or None,
+            method=call.method,
+            rank=call.rank_of(slot),
+            node=link.node(slot),
+            called_at=_line(call),
+        ) from error.why
 
 
 def _line(call: PendingCall) -> str | None:

@@ -19,8 +19,16 @@ from colocate.errors import ColocateError
 class _Fetch:
     slots: list[int]
     answers: dict[int, tuple[int | None, Any]] = attrs.field(factory=dict)
-    error: ColocateError | None = None
+    error: Exception | None = None
     done: Flag = attrs.field(factory=Flag)
+
+
+class Refused(Exception):
+    """A worker can't send its part: what it has told of that, and the exception as it travels."""
+
+    def __init__(self, slot: int, told: tuple[Any, ...], body: Any) -> None:
+        super().__init__(slot)
+        self.slot, self.told, self.body = slot, told, body
 
 
 class Fetches:
@@ -45,7 +53,8 @@ class Fetches:
 
         Raises:
             TimeoutError: They haven't come in time.
-            ColocateError: A part isn't to be had.
+            Refused: A worker can't send its part.
+            ColocateError: No answer will come any more.
         """
         fetch = _Fetch(list(slots))
         with self._lock:
@@ -72,7 +81,7 @@ class Fetches:
         if fetch is None:
             return
         if error is not None:
-            fetch.error = ColocateError(error)
+            fetch.error = Refused(slot, error, body)
             fetch.done.set()
             return
         fetch.answers[slot] = rows, body

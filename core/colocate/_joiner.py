@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from colocate._failures import result_of
 from colocate._mesh import Ranks
 from colocate._method import MethodSpec
 from colocate._order import PendingCall
@@ -27,8 +28,8 @@ class Joiner:
     def __call__(self, call: PendingCall, bodies: Sequence[Any]) -> Any:
         if call.keep is not None:
             return None
-        unpack = self._group.unpack
-        results = [unpack(body) for body in bodies]
+        group = self._group
+        results = [result_of(group, call, slot, body) for slot, body in zip(call.targets, bodies, strict=True)]
         role = self._role.ranks
         targets = None if call.targets is self._role.slots else call.ranks
         return self._spec.collect.join(results, Ranks(role.world_size, role.meshes, call.rows, None, targets))

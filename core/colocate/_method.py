@@ -264,7 +264,7 @@ def method(
     """
 
     def decorate(function: Callable[..., Any]) -> RoleMethod[..., Any, Any]:
-        return RoleMethod(_declare(function, dispatch, collect, concurrency, tuple(readonly), tuple(host)))
+        return RoleMethod(_declare(function, dispatch, collect, concurrency, readonly, host))
 
     return decorate if f is None else decorate(f)
 
@@ -274,8 +274,8 @@ def _declare(
     dispatch: Dispatch | None,
     collect: Collect | None,
     concurrency: int,
-    readonly: tuple[str, ...],
-    host: tuple[str, ...],
+    readonly: Sequence[str],
+    host: Sequence[str],
 ) -> MethodSpec:
     where = function.__qualname__
     for given, kind in ((dispatch, Dispatch), (collect, Collect)):
@@ -292,6 +292,8 @@ def _declare(
     dispatch.declare(names, where)
     check_collect(dispatch, collect, where)
     for option, named in (("readonly", readonly), ("host", host)):
+        if isinstance(named, str):
+            raise DispatchError(f"{where}: {option}={named!r} is a string; write {option}=({named!r},)")
         if unknown := [name for name in named if name not in names]:
             raise DispatchError(f"{where}: {option} names {unknown[0]!r}, but its parameters are {', '.join(names)}")
     is_async = inspect.iscoroutinefunction(function)
@@ -305,6 +307,6 @@ def _declare(
         signature=signature,
         is_async=is_async,
         concurrency=concurrency,
-        readonly=readonly,
-        host=host,
+        readonly=tuple(readonly),
+        host=tuple(host),
     )

@@ -13,7 +13,8 @@ import attrs
 
 from colocate import _batch
 from colocate._collect import Concat
-from colocate._fetch import Fetches
+from colocate._failures import failure_error, result_of
+from colocate._fetch import Fetches, Refused
 from colocate._here import Here
 from colocate._leases import Leases
 from colocate._mesh import Ranks
@@ -224,7 +225,10 @@ class Residents(Leases):
         source = kept.source
         wanted = list(source.collect.sources(source.ranks))
         answers = dict(zip(wanted, self._ask(kept, wanted, True, deadline), strict=True))
-        parts = [self._group.unpack(answers[rank][1]) if rank in answers else None for rank in source.holders]
+        parts = [
+            result_of(self._group, kept.call, source.slot(rank), answers[rank][1]) if rank in answers else None
+            for rank in source.holders
+        ]
         ranks = Ranks(source.ranks.world_size, source.ranks.meshes, kept.call.rows, None, source.ranks.targets)
         return source.collect.join(parts, ranks)
 
@@ -236,6 +240,8 @@ class Residents(Leases):
         self.begin_use(kept)
         try:
             return self._fetches.get([kept.source.slot(rank) for rank in ranks], kept.source.key, contents, deadline)
+        except Refused as refused:
+            raise failure_error(self._group, kept.call, refused.slot, refused.told, refused.body) from None
         finally:
             self.end_use(kept)
 
@@ -245,9 +251,10 @@ class Residents(Leases):
         _made(kept, deadline)
         source = kept.source
         counted = source.collect.sources(source.ranks) or source.holders
-        _, structure = self._ask(kept, counted[:1], False, deadline)[0]
+        _, body = self._ask(kept, counted[:1], False, deadline)[0]
+        structure = result_of(self._group, kept.call, source.slot(counted[0]), body)
         sizes = tuple(size[0] for size in kept.call.bodies)
-        return ResidentSpec(self._group.unpack(structure), sizes, tuple(kept.call.rows))
+        return ResidentSpec(structure, sizes, tuple(kept.call.rows))
 
     def rows_of(self, kept: Kept) -> list[int]:
         """Rows of each part of a resident, in the order in which they are joined; waits for them."""

@@ -355,6 +355,13 @@ class TestChanges:
         assert told in text
         assert f"(from --set {change})" in text
 
+    @pytest.mark.parametrize("change", ["seed=", "seed=x", "seed=[", "nothing.seed="])
+    def test_a_long_value_is_not_told_whole(self, write: Write, change: str) -> None:
+        text = only(write("seed: 1\npools: {main: {slots: 1}}"), set=[change + 5000 * "9"])
+        assert f"(from --set {change}999" in text
+        assert "… (5,0" in text
+        assert len(text) < 600
+
     def test_an_index_beyond_a_list(self, write: Write) -> None:
         path = write(GROUP + "        with: {hidden: 1}\n        slots: [0]")
         assert "is a list of 1" in only(path, set=["groups.policy.roles.actor.slots[1]=1"])

@@ -381,3 +381,52 @@ with {EXECUTORS["processes"]} as runtime, runtime.reserve(1) as pool:
     assert "module 'train' calls connect('local') when it is imported" in told
     assert "project/train.py:9), and a worker imports it" in told
     assert 'Put the call into a function, or under `if __name__ == "__main__":`' in told
+
+
+@pytest.mark.parametrize(
+    "processes", ["processes", *(pytest.param(each, marks=pytest.mark.long) for each in ("ray", "dask"))]
+)
+def test_definition_that_cannot_be_made_there(program: Program, processes: str) -> None:
+    """What was to be made is told, at a start and at a call; not as if the constructor or the method had raised it."""
+    program(
+        """
+class Part:
+    def __getstate__(self):
+        return {"x": 1}
+    def __setstate__(self, state):
+        raise ValueError("no parts here")
+
+class Whole:
+    part = Part()
+
+class Names(Role):
+    @method
+    def part(self):
+        return Whole.part
+
+class Takes(Role):
+    @method
+    def take(self, x):
+        return x
+
+with CONNECT as runtime, runtime.reserve(1, timeout=120) as pool:
+    try:
+        pool.spawn({"names": colocate.role(Names)})
+    except colocate.RoleStartError as error:
+        told = str(error)
+        assert "the constructor of role 'names' could not begin on rank 0" in told, told
+        assert "global 'Whole' of __main__, which Names.part names, can't be rebuilt there: ValueError" in told, told
+        assert "in __setstate__" in told and "colocate/" not in told, told
+    takes = pool.spawn({"takes": colocate.role(Takes)})["takes"]
+    try:
+        takes.take(Whole)
+    except colocate.RoleError as error:
+        told = str(error)
+        assert "takes.take could not begin on rank 0" in told, told
+        assert "the class Whole of __main__ can't be rebuilt there: ValueError: no parts here" in told, told
+        assert isinstance(error.__cause__, ValueError)
+    assert takes.take(1) == [1]
+print("told")
+""",
+        processes,
+    )

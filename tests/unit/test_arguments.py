@@ -257,6 +257,16 @@ def test_unknown_names() -> None:
             def forward(self, x: Any, lengths: Any) -> None: ...
 
 
+@pytest.mark.parametrize("option", ["host", "readonly"])
+def test_a_string_is_not_taken_letter_by_letter(option: str) -> None:
+    """It is refused, with what to write; also where its letters are parameters."""
+    with pytest.raises(DispatchError, match=rf"{option}='xy' is a string; write {option}=\('xy',\)"):
+
+        class Wrong(Role):
+            @method(**{option: "xy"})  # type: ignore[call-overload, untyped-decorator]
+            def forward(self, x: Any, y: Any, xy: Any) -> None: ...
+
+
 def test_a_plain_call_walks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU it costs nothing that there are GPUs elsewhere."""
     from colocate.worker import build, runner

@@ -21,6 +21,7 @@ from colocate._definitions.making import Making
 from colocate._definitions.names import MISSING, is_main, main_module
 from colocate._definitions.same import same, where
 from colocate._off_main import off_main
+from colocate._rebuilding import rebuilding
 from colocate.errors import ColocateError, SerializationError
 from colocate.wire.codec import Packed, pack, pickler_for, unpack
 from colocate.wire.explain import advice, deepest, kind_and_cause
@@ -82,11 +83,13 @@ class Lot:
             need = self._todo.popleft()
             if isinstance(need, Definition):
                 if need.id not in self.definitions:
+                    pickler.dump(_words(need.object))
                     _dump(pickler, need.object, _name(need.object), getattr(need.object, "__name__", "it"))
             elif need not in self.values and self._receiver.lacks_value(need):
                 self.values[need] = value = need.value
                 what = f"the global {need.name!r} of {need.space.names.get('__name__')}, which {need.user} names,"
                 module = str(need.space.names.get("__name__", ""))
+                pickler.dump(what)
                 _dump(pickler, (self.key_of(need.space), module, need.name, value), what, need.name)
         pickler.dump(None)
         self.body = Packed(file.getvalue(), tuple(buffer.raw() for buffer in buffers))
@@ -95,6 +98,13 @@ class Lot:
             definition.links = links
         for name in self.values:
             name.links = links
+
+
+def _words(thing: Any) -> str:
+    """What a definition is called where it can't be rebuilt."""
+    kind = "class" if isinstance(thing, type) else "function" if callable(thing) else "object"
+    name = getattr(thing, "__qualname__", type(thing).__qualname__)
+    return f"the {kind} {name} of {getattr(thing, '__module__', None)}"
 
 
 def _name(thing: Any) -> str:
@@ -236,9 +246,16 @@ class Arrived:
     def _read(self, body: Packed) -> tuple[dict[int, Any], list[tuple[Any, ...]]]:
         unpickler = pickle.Unpickler(io.BytesIO(body.data), buffers=iter(body.buffers))
         values: list[tuple[Any, ...]] = []
+        what = ""
         with Making() as making:
-            while (piece := unpickler.load()) is not None:
-                if type(piece) is tuple:
+            while True:
+                with rebuilding(what):
+                    piece = unpickler.load()
+                if piece is None:
+                    break
+                if type(piece) is str:  # what comes next
+                    what = piece
+                elif type(piece) is tuple:
                     values.append(piece)
         return making.made, values
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from colocate.config.schema import Config, Shape
 from colocate.config.source import Document, read_value
-from colocate.config.values import Place, path_text
+from colocate.config.values import Place, brief, path_text
 from colocate.errors import Mistake
 
 
@@ -33,7 +33,7 @@ def replace_executor(document: Document, name: str) -> None:
 def assign(document: Document, text: str) -> None:
     """`--set path=value`: the value is read as YAML. Only `+path=value` makes a name that the config doesn't have."""
     path, equals, value_text = text.partition("=")
-    option = f"--set {text}"
+    option = brief(f"--set {text}")
     makes = path.startswith("+")
     place = _place(path.removeprefix("+").strip())
     if not equals or not place:
@@ -42,7 +42,7 @@ def assign(document: Document, text: str) -> None:
     reading = Document(option)
     value = read_value(value_text, reading)
     if reading.mistakes:
-        _wrong(document, path, option, f"the value {value_text!r}: {reading.mistakes[0].message}")
+        _wrong(document, path, option, f"the value {brief(repr(value_text))}: {reading.mistakes[0].message}")
         return
     if mistake := _misses(document.data, place, makes, option):
         document.mistakes.append(mistake)

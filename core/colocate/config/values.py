@@ -71,6 +71,11 @@ def describe(annotation: Any) -> str:
     return "a mapping" if origin in _MAPPINGS else str(getattr(annotation, "__name__", annotation))
 
 
+def brief(text: str, limit: int = 100) -> str:
+    """A text that somebody has given, as a message shows it: not more of it than one reads."""
+    return text if len(text) <= limit else f"{text[:limit]}… ({len(text):,} characters)"
+
+
 def shown(value: Any) -> str:
     """A value as a message shows it, with its kind."""
     if value is None:
@@ -81,7 +86,7 @@ def shown(value: Any) -> str:
         return "a mapping"
     if isinstance(value, list):
         return "a list"
-    return f"the text {value!r}" if isinstance(value, str) else repr(value)
+    return f"the text {brief(repr(value))}" if isinstance(value, str) else brief(repr(value))
 
 
 def _scalar(value: Any, annotation: Any, place: Place) -> Iterator[Problem]:

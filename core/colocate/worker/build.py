@@ -13,6 +13,7 @@ from colocate import wire
 from colocate._arguments import on_device
 from colocate._context import Context, MeshPlace, derive_seed, reset_current, set_current
 from colocate._mesh import Mesh
+from colocate._rebuilding import rebuilding
 from colocate._role import check_role
 from colocate.errors import PluginError
 from colocate.worker.hosted import HostedRole
@@ -124,7 +125,8 @@ def _unpack(host: WorkerHost, body: Any) -> tuple[tuple[Any, ...], dict[str, Any
     """A constructor's arguments: on the host, from where it takes to the device what it wants there."""
     if body is None:
         return (), {}
-    args, kwargs = host.codec.unpack(body, "cpu")
+    with rebuilding("an argument"):
+        args, kwargs = host.codec.unpack(body, "cpu")
     return on_device((args, kwargs), "cpu") if host.moves_tensors else (args, kwargs)
 
 

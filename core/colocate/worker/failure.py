@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from colocate._jobs import message_of
+from colocate._rebuilding import NotRebuilt
 from colocate._tracebacks import frames_of_users, told
+from colocate.errors import CapabilityError, DispatchError, RoleError, SerializationError
 from colocate.worker.consequence import Consequence
 from colocate.worker.imports import hint_for
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from colocate.worker.host import WorkerHost
 
 _OWN = str(Path(__file__).parent)
+_HOST_ERRORS = (DispatchError, RoleError, SerializationError)
 _CALLS_ROLES = {("build.py", "construct"), ("_method.py", "call")}
 
 
@@ -38,6 +41,7 @@ class Failure:
         host: Whether colocate raised it (arguments that don't fit, a result that can't be sent), not the role.
         secondary: Whether a peer's connection had been lost before: then another rank's failure is the cause.
         role: Name of the role.
+        unmade: What had come and couldn't be rebuilt, if the exception is from there.
     """
 
     type: str
@@ -46,22 +50,36 @@ class Failure:
     host: bool
     secondary: bool
     role: str | None
+    unmade: str | None
 
     def head(self) -> tuple[Any, ...]:
         """As plain data."""
         return attrs.astuple(self)
 
 
-def describe(error: BaseException, *, role: str | None, host: bool, secondary: bool) -> Failure:
+def failed(error: BaseException, host: WorkerHost, role: str | None, secondary: bool) -> tuple[Failure, Any]:
+    """The exception as data, and as a message body (see `sendable`)."""
+    unmade = None
+    if isinstance(error, NotRebuilt):
+        unmade, error = error.what, error.why
+    ours = isinstance(error, CapabilityError) or (isinstance(error, _HOST_ERRORS) and not raised_by_role(error))
+    found = describe(error, role=role, host=ours and unmade is None, secondary=secondary, unmade=unmade)
+    return found, sendable(error, host)
+
+
+def describe(
+    error: BaseException, *, role: str | None, host: bool, secondary: bool, unmade: str | None = None
+) -> Failure:
     """The exception as data."""
     kind = type(error)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     text = message_of(error)
     if (hint := hint_for(error)) is not None:
         error.add_note(hint)
-    follows = isinstance(error, Consequence) and not frames_of_users(error)  # then there is nothing of a user's to see
+    may_be_ours = isinstance(error, Consequence) or unmade is not None
+    follows = may_be_ours and not frames_of_users(error)  # then there is nothing of a user's to see
     trace = "" if follows else told(error, _from_role_code(error.__traceback__), whole=False)
-    return Failure(name, text, trace, host, secondary, role)
+    return Failure(name, text, trace, host, secondary, role, unmade)
 
 
 def sendable(error: BaseException, host: WorkerHost) -> Any:

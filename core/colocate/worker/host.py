@@ -328,7 +328,8 @@ class WorkerHost:
             # The structure is made of the value's own containers, of which some are of users' classes.
             body = self.packed(entry.value if contents else describe(entry.value), entry.maker)
         except BaseException as error:  # users' classes say how they are packed
-            self.send(("fetched", token, None, error_text(error)), None)
+            told, body = failure.failed(error, self, None, False)
+            self.send(("fetched", token, None, told.head()), body)
         else:
             self.send(("fetched", token, entry.rows, None), body)
 

@@ -12,8 +12,9 @@ from colocate._context import reset_current, running_call, set_current
 from colocate._dispatch import Scatter
 from colocate._method import MethodSpec
 from colocate._nesting import no_end
+from colocate._rebuilding import rebuilding
 from colocate._values import ordinary
-from colocate.errors import CapabilityError, ColocateError, DispatchError, RoleError, SerializationError
+from colocate.errors import ColocateError, DispatchError, RoleError, SerializationError
 from colocate.worker import checkpoint, failure
 from colocate.worker.build import RoleBuild, construct
 from colocate.worker.consequence import Consequence
@@ -24,8 +25,6 @@ from colocate.worker.uses import Resolver
 
 if TYPE_CHECKING:
     from colocate.worker.host import WorkerHost
-
-_HOST_ERRORS = (DispatchError, RoleError, SerializationError)
 
 
 class Runner:
@@ -124,7 +123,8 @@ class Runner:
         host = self._host
         if body is None:
             return {}
-        arguments: dict[str, Any] = host.codec.unpack(body, host.boot.device)
+        with rebuilding("an argument"):
+            arguments: dict[str, Any] = host.codec.unpack(body, host.boot.device)
         if resolver is not None:
             arguments = self._resolved(arguments, resolver, role, spec)
         return placed(arguments, host.boot.device, spec.host) if host.moves_tensors else arguments
@@ -200,13 +200,10 @@ class Runner:
 
     def _failed(self, seq: int, keep: int | None, role: str | None, error: BaseException) -> None:
         host = self._host
-        ours = isinstance(error, CapabilityError) or (
-            isinstance(error, _HOST_ERRORS) and not failure.raised_by_role(error)
-        )
         secondary = isinstance(error, Consequence) or host.groups.lost_a_peer()
-        told = failure.describe(error, role=role, host=ours, secondary=secondary)
+        told, body = failure.failed(error, host, role, secondary)
         if not 0 < seq <= host.base:  # otherwise nobody would lead the hold that follows
-            host.send(("failed", seq, told.head()), failure.sendable(error, host))
+            host.send(("failed", seq, told.head()), body)
         if keep is not None:  # who uses it fails of that in turn, and is to be heard of later than this
             host.store.fail(keep, f"{told.type}: {told.text}")
         del error

@@ -15,7 +15,7 @@ import colocate
 from colocate import Call, ColocatedGroup, Runtime
 from colocate.errors import ColocateError, RoleError, SerializationError
 from colocate.testing.executors._base import ExecutorCase, Spawn
-from colocate.testing.probes.faulty import Faulty, Stubborn, nested
+from colocate.testing.probes.faulty import Faulty, Stubborn, Unreadable, nested
 from colocate.testing.probes.plain import Echo
 from colocate.testing.probes.rows import Rows
 from colocate.testing.waiting import PATIENCE_S
@@ -209,6 +209,24 @@ class Serialization(ExecutorCase):
             faulty.return_lock.submit().result()
         assert faulty.fine() == [0, 1]
 
+    def test_what_cannot_be_rebuilt(self, copying: ColocatedGroup) -> None:
+        """An argument there, a result here: told is which call it was of; the cause is what its class has raised."""
+        faulty, echo = copying.role("faulty", Faulty), copying.role("echo", Echo)
+        words = "can't be rebuilt on the driver: ValueError: it can't be read"
+        with faulty.return_unreadable.keep() as kept:
+            for use in (faulty.return_unreadable, faulty.return_unreadable.submit().result, kept.fetch):
+                with pytest.raises(SerializationError, match=words) as caught:
+                    use()
+                error = caught.value
+                assert isinstance(error.__cause__, ValueError)
+                assert (error.group, error.role, error.method) == (copying.name, "faulty", "return_unreadable")
+                assert (error.rank, error.argument) == (0, "result")
+        words = r"echo\.first could not begin on rank \d .*: an argument can't be rebuilt there: ValueError"
+        with pytest.raises(RoleError, match=words) as refused:
+            echo.first(Unreadable())
+        assert isinstance(refused.value.__cause__, ValueError)
+        assert faulty.fine() == [0, 1]
+
     @pytest.mark.parametrize(("kind", "path"), [("list", "[0]"), ("tuple", "[0]"), ("dict", "['a']")])
     def test_values_without_an_end(self, pair: ColocatedGroup, kind: str, path: str) -> None:
         """What contains itself, or is nested too deeply, is told by name and path, not as a RecursionError."""
@@ -308,8 +326,13 @@ class Serialization(ExecutorCase):
     def test_kept_result(self, copying: ColocatedGroup) -> None:
         """A kept result needn't be sent: it can be used where it is, and only fetching it fails."""
         faulty, echo = copying.role("faulty", Faulty), copying.role("echo", Echo)
-        with faulty.return_lock.options(ranks=[0]).keep() as kept, pytest.raises(ColocateError, match="lock"):
+        keep = faulty.return_lock.options(ranks=[0]).keep
+        with keep(nested=True) as kept, pytest.raises(SerializationError) as caught:
             kept.fetch()
+        error = caught.value
+        assert error.message.startswith("the result of faulty.return_lock: result['bad'][1].lock can't be sent")
+        assert (error.argument, error.path) == ("result", "result['bad'][1].lock")
+        assert (error.group, error.role, error.method, error.rank) == (copying.name, "faulty", "return_lock", 0)
         assert echo.first(1) == 1
 
     def test_kept_result_that_another_rank_needs(self, copying: ColocatedGroup) -> None:

@@ -51,6 +51,16 @@ class Mute(Exception):
         raise RuntimeError("no text")
 
 
+class Unreadable:
+    """Something that can be sent, and not be rebuilt."""
+
+    def __getstate__(self) -> dict[str, int]:
+        return {"x": 1}
+
+    def __setstate__(self, state: Any) -> None:
+        raise ValueError("it can't be read")
+
+
 class Leaver:
     """Something whose pickling wants to end the process."""
 
@@ -176,6 +186,11 @@ class Faulty(Role):
     def return_lock(self, nested: bool = False) -> Any:
         """A result that can't be sent."""
         return {"fine": 1, "bad": [0, Stubborn()]} if nested else threading.Lock()
+
+    @method
+    def return_unreadable(self) -> Any:
+        """A result that can't be rebuilt."""
+        return {"bad": Unreadable()}
 
     @method
     def leaver(self) -> Any:
