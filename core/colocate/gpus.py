@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +84,12 @@ def names(count: int, environ: Mapping[str, str] = os.environ) -> tuple[str, ...
 def shown(gpus: Sequence[str], indices: Sequence[int]) -> dict[str, str]:
     """The environment in which a worker sees these of some GPUs, as cuda:0 and so on; empty for none of them."""
     return {VARIABLE: ",".join(gpus[index] for index in indices)} if indices else {}
+
+
+def indices(some: Iterable[str], gpus: Sequence[str] = ()) -> tuple[int, ...]:
+    """Indices of some GPUs in a list of them; those that it doesn't have go by their numbers, or else are counted."""
+    known = {name: index for index, name in enumerate(gpus)}
+    return tuple(known.get(name, int(name) if name.isdigit() else index) for index, name in enumerate(some))
 
 
 def count_gpus(environ: Mapping[str, str] = os.environ) -> int:

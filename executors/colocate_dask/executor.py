@@ -29,7 +29,7 @@ from colocate.executor import (
     Reservation,
     Running,
 )
-from colocate.gpus import VARIABLE, count_gpus, names
+from colocate.gpus import VARIABLE, count_gpus, indices, names
 from colocate.keeper import Estate, Keepers, KeptSlot
 from colocate.placement import Ledger, words
 from colocate_dask import far, reservations
@@ -226,7 +226,8 @@ class DaskExecutor(Executor, OwnProcess, MultiNode):
         for grant in grants:
             kill = partial(self._kill, held, grant.worker)
             slot = held.slots[grant.worker] = self._keepers.slot(addresses[grant.worker], on_stuck=kill, key=key)
-            places.append(Place(self._node(grant), grant.devices, _device(grant.devices), _reached(grant), slot))
+            devices = indices(grant.gpus, self._gpus)
+            places.append(Place(self._node(grant), devices, _device(devices), _reached(grant), slot))
         if key is not None:
             slots = list(held.slots.values())
             held.estate = Estate(key, slots[0], slots)

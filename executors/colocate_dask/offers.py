@@ -134,11 +134,6 @@ class Grant:
     host: str
     gpus: tuple[str, ...] = ()
 
-    @property
-    def devices(self) -> tuple[int, ...]:
-        """Indices of its GPUs; a GPU that goes by a UUID counts from 0."""
-        return tuple(int(name) if name.isdigit() else index for index, name in enumerate(self.gpus))
-
 
 @attrs.frozen
 class Refusal:

@@ -73,9 +73,8 @@ class RayExecutor(Executor, OwnProcess, MultiNode):
             _check_joining(address, cpus, gpus)
         elif token_file is not None:
             raise ConfigError("connect('ray', token_file=...) is for joining a cluster: a private Ray makes its own")
-        else:
-            gpus = _own_gpus(gpus)
-        cluster = Cluster(_of_this_process(address), cpus, gpus, token_file, runtime_env)
+        own = _own_gpus(gpus) if address is None else None
+        cluster = Cluster(_of_this_process(address), cpus, own, token_file, runtime_env)
         if cluster.private:
             return cls(cluster)
         from colocate_ray.joined import JoinedRayExecutor
@@ -205,7 +204,7 @@ class RayExecutor(Executor, OwnProcess, MultiNode):
 
 def place_of(slot: Slot, key: _Key) -> Place:
     """Where a slot lies, by which key this driver finds it again."""
-    device = "cuda:0" if slot.gpus else "cpu"  # Ray shows an actor its own devices only
+    device = "cuda:0" if slot.devices else "cpu"  # Ray shows an actor its own devices only
     return Place(slot.node, slot.devices, device, slot.host, key)
 
 
@@ -221,11 +220,10 @@ def _check_joining(address: str, cpus: float | None, gpus: int | None) -> None:
         )
 
 
-def _own_gpus(gpus: int | None) -> int | None:
-    """How many GPUs a private Ray is to offer; None has it look, for those of other makers too."""
-    if gpus is None:
-        return count_gpus() if listed() is not None else count_gpus() or None
-    return len(names(gpus))
+def _own_gpus(gpus: int | None) -> tuple[str, ...] | None:
+    """The GPUs that a private Ray is to offer; None has it look, for those of other makers too."""
+    found = names(count_gpus() if gpus is None else gpus)
+    return found if found or gpus is not None or listed() is not None else None
 
 
 def _of_this_process(address: str | None) -> str | None:

@@ -7,7 +7,7 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,9 +17,12 @@ import ray
 import colocate
 from colocate._parent import die_with
 from colocate.executor import Request
+from colocate.gpus import indices
 from colocate.keeper import Keeper
 from colocate.wire import LOOPBACK
 from colocate_ray.certificates import tls_of_environment
+from colocate_ray.nodes import natural
+from colocate_ray.terms import Cluster
 
 _BELOW_ENDS_WITHIN_S = 5.0
 _NOT_SET_BY_RAY = {
@@ -35,14 +38,14 @@ class Holder:
         """Nothing that could fail: what a constructor raises reaches nobody but as text."""
         self._keeper: Keeper | None = None
 
-    def open(self, version: str, key: bytes, request: Request, local: bool) -> dict[str, Any] | str:
+    def open(self, version: str, key: bytes, request: Request, cluster: Cluster) -> dict[str, Any] | str:
         """Make the keeper.
 
         Args:
             version: The driver's version of colocate.
             key: The key of the driver's keepers.
             request: What the slot was reserved by.
-            local: Whether the driver is on this machine for certain.
+            cluster: Which Ray this is.
 
         Returns:
             Where it is; or, as text, why it can't be.
@@ -53,11 +56,11 @@ class Holder:
         if not request.cpus:
             os.environ.pop("OMP_NUM_THREADS", None)  # Ray's guess for an actor without CPUs of its own
         address_of_node: Callable[[], str] = ray.util.get_node_ip_address
-        host = None if local else address_of_node()
-        tls = None if local else tls_of_environment()
+        host = None if cluster.private else address_of_node()
+        tls = None if cluster.private else tls_of_environment()
         end = partial(os._exit, 0)
         context = ray.get_runtime_context()
-        gpus = [str(device) for device in context.get_accelerator_ids().get("GPU", ())]
+        gpus = _in_order(context.get_accelerator_ids().get("GPU", ()), cluster.gpus or ())
         env = {**_shown(gpus), **request.env}
         self._keeper = Keeper(
             key, host=host, env=env, tls=tls, name=request.id, detachable=request.detachable, on_end=end
@@ -65,7 +68,7 @@ class Holder:
         return {
             "node": context.get_node_id(),
             "process": (os.getpid(), psutil.Process().create_time()),
-            "devices": gpus,
+            "devices": indices(gpus, cluster.gpus or ()),
             "host": host or LOOPBACK,
             "address": self._keeper.address,
         }
@@ -76,9 +79,20 @@ class Holder:
         threading.Event().wait()
 
 
+def _in_order(some: Iterable[object], gpus: Sequence[str]) -> list[str]:
+    """Some GPUs, which Ray has in no order: as in a list of them, or by their numbers."""
+    return sorted(map(str, some), key=lambda name: (gpus.index(name) if name in gpus else len(gpus), natural(name)))
+
+
 def _shown(gpus: list[str]) -> dict[str, str]:
-    """What shows the slot's GPUs, and no others, to its workers, where Ray has been told to leave that to others."""
-    return {variable: ",".join(gpus) for flag, variable in _NOT_SET_BY_RAY.items() if gpus and flag in os.environ}
+    """What shows the slot's GPUs, and no others, to its workers, in order; Ray may have been told not to show them."""
+    by_ray = {variable for variable in _NOT_SET_BY_RAY.values() if _names_all(os.environ.get(variable, ""), gpus)}
+    left = {variable for flag, variable in _NOT_SET_BY_RAY.items() if flag in os.environ}
+    return dict.fromkeys(by_ray | left, ",".join(gpus)) if gpus else {}
+
+
+def _names_all(text: str, gpus: list[str]) -> bool:
+    return sorted(text.split(",")) == sorted(gpus)
 
 
 def end_process(pid: int, created: float) -> None:

@@ -224,7 +224,7 @@ class Placing:
             strategy = PlacementGroupSchedulingStrategy(group, index, placement_group_capture_child_tasks=False)
             name = f"{listing.PREFIX}{request.id}/{index}"
             held.make_actor(actor_class.options(name=name, **options, scheduling_strategy=strategy).remote)
-        opened = [actor.open.remote(colocate.__version__, key, request, self.cluster.private) for actor in held.actors]
+        opened = [actor.open.remote(colocate.__version__, key, request, self.cluster) for actor in held.actors]
         ray.wait(opened, num_returns=len(opened), timeout=_ACTORS_START_WITHIN_S, fetch_local=False)
         answers = self._answers(group, opened)
         held.nodes = [answer["node"] for answer in answers]
@@ -257,9 +257,7 @@ class Placing:
         return self.nodes.name(found) if found else "a node"
 
     def _slot(self, index: int, found: Mapping[str, Any]) -> Slot:
-        devices = found["devices"]
-        numbers = tuple(sorted(map(int, devices))) if all(device.isdigit() for device in devices) else ()
-        return Slot(index, self.nodes.name(found["node"]), numbers, len(devices), found["host"], found["address"])
+        return Slot(index, self.nodes.name(found["node"]), found["devices"], found["host"], found["address"])
 
     def _watch(self, number: int, held: Held) -> None:
         held.watches = [actor.watch.remote() for actor in held.actors]

@@ -46,7 +46,7 @@ class PrivateFolder:
         return {
             "address": "local",  # whatever RAY_ADDRESS or a file of another Ray says
             "num_cpus": int(cpus) if cpus is not None and cpus == int(cpus) else cpus,
-            "num_gpus": cluster.gpus,
+            "num_gpus": None if cluster.gpus is None else len(cluster.gpus),
             "include_dashboard": False,
             "object_store_memory": _STORE_BYTES,
             "_temp_dir": str(self.path / "r"),  # Ray opens the folder it is given to everybody

@@ -19,14 +19,15 @@ class Cluster:
     Attributes:
         address: Of the cluster to join, "auto" for the one of this machine; None to start a private one.
         cpus: CPUs that a private one offers; None for this machine's.
-        gpus: GPUs that a private one offers; None when it isn't private.
+        gpus: GPUs that a private one offers, by name and in the order of the ranks; None when it is to look itself, or
+            isn't private.
         token_file: The file with the token of the cluster to join; None for what Ray's environment says.
         runtime_env: Ray's runtime environment of the actors.
     """
 
     address: str | None = None
     cpus: float | None = None
-    gpus: int | None = None
+    gpus: tuple[str, ...] | None = None
     token_file: str | None = None
     runtime_env: Mapping[str, Any] | None = None
 
@@ -43,8 +44,7 @@ class Slot:
     Attributes:
         index: Which bundle of its placement group it is; the slots themselves are sorted by node and device.
         node: Name of the machine.
-        devices: Ray's numbers of its GPUs; none where it has names for them.
-        gpus: How many it has.
+        devices: Indices of its GPUs.
         host: Address under which other workers reach the machine.
         address: That of its keeper.
     """
@@ -52,7 +52,6 @@ class Slot:
     index: int
     node: str
     devices: tuple[int, ...]
-    gpus: int
     host: str
     address: str
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from colocate_dask.offers import Grant, Offer, Wanted, choose, grant, table
+from colocate_dask.offers import Offer, Wanted, choose, grant, table
 
 
 def offer(address: str, cpus: float = 1, gpus: int = 0, **more: Any) -> Offer:
@@ -80,12 +80,6 @@ def test_gpus(visible: tuple[str, ...] | None, used: dict[str, set[str]], given:
     worker = offer("h:1", gpus=2, visible=visible)
     assert grant(worker, wanted(1, gpus=2), used).gpus == given
     assert grant(worker, wanted(1), used).gpus == ()
-
-
-def test_devices() -> None:
-    """GPUs that go by a UUID are counted."""
-    assert Grant("w", "h", ("7", "3")).devices == (7, 3)
-    assert Grant("w", "h", ("GPU-a", "GPU-b")).devices == (0, 1)
 
 
 def test_table() -> None:

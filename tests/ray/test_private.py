@@ -256,12 +256,12 @@ def test_stuck_keeper(runtime: Runtime) -> None:
 def test_gpus_when_ray_leaves_them_to_others(monkeypatch: pytest.MonkeyPatch, told: str) -> None:
     """Each rank has a GPU of its own, of those that the job was given, also where Ray is told not to show it."""
     monkeypatch.setattr(gpus, "machine_gpus", lambda: ())
-    monkeypatch.setenv(gpus.VARIABLE, "3, 5,-1,7")
+    monkeypatch.setenv(gpus.VARIABLE, "5, 3,-1,7")
     monkeypatch.setenv("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES", told)
     with colocate.connect("ray", cpus=2, gpus=2) as runtime, runtime.reserve(2, gpus=1) as pool:
-        assert [slot.devices for slot in pool.slots] == [(3,), (5,)]
+        assert [slot.devices for slot in pool.slots] == [(0,), (1,)]
         said: Any = pool.spawn({"echo": colocate.role(Echo)}).role("echo", Echo).env(gpus.VARIABLE)
-        assert said == ["3", "5"]
+        assert said == ["5", "3"]
 
 
 def test_hidden_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

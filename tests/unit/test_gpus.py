@@ -96,6 +96,10 @@ def test_names(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpus.names(0, {gpus.VARIABLE: ""}) == ()
     assert gpus.shown(("5", "3", "1"), (0, 2)) == {gpus.VARIABLE: "5,1"}
     assert gpus.shown(("5", "3", "1"), ()) == {}
+    assert gpus.indices(("3", "5"), ("5", "3", "1")) == (1, 0)
+    assert gpus.indices(("GPU-b",), ("GPU-b", "GPU-a")) == (0,)
+    assert gpus.indices(("7", "3")) == (7, 3)
+    assert gpus.indices(("GPU-a", "GPU-b")) == (0, 1)
     with pytest.raises(ConfigError, match="gpus=1: CUDA_VISIBLE_DEVICES='-1' shows this process none"):
         gpus.names(1, {gpus.VARIABLE: "-1"})
     fraction: Any = 0.5

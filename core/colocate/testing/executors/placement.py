@@ -181,12 +181,15 @@ class Placement(ExecutorCase):
             assert group.role("echo", Echo).env("CUDA_VISIBLE_DEVICES") == ["0", "1"]
 
     @needs(OwnProcess)
-    def test_gpus_of_the_job(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A job that was given some of a machine's GPUs, by whatever names, gives its slots these, each its own."""
-        with _gpus(monkeypatch, "GPU-5eed, GPU-beef,GPU-5eed0"), self.connect_privately(gpus=2) as runtime:
-            with runtime.reserve(slots=2, gpus=1, cpus=0) as pool:
-                seen: Any = pool.spawn({"echo": colocate.role(Echo)}).role("echo", Echo).env(gpus.VARIABLE)
-            assert sorted(seen) == ["GPU-5eed", "GPU-beef"]
+    @pytest.mark.parametrize("visible", ["7,5, 3,9,1", "GPU-5eed, GPU-beef,GPU-5eed0,GPU-0,GPU-1"])
+    def test_gpus_of_the_job(self, monkeypatch: pytest.MonkeyPatch, visible: str) -> None:
+        """A job that was given some of a machine's GPUs gives its slots these, each its own, in the order it got."""
+        with _gpus(monkeypatch, visible), self.connect_privately(gpus=4) as runtime:
+            for each in (1, 2):
+                with runtime.reserve(slots=4 // each, gpus=each, cpus=0) as pool:
+                    assert [index for slot in pool.slots for index in slot.devices] == [0, 1, 2, 3]
+                    seen: Any = pool.spawn({"echo": colocate.role(Echo)}).role("echo", Echo).env(gpus.VARIABLE)
+                assert ",".join(seen) == visible.replace(" ", "").rpartition(",")[0]
 
     def test_more_gpus_than_the_job_has(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """An engine of one's own can't offer GPUs that the environment hides."""
