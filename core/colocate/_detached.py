@@ -104,10 +104,7 @@ def _close_all(pool: Pool, by: str) -> list[ColocatedGroup]:
             locks.enter_context(group.order.lock)
         pool.check()
         if pool.reservation is None:
-            raise ColocateError(
-                f"pool {pool.name!r} can't be detached while slots in place of lost ones are reserved for it, which "
-                "the restart of its group does: wait for that with group.wait_ready(), or reserve another pool"
-            )
+            raise pool.unreserved("can't be detached: it ")
         for group in groups:
             _check_idle(group)
         for each in (pool, *groups):

@@ -210,10 +210,7 @@ class Pool(Owned):
         with self.lock:
             self.check()
             if self.reservation is None:
-                raise ColocateError(
-                    f"pool {self.name!r} has lost slots with their node and has to be reserved anew, which the restart "
-                    "of its group does: wait for that with group.wait_ready(), or reserve another pool"
-                )
+                raise self.unreserved()
             busy = {index: self._taken[index].name for index in indices if index in self._taken}
             if busy:
                 index, holder = next(iter(busy.items()))
@@ -247,6 +244,16 @@ class Pool(Owned):
         if lost:
             self._reserve_again(group, lost)
         return [self.places[index] for index in group.indices]
+
+    def unreserved(self, what: str = "") -> ColocateError:
+        """The error of a use while no slots are reserved for it; `what` comes of that. Its lock is held."""
+        if any(group.restarts.under_way for group in self.groups.values()):
+            then = "which the restart of its group does: wait for that with group.wait_ready(), or reserve another pool"
+        else:
+            then = "and the restart of its group, which does that, was given up: close it, and reserve another pool"
+        return ColocateError(
+            f"pool {self.name!r} {what}has lost slots with their node and has to be reserved anew, {then}"
+        )
 
     def _reserve_again(self, group: ColocatedGroup, lost: Sequence[int]) -> None:
         with self.lock:

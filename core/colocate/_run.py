@@ -214,7 +214,7 @@ class StopSignals:
         self._noticed(self.received)
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class Begun:
     """A run that has its folder, before its job begins.
 
@@ -225,6 +225,7 @@ class Begun:
         step: The step it goes on from; None for a new run.
         metrics: What was logged up to that step.
         screen: Where it is shown.
+        started: Whether all is there that the job needs; until then there is nothing to report but what went wrong.
     """
 
     config: Config
@@ -233,6 +234,7 @@ class Begun:
     step: int | None
     metrics: list[Row]
     screen: Screen
+    started: bool = attrs.field(default=False, init=False)
 
 
 @contextlib.contextmanager
@@ -255,9 +257,11 @@ def begin(config: Config, log: RunLog, *, resume: bool, screen: Screen) -> Itera
     folder.write("config.yaml", config.dump())
     folder.remove("error.txt")
     log.open(folder.path / "log.txt")
+    begun = Begun(config, lambda run: function(run, **options), folder, step, metrics, screen)
+    since = time.time()
     try:
         with screen.logging(log):
-            yield Begun(config, lambda run: function(run, **options), folder, step, metrics, screen)
+            yield begun
     except Exception as error:
         text = told(error)
         log.write(text)
@@ -265,6 +269,8 @@ def begin(config: Config, log: RunLog, *, resume: bool, screen: Screen) -> Itera
             folder.write("error.txt", text)
         except OSError as other:
             error.add_note(f"it could not be written to {folder.path / 'error.txt'}: {other}")
+        if not begun.started:
+            _report_failure(lambda: _never_started(begun, since), error)
         raise
     finally:
         log.close()
@@ -281,6 +287,7 @@ def execute(begun: Begun, runtime: Runtime, groups: Mapping[str, ColocatedGroup]
         groups: Its groups.
         start_up: Seconds that starting these took.
     """
+    begun.started = True
     folder, screen = begun.folder, begun.screen
     calls = CallLog(begun.config)
     runtime.observe(calls)
@@ -293,7 +300,7 @@ def execute(begun: Begun, runtime: Runtime, groups: Mapping[str, ColocatedGroup]
         with screen.running(name, folder.path, begun.step), signals:
             _until_done(run, lambda: begun.job(run))
     except Exception as error:
-        _report_failure(run, calls, started, start_up, error)
+        _report_failure(lambda: _record(run, calls, started, start_up), error)
         raise
     record = _record(run, calls, started, start_up)
     screen.finished(record)
@@ -331,6 +338,25 @@ def _record(run: Run, calls: CallLog, started: float, start_up: float) -> RunRec
         stopped=run._signals.received,
         start_up=start_up,
         log=tail_of(run.directory / "log.txt"),
+    )
+
+
+def _never_started(begun: Begun, started: float) -> RunRecord:
+    return RunRecord(
+        name=begun.config.name,
+        directory=begun.folder.path,
+        config=begun.folder.config(),
+        metrics=tuple(begun.metrics),
+        tables={},
+        totals=(),
+        spans=(),
+        phases={},
+        tree="",
+        graph="",
+        environment=environment(),
+        started=started,
+        seconds=time.time() - started,
+        log=tail_of(begun.folder.path / "log.txt"),
     )
 
 
@@ -377,10 +403,10 @@ def _report(record: RunRecord, error: str | None = None) -> Path | None:
     return report.write(record.directory, record, error=error)
 
 
-def _report_failure(run: Run, calls: CallLog, started: float, start_up: float, error: Exception) -> None:
+def _report_failure(record: Callable[[], RunRecord], error: Exception) -> None:
     """Write the report of a job that failed; what goes wrong in that is a note on its error, not in its place."""
     try:
-        _report(_record(run, calls, started, start_up), told(error).strip())
+        _report(record(), told(error).strip())
     except Exception as other:
         error.add_note(f"its report could not be written: {type(other).__name__}: {other}")
 

@@ -147,7 +147,8 @@ def test_what_a_start_says_when_it_fails(colocate: CommandLine) -> None:
     assert "in __init__\n    1 / 0" in done.stderr
     assert done.stdout.splitlines()[-1] == "demo: starting group policy: 1 worker with 1 role"
     folder = colocate.folder / "runs" / "demo"
-    assert "in __init__" in (folder / "error.txt").read_text()
+    for name in ("error.txt", "report.html"):
+        assert "in __init__" in (folder / name).read_text()
     assert (folder / "log.txt").read_text().startswith(done.stdout)
 
 

@@ -313,6 +313,43 @@ with CONNECT as runtime, runtime.reserve(1) as pool:
     )
 
 
+def test_plain_pickle_of_what_the_worker_lacks(program: Program) -> None:
+    """It is told what to do, and that helps."""
+    program(
+        """
+import pickle
+
+class Batch:
+    class Part:
+        pass
+
+class Other:
+    pass
+
+class Actor(Role):
+    @method
+    def load(self, data):
+        return type(pickle.loads(data)).__name__
+
+class Names(Actor):
+    @method
+    def names(self):
+        return Batch, Other
+
+with CONNECT as runtime, runtime.reserve(2) as pool:
+    lacks, names = pool[:1].spawn({"a": colocate.role(Actor)})["a"], pool[1:].spawn({"a": colocate.role(Names)})["a"]
+    for value, name in ((Batch.Part(), "Batch"), (Other(), "Other")):
+        try:
+            lacks.load(pickle.dumps(value))
+        except colocate.RoleError as error:
+            assert "Can't get attribute" in str(error) and f": name {name} in the role's" in str(error), error
+        else:
+            raise AssertionError(name)
+        assert names.load(pickle.dumps(value)) == [type(value).__name__]
+"""
+    )
+
+
 def test_class_that_a_generic_one_makes(program: Program, executor: str) -> None:
     """pydantic's `Box[int]` is one class here and there, whoever made it first, also where models name each other."""
     program(

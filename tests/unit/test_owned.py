@@ -70,10 +70,14 @@ def test_it_was_open_again_before_anybody_waited() -> None:
 
 
 def test_detaching_while_slots_are_reserved_again() -> None:
-    """It is refused with the reason; the pool is as it was."""
+    """It is refused with the reason, also when nobody reserves them any more; the pool is as it was."""
     with colocate.connect() as runtime, runtime.reserve(1) as pool:
+        group = pool.spawn({"echo": colocate.role(Echo)})
         reservation, pool.reservation = pool.reservation, None  # as `_reserve_again` does
-        with pytest.raises(colocate.ColocateError, match=r"while slots in place of lost ones.*wait_ready"):
-            _detached._close_all(pool, "a test")
+        for group.restarts.under_way, words in ((True, r"wait_ready\(\)"), (False, "was given up: close it, and")):
+            with pytest.raises(colocate.ColocateError, match=rf"can't be detached: it has lost slots .*{words}"):
+                _detached._close_all(pool, "a test")
+            with pytest.raises(colocate.ColocateError, match=rf"pool 'pool-1' has lost slots .*{words}"):
+                pool.spawn({"echo": colocate.role(Echo)})
         assert pool.closed_by is None
         pool.reservation = reservation

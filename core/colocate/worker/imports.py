@@ -6,6 +6,7 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import os
+import re
 import sys
 import threading
 import types
@@ -105,8 +106,16 @@ def _spec(name: str, source: Source) -> ModuleSpec | None:
 _folders_elsewhere: set[str] = set()  # of modules that came as source
 
 
+_OF_SCRIPT = re.compile(r"Can't get attribute '([^'.]+).* on <module 'colocate\.worker\.__main__'")  # as pickle says it
+
+
 def hint_for(error: BaseException) -> str | None:
-    """What to say of a file that isn't there, if it is one of those beside the driver's modules or its script."""
+    """What to do about what isn't in this process: a file beside the driver's code, a name of its script."""
+    if isinstance(error, AttributeError) and (unknown := _OF_SCRIPT.match(str(error))):
+        return (
+            "A worker has what the script defines once it was sent something that needs it, and plain pickle wants it "
+            f"there already: name {unknown[1]} in the role's code, or define it in a module, which a worker imports"
+        )
     if not isinstance(error, FileNotFoundError) or not isinstance(error.filename, str):
         return None
     script = getattr(sys.modules["__main__"], "__file__", None) or __file__
