@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from colocate._definitions import known, sources
+from colocate._definitions import known, sources, subclasses
 from colocate._definitions.given import Given
 from colocate._definitions.known import Definition, Global, Need
 from colocate._definitions.lots import Inbox, Lot, Receiver
@@ -100,6 +100,9 @@ class Taught:
                     lot = receiver.lot(lacking)
                     if made is not None:
                         executor.discard(made[2])
+                    subclasses.warn_of_untold(
+                        each.object for each in lot.definitions.values() if each.id not in self._held
+                    )
                     made = lacking, lot, executor.frame(("define", lot.ids), lot.body)
                 self._held.update(made[1].definitions)
                 self._sent.update(made[1].values)

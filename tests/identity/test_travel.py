@@ -193,6 +193,102 @@ with CONNECT as runtime, runtime.reserve(1) as pool:
     assert "COUNT" not in told.partition("RuntimeWarning")[2]
 
 
+TELLERS = """
+class Base:
+    known = []
+    def __init_subclass__(cls, *, tag="none", **options):
+        super().__init_subclass__(**options)
+        Base.known.append(cls.__name__)
+        cls.tag = tag
+        assert cls.five(cls) == 5  # it is whole
+
+class Wants:
+    known = []
+    def __init_subclass__(cls, *, tag):
+        Wants.known.append(cls.__name__)
+
+class Meta(type):
+    known = []
+    def __init__(cls, name, bases, names):
+        super().__init__(name, bases, names)
+        Meta.known.append(name)
+"""
+
+
+def test_bases_that_hear_of_subclasses(program: Program, executor: str) -> None:
+    """A base or metaclass of a module is told in the workers, too, of what the script derives from it, once."""
+    program(
+        """
+from tellers import Base, Meta
+
+class Item(Base):
+    def five(self):
+        return 5
+
+class Further(Item):
+    pass
+
+class Thing(metaclass=Meta):
+    pass
+
+Item.tag = "changed"
+
+class Actor(Role):
+    @method
+    def known(self, *used):
+        return Base.known, Meta.known, Item.tag
+
+with CONNECT as runtime, runtime.reserve(1, timeout=120) as pool:
+    actor = pool.spawn({"actor": colocate.role(Actor)})["actor"]
+    for _ in range(2):
+        ((bases, metas, tag),) = actor.known(Item(), Further(), Thing())
+        assert sorted(bases) == ["Further", "Item"] and metas == ["Thing"], (bases, metas)
+        assert tag == "changed"
+""",
+        executor,
+        tellers=TELLERS,
+    )
+
+
+@pytest.mark.parametrize("statement", ['Item(Base, tag="a")', 'Item(Wants, tag="a")'])
+def test_options_of_a_subclass(program: Program, statement: str) -> None:
+    """Those that a class statement gives a base of a module don't travel, which the driver warns of with the line."""
+    told = program(
+        f"""
+import warnings
+from tellers import Base, Wants
+
+warnings.simplefilter("error", RuntimeWarning)  # which refuses it
+
+class Fine(Base):
+    def five(self):
+        return 5
+
+class {statement}:
+    def five(self):
+        return 5
+
+class Actor(Role):
+    @method
+    def look(self, thing):
+        return thing.five()
+
+with CONNECT as runtime, runtime.reserve(1) as pool:
+    actor = pool.spawn({{"actor": colocate.role(Actor)}})["actor"]
+    assert actor.look(Fine()) == [5]
+    try:
+        actor.look(Item())
+    except RuntimeWarning as warning:
+        print(warning)
+    warnings.simplefilter("ignore", RuntimeWarning)
+    assert actor.look(Item()) == [5]
+""",
+        tellers=TELLERS,
+    )
+    assert "Item was defined with options for its base tellers." in told
+    assert "Define it in a module beside the script" in told
+
+
 def test_compiled_module(program: Program, tmp_path: Path) -> None:
     """A compiled extension of the driver's that isn't there is told as that."""
     (tmp_path / "project").mkdir()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Iterator
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from colocate._definitions.known import Definition, definition_of, known
 from colocate._definitions.lots import Lot, Receiver, pack_whole, unpack_whole
 from colocate._definitions.names import path_of
 from colocate._definitions.sources import Refused, Source, answer, other_content
+from colocate.worker.definitions import Definitions
 
 SCRIPT = """
 LIMIT = 1
@@ -216,3 +217,23 @@ def test_other_content(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert other_content({"one_of_two": ("/there.py", "0")}) is not None
     monkeypatch.delitem(sys.modules, "one_of_two")
+
+
+def test_what_a_peer_is_sent_was_told_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker has heard that its driver has a class of its own before another worker may ask for that, whoever was the
+    first to send one."""
+    script = Script(monkeypatch)
+    said: list[str] = []
+    host: Any = SimpleNamespace(
+        in_process=False, send=lambda head, body: said.append(head[0]), ask=lambda what: said.append(what)
+    )
+    definitions = Definitions(host)
+    body = wire.pack(script.Batch())
+    definitions.tell(body)
+    assert said == ["define"]
+    definitions.tell(body, wait=True)
+    definitions.tell(body, wait=True)
+    definitions.tell(wire.pack(1), wait=True)
+    assert said == ["define", "heard"]
+    definitions.tell(wire.pack(type("Made", (), {})()), wait=True)
+    assert said == ["define", "heard", "define", "heard"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import enum
 import functools
 import importlib
 import sys
@@ -16,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import CellType, CodeType, FunctionType
 from typing import Any
 
-from colocate._definitions import known
+from colocate._definitions import known, subclasses
 from colocate._definitions.names import is_main
 
 _here = threading.local()  # .filling: by id(object), what this thread makes now; keeps it alive meanwhile
@@ -168,7 +169,7 @@ def make_parametrised(id: int, origin: Any, args: tuple[Any, ...]) -> Any:
 def _untold(bases: Sequence[type]) -> Iterator[None]:
     """A block in which bases aren't told of the subclass that this thread makes, as they are of others.
 
-    What they have noted of their subclasses has travelled with them. The standard library's are told, as ever.
+    It isn't whole yet (see `subclasses`). The standard library's are told, as ever.
     """
     tellers = (each for base in bases for each in base.__mro__ if "__init_subclass__" in vars(each))
     owner = next((each for each in tellers if each is not object), object)
@@ -214,6 +215,8 @@ def fill_class(cls: Any, state: tuple[Mapping[str, Any], Sequence[type], Mapping
         abc.ABCMeta.register(cls, each)
     for name, attributes in members.items():
         cls.__members__[name].__dict__.update(attributes)
+    if not issubclass(cls, enum.Enum):
+        subclasses.tell(cls)
 
 
 # -- other things that have a name

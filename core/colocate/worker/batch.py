@@ -22,4 +22,5 @@ def take_apart(entries: Sequence[Entry], body: Any) -> Iterator[tuple[tuple[Any,
             yield head, body[where]
         else:
             start, end, places = where
-            yield head, Packed(body.data[start:end], tuple(body.buffers[place] for place in places))
+            # What the whole needs, each does: within one process nobody else holds it when the whole is gone.
+            yield head, Packed(body.data[start:end], tuple(body.buffers[place] for place in places), body.needs)

@@ -27,6 +27,7 @@ class Definitions:
         self._early: dict[str, tuple[str, str]] = {}
         self._modules = DriversModules(self._ask_for_module)
         self._held: dict[int, known.Definition] = {}  # what was made here; the driver may name it at any time
+        self._told = self._heard = 0  # lots that were sent to the driver, and how many of them it has for certain
 
     # -- from the driver
 
@@ -94,8 +95,11 @@ class Definitions:
                 self._host.send(("define", lot.ids), lot.body)
                 self._driver.has_got(lot)
                 self._held.update(lot.definitions)
-        if lacking and wait:
+                self._told += 1
+            told = self._told
+        if wait and self._heard < told:  # it may be on its way, whoever has sent it
             self._host.ask("heard")
+            self._heard = max(self._heard, told)
 
     def renew(self) -> None:
         """Another driver follows, which has been told nothing and has a script of its own."""

@@ -333,10 +333,10 @@ class WorkerHost:
         else:
             self.send(("fetched", token, entry.rows, None), body)
 
-    def packed(self, result: Any, label: str) -> Any:
-        """What a role has returned, as it travels; a SerializationError names the method."""
+    def packed(self, result: Any, label: str, wait: bool = False) -> Any:
+        """What a role has returned, as it travels; a SerializationError names the method. `wait`: see `tell`."""
         body = self.codec.pack_named(result, "result", f"the result of {label}")
-        self.definitions.tell(body)
+        self.definitions.tell(body, wait)
         return body
 
     def part(self, key: int) -> Any:

@@ -186,8 +186,5 @@ class ChannelPeers(Peers):
         if what == "weight":
             return (self._host.part_weight(key),), None
         entry = self._host.store.wait(key)
-        body = self._host.packed(
-            entry.value if what == "part" else _batch.slice_rows(entry.value, *bounds), entry.maker
-        )
-        self._host.definitions.tell(body, wait=True)
-        return (), body
+        value = entry.value if what == "part" else _batch.slice_rows(entry.value, *bounds)
+        return (), self._host.packed(value, entry.maker, wait=True)

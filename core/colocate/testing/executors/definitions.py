@@ -68,6 +68,14 @@ class Worker(Role):
         return type(thing) is self.made
 
     @method
+    def kind(self, thing):
+        return type(thing).__name__
+
+    @method
+    def kinds(self, things):
+        return [type(thing).__name__ for thing in things]
+
+    @method
     def limit(self):
         return LIMIT
 """
@@ -129,6 +137,25 @@ class Definitions(ExecutorCase):
             with group.pipeline():
                 call, kept = worker.limit.submit(), worker.limit.keep()
             assert (call.result(PATIENCE_S), kept.fetch()) == ([3, 3], [3, 3])
+
+    def test_classes_in_a_pipeline(self, runtime: Runtime, script: Any) -> None:
+        """What only a call of a block names is there when that call runs."""
+        with runtime.reserve(1) as pool:
+            group = pool.spawn({"worker": colocate.role(script.Worker, script.Batch(0))})
+            worker, calls = group["worker"], []
+            for _ in range(10):
+                exec("class Late:\n    pass\n", script.__dict__)
+                with group.pipeline():
+                    calls += [worker.kind.submit(script.Late()), worker.kind.submit([script.Late()])]
+            assert {call.result(PATIENCE_S)[0] for call in calls} == {"Late", "list"}
+
+    def test_classes_made_in_a_worker_reach_others(self, runtime: Runtime, script: Any) -> None:
+        """However soon another worker asks for a resident of such a class."""
+        with runtime.reserve(2) as pool:
+            worker = pool.spawn({"worker": colocate.role(script.Worker, script.Batch(0))})["worker"]
+            for _ in range(10):
+                kept = worker.make_class.keep()
+                assert worker.kinds(kept.ref) == [["Made", "Made"], ["Made", "Made"]]
 
     def test_class_made_in_a_worker(self, runtime: Runtime, script: Any) -> None:
         """What comes back to where it was made is of the very class."""
