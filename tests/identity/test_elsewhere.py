@@ -1,0 +1,268 @@
+"""Workers that lack the project's files, as those of another machine do; what they are sent, and how often."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.identity.conftest import Program
+
+# Nothing is imported from the project's folder in a process that starts with this.
+BLIND = """
+import sys
+
+class Nothing:
+    def find_spec(self, name, target=None):
+        return None
+
+def hook(path):
+    if path.startswith({project!r}):
+        return Nothing()
+    raise ImportError
+
+sys.path_hooks.insert(0, hook)
+"""
+
+PROCESSES = ["processes", *(pytest.param(each, marks=pytest.mark.long) for each in ("ray", "dask"))]
+
+
+@pytest.fixture
+def blind(tmp_path: Path) -> str:
+    """A folder that makes processes blind for the project's files, if they have it in their PYTHONPATH."""
+    there = tmp_path / "there"
+    there.mkdir()
+    (there / "sitecustomize.py").write_text(BLIND.format(project=str(tmp_path / "project")))
+    return str(there)
+
+
+@pytest.mark.parametrize("executor", PROCESSES)
+def test_modules_come_from_the_driver(program: Program, blind: str, executor: str) -> None:
+    """Modules beside the script, packages, what they import in turn, late imports, and folders that are added later."""
+    program(
+        f"""
+import os, pathlib, sys
+import rules
+from package.inner import Item
+
+class Actor(Role):
+    @method
+    def look(self, item):
+        import late
+        return type(item) is Item, rules.limit(item), late.VALUE, rules.__name__
+
+    @method
+    def imported(self, name):
+        return __import__(name).VALUE
+
+with CONNECT as runtime, runtime.reserve(1, timeout=120, env={{"PYTHONPATH": {blind!r}}}) as pool:
+    actor = pool.spawn({{"actor": colocate.role(Actor)}})["actor"]
+    assert actor.look(Item(3)) == [(True, 4, 7, "rules")]
+    folder = pathlib.Path(__file__).parent / "more"
+    folder.mkdir()
+    (folder / "added.py").write_text("VALUE = 8\\n")
+    sys.path.append(str(folder))
+    assert actor.imported("added") == [8]
+""",
+        executor,
+        rules="from package import one\ndef limit(item):\n    return item.value + one.ONE\n",
+        late="VALUE = 7\n",
+        package__in____init__="",
+        package__in__inner="class Item:\n    def __init__(self, value):\n        self.value = value\n",
+        package__in__one="ONE = 1\n",
+    )
+
+
+def test_state_of_a_module(program: Program) -> None:
+    """It is what the import leaves, whatever the driver has set since."""
+    program(
+        """
+import settings, warnings
+
+settings.LR = 0.5
+warnings.simplefilter("ignore", RuntimeWarning)  # which tells of that
+
+class Actor(Role):
+    @method
+    def lr(self):
+        return settings.LR
+
+with CONNECT as runtime, runtime.reserve(1) as pool:
+    assert pool.spawn({"actor": colocate.role(Actor)})["actor"].lr() == [0.1]
+""",
+        settings="LR = 0.1\n",
+    )
+
+
+def test_module_in_the_place_of_an_installed_one(program: Program) -> None:
+    """The driver's comes first: it is what the driver has under that name."""
+    program(
+        """
+import iniconfig
+
+class Actor(Role):
+    @method
+    def mine(self):
+        return iniconfig.MINE
+
+with CONNECT as runtime, runtime.reserve(1) as pool:
+    assert pool.spawn({"actor": colocate.role(Actor)})["actor"].mine() == [True]
+""",
+        iniconfig="MINE = True\n",
+    )
+
+
+def test_bound_of_the_source(program: Program, blind: str) -> None:
+    """So much source isn't sent, which is told as that."""
+    program(
+        f"""
+from colocate._definitions import sources
+
+sources.LIMIT_BYTES = 1 << 20
+
+class Actor(Role):
+    @method
+    def use(self):
+        import large
+
+with CONNECT as runtime, runtime.reserve(1, env={{"PYTHONPATH": {blind!r}}}) as pool:
+    try:
+        pool.spawn({{"actor": colocate.role(Actor)}})["actor"].use()
+    except colocate.RoleError as error:
+        assert "module 'large' can't be had in this worker" in str(error), error
+        assert "more than 1 MiB of source" in str(error), error
+    else:
+        assert False
+""",
+        large="# " + "x" * (1 << 20) + "\n",
+    )
+
+
+def test_source_travels_once(program: Program, blind: str) -> None:
+    """A module comes with all that it imports: a worker asks once, however many messages name something of it."""
+    program(
+        f"""
+from colocate._definitions import sources
+import one
+
+asked, answer = [], sources.answer
+sources.answer = lambda name: asked.append(name) or answer(name)
+
+class Actor(Role):
+    @method
+    def use(self, thing):
+        import one, two, three
+        return type(thing) is one.Thing
+
+with CONNECT as runtime, runtime.reserve(1, env={{"PYTHONPATH": {blind!r}}}) as pool:
+    actor = pool.spawn({{"actor": colocate.role(Actor)}})["actor"]
+    del asked[:]
+    for _ in range(3):
+        assert actor.use(one.Thing()) == [True]
+    assert asked in ([], ["one"]), asked
+""",
+        one="import two\nclass Thing:\n    pass\n",
+        two="import three\n",
+        three="",
+    )
+
+
+def test_class_that_the_driver_forgets(program: Program) -> None:
+    """It is held for as long as a worker knows it: what comes back is of that very class."""
+    program(
+        """
+import gc, weakref
+
+class Batch:
+    def five(self):
+        return 5
+
+class Actor(Role):
+    @method
+    def take(self, batch):
+        self.batch = batch
+
+    @method
+    def give(self):
+        return self.batch
+
+with CONNECT as runtime, runtime.reserve(1) as pool:
+    actor = pool.spawn({"actor": colocate.role(Actor)})["actor"]
+    actor.take(Batch())
+    known, number = weakref.ref(Batch), id(Batch)
+    del Batch
+    gc.collect()
+    (given,) = actor.give()
+    assert type(given) is known() and id(type(given)) == number and given.five() == 5
+"""
+    )
+
+
+@pytest.mark.parametrize("executor", PROCESSES)
+def test_class_that_only_another_worker_knows(program: Program, executor: str) -> None:
+    """A resident brings a class of the script to a worker which has never been sent that."""
+    program(
+        """
+class Batch:
+    def five(self):
+        return 5
+
+class Holder(Role):
+    @method
+    def hold(self, batch):
+        return batch
+
+class Stranger(Role):
+    @method
+    def use(self, batches):
+        return [(batch.five(), type(batch).__qualname__) for batch in batches], batches[0]
+
+with CONNECT as runtime, runtime.reserve(2, timeout=120) as pool:
+    holder = pool[:1].spawn({"holder": colocate.role(Holder)})["holder"]
+    stranger = pool[1:].spawn({"stranger": colocate.role(Stranger)})["stranger"]
+    kept = holder.hold.keep(Batch())
+    ((told, batch),) = stranger.use(kept.ref)
+    assert told == [(5, "Batch")] and type(batch) is Batch
+""",
+        executor,
+    )
+
+
+def test_definition_whose_sending_failed(program: Program) -> None:
+    """Its workers don't know it, and are sent it with the next message that needs it."""
+    program(
+        """
+class Batch:
+    pass
+
+class Actor(Role):
+    @method
+    def look(self, thing):
+        return type(thing).__name__
+
+with CONNECT as runtime, runtime.reserve(1) as pool:
+    group = pool.spawn({"actor": colocate.role(Actor)})
+    actor = group["actor"]
+    (host,) = [worker.host for worker in group.workforce.workers]
+    failing, frame, send, marked = [True], runtime.executor.frame, host.send, []
+
+    def framed(head, body=None):
+        made = frame(head, body)
+        marked.extend([made] if head[0] == "define" else [])
+        return made
+
+    def sent(made):
+        if failing and any(made is each for each in marked):
+            del failing[:]
+            raise OSError(24, "Too many open files")
+        send(made)
+
+    runtime.executor.frame, host.send = framed, sent
+    try:
+        actor.look(Batch())
+    except OSError as error:
+        assert error.errno == 24 and not failing
+    else:
+        assert False
+    assert actor.look(Batch()) == ["Batch"]
+"""
+    )
