@@ -11,7 +11,8 @@ from tests.chaos.ledger import Ledger
 from tests.chaos.mutants import MUTANTS, VARIABLE
 from tests.chaos.programs import KINDS, SLOTS, Episode, program
 
-BROKEN_S = "10"  # what no longer ends is waited for until then
+BROKEN_S = 10  # what no longer ends is waited for until then
+TORCH_S = 30  # to import it, on a busy machine
 Wanted = Callable[[Episode], bool]
 
 
@@ -53,7 +54,7 @@ def first_seed(kind: str, wanted: Wanted, torch: bool) -> int:
 def caught(mutant: str, seed: int, torch: bool, episodes: int | None = None) -> str:
     """Play until something is wrong; in words what."""
     with engine.running("local", SLOTS, SLOTS) as made:
-        env = {VARIABLE: mutant, "COLOCATE_CHAOS_LONG_S": BROKEN_S}
+        env = {VARIABLE: mutant, "COLOCATE_CHAOS_LONG_S": str(BROKEN_S + TORCH_S * torch)}
         lane = judge.Lane(made, Ledger(), lambda words: None, env, first_only=True)
         try:
             lane.play(seed, torch, episodes)

@@ -70,7 +70,7 @@ def check_hung(runtime: Runtime) -> None:
     with runtime.reserve(1, cpus=0) as pool, Gate() as gate:
         group = pool.spawn(ROLES)
         faulty: Any = group.role("faulty")
-        call = faulty.wait.options(timeout=0.2).submit(gate.address)
+        call = faulty.wait.options(timeout=2.0).submit(gate.address)
         gate.wait_for()
         error = call.exception(PATIENCE_S)
         assert isinstance(error, CallTimeout)
