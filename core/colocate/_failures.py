@@ -127,14 +127,22 @@ def _states(call: PendingCall, failed: int) -> str:
     return f" [{'; '.join(said)}]"
 
 
-def later_error(error: ColocateError, root: ColocateError | None) -> ColocateError:
-    """The error of a later call that failed on a rank which had begun it before the first failure was known."""
+def later_error(error: ColocateError, root: ColocateError | None, follows: bool) -> ColocateError:
+    """The error of a later call that failed on a rank which had begun it before the first failure was known.
+
+    Args:
+        error: What it failed of there.
+        root: The first failure.
+        follows: What has failed there is a consequence, of which the first failure is the cause. Otherwise its cause
+            is what its own code has raised, as ever.
+    """
     if root is None:
         return error
-    found = RoleError(
-        f"{error.message} (it was begun before an earlier call had failed: {root.message})",
-        **{name: getattr(error, name) for name in _OF_A_CALL},
-    )
+    message = f"{error.message} (it was begun before an earlier call had failed: {root.message})"
+    if not follows:
+        error.args = (message, *error.args[1:])
+        return error
+    found = RoleError(message, **{name: getattr(error, name) for name in _OF_A_CALL})
     found.__cause__ = root
     return found
 

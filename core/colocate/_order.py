@@ -92,7 +92,7 @@ class _Hold:
     withdrawn: set[int] = attrs.field(factory=set)
     root: ColocateError | None = None
     suspected: tuple[PendingCall, ColocateError] | None = None
-    later: list[tuple[PendingCall, ColocateError]] = attrs.field(factory=list)
+    later: list[tuple[PendingCall, ColocateError, bool]] = attrs.field(factory=list)  # the last: whether it follows
     timer: Timer | None = None
     patient: bool = False  # the cause of what is suspected may come from a rank that is alive
 
@@ -211,7 +211,7 @@ class CallOrder:
                 hold.patient = hold.patient or told[0] == POISONED
                 self._suspect(hold, call, error)
             elif seq > hold.failed and (hold.root or hold.suspected):
-                hold.later.append((call, error))
+                hold.later.append((call, error, told[4]))
             else:
                 self._tell_root(hold, call, error)
 
@@ -308,7 +308,7 @@ class CallOrder:
 
     def _suspect(self, hold: _Hold, call: PendingCall, error: ColocateError) -> None:
         if hold.suspected is not None:
-            hold.later.append((call, error))
+            hold.later.append((call, error, True))
             return
         hold.suspected = call, error
         self._timers.after(_ALIVE_WITHIN_S, lambda: self._settle_suspicion(hold))
@@ -328,10 +328,10 @@ class CallOrder:
     def _resume(self, hold: _Hold) -> None:
         self._settle_suspicion(hold)
         if hold.suspected is not None:
-            hold.later.append(hold.suspected)
-        for later, error in sorted(hold.later, key=lambda item: item[0].seq):
+            hold.later.append((*hold.suspected, True))
+        for later, error, follows in sorted(hold.later, key=lambda item: item[0].seq):
             if not later.done():
-                error = later.poison() or later_error(error, hold.root)
+                error = later.poison() or later_error(error, hold.root, follows)
                 self._end(later)
                 later._fail(error)
         if hold.timer is not None:

@@ -117,7 +117,7 @@ class Order(ExecutorCase):
         assert log.read() == [["b", "c"], ["a", "b", "c"]]
 
     def test_later_call_failed(self, pair: ColocatedGroup) -> None:
-        """If it failed there, it is withdrawn from the others and ends with an error caused by the first failure."""
+        """If it failed there, it is withdrawn from the others; its error has its own cause, and names the first one."""
         log = cleared(pair)
         with Gate() as first, Gate() as second:
             failing = log.at.submit([first.address, None], [RAISE, ADD], "a")  # type: ignore[arg-type]
@@ -129,8 +129,11 @@ class Order(ExecutorCase):
             root = error_of(failing)
         later = error_of(begun)
         assert isinstance(later, RoleError)
-        assert later.__cause__ is root
+        assert isinstance(root, RoleError)
         assert later.rank == 1
+        assert isinstance(later.__cause__, ValueError)
+        assert later.__cause__.args == ("rank 1 was told to raise",)
+        assert f"(it was begun before an earlier call had failed: {root.message})" in str(later)
         last.result(PATIENCE_S)
         assert log.read() == [["c"], ["a", "c"]]
 
