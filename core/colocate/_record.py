@@ -65,7 +65,7 @@ class GroupRecord:
             ColocateError: They can't be imported here, or this driver's script has others of their names.
         """
         try:
-            default_role, distributions, roles = unpack_whole(self.roles)
+            (default_role, distributions, roles), definitions = unpack_whole(self.roles)
         except ColocateError as error:
             raise ColocateError(f"group {self.name!r} can't be taken up here: {error.message}") from error
         except Exception as error:  # a module or class that isn't there; anything that its import raises
@@ -77,7 +77,9 @@ class GroupRecord:
             name: RoleInfo(name, cls, check_role(name, cls), slots, meshes, origin)
             for name, (cls, _, slots, meshes, origin) in roles.items()
         }
-        return Declared(infos, {name: spec for name, (_, spec, *_) in roles.items()}, distributions, default_role)
+        return Declared(
+            infos, {name: spec for name, (_, spec, *_) in roles.items()}, distributions, default_role, definitions
+        )
 
 
 @attrs.frozen

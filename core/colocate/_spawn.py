@@ -22,16 +22,18 @@ from colocate.worker.build import RoleBuild
 
 if TYPE_CHECKING:
     from colocate._codec import Codec
+    from colocate._definitions.lots import Inbox
 
 
 @attrs.frozen
 class Declared:
-    """The roles of a group before it starts."""
+    """The roles of a group before it starts; `definitions` holds what they were unpacked with, where they were."""
 
     infos: Mapping[str, RoleInfo]
     specs: Mapping[str, RoleSpec[Any]]
     distributions: Mapping[str, tuple[str | None, str | None]]
     default_role: str | None
+    definitions: Inbox | None = None
 
 
 def declare(roles: Mapping[str, RoleSpec[Any]], slots: int, mesh: Mapping[str, Any] | None) -> Declared:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import sys
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from colocate import SerializationError, connect, wire
-from colocate._definitions.known import Definition, definition_of, known
+from colocate._definitions.known import Definition, definition_of, find, known
 from colocate._definitions.lots import Lot, Receiver, pack_whole, unpack_whole
 from colocate._definitions.names import path_of
 from colocate._definitions.sources import Refused, Source, answer, other_content
@@ -172,12 +173,29 @@ def test_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     script = Script(monkeypatch)
     packed = pack_whole(script.Batch(), "it")
     other = Script(monkeypatch, "LIMIT = 5")
-    value = unpack_whole(packed)
+    value, _ = unpack_whole(packed)
     assert type(value).__qualname__ == "Batch"
     assert value.over()[0] == 1
     assert value.over()[1]().back() is type(value)
     assert "Batch" not in other.names
     assert other.LIMIT == 5
+
+
+def test_what_came_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has come on two ways is known for as long as either of them may name it."""
+    packed = pack_whole(Script(monkeypatch).Batch(), "it")
+    gc.collect()
+    Script(monkeypatch, "")
+    value, first = unpack_whole(packed)
+    again, second = unpack_whole(packed)
+    id = definition_of(type(value)).id
+    assert type(again) is type(value)
+    del first
+    gc.collect()
+    assert find(id).object is type(value)
+    del second
+    gc.collect()
+    assert known(id) is None
 
 
 def test_what_leads_to_a_thing() -> None:

@@ -73,4 +73,11 @@ def test_other_content(text: str) -> None:
 def test_where() -> None:
     """An error can say where each of them is."""
     assert where(thing(PLAIN)) == "script.py:4"
-    assert where(int) == "a script"
+    head = "@dataclasses.dataclass\nclass Thing:\n    x: int\n"
+    generated = thing(head + "    @property\n    def p(self): return self.x\n")
+    assert where(generated) == "script.py:5"
+    plain = thing(head)
+    assert where(plain, [generated, int]) == "script.py"
+    assert where(plain, file="here.py") == "here.py"
+    assert where(plain, [int]) == "some line of its script"
+    assert where(thing("import typing\nclass Thing(typing.NamedTuple):\n    x: int\n"), [generated]) == "script.py"

@@ -119,6 +119,21 @@ def new_id() -> int:
     return _origin << _NUMBER_BITS | next(_numbers)
 
 
+def this_driver() -> int:
+    """This process, as ids have it."""
+    return _origin
+
+
+def driver_of(id: int) -> int:
+    """The process that has given an id."""
+    return id >> _NUMBER_BITS
+
+
+def beside(id: int) -> list[Any]:
+    """What else is here of the process that has given an id."""
+    return [each.object for each in list(_by_object.values()) if driver_of(each.id) == driver_of(id)]
+
+
 def _after_fork() -> None:
     # What the child defines from now on is its own.
     global _origin

@@ -208,7 +208,7 @@ class Arrived:
 
     Attributes:
         ids: What is in it.
-        held: Its definitions, once it is loaded.
+        held: Its definitions, once it is loaded, and those that it names: also what was here before.
         error: Why it couldn't be loaded.
     """
 
@@ -231,11 +231,11 @@ class Arrived:
             if body is None:
                 return
             try:
-                made, values = self._read(body)
-                self.held = self._inbox.had_already(made)
-                if self.held:  # what refers to these is to have the objects that were here
-                    made, values = self._read(body)
-                self.held += [known.defined(id, thing) for id, thing in made.items()]
+                made, found, values = self._read(body)
+                already = self._inbox.had_already(made)
+                if already:  # what refers to these is to have the objects that were here
+                    made, found, values = self._read(body)
+                self.held = [*already, *found, *(known.defined(id, thing) for id, thing in made.items())]
             except BaseException as error:
                 self.error = error
                 raise
@@ -243,7 +243,7 @@ class Arrived:
                 _bind(*value, into_own=self._inbox.binds)
             self._is_loaded = True
 
-    def _read(self, body: Packed) -> tuple[dict[int, Any], list[tuple[Any, ...]]]:
+    def _read(self, body: Packed) -> tuple[dict[int, Any], list[Definition], list[tuple[Any, ...]]]:
         unpickler = pickle.Unpickler(io.BytesIO(body.data), buffers=iter(body.buffers))
         values: list[tuple[Any, ...]] = []
         what = ""
@@ -257,7 +257,7 @@ class Arrived:
                     what = piece
                 elif type(piece) is tuple:
                     values.append(piece)
-        return making.made, values
+        return making.made, making.found, values
 
     def find(self, id: int) -> Definition | None:
         """One of its definitions."""
@@ -305,8 +305,9 @@ class Inbox:
         """
         self.binds = binds
         self._of_another = of_another
-        self._former: dict[int, Any] | None = None  # what an earlier driver has defined here, by id()
+        self._former: dict[int, set[int]] | None = None  # earlier drivers that have defined a thing here, by its id()
         self._lots: list[Arrived] = []
+        self._before: set[Arrived] = set()  # by which another process, or the same one, has sent some of it before
         self._loaded = self._whole = 0
         self.count = 0
 
@@ -315,7 +316,11 @@ class Inbox:
         lot = Arrived(ids, body, self)
         self._lots.append(lot)
         for id in ids:
-            _arrived.setdefault(id, lot)
+            first = _arrived.get(id)
+            if first is None or first.error is not None:
+                _arrived[id] = lot
+            else:  # that is where it is found, for as long as this one may name it
+                self._before.add(first)
         self.count += 1
 
     def load(self, count: int) -> None:
@@ -337,24 +342,36 @@ class Inbox:
     def had_already(self, made: Mapping[int, Any]) -> list[Definition]:
         """Those of the definitions that another driver's script has, too: its objects, by these ids as well.
 
+        What the same driver has defined before is no other's: a cell that ran again makes a new class beside that.
+
         Raises:
             ColocateError: That has something else by such a name.
         """
         found: list[Definition] = []
         for id, thing in made.items() if self._of_another else ():
             there = self._in_script(thing)
-            if there is MISSING:
+            if there is MISSING or known.driver_of(id) in self._drivers_of(there):
                 continue
             if not same(there, thing):
+                name = thing.__qualname__
+                sent = where(thing, [*known.beside(id), *made.values()])
+                if self._former is None:
+                    mine, other = where(there, file=getattr(main_module(), "__file__", None)), sent
+                else:
+                    mine, other = sent, where(there, known.beside(known.definition_of(there).id))
                 raise ColocateError(
-                    f"the scripts of two drivers define {thing.__qualname__!r}, and not alike: {where(there)} and "
-                    f"{where(thing)}. They share the workers of a group, where a name is one thing: rename one of them"
+                    f"the scripts of two drivers define {name!r}, and not alike: this driver's at {mine}, "
+                    f"a former one's at {other}. They share the workers of a group, where a name is one thing: rename "
+                    "one of them"
                 )
             found.append(known.also(id, there))
-        if self._former is not None:
-            for each in found:  # this driver's own from now on, which it may define anew
-                self._former.pop(builtins.id(each.object), None)
+            if self._former is not None:  # this driver's own from now on, which it may define anew
+                self._former[builtins.id(there)].add(known.driver_of(id))
         return found
+
+    def _drivers_of(self, there: Any) -> set[int]:
+        """The drivers that have defined what this process's script has."""
+        return {known.this_driver()} if self._former is None else self._former[builtins.id(there)]
 
     def _in_script(self, thing: Any) -> Any:
         """What the other driver's script has of a definition's name; MISSING if nothing."""
@@ -369,7 +386,9 @@ class Inbox:
     def another_follows(self) -> None:
         """What comes from now on is of the next driver's script, and has to agree with what the former have defined."""
         self._of_another = True
-        self._former = {builtins.id(each.object): each.object for lot in self._lots for each in lot.held}
+        self._former = {}
+        for each in [each for lot in self._lots for each in lot.held]:
+            self._former.setdefault(builtins.id(each.object), set()).add(known.driver_of(each.id))
 
 
 # -- for those who can ask nobody
@@ -393,10 +412,10 @@ def _flat(body: Packed) -> tuple[bytes, list[bytes]]:
     return bytes(body.data), [bytes(buffer) for buffer in body.buffers]
 
 
-def unpack_whole(packed: bytes) -> Any:
-    """The value; its definitions are held by it alone."""
+def unpack_whole(packed: bytes) -> tuple[Any, Inbox]:
+    """The value, and what holds its definitions."""
     ids, data, buffers, value, its_buffers = pickle.loads(packed)
     inbox = Inbox(binds=True, of_another=True)
     inbox.put(ids, Packed(data, tuple(memoryview(bytearray(buffer)) for buffer in buffers)))
     inbox.load(1)
-    return unpack(Packed(value, tuple(memoryview(bytearray(buffer)) for buffer in its_buffers)))
+    return unpack(Packed(value, tuple(memoryview(bytearray(buffer)) for buffer in its_buffers))), inbox

@@ -28,6 +28,7 @@ class Making:
 
     def __init__(self) -> None:
         self.made: dict[int, Any] = {}
+        self.found: list[known.Definition] = []  # what was here already
 
     def __enter__(self) -> Making:
         self._outer = getattr(_here, "making", None)
@@ -62,6 +63,8 @@ def _existing(id: int) -> Any:
     if making is not None and id in making.made:
         return making.made[id]
     found = known.known(id)
+    if found is not None and making is not None:
+        making.found.append(found)
     return None if found is None else found.object
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import CodeType, FunctionType
 from typing import Any
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, frozenset)
 _CACHED = type(functools.lru_cache(maxsize=1)(len))
+_INSIDE = ("__wrapped__", "fget", "func")  # what a decorator has made of a function has it as one of these
 _CODE = ("co_code", "co_names", "co_varnames", "co_freevars", "co_cellvars", "co_flags", "co_argcount")
 
 
@@ -68,8 +69,25 @@ def _says(names: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in names.items() if isinstance(value, FunctionType) or not name.startswith("_")}
 
 
-def where(thing: Any) -> str:
-    """File and line of a class or function, as far as its code says them."""
-    todo = [thing, *vars(thing).values()] if isinstance(thing, type) else [thing]
-    codes = [found.__code__ for each in todo if isinstance(found := getattr(each, "__wrapped__", each), FunctionType)]
-    return f"{codes[0].co_filename}:{codes[0].co_firstlineno}" if codes else "a script"
+def where(thing: Any, beside: Iterable[Any] = (), file: str | None = None) -> str:
+    """File and line of a class or function, as far as its code says them.
+
+    Args:
+        thing: It.
+        beside: Other things of its script, whose code may say the file.
+        file: That of the script, where it is known.
+    """
+    for code in _codes(thing):
+        return f"{code.co_filename}:{code.co_firstlineno}"
+    files = {code.co_filename for each in beside for code in _codes(each)} if file is None else {file}
+    return files.pop() if len(files) == 1 else "some line of its script"
+
+
+def _codes(thing: Any) -> Iterator[CodeType]:
+    """The code of a function, or of a class's own, that stands in a file: a dataclass has some that was generated."""
+    for each in vars(thing).values() if isinstance(thing, type) else [thing]:
+        found: Any = next((part for name in _INSIDE if (part := getattr(each, name, None)) is not None), each)
+        if not isinstance(found, FunctionType) or found.__module__ != getattr(thing, "__module__", None):
+            continue
+        if not (file := found.__code__.co_filename).startswith("<") or file.startswith("<ipython"):
+            yield found.__code__

@@ -27,6 +27,7 @@ class Item:
 class Worker(Role):
     def __init__(self):
         self.kept = Item(7)
+        self.given = []
 
     @method
     def make(self, size):
@@ -39,6 +40,15 @@ class Worker(Role):
     @method
     def beside(self, value):
         return type(value) is beside.Value
+
+    @method
+    def put(self, value):
+        self.given.append(value)
+        return value.number()
+
+    @method
+    def get(self):
+        return self.given
 
     @method
     def late(self):
@@ -103,6 +113,64 @@ class Successors(DetachedCase):
         assert self._said(scripts, name, _CLOSES) == "closed"
 
     @needs(Detachable)
+    def test_as_long_as_the_group(self, scripts: Scripts, runtime: Runtime, name: str) -> None:
+        """A class is one as long as there is a group that names it, whatever Python collects and whoever was closed."""
+        detaches = """
+        pool = runtime.reserve(2, cpus=0, detachable=True)
+        pool[:1].spawn({"worker": colocate.role(Worker)}, name="first")
+        pool[1:].spawn({"worker": colocate.role(Worker)}, name="second")
+        pool.detach(NAME, ttl=300)
+        say("detached")
+        """
+        self._said(scripts, name, _SCRIPT + textwrap.dedent(detaches))
+        uses = """
+        import gc
+
+        pool = runtime.attach(NAME)
+        first, second = (pool.groups[each]["worker"] for each in ("first", "second"))
+        kinds = []
+        for worker in (first, second, first):
+            kinds.append(type(worker.make(3)[0]))
+            gc.collect()
+        pool.groups["first"].close()
+        del first, worker
+        gc.collect()
+        kinds.append(type(second.make(3)[0]))
+        say([each is kinds[0] for each in kinds])
+        pool.close()
+        """
+        assert self._said(scripts, name, textwrap.dedent(uses)) == [True] * 4
+        assert self._said(scripts, name, _SCRIPT + textwrap.dedent(uses)) == [True] * 4
+        assert self._said(scripts, name, _CLOSES) == "closed"
+
+    @needs(Detachable)
+    def test_a_cell_that_ran_again(self, scripts: Scripts, runtime: Runtime, name: str) -> None:
+        """What a driver defines anew, in this borrow or the next, stands beside what it had: that is no other's."""
+        self._said(scripts, name, _SCRIPT + _DETACHES)
+        cells = """
+        import gc
+
+        CELL = "class Cell:\\n    def number(self):\\n        return {}\\n"
+        had, numbers = [], []
+        for _ in range(3):
+            with runtime.attach(NAME) as pool:
+                worker = pool.groups["working"]["worker"]
+                for _ in range(2):
+                    exec(CELL.format(len(had)))
+                    had.append(Cell)
+                    numbers += worker.put(Cell())
+                [given] = worker.get()
+            say([numbers == list(range(len(had))), [type(each) is cell for each, cell in zip(given, had)]])
+            del worker, pool, given
+            gc.collect()
+        """
+        driver = self._run(scripts, name, textwrap.dedent(cells))
+        for borrow in range(3):
+            assert driver.hear() == [True, [True] * 2 * (borrow + 1)]
+        assert driver.end() == (0, "")
+        assert self._said(scripts, name, _CLOSES) == "closed"
+
+    @needs(Detachable)
     def test_a_class_of_other_content(self, scripts: Scripts, runtime: Runtime, name: str) -> None:
         """One of a name that the workers have is refused, before or when it is sent; the error names both."""
         self._said(scripts, name, _SCRIPT + _DETACHES)
@@ -110,6 +178,8 @@ class Successors(DetachedCase):
         told = self._said(scripts, name, other + "say(tell(use))")
         assert "the scripts of two drivers define 'Item', and not alike: " in told
         assert told.count("script.py:") == 2
+        other = _SCRIPT + _ATTACHES + "class Item: pass\nsay(tell(use))"
+        assert f"this driver's at {scripts.folder / 'script.py'}, a former" in self._said(scripts, name, other)
         # A script that has nothing of that name hears of it only where it sends one.
         told = self._said(
             scripts,
