@@ -511,7 +511,7 @@ with CONNECT as runtime, runtime.reserve(1, timeout=120) as pool:
     except colocate.RoleStartError as error:
         told = str(error)
         assert "the constructor of role 'names' could not begin on rank 0" in told, told
-        assert "global 'Whole' of __main__, which Names.part names, can't be rebuilt there: ValueError" in told, told
+        assert "the class Whole of __main__ can't be rebuilt there: ValueError: no parts here" in told, told
         assert "in __setstate__" in told and "colocate/" not in told, told
     takes = pool.spawn({"takes": colocate.role(Takes)})["takes"]
     try:
@@ -525,4 +525,66 @@ with CONNECT as runtime, runtime.reserve(1, timeout=120) as pool:
 print("told")
 """,
         processes,
+    )
+
+
+def test_values_that_need_each_other(program: Program) -> None:
+    """Each is bound as it comes. Of a lot that fails no name is left, and what the role has set is its own."""
+    program(
+        """
+class Wrong(Exception):
+    pass
+
+class Node:
+    def __init__(self, name):
+        self.name = name
+    def __setstate__(self, state):
+        self.__dict__.update(state, saw=other_of(state["name"]))
+
+def other_of(name):
+    return globals().get({"a": "B", "b": "A"}[name]) and BASE + (A if name == "b" else B).number
+
+BASE = 1
+A, B = Node("a"), Node("b")
+A.number = B.number = 10
+
+class Bad:
+    def __init__(self):
+        self.number = 1
+    def __setstate__(self, state):
+        raise Wrong(EARLY)
+
+EARLY, BAD = 7, Bad()
+
+def pair():
+    return A.saw, B.saw
+
+def bad():
+    return BAD
+
+class Actor(Role):
+    @method
+    def call(self, function):
+        return function()
+    @method
+    def echo(self, value):
+        return value
+    @method
+    def names(self):
+        import __main__
+        return sorted({"EARLY", "BAD", "Bad"} & vars(__main__).keys())
+
+with CONNECT as runtime, runtime.reserve(1) as pool:
+    actor = pool.spawn({"actor": colocate.role(Actor)})["actor"]
+    ((first, second),) = actor.call(pair)
+    assert {first, second} == {None, 11}, (first, second)
+    try:
+        actor.call(bad)
+    except colocate.RoleError as error:
+        assert "'BAD' of __main__, which bad names, can't be rebuilt there: __main__.Wrong: 7" in str(error), error
+    else:
+        raise AssertionError
+    assert actor.names() == [[]]
+    assert actor.echo(1) == [1]
+"""
     )

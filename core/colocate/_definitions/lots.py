@@ -11,7 +11,6 @@ import builtins
 import io
 import pickle
 import weakref
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -20,6 +19,7 @@ from colocate._definitions.known import Definition, Global, Links, Need, Space
 from colocate._definitions.making import Making
 from colocate._definitions.names import MISSING, is_main, main_module
 from colocate._definitions.same import same, where
+from colocate._definitions.scout import Scout, code_last, is_code
 from colocate._off_main import off_main
 from colocate._rebuilding import rebuilding
 from colocate.errors import ColocateError, SerializationError
@@ -42,7 +42,8 @@ class Lot:
 
     def __init__(self, receiver: Receiver) -> None:
         self._receiver = receiver
-        self._todo: deque[Need] = deque()
+        self._named: list[Need] = []  # what code of the piece that is pickled now names
+        self._named_by: dict[int, list[Need]] = {}  # the same of pieces that are in it, by their definitions' ids
         self.definitions: dict[int, Definition] = {}
         self.values: dict[Global, Any] = {}
         self.others: dict[int, Definition] = {}
@@ -63,14 +64,18 @@ class Lot:
             self.others[definition.id] = definition
             return False
         self.definitions[definition.id] = definition
+        self._named_by[definition.id] = self._named
         return True
 
     def will_need(self, found: Need) -> None:
         """Something that what is in it refers to."""
-        self._todo.append(found)
+        self._named.append(found)
 
     def pack(self, needs: Iterable[Need]) -> None:
         """Make the body.
+
+        Rebuilding a value runs code of its class (`__hash__`, `__setstate__`), so what that code names comes before
+        the value, and the receiver binds each name as it comes. Where two need each other, one of them is the first.
 
         Raises:
             SerializationError: Something in it can't be pickled.
@@ -78,19 +83,32 @@ class Lot:
         file = io.BytesIO()
         buffers: list[pickle.PickleBuffer] = []
         pickler = pickler_for(file, buffers.append, self)
-        self._todo.extend(needs)
-        while self._todo:
-            need = self._todo.popleft()
+        begun: set[Need] = set()
+        todo = [(need, False) for need in needs]  # the last comes first; whether what it is rebuilt with has come
+        while todo:
+            need, is_ready = todo.pop()
             if isinstance(need, Definition):
-                if need.id not in self.definitions:
-                    pickler.dump(_words(need.object))
-                    _dump(pickler, need.object, _name(need.object), getattr(need.object, "__name__", "it"))
-            elif need not in self.values and self._receiver.lacks_value(need):
-                self.values[need] = value = need.value
-                what = f"the global {need.name!r} of {need.space.names.get('__name__')}, which {need.user} names,"
-                module = str(need.space.names.get("__name__", ""))
-                pickler.dump(what)
-                _dump(pickler, (self.key_of(need.space), module, need.name, value), what, need.name)
+                if need.id in self.definitions or need.id in self._receiver.knows:
+                    continue
+                value, name = need.object, getattr(need.object, "__name__", "it")
+                piece, what, words = value, _name(value), _words(value)
+            else:
+                if need in self.values or not self._receiver.lacks_value(need):
+                    continue
+                value, name, module = need.value, need.name, str(need.space.names.get("__name__", ""))
+                piece = self.key_of(need.space), module, name, value
+                what = words = f"the global {name!r} of {need.space.names.get('__name__')}, which {need.user} names,"
+            if need not in begun:
+                begun.add(need)
+                todo.append((need, True))
+                todo += ((each, False) for each in self._before(need, value, what, name))
+            elif is_ready or is_code(value):  # otherwise it needs itself
+                if isinstance(need, Global):
+                    self.values[need] = value
+                self._named = []
+                pickler.dump(words)
+                _dump(pickler, piece, what, name)
+                todo += ((each, False) for each in code_last(self._named))
         pickler.dump(None)
         self.body = Packed(file.getvalue(), tuple(buffer.raw() for buffer in buffers))
         links = Links(self.values, self.others.values())
@@ -98,6 +116,19 @@ class Lot:
             definition.links = links
         for name in self.values:
             name.links = links
+
+    def _before(self, need: Need, value: Any, what: str, name: str) -> list[Need]:
+        """What has to be there before something is rebuilt: the classes in it, and all that their code names."""
+        scout = Scout(need if isinstance(need, Definition) else None)
+        _dump(pickler_for(io.BytesIO(), lambda buffer: None, scout), value, what, name)
+        found: list[Need] = []
+        for each in scout.met:
+            if isinstance(each, Global) or (each.id not in self._named_by and each.id not in self._receiver.knows):
+                found.append(each)
+            elif not (isinstance(need, Global) and is_code(value)):  # none of it runs when a name is bound to it
+                # What was sent before may name something else now.
+                found += self._named_by[each.id] if each.id in self._named_by else self._receiver.lacks((each,))
+        return code_last(found)
 
 
 def _words(thing: Any) -> str:
@@ -230,22 +261,26 @@ class Arrived:
             body, self._body = self._body, None
             if body is None:
                 return
+            bound = _Bound(self._inbox.binds)
             try:
-                made, found, values = self._read(body)
-                already = self._inbox.had_already(made)
-                if already:  # what refers to these is to have the objects that were here
-                    made, found, values = self._read(body)
+                made, found = self._read(body, bound)
+                already: list[Definition] = []
+                if self._inbox.of_another:
+                    bound.take_back()  # what is here already is compared as it was
+                    already = self._inbox.had_already(made)
+                    if already:  # what refers to these is to have the objects that were here
+                        made, found = self._read(body, bound := _Bound(self._inbox.binds))
+                    else:
+                        bound.renew()
                 self.held = [*already, *found, *(known.defined(id, thing) for id, thing in made.items())]
             except BaseException as error:
+                bound.take_back()
                 self.error = error
                 raise
-            for value in values:
-                _bind(*value, into_own=self._inbox.binds)
             self._is_loaded = True
 
-    def _read(self, body: Packed) -> tuple[dict[int, Any], list[Definition], list[tuple[Any, ...]]]:
+    def _read(self, body: Packed, bound: _Bound) -> tuple[dict[int, Any], list[Definition]]:
         unpickler = pickle.Unpickler(io.BytesIO(body.data), buffers=iter(body.buffers))
-        values: list[tuple[Any, ...]] = []
         what = ""
         with Making() as making:
             while True:
@@ -256,8 +291,8 @@ class Arrived:
                 if type(piece) is str:  # what comes next
                     what = piece
                 elif type(piece) is tuple:
-                    values.append(piece)
-        return making.made, making.found, values
+                    bound.set(*piece)
+        return making.made, making.found
 
     def find(self, id: int) -> Definition | None:
         """One of its definitions."""
@@ -270,18 +305,50 @@ class Arrived:
 _set: dict[tuple[str | int, str], Any] = {}  # what globals were set to here, by space and name
 
 
-def _bind(key: str | int, module: str, name: str, value: Any, *, into_own: bool) -> None:
-    """Set a global, unless this process has set it to something else itself."""
-    space = known.space_named(key, module)
-    if not (space.foreign or into_own):
-        return
-    is_new = (key, name) not in _set
-    if is_new or space.names.get(name, MISSING) is _set[key, name]:
-        if value is MISSING:
-            space.names.pop(name, None)
-        else:
-            space.names[name] = value
-    _set[key, name] = value
+class _Bound:
+    """The globals that a lot sets: each as it comes, for rebuilding what follows may use it. None if the lot fails."""
+
+    def __init__(self, into_own: bool) -> None:
+        """Args: into_own: Whether those of this process's script are set, too."""
+        self._into_own = into_own
+        self._values: list[tuple[str | int, str, str, Any]] = []
+        self._before: list[tuple[Space, str | int, str, Any, Any, Any]] = []
+
+    def set(self, key: str | int, module: str, name: str, value: Any) -> None:
+        """Set one, unless this process has set it to something else itself."""
+        self._values.append((key, module, name, value))
+        space = known.space_named(key, module)
+        if not (space.foreign or self._into_own):
+            return
+        was, was_set = space.names.get(name, MISSING), _set.get((key, name), self)
+        self._before.append((space, key, name, was, was_set, value))
+        if was_set is self or was is was_set:
+            _put(space, name, value)
+        _set[key, name] = value
+
+    def take_back(self) -> None:
+        """Have them be what they were, but for what this process has set itself meanwhile."""
+        while self._before:
+            space, key, name, was, was_set, value = self._before.pop()
+            if space.names.get(name, MISSING) is value:
+                _put(space, name, was)
+            if was_set is self:
+                del _set[key, name]
+            else:
+                _set[key, name] = was_set
+
+    def renew(self) -> None:
+        """Set those again that were taken back."""
+        values, self._values = self._values, []
+        for value in values:
+            self.set(*value)
+
+
+def _put(space: Space, name: str, value: Any) -> None:
+    if value is MISSING:
+        space.names.pop(name, None)
+    else:
+        space.names[name] = value
 
 
 _arrived: weakref.WeakValueDictionary[int, Arrived] = weakref.WeakValueDictionary()
@@ -304,7 +371,7 @@ class Inbox:
             of_another: They come from the script of another driver, and have to agree with this process's.
         """
         self.binds = binds
-        self._of_another = of_another
+        self.of_another = of_another
         self._former: dict[int, set[int]] | None = None  # earlier drivers that have defined a thing here, by its id()
         self._lots: list[Arrived] = []
         self._before: set[Arrived] = set()  # by which another process, or the same one, has sent some of it before
@@ -348,7 +415,7 @@ class Inbox:
             ColocateError: That has something else by such a name.
         """
         found: list[Definition] = []
-        for id, thing in made.items() if self._of_another else ():
+        for id, thing in made.items() if self.of_another else ():
             there = self._in_script(thing)
             if there is MISSING or known.driver_of(id) in self._drivers_of(there):
                 continue
@@ -385,7 +452,7 @@ class Inbox:
 
     def another_follows(self) -> None:
         """What comes from now on is of the next driver's script, and has to agree with what the former have defined."""
-        self._of_another = True
+        self.of_another = True
         self._former = {}
         for each in [each for lot in self._lots for each in lot.held]:
             self._former.setdefault(builtins.id(each.object), set()).add(known.driver_of(each.id))

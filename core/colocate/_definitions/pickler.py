@@ -24,6 +24,7 @@ from colocate._definitions.names import can_be_imported, is_main, main_module, p
 
 if TYPE_CHECKING:
     from colocate._definitions.lots import Lot
+    from colocate._definitions.scout import Scout
 
 _CACHED = type(functools.lru_cache(maxsize=1)(len))
 _SENTINELS = {
@@ -53,7 +54,9 @@ def _may_be_a_name(kind: type) -> bool:
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
     """cloudpickle, but for classes and functions: with a `lot` they are put into that, otherwise they are named."""
 
-    def __init__(self, file: Any, buffer_callback: Callable[[Any], Any] | None = None, lot: Lot | None = None) -> None:
+    def __init__(
+        self, file: Any, buffer_callback: Callable[[Any], Any] | None = None, lot: Lot | Scout | None = None
+    ) -> None:
         super().__init__(file, protocol=5, buffer_callback=buffer_callback)
         self.needs: dict[int, Need] = {}
         self.lot = lot

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from colocate._definitions.known import Need
     from colocate._definitions.lots import Lot
+    from colocate._definitions.scout import Scout
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
@@ -84,7 +85,7 @@ def pack(value: Any) -> Packed:
     return Packed(file.getvalue(), tuple(buffer.raw() for buffer in buffers), tuple(pickler.needs.values()))
 
 
-def pickler_for(file: Any, buffer_callback: Callable[[Any], Any], lot: Lot | None = None) -> Pickler:
+def pickler_for(file: Any, buffer_callback: Callable[[Any], Any], lot: Lot | Scout | None = None) -> Pickler:
     """A pickler for values as they are sent, or for a lot of definitions."""
     # A value can only hold tensors if torch has been imported (completely: another thread may be at it).
     kind = _TensorPickler if hasattr(sys.modules.get("torch"), "nn") else Pickler

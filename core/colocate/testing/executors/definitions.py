@@ -20,6 +20,36 @@ from colocate import Role, method
 
 LIMIT = 1
 
+import math
+
+SALT = 3
+
+class Key:
+    def __init__(self, number):
+        self.number = number
+
+    def __hash__(self):
+        return hash((self.number, SALT))
+
+    def __eq__(self, other):
+        return self.number == other.number
+
+class Vector:
+    def __init__(self, x):
+        self.x, self.root = x, math.sqrt(x)
+
+    def __reduce__(self):
+        return Vector, (self.x,)
+
+    def origin(self):
+        return ORIGIN, SALT
+
+ORIGIN = Vector(4)
+TABLE = {Key(1): ORIGIN}
+
+class Grid:
+    default = {Key(2): Vector(9)}
+
 class Colour(enum.Enum):
     RED = 1
 
@@ -74,6 +104,10 @@ class Worker(Role):
     @method
     def kinds(self, things):
         return [type(thing).__name__ for thing in things]
+
+    @method
+    def root(self, number):
+        return {**TABLE, **Grid.default}[Key(number)].root
 
     @method
     def limit(self):
@@ -137,6 +171,15 @@ class Definitions(ExecutorCase):
             with group.pipeline():
                 call, kept = worker.limit.submit(), worker.limit.keep()
             assert (call.result(PATIENCE_S), kept.fetch()) == ([3, 3], [3, 3])
+
+    def test_values_whose_classes_use_names(self, runtime: Runtime, script: Any) -> None:
+        """What code of a class names is there before a value of the class is rebuilt, and so is what it is now."""
+        with runtime.reserve(1) as pool:
+            worker = pool.spawn({"worker": colocate.role(script.Worker, script.Batch(0))})["worker"]
+            assert worker.root(1) + worker.root(2) == [2.0, 3.0]
+            script.TABLE, script.SALT = {}, 4
+            script.TABLE = {script.Key(1): script.Vector(16)}
+            assert worker.root(1) == [4.0]
 
     def test_classes_in_a_pipeline(self, runtime: Runtime, script: Any) -> None:
         """What only a call of a block names is there when that call runs."""
