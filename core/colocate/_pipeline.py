@@ -172,7 +172,8 @@ def _send(drafts: Sequence[Draft]) -> None:
         frees: Sequence[int] = ()
         try:
             slots = dict.fromkeys(slot for draft in ready for slot in draft.call.targets)
-            group.taught.before(slots, (body for draft in ready for body in draft.bodies))
+            bodies = (body for draft in ready for body in draft.bodies)
+            group.taught.before(slots, bodies, [draft.role for draft in ready])
             now = time.time()
             for draft in ready:
                 draft.call.submitted = now

@@ -144,7 +144,7 @@ def _send_call(
 ) -> None:
     """Give a call its place in the order and send it. The order's lock is held; `sent` tells how far it came."""
     executor, workers = group.runtime.executor, group.workforce.workers
-    group.taught.before(call.targets, bodies.values())
+    group.taught.before(call.targets, bodies.values(), (role.key,))
     lent: list[Reference] = []
     uses, call.uses = call.uses, lent
     for use in uses:

@@ -12,7 +12,9 @@ from colocate._definitions import known, sources, subclasses
 from colocate._definitions.given import Given
 from colocate._definitions.known import Definition, Global, Need
 from colocate._definitions.lots import Inbox, Lot, Receiver
-from colocate.errors import ColocateError
+from colocate._definitions.reached import reached
+from colocate.errors import ColocateError, SerializationError
+from colocate.wire.codec import pack
 
 if TYPE_CHECKING:
     from colocate._group import ColocatedGroup
@@ -25,7 +27,9 @@ class Taught:
     def __init__(self, group: ColocatedGroup) -> None:
         self._group = group
         self._held: dict[int, Definition] = {}
-        self._sent: dict[Global, Any] = {}  # what names were when they were last sent to whom it concerns
+        self._sent: dict[Global, Any] = {}  # what all who were sent a name have of it; `self` where that differs
+        self._withheld: dict[Global, SerializationError] = {}  # names that have changed to what can't be sent
+        self._lost: set[Global] = set()  # names that some worker was sent and couldn't rebuild; what needs one sends it
         self._inbox = Inbox(binds=False)
         self._tried = Receiver("is given it")
         self.given = Given(group.name)
@@ -46,54 +50,95 @@ class Taught:
         """Its workers are new ones, which get the modules as they are now."""
         self.given = Given(self._group.name)
 
-    def before(self, slots: Iterable[int], bodies: Iterable[Any]) -> None:
+    def before(self, slots: Iterable[int], bodies: Iterable[Any], roles: Iterable[Any] = ()) -> None:
         """Have some workers know what bodies that are sent to them next only name. The order's lock is held.
+
+        Args:
+            slots: The workers.
+            bodies: What is sent to them.
+            roles: Whose code runs there then, by the keys that workers know roles by.
 
         Raises:
             SerializationError: A definition, or a global that its code names, can't be sent.
         """
         self._renew()
         needs = {id(need): need for body in bodies for need in getattr(body, "needs", ())}
-        if not needs:
-            return
-        if self._group.runtime.executor.in_process:
-            self._try(list(needs.values()))
-        else:
+        if self._withheld or self._lost:
+            infos = [info for key in roles if (info := self._group.roles.get(key)) is not None]
+            code = (need for info in infos for need in pack(info.cls).needs)
+            for name in reached((*needs.values(), *code)):
+                if name in self._withheld:
+                    raise self._withheld[name]
+                if name in self._lost:
+                    needs[id(name)] = name
+        if needs:
             self._give(slots, list(needs.values()))
 
     def _renew(self) -> None:
         """Have the workers know what the names are now that they have been sent: whatever runs there may use them.
 
-        They are compared by identity, so what is changed in place isn't followed.
+        They are compared by identity, so what is changed in place isn't followed. What can't be sent is withheld, and
+        told by what needs it.
         """
         changed = [name for name, value in self._sent.items() if name.value is not value]
+        self._withheld = {}
         if not changed:
             return
-        if self._group.runtime.executor.in_process:
-            self._try(changed)
-            return
+        receivers = self._receivers()
         concerned: dict[tuple[Global, ...], list[int]] = {}
-        for slot in self._group.live():  # also those that this message isn't for
-            having = self._group.workforce.workers[slot].receiver.having(changed)
+        for slot, receiver in receivers.items():  # also those that this message isn't for
+            having = tuple(name for name in changed if name in receiver.values)
             concerned.setdefault(having, []).append(slot)
         for names, slots in concerned.items():
-            self._give(slots, names)
-        self._sent.update({name: name.value for name in changed})
+            try:
+                self._give(slots, names)
+            except SerializationError:
+                self._give_each(slots, names)
+        for name in changed:
+            had = [receiver.values[name] for receiver in receivers.values() if name in receiver.values]
+            self._sent[name] = had[0] if had and all(each is had[0] for each in had) else self
+
+    def _receivers(self) -> dict[int, Receiver]:
+        if self._group.runtime.executor.in_process:
+            return {0: self._tried}
+        return {slot: self._group.workforce.workers[slot].receiver for slot in self._group.live()}
+
+    def _give_each(self, slots: Sequence[int], names: Iterable[Global]) -> None:
+        for name in names:
+            try:
+                self._give(slots, (name,))
+            except SerializationError as error:
+                self._withheld[name] = error
+
+    def _note(self, lot: Lot) -> None:
+        """A lot is sent to somebody; others may have something else of its names."""
+        for name, value in lot.values.items():
+            if self._sent.setdefault(name, value) is not value:
+                self._sent[name] = self
 
     def _try(self, needs: Sequence[Need]) -> None:
-        """Nothing travels within one process, but what couldn't is told there too, once (`strict=True`)."""
-        if lacking := self._tried.lacks(needs):
+        """Nothing travels within one process, but what couldn't is told there too (`strict=True`)."""
+        if lacking := self._lacking(self._tried, needs):
             lot = self._tried.lot(lacking)
             self._tried.has_got(lot)
-            self._sent.update(lot.values)
+            self._note(lot)
+
+    def _lacking(self, receiver: Receiver, needs: Sequence[Need]) -> list[Need]:
+        lacking = receiver.lacks(needs)
+        if self._withheld or self._lost:
+            lacking = [need for need in lacking if need in needs or need not in {*self._withheld, *self._lost}]
+        return lacking
 
     def _give(self, slots: Iterable[int], needs: Sequence[Need]) -> None:
+        if self._group.runtime.executor.in_process:
+            self._try(needs)
+            return
         executor, workers = self._group.runtime.executor, self._group.workforce.workers
         made: tuple[list[Need], Lot, Any] | None = None
         try:
             for slot in slots:
                 receiver = workers[slot].receiver
-                lacking = receiver.lacks(needs)
+                lacking = self._lacking(receiver, needs)
                 if not lacking:
                     continue
                 if made is None or made[0] != lacking or not receiver.takes(made[1]):
@@ -103,14 +148,19 @@ class Taught:
                     subclasses.warn_of_untold(
                         each.object for each in lot.definitions.values() if each.id not in self._held
                     )
-                    made = lacking, lot, executor.frame(("define", lot.ids), lot.body)
+                    made = lacking, lot, executor.frame(("define", lot.ids, lot.names), lot.body)
                 self._held.update(made[1].definitions)
-                self._sent.update(made[1].values)
+                self._note(made[1])
                 workers[slot].host.send(made[2])
                 receiver.has_got(made[1])  # not before it was sent: a send that fails is made up for by the next
         finally:
             if made is not None:
                 executor.discard(made[2])
+
+    def lost(self, worker: Worker, ids: Iterable[int], names: Iterable[tuple[str | int, str]]) -> None:
+        """A worker couldn't rebuild something of a lot, and has nothing of it: what needs it has it sent again."""
+        with self._group.order.lock:
+            self._lost |= worker.receiver.lost_all(ids, names)
 
     def told(self, worker: Worker, ids: Sequence[int], body: Any) -> None:
         """A worker has sent definitions of its own."""

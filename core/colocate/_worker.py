@@ -154,6 +154,9 @@ class Worker:
     def _define(self, head: tuple[Any, ...], body: Any) -> None:
         self.group.taught.told(self, head[1], body)
 
+    def _undefined(self, head: tuple[Any, ...], body: Any) -> None:
+        self.group.taught.lost(self, *head[1:])
+
     def _progress(self, head: tuple[Any, ...], body: Any) -> None:
         _, role, done, total = head
         self.progress[role] = done, total
@@ -177,6 +180,7 @@ _HANDLERS: dict[str, Callable[[Worker, tuple[Any, ...], Any], None]] = {
     "fetched": Worker._fetched,
     "ask": Worker._ask,
     "define": Worker._define,
+    "undefined": Worker._undefined,
     "progress": Worker._progress,
     "broken": Worker._broken,
     "closed": Worker._closed,

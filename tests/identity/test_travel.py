@@ -588,3 +588,75 @@ with CONNECT as runtime, runtime.reserve(1) as pool:
     assert actor.echo(1) == [1]
 """
     )
+
+
+def test_what_could_not_be_rebuilt_once(program: Program) -> None:
+    """It is sent again with what needs it: it comes when the reason is gone, or when the name is bound anew."""
+    program(
+        """
+import os
+
+class Config:
+    def __init__(self):
+        self.number = 1
+    def __setstate__(self, state):
+        if os.path.exists("flag"):
+            raise ValueError("not now")
+        self.__dict__.update(state)
+
+class Uses:
+    def number(self):
+        return CONFIG.number
+
+class Plain:
+    pass
+
+class Actor(Role):
+    @method
+    def echo(self, value):
+        return value
+    @method
+    def role_config(self):
+        return ROLE_CONFIG and ROLE_CONFIG.number
+
+class Other(Role):
+    @method
+    def echo(self, value):
+        return value
+
+CONFIG, ROLE_CONFIG = Config(), None
+
+def fails(function, *args):
+    try:
+        function(*args)
+    except colocate.RoleError as error:
+        assert "can't be rebuilt there: ValueError: not now" in str(error), error
+    else:
+        raise AssertionError
+
+with CONNECT as runtime, runtime.reserve(1) as pool:
+    group = pool.spawn({"actor": colocate.role(Actor), "other": colocate.role(Other)})
+    actor, other = group["actor"], group["other"]
+    for is_gone in True, False:
+        class Uses(Uses):
+            pass
+        CONFIG = Config()
+        open("flag", "w").close()
+        for _ in range(2):
+            fails(actor.echo, (Uses(), Plain()))
+            assert type(actor.echo(Plain())[0]) is Plain
+        if is_gone:
+            os.unlink("flag")
+        else:
+            CONFIG = None
+        for _ in range(2):
+            assert type(actor.echo(Uses())[0]) is Uses
+    ROLE_CONFIG = Config()
+    fails(actor.role_config)
+    for _ in range(2):
+        fails(actor.role_config)
+        assert other.echo(1) == [1]
+    os.unlink("flag")
+    assert actor.role_config() == [1]
+"""
+    )

@@ -11,7 +11,7 @@ import builtins
 import io
 import pickle
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from colocate._definitions import known
@@ -54,6 +54,11 @@ class Lot:
         """What its receiver knows then."""
         return tuple(self.definitions)
 
+    @property
+    def names(self) -> tuple[tuple[str | int, str], ...]:
+        """The globals in it, as they are called there."""
+        return tuple((self.key_of(name.space), name.name) for name in self.values)
+
     def key_of(self, space: Space) -> str | int:
         """What a space is called at its receiver."""
         return self._receiver.key_of(space)
@@ -70,6 +75,11 @@ class Lot:
     def will_need(self, found: Need) -> None:
         """Something that what is in it refers to."""
         self._named.append(found)
+
+    def take_named(self) -> list[Need]:
+        """What was met so since this was asked last."""
+        named, self._named = self._named, []
+        return named
 
     def pack(self, needs: Iterable[Need]) -> None:
         """Make the body.
@@ -178,12 +188,14 @@ class Receiver:
 
     Attributes:
         knows: The ids.
+        values: What names were when they were last sent to it.
     """
 
     def __init__(self, script: Script) -> None:
         """Args: script: What it is to the script."""
         self.knows: set[int] = set()
-        self._values: dict[Global, Any] = {}
+        self.values: dict[Global, Any] = {}
+        self._lost: set[Global] = set()
         self._is_script = script == "runs it"
         self._main: str | int = known.new_id() if script == "another" else "__main__"
 
@@ -195,11 +207,8 @@ class Receiver:
         """Whether a name is something else there."""
         if self._is_script and name.space.key == "__main__":
             return False
-        return self._values.get(name, self) is not name.value  # self: nothing has been sent
-
-    def having(self, names: Iterable[Global]) -> tuple[Global, ...]:
-        """Those of some names whose values it has been sent."""
-        return tuple(name for name in names if name in self._values)
+        # self: nothing has been sent
+        return self.values.get(name, self) is not name.value or name in self._lost
 
     def lacks(self, needs: Iterable[Need]) -> list[Need]:
         """What has to be sent before a message that needs this."""
@@ -228,10 +237,21 @@ class Receiver:
     def has_got(self, lot: Lot) -> None:
         """The lot has been sent to it."""
         self.knows.update(lot.definitions)
-        self._values.update(lot.values)
+        self.values.update(lot.values)
+        self._lost.difference_update(lot.values)
+
+    def lost_all(self, ids: Iterable[int], names: Iterable[tuple[str | int, str]]) -> set[Global]:
+        """A lot that was sent couldn't be rebuilt there; returns the globals in it."""
+        self.knows.difference_update(ids)
+        called = set(names)
+        lost = {name for name in self.values if (self.key_of(name.space), name.name) in called}
+        self._lost |= lost
+        return lost
 
 
 # -- what has come
+
+Names: TypeAlias = "Sequence[tuple[str | int, str]]"  # of globals, with the keys of their spaces
 
 
 class Arrived:
@@ -243,8 +263,9 @@ class Arrived:
         error: Why it couldn't be loaded.
     """
 
-    def __init__(self, ids: Sequence[int], body: Packed, inbox: Inbox) -> None:
+    def __init__(self, ids: Sequence[int], body: Packed, inbox: Inbox, names: Names = ()) -> None:
         self.ids = ids
+        self._names = names
         self.error: BaseException | None = None
         self._body: Packed | None = body
         self._inbox = inbox
@@ -258,7 +279,7 @@ class Arrived:
 
     def _load(self) -> None:
         with known.lock:
-            body, self._body = self._body, None
+            body = self._body
             if body is None:
                 return
             bound = _Bound(self._inbox.binds)
@@ -276,8 +297,9 @@ class Arrived:
             except BaseException as error:
                 bound.take_back()
                 self.error = error
+                self._inbox.lost(self.ids, self._names)
                 raise
-            self._is_loaded = True
+            self._is_loaded, self._body, self.error = True, None, None
 
     def _read(self, body: Packed, bound: _Bound) -> tuple[dict[int, Any], list[Definition]]:
         unpickler = pickle.Unpickler(io.BytesIO(body.data), buffers=iter(body.buffers))
@@ -295,10 +317,8 @@ class Arrived:
         return making.made, making.found
 
     def find(self, id: int) -> Definition | None:
-        """One of its definitions."""
+        """One of its definitions. Where it couldn't be rebuilt that is tried again: the reason may be gone."""
         self.load()
-        if self.error is not None:
-            raise self.error
         return known.known(id)
 
 
@@ -363,13 +383,17 @@ def load_for(id: int) -> Definition | None:
 class Inbox:
     """The lots that have come from one process, held as long as it may name what is in them."""
 
-    def __init__(self, binds: bool, of_another: bool = False) -> None:
+    def __init__(
+        self, binds: bool, of_another: bool = False, lost: Callable[[Sequence[int], Names], None] = lambda *_: None
+    ) -> None:
         """Make an empty one.
 
         Args:
             binds: Whether the globals in them are set in this process's script, too.
             of_another: They come from the script of another driver, and have to agree with this process's.
+            lost: Told of a lot that couldn't be rebuilt: the ids in it, and the globals.
         """
+        self.lost = lost
         self.binds = binds
         self.of_another = of_another
         self._former: dict[int, set[int]] | None = None  # earlier drivers that have defined a thing here, by its id()
@@ -378,9 +402,9 @@ class Inbox:
         self._loaded = self._whole = 0
         self.count = 0
 
-    def put(self, ids: Sequence[int], body: Packed) -> None:
+    def put(self, ids: Sequence[int], body: Packed, names: Names = ()) -> None:
         """A lot has come."""
-        lot = Arrived(ids, body, self)
+        lot = Arrived(ids, body, self, names)
         self._lots.append(lot)
         for id in ids:
             first = _arrived.get(id)

@@ -21,7 +21,7 @@ class Definitions:
 
     def __init__(self, host: WorkerHost) -> None:
         self._host = host
-        self._inbox = Inbox(binds=True)
+        self._inbox = Inbox(binds=True, lost=self._lost)
         self._driver = Receiver("runs it")
         self._lock = threading.Lock()
         self._early: dict[str, tuple[str, str]] = {}
@@ -33,9 +33,12 @@ class Definitions:
 
     def arrived(self, head: tuple[Any, ...], body: Any) -> None:
         """The driver has sent a lot. On the receiving thread, where nothing is loaded."""
-        _, ids = head
-        self._inbox.put(ids, body)
+        _, ids, names = head
+        self._inbox.put(ids, body, names)
         self._driver.knows.update(ids)
+
+    def _lost(self, ids: Sequence[int], names: Sequence[tuple[str | int, str]]) -> None:
+        self._host.send(("undefined", ids, names), None)
 
     @property
     def count(self) -> int:

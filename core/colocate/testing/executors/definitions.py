@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+import threading
 from types import ModuleType
 from typing import Any
 
 import pytest
 
 import colocate
-from colocate import RoleError
+from colocate import RoleError, SerializationError
 from colocate._runtime import Runtime
 from colocate.testing.executors._base import ExecutorCase
 from colocate.testing.waiting import PATIENCE_S
@@ -49,6 +50,22 @@ TABLE = {Key(1): ORIGIN}
 
 class Grid:
     default = {Key(2): Vector(9)}
+
+class Slow:
+    def __getstate__(self):
+        global LIMIT
+        LIMIT += 1
+        return {"slow": True}
+
+SLOW = None
+
+def three(ctx):
+    return 3
+
+class Other(Role):
+    @method
+    def echo(self, value):
+        return value
 
 class Colour(enum.Enum):
     RED = 1
@@ -108,6 +125,10 @@ class Worker(Role):
     @method
     def root(self, number):
         return {**TABLE, **Grid.default}[Key(number)].root
+
+    @method
+    def slow(self):
+        return SLOW is not None
 
     @method
     def limit(self):
@@ -171,6 +192,34 @@ class Definitions(ExecutorCase):
             with group.pipeline():
                 call, kept = worker.limit.submit(), worker.limit.keep()
             assert (call.result(PATIENCE_S), kept.fetch()) == ([3, 3], [3, 3])
+
+    def test_a_name_that_cannot_be_sent(self, runtime: Runtime, script: Any) -> None:
+        """It is told by the calls whose code names it, and by no others, until it is bound to something else."""
+        with runtime.reserve(2) as pool:
+            roles = {"worker": colocate.role(script.Worker, script.Batch(0)), "other": colocate.role(script.Other)}
+            group = pool.spawn(roles)
+            worker, other = group["worker"], group["other"]
+            assert worker.limit() == [1, 1]
+            script.LIMIT = threading.Lock()
+            for _ in range(2):
+                if runtime.executor.codec.name != "reference":  # then nothing travels
+                    with pytest.raises(SerializationError, match="the global 'LIMIT' of __main__, which"):
+                        worker.limit()
+                assert other.echo(script.Key(1)) == [script.Key(1)] * 2
+                assert group.run(script.three) == [3, 3]
+            script.LIMIT = 4
+            assert worker.limit() == [4, 4]
+
+    def test_a_name_that_is_bound_while_it_is_sent(self, runtime: Runtime, script: Any) -> None:
+        """By another thread: the next call finds what it is then, in every slot."""
+        with runtime.reserve(2) as pool:
+            worker = pool.spawn({"worker": colocate.role(script.Worker, script.Batch(0))})["worker"]
+            script.SLOW, script.LIMIT = script.Slow(), -1
+            assert len(worker.slow()) == 2
+            assert worker.limit() == [script.LIMIT] * 2
+            script.SLOW, script.LIMIT = script.Slow(), -1
+            assert len(worker.slow.options(ranks=[1])()) == 1
+            assert worker.limit() == [script.LIMIT] * 2
 
     def test_values_whose_classes_use_names(self, runtime: Runtime, script: Any) -> None:
         """What code of a class names is there before a value of the class is rebuilt, and so is what it is now."""
