@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from colocate import SerializationError, connect, wire
-from colocate._definitions.known import Definition, definition_of, find, known
+from colocate._definitions.known import Definition, also, definition_of, find, known, new_id
 from colocate._definitions.lots import Lot, Receiver, pack_whole, unpack_whole
 from colocate._definitions.names import path_of
 from colocate._definitions.sources import Refused, Source, answer, other_content
@@ -127,15 +127,23 @@ def test_driver_is_told_no_names_of_its_script(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_ids_do_not_outlive_what_they_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A definition that nobody holds is forgotten, with its class."""
-    script = Script(monkeypatch)
-    body = wire.pack(script.Batch())
+    """What a script defines keeps its ids while it exists, even if nobody holds the definition, and no longer."""
+    script = Script(monkeypatch, "def look():\n    return 1\n")
+    body = wire.pack(script.look)
     (need,) = body.needs
     assert isinstance(need, Definition)
-    id = need.id
+    id, elsewhere = need.id, new_id()
     assert known(id) is need
+    also(elsewhere, script.look)
     del need, body
-    assert known(id) is None
+    for each in id, elsewhere:
+        found = known(each)
+        assert found is not None
+        assert found.object is script.look
+    del found
+    assert definition_of(script.look).id == id
+    del script.names["look"]
+    assert known(id) is known(elsewhere) is None
 
 
 def test_inner_function_is_the_very_one_while_it_exists(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,16 +194,12 @@ def test_what_came_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = pack_whole(Script(monkeypatch).Batch(), "it")
     gc.collect()
     Script(monkeypatch, "")
-    value, first = unpack_whole(packed)
-    again, second = unpack_whole(packed)
-    id = definition_of(type(value)).id
-    assert type(again) is type(value)
-    del first
+    came = [unpack_whole(packed) for _ in range(2)]
+    assert type(came[0][0]) is type(came[1][0])
+    id = definition_of(type(came[0][0])).id
+    del came[0]
     gc.collect()
-    assert find(id).object is type(value)
-    del second
-    gc.collect()
-    assert known(id) is None
+    assert find(id).object is type(came[0][0])
 
 
 def test_what_leads_to_a_thing() -> None:

@@ -2,12 +2,12 @@
 
 An id belongs to one object for as long as somebody can name it. Definitions are held by whoever may hear of them again
 (a group for what its workers know, a worker for what its driver has sent), and so is the object: no id ever leads to
-another object than the one that was sent.
+another object than the one that was sent. An object that exists beyond that keeps its ids, held by nobody here.
 """
 
 from __future__ import annotations
 
-import builtins
+import contextlib
 import itertools
 import os
 import secrets
@@ -100,6 +100,8 @@ lock = (
 )  # never taken on the main thread; for what is found here together: an object's id, the loading of a lot
 _by_id: weakref.WeakValueDictionary[int, Definition] = weakref.WeakValueDictionary()
 _by_object: weakref.WeakValueDictionary[int, Definition] = weakref.WeakValueDictionary()
+_objects: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_ids: dict[int, int] = {}  # by id() of an object, which another one may have by now: `_objects` says whether it is that
 _spaces: weakref.WeakValueDictionary[int, Space] = weakref.WeakValueDictionary()
 _spaces_by_key: weakref.WeakValueDictionary[str | int, Space] = weakref.WeakValueDictionary()
 _foreign: list[Space] = []  # that came from elsewhere: as long as their names may come again
@@ -153,14 +155,21 @@ def _new_definition(thing: Any) -> Definition:
     with lock:
         found = _by_object.get(id(thing))
         if found is None:
-            found = Definition(new_id(), thing)
+            former = _ids.get(id(thing), 0)
+            found = Definition(former if _objects.get(former) is thing else new_id(), thing)
             _note(found)
         return found
 
 
 def _note(definition: Definition) -> None:
+    thing, address = definition.object, id(definition.object)
     _by_id[definition.id] = definition
-    _by_object[id(definition.object)] = definition
+    if _objects.get(_ids.get(address, 0)) is not thing:
+        _ids[address] = definition.id  # its first: what goes out keeps its name
+    if _ids[address] == definition.id:
+        _by_object.setdefault(address, definition)
+    with contextlib.suppress(TypeError):  # a sentinel that can't be referred to weakly has its id while it is held
+        _objects[definition.id] = thing
 
 
 def defined(id: int, thing: Any) -> Definition:
@@ -173,28 +182,27 @@ def _new_defined(id: int, thing: Any) -> Definition:
     with lock:
         found = _by_id.get(id)
         if found is None:
-            found = _by_id[id] = Definition(id, thing)
-            _by_object.setdefault(builtins.id(thing), found)  # what goes out keeps its name
+            found = Definition(id, thing)
+            _note(found)
         return found
 
 
 def also(id: int, thing: Any) -> Definition:
     """An object that has an id here already and is known elsewhere by this one: by whoever holds the definition."""
     definition_of(thing)  # what goes out keeps its name
-
-    def note() -> Definition:
-        with lock:
-            found = _by_id.get(id)
-            if found is None:
-                found = _by_id[id] = Definition(id, thing)
-            return found
-
-    return off_main(note)
+    return defined(id, thing)
 
 
 def known(id: int) -> Definition | None:
     """What has this id here, if anything has."""
-    return _by_id.get(id)
+    found = _by_id.get(id)
+    return off_main(lambda: _revived(id)) if found is None and id in _objects else found
+
+
+def _revived(id: int) -> Definition | None:
+    with lock:
+        found, thing = _by_id.get(id), _objects.get(id)
+        return found if found is not None or thing is None else _new_defined(id, thing)
 
 
 def find(id: int) -> Definition:
@@ -205,10 +213,10 @@ def find(id: int) -> Definition:
     """
     from colocate._definitions.lots import load_for  # which needs this module
 
-    found = _by_id.get(id) or load_for(id)
+    found = known(id) or load_for(id)
     if found is None and find_missing is not None:
         find_missing(id)
-        found = _by_id.get(id) or load_for(id)
+        found = known(id) or load_for(id)
     if found is None:
         raise ColocateError(
             "a value names a class or function of the script that this process doesn't know (any more): the group "
