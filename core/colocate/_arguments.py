@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 from collections import UserDict
 from collections.abc import Collection
 from typing import Any
 
 import attrs
 
+from colocate._by_type import by_type
 from colocate._imported import imported
 from colocate._tree import map_leaves
 from colocate._values import is_collection, memories
@@ -114,7 +114,7 @@ def _fields(kind: type) -> tuple[str, ...]:
     return tuple(field.name for field in attrs.fields(kind)) if attrs.has(kind) else ()
 
 
-@functools.lru_cache(maxsize=1024)
+@by_type
 def _may_hold_tensors(kind: type) -> bool:
     torch = imported("torch")
     return is_collection(kind) or bool(_fields(kind)) or issubclass(kind, (torch.Tensor, torch.nn.Module, UserDict))

@@ -7,13 +7,13 @@ as it is. Nothing here changes a value that it was given; parts may share its me
 from __future__ import annotations
 
 import abc
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar
 
 import attrs
 
 from colocate._beside import Beside
+from colocate._by_type import by_type
 from colocate._leaves import Kind, Memo, Registered, kind_of, register
 from colocate._tree import Label, check_alike, is_container, leaves, may_hold, rebuild_dict, rebuild_tuple, take_apart
 from colocate._tree import map_leaves as map_leaves  # of a piece with what is here
@@ -247,7 +247,7 @@ def find_deferred(value: Any) -> list[Deferred]:
     return found
 
 
-@functools.lru_cache(maxsize=1024)
+@by_type
 def _is_deferred(kind: type) -> bool:
     return issubclass(kind, Deferred)
 

@@ -7,7 +7,6 @@ holds a tensor has imported torch already.
 from __future__ import annotations
 
 import abc
-import functools
 import sys
 from collections.abc import Callable, Hashable, Sequence
 from itertools import accumulate, chain, pairwise
@@ -15,6 +14,7 @@ from typing import Any
 
 import attrs
 
+from colocate._by_type import by_type
 from colocate._imported import imported
 from colocate.errors import ConfigError, DispatchError
 
@@ -262,7 +262,7 @@ _named_kinds: dict[str, Kind] = {
 }
 
 
-@functools.lru_cache(maxsize=1024)
+@by_type
 def kind_of(cls: type) -> Kind | None:
     """How values of this type are counted, cut and joined; None when they have no rows.
 

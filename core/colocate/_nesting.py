@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copyreg
-import functools
 import sys
 import types
 from collections import deque
@@ -11,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, TypeAlias
 
+from colocate._by_type import by_type
 from colocate._values import is_collection
 from colocate.errors import SerializationError
 
@@ -209,7 +209,7 @@ def _path(way: Step | None) -> str:
 _Parts: TypeAlias = Callable[[Any, int], Iterable[tuple[str, Any]]]
 
 
-@functools.lru_cache(maxsize=1024)
+@by_type
 def _fields(kind: type) -> _Parts | None:
     """What gives the items or fields of values of this type, up to so many, if that is known of it."""
     if is_collection(kind):
@@ -222,7 +222,7 @@ def _fields(kind: type) -> _Parts | None:
     return lambda value, most: [(f".{name}", getattr(value, name, None)) for name in names[:most]]
 
 
-@functools.lru_cache(maxsize=1024)
+@by_type
 def _attributes(kind: type) -> _Parts | None:
     """What gives the attributes of values of this type, if these are what whoever pickles one sends."""
     own_way: tuple[Any, ...] = kind.__reduce_ex__, kind.__reduce__, kind.__getstate__

@@ -6,6 +6,7 @@ import functools
 import hashlib
 from typing import Any
 
+from colocate._by_type import by_type
 from colocate._imported import imported
 from colocate._tree import map_leaves
 
@@ -121,13 +122,13 @@ def _find(found: list[Any], item: Any) -> Any:
     return item
 
 
-@functools.lru_cache(maxsize=1024)
+@by_type
 def _has_memory(kind: type) -> bool:
     """Whether values of this type are tensors, arrays or collections of tensors."""
     return hasattr(kind, "nbytes") or is_collection(kind)
 
 
-@functools.lru_cache(maxsize=1024)
+@by_type
 def is_collection(kind: type) -> bool:
     """Whether values of this type are TensorDicts, or of a tensorclass."""
     tensordict = imported("tensordict")

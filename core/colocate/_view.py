@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import attrs
 
 from colocate import _context
+from colocate._by_type import by_type
 from colocate._call import Call
 from colocate._dispatch import Plan, plan
 from colocate._mesh import Mesh, Ranks
@@ -284,13 +284,13 @@ def _instead(item: Any, of_call: str) -> str:
     return of_call if isinstance(item, Call) else "A role finds the others of its worker by ctx.sibling(name, cls)"
 
 
-@functools.lru_cache(maxsize=1024)
+@by_type
 def _matters(kind: type) -> bool:
     """Whether a value of this type is, or may hide, something that lives on the driver."""
     return _lives_on_driver(kind) or has_fields(kind)
 
 
-@functools.lru_cache(maxsize=1024)
+@by_type
 def _lives_on_driver(kind: type) -> bool:
     """Whether values of this type mean something on the driver only; of these, residents can be arguments."""
     return issubclass(kind, (Resident, Reference, RoleView, ViewCall, Call, Owned))

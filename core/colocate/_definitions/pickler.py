@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 from cloudpickle import cloudpickle as details
 
+from colocate._by_type import by_type
 from colocate._definitions import making
 from colocate._definitions.known import Need, definition_of, function_id, global_of, space_of
 from colocate._definitions.names import can_be_imported, is_main, main_module, path_of
@@ -36,7 +37,7 @@ _OF_MEMBERS = {"_value_", "_name_", "__objclass__", "_sort_order_"}
 _ATOMS = (type(None), bool, int, float, complex, str, bytes)
 
 
-@functools.lru_cache(maxsize=1024)
+@by_type
 def is_special(kind: type) -> bool:
     """Whether values of this type have a way of their own here."""
     return issubclass(kind, _SPECIAL) or _may_be_a_name(kind)

@@ -6,7 +6,6 @@ to copy. `unpack` builds tensors and arrays directly on the memory that arrived.
 
 from __future__ import annotations
 
-import functools
 import io
 import pickle
 import sys
@@ -14,6 +13,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+from colocate._by_type import by_type
 from colocate._definitions.pickler import Pickler, is_special
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ class _TensorPickler(Pickler):
         return (*reduced[:2], {**reduced[2], "_parameters": parameters}, *reduced[3:])
 
 
-@functools.lru_cache(maxsize=1024)
+@by_type
 def _is_ordinary(kind: type) -> bool:
     """Whether neither this module nor the pickler has a way of its own for values of this type."""
     torch = sys.modules["torch"]

@@ -225,6 +225,7 @@ class Hub:
                     # An earlier callback of this round may have dropped it.
                     if (handler := self._handlers.get(fd)) is not None:
                         handler(events)
+                        del handler  # with what it holds
         except BaseException as error:
             if not self._own_thread:  # it is its caller's, who sees the exception
                 raise

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
+import weakref
 from types import ModuleType
 from typing import Any
 
@@ -13,7 +15,7 @@ import colocate
 from colocate import RoleError, SerializationError
 from colocate._runtime import Runtime
 from colocate.testing.executors._base import ExecutorCase
-from colocate.testing.waiting import PATIENCE_S
+from colocate.testing.waiting import PATIENCE_S, wait_until
 
 _SCRIPT = """
 import enum
@@ -257,3 +259,26 @@ class Definitions(ExecutorCase):
             assert type(thing) is not type(other)
             assert worker.made_it(other) == [True]
             assert worker.made_it(thing) == [False]
+
+    def test_nothing_is_left_of_a_closed_group(self, runtime: Runtime, script: Any) -> None:
+        """Neither the group nor a class that travelled for it stays in memory, while pool and runtime are open."""
+        with runtime.reserve(1) as pool:
+
+            def use() -> list[weakref.ref[Any]]:
+                with pool.spawn({"worker": colocate.role(script.Worker, script.Batch(0))}) as group:
+                    worker = group["worker"]
+                    worker.look(script.Batch(2), script.Colour.RED)
+                    (made,), (inner,) = worker.make(3), worker.make_class()
+                    assert worker.took([made, made]) == [[True, True]]
+                    worker.kind({"it": inner})
+                    found = group, script.Worker, script.Batch, script.Colour, type(inner)
+                return [weakref.ref(each) for each in found]
+
+            left = use()
+            script.__dict__.clear()
+
+            def gone() -> bool:
+                gc.collect()
+                return not any(each() for each in left)
+
+            wait_until(gone, "all of it is gone")

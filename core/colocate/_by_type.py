@@ -1,0 +1,45 @@
+"""What is worked out once for each type, without holding the type."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar, cast
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class ByType(Protocol[T_co]):
+    """A function of a type that remembers its results."""
+
+    def __call__(self, kind: type, /) -> T_co:
+        """The result for this type."""
+
+    def cache_clear(self) -> None:
+        """Work all of them out anew."""
+
+
+def by_type(find: Callable[[type], T]) -> ByType[T]:
+    """Remember a function's result for each type as long as the type is there; the result must not hold the type.
+
+    As fast as `functools.lru_cache`, which would keep users' classes, and all that hangs on them, for ever.
+    """
+    found: dict[int, tuple[T, weakref.ref[type]]] = {}
+
+    @functools.wraps(find)
+    def remembered(kind: type) -> T:
+        key = id(kind)
+        try:
+            return found[key][0]
+        except KeyError:
+            result = find(kind)
+            # Its entry goes before anything else can have its id. No Python code runs then, so that no signal's
+            # handler comes between: this is `found.pop(key, the reference)`.
+            found[key] = result, weakref.ref(kind, functools.partial(found.pop, key))
+            return result
+
+    made: Any = remembered
+    made.cache_clear = found.clear
+    return cast("ByType[T]", made)
