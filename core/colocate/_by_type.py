@@ -16,9 +16,11 @@ class ByType(Protocol[T_co]):
 
     def __call__(self, kind: type, /) -> T_co:
         """The result for this type."""
+        ...
 
     def cache_clear(self) -> None:
         """Work all of them out anew."""
+        ...
 
 
 def by_type(find: Callable[[type], T]) -> ByType[T]:

@@ -22,6 +22,7 @@ from colocate._off_main import off_main
 from colocate.errors import ColocateError
 
 _ORIGIN_BITS, _NUMBER_BITS = 30, 32
+_OWN = "__colocate_space__"  # beside `__builtins__`, which no code names either
 
 
 class Definition:
@@ -47,16 +48,18 @@ class Space:
     Attributes:
         key: Names them in every process: "__main__", or an id for those that belong to no module.
         names: The dictionary itself.
-        foreign: Whether all in it came from elsewhere.
+        foreign: Whether all in it came from elsewhere. Then it is there as long as the dictionary, which names it.
+        set: What names were set to here, as that came.
     """
 
-    __slots__ = ("__weakref__", "foreign", "globals", "key", "names")
+    __slots__ = ("__weakref__", "foreign", "globals", "key", "names", "set")
 
     def __init__(self, key: str | int, names: dict[str, Any], foreign: bool = False) -> None:
         self.key = key
         self.names = names
         self.foreign = foreign
         self.globals: dict[str, Global] = {}
+        self.set: dict[str, Any] = {}
 
 
 class Global:
@@ -104,7 +107,6 @@ _objects: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _ids: dict[int, int] = {}  # by id() of an object, which another one may have by now: `_objects` says whether it is that
 _spaces: weakref.WeakValueDictionary[int, Space] = weakref.WeakValueDictionary()
 _spaces_by_key: weakref.WeakValueDictionary[str | int, Space] = weakref.WeakValueDictionary()
-_foreign: list[Space] = []  # that came from elsewhere: as long as their names may come again
 # Functions that no name leads to (lambdas, inner functions) travel by value each time, and are held by nobody here:
 # one that comes back while it still exists is the very one.
 _functions: weakref.WeakValueDictionary[int, FunctionType] = weakref.WeakValueDictionary()
@@ -290,7 +292,7 @@ def _space_named(key: str | int, name: str) -> Space:
         if found is None:
             names: dict[str, Any] = {"__name__": name, "__builtins__": __builtins__}
             found = _spaces_by_key[key] = _spaces[id(names)] = Space(key, names, foreign=True)
-            _foreign.append(found)
+            names[_OWN] = found  # functions hold their globals, and nothing else of it
         return found
 
 

@@ -299,6 +299,7 @@ class Arrived:
                 self.error = error
                 self._inbox.lost(self.ids, self._names)
                 raise
+            self._inbox.spaces |= bound.spaces
             self._is_loaded, self._body, self.error = True, None, None
 
     def _read(self, body: Packed, bound: _Bound) -> tuple[dict[int, Any], list[Definition]]:
@@ -322,9 +323,6 @@ class Arrived:
         return known.known(id)
 
 
-_set: dict[tuple[str | int, str], Any] = {}  # what globals were set to here, by space and name
-
-
 class _Bound:
     """The globals that a lot sets: each as it comes, for rebuilding what follows may use it. None if the lot fails."""
 
@@ -332,7 +330,7 @@ class _Bound:
         """Args: into_own: Whether those of this process's script are set, too."""
         self._into_own = into_own
         self._values: list[tuple[str | int, str, str, Any]] = []
-        self._before: list[tuple[Space, str | int, str, Any, Any, Any]] = []
+        self._before: list[tuple[Space, str, Any, Any, Any]] = []
 
     def set(self, key: str | int, module: str, name: str, value: Any) -> None:
         """Set one, unless this process has set it to something else itself."""
@@ -340,22 +338,27 @@ class _Bound:
         space = known.space_named(key, module)
         if not (space.foreign or self._into_own):
             return
-        was, was_set = space.names.get(name, MISSING), _set.get((key, name), self)
-        self._before.append((space, key, name, was, was_set, value))
+        was, was_set = space.names.get(name, MISSING), space.set.get(name, self)
+        self._before.append((space, name, was, was_set, value))
         if was_set is self or was is was_set:
             _put(space, name, value)
-        _set[key, name] = value
+        space.set[name] = value
+
+    @property
+    def spaces(self) -> frozenset[Space]:
+        """Those that they are in."""
+        return frozenset(each[0] for each in self._before)
 
     def take_back(self) -> None:
         """Have them be what they were, but for what this process has set itself meanwhile."""
         while self._before:
-            space, key, name, was, was_set, value = self._before.pop()
+            space, name, was, was_set, value = self._before.pop()
             if space.names.get(name, MISSING) is value:
                 _put(space, name, was)
             if was_set is self:
-                del _set[key, name]
+                del space.set[name]
             else:
-                _set[key, name] = was_set
+                space.set[name] = was_set
 
     def renew(self) -> None:
         """Set those again that were taken back."""
@@ -397,6 +400,7 @@ class Inbox:
         self.binds = binds
         self.of_another = of_another
         self._former: dict[int, set[int]] | None = None  # earlier drivers that have defined a thing here, by its id()
+        self.spaces: set[Space] = set()  # whose globals it has set: they aren't sent again
         self._lots: list[Arrived] = []
         self._before: set[Arrived] = set()  # by which another process, or the same one, has sent some of it before
         self._loaded = self._whole = 0

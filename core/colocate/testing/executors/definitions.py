@@ -113,6 +113,12 @@ class Worker(Role):
         return Made()
 
     @method
+    def make_apart(self):
+        names = {"__name__": "apart"}
+        exec("class Held: pass\\nclass Apart:\\n    def held(self): return Held", names)
+        return names["Apart"]()
+
+    @method
     def made_it(self, thing):
         return type(thing) is self.made
 
@@ -261,17 +267,17 @@ class Definitions(ExecutorCase):
             assert worker.made_it(thing) == [False]
 
     def test_nothing_is_left_of_a_closed_group(self, runtime: Runtime, script: Any) -> None:
-        """Neither the group nor a class that travelled for it stays in memory, while pool and runtime are open."""
+        """Neither the group nor a class that travelled for it, nor what its code names, while the pool is open."""
         with runtime.reserve(1) as pool:
 
             def use() -> list[weakref.ref[Any]]:
                 with pool.spawn({"worker": colocate.role(script.Worker, script.Batch(0))}) as group:
                     worker = group["worker"]
                     worker.look(script.Batch(2), script.Colour.RED)
-                    (made,), (inner,) = worker.make(3), worker.make_class()
+                    (made,), (inner,), (apart,) = worker.make(3), worker.make_class(), worker.make_apart()
                     assert worker.took([made, made]) == [[True, True]]
-                    worker.kind({"it": inner})
-                    found = group, script.Worker, script.Batch, script.Colour, type(inner)
+                    worker.kind({"it": (inner, apart)})
+                    found = group, script.Worker, script.Batch, script.Colour, type(inner), type(apart), apart.held()
                 return [weakref.ref(each) for each in found]
 
             left = use()
