@@ -12,8 +12,9 @@ import attrs
 
 from colocate._by_type import by_type
 from colocate._imported import imported
+from colocate._leaves import is_collection
 from colocate._tree import map_leaves
-from colocate._values import is_collection, memories
+from colocate._values import memories
 
 
 def placed(arguments: dict[str, Any], device: str, host: Collection[str] = ()) -> dict[str, Any]:

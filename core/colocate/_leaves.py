@@ -263,6 +263,15 @@ _named_kinds: dict[str, Kind] = {
 
 
 @by_type
+def is_collection(kind: type) -> bool:
+    """Whether values of this type are TensorDicts, or of a tensorclass."""
+    tensordict = imported("tensordict")
+    if tensordict is None or not hasattr(kind, "batch_size"):  # tensordict keeps every type that it is asked about
+        return False
+    return bool(tensordict.is_tensor_collection(kind))
+
+
+@by_type
 def kind_of(cls: type) -> Kind | None:
     """How values of this type are counted, cut and joined; None when they have no rows.
 
@@ -272,8 +281,7 @@ def kind_of(cls: type) -> Kind | None:
         kind = _kinds.get(base) or _named_kinds.get(f"{base.__module__}.{base.__qualname__}")
         if kind is not None:
             return kind
-    tensordict = imported("tensordict")
-    if tensordict is not None and tensordict.is_tensor_collection(cls):  # a tensorclass has no base class in common
+    if is_collection(cls):  # a tensorclass has no base class in common
         return _named_kinds["tensordict.base.TensorDictBase"]
     return None
 

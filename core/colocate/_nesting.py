@@ -11,7 +11,7 @@ from itertools import islice
 from typing import Any, TypeAlias
 
 from colocate._by_type import by_type
-from colocate._values import is_collection
+from colocate._leaves import is_collection
 from colocate.errors import SerializationError
 
 _DEEP = 100  # levels; whatever walks values has room for more of them

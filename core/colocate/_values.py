@@ -8,6 +8,7 @@ from typing import Any
 
 from colocate._by_type import by_type
 from colocate._imported import imported
+from colocate._leaves import is_collection
 from colocate._tree import map_leaves
 
 _PLAIN = (int, float, str, type(None))
@@ -126,13 +127,6 @@ def _find(found: list[Any], item: Any) -> Any:
 def _has_memory(kind: type) -> bool:
     """Whether values of this type are tensors, arrays or collections of tensors."""
     return hasattr(kind, "nbytes") or is_collection(kind)
-
-
-@by_type
-def is_collection(kind: type) -> bool:
-    """Whether values of this type are TensorDicts, or of a tensorclass."""
-    tensordict = imported("tensordict")
-    return tensordict is not None and bool(tensordict.is_tensor_collection(kind))
 
 
 def _sparse_parts(item: Any) -> list[Any] | None:
