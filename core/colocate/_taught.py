@@ -11,7 +11,7 @@ import attrs
 from colocate._definitions import known, sources, subclasses
 from colocate._definitions.given import Given
 from colocate._definitions.known import Definition, Global, Need
-from colocate._definitions.lots import Inbox, Lot, Receiver
+from colocate._definitions.lots import Inbox, Lot, Names, Receiver
 from colocate._definitions.reached import reached
 from colocate.errors import ColocateError, SerializationError
 from colocate.wire.codec import pack
@@ -162,10 +162,10 @@ class Taught:
         with self._group.order.lock:
             self._lost |= worker.receiver.lost_all(ids, names)
 
-    def told(self, worker: Worker, ids: Sequence[int], body: Any) -> None:
+    def told(self, worker: Worker, ids: Sequence[int], names: Names, body: Any) -> None:
         """A worker has sent definitions of its own."""
         worker.receiver.knows.update(ids)
-        self._inbox.put(ids, body)
+        self._inbox.put(ids, body, names)
 
     def asked(self, worker: Worker, what: str, about: Any, tell: Callable[[Any, str | None], None]) -> None:
         """A worker lacks a definition or a module. A thread of its own answers, for that may import and read."""

@@ -152,7 +152,8 @@ class Worker:
         self.group.questions.asked(self, *head[1:])
 
     def _define(self, head: tuple[Any, ...], body: Any) -> None:
-        self.group.taught.told(self, head[1], body)
+        _, ids, names = head
+        self.group.taught.told(self, ids, names, body)
 
     def _undefined(self, head: tuple[Any, ...], body: Any) -> None:
         self.group.taught.lost(self, *head[1:])

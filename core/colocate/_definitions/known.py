@@ -282,6 +282,16 @@ def space_named(key: str | int, name: str) -> Space:
     return off_main(lambda: _space_named(key, name))
 
 
+def whole_space_named(key: str | int, name: str) -> Space:
+    """The same, with all that has come to be set in it: code is about to use it."""
+    from colocate._definitions.lots import load_into  # which needs this module
+
+    found = space_named(key, name)
+    if found.foreign:
+        load_into(key)
+    return found
+
+
 def _space_named(key: str | int, name: str) -> Space:
     with lock:
         if is_main(key):

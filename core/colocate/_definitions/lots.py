@@ -270,7 +270,7 @@ class Arrived:
         self._body: Packed | None = body
         self._inbox = inbox
         self.held: list[Definition] = []
-        self._is_loaded = False
+        self._is_loaded = self._is_loading = False
 
     def load(self) -> None:
         """Make its definitions and set its globals, once. Who wants something of it is told what has gone wrong."""
@@ -280,8 +280,9 @@ class Arrived:
     def _load(self) -> None:
         with known.lock:
             body = self._body
-            if body is None:
+            if body is None or self._is_loading:  # what is in it needs itself
                 return
+            self._is_loading = True
             bound = _Bound(self._inbox.binds)
             try:
                 made, found = self._read(body, bound)
@@ -299,6 +300,8 @@ class Arrived:
                 self.error = error
                 self._inbox.lost(self.ids, self._names)
                 raise
+            finally:
+                self._is_loading = False
             self._inbox.spaces |= bound.spaces
             self._is_loaded, self._body, self.error = True, None, None
 
@@ -383,6 +386,15 @@ def load_for(id: int) -> Definition | None:
     return None if found is None else found.find(id)
 
 
+_setting: weakref.WeakValueDictionary[tuple[str | int, str], Arrived] = weakref.WeakValueDictionary()
+
+
+def load_into(key: str | int) -> None:
+    """Load what has come that sets globals of a space. A function that no id leads to wants it."""
+    for lot in [lot for (its, _), lot in list(_setting.items()) if its == key]:
+        lot.load()
+
+
 class Inbox:
     """The lots that have come from one process, held as long as it may name what is in them."""
 
@@ -416,6 +428,8 @@ class Inbox:
                 _arrived[id] = lot
             else:  # that is where it is found, for as long as this one may name it
                 self._before.add(first)
+        for name in names:
+            _setting[name] = lot
         self.count += 1
 
     def load(self, count: int) -> None:

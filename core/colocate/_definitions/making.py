@@ -101,7 +101,7 @@ def globals_of(key: str | int, module: str) -> dict[str, Any]:
     """The globals of functions that came: the module's own, where it is one."""
     if isinstance(key, str) and not is_main(key):
         return importlib.import_module(key).__dict__
-    return known.space_named(key, module).names
+    return known.whole_space_named(key, module).names
 
 
 def fill_function(function: FunctionType, state: tuple[Mapping[str, Any], Mapping[str, Any], Sequence[Any]]) -> None:

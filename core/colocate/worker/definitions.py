@@ -95,7 +95,7 @@ class Definitions:
             lacking = self._driver.lacks(needs)
             if lacking:
                 lot = self._driver.lot(lacking)
-                self._host.send(("define", lot.ids), lot.body)
+                self._host.send(("define", lot.ids, lot.names), lot.body)
                 self._driver.has_got(lot)
                 self._held.update(lot.definitions)
                 self._told += 1

@@ -119,6 +119,12 @@ class Worker(Role):
         return names["Apart"]()
 
     @method
+    def make_functions(self, number):
+        names = {"__name__": "apart", "NUMBER": number, "twice": lambda x: 2 * x}
+        exec("def inner(): return lambda: twice(NUMBER)", names)
+        return eval("lambda: NUMBER", names), names["inner"]
+
+    @method
     def made_it(self, thing):
         return type(thing) is self.made
 
@@ -256,6 +262,15 @@ class Definitions(ExecutorCase):
             for _ in range(10):
                 kept = worker.make_class.keep()
                 assert worker.kinds(kept.ref) == [["Made", "Made"], ["Made", "Made"]]
+
+    def test_functions_made_in_a_worker(self, runtime: Runtime, script: Any) -> None:
+        """A function of other globals than a module's has those that it names, and the new ones of a later one."""
+        with runtime.reserve(1) as pool:
+            worker = pool.spawn({"worker": colocate.role(script.Worker, script.Batch(0))})["worker"]
+            ((first, inner),) = worker.make_functions(5)
+            assert (first(), inner()()) == (5, 10)
+            ((second, _),) = worker.make_functions(6)
+            assert (first(), second()) == (5, 6)
 
     def test_class_made_in_a_worker(self, runtime: Runtime, script: Any) -> None:
         """What comes back to where it was made is of the very class."""
