@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import io
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -13,7 +15,7 @@ import pytest
 
 from colocate import SerializationError, connect, wire
 from colocate._definitions.known import Definition, also, definition_of, find, known, new_id
-from colocate._definitions.lots import Lot, Receiver, pack_whole, unpack_whole
+from colocate._definitions.lots import Inbox, Lot, Receiver, pack_whole, unpack_whole
 from colocate._definitions.names import path_of
 from colocate._definitions.sources import Refused, Source, answer, other_content
 from colocate.worker.definitions import Definitions
@@ -63,6 +65,11 @@ def send(receiver: Receiver, value: Any) -> Lot | None:
     receiver.has_got(lot)
     held.append(lot)
     return lot
+
+
+def came(body: wire.Packed) -> wire.Packed:
+    """The bytes alone, as they come to another process, which holds nothing of this one's."""
+    return wire.Packed(bytes(body.data))
 
 
 def names(lot: Lot | None) -> set[str]:
@@ -154,6 +161,86 @@ def test_inner_function_is_the_very_one_while_it_exists(monkeypatch: pytest.Monk
     assert wire.unpack(body.copy()) is function
     del function
     assert wire.unpack(body.copy())(2) == 3
+
+
+class Gate:
+    """What the first one to come waits at; the others pass."""
+
+    def __init__(self) -> None:
+        self._first = threading.Semaphore(1)
+        self.reached, self.opened = threading.Event(), threading.Event()
+
+    def wait(self) -> None:
+        if self._first.acquire(blocking=False):
+            self.reached.set()
+            assert self.opened.wait(60)
+
+
+# A value that can take long to rebuild: code of its class runs then.
+SLOW = """
+class Slow:
+    def __setstate__(self, state):
+        import gate_of_the_test
+        gate_of_the_test.wait()
+"""
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    gate: Any = Gate()
+    monkeypatch.setitem(sys.modules, "gate_of_the_test", gate)
+    return gate  # type: ignore[no-any-return]
+
+
+def test_two_threads_load_a_lot_at_once(monkeypatch: pytest.MonkeyPatch, gate: Gate) -> None:
+    """A worker's lane and its transfer thread want a lot that neither has loaded: each gets the one class, whole."""
+    text = SLOW + "KEPT = Slow(); KEPT.x = 1\nclass Batch:\n kept = KEPT\n def over(self): return KEPT, Batch\n"
+    script = Script(monkeypatch, text)
+    lot = send(Receiver("is given it"), script.Batch())
+    assert lot is not None
+    ids, names, lots, body = lot.ids, lot.names, lot.body.copy(), came(wire.pack(script.Batch()))
+    held.clear()
+    script.names.clear()
+    del lot
+    gc.collect()
+    here = Script(monkeypatch, "")
+    inbox = Inbox(binds=True)
+    inbox.put(ids, lots, names)
+
+    def want() -> Any:
+        inbox.load(1)
+        value = wire.unpack(body)
+        return value, value.kept, value.over()
+
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(want)
+        assert gate.reached.wait(60)
+        second = threads.submit(want)
+        assert not wait([second], timeout=0.3).done  # it gets nothing that isn't whole
+        gate.opened.set()
+        (one, its, seen), (other, others, seen_there) = first.result(60), second.result(60)
+    assert type(one) is type(other) is here.Batch
+    assert its is others is here.KEPT
+    assert vars(here.KEPT) == {}  # its class has set the state as it wants to
+    assert seen == seen_there == (here.KEPT, here.Batch)
+
+
+def test_function_that_two_threads_make_at_once(monkeypatch: pytest.MonkeyPatch, gate: Gate) -> None:
+    """A lambda that comes to a process on two ways for the first time is whole on each of them."""
+    text = SLOW + "def make(x):\n slow = Slow(); slow.x = x\n return lambda y: (type(slow), x + y)\n"
+    script = Script(monkeypatch, text)
+    function = script.make(1)
+    body = came(wire.pack(function))
+    del function
+    gc.collect()
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(wire.unpack, body)
+        assert gate.reached.wait(60)
+        try:
+            assert threads.submit(wire.unpack, body).result(60)(2) == (script.Slow, 3)
+        finally:
+            gate.opened.set()
+        assert first.result(60)(3) == (script.Slow, 4)
 
 
 def test_global_that_cannot_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,7 +93,6 @@ def make_function(
     if is_defined:
         return _made(id, function)
     _here.__dict__.setdefault("filling", {})[builtins_id(function)] = function
-    known.note_function(id, function)
     return function
 
 
@@ -104,16 +103,20 @@ def globals_of(key: str | int, module: str) -> dict[str, Any]:
     return known.whole_space_named(key, module).names
 
 
-def fill_function(function: FunctionType, state: tuple[Mapping[str, Any], Mapping[str, Any], Sequence[Any]]) -> None:
-    """What couldn't be there before the function was."""
+def fill_function(
+    function: FunctionType, state: tuple[Mapping[str, Any], Mapping[str, Any], Sequence[Any], int | None]
+) -> None:
+    """What couldn't be there before the function was. One that no name leads to is known by its id from now on."""
     if not _is_new(function):
         return
-    names, slots, cells = state
+    names, slots, cells, id = state
     function.__dict__.update(names)
     for cell, contents in cells:
         cell.cell_contents = contents
     for name, value in slots.items():
         setattr(function, name, value)
+    if id is not None:
+        known.note_function(id, function)
 
 
 def make_cache(id: int, function: Any, parameters: Mapping[str, Any], names: Mapping[str, Any]) -> Any:

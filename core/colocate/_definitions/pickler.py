@@ -146,7 +146,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
             del slots[name]
         filled = [(self._shell(cell), cell.cell_contents) for cell in function.__closure__ or () if _is_full(cell)]
         made = making.make_function, (id, is_defined, code, where, function.__name__, cells)
-        return *made, (own, slots, filled), None, None, making.fill_function
+        return *made, (own, slots, filled, None if is_defined else id), None, None, making.fill_function
 
     def _shell(self, cell: Any) -> _Shell:
         """A cell without its contents; functions that share it still do where they arrive."""
