@@ -6,7 +6,9 @@ import subprocess
 import sys
 import tempfile
 import venv
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 import hypothesis
 import pytest
@@ -16,85 +18,125 @@ from tests.identity.conftest import BUILT_IN, EXECUTORS
 from tests.identity.kinds import KINDS, code
 
 PLACES = ("script", "beside", "package", "cell", "redefined cell", "installed")
+WAYS = ("constructor", "argument", "result", "resident", "peer", "error", "callback")
+
+Drawn: TypeAlias = tuple[str, str, str]  # the kind, the place and the way
 
 SCRIPT = """
-import colocate, queue, sys
+import colocate, enum, queue, re, sys
 from colocate import Role, method
 
 NAMES = sys.modules["__main__"].__dict__
 {definitions}
 
 def plain(seen):
-    return repr(seen).split(" at 0x")[0]  # instances show where they lie
+    return re.sub("0x[0-9a-f]+", "0x", repr(seen))  # where things lie
 
 class Wrong(Exception):
     def __init__(self, thing, cls):
         super().__init__("wrong")
         self.thing, self.cls = thing, cls
 
-def same(thing, cls, found):
-    # `found` is where the class is defined, as code that runs there sees it.
-    assert type(thing) is cls is found, (type(thing), cls, found)
-    assert isinstance(thing, found)
-    return plain(thing.seen())
+# What a class has that is made anew in each process, or not before it is used; pydantic's own has addresses in it.
+OWN = re.compile("_abc_impl|__slotnames__|__weakref__|__dict__|__pydantic_.*")
+
+def attributes(cls):
+    return {{name: plain(value) for name, value in vars(cls).items() if not OWN.fullmatch(name)}}
+
+def same(thing, cls, find, make, agreed):
+    # `find` is where the class is defined, as code that runs here sees it, and `make` makes such a value and its class.
+    found, (another, made) = find(), make()
+    assert type(thing) is type(another) is cls is found is made, (type(thing), cls, found)
+    assert isinstance(thing, found) and isinstance(another, cls)
+    assert not isinstance(thing, enum.Enum) or thing is another
+    here = plain(thing.seen()), plain(another.seen()), thing == another
+    there, its = agreed
+    assert here == there, (here, there)
+    differ = dict(attributes(cls).items() ^ its.items())
+    assert not differ, (cls, differ)
+    return cls.__qualname__
 
 class Actor(Role):
     def __init__(self, *things):
-        self.seen = [same(thing, cls, find()) for thing, cls, find in things]
+        self.seen = [same(*thing) for thing in things]
 
     @method
     def constructed(self):
         return self.seen
 
     @method
-    def take(self, thing, cls, find):
-        return same(thing, cls, find())
+    def take(self, *thing):
+        return same(*thing)
 
     @method
-    def give(self, thing, cls):
-        return [thing, cls, cls.__qualname__]
+    def took(self, made, *known):
+        (given,) = made
+        return same(*given, *known)
 
     @method
-    def took(self, given, find):
-        ((thing, cls, _),) = given
-        return same(thing, cls, find())
+    def echo(self, *things):
+        return things
 
     @method
-    def wrong(self, thing, cls):
-        raise Wrong(thing, cls)
+    def make(self, make):
+        return make()
 
-def check(thing, find):
-    cls = find()
-    seen = plain(thing.seen())
-    for actor in (first, second):
-        assert actor.take(thing, cls, find) == [seen]
-        thing_back, cls_back, name = actor.give(thing, cls)[0]
-        assert cls_back is cls and name == cls.__qualname__ and same(thing_back, cls, cls) == seen
-        try:
-            actor.wrong(thing, cls)
-        except colocate.RoleError as error:
-            assert type(error.__cause__) is Wrong
-            assert error.__cause__.cls is cls and same(error.__cause__.thing, cls, cls) == seen
-        heard = queue.SimpleQueue()
-        for call in (actor.give.submit(thing, cls), actor.wrong.submit(thing, cls)):
-            call.add_done_callback(heard.put)
-            called = heard.get(timeout=60)
-            thing_back, cls_back = called.result()[0][:2] if called.exception() is None else (
-                called.exception().__cause__.thing, called.exception().__cause__.cls)
-            assert cls_back is cls and same(thing_back, cls, cls) == seen
-    kept = first.give.keep(thing, cls)
-    fetched = kept.fetch()[0]
-    assert fetched[1] is cls and same(fetched[0], cls, cls) == seen
-    assert second.took(kept.ref, find) == [seen]
+    @method
+    def wrong(self, make):
+        raise Wrong(*make())
+
+def by_argument(actor, thing, cls, *known):
+    assert actor.take(thing, cls, *known) == [cls.__qualname__]
+
+def by_result(actor, thing, cls, find, make, agreed):
+    (made,) = actor.make(make)
+    same(*made, find, make, agreed)
+
+def by_error(actor, thing, cls, find, make, agreed):
+    try:
+        actor.wrong(make)
+    except colocate.RoleError as error:
+        assert type(error.__cause__) is Wrong
+        return same(error.__cause__.thing, error.__cause__.cls, find, make, agreed)
+    raise AssertionError("not raised")
+
+def by_callback(actor, thing, cls, find, make, agreed):
+    heard = queue.SimpleQueue()
+    for call in actor.make.submit(make), actor.wrong.submit(make):
+        call.add_done_callback(heard.put)
+        error = heard.get(timeout=60).exception()
+        same(*(call.result()[0] if error is None else (error.__cause__.thing, error.__cause__.cls)), find, make, agreed)
+
+def by_resident(actor, thing, cls, find, make, agreed):
+    (fetched,) = actor.make.keep(make).fetch()
+    same(*fetched, find, make, agreed)
+
+def by_peer(actor, thing, cls, find, make, agreed):
+    (other,) = {{first, second}} - {{actor}}
+    kept = other.make.keep(make)
+    assert actor.took(kept.ref, find, make, agreed) == [cls.__qualname__]
+
+WAYS = {{name[3:]: way for name, way in list(NAMES.items()) if name.startswith("by_")}}
+
+def known(find, make):
+    (one, cls), (other, _) = make(), make()
+    return one, cls, find, make, ((plain(one.seen()), plain(other.seen()), one == other), attributes(cls))
+
+def check(way, find, make):
+    one = known(find, make)
+    for each in sorted(WAYS, key=lambda name: name != way):  # nothing of it has gone any other way before
+        for actor in first, second:
+            WAYS[each](actor, *one)
 
 with {connect} as runtime, runtime.reserve(2, cpus=1, timeout=120) as pool:
     things = [{things}]
-    roles = {{"actor": colocate.role(Actor, *[(thing, find(), find) for thing, find in things])}}
+    constructed = [known(find, make) for way, find, make in things if way == "constructor"]
+    roles = {{"actor": colocate.role(Actor, *constructed)}}
     first, second = (part.spawn(roles)["actor"] for part in (pool[:1], pool[1:]))
-    expected = [plain(thing.seen()) for thing, find in things]
-    assert first.constructed() == second.constructed() == [expected]
-    for thing, find in things:
-        check(thing, find)
+    names = [cls.__qualname__ for _, cls, *_ in constructed]
+    assert first.constructed() == second.constructed() == [names]
+    for thing in things:
+        check(*thing)
 {again}
 print("agreed")
 """
@@ -107,33 +149,33 @@ def environment(folder: Path) -> None:
     (packages / "others.pth").write_text("\n".join(path for path in sys.path if path.startswith("/")))
 
 
-def write(folder: Path, drawn: list[tuple[str, str]], executor: str) -> Path:
-    """A script with classes of some kinds, each in its place."""
+def write(folder: Path, drawn: Sequence[Drawn], executor: str) -> Path:
+    """A script with classes of some kinds, each in its place, whose values go their ways."""
     definitions, things, again = [], [], []
-    for number, (kind, place) in enumerate(drawn):
+    for number, (kind, place, way) in enumerate(drawn):
         name = f"Thing{number}"
         text, made = code(kind, name, number)
-        if place in ("beside", "installed"):
-            where = folder if place == "beside" else next(folder.glob("venv/lib/python*/site-packages"))
-            (where / f"{place}{number}.py").write_text(text)
-            definitions.append(f"import {place}{number}")
-            things.append(f"(eval({made!r}, vars({place}{number})), lambda: {place}{number}.{name})")
-            continue
-        if place == "package":
-            (folder / f"package{number}").mkdir()
-            (folder / f"package{number}" / "__init__.py").write_text("")
-            (folder / f"package{number}" / "inner.py").write_text(text)
-            definitions.append(f"import package{number}.inner")
-            things.append(f"(eval({made!r}, vars(package{number}.inner)), lambda: package{number}.inner.{name})")
-            continue
-        definitions.append(text if place == "script" else f"exec({text!r}, NAMES)")
-        things.append(f"({made}, lambda: {name})")
+        finds = name
+        if place in ("beside", "installed", "package"):
+            module = f"{place}{number}"
+            where = next(folder.glob("venv/lib/python*/site-packages")) if place == "installed" else folder
+            if place == "package":
+                (folder / module).mkdir()
+                (folder / module / "__init__.py").write_text("")
+                module += ".inner"
+            (where / f"{module.replace('.', '/')}.py").write_text(text)
+            definitions.append(f"import {module}")
+            made, finds = f"eval({made!r}, vars({module}))", f"{module}.{name}"
+        else:
+            definitions.append(text if place == "script" else f"exec({text!r}, NAMES)")
+        both = f"lambda: {finds}, lambda: ({made}, {finds})"
+        things.append(f"({way!r}, {both})")
         if place == "redefined cell":
             changed, _ = code(kind, name, number + 100)
             again.append(
-                f"    old, kept = {made}, None\n    old_class = {name}\n    kept = first.give.keep(old, {name})\n"
-                f"    exec({changed!r}, NAMES)\n    assert old_class is not {name}\n    check({made}, lambda: {name})\n"
-                f"    assert first.give(old, old_class)[0][1] is old_class is type(kept.fetch()[0][0])"
+                f"    old, old_class = {made}, {name}\n    kept = first.echo.keep(old, {name})\n"
+                f"    exec({changed!r}, NAMES)\n    assert old_class is not {name}\n    check({way!r}, {both})\n"
+                f"    assert first.echo(old, old_class)[0][1] is old_class is type(kept.fetch()[0][0])"
             )
     main = folder / "main.py"
     main.write_text(
@@ -147,11 +189,11 @@ def write(folder: Path, drawn: list[tuple[str, str]], executor: str) -> Path:
     return main
 
 
-def agrees(drawn: list[tuple[str, str]], executor: str) -> None:
+def agrees(drawn: Sequence[Drawn], executor: str) -> None:
     """Whether the script says so."""
     with tempfile.TemporaryDirectory() as folder:
         python = sys.executable
-        if any(place == "installed" for _, place in drawn):
+        if any(place == "installed" for _, place, _ in drawn):
             environment(Path(folder, "venv"))
             python = f"{folder}/venv/bin/python"
         main = write(Path(folder), drawn, executor)
@@ -161,9 +203,17 @@ def agrees(drawn: list[tuple[str, str]], executor: str) -> None:
 
 @pytest.mark.parametrize("executor", BUILT_IN)
 @hypothesis.settings(max_examples=4, deadline=None, database=None, derandomize=True)
-@given(drawn=st.lists(st.tuples(st.sampled_from(sorted(KINDS)), st.sampled_from(PLACES)), min_size=1, max_size=5))
-def test_a_class_is_one_class(executor: str, drawn: list[tuple[str, str]]) -> None:
-    """Drawn: kinds of classes and the places of their definitions; values of all of them go all ways."""
+@given(
+    drawn=st.lists(
+        st.tuples(st.sampled_from(sorted(KINDS)), st.sampled_from(PLACES), st.sampled_from(WAYS)),
+        min_size=1,
+        max_size=5,
+    )
+)
+@hypothesis.example(drawn=[("parametrised", "beside", "result"), ("enum", "package", "error")])  # each names it first
+def test_a_class_is_one_class(executor: str, drawn: list[Drawn]) -> None:
+    """Drawn: kinds of classes, the places of their definitions, and the way that values of each go first; then they go
+    all others."""
     agrees(drawn, executor)
 
 
@@ -171,5 +221,6 @@ def test_a_class_is_one_class(executor: str, drawn: list[tuple[str, str]]) -> No
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.long
 def test_all_kinds(executor: str, place: str) -> None:
-    """All kinds, in each of the places."""
-    agrees([(kind, place) for kind in sorted(KINDS)], executor)
+    """All kinds, in each of the places, by other ways first in each."""
+    ways = WAYS[PLACES.index(place) :] + WAYS
+    agrees([(kind, place, ways[number % len(WAYS)]) for number, kind in enumerate(sorted(KINDS))], executor)

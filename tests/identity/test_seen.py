@@ -149,6 +149,87 @@ with CONNECT as runtime, runtime.reserve(1, timeout=120) as pool:
     )
 
 
+def test_globals_do_not_come_back(program: Program) -> None:
+    """A result or an error of the script's class is its own bytes, not those of the globals that its methods name."""
+    program(
+        """
+import numpy
+from colocate.wire.framing import Reader
+
+WEIGHTS = numpy.zeros(2_500_000)  # 20 MB
+
+class Batch:
+    def __init__(self, x):
+        self.x = x
+
+    def total(self):
+        return WEIGHTS.sum() + self.x
+
+class Wrong(Exception):
+    def total(self):
+        return WEIGHTS.sum() + len(self.args)
+
+class Actor(Role):
+    @method
+    def give(self):
+        return Batch(1)
+
+    @method
+    def fail(self):
+        raise Wrong("no")
+
+    @method
+    def make(self):
+        class Own(Batch):
+            def all(self):
+                return WEIGHTS
+        self.own = Own
+        return Own(2)
+
+    @method
+    def give_function(self):
+        return lambda: WEIGHTS.sum() + 3
+
+    @method
+    def weights(self):
+        return WEIGHTS
+
+came = []
+read = Reader.read
+
+def counted(self, *args):
+    messages = read(self, *args)
+    came.extend(len(repr(head)) + (0 if body is None else body.nbytes) for head, body in messages)
+    return messages
+
+def fail(actor):
+    try:
+        actor.fail()
+    except colocate.RoleError as error:
+        return [error.__cause__]
+
+Reader.read = counted
+with CONNECT as runtime, runtime.reserve(1, timeout=120) as pool:
+    actor = pool.spawn({"actor": colocate.role(Actor)})["actor"]
+    for call, kind, limit in (
+        (actor.give, Batch, 1000), (lambda: fail(actor), Wrong, 20_000), (actor.make, Batch, 20_000),
+    ):
+        for _ in range(2):
+            came.clear()
+            (value,) = call()
+            assert isinstance(value, kind)
+            assert value.total() == getattr(value, "x", 1)
+            assert 0 < sum(came) < limit, (kind, came)
+    came.clear()
+    assert actor.give_function()[0]() == 3
+    assert 0 < sum(came) < 2000, came
+    came.clear()
+    actor.weights()
+    assert sum(came) > 20_000_000  # that would have been seen
+"""
+    )
+
+
 def test_threads_that_spawn_at_once(program: Program) -> None:
     """Groups that several threads spawn at once get their classes, and cloudpickle's registry is left alone."""
     program(

@@ -153,6 +153,22 @@ def test_ids_do_not_outlive_what_they_name(monkeypatch: pytest.MonkeyPatch) -> N
     assert known(id) is known(elsewhere) is None
 
 
+def test_id_of_what_is_known_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A class that two processes have named, each by an id of its own, is sent by both to whom asks for them."""
+    script, receiver = Script(monkeypatch), Receiver("is given it")
+    second = also(new_id(), script.Batch)
+    for need in second, definition_of(script.Batch), second:
+        if lacking := receiver.lacks([need]):
+            lot = receiver.lot(lacking)
+            assert {second.id, definition_of(script.Batch).id} <= {*lot.ids}
+            receiver.has_got(lot)
+            inbox = Inbox(binds=False)
+            inbox.put(lot.ids, lot.body, lot.names)
+            inbox.load(1)
+            assert find(second.id).object is script.Batch
+    assert {second.id, definition_of(script.Batch).id} <= receiver.knows
+
+
 def test_inner_function_is_the_very_one_while_it_exists(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lambda goes by value each time, and comes back as itself."""
     script = Script(monkeypatch, "def make(x):\n return lambda y: x + y\n")

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from colocate._definitions import known
+from colocate._definitions import known, making
 from colocate._definitions.known import Definition, Global, Links, Need, Space
 from colocate._definitions.making import Making
 from colocate._definitions.names import MISSING, is_main, main_module
@@ -101,7 +101,8 @@ class Lot:
                 if need.id in self.definitions or need.id in self._receiver.knows:
                     continue
                 value, name = need.object, getattr(need.object, "__name__", "it")
-                piece, what, words = value, _name(value), _words(value)
+                is_first = known.definition_of(value).id == need.id
+                piece, what, words = value if is_first else _Also(need.id, value), _name(value), _words(value)
             else:
                 if need in self.values or not self._receiver.lacks_value(need):
                     continue
@@ -115,6 +116,8 @@ class Lot:
             elif is_ready or is_code(value):  # otherwise it needs itself
                 if isinstance(need, Global):
                     self.values[need] = value
+                elif isinstance(piece, _Also):
+                    self.definitions[need.id] = need
                 self._named = []
                 pickler.dump(words)
                 _dump(pickler, piece, what, name)
@@ -139,6 +142,16 @@ class Lot:
                 # What was sent before may name something else now.
                 found += self._named_by[each.id] if each.id in self._named_by else self._receiver.lacks((each,))
         return code_last(found)
+
+
+class _Also:
+    """Another id of what has one already: a class that several processes get of a generic one, each for itself."""
+
+    def __init__(self, id: int, thing: Any) -> None:
+        self._known = id, thing
+
+    def __reduce__(self) -> Any:
+        return making.make_known, self._known
 
 
 def _words(thing: Any) -> str:

@@ -162,13 +162,15 @@ def make_class(id: int, meta: Any, maker: Any, name: str, bases: tuple[Any, ...]
 def make_parametrised(id: int, origin: Any, args: tuple[Any, ...]) -> Any:
     """A class that a generic class makes for arguments, and makes once: the one that code here gets of it, too."""
     existing = _existing(id)
-    if existing is not None:
-        return existing
-    made = origin[args]
+    return make_known(id, origin[args]) if existing is None else existing
+
+
+def make_known(id: int, thing: Any) -> Any:
+    """What is here without having been made now."""
     making: Making | None = getattr(_here, "making", None)
     if making is not None:
-        making.made[id] = made
-    return made
+        making.made[id] = thing
+    return thing
 
 
 @contextlib.contextmanager
