@@ -19,6 +19,7 @@ import colocate
 from colocate import ColocatedGroup, Pool, Runtime
 from colocate.errors import ColocateError, WorkerDied
 from colocate.testing import leaks
+from colocate.testing.probes.faulty import Parent
 from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import PATIENCE_S, Processes, send, starter_of, wait_until
 
@@ -99,6 +100,20 @@ def test_worker(cluster: tuple[str, psutil.Process], number: signal.Signals) -> 
         workers.wait()
         workers.close()
         other.reserve(2, cpus=1, timeout=PATIENCE_S).close()
+
+
+def test_children_of_a_worker(cluster: tuple[str, psutil.Process]) -> None:
+    """What roles have started goes with the Dask worker, whatever session it is in, before anything is closed."""
+    with colocate.connect("dask", address=cluster[0]) as runtime, runtime.reserve(1, cpus=1) as pool:
+        group = pool.spawn({"parent": colocate.role(Parent), "echo": colocate.role(Echo)})
+        ((pid, *_),) = group.role("echo", Echo).place()
+        family = Processes([pid, *group.role("parent", Parent).start_children()[0]])
+        send(starter_of(pid), signal.SIGKILL)
+        family.wait()
+        family.close()
+        wait_until(lambda: group.state == "failed", "the group has failed")
+        with pytest.raises(ExceptionGroup, match="was closed, and this had gone wrong"):
+            group.close()
 
 
 @pytest.mark.long

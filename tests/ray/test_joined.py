@@ -19,9 +19,10 @@ from tests.ray.deaths import death_of
 import colocate
 from colocate import Runtime
 from colocate.errors import ColocateError, ConfigError, PlacementError, PlacementTimeout, WorkerDied
+from colocate.testing.probes.faulty import Parent
 from colocate.testing.probes.lasting import Lasting
 from colocate.testing.probes.plain import Echo
-from colocate.testing.waiting import PATIENCE_S, wait_until
+from colocate.testing.waiting import PATIENCE_S, Processes, wait_until
 
 SCRIPT = """
 import json, os, sys
@@ -61,6 +62,27 @@ def test_nodes(runtime: Runtime) -> None:
     nodes = runtime.executor.nodes()
     assert sorted((node.cpus, node.gpus) for node in nodes) == [(1, 2), (2, 1)]
     assert len({node.name for node in nodes}) == 2
+
+
+def test_killed_by_ray(runtime: Runtime, cluster: Any) -> None:
+    """A keeper's actor ended by `ray.kill` takes the worker along, and what roles have started, of whatever session."""
+    with runtime.reserve(1, name="killed") as pool:
+        group = pool.spawn({"echo": colocate.role(Echo), "parent": colocate.role(Parent)})
+        ((pid, *_),) = group.role("echo", Echo).place()
+        family = Processes([pid, *group.role("parent", Parent).start_children()[0]])
+        text = """
+        import ray
+        ray.init(address=OPTIONS["address"], log_to_driver=False, logging_level="ERROR")
+        actors = ray.util.list_named_actors(all_namespaces=True)
+        (found,) = (each for each in actors if each["name"].endswith("/killed/0"))
+        ray.kill(ray.get_actor(**found))
+        """
+        token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": cluster.options["token_file"]}
+        with script(text, cluster, **token) as stranger:
+            assert stranger.wait(PATIENCE_S) == 0
+        family.wait()
+        family.close()
+        assert death_of(group).rank == 0
 
 
 def test_pack(runtime: Runtime) -> None:

@@ -177,7 +177,7 @@ class Deaths(ExecutorCase):
         assert observer.heard[-1] == ("closed", "watched")
 
     @needs(OwnProcess)
-    @pytest.mark.parametrize("how", ["close", "kill", "hang", "supervisor"])
+    @pytest.mark.parametrize("how", ["close", "kill", "exit", "hang", "supervisor"])
     def test_children_of_a_worker(self, spawn: Spawn, how: str) -> None:
         """Processes that a role has started die with the worker, however it ends, whatever session they are in."""
         group = spawn({"parent": colocate.role(Parent), "faulty": colocate.role(Faulty)}, slots=1)
@@ -188,6 +188,8 @@ class Deaths(ExecutorCase):
                 group.close()
             elif how == "kill":
                 group.role("parent", Parent).kill.submit().exception(PATIENCE_S)
+            elif how == "exit":
+                group.role("faulty", Faulty).exit.submit(3, "by os._exit").exception(PATIENCE_S)
             elif how == "hang":
                 group.role("faulty", Faulty).wait.submit(gate.address)
                 gate.wait_for(1)
