@@ -21,7 +21,7 @@ from colocate.errors import ColocateError, PlacementError, PlacementTimeout
 from colocate.testing import leaks
 from colocate.testing.probes.lasting import Lasting
 from colocate.testing.probes.plain import Echo
-from colocate.testing.waiting import PATIENCE_S, Processes, send, wait_until
+from colocate.testing.waiting import PATIENCE_S, Processes, send, starter_of, wait_until
 from colocate_dask import undocumented
 
 
@@ -303,6 +303,35 @@ def test_restart_after_a_killed_dask_worker(runtime: Runtime, other: Any) -> Non
         with pytest.raises(PlacementError):
             runtime.reserve(1, cpus=0, timeout=0)
     assert statuses(other) == ["running"] * 5
+
+
+def test_detaching_while_slots_are_reserved_anew(
+    runtime: Runtime, other: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is refused, with the reason and what to do; done so, the pool is given away as any other."""
+    asked, may = threading.Event(), threading.Event()
+    reserve = runtime.executor.reserve
+
+    def late(request: Any) -> Any:
+        asked.set()
+        assert may.wait(PATIENCE_S)
+        return reserve(request)
+
+    with replacing(runtime), runtime.reserve(1, cpus=0, detachable=True) as pool:
+        group = pool.spawn({"lasting": colocate.role(Lasting), "echo": colocate.role(Echo)}, on_failure="restart")
+        monkeypatch.setattr(runtime.executor, "reserve", late)
+        send(starter_of(group.role("echo", Echo).place()[0][0]), signal.SIGKILL)
+        assert asked.wait(PATIENCE_S)
+        try:
+            with pytest.raises(ColocateError, match=r"can't be detached: it has lost slots .*group\.wait_ready\(\)"):
+                pool.detach("too-early", ttl=PATIENCE_S)
+        finally:
+            may.set()
+        group.wait_ready(PATIENCE_S)
+        assert group.role("lasting", Lasting).add() == [1]
+        pool.detach("in-time", ttl=PATIENCE_S)
+        with runtime.attach("in-time", own=True) as again:
+            assert again.groups[group.name].role("lasting", Lasting).add() == [2]
 
 
 def test_stopped_dask_worker(runtime: Runtime, other: Any) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
 import colocate
-from colocate import Runtime
+from colocate import RoleSpec, Runtime
 from colocate.errors import BorrowedError, ClosedError, ColocateError, ConfigError, WorkerDied
 from colocate.executor import Detachable
 from colocate.testing.executors._base import needs
@@ -18,6 +19,7 @@ from colocate.testing.executors.drivers import Scripts
 from colocate.testing.gate import Gate
 from colocate.testing.probes.counting import Counting
 from colocate.testing.probes.plain import Echo
+from colocate.testing.probes.rows import Rows
 from colocate.testing.waiting import PATIENCE_S, Processes, send, wait_until
 
 
@@ -67,6 +69,29 @@ class Attaching(DetachedCase):
         with runtime.attach(name) as again:
             assert list(again.groups) == ["counting"]
             assert counting(again).add() == [2]
+
+    @needs(Detachable)
+    def test_automatic_names_beside_its(self, runtime: Runtime, name: str) -> None:
+        """A pool that is attached, and its groups, keep the names that another driver gave; new ones get free ones."""
+        roles: dict[str, RoleSpec[Any]] = {"echo": colocate.role(Echo), "rows": colocate.role(Rows)}
+        with self.connect() as another:
+            pool = another.reserve(1, cpus=0, detachable=True)
+            pool.spawn(roles)
+            assert (pool.name, *pool.groups) == ("pool-1", "group-1")
+            pool.detach(name, ttl=TTL_S)
+        with self.connect() as other:
+            before = other.reserve(1, cpus=0)
+            with other.attach(name) as pool, other.reserve(1, cpus=0) as after:
+                assert [each.name for each in (before, pool, after)] == ["pool-1", "pool-1", "pool-2"]
+                groups = [pool.groups["group-1"], before.spawn(roles), after.spawn(roles)]
+                assert [group.name for group in groups] == ["group-1", "group-2", "group-3"]
+                assert other.groups == {group.name: group for group in groups}
+                with groups[0].role("rows", Rows).produce.keep(2) as kept:
+                    for group in groups:
+                        assert group.role("echo", Echo).first.options(timeout=PATIENCE_S)(kept.ref) == [0, 1]
+                assert not other.audit()
+            assert (before.alive, list(other.groups)) == (True, ["group-2"])
+            assert not other.audit()
 
     @needs(Detachable)
     def test_a_name_that_is_taken(self, runtime: Runtime, name: str) -> None:

@@ -73,6 +73,7 @@ class Checkpoints(ExecutorCase):
             "file/inside": "file, in which it would lie, is no folder",
             "link": "a symbolic link .to .*empty",
             "dangling": "a symbolic link .to .*nowhere",
+            "/proc": "a file system is mounted there",
         }
         for name, words in cases.items():
             with pytest.raises(ConfigError, match=words) as caught:

@@ -133,7 +133,7 @@ class Detaching(DetachedCase):
             plain.detach(name, ttl=TTL_S)
         pool, view = new(runtime, 1)
         other, other_view = new(runtime, 1, "second")
-        for ttl in (None, 0, float("inf"), True):
+        for ttl in (None, 0, float("inf"), float("nan"), True):
             with pytest.raises(ConfigError, match="how long it lives without a driver"):
                 pool.detach(name, ttl=cast("float", ttl))
         with pytest.raises(ConfigError, match="letters"):
