@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 
+import pytest
 from tests.cli.conftest import CommandLine
 
 ACME = """
@@ -214,3 +215,51 @@ class TestDoctor:
         (error,) = json.loads(done.stdout)["config"]["errors"]
         assert error["type"] == "PlacementError"
         assert "99" in error["message"]
+
+
+class TestNeeds:
+    """A role class says what it needs: what can't run isn't approved, by any command."""
+
+    CONFIG = """
+        pools: {main: {slots: 2}}
+        groups: {g: {pool: main, roles: {together: "beside:Together"}}}
+        job: beside:job
+    """
+    TOGETHER = """
+        import colocate
+
+        @colocate.needs("process_group")
+        class Together:
+            @colocate.method
+            def go(self): ...
+
+        def job(run): ...
+    """
+    TOLD = (
+        "groups.g.roles.together: role 'together' makes process groups of its 2 ranks, which need a process each, but "
+        "slots of 'local' are threads of one: use connect('local', processes=True), in a config "
+        "executor.with.processes=true"
+    )
+
+    @pytest.mark.parametrize("command", ["check", "doctor", "run"])
+    def test_of_threads(self, colocate: CommandLine, command: str) -> None:
+        colocate.write("demo.yaml", self.CONFIG)
+        colocate.write("beside.py", self.TOGETHER)
+        done = colocate(command, "demo.yaml")
+        assert done.returncode == 1
+        assert f"line 3: {self.TOLD}" in done.stderr
+        assert "is sound" not in done.stdout
+        assert "works here" not in done.stdout
+        assert not (colocate.folder / "runs").exists()
+        done = colocate(command, "demo.yaml", "--set", "+executor.with.processes=true")  # as it says
+        assert (done.returncode, done.stderr) == (0, "")
+
+    def test_as_json(self, colocate: CommandLine) -> None:
+        colocate.write("demo.yaml", self.CONFIG)
+        colocate.write("beside.py", self.TOGETHER)
+        for command in ("check", "doctor"):
+            done = colocate(command, "demo.yaml", "--json")
+            assert done.returncode == 1
+            found = json.loads(done.stdout)
+            (error,) = found["errors"] if command == "check" else found["config"]["errors"]
+            assert [mistake["message"] for mistake in error["mistakes"]] == [self.TOLD.partition(": ")[2]]

@@ -116,6 +116,52 @@ def test_all_output_lies_in_the_folder_and_the_report(colocate: CommandLine) -> 
     assert "complained" in (folder / "report.html").read_text()
 
 
+SLOW_TO_START = """
+    import threading
+    import time
+
+    import colocate
+
+    class Slow:
+        def __init__(self):
+            self.took = -time.monotonic()
+            threading.Event().wait(1.5)
+            self.took += time.monotonic()
+
+        @colocate.method
+        def start(self):
+            return self.took
+
+    def job(run):
+        with run.timed("work"):
+            threading.Event().wait(0.1)
+        run.log(1, start=run.groups["policy"]["slow"].start()[0])
+"""
+
+
+def test_the_start_up_counts(colocate: CommandLine) -> None:
+    """How long a run took is told with what its roles' constructors took, which no phase of the job has."""
+    colocate.write("beside.py", SLOW_TO_START)
+    colocate.write(
+        "demo.yaml",
+        """
+        pools: {main: {slots: 1}}
+        groups: {policy: {pool: main, roles: {slow: "beside:Slow"}}}
+        job: beside:job
+        """,
+    )
+    done = colocate("run", "demo.yaml", "--json")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    start, (work,) = told["last"]["start"], told["phases"].values()
+    assert start > 1
+    assert told["seconds"] >= start + work - 0.002  # they are rounded
+    report = (colocate.folder / "runs" / "demo" / "report.html").read_text()
+    wall = re.search(r"Wall time.*?(\d+(?:\.\d+)?) s<", report, re.DOTALL)
+    assert wall is not None
+    assert float(wall[1]) >= start + work - 0.01
+
+
 FAILING = """
     import colocate
 

@@ -305,9 +305,7 @@ def test_restart_after_a_killed_dask_worker(runtime: Runtime, other: Any) -> Non
     assert statuses(other) == ["running"] * 5
 
 
-def test_detaching_while_slots_are_reserved_anew(
-    runtime: Runtime, other: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_detaching_while_slots_are_reserved_anew(runtime: Runtime, other: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is refused, with the reason and what to do; done so, the pool is given away as any other."""
     asked, may = threading.Event(), threading.Event()
     reserve = runtime.executor.reserve
