@@ -19,6 +19,7 @@ from tests.ray.deaths import death_of
 import colocate
 from colocate import Runtime
 from colocate.errors import ColocateError, ConfigError, PlacementError, PlacementTimeout, WorkerDied
+from colocate.gpus import VARIABLE
 from colocate.testing.probes.faulty import Parent
 from colocate.testing.probes.lasting import Lasting
 from colocate.testing.probes.plain import Echo
@@ -62,6 +63,24 @@ def test_nodes(runtime: Runtime) -> None:
     nodes = runtime.executor.nodes()
     assert sorted((node.cpus, node.gpus) for node in nodes) == [(1, 2), (2, 1)]
     assert len({node.name for node in nodes}) == 2
+
+
+@pytest.mark.parametrize("ids", [("0", "1"), ("5", "3")])
+def test_gpus_when_ray_does_not_show_them(cluster: Any, ids: tuple[str, str]) -> None:
+    """Each rank sees the one that Ray has given its actor, by the name that it has there."""
+    variables = {f"RAY_EXPERIMENTAL_NOSET_{VARIABLE}": "1"}
+    if ids != ("0", "1"):
+        variables[VARIABLE] = ",".join(ids)
+    with (
+        colocate.connect("ray", **cluster.options, runtime_env={"env_vars": variables}) as runtime,
+        runtime.reserve(3, cpus=0, gpus=1) as pool,
+    ):
+        seen: Any = pool.spawn({"echo": colocate.role(Echo)}).role("echo", Echo).env(VARIABLE)
+        assert seen == [str(device) for slot in pool.slots for device in slot.devices]
+        by_node: dict[str, set[str]] = {}
+        for name, slot in zip(seen, pool.slots, strict=True):
+            by_node.setdefault(slot.node, set()).add(name)
+        assert sorted(by_node.values(), key=len) == [{ids[0]}, {*ids}]
 
 
 def test_killed_by_ray(runtime: Runtime, cluster: Any) -> None:

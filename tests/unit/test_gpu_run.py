@@ -8,10 +8,12 @@ import re
 import subprocess
 import sys
 import zipfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from packaging.requirements import Requirement
 from tests.gpu import run, wheels
 
@@ -167,3 +169,19 @@ def test_the_page_lists_the_areas() -> None:
     """docs/gpu.md has a row for each class of tests."""
     listed = re.findall(r"^\| `(Test\w+)` \|", (ROOT / "docs/gpu.md").read_text(), re.MULTILINE)
     assert listed == re.findall(r"^class (Test\w+)", (ROOT / "tests/gpu/test_gpu.py").read_text(), re.MULTILINE)
+
+
+@pytest.mark.long
+def test_a_machine_without_a_gpu(tmp_path: Path) -> None:
+    """With --allow-cpu, all that needs no CUDA passes on slots of the CPU, and the rest says what it needs."""
+    if torch.cuda.is_available():
+        pytest.skip("has a GPU")
+    command = [sys.executable, "-m", "tests.gpu.run", "--allow-cpu", "--wheels", str(tmp_path), "--out", str(tmp_path)]
+    command += ["--", "--basetemp", str(tmp_path / "pytest")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    record = json.loads((tmp_path / "gpu.json").read_text())
+    outcomes = Counter(test["outcome"] for test in record["tests"])
+    assert (done.returncode, record["device"]) == (0, None), done.stdout[-6000:]
+    assert (outcomes["failed"], outcomes["passed"] > 100) == (0, True), outcomes
+    assert {test["reason"] for test in record["tests"] if test["outcome"] == "skipped"} == {"needs CUDA"}
+    assert "no GPU (--allow-cpu)" in (tmp_path / "gpu.md").read_text()
