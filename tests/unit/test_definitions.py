@@ -259,6 +259,23 @@ def test_function_that_two_threads_make_at_once(monkeypatch: pytest.MonkeyPatch,
         assert first.result(60)(3) == (script.Slow, 4)
 
 
+def test_function_of_another_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lambda that came with another driver's definitions refers to the objects that were here, as those do."""
+    text = "class Batch: pass\ndef make(cls): return lambda: cls\n"
+    script = Script(monkeypatch, text + "class Extra:\n own = staticmethod(make(Batch))\n")
+    lot, body = Receiver("another").lot(wire.pack(script.Extra()).needs), came(wire.pack(script.Extra()))
+    ids, names, lots = lot.ids, lot.names, lot.body.copy()
+    del lot
+    script.names.clear()
+    gc.collect()
+    monkeypatch.setattr("colocate._definitions.known._origin", new_id())  # of another process
+    here = Script(monkeypatch, text)
+    inbox = Inbox(binds=True, of_another=True)
+    inbox.put(ids, lots, names)
+    inbox.load(1)
+    assert wire.unpack(body).own() is here.Batch
+
+
 def test_global_that_cannot_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is named, with what names it."""
     script = Script(monkeypatch, "import threading\nLOCK = threading.Lock()\nclass A:\n def f(self): return LOCK\n")

@@ -14,9 +14,9 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from colocate._definitions import known, making
+from colocate._definitions import known
 from colocate._definitions.known import Definition, Global, Links, Need, Space
-from colocate._definitions.making import Making
+from colocate._definitions.making import Making, make_known
 from colocate._definitions.names import MISSING, is_main, main_module
 from colocate._definitions.same import same, where
 from colocate._definitions.scout import Scout, code_last, is_code
@@ -151,7 +151,7 @@ class _Also:
         self._known = id, thing
 
     def __reduce__(self) -> Any:
-        return making.make_known, self._known
+        return make_known, self._known
 
 
 def _words(thing: Any) -> str:
@@ -298,16 +298,19 @@ class Arrived:
             self._is_loading = True
             bound = _Bound(self._inbox.binds)
             try:
-                made, found = self._read(body, bound)
+                making = self._read(body, bound)
                 already: list[Definition] = []
                 if self._inbox.of_another:
                     bound.take_back()  # what is here already is compared as it was
-                    already = self._inbox.had_already(made)
+                    already = self._inbox.had_already(making.made)
                     if already:  # what refers to these is to have the objects that were here
-                        made, found = self._read(body, bound := _Bound(self._inbox.binds))
+                        making = self._read(body, bound := _Bound(self._inbox.binds))
                     else:
                         bound.renew()
-                self.held = [*already, *found, *(known.defined(id, thing) for id, thing in made.items())]
+                made = [known.defined(id, thing) for id, thing in making.made.items()]
+                self.held = [*already, *making.found, *made]
+                for id, function in making.functions.items():
+                    known.note_function(id, function)
             except BaseException as error:
                 bound.take_back()
                 self.error = error
@@ -318,7 +321,7 @@ class Arrived:
             self._inbox.spaces |= bound.spaces
             self._is_loaded, self._body, self.error = True, None, None
 
-    def _read(self, body: Packed, bound: _Bound) -> tuple[dict[int, Any], list[Definition]]:
+    def _read(self, body: Packed, bound: _Bound) -> Making:
         unpickler = pickle.Unpickler(io.BytesIO(body.data), buffers=iter(body.buffers))
         what = ""
         with Making() as making:
@@ -331,7 +334,7 @@ class Arrived:
                     what = piece
                 elif type(piece) is tuple:
                     bound.set(*piece)
-        return making.made, making.found
+        return making
 
     def find(self, id: int) -> Definition | None:
         """One of its definitions. Where it couldn't be rebuilt that is tried again: the reason may be gone."""

@@ -24,11 +24,18 @@ _here = threading.local()  # .filling: by id(object), what this thread makes now
 
 
 class Making:
-    """A block in which definitions are made: they are known by their ids once all of them are whole."""
+    """A block in which definitions are made: they are known by their ids once all of them are whole.
+
+    Attributes:
+        made: By their ids.
+        functions: Those that no name leads to, which refer to these.
+        found: What was here already.
+    """
 
     def __init__(self) -> None:
         self.made: dict[int, Any] = {}
-        self.found: list[known.Definition] = []  # what was here already
+        self.functions: dict[int, FunctionType] = {}
+        self.found: list[known.Definition] = []
 
     def __enter__(self) -> Making:
         self._outer = getattr(_here, "making", None)
@@ -106,7 +113,7 @@ def globals_of(key: str | int, module: str) -> dict[str, Any]:
 def fill_function(
     function: FunctionType, state: tuple[Mapping[str, Any], Mapping[str, Any], Sequence[Any], int | None]
 ) -> None:
-    """What couldn't be there before the function was. One that no name leads to is known by its id from now on."""
+    """What couldn't be there before the function was. One that no name leads to is known by its id then."""
     if not _is_new(function):
         return
     names, slots, cells, id = state
@@ -116,7 +123,11 @@ def fill_function(
     for name, value in slots.items():
         setattr(function, name, value)
     if id is not None:
-        known.note_function(id, function)
+        making: Making | None = getattr(_here, "making", None)
+        if making is None:
+            known.note_function(id, function)
+        else:  # what it refers to needn't be whole, and may be made once more
+            making.functions[id] = function
 
 
 def make_cache(id: int, function: Any, parameters: Mapping[str, Any], names: Mapping[str, Any]) -> Any:
