@@ -84,21 +84,24 @@ def write(group: ColocatedGroup, folder: Path, tag: Tag) -> None:
     refuse_inside("checkpoint", group)
     folder = folder.resolve() if folder.name in ("", "..") else folder.absolute()  # it gets its name by a rename
     found = Checkpoint(folder, tag)
-    refuse_others(folder, saved)
-    group.residents.raise_untold()
-    with atomic_folder(folder, _committing(group, found, group.generation, saved)) as part:
-        for name in saved:
-            role_folder(part, name).mkdir()
-        _submit(group, part).result()
+    with group.restarts.writing:
+        refuse_others(folder, saved)
         group.residents.raise_untold()
-        record = {
-            "tag": tag,
-            "group": group.name,
-            "generation": group.generation,
-            "roles": {name: {"class": info.cls.__qualname__, "ranks": len(info.slots)} for name, info in saved.items()},
-            "colocate": colocate.__version__,
-        }
-        (part / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        with atomic_folder(folder, _committing(group, found, group.generation, saved)) as part:
+            for name in saved:
+                role_folder(part, name).mkdir()
+            _submit(group, part).result()
+            group.residents.raise_untold()
+            record = {
+                "tag": tag,
+                "group": group.name,
+                "generation": group.generation,
+                "roles": {
+                    name: {"class": info.cls.__qualname__, "ranks": len(info.slots)} for name, info in saved.items()
+                },
+                "colocate": colocate.__version__,
+            }
+            (part / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     group.pool.changed()
 
 

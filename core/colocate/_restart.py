@@ -37,6 +37,7 @@ class Restarts:
         checkpoint: The last one; None as long as there is none.
         restored: The tag of the one that the roles were restored from.
         under_way: Whether the group is being rebuilt.
+        writing: Held by whoever writes a checkpoint: they get their names in the order in which their states were.
     """
 
     def __init__(self, group: ColocatedGroup, limit: int) -> None:
@@ -44,6 +45,7 @@ class Restarts:
         self.checkpoint: Checkpoint | None = None
         self.restored: Tag = None
         self.under_way = False
+        self.writing = threading.Lock()
         self._group = group
         self._used = 0
         self._round = 0

@@ -153,15 +153,22 @@ def tensor_bytes(value: Any) -> int:
     return sum(map(_nbytes, memories(value)))
 
 
+def _shape(item: Any) -> list[Any] | str:
+    torch = imported("torch")
+    if torch is not None and isinstance(item, torch.Tensor) and item.is_nested and item.layout is torch.strided:
+        return "[nested]"  # which has none
+    return [*getattr(item, "shape", ())]
+
+
 def describe(value: Any) -> Any:
     """The structure of a value with shapes and dtypes instead of contents, as plain data."""
 
     def leaf(item: Any) -> Any:
-        shape = getattr(item, "shape", None)
-        if shape is not None and hasattr(item, "dtype"):
-            return f"{type(item).__name__}{[*shape]} {str(item.dtype).removeprefix('torch.')}"
-        return type(item).__name__
+        kind: type = type(item)
+        if not (_has_memory(kind) and hasattr(kind, "dtype")):  # no other value is asked for its attributes
+            return kind.__name__
+        return f"{kind.__name__}{_shape(item)} {str(item.dtype).removeprefix('torch.')}"
 
-    if isinstance(value, list) and len(value) > 8 and not hasattr(value[0], "shape"):
+    if isinstance(value, list) and len(value) > 8 and not _has_memory(type(value[0])):
         return f"list[{len(value)}] of {type(value[0]).__name__}"
     return map_leaves(value, leaf)

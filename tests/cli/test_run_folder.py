@@ -1,6 +1,8 @@
 """A run's folder: names, metrics, checkpoints that are complete or not there."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -51,7 +53,9 @@ class TestCheckpoints:
 
     def test_what_a_killed_run_left_half_is_no_checkpoint_and_goes(self, tmp_path: Path) -> None:
         folder = make(tmp_path, "demo", 1)
-        half = folder.path / "checkpoints" / ".part-step-000002"
+        killed = subprocess.Popen([sys.executable, "-c", ""])
+        killed.wait()
+        half = folder.path / "checkpoints" / f".part-step-000002-{killed.pid}-1"
         half.mkdir()
         (half / "half").write_text("")
         assert [step for step, _ in folder.checkpoints()] == [1]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -88,6 +91,26 @@ def test_renaming_fails(final: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OSError, match="on purpose"):
         written(final, "new")
     assert found(final) == {"final": "old"}
+
+
+def test_two_of_one_name_at_once(final: Path) -> None:
+    """As in a handler of a signal: each writes its own, and the last to end stays."""
+    with atomic_folder(final) as outer:
+        (outer / "text").write_text("outer")
+        written(final, "inner")
+        assert found(final)["final"] == "inner"
+        assert (outer / "text").read_text() == "outer"
+    assert found(final) == {"final": "outer"}
+
+
+def test_what_a_killed_writer_left(final: Path) -> None:
+    """It goes with the next one that is written; another process's that runs stays."""
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    for pid in ended.pid, os.getppid():
+        (final.parent / f".part-final-{pid}-1").mkdir(parents=True)
+    written(final, "new")
+    assert sorted(path.name for path in final.parent.iterdir()) == [f".part-final-{os.getppid()}-1", "final"]
 
 
 def test_it_is_not_to_get_its_name(final: Path) -> None:

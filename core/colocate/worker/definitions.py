@@ -88,8 +88,10 @@ class Definitions:
         Raises:
             SerializationError: A class that was made here can't be pickled.
         """
+        if self._host.in_process:  # the body may be the value itself, whose attributes are its own
+            return
         needs: Sequence[known.Need] = getattr(body, "needs", ())
-        if not needs or self._host.in_process:
+        if not needs:
             return
         with self._lock:
             lacking = self._driver.lacks(needs)

@@ -93,7 +93,7 @@ class Checkpoints(ExecutorCase):
             gate.wait_for()
             with ThreadPoolExecutor() as pool:
                 writing = pool.submit(group.checkpoint, tmp_path / "one")
-                wait_until((tmp_path / ".part-one").is_dir, "it is being written")
+                wait_until(lambda: list(tmp_path.glob(".part-one-*")), "it is being written")
                 (tmp_path / "one").mkdir()
                 (tmp_path / "one" / "notes.txt").write_text("kept")
                 gate.open()
@@ -114,6 +114,40 @@ class Checkpoints(ExecutorCase):
         restored = spawn({"lasting": colocate.role(Lasting)}, restore=tmp_path / "one")
         assert restored.wait_ready() == "one"
         assert restored.role("lasting", Lasting).add() == [2, 2]
+
+    def test_several_at_once(self, spawn: Spawn, tmp_path: Path) -> None:
+        """They are written one after the other, in whatever order; all succeed, and the last one is there."""
+        roles: dict[str, RoleSpec[Any]] = {"lasting": colocate.role(Lasting)}
+        group = spawn(roles)
+        role = group.role("lasting", Lasting)
+
+        def save() -> None:
+            for _ in range(5):
+                role.add()
+                group.checkpoint(tmp_path / "one")
+
+        with ThreadPoolExecutor() as pool:
+            for saving in [pool.submit(save) for _ in range(3)]:
+                saving.result(PATIENCE_S)
+        assert [path.name for path in tmp_path.iterdir()] == ["one"]
+        assert spawn(roles, restore=tmp_path / "one").role("lasting", Lasting).add() == [16, 16]
+
+    def test_one_more_while_one_is_written(self, spawn: Spawn, tmp_path: Path) -> None:
+        """As after an interruption, which doesn't end the first: the later state stays."""
+        roles: dict[str, RoleSpec[Any]] = {"lasting": colocate.role(Lasting)}
+        group = spawn(roles)
+        role = group.role("lasting", Lasting)
+        with Gate() as gate, ThreadPoolExecutor() as pool:
+            role.wait.submit(gate.address)
+            gate.wait_for(2)
+            first = pool.submit(group.checkpoint, tmp_path / "one", "first")
+            wait_until(lambda: list(tmp_path.glob(".part-one-*")), "it is being written")
+            role.add.submit()
+            second = pool.submit(group.checkpoint, tmp_path / "one", "second")
+            gate.open()
+            for each in first, second:
+                each.result(PATIENCE_S)
+        assert spawn(roles, restore=tmp_path / "one").wait_ready() == "second"
 
     def test_roles_that_can_not_be_saved(self, spawn: Spawn, tmp_path: Path) -> None:
         """A role with half of the two methods, or a group without any that has them."""

@@ -16,7 +16,7 @@ from colocate.errors import ClosedError, ColocateError, DispatchError
 from colocate.testing.executors._base import ExecutorCase, Spawn
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
-from colocate.testing.probes.plain import Echo
+from colocate.testing.probes.plain import Echo, Names
 from colocate.testing.probes.rows import Rows
 from colocate.testing.waiting import PATIENCE_S, wait_until
 
@@ -173,6 +173,16 @@ class Residents(ExecutorCase):
             assert kept.spec.structure == ["int", "int"]
             assert kept.spec.rows_per_rank == (2, 1)
             assert kept.spec.bytes_per_rank == (0, 0)
+
+    def test_nobody_else_asks_a_value_for_attributes(self, spawn: Spawn) -> None:
+        """They are its own: one that raises when asked for any other travels, is kept and described as all are."""
+        echo = spawn({"echo": colocate.role(Echo)}).role("echo", Echo)
+        given = Names(one=1)
+        assert echo.first(given).one == 1
+        with echo.first.keep([given]) as kept:
+            assert kept.spec.structure == ["Names"]
+            assert kept.fetch()[0].one == 1
+            assert echo.first(kept.ref)[0].one == 1
 
     def test_ref_is_no_value(self, pair: ColocatedGroup) -> None:
         """On the driver a ref is a name: using it as the value is an error that says what to do."""

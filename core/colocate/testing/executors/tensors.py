@@ -83,6 +83,16 @@ class TensorResidents(TensorCase):
             with pytest.raises(DispatchError, match=f"layout torch.{layout} can't be cut by rows"):
                 tensors.mean(value)
 
+    @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+    def test_nested(self, torch: Any, tensors: Tensors) -> None:
+        """One that has no shape can be kept and described too."""
+        value = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+        with tensors.echo.keep(value) as kept:
+            assert kept.spec.structure == "Tensor[nested] float32"
+            assert kept.spec.bytes_per_rank[0] == 4 * 5
+            for back in kept.fetch(), tensors.echo(kept.ref):
+                assert [part.tolist() for part in back.unbind()] == [[1, 1], [1, 1, 1]]
+
     def test_numpy(self, torch: Any, tensors: Tensors) -> None:
         """So do arrays."""
         numpy = pytest.importorskip("numpy")

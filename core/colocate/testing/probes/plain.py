@@ -29,6 +29,18 @@ class Talker(Role):
         return lines
 
 
+class Names:
+    """Its attributes are what it holds, and there are no others: asked for one, it raises a KeyError."""
+
+    def __init__(self, **held: Any) -> None:
+        self.__dict__["held"] = held
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self.__dict__["held"][name]
+
+
 class Echo(Role):
     """Says who it is and gives back what it gets."""
 
