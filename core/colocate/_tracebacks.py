@@ -25,7 +25,7 @@ def told(error: BaseException, trace: TracebackType | None = _CARRIED, *, whole:
     """An exception with its causes, as Python prints them, but with the framework's frames as a number.
 
     One without a frame of anybody else's is told in full: the fault is the framework's then, unless it tells what role
-    code has raised.
+    code has raised, or is a group of errors of which one tells whose fault it is.
 
     Args:
         error: The exception.
@@ -33,11 +33,7 @@ def told(error: BaseException, trace: TracebackType | None = _CARRIED, *, whole:
         whole: Whether also those of the framework's frames are counted by which users' code was called.
     """
     found = traceback.TracebackException(type(error), error, error.__traceback__ if trace is _CARRIED else trace)
-    of_a_role = isinstance(error, RoleError | RoleStartError) and bool(error.remote_traceback)
-    if of_a_role:  # it tells the cause and its place
-        found.__cause__ = found.__context__ = None
-    for each in _chain(found):
-        each.stack = folded(each.stack, whole, in_full=not of_a_role)
+    _fold(found, error, whole)
     return "".join(found.format())
 
 
@@ -66,11 +62,27 @@ def folded(frames: traceback.StackSummary, whole: bool, in_full: bool = True) ->
     return found
 
 
-def _chain(found: traceback.TracebackException) -> Iterator[traceback.TracebackException]:
-    yield found
-    for each in (found.__cause__, found.__context__, *(found.exceptions or ())):
-        if each is not None:
-            yield from _chain(each)
+def _fold(found: traceback.TracebackException, error: BaseException, whole: bool) -> None:
+    """Fold the stacks of an exception, of its causes, and of the exceptions of a group."""
+    if _of_a_role(error):  # it tells the cause and its place
+        found.__cause__ = found.__context__ = None
+    found.stack = folded(found.stack, whole, in_full=not _tells(error))
+    parts = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+    chained = (found.__cause__, error.__cause__), (found.__context__, error.__context__)
+    for part, each in (*chained, *zip(found.exceptions or (), parts, strict=False)):
+        if part is not None and each is not None:
+            _fold(part, each, whole)
+
+
+def _of_a_role(error: BaseException) -> bool:
+    return isinstance(error, RoleError | RoleStartError) and bool(error.remote_traceback)
+
+
+def _tells(error: BaseException) -> bool:
+    """Whether it says by something else than its own stack whose fault it is."""
+    if isinstance(error, BaseExceptionGroup):
+        return any(_tells(each) or frames_of_users(each) for each in error.exceptions)
+    return _of_a_role(error)
 
 
 def _runs(frames: Sequence[traceback.FrameSummary]) -> Iterator[tuple[list[traceback.FrameSummary], bool]]:

@@ -278,6 +278,25 @@ class TestErrors:
             assert "beside.py" in (folder / name).read_text()
         assert (folder / "error.txt").read_text() == done.stderr
 
+    def test_a_group_of_errors_that_nobody_raised_is_told_by_where_it_was(self, colocate: CommandLine) -> None:
+        job = "def job(run):\n    raise ExceptionGroup('two', [ValueError('one'), KeyError('other')])\n"
+        done = self.run(colocate, job)
+        assert done.returncode == 1
+        assert re.findall(r'File ".*/(.*)", line 2, in job', done.stderr) == ["beside.py"]
+        assert done.stderr.count("File ") == 1
+        for said in ("ExceptionGroup: two (2 sub-exceptions)", "ValueError: one", "KeyError: 'other'"):
+            assert said in done.stderr
+        assert (colocate.folder / "runs" / "demo" / "error.txt").read_text() == done.stderr
+
+    def test_what_a_dropped_call_raised_is_told_by_its_own_frames(self, colocate: CommandLine) -> None:
+        """Closing finds it, which is the framework's."""
+        done = self.run(colocate, "def job(run):\n    run.groups['policy']['reward'].score.keep([1, 2])\n")
+        assert done.returncode == 1
+        error = (colocate.folder / "runs" / "demo" / "error.txt").read_text()
+        assert re.match(r".*\n  \|   \.\.\. \d+ frames of colocate\n  \| ExceptionGroup: runtime ", error)
+        assert "/colocate/" not in error
+        assert "acme" in error
+
     def test_an_error_of_a_role_is_its_message_with_the_traceback_of_the_worker(self, colocate: CommandLine) -> None:
         done = self.run(colocate, "def job(run):\n    run.groups['policy']['reward'].score([1, 2])\n")
         assert done.returncode == 1

@@ -112,3 +112,19 @@ def test_a_failed_spawn_shows_no_more_of_the_framework_than_a_call_does() -> Non
         "_spawn",
     ]
     assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_a_group_of_what_roles_have_raised_is_told_by_these() -> None:
+    """Closing raises what no call has told: where the framework has put that together says nothing."""
+    with pytest.raises(ExceptionGroup) as caught, colocate.connect() as runtime, runtime.reserve(slots=1) as pool:
+        pool.spawn({"nested": colocate.role(Nested)})["nested"].outer.keep([0])
+    error = caught.value
+    trace = error.__traceback__
+    while trace is not None and not is_own_code(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    error.__traceback__ = trace
+    assert frames_of_users(error) == ""
+    text = told(error)
+    assert "/colocate/" not in text.replace(__file__, "")
+    assert "direct cause" not in text
+    assert "in inner" in text

@@ -41,19 +41,23 @@ def guarded(command: Callable[[], int], *, as_json: bool) -> int:
     An error of colocate is its message, with the frames of the code that called, if it was a job's. Any other of a job
     is its traceback, without the framework's frames. One without a frame of a job is a bug, and is raised.
     """
-    found: list[Exception]
     try:
         return command()
-    except ExceptionGroup as group:
-        found = leaves(group)
-        if not all(_is_told(error) for error in found):
-            raise
     except Exception as error:
-        if not _is_told(error):
+        found = _told_as(error)
+        if not all(map(_is_told, found)):
             raise
-        found = [error]
     print_errors(found, as_json=as_json)
     return 1
+
+
+def _told_as(error: Exception) -> list[Exception]:
+    """What is told for an error: those in it for a group, or the group where one of them doesn't say whose it is."""
+    if isinstance(error, ExceptionGroup):
+        parts = [part for each in error.exceptions for part in _told_as(each)]
+        if all(map(_is_told, parts)):
+            return parts
+    return [error]
 
 
 def _is_told(error: Exception) -> bool:
