@@ -116,8 +116,12 @@ def test_a_failed_spawn_shows_no_more_of_the_framework_than_a_call_does() -> Non
 
 def test_a_group_of_what_roles_have_raised_is_told_by_these() -> None:
     """Closing raises what no call has told: where the framework has put that together says nothing."""
-    with pytest.raises(ExceptionGroup) as caught, colocate.connect() as runtime, runtime.reserve(slots=1) as pool:
-        pool.spawn({"nested": colocate.role(Nested)})["nested"].outer.keep([0])
+    with colocate.connect() as runtime:
+        nested = runtime.reserve(slots=1).spawn({"nested": colocate.role(Nested)})["nested"]
+        nested.outer.keep([0])
+        nested.outer([1])  # that one has failed by now
+        with pytest.raises(ExceptionGroup) as caught:
+            runtime.close()
     error = caught.value
     trace = error.__traceback__
     while trace is not None and not is_own_code(trace.tb_frame.f_code.co_filename):
