@@ -70,7 +70,7 @@ class RunFolder:
     def write(self, name: str, text: str) -> None:
         """Write a file, all of it or nothing."""
         part = self.path / f".{name}.part"
-        part.write_text(text, encoding="utf-8")
+        part.write_text(text, encoding="utf-8", errors="backslashreplace")  # a user's text may have lone surrogates
         part.replace(self.path / name)
 
     def remove(self, name: str) -> None:

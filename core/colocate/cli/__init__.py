@@ -5,6 +5,8 @@ Commands are imported when they are run.
 
 from __future__ import annotations
 
+import io
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -140,4 +142,6 @@ def close(
 
 def main() -> None:
     """The entry point of the `colocate` command."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # as standard error is: what a job shows may be any text
     app()
