@@ -262,7 +262,9 @@ def begin(config: Config, log: RunLog, *, resume: bool, screen: Screen) -> Itera
     try:
         with screen.logging(log):
             yield begun
-    except Exception as error:
+    except KeyboardInterrupt:  # a second Ctrl-C: at once
+        raise
+    except BaseException as error:
         text = told(error)
         log.write(text)
         try:
@@ -299,7 +301,9 @@ def execute(begun: Begun, runtime: Runtime, groups: Mapping[str, ColocatedGroup]
     try:
         with screen.running(name, folder.path, begun.step), signals:
             _until_done(run, lambda: begun.job(run))
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         _report_failure(lambda: _record(run, calls, started, start_up), error)
         raise
     record = _record(run, calls, started, start_up)
@@ -309,12 +313,19 @@ def execute(begun: Begun, runtime: Runtime, groups: Mapping[str, ColocatedGroup]
 
 
 def _until_done(run: Run, job: Callable[[], object]) -> None:
-    """Run the job; once more, from its last checkpoint, whenever a group has been restarted under it."""
+    """Run the job; once more, from its last checkpoint, whenever a group has been restarted under it.
+
+    One that ends by `sys.exit()` or `sys.exit(0)` has come to its end.
+    """
     while True:
         try:
             job()
         except GroupRestarted as restarted:
             run._rewind(restarted)
+        except SystemExit as ended:
+            if ended.code not in (None, 0):
+                raise
+            return
         else:
             return
 
@@ -403,7 +414,7 @@ def _report(record: RunRecord, error: str | None = None) -> Path | None:
     return report.write(record.directory, record, error=error)
 
 
-def _report_failure(record: Callable[[], RunRecord], error: Exception) -> None:
+def _report_failure(record: Callable[[], RunRecord], error: BaseException) -> None:
     """Write the report of a job that failed; what goes wrong in that is a note on its error, not in its place."""
     try:
         _report(record(), told(error).strip())

@@ -22,10 +22,15 @@ class CommandLine:
     folder: Path
     installed: Installed
 
-    def __call__(self, *args: str, distributions: tuple[str, ...] = ()) -> "subprocess.CompletedProcess[str]":
+    def __call__(
+        self, *args: str, distributions: tuple[str, ...] = (), **variables: str
+    ) -> "subprocess.CompletedProcess[str]":
         """Run it to its end."""
         command, environment = self.command(*args, distributions=distributions)
-        return subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True, check=False)
+        environment |= variables
+        return subprocess.run(
+            command, cwd=self.folder, env=environment, capture_output=True, text=True, errors="replace", check=False
+        )
 
     def command(self, *args: str, distributions: tuple[str, ...] = ()) -> tuple[list[str], dict[str, str]]:
         """What to start, and its environment."""

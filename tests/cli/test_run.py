@@ -260,10 +260,10 @@ def test_a_signal_ends_it_with_a_checkpoint(colocate: CommandLine, number: signa
 
 
 class TestErrors:
-    def run(self, colocate: CommandLine, job: str, *args: str) -> "subprocess.CompletedProcess[str]":
+    def run(self, colocate: CommandLine, job: str, *args: str, **variables: str) -> "subprocess.CompletedProcess[str]":
         colocate.write("demo.yaml", ACME.replace("acme.tally", "beside:job").replace(", with: {steps: 3}", ""))
         colocate.write("beside.py", job)
-        return colocate("run", "demo.yaml", *args, distributions=("acme",))
+        return colocate("run", "demo.yaml", *args, distributions=("acme",), **variables)
 
     def test_a_bug_in_the_job_keeps_its_traceback(self, colocate: CommandLine) -> None:
         done = self.run(colocate, "def job(run):\n    return 1 / 0\n")
@@ -290,7 +290,8 @@ class TestErrors:
 
     def test_what_a_dropped_call_raised_is_told_by_its_own_frames(self, colocate: CommandLine) -> None:
         """Closing finds it, which is the framework's."""
-        done = self.run(colocate, "def job(run):\n    run.groups['policy']['reward'].score.keep([1, 2])\n")
+        reward = "run.groups['policy']['reward']"
+        done = self.run(colocate, f"def job(run):\n    {reward}.score.keep([1, 2])\n    {reward}.score(['a', 'b'])\n")
         assert done.returncode == 1
         error = (colocate.folder / "runs" / "demo" / "error.txt").read_text()
         assert re.match(r".*\n  \|   \.\.\. \d+ frames of colocate\n  \| ExceptionGroup: runtime ", error)
@@ -317,6 +318,61 @@ class TestErrors:
         (error,) = json.loads(done.stdout)["errors"]
         assert error["type"] == "RoleError"
         assert "beside.py" in error["traceback"]
+
+    @pytest.mark.parametrize("encoding", ["utf-8:strict", "latin-1"])
+    def test_any_text_can_be_shown_and_written(self, colocate: CommandLine, encoding: str) -> None:
+        """Of a file's name, say, whose bytes are no UTF-8; the terminal may know fewer letters still."""
+        job = """
+            def job(run):
+                run.show("t\\udcff", [{"column\\udcff": "\\udcff\u20ac"}])
+                with run.timed("phase\\udcff"):
+                    print("said \\udcff")
+                run.log(1, **{"x\\udcff": 1})
+                if run.runtime.seed == 7:
+                    raise ValueError("\\udcff x")
+            """
+        for seed, ends in ((1, 0), (7, 1)):
+            set_seed = ("--set", f"+seed={seed}", "--set", f"+name=seed{seed}")
+            done = self.run(colocate, job, *set_seed, PYTHONIOENCODING=encoding)
+            assert (done.returncode, done.stderr.count("Traceback")) == (ends, ends), done.stderr
+            folder = colocate.folder / "runs" / f"seed{seed}"
+            assert "phase\\udcff" in (folder / "report.html").read_text()
+            assert "said \\udcff\n" in (folder / "log.txt").read_text()
+        for name, shown in (("report.html", "\ufffd"), ("log.txt", "\\udcff"), ("error.txt", "\\udcff")):
+            assert f"ValueError: {shown} x" in (folder / name).read_text()
+
+    @pytest.mark.parametrize(("code", "status", "said"), [("7", 7, ""), ("'bye'", 1, "bye\n")])
+    def test_a_job_that_leaves_by_exit_has_its_report(
+        self, colocate: CommandLine, code: str, status: int, said: str
+    ) -> None:
+        """Its status is the command's, and all lies in the folder as after an error."""
+        job = f"import sys\ndef job(run):\n    run.log(1, x=1)\n    sys.exit({code})\n"
+        done = self.run(colocate, job)
+        assert (done.returncode, done.stderr) == (status, f"ended by sys.exit({code}): everything is closed\n{said}")
+        folder = colocate.folder / "runs" / "demo"
+        for name in ("report.html", "log.txt", "error.txt"):
+            assert "SystemExit: " in (folder / name).read_text()
+        assert "beside.py" in (folder / "error.txt").read_text()
+        done = self.run(colocate, job, "--json")
+        assert done.returncode == status
+        assert [error["type"] for error in json.loads(done.stdout)["errors"]] == ["SystemExit"]
+
+    @pytest.mark.parametrize("code", ["0", ""])
+    def test_a_job_that_leaves_by_exit_without_a_fault_has_come_to_its_end(
+        self, colocate: CommandLine, code: str
+    ) -> None:
+        done = self.run(colocate, f"import sys\ndef job(run):\n    run.log(1, x=1)\n    sys.exit({code})\n")
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "everything is closed" in done.stdout.splitlines()[-1]
+        folder = colocate.folder / "runs" / "demo"
+        assert (folder / "report.html").exists()
+        assert not (folder / "error.txt").exists()
+
+    def test_what_is_no_exception_is_an_error_too(self, colocate: CommandLine) -> None:
+        done = self.run(colocate, "import asyncio\ndef job(run):\n    raise asyncio.CancelledError('mine')\n")
+        assert done.returncode == 1
+        assert re.findall(r'File ".*/(.*)", line', done.stderr) == ["beside.py"]
+        assert (colocate.folder / "runs" / "demo" / "error.txt").read_text() == done.stderr
 
     def test_a_number_that_is_none(self, colocate: CommandLine) -> None:
         done = self.run(colocate, "def job(run):\n    run.log(1, reward='high')\n")

@@ -43,7 +43,9 @@ def guarded(command: Callable[[], int], *, as_json: bool) -> int:
     """
     try:
         return command()
-    except Exception as error:
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
         found = _told_as(error)
         if not all(map(_is_told, found)):
             raise
@@ -51,16 +53,16 @@ def guarded(command: Callable[[], int], *, as_json: bool) -> int:
     return 1
 
 
-def _told_as(error: Exception) -> list[Exception]:
+def _told_as(error: BaseException) -> list[BaseException]:
     """What is told for an error: those in it for a group, or the group where one of them doesn't say whose it is."""
-    if isinstance(error, ExceptionGroup):
+    if isinstance(error, BaseExceptionGroup):
         parts = [part for each in error.exceptions for part in _told_as(each)]
         if all(map(_is_told, parts)):
             return parts
     return [error]
 
 
-def _is_told(error: Exception) -> bool:
+def _is_told(error: BaseException) -> bool:
     return isinstance(error, ColocateError) or bool(frames_of_users(error))
 
 
@@ -71,7 +73,7 @@ def leaves(group: BaseExceptionGroup[Any]) -> list[Any]:
     ]
 
 
-def print_errors(errors: Iterable[Exception], *, as_json: bool) -> None:
+def print_errors(errors: Iterable[BaseException], *, as_json: bool) -> None:
     """Errors as people or as scripts read them."""
     if as_json:
         print_json({"errors": [error_data(error) for error in errors]})
@@ -88,7 +90,7 @@ def print_errors(errors: Iterable[Exception], *, as_json: bool) -> None:
         to.print(Text("error: ", "bold red").append(Text(text, "")), soft_wrap=True)
 
 
-def error_data(error: Exception) -> dict[str, Any]:
+def error_data(error: BaseException) -> dict[str, Any]:
     """An error as JSON."""
     message = error.message if isinstance(error, ColocateError) else str(error)
     data: dict[str, Any] = {"type": type(error).__name__, "message": message}

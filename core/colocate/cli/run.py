@@ -15,7 +15,7 @@ from colocate._launch import opened
 from colocate._run import RunRecord, begin, execute
 from colocate._run_log import RunLog
 from colocate._screen import Screen
-from colocate.cli.output import guarded, load, print_json
+from colocate.cli.output import error_data, guarded, load, print_json
 
 
 def run_job(
@@ -25,6 +25,9 @@ def run_job(
 
     Returns:
         0 when it came to its end; 128 + the signal's number, as shells have it, when a signal ended it; 1 for an error.
+
+    Raises:
+        SystemExit: The job's own, unless that says that all is well.
     """
 
     def command() -> int:
@@ -47,6 +50,11 @@ def run_job(
 
     try:
         return guarded(command, as_json=json)
+    except SystemExit as ended:  # Python prints what it says, and nothing else of it
+        if json:
+            print_json({"errors": [error_data(ended)]})
+        sys.stderr.write(f"ended by sys.exit({ended.code!r}): everything is closed\n")
+        raise
     except KeyboardInterrupt:
         sys.stderr.write("interrupted: everything is closed, what came after the last checkpoint is lost\n")
         return 128 + signal.SIGINT
