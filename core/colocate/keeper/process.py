@@ -13,16 +13,13 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from colocate import _processes, wire
-from colocate.worker.supervisor import ENDS, MARK, program_of
+from colocate.worker.supervisor import CLOSES_OTHERS, ENDS, MARK, program_of
 
 _LINE_BYTES = 8192  # a line without an end (a progress bar's) is shown by pieces
 # A worker whose lane has closed leaves by itself, after its exit handlers; after so many seconds it is made to.
 _LAST_READS = 16
 AFTER_LANE_S = 1.0
-_NO_LANE = (
-    "it had closed its connection to the driver and gone on, and was ended; os.close and os.closerange do that, in a "
-    "role that closes what it hasn't opened"
-)
+_NO_LANE = f"it had closed its connection to the driver and gone on, and was ended; {CLOSES_OTHERS}"
 _BY_EXEC = "a role had put another program in its place, by exec ({!r}){}; start programs with subprocess"
 
 

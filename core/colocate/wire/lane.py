@@ -21,6 +21,7 @@ OnMessage: TypeAlias = Callable[[Head, Packed | None], None]
 OnClosed: TypeAlias = Callable[[str], None]
 
 _GONE = frozenset({errno.EPIPE, errno.ECONNRESET})
+_TAKEN = frozenset({errno.EBADF, errno.ENOTSOCK})
 
 
 class SocketLane:
@@ -41,12 +42,18 @@ class SocketLane:
         self._can_send = True
         self._closing = False
         self._finished = False
+        self._taken = False
         self._reason: str | None = None
 
     @property
     def finished(self) -> bool:
         """Whether it is over: nothing is received any more."""
         return self._finished
+
+    @property
+    def taken(self) -> bool:
+        """Whether sending has found its descriptor closed by somebody else: the hub can't see its end then."""
+        return self._taken
 
     @property
     def closed(self) -> bool:
@@ -236,6 +243,7 @@ class SocketLane:
             self._reason = self._reason or _reason(error)
             self._stop_sending()
         else:
+            self._taken = error.errno in _TAKEN
             self._shut(_reason(error))
 
     def _shut(self, reason: str) -> None:

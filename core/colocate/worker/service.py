@@ -18,6 +18,7 @@ from colocate import wire
 from colocate._epochs import base_of
 from colocate.executor import Boot
 from colocate.worker.host import WorkerHost
+from colocate.worker.supervisor import CLOSES_OTHERS
 
 GIVEN_BYTES = 1 << 20
 
@@ -82,8 +83,9 @@ class Service:
 
     def say(self, head: tuple[Any, ...], body: Any) -> None:
         """Tell the driver something; from any thread. Nobody hears it while there is none."""
-        if (lane := self._lane) is not None:
-            lane.send(head, body)
+        if (lane := self._lane) is not None and not lane.send(head, body) and lane.taken:
+            print(f"the connection to the driver was closed here: {CLOSES_OTHERS}", file=sys.stderr)
+            os._exit(1)
 
     def drain(self, timeout: float) -> None:
         """Wait until what was said has gone out; not on the hub's thread."""

@@ -27,6 +27,9 @@ from typing import NoReturn
 ENDS = signal.SIGRTMIN
 """Has a supervisor end everything below it, and itself. No batch system or terminal sends this one."""
 
+CLOSES_OTHERS = "os.close and os.closerange do that, in a role that closes what it hasn't opened"
+"""How a worker loses its connection to the driver: it and whoever ends it then say so."""
+
 MARK = "COLOCATE_WORKER_OF"
 """The variable of all that runs in a worker or below it: the process that has started the worker, and its label."""
 

@@ -215,6 +215,16 @@ class Deaths(ExecutorCase):
         assert words in str(error)
 
     @needs(OwnProcess)
+    def test_one_that_finds_its_connection_closed_says_so(self, spawn: Spawn) -> None:
+        """In a line, and not by the tracebacks of whatever needed a descriptor."""
+        group = spawn({"reckless": colocate.role(Reckless)}, slots=1)
+        error = group.role("reckless", Reckless).close_others.submit().exception(PATIENCE_S)
+        assert isinstance(error, WorkerDied)
+        assert error.exitcode == 1
+        assert "os.close and os.closerange do that" in str(error)
+        assert "Traceback" not in str(error)
+
+    @needs(OwnProcess)
     def test_too_few_descriptors(self, spawn: Spawn) -> None:
         """A message's memory needs one: the worker that has none free says so with its end."""
         group = spawn({"reckless": colocate.role(Reckless)}, slots=1)

@@ -311,6 +311,11 @@ class Reckless(Role):
         threading.Event().wait()
 
     @method
+    def close_others(self) -> None:
+        """Close descriptors that aren't its own, and go on."""
+        os.closerange(3, 4096)
+
+    @method
     def open_all(self) -> None:
         """Leave no descriptor free."""
         resource.setrlimit(resource.RLIMIT_NOFILE, (128, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
