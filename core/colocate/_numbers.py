@@ -19,7 +19,7 @@ def duration_problem(value: Any, *, positive: bool = False) -> str | None:
     """What is wrong with a number of seconds, in words; None when nothing is."""
     wanted = "a number of seconds, more than 0" if positive else "a number of seconds, 0 or more"
     if not _is_number(value) or value != value or value < 0 or (positive and value == 0):
-        return f"must be {wanted} (math.inf for ever), not {shown(value)}"
+        return f"must be {wanted} (math.inf, in YAML .inf, for ever), not {shown(value)}"
     return None
 
 

@@ -97,3 +97,19 @@ def test_explain_ends_on_endless_values() -> None:
     assert "recursion" in str(error)
     while deep:  # Or freeing it would itself recurse.
         deep = deep[0]
+
+
+def test_a_class_whose_metaclass_has_a_module_of_its_own() -> None:
+    """What Python says of the module of such a metaclass is a property."""
+
+    class Meta(type):
+        @property
+        def __module__(cls) -> str:  # type: ignore[override]
+            return "elsewhere"
+
+    class Odd(metaclass=Meta):
+        pass
+
+    text = str(explain(Odd, "batch", TypeError("not that one")))
+    assert text.startswith("batch can't be sent: it is a ?.")
+    assert "Meta (not that one)" in text

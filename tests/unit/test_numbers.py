@@ -115,7 +115,9 @@ def test_durations(made: Made, where: str) -> None:
             DURATIONS[where](made, value)
         assert where.strip() in str(caught.value)
         least = "more than 0" if where in POSITIVE else "0 or more"
-        assert f"must be a number of seconds, {least} (math.inf for ever), not {value!r}" in str(caught.value)
+        assert f"must be a number of seconds, {least} (math.inf, in YAML .inf, for ever), not {value!r}" in str(
+            caught.value
+        )
     assert made.echo(1) == [1]
 
 
@@ -195,7 +197,11 @@ FINE = {"call_timeout": "5", "cpus": "4", "slots": "1", "timeout": ".inf", "pool
         ("call_timeout", "0", "call_timeout: must be a number of seconds, more than 0"),
         ("cpus", ".inf", "executor.with.cpus: must be a number from 0 to 1,000,000, not inf"),
         ("slots", "0", "pools.a.slots: must be a whole number from 1 to 1,000,000, not 0"),
-        ("timeout", "-1", "pools.a.timeout: must be a number of seconds, 0 or more (math.inf for ever), not -1"),
+        (
+            "timeout",
+            "-1",
+            "pools.a.timeout: must be a number of seconds, 0 or more (math.inf, in YAML .inf, for ever), not -1",
+        ),
         ("timeout", ".nan", "pools.a.timeout: must be a number of seconds"),
         ("pool_cpus", ".nan", "pools.a.cpus: must be a number from 0"),
     ],

@@ -70,17 +70,23 @@ def kind_and_cause(culprit: Any, cause: BaseException) -> str:
     """What can't be pickled, and why."""
     kind = type(culprit)
     article = "an" if kind.__qualname__[:1].lower() in "aeiou" else "a"
-    return f"{article} {kind.__module__}.{kind.__qualname__} ({str(cause) or type(cause).__name__})"
+    return f"{article} {_module_of(kind)}.{kind.__qualname__} ({str(cause) or type(cause).__name__})"
 
 
 def advice(culprit: Any, usual: str) -> str:
     """What to do instead of sending it."""
-    if type(culprit).__module__.partition(".")[0] != "colocate":
+    if _module_of(type(culprit)).partition(".")[0] != "colocate":
         return usual
     return (
         "What a method needs of the driver it is given as an argument: a value, or a resident; a role finds the others "
         "of its worker by ctx.sibling(name, cls)"
     )
+
+
+def _module_of(kind: type) -> str:
+    """The module of a class, by what Python wrote down of it: a metaclass may have an attribute of that name."""
+    module = type.__dict__["__module__"].__get__(kind)
+    return module if isinstance(module, str) else "?"
 
 
 def _first_failing(value: Any, pickle: Callable[[Any], object]) -> tuple[str, Any, BaseException] | None:
