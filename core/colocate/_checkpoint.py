@@ -16,7 +16,7 @@ from colocate._atomic import atomic_folder, settle
 from colocate._dispatch import plan
 from colocate._functions import everyone
 from colocate._method import RoleMethod
-from colocate._numbers import FOREVER_S
+from colocate._numbers import FOREVER_S, shown
 from colocate._pending import PendingCall
 from colocate._sending import ready, submit
 from colocate._view import RoleInfo, refuse_inside
@@ -76,10 +76,13 @@ def write(group: ColocatedGroup, folder: Path, tag: Tag) -> None:
     """Have every role of a group save itself, between its calls; a restart goes on from that.
 
     Raises:
-        ConfigError: A role has only one of `save` and `restore`, or none has them; or the folder is something else's.
+        ConfigError: A role has only one of `save` and `restore`, or none has them; or the folder is something else's,
+            or the tag nothing to write down.
         RoleError: A `save` raised, or a kept call before it whose resident nobody has used or can use any more: there
             is no checkpoint then.
     """
+    if not isinstance(tag, str | int | float):
+        raise ConfigError(f"checkpoint(tag) must be text, a number or None, not {shown(tag)}")
     saved = _saved(group.roles)
     refuse_inside("checkpoint", group)
     folder = folder.resolve() if folder.name in ("", "..") else folder.absolute()  # it gets its name by a rename

@@ -101,6 +101,14 @@ def test_a_checkpoint_that_comes_too_late(
     assert [path.name for path in tmp_path.iterdir()] == ["one"]
 
 
+def test_a_tag_is_something_to_write_down(group: ColocatedGroup, tmp_path: Path) -> None:
+    """Anything else is refused by its name, before a role has saved anything."""
+    wrong: Any = {"a": object()}
+    with pytest.raises(colocate.ConfigError, match=r"checkpoint\(tag\) must be text, a number or None, not {'a': <obj"):
+        group.checkpoint(tmp_path / "one", tag=wrong)
+    assert not list(tmp_path.iterdir())
+
+
 # -- the generation before
 
 
