@@ -18,6 +18,7 @@ from tests.chaos.records import Played, Sent
 
 import colocate
 from colocate._functions import run as run_later
+from colocate._off_main import off_main
 
 LONG_S = float(os.environ.get("COLOCATE_CHAOS_LONG_S", "30"))
 """The timeout of calls that nothing should delay but the import of torch, on a machine that is busy with faults."""
@@ -239,7 +240,10 @@ class Steps:
         group = played.group
         sent = self.new("run", range(played.slots), None)
         sent.expected = value_of([(None, rank, sent.ident) for rank in range(played.slots)])
-        self.submit(played, sent, lambda view, ident: run_later(group, ran, (ident,), {}))
+
+        # Off the main thread it has been sent when this returns: who waits for it at once, as `group.run` does, has it
+        # sent meanwhile, and what is submitted next could come before it.
+        self.submit(played, sent, lambda view, ident: off_main(lambda: run_later(group, ran, (ident,), {})))
         return sent
 
     def _fail(self, step: Step, played: Played, timeout: float | None) -> Sent:
