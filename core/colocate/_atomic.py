@@ -42,7 +42,7 @@ def atomic_folder(final: Path, naming: AbstractContextManager[object] | None = N
         with naming or nullcontext():
             off_main(lambda: _put(part, final))
     finally:
-        off_main(lambda: _remove(part))  # half a folder, or what was replaced
+        off_main(lambda: _discard(part))  # half a folder, or what was replaced
     _sync(final.parent)
 
 
@@ -61,6 +61,16 @@ def _put(part: Path, final: Path) -> None:
             _settle(final)
             raise
         old.rename(part)
+
+
+def _discard(part: Path) -> None:
+    """Remove it. An interruption may have left who would give it the final name still at that, or about to be."""
+    with _naming:
+        if not os.path.lexists(part):
+            return
+        doomed = part.with_name(f"{part.name}x")
+        part.rename(doomed)
+    _remove(doomed)
 
 
 def settle(final: Path) -> None:

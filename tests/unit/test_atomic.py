@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from colocate import _atomic
 from colocate._atomic import atomic_folder, settle
+from colocate.testing.waiting import PATIENCE_S
 
 
 @pytest.fixture
@@ -83,7 +87,7 @@ def test_renaming_fails(final: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rename = Path.rename
 
     def failing(path: Path, to: Path) -> Path:
-        if path.name.startswith(".part-"):
+        if path.name.startswith(".part-") and to == final:
             raise OSError("on purpose")
         return rename(path, to)
 
@@ -101,6 +105,37 @@ def test_two_of_one_name_at_once(final: Path) -> None:
         assert found(final)["final"] == "inner"
         assert (outer / "text").read_text() == "outer"
     assert found(final) == {"final": "outer"}
+
+
+def test_interrupted_while_it_gets_its_name(final: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C there, on the main thread: one of the two is there, whole, and nothing else."""
+    rename, at_it, may = Path.rename, threading.Event(), threading.Event()
+
+    def slow(path: Path, to: Path) -> Path:
+        if path.name.startswith(".part-") and to == final:
+            at_it.set()
+            assert may.wait(PATIENCE_S)
+        return rename(path, to)
+
+    def interrupt() -> None:
+        assert at_it.wait(PATIENCE_S)
+        signal.raise_signal(signal.SIGINT)
+
+    written(final, "old")
+    monkeypatch.setattr(Path, "rename", slow)
+    remove = _atomic._discard
+
+    def discard(part: Path) -> None:
+        threading.Timer(0.1, may.set).start()  # it is waited for there
+        remove(part)
+
+    monkeypatch.setattr(_atomic, "_discard", discard)
+    interrupting = threading.Thread(target=interrupt)
+    interrupting.start()
+    with pytest.raises(KeyboardInterrupt):
+        written(final, "new")
+    interrupting.join()
+    assert found(final) == {"final": "new"}
 
 
 def test_what_a_killed_writer_left(final: Path) -> None:
