@@ -99,7 +99,7 @@ def work(runtime: colocate.Runtime) -> None:
     """Have two slots exchange a value and meet in a process group."""
     pool = runtime.reserve(2)
     group = pool.spawn({"echo": colocate.role(Echo), "all": colocate.role(Collective)})
-    left = pool.runtime.groups[group.name].role("echo", Echo)
+    left = pool.owner.groups[group.name].role("echo", Echo)
     kept = left.echo.keep(b"x" * (1 << 20))
     left.first(kept.ref)
     group.role("all", Collective).sum(1.0)

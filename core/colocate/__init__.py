@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from colocate._records import CallRecord
     from colocate._resident import Resident, ResidentSpec
     from colocate._role import Role, RoleSpec, role
-    from colocate._run import Run, RunRecord
+    from colocate._run import Run
+    from colocate._run_record import RunRecord
     from colocate._runtime import Runtime, connect
     from colocate._view import Inspection, RoleView, inspect
     from colocate.config import load_config
@@ -104,10 +105,8 @@ _HOMES = {
         "RoleSpec",
         "role",
     ),
-    "_run": (
-        "Run",
-        "RunRecord",
-    ),
+    "_run": ("Run",),
+    "_run_record": ("RunRecord",),
     "_runtime": (
         "Runtime",
         "connect",

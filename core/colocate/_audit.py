@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import attrs
 
-from colocate._owned import at
+from colocate._crew import Crew
+from colocate._lines import at
 from colocate._processes import OF_A_ROLE
+from colocate._slots import Slots
 
 if TYPE_CHECKING:
+    from colocate._connection import Connection
     from colocate._owned import Owned
-    from colocate._runtime import Runtime
     from colocate._worker import Worker
     from colocate.executor import Running
 
@@ -99,9 +101,9 @@ class _Claim:
     pid: int | None = None
 
 
-def audit(runtime: Runtime) -> Audit:
+def audit(connection: Connection) -> Audit:
     """Compare the graph of a runtime with its engine. Differences that go away by themselves aren't any."""
-    return _settled(lambda: _look(runtime))
+    return _settled(lambda: _look(connection))
 
 
 def audit_strays(strays: Callable[[], Iterable[Running]]) -> Audit:
@@ -130,18 +132,18 @@ def _still(before: Iterable[Finding], after: Iterable[Finding]) -> tuple[Finding
     return tuple(each for each in after if (each.kind, each.id, each.pid) in known)
 
 
-def _look(runtime: Runtime) -> Audit:
+def _look(connection: Connection) -> Audit:
     """One look. What the graph had only before the engine was asked, or only afterwards, is in no difference."""
-    known = set(_known(runtime))
-    claimed = dict(_claims(runtime))
-    engine = list(runtime.executor.running())
-    known.update(_known(runtime))
-    after = dict(_claims(runtime))
+    known = set(_known(connection))
+    claimed = dict(_claims(connection))
+    engine = list(connection.services.executor.running())
+    known.update(_known(connection))
+    after = dict(_claims(connection))
     firm = {key: claim for key, claim in claimed.items() if key in after and after[key].node is claim.node}
     doubts = {(each.kind, each.id): each.doubt for each in engine if each.doubt}
     there = {(each.kind, each.id) for each in engine if not each.doubt}
     leaked = [_leak(each) for each in engine if not _is_known(each, known)]
-    leaked += [_stray(each) for each in runtime.executor.strays()]
+    leaked += [_stray(each) for each in connection.services.executor.strays()]
     return Audit(
         _unique(leaked),
         tuple(_missing(key, claim, doubts.get(key, "")) for key, claim in firm.items() if key not in there),
@@ -153,21 +155,21 @@ def _is_known(each: Running, known: set[_Key]) -> bool:
     return key in known
 
 
-def _known(runtime: Runtime) -> Iterator[_Key]:
+def _known(connection: Connection) -> Iterator[_Key]:
     """All that the graph has, whatever it is doing."""
-    for pool in _pools(runtime):
+    for pool in _pools(connection):
         yield "reservation", pool.request.id
-        for group in list(pool.children.values()):
+        for group in _crews(pool):
             for worker in list(group.workforce.workers):
                 yield "worker", worker.boot.worker
 
 
-def _claims(runtime: Runtime) -> Iterator[tuple[_Key, _Claim]]:
+def _claims(connection: Connection) -> Iterator[tuple[_Key, _Claim]]:
     """What the engine has to have: what is neither starting nor ending, nor known to be gone."""
-    for pool in _pools(runtime):
+    for pool in _pools(connection):
         if pool.reservation is not None and pool.closed_by is None:
             yield ("reservation", pool.request.id), _Claim(pool, f"pool {pool.name!r} made at {_line(pool)}")
-        for group in list(pool.children.values()):
+        for group in _crews(pool):
             if group.state != "ready" or group.closed_by is not None:
                 continue
             for worker in list(group.workforce.workers):
@@ -176,8 +178,13 @@ def _claims(runtime: Runtime) -> Iterator[tuple[_Key, _Claim]]:
                     yield ("worker", worker.boot.worker), _Claim(worker, label, worker.boot.node, worker.pid)
 
 
-def _pools(runtime: Runtime) -> list[Any]:
-    return [child for child in list(runtime.children.values()) if child.kind == "pool"]
+def _pools(connection: Connection) -> list[Slots]:
+    return [child for child in list(connection.children.values()) if isinstance(child, Slots)]
+
+
+def _crews(pool: Slots) -> list[Crew]:
+    """Those that the graph has: what has taken its slots is more, while something ends."""
+    return [child for child in list(pool.children.values()) if isinstance(child, Crew)]
 
 
 def _unique(findings: Sequence[Finding]) -> tuple[Finding, ...]:

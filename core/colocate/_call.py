@@ -13,6 +13,7 @@ from typing import Any, Generic, NoReturn, TypeAlias, TypeVar
 
 from colocate._numbers import limit
 from colocate._off_main import SLICE_S, Flag, on_main
+from colocate._on_driver import OnDriver
 from colocate.errors import ColocateError
 
 C = TypeVar("C")
@@ -20,9 +21,10 @@ C_co = TypeVar("C_co", covariant=True)
 _Outcome: TypeAlias = tuple[Any, BaseException | None, TracebackType | None]
 
 
-class Call(Generic[C_co]):
+class Call(OnDriver, Generic[C_co]):
     """A submitted call. The value is collected by whoever asks first, never on a worker's or an I/O thread."""
 
+    _instead = "Give its result() instead"
     __slots__ = (
         "_callbacks",
         "_collecting",

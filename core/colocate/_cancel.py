@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import itertools
 import threading
-from typing import TYPE_CHECKING
 
 import attrs
 
+from colocate._order import CallOrder
+from colocate._pending import PendingCall
 from colocate.errors import CallCancelled
-
-if TYPE_CHECKING:
-    from colocate._order import CallOrder
-    from colocate._pending import PendingCall
 
 _ANSWER_WITHIN_S = 1.0  # a rank answers at once, unless it holds the GIL or is stopped: then it has begun something
 
@@ -32,9 +29,9 @@ class _Question:
 class Cancellations:
     """Those of one group. All methods may be called from any thread."""
 
-    def __init__(self, order: CallOrder, base: int = 0) -> None:
+    def __init__(self, order: CallOrder) -> None:
         self._order = order
-        self._tokens = itertools.count(base + 1)
+        self._tokens = itertools.count(order.link.base + 1)
         self._asked: dict[int, _Question] = {}
 
     def cancel(self, call: PendingCall) -> bool:

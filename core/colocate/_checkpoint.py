@@ -1,78 +1,27 @@
-"""Checkpoints of a group: what its roles' `save` has written, whole or not there, and what `restore` needs of it."""
+"""Checkpoints of a group: what its roles' `save` has written, whole or not there."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import attrs
 
 import colocate
-from colocate._atomic import atomic_folder, settle
+from colocate._atomic import atomic_folder
+from colocate._crew import Crew
 from colocate._dispatch import plan
 from colocate._functions import everyone
-from colocate._method import RoleMethod
 from colocate._numbers import FOREVER_S, shown
 from colocate._pending import PendingCall
-from colocate._sending import ready, submit
-from colocate._view import RoleInfo, refuse_inside
-from colocate.errors import ColocateError, ConfigError, Mistake
-from colocate.worker.checkpoint import OWN, RECORD, role_folder
+from colocate._saved import Checkpoint, Tag, refuse_others, savable
+from colocate._sending import ready, refuse_inside, submit
+from colocate.errors import ColocateError, ConfigError
+from colocate.worker.checkpoint import RECORD, role_folder
 from colocate.worker.functions import CHECKPOINT, SAVE
 
-if TYPE_CHECKING:
-    from colocate._group import ColocatedGroup
 
-Tag = str | int | float | None
-
-
-@attrs.frozen
-class Checkpoint:
-    """A complete one.
-
-    Attributes:
-        folder: Where it is (absolute).
-        tag: What its writer called it.
-    """
-
-    folder: Path
-    tag: Tag
-
-    @classmethod
-    def read(cls, folder: Path, roles: Mapping[str, RoleInfo]) -> Checkpoint:
-        """The one in a folder, for a group with these roles.
-
-        Raises:
-            ConfigError: There is none, or it is of other roles.
-        """
-        settle(folder)
-        try:
-            record = _record(folder)
-            saved, tag = record["roles"], record["tag"]
-        except OSError:
-            raise ConfigError(
-                f"there is no checkpoint in {folder}: one that is complete has a file {RECORD}, which "
-                "group.checkpoint(...) writes last"
-            ) from None
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(
-                f"{folder / RECORD} isn't what group.checkpoint(...) writes ({type(error).__name__}: {error}): the "
-                "checkpoint is damaged, or something else's; give another one"
-            ) from error
-        missing = [name for name in saved if name not in roles]
-        if missing:
-            raise ConfigError(
-                f"the checkpoint in {folder} is of a group with other roles: it has {', '.join(missing)}, "
-                f"this one has {', '.join(roles)}"
-            )
-        return cls(folder, tag)
-
-
-def write(group: ColocatedGroup, folder: Path, tag: Tag) -> None:
+def write(crew: Crew, folder: Path, tag: Tag) -> None:
     """Have every role of a group save itself, between its calls; a restart goes on from that.
 
     Raises:
@@ -83,123 +32,47 @@ def write(group: ColocatedGroup, folder: Path, tag: Tag) -> None:
     """
     if not isinstance(tag, str | int | float):
         raise ConfigError(f"checkpoint(tag) must be text, a number or None, not {shown(tag)}")
-    saved = _saved(group.roles)
-    refuse_inside("checkpoint", group)
+    saved = savable(crew.roles)
+    refuse_inside("checkpoint", crew.name)
     folder = folder.resolve() if folder.name in ("", "..") else folder.absolute()  # it gets its name by a rename
     found = Checkpoint(folder, tag)
-    with group.restarts.writing:
+    with crew.restarts.writing:
         refuse_others(folder, saved)
-        group.residents.raise_untold()
-        with atomic_folder(folder, _committing(group, found, group.generation, saved)) as part:
+        crew.residents.raise_untold()
+        with atomic_folder(folder, _committing(crew, found, crew.generation, saved)) as part:
             for name in saved:
                 role_folder(part, name).mkdir()
-            _submit(group, part).result()
-            group.residents.raise_untold()
+            _submit(crew, part).result()
+            crew.residents.raise_untold()
             record = {
                 "tag": tag,
-                "group": group.name,
-                "generation": group.generation,
+                "group": crew.name,
+                "generation": crew.generation,
                 "roles": {
                     name: {"class": info.cls.__qualname__, "ranks": len(info.slots)} for name, info in saved.items()
                 },
                 "colocate": colocate.__version__,
             }
             (part / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    group.pool.changed()
-
-
-def refuse_others(folder: Path, roles: Collection[str]) -> None:
-    """Refuse a folder whose contents a checkpoint of these roles may not replace.
-
-    Raises:
-        ConfigError: It is neither free nor empty nor an earlier checkpoint of theirs.
-    """
-    found = _in_the_way(folder, roles)
-    if found is not None:
-        raise ConfigError(
-            f"the checkpoint can't be written to {folder}: {found}. It may replace an earlier checkpoint of the same "
-            "roles, or an empty folder, and nothing else; nothing was touched. Name a folder of its own"
-        )
-
-
-def _in_the_way(folder: Path, roles: Collection[str]) -> str | None:
-    """What lies there that isn't a checkpoint's to replace, in words; None when nothing does."""
-    if not os.path.lexists(folder):
-        parent = next(path for path in folder.parents if os.path.lexists(path))
-        return None if parent.is_dir() else f"{parent}, in which it would lie, is no folder"
-    if folder.is_symlink():
-        return f"that is a symbolic link (to {os.readlink(folder)}), which a folder would take the place of"
-    if not folder.is_dir():
-        return "that is a file"
-    if os.path.ismount(folder):
-        return "a file system is mounted there"
-    with contextlib.suppress(FileNotFoundError):  # somebody has removed the working directory
-        if folder.resolve() in (Path.cwd(), *Path.cwd().parents):
-            return "the working directory is that folder, or lies in it"
-    names = sorted(os.listdir(folder))
-    if not names:
-        return None
-    if RECORD not in names:
-        return f"that folder has other files ({_listed(names)})"
-    try:
-        theirs = set(_record(folder)["roles"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return f"its {RECORD} isn't what group.checkpoint(...) writes"
-    strange = [name for name in names if name not in (RECORD, OWN, *theirs)]
-    if strange:
-        return f"that folder has other files beside a checkpoint ({_listed(strange)})"
-    if theirs != set(roles):
-        has, saved = ", ".join(sorted(theirs)), ", ".join(sorted(roles))
-        return f"there is a checkpoint of a group with other roles: it has {has}, this one saves {saved}"
-    return None
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def _record(folder: Path) -> dict[str, Any]:
-    """What the record of a checkpoint says."""
-    record: dict[str, Any] = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-    return record
+    crew.home.changed()
 
 
 @contextlib.contextmanager
-def _committing(
-    group: ColocatedGroup, checkpoint: Checkpoint, generation: int, saved: Collection[str]
-) -> Iterator[None]:
+def _committing(crew: Crew, checkpoint: Checkpoint, generation: int, saved: Collection[str]) -> Iterator[None]:
     """A failed group is restored from the last checkpoint before: nothing may take its folder's name then."""
-    with group.order.lock:
-        group.check()
-        if group.generation != generation:
+    with crew.order.lock:
+        crew.check()
+        if crew.generation != generation:
             raise ColocateError(
-                f"group {group.name!r} was restarted while its checkpoint {checkpoint.tag!r} was written: that is void"
+                f"group {crew.name!r} was restarted while its checkpoint {checkpoint.tag!r} was written: that is void"
             )
         refuse_others(checkpoint.folder, saved)  # it may have been filled meanwhile
         yield
-        group.restarts.committed(checkpoint)
+        crew.restarts.committed(checkpoint)
 
 
-def _saved(roles: Mapping[str, RoleInfo]) -> dict[str, RoleInfo]:
-    """The roles that have a state to save."""
-    mistakes, saved = [], {}
-    for name, info in roles.items():
-        found = {which: getattr(info.cls, which, None) for which in ("save", "restore")}
-        has = [which for which, what in found.items() if callable(what) and not isinstance(what, RoleMethod)]
-        if len(has) == 2:
-            saved[name] = info
-        elif has:
-            other = "restore" if has == ["save"] else "save"
-            mistakes.append(Mistake(f"roles.{name}", None, f"{info.cls.__qualname__} has {has[0]}() but no {other}()"))
-    if not saved and not mistakes:
-        mistakes.append(Mistake("roles", None, "none has save(directory) and restore(directory)"))
-    if mistakes:
-        raise ConfigError("the group can't be checkpointed:", mistakes=tuple(mistakes))
-    return saved
-
-
-def _submit(group: ColocatedGroup, part: Path) -> PendingCall:
-    role = everyone(group)
+def _submit(crew: Crew, part: Path) -> PendingCall:
+    role = everyone(crew)
     planned = plan(SAVE.dispatch, {"directory": str(part)}, role.ranks)
     call = PendingCall(CHECKPOINT, "", CHECKPOINT, role.slots)
-    return submit(ready(group, call, role, SAVE, planned, [], FOREVER_S))  # large ones take long
+    return submit(ready(crew, call, role, SAVE, planned, [], FOREVER_S))  # large ones take long

@@ -195,7 +195,7 @@ def standalone_context(role: str) -> Context:
 
 
 def _alone(ctx: Context, axis: str | None) -> ProcessGroup:
-    from colocate.worker.torch_groups import single_rank_group
+    from colocate._torch_groups import single_rank_group
 
     return single_rank_group()
 

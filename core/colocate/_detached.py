@@ -14,53 +14,32 @@ import platform
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
-
-import attrs
+from typing import Any, cast
 
 from colocate import _record
-from colocate._failures import NO_ANSWER, hung_error
-from colocate._group import ColocatedGroup
+from colocate._connection import Connection
+from colocate._crew import Crew
+from colocate._failures import hung_error
+from colocate._lines import caller
 from colocate._numbers import FOREVER_S, duration_problem
 from colocate._off_main import off_main
-from colocate._owned import caller, raise_together
-from colocate._pool import Pool
+from colocate._owned import raise_together
 from colocate._record import GroupRecord
-from colocate.errors import BorrowedError, ClosedError, ColocateError, ConfigError, EngineError
-from colocate.executor import Detachable
-from colocate.keeper.tenure import Terms
-
-if TYPE_CHECKING:
-    from colocate._runtime import Runtime
-
-
-@attrs.define(eq=False)
-class Tenancy:
-    """How this driver has a pool that was detached once.
-
-    Attributes:
-        name: What it is called in the cluster.
-        own: Whether it ends with this driver.
-        ttl: Seconds that it lives without any.
-        kept: The groups that belong to it, by name; others end with this driver.
-    """
-
-    name: str
-    own: bool
-    ttl: float
-    kept: set[str] = attrs.field(factory=set)
-    lock: threading.Lock = attrs.field(factory=threading.Lock)  # what its keepers are told is told in order
-
+from colocate._slots import Slots
+from colocate._stacks import NO_ANSWER
+from colocate._tenancy import Tenancy
+from colocate.errors import BorrowedError, ColocateError, ConfigError, EngineError
+from colocate.executor import Detachable, Terms
 
 # -- detach
 
 
-def detach(pool: Pool, name: str, ttl: float) -> None:
+def detach(pool: Slots, name: str, ttl: float) -> None:
     """See `Pool.detach`."""
     _check_terms(name, ttl)
     pool.check()
-    pool.runtime.require(Detachable, f"detach pool {pool.name!r}")
-    executor = cast("Detachable", pool.runtime.executor)
+    pool.connection.require(Detachable, f"detach pool {pool.name!r}")
+    executor = cast("Detachable", pool.connection.services.executor)
     if not pool.request.detachable:
         raise ConfigError(
             f"pool {pool.name!r} was reserved without detachable=True: runtime.reserve(..., detachable=True)"
@@ -95,11 +74,11 @@ def _check_terms(name: str, ttl: Any) -> None:
         )
 
 
-def _close_all(pool: Pool, by: str) -> list[ColocatedGroup]:
+def _close_all(pool: Slots, by: str) -> list[Crew]:
     """Refuse all new uses at once, or none; the groups."""
     with contextlib.ExitStack() as locks:
         locks.enter_context(pool.lock)
-        groups = list(pool.groups.values())
+        groups = pool.crews
         for group in groups:
             locks.enter_context(group.order.lock)
         pool.check()
@@ -112,7 +91,7 @@ def _close_all(pool: Pool, by: str) -> list[ColocatedGroup]:
     return groups
 
 
-def _check_idle(group: ColocatedGroup) -> None:
+def _check_idle(group: Crew) -> None:
     """Raise when detaching it would break something."""
     group.check()
     if group.state != "ready":
@@ -127,30 +106,30 @@ def _check_idle(group: ColocatedGroup) -> None:
         raise ColocateError(f"group {group.name!r} can't be detached: {'; '.join(lent)}. Wait for that")
 
 
-def _reopen(pool: Pool, groups: Sequence[ColocatedGroup]) -> None:
+def _reopen(pool: Slots, groups: Sequence[Crew]) -> None:
     """Be as before, unless another driver has got it meanwhile."""
     assert pool.reservation is not None
     for node in (pool, *groups):
         node.reopen()
-    if not cast("Detachable", pool.runtime.executor).retain(pool.reservation):
+    if not cast("Detachable", pool.connection.services.executor).retain(pool.reservation):
         lost(pool, "another driver")
     for group in groups:
         group.workforce.look()
 
 
-def _terms(pool: Pool, groups: Sequence[ColocatedGroup], name: str, ttl: float) -> Terms:
+def _terms(pool: Slots, groups: Sequence[Crew], name: str, ttl: float) -> Terms:
     kept = frozenset(worker.host.token for group in groups for worker in group.workforce.workers)
     return Terms(name, float(ttl), kept, _record.record_of(pool, groups, float(ttl)), _record.about(pool, groups))
 
 
-def changed(pool: Pool) -> None:
+def _changed(pool: Slots) -> None:
     """Groups of the pool have come, gone or been restarted: those after this driver are to find what there is."""
     tenancy = pool.tenancy
-    executor = pool.runtime.executor
+    executor = pool.connection.services.executor
     if tenancy is None or pool.reservation is None or pool.closed_by is not None:
         return
     with tenancy.lock:
-        groups = [group for group in pool.groups.values() if tenancy.own or group.name in tenancy.kept]
+        groups = [group for group in pool.crews if tenancy.own or group.name in tenancy.kept]
         tenancy.kept = {group.name for group in groups}
         cast("Detachable", executor).keep(pool.reservation, _terms(pool, groups, tenancy.name, tenancy.ttl))
 
@@ -158,25 +137,27 @@ def changed(pool: Pool) -> None:
 # -- attach
 
 
-def attach(runtime: Runtime, name: str, own: bool) -> Pool:
+def attach(connection: Connection, name: str, own: bool) -> Slots:
     """See `Runtime.attach`."""
-    executor = cast("Detachable", runtime.executor)
+    executor = cast("Detachable", connection.services.executor)
     fence = _Fence()
     adopted = executor.adopt(name, _who(), own, fence.fenced)
     try:
-        runtime.check()
+        connection.check()
         record = _record.load(adopted.record, name)
-        pool = Pool(runtime, record.name, record.request)
+        pool = Slots(connection, record.name, record.request)
     except BaseException:
         executor.let_go(adopted.reservation)
         raise
-    pool.tenancy = Tenancy(name, own, record.ttl, {group.name for group in record.groups})
+    pool.tenancy = Tenancy(
+        name, own, record.ttl, {group.name for group in record.groups}, changed=lambda: _changed(pool)
+    )
     pool.epoch = adopted.epoch
     try:
         pool.hold(adopted.reservation)
         fence.watch(pool)
         taken = [_taken(pool, each) for each in record.groups]
-        runtime.check()
+        connection.check()
         pool.check()  # another driver may have taken it meanwhile
         for group in taken:
             _greet(group)
@@ -191,7 +172,7 @@ class _Fence:
     """Hears that another driver has taken a pool, perhaps before there is one."""
 
     def __init__(self) -> None:
-        self._pool: Pool | None = None
+        self._pool: Slots | None = None
         self._by: str | None = None
         self._lock = threading.Lock()
 
@@ -203,7 +184,7 @@ class _Fence:
         if pool is not None:
             lost(pool, by)
 
-    def watch(self, pool: Pool) -> None:
+    def watch(self, pool: Slots) -> None:
         """Tell a pool, also when it has happened already."""
         with self._lock:
             self._pool = pool
@@ -212,8 +193,8 @@ class _Fence:
             lost(pool, by)
 
 
-def _taken(pool: Pool, record: GroupRecord) -> ColocatedGroup:
-    other = pool.runtime.groups.get(record.name)
+def _taken(pool: Slots, record: GroupRecord) -> Crew:
+    other = pool.connection.crews.get(record.name)
     if other is not None:
         raise ConfigError(
             f"pool {pool.name!r} can't be attached: it has a group {record.name!r}, and so has this runtime, made at "
@@ -224,12 +205,12 @@ def _taken(pool: Pool, record: GroupRecord) -> ColocatedGroup:
     group.seed, group.line, group.created = record.seed, record.line, record.created
     group.restarts.checkpoint, group.restarts.restored = record.checkpoint, record.restored
     group.taught.follows(record.modules)
-    executor = cast("Detachable", pool.runtime.executor)
+    executor = cast("Detachable", pool.connection.services.executor)
     group.workforce.take(executor, record.tokens)
     return group
 
 
-def _greet(group: ColocatedGroup) -> None:
+def _greet(group: Crew) -> None:
     """Wait until its workers have heard of their new driver; then have them all come back from what they were in."""
     silent = group.workforce.wait_hello(group.grace)
     group.workforce.ready()
@@ -242,60 +223,39 @@ def _greet(group: ColocatedGroup) -> None:
 # -- the end
 
 
-def let_go(group: ColocatedGroup, by: str | None) -> None:
-    """Let go of a group that goes on in a borrowed pool: what this driver has in it ends."""
-    if not group.take_closing(by):
-        return
-    group.residents.break_borrows()
-    failed = group.residents.unseen()
-    _end(group)
-    raise_together(f"group {group.name!r} was closed, and this had gone wrong", failed)
-
-
-def _end(group: ColocatedGroup) -> None:
-    error = ClosedError(f"group {group.name!r} was closed by {group.closed_by}", closed_by=group.closed_by)
-    group.order.fail_all(error)
-    group.residents.fail(error)
-    group.restarts.stop()
-    group.enter("closed")
-    group.runtime.forget(group)
-    group.disown()
-    group.finished()
-
-
-def _left(pool: Pool, groups: Sequence[ColocatedGroup]) -> None:
+def _left(pool: Slots, groups: Sequence[Crew]) -> None:
     """Nothing of it is this driver's any more."""
     for group in groups:
-        _end(group)
+        group.leave()
     pool.state = "closed"
     pool.disown()
     pool.finished()
 
 
-def lost(pool: Pool, by: str) -> None:
+def lost(pool: Slots, by: str) -> None:
     """Another driver has taken it. On the thread that hears messages: nothing here waits."""
     words = f"{by}, who has taken it"
-    groups = list(pool.groups.values())
+    groups = pool.crews
     if not pool.mark_closed(words):  # it is being closed here, which this cuts short
         for group in groups:
             if group.mark_closed(words):
                 group.residents.break_borrows()
-                _end(group)
+                group.leave()
         return
     for group in groups:
         if group.mark_closed(words):
             group.residents.break_borrows()
     _left(pool, groups)
-    executor, reservation = cast("Detachable", pool.runtime.executor), pool.reservation
+    executor, reservation = cast("Detachable", pool.connection.services.executor), pool.reservation
     if reservation is not None:
         threading.Thread(target=executor.let_go, args=(reservation,), name="colocate-fenced", daemon=True).start()
 
 
-def close_detached(runtime: Runtime, name: str, force: bool) -> None:
+def close_detached(connection: Connection, name: str, force: bool) -> None:
     """End a detached pool, whoever made it.
 
     Args:
-        runtime: Of its cluster.
+        connection: One to its cluster.
         name: Its name.
         force: Take it from the driver that is attached.
 
@@ -303,11 +263,11 @@ def close_detached(runtime: Runtime, name: str, force: bool) -> None:
         BorrowedError: A driver is attached (without `force`).
         ConfigError: There is no such pool.
     """
-    off_main(lambda: _close_detached(runtime, name, force))
+    off_main(lambda: _close_detached(connection, name, force))
 
 
-def _close_detached(runtime: Runtime, name: str, force: bool) -> None:
-    executor = cast("Detachable", runtime.executor)
+def _close_detached(connection: Connection, name: str, force: bool) -> None:
+    executor = cast("Detachable", connection.services.executor)
     borrowed = None
     if not force:
         try:
@@ -323,15 +283,15 @@ def _close_detached(runtime: Runtime, name: str, force: bool) -> None:
                 f"{error.message}. colocate close {name} --force ends a pool that doesn't answer"
             ) from None
     try:
-        pool = attach(runtime, name, own=True)
+        pool = attach(connection, name, own=True)
     except Exception:  # its record is of another version, say: end it without asking its workers
         try:
-            runtime.executor.release(executor.adopt(name, _who(), True, lambda by: None).reservation)
+            connection.services.executor.release(executor.adopt(name, _who(), True, lambda by: None).reservation)
         except EngineError:
             executor.end(name)
     else:
         with contextlib.suppress(ExceptionGroup):  # what had gone wrong with it before
-            pool.close()
+            pool.close_here(pool.by_caller(), 10.0, False)
     finally:
         if borrowed is not None:
             executor.let_go(borrowed.reservation)

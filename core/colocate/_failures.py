@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from colocate._jobs import error_text
+from colocate._lines import at
+from colocate._link import Link
 from colocate._off_main import off_main
-from colocate._owned import at
+from colocate._pending import PendingCall
 from colocate._rebuilding import NotRebuilt, rebuilding
 from colocate.errors import (
     CallTimeout,
@@ -21,12 +23,6 @@ from colocate.errors import (
 )
 from colocate.executor import Exit
 from colocate.worker.consequence import Consequence, Poisoned
-
-if TYPE_CHECKING:
-    from colocate._order import Link, PendingCall
-
-NO_ANSWER = "no answer (C code may hold the GIL, or it is stopped)"
-"""What stands where a rank's stack would, if neither the rank nor its machine tells it."""
 
 _OUR_FAULT = "That is a fault of colocate's own: please report it, with the traceback that was printed"
 

@@ -4,53 +4,49 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from colocate._crew import Crew
 from colocate._definitions.names import path_of
 from colocate._dispatch import plan
+from colocate._handles import Consumer, Reference
 from colocate._mesh import Mesh
-from colocate._method import MethodSpec
+from colocate._method_spec import MethodSpec
 from colocate._nesting import no_end
 from colocate._pending import PendingCall
 from colocate._pipeline import recording
-from colocate._resident import Consumer, Reference
-from colocate._sending import ready, start
+from colocate._role_info import RoleInfo
+from colocate._sending import ready, refuse_inside, start, with_references
 from colocate._ship import ship
-from colocate._view import RoleInfo, refuse_inside, with_references
 from colocate.worker.build import Shipped
 from colocate.worker.functions import RUN, Functions
 
-if TYPE_CHECKING:
-    from colocate._group import ColocatedGroup
 
-
-def run(
-    group: ColocatedGroup, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> PendingCall:
+def run(crew: Crew, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PendingCall:
     """Send a function to every worker of a group, for who waits for that at once."""
     if not callable(function):
         raise TypeError(f"group.run runs a function of the worker's context, not {function!r}")
     name = getattr(function, "__name__", type(function).__name__)
     label = f"function {name}"
     _check_fits(function, name, args, kwargs)
-    if (pipeline := recording(group)) is not None:
+    if (pipeline := recording(crew)) is not None:
         pipeline.refuse_call(f"group.run({name})")
-    group.check()
-    refuse_inside(label, group)
-    role = everyone(group)
+    crew.check()
+    refuse_inside(label, crew.name)
+    role = everyone(crew)
     uses: list[Reference] = []
-    consumer = Consumer(group.name, role.slots, role.ranks.mesh)
+    consumer = Consumer(crew.name, role.slots, role.ranks.mesh)
     given = {"args": args, "kwargs": dict(kwargs)}
-    shipped = _ship(function, name, group.runtime.executor.in_process)
+    shipped = _ship(function, name, crew.services.executor.in_process)
     try:
-        given = with_references(given, consumer, label, group.runtime, uses)
+        given = with_references(given, consumer, label, crew.services, uses)
         planned = plan(RUN.dispatch, {"function": shipped, **given}, role.ranks)
     except RecursionError:
         if (error := no_end(given, label)) is not None:
             raise error from None
         raise
     call = PendingCall(label, "", name, role.slots)
-    return start(ready(group, call, role, RUN, planned, uses, None))
+    return start(ready(crew, call, role, RUN, planned, uses, None))
 
 
 def _check_fits(function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -64,11 +60,11 @@ def _check_fits(function: Callable[..., Any], name: str, args: tuple[Any, ...], 
         raise TypeError(f"{name}{signature}: {error}; its first argument is the worker's context") from None
 
 
-def everyone(group: ColocatedGroup) -> RoleInfo:
+def everyone(crew: Crew) -> RoleInfo:
     """The role that functions run in, on all slots. Workers know it by what its context needs."""
-    slots = range(len(group.workforce.workers))
+    slots = range(len(crew.workforce.workers))
     methods: Mapping[str, MethodSpec] = {RUN.name: RUN}
-    key = len(slots), group.runtime.seed
+    key = len(slots), crew.services.seed
     return RoleInfo("", Functions, methods, slots, {"": Mesh({"dp": len(slots)})}, Functions.__module__, key=key)
 
 

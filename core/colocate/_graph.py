@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from colocate._group import ColocatedGroup
+from colocate._crew import Crew
 from colocate._owned import Owned
 from colocate.errors import ConfigError
-
-if TYPE_CHECKING:
-    from colocate._runtime import Runtime
 
 FORMATS = ("tree", "mermaid", "dot", "json")
 
@@ -19,12 +16,12 @@ FORMATS = ("tree", "mermaid", "dot", "json")
 class Graph:
     """Who owns what, at the moment when it is asked."""
 
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
+    def __init__(self, root: Owned) -> None:
+        self._root = root
 
     def data(self) -> dict[str, Any]:
         """The graph as nested plain data: kind, name, state, age, line, children and what else a kind knows."""
-        return _node(self._runtime)
+        return _node(self._root)
 
     def render(self, format: str = "tree") -> str:
         """The graph as text.
@@ -48,14 +45,14 @@ class Graph:
 def _node(node: Owned) -> dict[str, Any]:
     data = node.describe()
     data["children"] = [_node(child) for child in list(node.children.values())]
-    if isinstance(node, ColocatedGroup):
+    if isinstance(node, Crew):
         data["children"] += [*_workers(node), *_residents(node), *_calls(node)]
     return data
 
 
-def _workers(group: ColocatedGroup) -> Iterator[dict[str, Any]]:
-    ranks = {name: {slot: rank for rank, slot in enumerate(info.slots)} for name, info in group.roles.items()}
-    for worker in group.workforce.workers:
+def _workers(crew: Crew) -> Iterator[dict[str, Any]]:
+    ranks = {name: {slot: rank for rank, slot in enumerate(info.slots)} for name, info in crew.roles.items()}
+    for worker in crew.workforce.workers:
         roles = [
             {
                 "kind": "role",
@@ -63,7 +60,7 @@ def _workers(group: ColocatedGroup) -> Iterator[dict[str, Any]]:
                 "state": info.cls.__qualname__,
                 "children": [],
             }
-            for name, info in group.roles.items()
+            for name, info in crew.roles.items()
             if worker.slot in ranks[name]
         ]
         yield {
@@ -77,8 +74,8 @@ def _workers(group: ColocatedGroup) -> Iterator[dict[str, Any]]:
         }
 
 
-def _residents(group: ColocatedGroup) -> Iterator[dict[str, Any]]:
-    for kept in list(group.residents.kept.values()):
+def _residents(crew: Crew) -> Iterator[dict[str, Any]]:
+    for kept in list(crew.residents.kept.values()):
         if kept.freed_by is not None:
             continue
         call = kept.call
@@ -94,8 +91,8 @@ def _residents(group: ColocatedGroup) -> Iterator[dict[str, Any]]:
         }
 
 
-def _calls(group: ColocatedGroup) -> Iterator[dict[str, Any]]:
-    for call in list(group.order.pending.values()):
+def _calls(crew: Crew) -> Iterator[dict[str, Any]]:
+    for call in list(crew.order.pending.values()):
         missing = [call.rank_of(slot) for slot in call.missing()]
         yield {
             "kind": "call",

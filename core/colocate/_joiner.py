@@ -3,33 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from colocate._failures import result_of
+from colocate._link import Link
 from colocate._mesh import Ranks
-from colocate._method import MethodSpec
-from colocate._order import PendingCall
-
-if TYPE_CHECKING:
-    from colocate._group import ColocatedGroup
-    from colocate._view import RoleInfo
+from colocate._method_spec import MethodSpec
+from colocate._pending import PendingCall
+from colocate._role_info import RoleInfo
 
 
 class Joiner:
     """Makes a call's value of its ranks' results, for whoever asks first."""
 
-    __slots__ = ("_group", "_role", "_spec")
+    __slots__ = ("_link", "_role", "_spec")
 
-    def __init__(self, group: ColocatedGroup, role: RoleInfo, spec: MethodSpec) -> None:
-        self._group = group
+    def __init__(self, link: Link, role: RoleInfo, spec: MethodSpec) -> None:
+        self._link = link
         self._role = role
         self._spec = spec
 
     def __call__(self, call: PendingCall, bodies: Sequence[Any]) -> Any:
         if call.keep is not None:
             return None
-        group = self._group
-        results = [result_of(group, call, slot, body) for slot, body in zip(call.targets, bodies, strict=True)]
+        link = self._link
+        results = [result_of(link, call, slot, body) for slot, body in zip(call.targets, bodies, strict=True)]
         role = self._role.ranks
         targets = None if call.targets is self._role.slots else call.ranks
         return self._spec.collect.join(results, Ranks(role.world_size, role.meshes, call.rows, None, targets))

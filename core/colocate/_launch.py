@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from colocate._owned import made_for
+from colocate._lines import made_for
 from colocate._role import RoleSpec, role
+from colocate._stage import Stage
 from colocate.config.schema import Config, RoleConfig
 
 if TYPE_CHECKING:
     from colocate._group import ColocatedGroup
     from colocate._pool import Pool
-    from colocate._run import RunRecord
+    from colocate._run_record import RunRecord
     from colocate._runtime import Runtime
 
 
@@ -63,10 +64,6 @@ def launch(config: Config) -> AbstractContextManager[Launched]:
         config: From `load_config`.
     """
     return opened(config, lambda stage, what: contextlib.nullcontext())
-
-
-Stage: TypeAlias = Callable[[str, str], AbstractContextManager[object]]
-"""Entered for each step of a start, with its name and in words what is done."""
 
 
 @contextlib.contextmanager

@@ -4,39 +4,11 @@ from __future__ import annotations
 
 import abc
 import threading
-import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
-if TYPE_CHECKING:
-    from colocate._resident import Kept
-    from colocate.errors import ColocateError
-
-
-class Lease:
-    """What everybody holds who can still name a resident."""
-
-    __slots__ = ("__weakref__",)
-
-
-class LeaseEnd(weakref.ref[Lease]):
-    """Notes the end of a lease, which comes at any point of any thread: by a function in C, so that no signal falls in.
-
-    A finalizer in Python would lose what a signal's handler raises in it, and then the release too.
-    """
-
-    __slots__ = ("key",)
-    key: int
-
-    def __new__(cls, lease: Lease, note: Callable[[LeaseEnd], None], key: int) -> LeaseEnd:
-        """Args: note: Called with this. key: The resident's."""
-        self: LeaseEnd = super().__new__(cls, lease, note)
-        self.key = key
-        return self
-
-    def __init__(self, lease: Lease, note: Callable[[LeaseEnd], None], key: int) -> None:
-        super().__init__(lease, note)  # type: ignore[call-arg]
+from colocate._kept import Kept, Lease, LeaseEnd
+from colocate.errors import ColocateError
 
 
 class Leases(abc.ABC):
@@ -91,7 +63,11 @@ class Leases(abc.ABC):
                 key = kept.source.key
                 self._uses[key] = self._uses.get(key, 0) + 1
                 return
-        kept.check()
+        self.check(kept)
+
+    @abc.abstractmethod
+    def check(self, kept: Kept) -> None:
+        """Raise unless it can be used."""
 
     def end_use(self, kept: Kept) -> None:
         """A call or a fetch uses it no longer."""

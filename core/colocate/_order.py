@@ -8,77 +8,20 @@ rank which had begun it; everything else goes on. A rank that doesn't come back 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import attrs
 
-from colocate._cancel import Cancellations
-from colocate._dispatcher import Dispatcher
-from colocate._failures import NO_ANSWER, failure_error, hung_error, later_error, timeout_error
-from colocate._jobs import JobThread, Timer
-from colocate._pending import PendingCall as PendingCall
+from colocate._failures import failure_error, hung_error, later_error, timeout_error
+from colocate._jobs import Timer
+from colocate._link import Link
+from colocate._pending import PendingCall
+from colocate._stacks import StackQuestions, Stacks
 from colocate.errors import ColocateError, RoleError
 from colocate.worker.consequence import POISONED
 
-STACKS_WITHIN_S = 0.5
-_SILENT_AFTER_S = 0.1  # then a rank is looked at from outside; it may still answer
 _ALIVE_WITHIN_S = 1.0
-
-
-class Link(Protocol):
-    """What the sequence needs of its group."""
-
-    name: str
-    grace: float
-    closed_by: str | None
-
-    def send(self, slots: Sequence[int], head: tuple[Any, ...], body: Any = None) -> None:
-        """Send one message to some workers."""
-
-    def look(self, slot: int, then: Callable[[str | None], None]) -> None:
-        """Have said what a rank does, as it is seen from outside."""
-
-    def node(self, slot: int) -> str:
-        """The node of a slot."""
-        ...
-
-    def live(self) -> list[int]:
-        """The slots whose workers run."""
-        ...
-
-    def fail(self, error: ColocateError) -> None:
-        """The group can't go on."""
-
-    def unpack(self, body: Any) -> Any:
-        """The value of a body."""
-
-
-@attrs.frozen
-class Stacks:
-    """What ranks were doing when they were asked.
-
-    Attributes:
-        told: By slot, of those that have answered.
-        seen: By slot, of those that had given no answer and were looked at from outside, where that can be.
-    """
-
-    told: dict[int, str] = attrs.field(factory=dict)
-    seen: dict[int, str] = attrs.field(factory=dict)
-
-    def of(self, slot: int) -> str:
-        """What is known of a rank."""
-        return self.told.get(slot) or self.seen.get(slot) or NO_ANSWER
-
-
-@attrs.frozen(eq=False)
-class _Question:
-    """Ranks that have been asked what they are doing, who still owes an answer, and whom it is for."""
-
-    waiting: set[int]
-    then: Callable[[Stacks], None]
-    found: Stacks = attrs.field(factory=Stacks)
 
 
 @attrs.define(eq=False)
@@ -102,37 +45,31 @@ class _Hold:
 
 
 class CallOrder:
-    """The calls of one group. All methods may be called from any thread."""
+    """The calls of one group. All methods may be called from any thread.
 
-    def __init__(self, link: Link, timers: JobThread, dispatcher: Dispatcher, base: int = 0) -> None:
-        """Begin.
+    Attributes:
+        lock: Held while anything of them changes.
+        pending: The calls that were sent and aren't done, by number.
+        stacks: What their ranks are doing.
+    """
 
-        Args:
-            link: The group.
-            timers: Where deadlines are kept.
-            dispatcher: Where users' callbacks run.
-            base: All numbers are above this: those up to it were an earlier driver's.
-        """
+    def __init__(self, link: Link) -> None:
         self.lock = threading.RLock()
         self.pending: dict[int, PendingCall] = {}
-        self.cancellations = Cancellations(self, base)
         self.link = link
-        self._timers, self._dispatcher = timers, dispatcher
-        self._next = base + 1  # 0 is the construction of the roles
-        self._resumed = self._base = base
+        self._timers, self._dispatcher = link.services.timers, link.services.dispatcher
+        self.stacks = StackQuestions(link, self._timers, self.lock)
+        self._next = link.base + 1  # 0 is the construction of the roles
+        self._resumed = link.base
         self._hold: _Hold | None = None
-        self._questions: dict[int, _Question] = {}
-        self._token = base
-        self._ran: dict[int, tuple[int, ...]] = {}  # the calls that ranks ran when they last told their stack
 
     def renew(self) -> None:
         """Begin anew with other workers, after `fail_all`. The lock is held."""
-        self._resumed = self._base  # as new lanes count
+        self._resumed = self.link.base  # as new lanes count
         if self._hold is not None and self._hold.timer is not None:
             self._hold.timer.cancel()
         self._hold = None  # of a generation that is gone
-        self._questions.clear()
-        self._ran.clear()
+        self.stacks.renew()
 
     # -- submission
 
@@ -141,7 +78,6 @@ class CallOrder:
         call.seq = self._next
         call.pipeline = None
         call.timers, call.dispatcher = self._timers, self._dispatcher
-        call.canceller = self.cancellations.cancel
         self._next += 1
         self.pending[call.seq] = call
         return call.seq
@@ -244,23 +180,9 @@ class CallOrder:
             elif not hold.waiting:
                 self._resume(hold)
 
-    def stacks(self, slot: int, token: int, text: str, running: tuple[int, ...]) -> None:
-        """A rank has said what it is doing."""
-        with self.lock:
-            self._ran[slot] = running
-            asked = self._questions.get(token)
-            if asked is None:
-                return
-            asked.found.told[slot] = text
-            asked.waiting.discard(slot)
-            if not asked.waiting:
-                del self._questions[token]
-                self._timers.soon(lambda: asked.then(asked.found))
-
     def gone(self, slot: int) -> None:
         """A rank has ended; nobody waits for it any more."""
         with self.lock:
-            self.cancellations.gone(slot)
             if self._hold is not None:
                 self._hold.waiting.discard(slot)
                 self._hold.silent.discard(slot)
@@ -350,7 +272,7 @@ class CallOrder:
             if not stuck:
                 hold.timer = self._timers.after(self.link.grace, lambda: self._overdue(hold))
                 return
-        self.ask_stacks(stuck, lambda found: self._give_up(hold, stuck, found))
+        self.stacks.ask(stuck, lambda found: self._give_up(hold, stuck, found))
 
     def _give_up(self, hold: _Hold, stuck: list[int], stacks: Stacks) -> None:
         with self.lock:
@@ -363,7 +285,7 @@ class CallOrder:
     def _late(self, call: PendingCall, timeout: float) -> None:
         if call.done():
             return
-        self.ask_stacks(call.missing(), lambda found: self._time_out(call, timeout, found))
+        self.stacks.ask(call.missing(), lambda found: self._time_out(call, timeout, found))
 
     def _time_out(self, call: PendingCall, timeout: float, stacks: Stacks) -> None:
         with self.lock:
@@ -392,50 +314,16 @@ class CallOrder:
                 self._settle_suspicion(hold)  # a later call is no cause of it
             self._tell_root(hold, call, error)
 
-    def ask_stacks(self, slots: list[int], then: Callable[[Stacks], None]) -> None:
-        """Ask what some ranks are doing; those that don't answer soon are looked at from outside."""
-        with self.lock:
-            live = set(self.link.live())
-            asked = [slot for slot in slots if slot in live]
-            self._token += 1
-            token = self._token
-            if not asked:
-                self._timers.soon(lambda: then(Stacks()))
-                return
-            self._questions[token] = _Question(set(asked), then)
-            self._timers.after(_SILENT_AFTER_S, lambda: self._look_at_silent(token))
-            self._timers.after(STACKS_WITHIN_S, lambda: self._stop_asking(token))
-            self.link.send(asked, ("stack", token))
-
     def still_running(self) -> set[int]:
         """The slots of ranks that haven't ended a call which they ran when they last told their stack."""
         with self.lock:
             left = {seq: call.missing() for seq, call in self.pending.items()}
-            return {slot for slot, ran in self._ran.items() if any(slot in left.get(seq, ()) for seq in ran)}
+            return {slot for slot, ran in self.stacks.ran.items() if any(slot in left.get(seq, ()) for seq in ran)}
 
     def owing(self) -> set[int]:
         """The slots of ranks that haven't ended a call which they were sent."""
         with self.lock:
             return {slot for call in self.pending.values() for slot in call.missing()}
-
-    def _look_at_silent(self, token: int) -> None:
-        with self.lock:
-            asked = self._questions.get(token)
-            silent = list(asked.waiting) if asked is not None else []
-        for slot in silent:
-            self.link.look(slot, partial(self._seen, token, slot))
-
-    def _seen(self, token: int, slot: int, what: str | None) -> None:
-        with self.lock:
-            asked = self._questions.get(token)
-            if asked is not None and what is not None:
-                asked.found.seen[slot] = what
-
-    def _stop_asking(self, token: int) -> None:
-        with self.lock:
-            asked = self._questions.pop(token, None)
-        if asked is not None:
-            asked.then(asked.found)
 
     def _end(self, call: PendingCall) -> None:
         """Take a call out of the books; it is settled next."""

@@ -9,18 +9,18 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
-from types import TracebackType
-from typing import Any, Generic, NoReturn, Self, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, NoReturn, TypeVar
 
-from colocate._off_main import frames, off_main
+from colocate._lines import at, caller, origin
+from colocate._off_main import off_main
+from colocate._on_driver import OnDriver
 from colocate.errors import BorrowedError, ClosedError, ForkedError
 
-_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_TESTING = os.path.join(_HERE, "testing", "")  # its suites are users of colocate
 _GIVEN_UP_WITHIN_S = 15.0  # a start that was interrupted: its workers are killed, and take ten seconds at most to go
+_LEAST_GRACE_S = 0.5
 N = TypeVar("N", bound="Owned")
+H = TypeVar("H")
 _forks = 0
 
 
@@ -35,39 +35,6 @@ os.register_at_fork(after_in_child=_count_fork)
 def forks() -> int:
     """How many forks lie between this process and the one that imported colocate first."""
     return _forks
-
-
-def caller() -> tuple[str, int]:
-    """File and line of the user's code that called into colocate."""
-    for frame in frames():
-        name = frame.f_code.co_filename
-        if "contextlib" not in name and not is_own_code(name):
-            return name, frame.f_lineno
-    return "?", 0
-
-
-def at(line: tuple[str, int]) -> str:
-    """A line as messages have it. What a command-line option has made has no number, and the option's text."""
-    where, number = line
-    return f"{where}:{number}" if number else where
-
-
-_made_for: ContextVar[tuple[str, int] | None] = ContextVar("made_for", default=None)
-
-
-@contextlib.contextmanager
-def made_for(line: tuple[str, int] | None) -> Iterator[None]:
-    """What this thread makes in the block is made for that line, of a config say, and not for the code that does so."""
-    token = _made_for.set(line)
-    try:
-        yield
-    finally:
-        _made_for.reset(token)
-
-
-def is_own_code(file: str) -> bool:
-    """Whether a file is a part of colocate's core."""
-    return file.startswith(_HERE) and not file.startswith(_TESTING)
 
 
 def raise_together(what: str, errors: Sequence[BaseException]) -> None:
@@ -109,12 +76,12 @@ class Making(Generic[N]):
         if self._node is not None:
             self._node.give_up(self._by)
 
-    def run(self, work: Callable[[], N]) -> N:
-        """Do the work, which says `made`, and wait for it."""
-        return off_main(work, self.give_up, _GIVEN_UP_WITHIN_S)
+    def run(self, work: Callable[[], N], name: Callable[[N], H]) -> H:
+        """Do the work, which says `made`, and wait for it; what users hold of the node is made there, too."""
+        return off_main(lambda: name(work()), self.give_up, _GIVEN_UP_WITHIN_S)
 
 
-class Owned:
+class Owned(OnDriver):
     """A node of the ownership graph.
 
     Attributes:
@@ -126,6 +93,7 @@ class Owned:
         line: File and line that made it; for what a command-line option has made, the option and 0.
         created: When, in seconds of time.time().
         closed_by: What closed it, and where.
+        names: What users hold of it, by type; there is one.
         hurried: Whether nobody waits any more for what still runs in it: its close was interrupted.
     """
 
@@ -135,10 +103,11 @@ class Owned:
         self.owner = owner
         self.state = "ready"
         self.children: dict[int, Owned] = {}
-        self.line = _made_for.get() or caller()
+        self.line = origin()
         self.created = time.time()
         self.closed_by: str | None = None
         self.hurried = False
+        self.names: dict[type, Any] = {}
         self._born_after = _forks
         self._closing = threading.RLock()
         self._closer: int | None = None
@@ -258,6 +227,29 @@ class Owned:
         for child in list(self.children.values()):
             child.wind_down(grace, deadline)
 
+    def close_children(self, grace: float) -> list[BaseException]:
+        """Close what it owns, the newest first; what went wrong.
+
+        The grace period is one for all: whatever runs there is told at once that nobody waits for it any more, and what
+        waits behind that doesn't begin in its place. What still runs when it is over has had it, whoever's turn it is.
+        """
+        errors: list[BaseException] = []
+        children = list(self.children.values())
+        deadline = time.monotonic() + grace
+        for child in children:
+            child.wind_down(grace, deadline)
+        for child in reversed(children):
+            if self.hurried:  # Ctrl-C: the others are closed too, but nobody waits any more
+                grace = deadline = 0.0
+            left = grace if child is children[-1] else max(deadline - time.monotonic(), _least(grace))
+            try:
+                child.close_for(f"closing {self.kind} {self.name!r} ({self.closed_by})", left, force=True)
+            except BaseExceptionGroup as group:
+                errors += group.exceptions
+            except BaseException as error:
+                errors.append(error)
+        return errors
+
     def close_for(self, by: str | None, grace: float, force: bool) -> None:
         """Close it on behalf of `by` (None: of its caller); each kind says how."""
         raise TypeError(f"a {self.kind} is closed by its owner")
@@ -295,16 +287,11 @@ class Owned:
             finally:
                 del wrong  # its traceback has this frame
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self.forked:
-            return
-        by = f"leaving its with block at {at(self.line)}"
-        self.close_after(error, by, 10.0 if error is None else 2.0)
+    def leave_block(self, error: BaseException | None) -> None:
+        """The `with` block that was to close it is left, perhaps with an error in flight."""
+        if not self.forked:
+            by = f"leaving its with block at {at(self.line)}"
+            self.close_after(error, by, 10.0 if error is None else 2.0)
 
     def close_after(self, error: BaseException | None, by: str, grace: float) -> None:
         """Close it by force; when an error is in flight already, what goes wrong becomes a note of that one."""
@@ -336,3 +323,8 @@ class Owned:
     def leaves(self) -> list[dict[str, Any]]:
         """Nodes it owns that are no objects of their own: workers, role instances, calls."""
         return []
+
+
+def _least(grace: float) -> float:
+    """Seconds that what is idle needs to end, also when others have used the grace up."""
+    return min(grace, _LEAST_GRACE_S)

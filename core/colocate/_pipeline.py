@@ -10,29 +10,29 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 
 from colocate._bundle import Memory, together
+from colocate._crew import Crew
+from colocate._handles import Reference
 from colocate._here import Here
+from colocate._kept import Kept
+from colocate._lines import caller
 from colocate._numbers import FOREVER_S
 from colocate._off_main import off_main
-from colocate._owned import caller, forks
+from colocate._owned import forks
 from colocate._pending import PendingCall
 from colocate.errors import ColocateError, PipelineError
 from colocate.worker.batch import Entry
-
-if TYPE_CHECKING:
-    from colocate._group import ColocatedGroup
-    from colocate._resident import Kept, Reference
 
 
 @attrs.define(eq=False)
 class Draft:
     """A call that will be sent. `bodies` go along the call's targets, and so does `valid`."""
 
-    group: ColocatedGroup
+    crew: Crew
     call: PendingCall
     role: Any
     method: str
@@ -47,7 +47,7 @@ class Pipeline:
 
     def __init__(self) -> None:
         self.open = True
-        self.groups: list[ColocatedGroup] = []
+        self.crews: list[Crew] = []
         self._drafts: list[Draft] = []
         self._memory = Memory()
         self._here = Here()
@@ -86,20 +86,21 @@ class Pipeline:
         call.uses = lent
         try:
             for use in uses:
-                use._kept.group.residents.lend(call, use._kept, draft.group)
+                use._residents.lend(call, use._kept, draft.crew.residents)
                 lent.append(use)
             snapshots = {id(body): self._memory.snapshot(body) for body in draft.bodies}
             draft.bodies = [snapshots[id(body)] for body in draft.bodies]
         except BaseException as error:
-            draft.group.order.drop(call, error)
+            draft.crew.order.drop(call, error)
             raise
         self._drafts.append(draft)
 
     def keep(self, kept: Kept) -> None:
         """A call's result is kept. Until the call has been sent, the workers mustn't be told to forget it."""
-        kept.group.residents.begin_use(kept)
         # Mostly the last one, unless a signal's handler has made another call since.
-        next(draft for draft in reversed(self._drafts) if draft.call is kept.call).kept = kept
+        draft = next(draft for draft in reversed(self._drafts) if draft.call is kept.call)
+        draft.crew.residents.begin_use(kept)
+        draft.kept = kept
 
     # -- the block
 
@@ -112,9 +113,9 @@ class Pipeline:
         text = str(error).partition("\n")[0]
         for draft in drafts:
             reason = PipelineError(
-                f"{draft.call.label} of group {draft.group.name!r} was never sent: the block of group.pipeline() at "
+                f"{draft.call.label} of group {draft.crew.name!r} was never sent: the block of group.pipeline() at "
                 f"{self._line} ended with {type(error).__name__}{': ' if text else ''}{text}",
-                group=draft.group.name,
+                group=draft.crew.name,
                 role=draft.call.role or None,
                 method=draft.call.method,
             )
@@ -127,12 +128,12 @@ class Pipeline:
             ColocateError: A group can't be called any more. Its calls, and those of groups after it, have that error.
         """
         self.open = False
-        groups = list(dict.fromkeys(draft.group for draft in self._drafts))
-        lots = [[draft for draft in self._drafts if draft.group is group] for group in groups]
+        crews = list(dict.fromkeys(draft.crew for draft in self._drafts))
+        lots = [[draft for draft in self._drafts if draft.crew is crew] for crew in crews]
         sent = 0
         try:
-            for group in groups:
-                group.check()
+            for crew in crews:
+                crew.check()
             for lot in lots:
                 _send(lot)
                 sent += 1
@@ -150,37 +151,37 @@ class Pipeline:
 
 def _give_up(draft: Draft, error: BaseException) -> None:
     """A call is never sent, or not to all of its ranks."""
-    draft.group.order.drop(draft.call, error)
+    draft.crew.order.drop(draft.call, error)
     kept = draft.kept
     if kept is not None:
         draft.kept = None
         kept.used = True  # who ended the block has been told
-        kept.group.residents.end_use(kept)
+        draft.crew.residents.end_use(kept)
         reason = error if isinstance(error, ColocateError) else PipelineError(f"{draft.call.label} was never sent")
-        kept.group.residents.never_made(kept, reason)
+        draft.crew.residents.never_made(kept, reason)
 
 
 def _send(drafts: Sequence[Draft]) -> None:
     """Give the calls of one group their places in its order, and send them."""
-    group = drafts[0].group
-    executor, workers, order = group.runtime.executor, group.workforce.workers, group.order
+    crew = drafts[0].crew
+    executor, workers, order = crew.services.executor, crew.workforce.workers, crew.order
     lots: dict[int, list[tuple[Draft, int]]] = {}  # by slot: calls, and which of their bodies
     with order.lock:
-        group.check()
+        crew.check()
         ready = [draft for draft in drafts if not _is_lost(draft)]
         sent: list[int] = []
         frees: Sequence[int] = ()
         try:
             slots = dict.fromkeys(slot for draft in ready for slot in draft.call.targets)
             bodies = (body for draft in ready for body in draft.bodies)
-            group.taught.before(slots, bodies, [draft.role for draft in ready])
+            crew.taught.before(slots, bodies, [draft.role for draft in ready])
             now = time.time()
             for draft in ready:
                 draft.call.submitted = now
                 order.enter(draft.call)
                 for index, slot in enumerate(draft.call.targets):
                     lots.setdefault(slot, []).append((draft, index))
-            frees = group.residents.take() if group.residents.news and len(lots) == len(workers) else ()
+            frees = crew.residents.take() if crew.residents.news and len(lots) == len(workers) else ()
             last: tuple[Any, ...] = ()
             frame: Any = None
             for slot, lot in lots.items():
@@ -194,13 +195,13 @@ def _send(drafts: Sequence[Draft]) -> None:
             if frame is not None:
                 executor.discard(frame)
         except BaseException as error:  # Ctrl-C, or no descriptor or memory is left
-            group.residents.put_back(frees)
+            crew.residents.put_back(frees)
             for draft in ready:
                 order.give_up(draft.call, error, bool(sent))
             raise
     for draft in drafts:
         if draft.kept is not None:
-            group.residents.end_use(draft.kept)
+            crew.residents.end_use(draft.kept)
             draft.kept = None
         if draft.timeout < FOREVER_S:
             order.watch(draft.call, draft.timeout)
@@ -211,7 +212,7 @@ def _is_lost(draft: Draft) -> bool:
     gone = (use._kept.lost for use in draft.call.uses if use._kept.lost is not None)
     poison = None if draft.call.done() else draft.call.poison() or next(gone, None)
     if poison is not None:
-        draft.group.order.drop(draft.call, poison)
+        draft.crew.order.drop(draft.call, poison)
     return draft.call.done()
 
 
@@ -229,10 +230,10 @@ def _message(lot: Sequence[tuple[Draft, int]], frees: Sequence[int]) -> tuple[tu
 _open: ContextVar[Pipeline | None] = ContextVar("colocate_pipeline", default=None)
 
 
-def recording(group: ColocatedGroup) -> Pipeline | None:
+def recording(crew: Crew) -> Pipeline | None:
     """The pipeline of this thread and task that takes this group's calls, if there is one."""
     found = _open.get()
-    return found if found is not None and group in found.groups and found.is_here else None
+    return found if found is not None and crew in found.crews and found.is_here else None
 
 
 def refuse_unsent(uses: Sequence[Reference], label: str, own: Pipeline | None) -> None:
@@ -247,15 +248,15 @@ def refuse_unsent(uses: Sequence[Reference], label: str, own: Pipeline | None) -
 
 
 @contextmanager
-def pipeline(group: ColocatedGroup) -> Iterator[None]:
+def pipeline(crew: Crew) -> Iterator[None]:
     """Send the calls made in the block on views of a group when it ends, one message per worker."""
     outer = _open.get()
     if outer is not None and outer.is_here:
-        with _nested(outer, group):
+        with _nested(outer, crew):
             yield
         return
     found = Pipeline()
-    found.groups.append(group)
+    found.crews.append(crew)
     try:
         _open.set(found)
         yield
@@ -273,14 +274,14 @@ def pipeline(group: ColocatedGroup) -> Iterator[None]:
 
 
 @contextmanager
-def _nested(outer: Pipeline, group: ColocatedGroup) -> Iterator[None]:
-    known, start = list(outer.groups), len(outer)
-    outer.groups.append(group)
+def _nested(outer: Pipeline, crew: Crew) -> Iterator[None]:
+    known, start = list(outer.crews), len(outer)
+    outer.crews.append(crew)
     try:
         yield
     except BaseException as error:
         if not outer.forked:
             failure = error
             off_main(lambda: outer.forget(start, failure), waits_s=None)
-            outer.groups[:] = known
+            outer.crews[:] = known
         raise

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import attrs
 
+from colocate._order import CallOrder
+from colocate._taught import Taught
+from colocate._worker import Worker
+
 if TYPE_CHECKING:
     from colocate._call import Call
-    from colocate._group import ColocatedGroup
-    from colocate._worker import Worker
 
-Tell = Callable[[Any, str | None], None]
+Tell: TypeAlias = Callable[[Any, str | None], None]
+Locate: TypeAlias = Callable[[str, int, int, Tell], None]
+"""Tells where a worker is reached: of a group by name, a slot, a generation."""
 
 
 @attrs.define
@@ -26,8 +30,10 @@ class _Meeting:
 class Questions:
     """Answers the workers of one group."""
 
-    def __init__(self, group: ColocatedGroup) -> None:
-        self._group = group
+    def __init__(self, order: CallOrder, taught: Taught, locate: Locate) -> None:
+        self._order = order
+        self._taught = taught
+        self._locate = locate
         self._meetings: dict[str, _Meeting] = {}
 
     def asked(self, worker: Worker, token: int, what: str, *details: Any) -> None:
@@ -45,7 +51,7 @@ class Questions:
             self._aligned(seq, key, others, tell)
             return
         if what in ("definitions", "module", "modules"):
-            self._group.taught.asked(worker, what, details[0], tell)
+            self._taught.asked(worker, what, details[0], tell)
             return
         if what == "heard":  # all that it has said before
             tell(None)
@@ -58,7 +64,7 @@ class Questions:
 
         Nobody comes any more once the call has failed: then the hold ends the wait in the worker.
         """
-        with self._group.order.lock:
+        with self._order.lock:
             meeting = self._meetings.setdefault(key, _Meeting())
             meeting.there.append(tell)
             if value is not None:
@@ -70,7 +76,7 @@ class Questions:
 
     def _aligned(self, seq: int, key: int, others: Sequence[int], tell: Tell) -> None:
         """Which of the other residents that a call uses have the partition of the first, once all of them are made."""
-        call = self._group.order.pending.get(seq)
+        call = self._order.pending.get(seq)
         uses = {use._kept.source.key: use._kept for use in call.uses} if call is not None else {}
         if key not in uses:
             tell(None, "the call has failed on another rank")
@@ -98,17 +104,3 @@ class Questions:
             each._then(made)
         if not left:
             answer()
-
-    def _locate(self, group: str, slot: int, generation: int, tell: Tell) -> None:
-        found = self._group.runtime.groups.get(group)
-        if found is None or not found.alive:
-            tell(None, f"group {group!r} is closed")
-            return
-        if found.generation != generation:
-            tell(None, f"group {group!r} has been restarted")
-            return
-
-        def located(address: str | None) -> None:
-            tell(address, None if address is not None else f"worker {slot} of group {group!r} is gone")
-
-        found.workforce.workers[slot].locate(located)

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 from colocate._jobs import error_text
-from colocate._owned import is_own_code
+from colocate._lines import is_own_code
 from colocate.errors import ColocateError
 
 

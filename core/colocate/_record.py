@@ -9,19 +9,18 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 import colocate
-from colocate._checkpoint import Checkpoint, Tag
+from colocate._crew import Crew
 from colocate._definitions.lots import pack_whole, unpack_whole
 from colocate._role import check_role
+from colocate._role_info import RoleInfo
+from colocate._saved import Checkpoint, Tag
+from colocate._slots import Slots
 from colocate._spawn import Declared
-from colocate._view import RoleInfo
 from colocate.errors import ColocateError
 from colocate.executor import Request
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-    from colocate._group import ColocatedGroup
-    from colocate._pool import Pool
 
 
 @attrs.frozen
@@ -94,7 +93,7 @@ class PoolRecord:
     groups: tuple[GroupRecord, ...]
 
 
-def record_of(pool: Pool, groups: Iterable[ColocatedGroup], ttl: float) -> bytes:
+def record_of(pool: Slots, groups: Iterable[Crew], ttl: float) -> bytes:
     """The record of a pool.
 
     Raises:
@@ -121,17 +120,17 @@ def load(record: bytes, name: str) -> PoolRecord:
     return found
 
 
-def about(pool: Pool, groups: Iterable[ColocatedGroup]) -> dict[str, Any]:
+def about(pool: Slots, groups: Iterable[Crew]) -> dict[str, Any]:
     """What listings show of a pool."""
     return {
         "pool": pool.name,
-        "slots": len(pool),
+        "slots": len(pool.places),
         "nodes": sorted({place.node for place in pool.places}),
         "groups": {group.name: list(group.roles) for group in groups},
     }
 
 
-def _group(pool: Pool, group: ColocatedGroup) -> GroupRecord:
+def _group(pool: Slots, group: Crew) -> GroupRecord:
     declared = group.declared
     roles = {
         name: (info.cls, declared.specs[name], info.slots, info.meshes, info.origin)

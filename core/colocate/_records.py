@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 if TYPE_CHECKING:
-    from colocate._order import PendingCall
+    from colocate._pending import PendingCall
 
 
 @attrs.frozen

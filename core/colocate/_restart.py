@@ -7,6 +7,7 @@ has them, and nobody goes on with that by accident.
 
 from __future__ import annotations
 
+import abc
 import logging
 import threading
 import time
@@ -15,18 +16,43 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from colocate._jobs import message_of, report_exception
+from colocate._link import Link
+from colocate._order import CallOrder
+from colocate._saved import Checkpoint, Tag
+from colocate._workforce import Workforce
 from colocate.errors import ClosedError, ColocateError, GroupRestarted, WorkerDied
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from colocate._checkpoint import Checkpoint, Tag
-    from colocate._group import ColocatedGroup
-
 _BACKOFF_S = 0.5
 _LONGEST_BACKOFF_S = 30.0
 _ENDS_WITHIN_S = 5.0
 _log = logging.getLogger("colocate")
+
+
+class Restartable(Link):
+    """A group that can be rebuilt.
+
+    Attributes:
+        order: The order of its calls.
+        workforce: The workers that it has now.
+    """
+
+    order: CallOrder
+    workforce: Workforce
+
+    @abc.abstractmethod
+    def rebuild(self) -> None:
+        """Start its next generation; the last one's workers are gone.
+
+        Raises:
+            ColocateError: It doesn't start.
+        """
+
+    @abc.abstractmethod
+    def fail_for_good(self, error: ColocateError, why: BaseException) -> None:
+        """It could not be restarted."""
 
 
 class Restarts:
@@ -40,7 +66,7 @@ class Restarts:
         writing: Held by whoever writes a checkpoint: they get their names in the order in which their states were.
     """
 
-    def __init__(self, group: ColocatedGroup, limit: int) -> None:
+    def __init__(self, group: Restartable, limit: int) -> None:
         self.limit = limit
         self.checkpoint: Checkpoint | None = None
         self.restored: Tag = None
@@ -185,7 +211,7 @@ class Restarts:
         return None
 
     def _log(self, text: str) -> None:
-        self._group.runtime.printer.soon(lambda: _log.warning(text))
+        self._group.services.printer.soon(lambda: _log.warning(text))
 
     def _turned(self) -> None:
         with self._turn:

@@ -9,7 +9,8 @@ from typing import Any, Generic, ParamSpec, TypeVar, overload
 import attrs
 
 from colocate._context import Context, current, standalone_context
-from colocate._method import MethodSpec, RoleMethod
+from colocate._method import RoleMethod
+from colocate._method_spec import MethodSpec
 from colocate.errors import ConfigError
 
 P = ParamSpec("P")

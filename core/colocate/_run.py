@@ -11,18 +11,19 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from colocate._calls import CallLog, Span, Total
+from colocate._calls import CallLog
 from colocate._off_main import Flag, off_main
 from colocate._plugins import find_job
 from colocate._run_folder import RunFolder
 from colocate._run_log import RunLog, tail_of
+from colocate._run_record import Row, RunRecord
 from colocate._tracebacks import told
 from colocate.config.schema import Config
 from colocate.errors import ConfigError, GroupRestarted
@@ -32,51 +33,8 @@ if TYPE_CHECKING:
     from colocate._runtime import Runtime
     from colocate._screen import Screen
 
-Row = Mapping[str, Any]
-
 
 _TOLD_WITHIN_S = 5.0  # as the dispatcher has for that when it is closed
-
-
-@attrs.frozen
-class RunRecord:
-    """A finished run, as the report and the last page on the screen show it.
-
-    Attributes:
-        name: The config's name.
-        directory: Its folder.
-        config: The config as run, in YAML.
-        metrics: What was logged, in order: `step`, scalars, and `seconds` per phase.
-        tables: What the job showed: rows by title.
-        totals: Calls and seconds per group, role and method.
-        spans: When each rank was busy with which call (of a long run: the last ones).
-        phases: Seconds per phase of the job.
-        tree: The ownership graph before closing, as a tree.
-        graph: The same as JSON.
-        environment: Versions and machine.
-        started: When it began (`time.time()`).
-        seconds: How long it took, with the start-up.
-        stopped: The signal that ended it early; None when it came to its own end.
-        start_up: Seconds until all workers ran and had their roles.
-        log: The last part of all that was printed.
-    """
-
-    name: str
-    directory: Path
-    config: str
-    metrics: Sequence[Row]
-    tables: Mapping[str, Sequence[Row]]
-    totals: Sequence[Total]
-    spans: Sequence[Span]
-    phases: Mapping[str, float]
-    tree: str
-    graph: str
-    environment: Mapping[str, str]
-    started: float
-    seconds: float
-    stopped: str | None = None
-    start_up: float = 0.0
-    log: str = ""
 
 
 @attrs.define(eq=False)
@@ -148,7 +106,7 @@ class Run:
     def _rewind(self, restarted: GroupRestarted) -> None:
         """Be as the last checkpoint was, with all groups as they were constructed or as that will restore them."""
         complete = self._folder.checkpoints()
-        final = [name for name, group in self.groups.items() if group.alive and not group.restarts.limit]
+        final = [name for name, group in self.groups.items() if group.alive and not group._node.restarts.limit]
         if not complete and final:
             restarted.add_note(
                 "there is no checkpoint of the run yet, so the job would begin anew, with all groups as constructed; "
@@ -160,7 +118,7 @@ class Run:
             if not group.alive:  # the job has closed it
                 continue
             if not complete and group.name != restarted.group:
-                group.fail(restarted)  # it has come as far as the other: all begin anew, or none can
+                group._node.fail(restarted)  # it has come as far as the other: all begin anew, or none can
             group.wait_ready()
         step, self.resumed = complete[-1] if complete else (-1, None)
         self._metrics[:] = self._folder.rewind(step)
@@ -170,17 +128,17 @@ class Run:
     @contextlib.contextmanager
     def checkpoint(self, step: int) -> Iterator[Path]:
         """A folder to write a checkpoint into; it counts when the block ends well, and the last two are kept."""
-        before = {group: group.restarts.checkpoint for group in self.groups.values()}
+        before = {group: group._node.restarts.checkpoint for group in self.groups.values()}
         try:
             with self._folder.checkpoint(step) as directory:
                 yield directory
         except BaseException:
             for group, checkpoint in before.items():  # any made inside is gone
-                group.restarts.checkpoint = checkpoint
+                group._node.restarts.checkpoint = checkpoint
             raise
         for group in self.groups.values():
-            group.restarts.moved(directory, self._folder.of(step))
-            group.restarts.progressed()
+            group._node.restarts.moved(directory, self._folder.of(step))
+            group._node.restarts.progressed()
 
 
 @attrs.define(eq=False)
@@ -401,7 +359,7 @@ def _settle(runtime: Runtime) -> None:
     if not runtime.alive:  # a job may close what it was given, and closing has told them
         return
     told = Flag()
-    off_main(lambda: runtime.dispatcher.soon(told.set))
+    off_main(lambda: runtime._node.services.dispatcher.soon(told.set))
     told.wait(_TOLD_WITHIN_S)  # the close tells who is in the way
 
 

@@ -19,10 +19,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from colocate._run_record import RunRecord, timed_phases
+
 if TYPE_CHECKING:
-    from colocate._launch import Stage
-    from colocate._run import RunRecord
     from colocate._run_log import RunLog
+    from colocate._stage import Stage
 
 PLAIN_WIDTH = 160  # a file or a pipe has no width of its own, and 80 columns would break tables
 
@@ -232,11 +233,6 @@ class Screen:
         numbers, times = _numbers(self._last), _times(self._seconds) + doing
         lines = [Text(f"  {numbers}"), Text(f"  {times.strip()}", style="dim")]
         return Group(self._bar, *(line for line in lines if line.plain.strip()))
-
-
-def timed_phases(record: RunRecord) -> dict[str, float]:
-    """What the time of a run went into: its start-up, and the job's phases."""
-    return {"(start-up)": record.start_up, **record.phases} if record.start_up else dict(record.phases)
 
 
 def _numbers(scalars: Mapping[str, Any]) -> str:

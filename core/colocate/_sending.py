@@ -4,30 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import attrs
 
+from colocate import _context
+from colocate._by_type import by_type
+from colocate._crew import Crew
 from colocate._dispatch import Plan
+from colocate._handles import Consumer, KeptResident, Reference
 from colocate._joiner import Joiner
-from colocate._method import MethodSpec
+from colocate._lines import caller
+from colocate._method_spec import MethodSpec
+from colocate._nesting import has_fields, hides, refuse_hidden
 from colocate._numbers import FOREVER_S
 from colocate._off_main import hand_over, off_main, on_main
-from colocate._order import PendingCall
-from colocate._owned import caller
+from colocate._on_driver import lives_on_driver
+from colocate._pending import PendingCall
 from colocate._pipeline import Draft, recording, refuse_unsent
-from colocate._resident import KeptResident, Reference
+from colocate._resident import Resident
+from colocate._role_info import RoleInfo
+from colocate._services import Services
+from colocate._tree import map_leaves
+from colocate.errors import ColocateError
 
-if TYPE_CHECKING:
-    from colocate._group import ColocatedGroup
-    from colocate._view import RoleInfo
+# A call's arguments may be millions of things, and on threads sending them costs nothing. What is so far inside them
+# that this many others are nearer isn't refused there; a resident's reference still says what it is when it is used.
+_LOOKS = 500
 
 
 @attrs.frozen(eq=False)
 class Ready:
     """A call that is ready to be sent: `send` takes locks and changes state, so it isn't called on the main thread."""
 
-    group: ColocatedGroup
+    crew: Crew
     call: PendingCall
     role: RoleInfo
     spec: MethodSpec
@@ -35,7 +45,7 @@ class Ready:
 
 
 def ready(
-    group: ColocatedGroup,
+    crew: Crew,
     call: PendingCall,
     role: RoleInfo,
     spec: MethodSpec,
@@ -48,7 +58,7 @@ def ready(
     Everything that can't be sent is found out before anything is.
 
     Args:
-        group: The group.
+        crew: The group.
         call: The call.
         role: Whose method it is.
         spec: The method.
@@ -57,8 +67,8 @@ def ready(
         timeout: Seconds until it is given up; None for the runtime's default, `FOREVER_S` for never.
     """
     if timeout is None:
-        timeout = group.runtime.call_timeout
-    executor = group.runtime.executor
+        timeout = crew.services.call_timeout
+    executor = crew.services.executor
     codec = executor.codec
     bodies: dict[int, Any] = {}
     for arguments in planned.arguments:
@@ -66,18 +76,19 @@ def ready(
             bodies[id(arguments)] = codec.pack_arguments(cast("dict[str, Any]", arguments), call.label)
     call.uses = uses
     call.line = caller()
-    group.taught.given.compare(call.line)
-    call._joiner = Joiner(group, role, spec)
-    if group.runtime.observers or uses:
-        call.on_end = partial(_ended, group)
-    found = recording(group)
+    crew.taught.given.compare(call.line)
+    call.canceller = crew.cancellations.cancel
+    call._joiner = Joiner(crew, role, spec)
+    if crew.services.observers or uses:
+        call.on_end = partial(_ended, crew)
+    found = recording(crew)
     refuse_unsent(uses, call.label, found)
     if found is not None:
-        group.check()
+        crew.check()
         packed = [bodies[id(arguments)] for arguments in planned.arguments]
-        draft = Draft(group, call, role.key, call.method, packed, planned.valid, timeout)
-        return Ready(group, call, role, spec, partial(found.add, draft, uses))
-    return Ready(group, call, role, spec, partial(_send, group, call, role, planned, bodies, timeout))
+        draft = Draft(crew, call, role.key, call.method, packed, planned.valid, timeout)
+        return Ready(crew, call, role, spec, partial(found.add, draft, uses))
+    return Ready(crew, call, role, spec, partial(_send, crew, call, role, planned, bodies, timeout))
 
 
 def submit(ready: Ready) -> PendingCall:
@@ -99,7 +110,7 @@ def start(ready: Ready) -> PendingCall:
         except BaseException as error:
             if not call.done():
                 call.uses = ()  # none was lent
-                ready.group.order.drop(call, error)
+                ready.crew.order.drop(call, error)
 
     hand_over(send_or_fail)
     return call
@@ -107,51 +118,49 @@ def start(ready: Ready) -> PendingCall:
 
 def keep(ready: Ready) -> KeptResident[Any]:
     """As `submit`, with the result staying in the workers. There is a handle from the moment when it is sent."""
-    group, call = ready.group, ready.call
-    call.keep = group.pool.base + group.runtime.new_key()
-    found, scopes = recording(group), group.residents.here()
+    crew, call = ready.crew, ready.call
+    call.keep = crew.base + crew.services.new_key()
+    found, scopes = recording(crew), crew.residents.here()
 
     def send_and_keep() -> KeptResident[Any]:
         ready.send()
-        kept = group.kept(call, ready.role, ready.spec)
-        group.residents.keep(kept, scopes)
+        kept = crew.kept(call, ready.role, ready.spec)
+        crew.residents.keep(kept, scopes)
         if found is not None:
             found.keep(kept)
-        return KeptResident(kept)
+        return KeptResident(crew.residents, kept)
 
     return off_main(send_and_keep, waits_s=None)
 
 
-def _send(
-    group: ColocatedGroup, call: PendingCall, role: RoleInfo, planned: Plan, bodies: dict[int, Any], timeout: float
-) -> None:
-    with group.order.lock:
-        group.check()
+def _send(crew: Crew, call: PendingCall, role: RoleInfo, planned: Plan, bodies: dict[int, Any], timeout: float) -> None:
+    with crew.order.lock:
+        crew.check()
         sent: list[int] = []
         try:
-            _send_call(group, call, role, planned, bodies, sent)
+            _send_call(crew, call, role, planned, bodies, sent)
         except BaseException as error:  # no descriptor or memory is left
-            group.order.give_up(call, error, bool(sent))
+            crew.order.give_up(call, error, bool(sent))
             if call.keep is not None:
-                group.residents.end(call.keep)
+                crew.residents.end(call.keep)
             raise
     if timeout < FOREVER_S:
-        group.order.watch(call, timeout)
+        crew.order.watch(call, timeout)
 
 
 def _send_call(
-    group: ColocatedGroup, call: PendingCall, role: RoleInfo, planned: Plan, bodies: dict[int, Any], sent: list[int]
+    crew: Crew, call: PendingCall, role: RoleInfo, planned: Plan, bodies: dict[int, Any], sent: list[int]
 ) -> None:
     """Give a call its place in the order and send it. The order's lock is held; `sent` tells how far it came."""
-    executor, workers = group.runtime.executor, group.workforce.workers
-    group.taught.before(call.targets, bodies.values(), (role.key,))
+    executor, workers = crew.services.executor, crew.workforce.workers
+    crew.taught.before(call.targets, bodies.values(), (role.key,))
     lent: list[Reference] = []
     uses, call.uses = call.uses, lent
     for use in uses:
-        use._kept.group.residents.lend(call, use._kept, group)
+        use._residents.lend(call, use._kept, crew.residents)
         lent.append(use)
-    seq = group.order.enter(call)
-    frees = group.residents.take() if group.residents.news and len(call.targets) == len(workers) else ()
+    seq = crew.order.enter(call)
+    frees = crew.residents.take() if crew.residents.news and len(call.targets) == len(workers) else ()
     last: tuple[Any, Any] = (None, None)
     frame: Any = None
     try:
@@ -165,15 +174,74 @@ def _send_call(
             sent.append(slot)
             workers[slot].host.send(frame)
     except BaseException:
-        group.residents.put_back(frees)
+        crew.residents.put_back(frees)
         raise
     executor.discard(frame)
 
 
-def _ended(group: ColocatedGroup, call: PendingCall) -> None:
+def _ended(crew: Crew, call: PendingCall) -> None:
     """A call is about to be settled."""
     for use in call.uses:
-        use._kept.group.residents.give_back(call, use._kept)
+        use._residents.give_back(call, use._kept)
     call.uses = ()
-    if group.runtime.observers and call.seq >= 0:  # otherwise it was never sent
-        group.runtime.dispatcher.soon(lambda: group.runtime.observers.tell_call(group.name, call))
+    if crew.services.observers and call.seq >= 0:  # otherwise it was never sent
+        crew.services.dispatcher.soon(lambda: crew.services.observers.tell_call(crew.name, call))
+
+
+def refuse_inside(label: str, group: str) -> None:
+    """Refuse a call from role code."""
+    if (inside := _context.current()) is not None and inside.hosted:
+        who = f"role {inside.role!r}" if inside.role is not None else "a function of group.run"
+        raise ColocateError(
+            f"{who} called {label} of group {group!r} from inside a worker: it would wait for a lane that waits "
+            "for it. Call it from the driver; a role of this slot is ctx.sibling(...)"
+        )
+
+
+def with_references(
+    arguments: dict[str, Any], consumer: Consumer, label: str, services: Services, uses: list[Reference]
+) -> dict[str, Any]:
+    """The arguments with references, bound to their consumer, in place of residents; `uses` gets them."""
+
+    def look_inside(item: Any) -> None:
+        if hides(item, lives_on_driver):
+            refuse_hidden(arguments, label, lives_on_driver, _why_not_inside)
+
+    def leaf(item: Any) -> Any:
+        kind: type = type(item)
+        if not _matters(kind):
+            return item
+        if not lives_on_driver(kind):
+            look_inside(item)
+            return item
+        if isinstance(item, Resident):
+            item = item.ref
+        if isinstance(item, Reference):
+            item._residents.use(item._kept)
+            if item._residents.link.services is not services:
+                raise ColocateError(
+                    f"resident of {item._kept.source.label} belongs to another runtime; fetch() it and pass the value"
+                )
+            item = item.bound(consumer)
+            uses.append(item)
+            return item
+        raise TypeError(f"{label}: {item!r} lives on the driver and can't be an argument")
+
+    made = {name: map_leaves(value, leaf, _matters, look_inside) for name, value in arguments.items()}
+    refuse_hidden(arguments, label, lives_on_driver, _why_not_inside, looks=_LOOKS)
+    return made
+
+
+def _why_not_inside(item: Any, holder: str) -> str:
+    if isinstance(item, Resident | Reference):
+        return (
+            f"inside a {holder}, where nothing puts its value in its place. Residents are found in lists, tuples and "
+            "the values of dicts: pass it so, or as an argument of its own"
+        )
+    return f"inside a {holder}, and lives on the driver. {item._instead}"
+
+
+@by_type
+def _matters(kind: type) -> bool:
+    """Whether a value of this type is, or may hide, something that lives on the driver."""
+    return lives_on_driver(kind) or has_fields(kind)

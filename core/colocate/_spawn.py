@@ -12,11 +12,12 @@ from colocate import wire
 from colocate._collect import check_meshes
 from colocate._definitions.rebound import rebound
 from colocate._mesh import parse_meshes
-from colocate._method import MethodSpec
+from colocate._method_spec import MethodSpec
+from colocate._on_driver import refuse_in_constructor
 from colocate._plugins import find_role
 from colocate._role import RoleSpec, check_role
+from colocate._role_info import RoleInfo
 from colocate._ship import ship
-from colocate._view import RoleInfo, refuse_in_constructor
 from colocate.errors import ColocateError, ConfigError, Mistake, RoleError, RoleStartError
 from colocate.worker.build import RoleBuild
 

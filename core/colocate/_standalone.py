@@ -15,7 +15,7 @@ from colocate._collect import Collect
 from colocate._context import CallState, Context, reset_current, running_call, set_current, standalone_context
 from colocate._dispatch import Plan, plan
 from colocate._mesh import Mesh, Ranks
-from colocate._method import MethodSpec
+from colocate._method_spec import MethodSpec
 from colocate._resident import LocalResident, Resident
 from colocate._values import ordinary
 from colocate.errors import DispatchError

@@ -4,35 +4,44 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 
 from colocate._definitions import known, sources, subclasses
+from colocate._definitions.codec import pack
 from colocate._definitions.given import Given
 from colocate._definitions.known import Definition, Global, Need
 from colocate._definitions.lots import Inbox, Lot, Names, Receiver
 from colocate._definitions.reached import reached
+from colocate._link import Link
+from colocate._role_info import RoleInfo
+from colocate._worker import Worker
 from colocate.errors import ColocateError, SerializationError
-from colocate.wire.codec import pack
-
-if TYPE_CHECKING:
-    from colocate._group import ColocatedGroup
-    from colocate._worker import Worker
 
 
 class Taught:
     """Sends definitions to the workers of one group, and holds them: its results may name them as long as it exists."""
 
-    def __init__(self, group: ColocatedGroup) -> None:
-        self._group = group
+    def __init__(
+        self,
+        link: Link,
+        lock: threading.RLock,
+        workers: Callable[[], Sequence[Worker]],
+        roles: Mapping[Any, RoleInfo],
+    ) -> None:
+        """Args: link: The group. lock: That of its calls. workers: Those that it has now. roles: By their keys."""
+        self._link = link
+        self._lock = lock
+        self._workers = workers
+        self._roles = roles
         self._held: dict[int, Definition] = {}
         self._sent: dict[Global, Any] = {}  # what all who were sent a name have of it; `self` where that differs
         self._withheld: dict[Global, SerializationError] = {}  # names that have changed to what can't be sent
         self._lost: set[Global] = set()  # names that some worker was sent and couldn't rebuild; what needs one sends it
         self._inbox = Inbox(binds=False)
         self._tried = Receiver("is given it")
-        self.given = Given(group.name)
+        self.given = Given(link.name)
 
     def follows(self, modules: Mapping[str, tuple[str, str]]) -> None:
         """The workers have all they know from a driver before this one, whose script is another.
@@ -43,12 +52,12 @@ class Taught:
         Raises:
             ColocateError: One of them is another one here.
         """
-        self.given = Given(self._group.name, modules)
+        self.given = Given(self._link.name, modules)
         self._inbox = Inbox(binds=False, of_another=True)
 
     def renew(self) -> None:
         """Its workers are new ones, which get the modules as they are now."""
-        self.given = Given(self._group.name)
+        self.given = Given(self._link.name)
 
     def before(self, slots: Iterable[int], bodies: Iterable[Any], roles: Iterable[Any] = ()) -> None:
         """Have some workers know what bodies that are sent to them next only name. The order's lock is held.
@@ -64,7 +73,7 @@ class Taught:
         self._renew()
         needs = {id(need): need for body in bodies for need in getattr(body, "needs", ())}
         if self._withheld or self._lost:
-            infos = [info for key in roles if (info := self._group.roles.get(key)) is not None]
+            infos = [info for key in roles if (info := self._roles.get(key)) is not None]
             code = (need for info in infos for need in pack(info.cls).needs)
             for name in reached((*needs.values(), *code)):
                 if name in self._withheld:
@@ -99,9 +108,10 @@ class Taught:
             self._sent[name] = had[0] if had and all(each is had[0] for each in had) else self
 
     def _receivers(self) -> dict[int, Receiver]:
-        if self._group.runtime.executor.in_process:
+        if self._link.services.executor.in_process:
             return {0: self._tried}
-        return {slot: self._group.workforce.workers[slot].receiver for slot in self._group.live()}
+        workers = self._workers()
+        return {slot: workers[slot].receiver for slot in self._link.live()}
 
     def _give_each(self, slots: Sequence[int], names: Iterable[Global]) -> None:
         for name in names:
@@ -130,10 +140,10 @@ class Taught:
         return lacking
 
     def _give(self, slots: Iterable[int], needs: Sequence[Need]) -> None:
-        if self._group.runtime.executor.in_process:
+        executor, workers = self._link.services.executor, self._workers()
+        if executor.in_process:
             self._try(needs)
             return
-        executor, workers = self._group.runtime.executor, self._group.workforce.workers
         made: tuple[list[Need], Lot, Any] | None = None
         try:
             for slot in slots:
@@ -159,7 +169,7 @@ class Taught:
 
     def lost(self, worker: Worker, ids: Iterable[int], names: Iterable[tuple[str | int, str]]) -> None:
         """A worker couldn't rebuild something of a lot, and has nothing of it: what needs it has it sent again."""
-        with self._group.order.lock:
+        with self._lock:
             self._lost |= worker.receiver.lost_all(ids, names)
 
     def told(self, worker: Worker, ids: Sequence[int], names: Names, body: Any) -> None:
@@ -190,6 +200,6 @@ class Taught:
                 raise ColocateError(why)
             return sources.shadowing()
         definition = known.find(about)
-        with self._group.order.lock:
+        with self._lock:
             self._give([worker.slot], [definition])
         return None

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
-from colocate._owned import is_own_code
+from colocate._lines import is_own_code
 from colocate.errors import RoleError, RoleStartError
 
 _EXECUTORS = tuple(f"{os.sep}colocate_{name}{os.sep}" for name in ("local", "ray", "dask"))

@@ -3,75 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import attrs
 
-from colocate import _context
-from colocate._by_type import by_type
 from colocate._call import Call
+from colocate._crew import Crew
 from colocate._dispatch import Plan, plan
-from colocate._mesh import Mesh, Ranks
-from colocate._method import MethodSpec
-from colocate._nesting import has_fields, hides, no_end, refuse_hidden
+from colocate._handles import Consumer, Reference
+from colocate._method_spec import MethodSpec
+from colocate._nesting import no_end
 from colocate._numbers import limit
-from colocate._order import PendingCall
-from colocate._owned import Owned
+from colocate._on_driver import OnDriver
+from colocate._pending import PendingCall
 from colocate._pipeline import recording
-from colocate._resident import Consumer, Reference, Resident, check_same_runtime
+from colocate._resident import Resident
 from colocate._role import no_such_method
-from colocate._sending import keep, ready, start, submit
-from colocate._tree import map_leaves
+from colocate._role_info import RoleInfo
+from colocate._sending import keep, ready, refuse_inside, start, submit, with_references
 from colocate.errors import ColocateError
 
-if TYPE_CHECKING:
-    from colocate._group import ColocatedGroup
 
-# A call's arguments may be millions of things, and on threads sending them costs nothing. What is so far inside them
-# that this many others are nearer isn't refused there; a resident's reference still says what it is when it is used.
-_LOOKS = 500
-
-
-@attrs.frozen(eq=False)
-class RoleInfo:
-    """One role of a group, as the driver knows it.
-
-    Attributes:
-        name: Its name.
-        cls: Its class.
-        methods: Its methods by name.
-        slots: Its slots in order of rank.
-        meshes: Its meshes by name.
-        origin: Where its class comes from.
-    """
-
-    name: str
-    cls: type
-    methods: Mapping[str, MethodSpec]
-    slots: tuple[int, ...] | range
-    meshes: Mapping[str, Mesh]
-    origin: str
-    key: Any = attrs.field(default=attrs.Factory(lambda self: self.name, takes_self=True), kw_only=True)
-    """What workers know it by."""
-    ranks: Ranks = attrs.field(
-        init=False, default=attrs.Factory(lambda self: Ranks(len(self.slots), self.meshes), takes_self=True)
-    )
-
-
-class RoleView:
+class RoleView(OnDriver):
     """The driver's name for one role of one group; `colocate.inspect(view)` tells more."""
 
     __slots__ = ("__dict__", "__weakref__")
 
-    def __init__(self, group: ColocatedGroup, role: RoleInfo) -> None:
-        self.__dict__["_colocate_view"] = group, role
+    def __init__(self, crew: Crew, role: RoleInfo) -> None:
+        self.__dict__["_colocate_view"] = crew, role
 
     def __getattr__(self, name: str) -> ViewCall:
-        group, role = self.__dict__["_colocate_view"]
+        crew, role = self.__dict__["_colocate_view"]
         spec = role.methods.get(name)
         if spec is None:
             raise no_such_method(role.name, name, role.methods)
-        call = ViewCall(group, role, spec)
+        call = ViewCall(crew, role, spec)
         self.__dict__[name] = call  # found directly from now on
         return call
 
@@ -84,8 +50,8 @@ class RoleView:
         return sorted(self.__dict__["_colocate_view"][1].methods)
 
     def __repr__(self) -> str:
-        group, role = self.__dict__["_colocate_view"]
-        return f"<view of role {role.name!r} ({role.cls.__qualname__}) of group {group.name!r}>"
+        crew, role = self.__dict__["_colocate_view"]
+        return f"<view of role {role.name!r} ({role.cls.__qualname__}) of group {crew.name!r}>"
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(f"{self!r} lives on the driver and can't be sent; in a worker use ctx.sibling(name, cls)")
@@ -109,9 +75,9 @@ def inspect(view: Any) -> Inspection:
     found = getattr(view, "__dict__", {}).get("_colocate_view")
     if found is None:
         raise ColocateError(f"{view!r} is no view; views come from group.role(name)")
-    group, role = found
+    crew, role = found
     return Inspection(
-        group=group.name,
+        group=crew.name,
         role=role.name,
         cls=role.cls,
         ranks=len(role.slots),
@@ -121,30 +87,30 @@ def inspect(view: Any) -> Inspection:
     )
 
 
-class ViewCall:
+class ViewCall(OnDriver):
     """One method of a role, on its ranks."""
 
-    __slots__ = ("_consumer", "_group", "_label", "_ranks", "_role", "_spec", "_timeout")
+    __slots__ = ("_consumer", "_crew", "_label", "_ranks", "_role", "_spec", "_timeout")
 
     def __init__(
         self,
-        group: ColocatedGroup,
+        crew: Crew,
         role: RoleInfo,
         spec: MethodSpec,
         timeout: float | None = None,
         ranks: Sequence[int] | None = None,
     ) -> None:
-        self._group = group
+        self._crew = crew
         self._role = role
         self._spec = spec
         self._timeout = timeout
         self._ranks = ranks
         self._label = f"{role.name}.{spec.name}"
-        self._consumer = Consumer(group.name, role.slots, role.ranks.mesh)
+        self._consumer = Consumer(crew.name, role.slots, role.ranks.mesh)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run on the ranks, wait, and return the collected value."""
-        if (pipeline := recording(self._group)) is not None:
+        if (pipeline := recording(self._crew)) is not None:
             pipeline.refuse_call(self._label)
         return self._send(start, args, kwargs).result()
 
@@ -168,7 +134,7 @@ class ViewCall:
         """
         timeout = limit(timeout, "options(timeout)", positive=True)
         return ViewCall(
-            self._group,
+            self._crew,
             self._role,
             self._spec,
             self._timeout if timeout is None else timeout,
@@ -176,27 +142,27 @@ class ViewCall:
         )
 
     def __repr__(self) -> str:
-        return f"<{self._label}{self._spec.signature} of group {self._group.name!r}>"
+        return f"<{self._label}{self._spec.signature} of group {self._crew.name!r}>"
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(f"{self!r} lives on the driver and can't be sent; in a worker use ctx.sibling(name, cls)")
 
     def _send(self, how: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Send it: `start`, `submit` or `keep`."""
-        group, spec = self._group, self._spec
-        group.check()
-        refuse_inside(self._label, group)
+        crew, spec = self._crew, self._spec
+        crew.check()
+        refuse_inside(self._label, crew.name)
         arguments = spec.bind(args, kwargs)
         uses: list[Reference] = []
         try:
             if arguments:
-                arguments = with_references(arguments, self._consumer, self._label, group.runtime, uses)
+                arguments = with_references(arguments, self._consumer, self._label, crew.services, uses)
             planned = plan(spec.dispatch, arguments, self._role.ranks, self._ranks)
         except RecursionError:
             if (error := no_end(arguments, self._label)) is not None:
                 raise error from None
             raise
-        return how(ready(group, self._call(planned), self._role, spec, planned, uses, self._timeout))
+        return how(ready(crew, self._call(planned), self._role, spec, planned, uses, self._timeout))
 
     def _call(self, planned: Plan) -> PendingCall:
         slots = self._role.slots
@@ -205,92 +171,3 @@ class ViewCall:
         else:
             targets = [slots[rank] for rank in planned.targets]
         return PendingCall(self._label, self._role.name, self._spec.name, targets, planned.targets)
-
-
-def refuse_inside(label: str, group: ColocatedGroup) -> None:
-    """Refuse a call from role code."""
-    if (inside := _context.current()) is not None and inside.hosted:
-        who = f"role {inside.role!r}" if inside.role is not None else "a function of group.run"
-        raise ColocateError(
-            f"{who} called {label} of group {group.name!r} from inside a worker: it would wait for a lane that waits "
-            "for it. Call it from the driver; a role of this slot is ctx.sibling(...)"
-        )
-
-
-def with_references(
-    arguments: dict[str, Any], consumer: Consumer, label: str, runtime: object, uses: list[Reference]
-) -> dict[str, Any]:
-    """The arguments with references, bound to their consumer, in place of residents; `uses` gets them."""
-
-    def look_inside(item: Any) -> None:
-        if hides(item, _lives_on_driver):
-            refuse_hidden(arguments, label, _lives_on_driver, _why_not_inside)
-
-    def leaf(item: Any) -> Any:
-        kind: type = type(item)
-        if not _matters(kind):
-            return item
-        if not _lives_on_driver(kind):
-            look_inside(item)
-            return item
-        if isinstance(item, Resident):
-            item = item.ref
-        if isinstance(item, Reference):
-            item._kept.use()
-            check_same_runtime(item._kept, runtime)
-            item = item.bound(consumer)
-            uses.append(item)
-            return item
-        raise TypeError(f"{label}: {item!r} lives on the driver and can't be an argument")
-
-    made = {name: map_leaves(value, leaf, _matters, look_inside) for name, value in arguments.items()}
-    refuse_hidden(arguments, label, _lives_on_driver, _why_not_inside, looks=_LOOKS)
-    return made
-
-
-def refuse_in_constructor(arguments: Mapping[str, Any], what: str) -> None:
-    """Refuse what has no end, or lives on the driver, among the arguments of a role's constructor.
-
-    Raises:
-        SerializationError: There is such a thing, in whatever of its containers, sets and declared fields.
-    """
-    try:
-        map_leaves(list(arguments.values()), lambda item: item, lambda kind: False)
-    except RecursionError:
-        if (error := no_end(arguments, what)) is not None:
-            raise error from None
-        raise
-    refuse_hidden(arguments, what, _lives_on_driver, _why_not_in_constructor, holder=what)
-
-
-def _why_not_inside(item: Any, holder: str) -> str:
-    if isinstance(item, Resident | Reference):
-        return (
-            f"inside a {holder}, where nothing puts its value in its place. Residents are found in lists, tuples and "
-            "the values of dicts: pass it so, or as an argument of its own"
-        )
-    return f"inside a {holder}, and lives on the driver. {_instead(item, 'Give its result() instead')}"
-
-
-def _why_not_in_constructor(item: Any, holder: str) -> str:
-    if isinstance(item, Resident | Reference):
-        instead = "Give the constructor the value (.fetch()), or pass this to a method of the role"
-    else:
-        instead = _instead(item, "Give the constructor its result()")
-    return f"which lives on the driver. {instead}"
-
-
-def _instead(item: Any, of_call: str) -> str:
-    return of_call if isinstance(item, Call) else "A role finds the others of its worker by ctx.sibling(name, cls)"
-
-
-@by_type
-def _matters(kind: type) -> bool:
-    """Whether a value of this type is, or may hide, something that lives on the driver."""
-    return _lives_on_driver(kind) or has_fields(kind)
-
-
-@by_type
-def _lives_on_driver(kind: type) -> bool:
-    """Whether values of this type mean something on the driver only; of these, residents can be arguments."""
-    return issubclass(kind, (Resident, Reference, RoleView, ViewCall, Call, Owned))

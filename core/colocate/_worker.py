@@ -2,21 +2,41 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import attrs
 
 from colocate._definitions.lots import Receiver
+from colocate._services import Services
 from colocate.executor import Boot, Exit, Host
 from colocate.worker.output import split_label
 
-if TYPE_CHECKING:
-    from colocate._group import ColocatedGroup
-
-
 _TAIL_LINES = 20
+
+
+class WorkerEvents(Protocol):
+    """Who is told what a worker says, and how it ends. On the thread that hears messages."""
+
+    def said_hello(self, worker: Worker) -> None:
+        """It runs."""
+
+    def done(self, slot: int, seq: int, rows: int | None, start: float, end: float, size: Any, body: Any) -> None:
+        """A rank has finished a call."""
+
+    def heard(self, worker: Worker, head: tuple[Any, ...], body: Any) -> None:
+        """It has said anything else that isn't about itself."""
+
+    def broken(self, worker: Worker, reason: str) -> None:
+        """A thread that it needs has ended."""
+
+    def lane_ended(self, worker: Worker) -> None:
+        """It runs role code no longer, and is about to leave."""
+
+    def exited(self, worker: Worker) -> None:
+        """It is gone."""
 
 
 class _NotLaunched(Host):
@@ -37,7 +57,9 @@ class Worker:
     """One worker of a group. It hears what its host says (`HostEvents`) and passes it on.
 
     Attributes:
-        group: The group it belongs to.
+        events: Who is told what it says.
+        services: Those of its runtime.
+        lock: That of its group's calls.
         slot: Its slot in the group.
         boot: What it was started with.
         host: The driver's end.
@@ -46,7 +68,9 @@ class Worker:
         receiver: What it knows of the script.
     """
 
-    group: ColocatedGroup
+    events: WorkerEvents
+    services: Services
+    lock: threading.RLock
     slot: int
     boot: Boot
     host: Host = NOT_LAUNCHED
@@ -77,7 +101,7 @@ class Worker:
     def send(self, head: tuple[Any, ...]) -> None:
         """Send a message of its own to this worker."""
         if self.exit is None:
-            executor = self.group.runtime.executor
+            executor = self.services.executor
             frame = executor.frame(head)
             self.host.send(frame)
             executor.discard(frame)
@@ -87,16 +111,18 @@ class Worker:
         kind = head[0]
         if kind == "done":
             _, seq, rows, start, end, size = head
-            self.group.done(self.slot, seq, rows, start, end, size, body)
+            self.events.done(self.slot, seq, rows, start, end, size, body)
+        elif (own := _OWN.get(kind)) is not None:
+            own(self, head)
         else:
-            _HANDLERS[kind](self, head, body)
+            self.events.heard(self, head, body)
 
     def logged(self, line: str) -> None:
         """A line of its output: shown with the role and rank that printed it, where that is known."""
         label, text = split_label(line)
         self._tail.append(text)
         who = f"{self.boot.group}/{label}" if label is not None else f"{self.boot.group} {self.slot}"
-        self.group.runtime.printer.line(f"[{who}] {text}")
+        self.services.printer.line(f"[{who}] {text}")
 
     def exited(self, exit: Exit) -> None:
         """It is gone."""
@@ -105,11 +131,11 @@ class Worker:
         asking, self._asking = self._asking, []
         for tell in asking:
             tell(None)
-        self.group.workforce.exited(self)
+        self.events.exited(self)
 
     def locate(self, then: Callable[[str | None], None]) -> None:
         """Find out where other workers reach it; None when it is gone."""
-        with self.group.order.lock:
+        with self.lock:
             if self._address is None and self.exit is None:
                 self._asking.append(then)
                 if len(self._asking) == 1:
@@ -117,71 +143,32 @@ class Worker:
                 return
         then(self._address if self.exit is None else None)
 
-    def _said_hello(self, head: tuple[Any, ...], body: Any) -> None:
+    def _said_hello(self, head: tuple[Any, ...]) -> None:
         self.hello = head[1]
-        self.group.workforce.said_hello(self)
+        self.events.said_hello(self)
 
-    def _said_address(self, head: tuple[Any, ...], body: Any) -> None:
-        with self.group.order.lock:
+    def _said_address(self, head: tuple[Any, ...]) -> None:
+        with self.lock:
             self._address = head[1]
             asking, self._asking = self._asking, []
         for tell in asking:
             tell(self._address)
 
-    def _failed(self, head: tuple[Any, ...], body: Any) -> None:
-        if head[1] == 0:
-            self.group.workforce.build_failed(self.slot, head[2], body)
-        self.group.order.failed(self.slot, head[1], head[2], body)
-
-    def _alive(self, head: tuple[Any, ...], body: Any) -> None:
-        self.group.order.alive(self.slot, head[1])
-
-    def _held(self, head: tuple[Any, ...], body: Any) -> None:
-        self.group.order.held(self.slot, *head[1:])
-
-    def _stacks(self, head: tuple[Any, ...], body: Any) -> None:
-        self.group.order.stacks(self.slot, *head[1:])
-
-    def _can_withdraw(self, head: tuple[Any, ...], body: Any) -> None:
-        self.group.order.cancellations.answered(self.slot, *head[1:])
-
-    def _fetched(self, head: tuple[Any, ...], body: Any) -> None:
-        self.group.residents.answered(self.slot, head, body)
-
-    def _ask(self, head: tuple[Any, ...], body: Any) -> None:
-        self.group.questions.asked(self, *head[1:])
-
-    def _define(self, head: tuple[Any, ...], body: Any) -> None:
-        _, ids, names = head
-        self.group.taught.told(self, ids, names, body)
-
-    def _undefined(self, head: tuple[Any, ...], body: Any) -> None:
-        self.group.taught.lost(self, *head[1:])
-
-    def _progress(self, head: tuple[Any, ...], body: Any) -> None:
+    def _progress(self, head: tuple[Any, ...]) -> None:
         _, role, done, total = head
         self.progress[role] = done, total
 
-    def _broken(self, head: tuple[Any, ...], body: Any) -> None:
-        self.group.workforce.broken(self, head[1])
+    def _broken(self, head: tuple[Any, ...]) -> None:
+        self.events.broken(self, head[1])
 
-    def _closed(self, head: tuple[Any, ...], body: Any) -> None:
+    def _closed(self, head: tuple[Any, ...]) -> None:
         self.lane_ended = True
-        self.group.workforce.lane_ended(self)
+        self.events.lane_ended(self)
 
 
-_HANDLERS: dict[str, Callable[[Worker, tuple[Any, ...], Any], None]] = {
+_OWN: dict[str, Callable[[Worker, tuple[Any, ...]], None]] = {
     "hello": Worker._said_hello,
     "address": Worker._said_address,
-    "failed": Worker._failed,
-    "alive": Worker._alive,
-    "held": Worker._held,
-    "stacks": Worker._stacks,
-    "can_withdraw": Worker._can_withdraw,
-    "fetched": Worker._fetched,
-    "ask": Worker._ask,
-    "define": Worker._define,
-    "undefined": Worker._undefined,
     "progress": Worker._progress,
     "broken": Worker._broken,
     "closed": Worker._closed,

@@ -8,19 +8,19 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import colocate
 from colocate._failures import broken_error, death_error, failure_error, worker_error
 from colocate._jobs import Timer
-from colocate._order import STACKS_WITHIN_S, PendingCall, Stacks
-from colocate._spawn import BuildErrors, builds
-from colocate._worker import NOT_LAUNCHED, Worker
+from colocate._link import Link
+from colocate._order import CallOrder
+from colocate._pending import PendingCall
+from colocate._spawn import BuildErrors, Declared, builds
+from colocate._stacks import WITHIN_S, Stacks
+from colocate._worker import NOT_LAUNCHED, Worker, WorkerEvents
 from colocate.errors import ColocateError, WorkerDied
-from colocate.executor import Boot, Detachable, Host, Place
-
-if TYPE_CHECKING:
-    from colocate._group import ColocatedGroup
+from colocate.executor import Boot, Detachable, Host, Place, Request
 
 _LOOKS_FOR_S = 0.5
 _AFTER_END_S = 5.0  # a worker whose lane has ended leaves by itself, unless a role's thread or exit handler keeps it
@@ -32,8 +32,11 @@ _IDLE_S = 0.5  # what a lane that runs nothing has to end, however short the gra
 class Workforce:
     """Starts, watches and ends the workers of a group."""
 
-    def __init__(self, group: ColocatedGroup, places: Sequence[Place]) -> None:
-        self._group = group
+    def __init__(
+        self, link: Link, order: CallOrder, request: Request, places: Sequence[Place], events: WorkerEvents
+    ) -> None:
+        self._link = link
+        self._order = order
         self._news = threading.Condition()
         self._built: dict[int, ColocateError | None] = {}
         self._build_failed = False
@@ -47,25 +50,27 @@ class Workforce:
         self.started = False
         self.failure_seen = False
         self._building_since: float | None = None
-        runtime, pool = group.runtime, group.pool
-        generation = f"@{group.generation}" if group.generation else ""
+        services = link.services
+        generation = f"@{link.generation}" if link.generation else ""
         self.workers = [
             Worker(
-                group,
+                events,
+                services,
+                order.lock,
                 slot,
                 Boot(
-                    worker=f"{runtime.id}/{group.name}{generation}/{slot}",
-                    group=group.name,
+                    worker=f"{services.id}/{link.name}{generation}/{slot}",
+                    group=link.name,
                     slot=slot,
                     node=place.node,
                     device=place.device,
-                    cpus=pool.request.cpus,
-                    env=pool.request.env,
-                    secret=runtime.secret,
-                    path=runtime.path,
+                    cpus=request.cpus,
+                    env=request.env,
+                    secret=services.secret,
+                    path=services.path,
                     host=place.host,
-                    strict=runtime.strict,
-                    generation=group.generation,
+                    strict=services.strict,
+                    generation=link.generation,
                 ),
             )
             for slot, place in enumerate(places)
@@ -74,48 +79,43 @@ class Workforce:
 
     # -- start
 
-    def start(self, timeout: float | None, checkpoint: Path | None = None) -> None:
+    def start(self, declared: Declared, seed: int, timeout: float | None, checkpoint: Path | None = None) -> None:
         """Start the workers and construct the roles.
 
         Args:
+            declared: The roles.
+            seed: What their generators are derived from.
             timeout: Seconds that it may take; None for no limit.
             checkpoint: Where the roles are restored from; None leaves them as constructed.
 
         Raises:
             RoleStartError: A worker didn't start, or a role wasn't constructed; everything is ended.
         """
-        group = self._group
+        link = self._link
         deadline = None if timeout is None else time.monotonic() + timeout
-        executor = group.runtime.executor
-        body = builds(
-            group.declared,
-            executor.codec,
-            group.name,
-            group.seed,
-            group.generation,
-            executor.in_process,
-        )
+        executor = link.services.executor
+        body = builds(declared, executor.codec, link.name, seed, link.generation, executor.in_process)
         for worker, place in zip(self.workers, self._places, strict=True):
             worker.host = self._launched(worker, place)
-            if group.closed_by is not None:  # by another thread, which has no longer waited for this one
+            if link.closed_by is not None:  # by another thread, which has no longer waited for this one
                 worker.host.kill()
-                group.check()
+                link.check()
         if self._wait(lambda: not self._silent, deadline):
             self._check_versions()
         if not self._built:
-            live = group.live()
+            live = link.live()
             restored = None if checkpoint is None else str(checkpoint)
             self._building_since = time.time()
-            group.send(live, ("build", 0, group.generation, group.declared.default_role, restored), body)
+            link.send(live, ("build", 0, link.generation, declared.default_role, restored), body)
             self._wait(lambda: not self._unbuilt or self._build_failed, deadline)
             if self._build_failed:
                 # The others are told by a hold, and have as long as after any failed call.
-                if group.closed_by is None:
-                    self._granted = group.grace
-                self._wait(lambda: not self._unbuilt, time.monotonic() + group.grace)
-        if group.closed_by is not None:
-            group.check()
-        errors = BuildErrors(group.name)
+                if link.closed_by is None:
+                    self._granted = link.grace
+                self._wait(lambda: not self._unbuilt, time.monotonic() + link.grace)
+        if link.closed_by is not None:
+            link.check()
+        errors = BuildErrors(link.name)
         for worker in self.workers:
             error = self._built.get(worker.slot)
             late = worker.slot not in self._built
@@ -148,16 +148,16 @@ class Workforce:
         return [worker.slot for worker in self._awaited(self._silent)]
 
     def _launched(self, worker: Worker, place: Place) -> Host:
-        group = self._group
+        link = self._link
         try:
-            return group.runtime.executor.launch(place, worker.boot, worker)
+            return link.services.executor.launch(place, worker.boot, worker)
         except ColocateError:
             raise
         except Exception as error:
             words = f"could not be started: {type(error).__name__}: {error}"
-            failed = worker_error(group, worker.slot, None, words)
+            failed = worker_error(link, worker.slot, None, words)
             failed.__cause__ = error
-            errors = BuildErrors(group.name)
+            errors = BuildErrors(link.name)
             errors.add(worker.slot, failed)
             raise errors.error() from error
 
@@ -174,7 +174,7 @@ class Workforce:
         """A constructor has raised."""
         role = told[5]
         call = PendingCall(f"the constructor of {role}", role, "__init__", [worker.slot for worker in self.workers])
-        self.built(slot, failure_error(self._group, call, slot, told, body))
+        self.built(slot, failure_error(self._link, call, slot, told, body))
 
     def said_hello(self, worker: Worker) -> None:
         """A worker runs."""
@@ -202,7 +202,7 @@ class Workforce:
 
     def _late(self, worker: Worker) -> ColocateError:
         what = "did not start" if worker.hello is None else "did not construct its roles"
-        return worker_error(self._group, worker.slot, worker.pid, f"{what} in time")
+        return worker_error(self._link, worker.slot, worker.pid, f"{what} in time")
 
     def _check_versions(self) -> None:
         here = {"python": platform.python_version().rpartition(".")[0], "colocate": colocate.__version__}
@@ -211,7 +211,7 @@ class Workforce:
                 there = (worker.hello or here)[what]
                 if there != version:
                     words = f"has {what} {there}, the driver {version}: install the same in both"
-                    self.built(worker.slot, worker_error(self._group, worker.slot, worker.pid, words))
+                    self.built(worker.slot, worker_error(self._link, worker.slot, worker.pid, words))
 
     def _wait(self, ready: Callable[[], bool], deadline: float | None) -> bool:
         with self._news:
@@ -219,7 +219,7 @@ class Workforce:
 
     def _wait_or_hurry(self, ready: Callable[[], bool], deadline: float) -> bool:
         """Wait as long as somebody waits for the group's end; whether it is so."""
-        self._wait(lambda: self._group.hurried or ready(), deadline)
+        self._wait(lambda: self._link.hurried or ready(), deadline)
         return ready()
 
     def hurry(self) -> None:
@@ -229,11 +229,11 @@ class Workforce:
 
     def ready(self) -> None:
         """The group can be called. A worker that went after it had constructed its roles is found now."""
-        group = self._group
-        with group.order.lock:
-            if group.closed_by is None:
-                self.started, self.failure_seen, group.failure = True, False, None
-                group.enter("ready")
+        link = self._link
+        with self._order.lock:
+            if link.closed_by is None:
+                self.started, self.failure_seen, link.failure = True, False, None
+                link.enter("ready")
         self.look()
 
     def look(self) -> None:
@@ -250,7 +250,7 @@ class Workforce:
 
     def broken(self, worker: Worker, reason: str) -> None:
         """A thread that a worker needs has ended, and the worker with it."""
-        error = broken_error(self._group, worker.slot, worker.pid, reason)
+        error = broken_error(self._link, worker.slot, worker.pid, reason)
         if self.started:
             self._lost(error)
         else:
@@ -259,28 +259,27 @@ class Workforce:
     def exited(self, worker: Worker) -> None:
         """A worker is gone."""
         assert worker.exit is not None
-        group = self._group
-        group.order.gone(worker.slot)
+        link = self._link
+        self._order.gone(worker.slot)
         if not self.started:
             running = "the constructors of its roles" if worker.hello is not None else None
-            self.built(worker.slot, death_error(group, worker.slot, worker.pid, worker.exit, running))
-        elif group.state in ("ready", "failed"):
-            with group.order.lock:
+            self.built(worker.slot, death_error(link, worker.slot, worker.pid, worker.exit, running))
+        elif link.state in ("ready", "failed"):
+            with self._order.lock:
                 running = next(
-                    (call.label for call in list(group.order.pending.values()) if worker.slot in call.missing()), None
+                    (call.label for call in list(self._order.pending.values()) if worker.slot in call.missing()), None
                 )
-            error = death_error(group, worker.slot, worker.pid, worker.exit, running)
+            error = death_error(link, worker.slot, worker.pid, worker.exit, running)
             self._lost(error)
         with self._news:
             self._came(worker.slot, self._silent, self._unbuilt, self._busy, self._leaving, self._living)
 
     def _lost(self, error: WorkerDied) -> None:
         """The group can't go on without a worker."""
-        group = self._group
-        if group.failure is None and group.closed_by is None:
-            group.fail(error)
-            if group.runtime.observers:
-                group.runtime.dispatcher.soon(lambda: group.runtime.observers.tell("colocate_worker_died", error))
+        link = self._link
+        if link.failure is None and link.closed_by is None:
+            link.fail(error)
+            link.services.tell("colocate_worker_died", error)
 
     def kill(self) -> None:
         """End all of them now."""
@@ -304,16 +303,16 @@ class Workforce:
         Returns:
             What went wrong.
         """
-        group = self._group
+        link = self._link
         errors: list[BaseException] = []
-        if group.failure is not None and not self.failure_seen:
-            errors.append(group.failure)
+        if link.failure is not None and not self.failure_seen:
+            errors.append(link.failure)
         with self._news:
             for worker in self.workers:
                 if worker.host is NOT_LAUNCHED:  # its start was given up: nothing will come of it
                     self._came(worker.slot, self._busy, self._living)
         try:
-            group.send(group.live(), ("close", f"group {group.name!r} is closing"))
+            link.send(link.live(), ("close", f"group {link.name!r} is closing"))
             errors += self._wait_for_lanes(grace)
             hung = self._awaited(self._busy)
             for worker in hung:  # first: others may wait for it, or for the processor that it keeps busy
@@ -326,7 +325,7 @@ class Workforce:
             gone = self._wait(lambda: not self._living, time.monotonic() + _AFTER_KILL_S)
         if not gone:
             errors += [
-                ColocateError(f"worker {w.slot} of group {group.name!r} (pid {w.pid}) did not go when killed")
+                ColocateError(f"worker {w.slot} of group {link.name!r} (pid {w.pid}) did not go when killed")
                 for w in self._awaited(self._living)
             ]
         return errors
@@ -340,23 +339,23 @@ class Workforce:
         idle_until = max(deadline, time.monotonic() + _IDLE_S)
         first = min(deadline, self._overdue_at)
         early = self._asked  # for its owner, before it was told to end
-        if self._wait_or_hurry(lambda: not self._busy, first - STACKS_WITHIN_S):
+        if self._wait_or_hurry(lambda: not self._busy, first - WITHIN_S):
             return []
         self._look()  # now: a rank that is stopped or holds the GIL never answers, and isn't waited for at the deadline
         if self._wait_or_hurry(lambda: not self._busy, first):
             return []
         hung = self._hung(deadline)
         if early and self._stacks is not None:
-            self._look_again(hung, deadline - STACKS_WITHIN_S / 2)
+            self._look_again(hung, deadline - WITHIN_S / 2)
         if self._wait_or_hurry(lambda: not self._busy - hung, idle_until) and not self._busy:
             return []
-        if self._group.failure is not None or self._group.hurried:  # what went wrong has been said, or nobody waits
+        if self._link.failure is not None or self._link.hurried:  # what went wrong has been said, or nobody waits
             return []
-        self._wait(lambda: self._stacks is not None, time.monotonic() + 2 * STACKS_WITHIN_S)
+        self._wait(lambda: self._stacks is not None, time.monotonic() + 2 * WITHIN_S)
         stacks, allowed = self._stacks or Stacks(), self._granted or grace
         return [
             worker_error(
-                self._group,
+                self._link,
                 w.slot,
                 w.pid,
                 f"did not end within {allowed:g} s and was ended; it was here:\n{stacks.of(w.slot)}",
@@ -369,8 +368,8 @@ class Workforce:
         """The grace period of its owner is over at `deadline`, whenever this group's turn comes."""
         self._granted = max(self._granted, grace)
         self._overdue_at = min(self._overdue_at, deadline)
-        wait_s = max(0.0, deadline - STACKS_WITHIN_S - time.monotonic())
-        self._timers.append(self._group.runtime.timers.after(wait_s, self._look))
+        wait_s = max(0.0, deadline - WITHIN_S - time.monotonic())
+        self._timers.append(self._link.services.timers.after(wait_s, self._look))
 
     def _look_again(self, hung: set[int], at: float) -> None:
         """Ask once more what the ranks are doing that were idle when they were asked, and haven't ended since."""
@@ -384,7 +383,7 @@ class Workforce:
         with self._news:
             asked, self._asked = self._asked, True
         if not asked:
-            self._group.order.ask_stacks([worker.slot for worker in self._awaited(self._busy)], self._looked)
+            self._order.stacks.ask([worker.slot for worker in self._awaited(self._busy)], self._looked)
 
     def _looked(self, stacks: Stacks) -> None:
         with self._news:
@@ -397,10 +396,9 @@ class Workforce:
         Others, which are idle, have longer. Where nobody has had the time to say, those count that owe an answer.
         """
         self._wait_or_hurry(lambda: self._stacks is not None or not self._busy, deadline)
-        order = self._group.order
         with self._news:
             silent = set() if self._stacks is None else self._busy - self._stacks.told.keys()
             asked = self._stacks is not None
-        running = order.still_running() if asked else order.owing()
+        running = self._order.still_running() if asked else self._order.owing()
         with self._news:
             return self._busy & (silent | running | self._unbuilt)

@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import attrs
 
 from colocate import wire
 from colocate._codec import BY_VALUE, Codec
-
-if TYPE_CHECKING:
-    from colocate.keeper.tenure import Terms
 
 
 @attrs.frozen
@@ -305,6 +302,30 @@ class OwnProcess:
 
 class MultiNode:
     """Capability: slots may lie on several machines."""
+
+
+@attrs.frozen
+class Terms:
+    """On what terms a pool was given to the cluster.
+
+    Attributes:
+        name: What it is called there.
+        ttl: Seconds that it lives without a driver.
+        kept: The tokens of the workers that belong to it; others end with the driver that started them.
+        record: What a driver needs to take it up; empty but for the lead.
+        about: What listings show of it.
+    """
+
+    name: str
+    ttl: float
+    kept: frozenset[bytes] = frozenset()
+    record: bytes = attrs.field(default=b"", repr=False)
+    about: dict[str, Any] = attrs.field(factory=dict)
+
+    @property
+    def lead(self) -> bool:
+        """Whether these are the lead's."""
+        return bool(self.record)
 
 
 @attrs.frozen

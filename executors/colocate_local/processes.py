@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from colocate import _processes, wire
+from colocate._definitions import codec
 from colocate.executor import Boot, Exit, Host, HostEvents, Node, OwnProcess, Place, Running
 from colocate.gpus import shown
 from colocate.keeper import AFTER_LANE_S, Launcher, WorkerProcess
@@ -88,7 +89,7 @@ class ProcessHost(Host):
             ours.close()
             raise
         self.pid = self._process.pid
-        self._lane.send(("boot",), wire.pack(self.boot))
+        self._lane.send(("boot",), codec.pack(self.boot))
 
     def give_up(self) -> None:
         """End what a start that failed, or that nobody has waited for, may have left. On the launching thread."""

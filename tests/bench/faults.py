@@ -90,7 +90,7 @@ def _hold_the_gil(group: ColocatedGroup, gate: Gate) -> None:
 
 def _stop(group: ColocatedGroup, gate: Gate) -> None:
     _hang(group, gate)
-    os.kill(group.workforce.workers[1].pid or 0, signal.SIGSTOP)
+    os.kill(group._node.workforce.workers[1].pid or 0, signal.SIGSTOP)
 
 
 def _closed(runtime: Runtime, cause: Callable[[ColocatedGroup, Gate], None]) -> float:
@@ -115,7 +115,7 @@ def _killed(part: str, runtime: Runtime) -> Iterator[Row]:
                 call = group.role("faulty", Faulty).wait.submit(gate.address)
                 gate.wait_for(2)
                 began = time.perf_counter()
-                os.kill(group.workforce.workers[1].pid or 0, signal.SIGKILL)
+                os.kill(group._node.workforce.workers[1].pid or 0, signal.SIGKILL)
                 error = call.exception()
                 seconds.append(time.perf_counter() - began)
                 assert isinstance(error, colocate.WorkerDied), error

@@ -21,7 +21,7 @@ from tests.bench.measure import Rounds
 from tests.bench.rows import Row
 
 import colocate
-from colocate._method import MethodSpec
+from colocate._method_spec import MethodSpec
 from colocate._role import methods_of
 from colocate_ppo.actor import Actor
 from colocate_ppo.critic import Critic

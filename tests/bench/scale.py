@@ -12,8 +12,8 @@ from tests.bench.rows import Row
 from tests.bench.stub import StubExecutor
 
 import colocate
-from colocate import Pool, RoleSpec
-from colocate._runtime import Runtime
+from colocate import Pool, RoleSpec, Runtime
+from colocate._connection import Connection
 from colocate.testing.probes.plain import Echo
 from colocate.testing.probes.rows import Rows
 
@@ -30,7 +30,7 @@ T = TypeVar("T")
 def rows() -> Iterator[Row]:
     """Spawn, calls and close at each size, and by how much the dearest of the larger sizes exceeds the smallest."""
     cheapest: dict[str, dict[int, float]] = defaultdict(dict)
-    with Runtime("stub", StubExecutor(), 0, False) as runtime:
+    with Runtime._of(Connection("stub", StubExecutor(), 0, False, None)) as runtime:
         pools = [runtime.reserve(slots=slots) for slots in _SLOTS]
         for _ in range(_ROUNDS):
             for pool in pools:

@@ -15,7 +15,8 @@ from tests.bench.rows import Row, show
 from tests.bench.stub import StubExecutor
 
 import colocate
-from colocate._runtime import Runtime
+from colocate import Runtime
+from colocate._connection import Connection
 from colocate.testing.probes.plain import Echo
 from colocate.testing.probes.rows import Rows
 
@@ -58,15 +59,15 @@ def test_ratio() -> None:
 @pytest.mark.usefixtures("no_leaks")
 def test_stub() -> None:
     """The stub executor is an executor: groups start, answer calls on all of their slots, keep, and close."""
-    with Runtime("stub", StubExecutor(), 0, False) as runtime:
+    with Runtime._of(Connection("stub", StubExecutor(), 0, False, None)) as runtime:
         pool = runtime.reserve(slots=300)
         group = pool.spawn({"echo": colocate.role(Echo), "rows": colocate.role(Rows).on(slots=range(299, 99, -1))})
         rows = group.role("rows", Rows)
         assert group.role("echo", Echo).noop() == [None] * 300
         assert len(rows.seen(rows.double.keep(list(range(200))).ref)) == 200
-        assert len(runtime.executor.running()) == 300
+        assert len(runtime._node.services.executor.running()) == 300
         group.close()
-        assert runtime.executor.running() == []
+        assert runtime._node.services.executor.running() == []
 
 
 def test_main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

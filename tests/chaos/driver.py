@@ -119,7 +119,7 @@ class Stage:
 
     def own(self) -> set[int]:
         """The processes that a runtime itself consists of."""
-        executor: Any = None if self.runtime is None else self.runtime.executor
+        executor: Any = None if self.runtime is None else self.runtime._node.services.executor
         envoy = getattr(executor, "_envoy", None)
         return {os.getpid(), *(() if envoy is None else (envoy._process.pid, envoy._janitor.pid))}
 

@@ -80,7 +80,7 @@ class Injector:
         group = self._pool.groups.get(self._played[fault.group].name)
         if group is None:
             return False
-        pid = group.workforce.workers[fault.rank].pid or 0
+        pid = group._node.workforce.workers[fault.rank].pid or 0
         if fault.kind == "stop":
             pid = _worker(pid)
         began = time.monotonic()

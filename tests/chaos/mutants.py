@@ -40,7 +40,7 @@ def swallowed_error() -> None:
     from colocate.worker.runner import Runner
 
     def failed(self: Any, seq: int, keep: int | None, role: str | None, error: BaseException) -> None:
-        self._host.send(("done", seq, None, 0.0, 0.0, None), None)
+        self._site.send(("done", seq, None, 0.0, 0.0, None), None)
 
     _replace(Runner, "_failed", failed)
 

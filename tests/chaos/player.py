@@ -119,7 +119,7 @@ class Player:
                 try:
                     how = "restart" if played.restarts else "fail"
                     played.group = part.spawn(roles, name=played.name, timeout=timeout, on_failure=how)
-                    played.pids = tuple(worker.pid or 0 for worker in played.group.workforce.workers)
+                    played.pids = tuple(worker.pid or 0 for worker in played.group._node.workforce.workers)
                 except Exception as error:
                     played.spawn_error = error
             if hangs is not None:
@@ -141,7 +141,7 @@ class Player:
         if fault.ending == "grace" and fault.kind in model.HANGING:
             assert self._faulty.group is not None
             self._settle_all()  # with the group's usual grace
-            self._faulty.group.grace = SHORT_S
+            self._faulty.group._node.grace = SHORT_S
         if fault.kind == "gil":
             self._hold_the_gil()
         elif fault.moment == "close":
@@ -258,7 +258,7 @@ class Player:
             if any(sent.settled is None for sent in _patient(played)):
                 bound += LONG_S  # the grace of a hold is for the failed call and later ones: an earlier one has its own
             with self._steps.bound("the group's failure by its own grace", bound):
-                becomes_true(lambda: group.failure is not None or group.generation > 0, bound + HANG_S)
+                becomes_true(lambda: group._node.failure is not None or group.generation > 0, bound + HANG_S)
         timeout = None if self._fault.ending == "thread" else SHORT_S
         self._steps.do(Step("submit", group=played.index), timeout)
         if self._fault.grace > 0.15:  # otherwise the close comes before the timeouts

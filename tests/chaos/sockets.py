@@ -39,7 +39,7 @@ def drop(target: str, runtime: Runtime, group: ColocatedGroup, slot: int) -> Non
     if target in PEERS:
         _drop_peer(group, slot, target == "peer listener")
         return
-    owner: Any = group.workforce.workers[slot].host
+    owner: Any = group._node.workforce.workers[slot].host
     if target == "keeper listener":
         _drop_listener(owner.slot.address)
         return
@@ -50,7 +50,7 @@ def drop(target: str, runtime: Runtime, group: ColocatedGroup, slot: int) -> Non
         commands = owner.slot._commands if hasattr(owner, "slot") else None
         sock = None if commands is None else commands._sock
     else:
-        executor: Any = runtime.executor
+        executor: Any = runtime._node.services.executor
         sock = executor._envoy._sock
     if sock is None or sock.fileno() < 0:
         raise NoSuchSocket(target)
@@ -74,7 +74,7 @@ def shut(pid: int, fd: int) -> None:
 
 
 def _drop_peer(group: ColocatedGroup, slot: int, listening: bool) -> None:
-    worker = group.workforce.workers[slot]
+    worker = group._node.workforce.workers[slot]
     lanes = _lane_addresses(worker.host)
     pid = worker.pid
     if pid is None:

@@ -243,7 +243,7 @@ class Steps:
 
         # Off the main thread it has been sent when this returns: who waits for it at once, as `group.run` does, has it
         # sent meanwhile, and what is submitted next could come before it.
-        self.submit(played, sent, lambda view, ident: off_main(lambda: run_later(group, ran, (ident,), {})))
+        self.submit(played, sent, lambda view, ident: off_main(lambda: run_later(group._node, ran, (ident,), {})))
         return sent
 
     def _fail(self, step: Step, played: Played, timeout: float | None) -> Sent:

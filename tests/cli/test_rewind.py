@@ -38,7 +38,7 @@ def policy(run: Run) -> ColocatedGroup:
 
 def fail(group: ColocatedGroup) -> None:
     """Have a group fail, and so begin its restart."""
-    group.fail(ColocateError("on purpose"))
+    group._node.fail(ColocateError("on purpose"))
 
 
 def write(run: Run, step: int, error: BaseException | None = None) -> None:

@@ -9,8 +9,8 @@ from rich.console import Console
 
 from colocate._calls import CallLog, Span, Total
 from colocate._records import CallRecord
-from colocate._run import RunRecord
 from colocate._run_log import RunLog
+from colocate._run_record import RunRecord
 from colocate._screen import PLAIN_WIDTH, Screen, show_table
 from colocate.config import Config, GroupConfig, PoolConfig, RoleConfig
 from colocate.testing.waiting import becomes_true

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 import colocate
-from colocate._run import Run, RunRecord
+from colocate._run import Run
+from colocate._run_record import RunRecord
 from colocate.config import Config
 from colocate.errors import ClosedError, ConfigError, PlacementError, RoleStartError
 
@@ -67,7 +68,7 @@ def test_everything_is_open_in_the_block_and_closed_after_it(load: Callable[...,
         assert job.groups["group"]["some"].place() == [(2, 2), (0, 2)]
     with pytest.raises(ClosedError):
         job.groups["group"]["worker"].place()
-    assert not job.runtime.children
+    assert not job.runtime._node.children
 
 
 def test_the_graph_names_the_lines_of_the_config(load: Callable[..., Config]) -> None:

@@ -12,8 +12,8 @@ import pytest
 from tests.distributions.install import Installed
 
 from colocate._plugins import find_executor
+from colocate._signatures import options_of
 from colocate.config import load_config
-from colocate.config.arguments import options_of
 from colocate.config.trust import HARMLESS_VARIABLES
 from colocate.errors import ConfigError
 from colocate.executor import Executor

@@ -112,8 +112,8 @@ def test_other_drivers_are_nobodys_strays(cluster: str, runtime: Runtime) -> Non
         pool.spawn({"echo": colocate.role(Echo)})
         assert not runtime.audit()
         assert not other.audit()
-        (held,) = (each for each in other.executor.running() if each.kind == "reservation")
-        assert held.id == f"{other.id}/theirs"
+        (held,) = (each for each in other._node.services.executor.running() if each.kind == "reservation")
+        assert held.id == f"{other._node.services.id}/theirs"
         assert held.detail.startswith("2 Dask workers held for client ")
 
 
@@ -124,12 +124,12 @@ def test_lost_slot(runtime: Runtime, client: Any) -> None:
         pids: dict[str, int] = client.run(os.getpid)
         victim = next(pid for address, pid in pids.items() if address.startswith("tcp://127.0.0.1:"))
         os.kill(victim, signal.SIGKILL)
-        wait_until(lambda: group.failure, "the group fails")
+        wait_until(lambda: group._node.failure, "the group fails")
         with pytest.raises(WorkerDied):
             group.role("echo", Echo).noop()
         audit = runtime.audit()
         assert audit.leaked == ()
-        assert [(each.kind, each.id) for each in audit.missing] == [("reservation", pool.request.id)]
+        assert [(each.kind, each.id) for each in audit.missing] == [("reservation", pool._node.request.id)]
         assert "1 of its 2 Dask workers have left the cluster" in audit.missing[0].what
     with runtime.reserve(5, cpus=0, timeout=PATIENCE_S):
         assert not runtime.audit()

@@ -68,7 +68,7 @@ def test_tls(cluster: str, certificates: Path) -> None:
     with joined as runtime, runtime.reserve(1, cpus=0) as pool:
         assert pool.spawn({"echo": colocate.role(Echo)}).role("echo", Echo).noop() == [None]
         assert pool.slots[0].node == own_address()
-        executor: Any = runtime.executor
+        executor: Any = runtime._node.services.executor
         (held,) = executor._held.values()
         assert not [kept.address for kept in held.slots.values() if "tcp:" in kept.address]
     sides = ("ca_file", "client_cert", "client_key")

@@ -160,9 +160,9 @@ def test_nanny(cluster: tuple[str, psutil.Process], tmp_path: Path) -> None:
             )
         finally:
             nanny.kill()
-        wait_until(lambda: group.failure is not None, "the group fails")
-        assert isinstance(group.failure, WorkerDied)
-        assert group.failure.rank == there
+        wait_until(lambda: group._node.failure is not None, "the group fails")
+        assert isinstance(group._node.failure, WorkerDied)
+        assert group._node.failure.rank == there
         ended(pool.close, grace=0.0)
         workers.wait()
         workers.close()

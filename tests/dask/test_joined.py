@@ -30,7 +30,7 @@ def runtime(cluster: str) -> Iterator[Runtime]:
     with colocate.connect("dask", address=cluster) as runtime:
         with runtime.reserve(5, cpus=0) as pool:  # what is made for the first worker is there from now on
             pool.spawn({"echo": colocate.role(Echo)})
-        at_the_same_time(runtime.executor.nodes)
+        at_the_same_time(runtime._node.services.executor.nodes)
         yield runtime
 
 
@@ -88,7 +88,7 @@ def replacing(runtime: Runtime) -> Iterator[None]:
 
 def test_nodes(runtime: Runtime) -> None:
     """A node for each address, with what its workers have."""
-    nodes = [(node.name, node.cpus, node.gpus) for node in runtime.executor.nodes()]
+    nodes = [(node.name, node.cpus, node.gpus) for node in runtime._node.services.executor.nodes()]
     assert nodes == [("127.0.0.1", 4, 0), ("127.0.0.2", 6, 4)]
 
 
@@ -135,7 +135,7 @@ def test_held_by_another_driver(cluster: str, runtime: Runtime) -> None:
         got: list[Pool] = []
         waiter = threading.Thread(target=lambda: got.append(second.reserve(2, cpus=0, timeout=PATIENCE_S, name="late")))
         waiter.start()
-        wait_until(lambda: any(child.name == "late" for child in list(second.children.values())), "it waits")
+        wait_until(lambda: any(child.name == "late" for child in list(second._node.children.values())), "it waits")
         first.close()
         waiter.join()
         assert echo(got[0]).noop() == [None, None]
@@ -239,7 +239,7 @@ def test_killed_while_it_waits(cluster: str, runtime: Runtime) -> None:
             """
             runtime = colocate.connect("dask", address=sys.argv[1])
             threading.Thread(target=lambda: runtime.reserve(1, cpus=0, timeout=600), daemon=True).start()
-            while not runtime.children: os.sched_yield()
+            while not runtime._node.children: os.sched_yield()
             print("waits", flush=True)
             threading.Event().wait()
             """,
@@ -265,7 +265,7 @@ def waiting(runtime: Runtime) -> int:
 
         return len(reservations._table(dask_scheduler)._waiting)
 
-    executor: Any = runtime.executor
+    executor: Any = runtime._node.services.executor
     found: int = executor._connection.on_scheduler(count)
     return found
 
@@ -280,9 +280,9 @@ def test_killed_dask_worker(runtime: Runtime, other: Any) -> None:
         processes = Processes([pid for pid, _, _ in group.role("echo", Echo).place()])
         victim = next(pid for address, pid in pids.items() if address.startswith("tcp://127.0.0.1:"))
         os.kill(victim, signal.SIGKILL)
-        wait_until(lambda: group.failure is not None, "the group fails")
-        assert isinstance(group.failure, WorkerDied)
-        assert "has left the cluster" in (group.failure.detail or "")
+        wait_until(lambda: group._node.failure is not None, "the group fails")
+        assert isinstance(group._node.failure, WorkerDied)
+        assert "has left the cluster" in (group._node.failure.detail or "")
         processes.wait()
         processes.close()
         with pytest.raises(ColocateError):
@@ -351,7 +351,7 @@ def test_other_versions(runtime: Runtime) -> None:
     from colocate_dask import reservations
     from colocate_dask.offers import Facts, Refusal, Wanted
 
-    executor: Any = runtime.executor
+    executor: Any = runtime._node.services.executor
     wanted = Wanted("none", executor._connection.id, "pool", 1)
     answer = executor._connection.on_scheduler(reservations.reserve, wanted, Facts("2.7", "0.0"))
     assert isinstance(answer, Refusal)

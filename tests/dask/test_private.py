@@ -40,10 +40,10 @@ def test_listens_nowhere(no_leaks: None) -> None:
 def test_offers_this_machine() -> None:
     """Its CPUs are this process's, unless told otherwise."""
     with colocate.connect("dask") as runtime:
-        (node,) = runtime.executor.nodes()
+        (node,) = runtime._node.services.executor.nodes()
         assert node.cpus == len(os.sched_getaffinity(0))
     with colocate.connect("dask", cpus=3, gpus=2) as runtime:
-        (node,) = runtime.executor.nodes()
+        (node,) = runtime._node.services.executor.nodes()
         assert (node.cpus, node.gpus) == (3, 2)
 
 

@@ -17,11 +17,11 @@ from tests.docs.blocks import PAGES, ROOT
 
 import colocate
 from colocate import Run, errors
+from colocate._annotations import describe
 from colocate._plugins import find_executor
 from colocate.cli import app
 from colocate.config import Config, ExecutorConfig, GroupConfig, JobConfig, PluginsConfig, PoolConfig, RoleConfig
 from colocate.config.schema import key_of, keys
-from colocate.config.values import describe
 
 DOCS = ROOT / "docs"
 SECTIONS = {

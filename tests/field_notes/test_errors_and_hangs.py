@@ -80,7 +80,7 @@ def check_hung(runtime: Runtime) -> None:
 
 
 def pid_of(group: ColocatedGroup) -> int:
-    pid = group.workforce.workers[0].pid
+    pid = group._node.workforce.workers[0].pid
     assert pid is not None
     return pid
 

@@ -259,7 +259,7 @@ class TestChoice:
             pytest.skip("NVML tells no UUIDs here")
         monkeypatch.setenv(gpus.VARIABLE, uuids[-1] if by == "uuid" else str(len(uuids) - 1))
         with colocate.connect("local", processes=True) as runtime:
-            assert [node.gpus for node in runtime.executor.nodes()] == [1]
+            assert [node.gpus for node in runtime._node.services.executor.nodes()] == [1]
             maker = runtime.reserve(gpus=1).spawn({"maker": colocate.role(Maker)}).role("maker", Maker)
             assert maker.device() == [("cuda:0", 1)]
             if all(uuids):

@@ -242,8 +242,8 @@ class Actor(Role):
 with CONNECT as runtime, runtime.reserve(1) as pool:
     group = pool.spawn({"actor": colocate.role(Actor)})
     actor = group["actor"]
-    (host,) = [worker.host for worker in group.workforce.workers]
-    failing, frame, send, marked = [True], runtime.executor.frame, host.send, []
+    (host,) = [worker.host for worker in group._node.workforce.workers]
+    failing, frame, send, marked = [True], runtime._node.services.executor.frame, host.send, []
 
     def framed(head, body=None):
         made = frame(head, body)
@@ -256,7 +256,7 @@ with CONNECT as runtime, runtime.reserve(1) as pool:
             raise OSError(24, "Too many open files")
         send(made)
 
-    runtime.executor.frame, host.send = framed, sent
+    runtime._node.services.executor.frame, host.send = framed, sent
     try:
         actor.look(Batch())
     except OSError as error:

@@ -96,7 +96,7 @@ with CONNECT as runtime, runtime.reserve(1, timeout=120) as pool:
         return [{name: value for name, value in vars(cls).items() if name != "__slotnames__"} for cls in (Batch, Wrong)]
 
     before = state()
-    shared = "threads" in repr(runtime.executor).lower()  # there it is the same class
+    shared = "threads" in repr(runtime._node.services.executor).lower()  # there it is the same class
     actor = pool.spawn({"actor": colocate.role(Actor, Batch(0))})["actor"]
     THRESHOLD = 2
     (batch,) = actor.give()

@@ -50,7 +50,7 @@ def _not_refused(runtimes: Sequence[OneRuntime]) -> Iterator[str]:
             yield f"{what} worked"
     for each in runtimes:
         each.runtime.__exit__(None, None, None)  # leaving a with block closes nothing, and says nothing
-        if each.runtime.closed_by is not None:
+        if each.runtime._node.closed_by is not None:
             yield f"{each.runtime!r} was closed by leaving its with block"
 
 

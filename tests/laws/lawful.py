@@ -50,14 +50,14 @@ class Lawful(RuleBasedStateMachine):
                 lines = graph.render(format).splitlines()
                 shown = [found for line in lines if (found := re.search(NODE, line))]
                 assert sorted((found[1], found[2]) for found in shown) == each.below(), format
-            owned = [(id(child), node.name) for node in owners(each.runtime) for child in node.children.values()]
+            owned = [(id(child), node.name) for node in owners(each.runtime._node) for child in node.children.values()]
             assert len({child for child, _ in owned}) == len(owned), f"something has two owners: {owned}"
 
     @invariant()
     def the_engine_runs_what_lives(self) -> None:
         for each in self.runtimes:
             assert not (found := each.runtime.audit()), found
-            workers = [one.id for one in each.runtime.executor.running() if one.kind == "worker"]
+            workers = [one.id for one in each.runtime._node.services.executor.running() if one.kind == "worker"]
             living = {name.partition("/")[2] for name in workers}
             for group in each.groups():
                 assert group.dead or {f"{group.name}/{slot}" for slot in range(group.slots)} <= living
@@ -65,13 +65,13 @@ class Lawful(RuleBasedStateMachine):
     @invariant()
     def what_is_closed_stays_closed(self) -> None:
         for each in self.ended[-3:]:
-            node: Any = getattr(each, type(each).__name__.removeprefix("One").lower())
-            before = node.closed_by
+            held: Any = getattr(each, type(each).__name__.removeprefix("One").lower())
+            before = held._node.closed_by
             assert before
-            node.close()
-            node.close(force=True)
-            assert node.closed_by == before
-            assert not node.children
+            held.close()
+            held.close(force=True)
+            assert held._node.closed_by == before
+            assert not held._node.children
             self._refuses(each, before)
 
     def _refuses(self, each: OneRuntime | OnePool | Group, by: str) -> None:

@@ -243,12 +243,12 @@ class Ownership(Lawful):
     def forget(self, which: int) -> None:
         """Dropping every variable leaves pools and groups alive: their owner has them."""
         group = pick(self.groups(), which)
-        alive = weakref.ref(group.group), weakref.ref(group.pool.pool)
+        alive = weakref.ref(group.group._node), weakref.ref(group.pool.pool._node)
         del group.group, group.pool.pool
         gc.collect()
         assert all(reference() is not None for reference in alive)
         group.group = group.pool.runtime.runtime.groups[group.name]
-        group.pool.pool = group.group.pool
+        group.pool.pool = group.group.owner
 
     @precondition(lambda self: self.runtimes)
     @rule()

@@ -76,11 +76,11 @@ def left(cluster: Any) -> Iterator[tuple[str, int]]:
 def test_names(runtime: Runtime) -> None:
     """Placement groups and actors have names that tell whose they are, also in Ray's own tables."""
     with runtime.reserve(2, name="named") as pool:
-        told = {(each.kind, each.id, each.owner) for each in runtime.executor.running()}
-        owner = f"{runtime.id}/named"
+        told = {(each.kind, each.id, each.owner) for each in runtime._node.services.executor.running()}
+        owner = f"{runtime._node.services.id}/named"
         actors = {("Ray actor", f"{owner}/{index}", owner) for index in range(2)}
         assert told == {("reservation", owner, ""), *actors}
-        pids = {each.pid for each in runtime.executor.running() if each.kind == "Ray actor"}
+        pids = {each.pid for each in runtime._node.services.executor.running() if each.kind == "Ray actor"}
         assert all(pid is not None and "ray::" in _command(pid) for pid in pids)
         assert len(pool.slots) == 2
 
@@ -122,7 +122,7 @@ def test_other_drivers_are_nobodys_strays(cluster: Any, runtime: Runtime) -> Non
         pool.spawn({"echo": colocate.role(Echo)})
         assert not runtime.audit()
         assert not other.audit()
-        assert runtime.executor.strays() == other.executor.strays() == []
+        assert runtime._node.services.executor.strays() == other._node.services.executor.strays() == []
 
 
 @pytest.mark.long
@@ -130,7 +130,7 @@ def test_keeper_that_does_not_answer(runtime: Runtime) -> None:
     """An audit ends all the same, and says which workers can't be asked for."""
     with runtime.reserve(1) as pool:
         group = pool.spawn({"echo": colocate.role(Echo)})
-        (actor,) = (each for each in runtime.executor.running() if each.kind == "Ray actor")
+        (actor,) = (each for each in runtime._node.services.executor.running() if each.kind == "Ray actor")
         assert actor.pid is not None
         send(actor.pid, signal.SIGSTOP)
         try:
@@ -139,7 +139,7 @@ def test_keeper_that_does_not_answer(runtime: Runtime) -> None:
             os.kill(actor.pid, signal.SIGCONT)
         assert audit.leaked == ()
         (missing,) = audit.missing
-        assert missing.id == group.workforce.workers[0].boot.worker
+        assert missing.id == group._node.workforce.workers[0].boot.worker
         assert "its keeper hasn't answered within 2 s" in missing.what
         assert group.role("echo", Echo).noop() == [None]
         assert not runtime.audit()
@@ -149,15 +149,15 @@ def test_lost_slot(runtime: Runtime) -> None:
     """A pool that has lost the actor of a slot claims what Ray has no longer."""
     with runtime.reserve(2) as pool:
         group = pool.spawn({"echo": colocate.role(Echo)})
-        actor = next(each for each in runtime.executor.running() if each.kind == "Ray actor")
+        actor = next(each for each in runtime._node.services.executor.running() if each.kind == "Ray actor")
         assert actor.pid is not None
         os.kill(actor.pid, signal.SIGKILL)
-        wait_until(lambda: group.failure, "the group fails")
+        wait_until(lambda: group._node.failure, "the group fails")
         with pytest.raises(WorkerDied):
             group.role("echo", Echo).noop()
         audit = runtime.audit()
         assert audit.leaked == ()
-        assert [(each.kind, each.id) for each in audit.missing] == [("reservation", pool.request.id)]
+        assert [(each.kind, each.id) for each in audit.missing] == [("reservation", pool._node.request.id)]
         bundle = actor.id.rpartition("/")[2]
         assert f"bundles, {bundle} have lost the Ray actors" in audit.missing[0].what
     assert not runtime.audit()

@@ -73,7 +73,8 @@ def test_all_of_the_driver_is_killed(runtime: Runtime, cluster: Any) -> None:
         runtime = colocate.connect("ray", **OPTIONS)
         pool = runtime.reserve(2, cpus=0, gpus=1, detachable=True)
         group = pool.spawn({"counting": colocate.role(Counting)})
-        print(json.dumps([group.role("counting").pid(), runtime.executor._envoy._process.pid]), flush=True)
+        envoy = runtime._node.services.executor._envoy
+        print(json.dumps([group.role("counting").pid(), envoy._process.pid]), flush=True)
         sys.stdin.read()
         """,
         cluster,
@@ -99,7 +100,8 @@ def test_driver_is_killed_before_it_knows_its_custodian(cluster: Any) -> None:
         """
         from colocate.executor import Request
         runtime = colocate.connect("ray", **OPTIONS)
-        print(runtime.executor._envoy.call("open_custodian", Request(1, id="a/b"), b"k" * 32)[0], flush=True)
+        envoy = runtime._node.services.executor._envoy
+        print(envoy.call("open_custodian", Request(1, id="a/b"), b"k" * 32)[0], flush=True)
         sys.stdin.read()
         """,
         cluster,
@@ -130,8 +132,8 @@ def test_custodian_is_stopped(runtime: Runtime, cluster: Any, name: str) -> None
     _, custodian = detached(runtime, cluster, name)
     custodian.suspend()
     with pytest.raises(EngineError, match=f"colocate close {name} --force"):
-        close_detached(runtime, name, force=False)
-    close_detached(runtime, name, force=True)
+        close_detached(runtime._node, name, force=False)
+    close_detached(runtime._node, name, force=True)
     everything_is_free(runtime)
 
 

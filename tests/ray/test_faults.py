@@ -24,14 +24,14 @@ import sys, colocate
 from colocate.testing.probes.plain import Echo
 runtime = colocate.connect("ray", cpus=2)
 runtime.reserve(2).spawn({"echo": colocate.role(Echo)})
-envoy = runtime.executor._envoy
+envoy = runtime._node.services.executor._envoy
 print(envoy._process.pid, envoy.folder, flush=True)
 sys.stdin.read()
 """
 
 
 def envoy(runtime: Runtime) -> Any:
-    executor: Any = runtime.executor
+    executor: Any = runtime._node.services.executor
     return executor._envoy
 
 

@@ -60,7 +60,7 @@ def everything_is_free(runtime: Runtime) -> None:
 
 def test_nodes(runtime: Runtime) -> None:
     """Nodes of different kinds; two on one machine have different names."""
-    nodes = runtime.executor.nodes()
+    nodes = runtime._node.services.executor.nodes()
     assert sorted((node.cpus, node.gpus) for node in nodes) == [(1, 2), (2, 1)]
     assert len({node.name for node in nodes}) == 2
 
@@ -124,7 +124,7 @@ def test_ranks_are_sorted(runtime: Runtime) -> None:
     """By node and device, as the ranks of a group see it too."""
     with runtime.reserve(3, gpus=1, cpus=0) as pool:
         places = [(slot.node, slot.devices) for slot in pool.slots]
-        nodes = [node.name for node in runtime.executor.nodes()]
+        nodes = [node.name for node in runtime._node.services.executor.nodes()]
         assert places == sorted(places, key=lambda place: (nodes.index(place[0]), place[1]))
         assert sorted(devices for _, devices in places) == [(0,), (0,), (1,)]
         echo = pool.spawn({"echo": colocate.role(Echo)}).role("echo", Echo)
@@ -168,7 +168,7 @@ def test_killed_driver(cluster: Any, runtime: Runtime) -> None:
         """
         runtime = colocate.connect("ray", **OPTIONS)
         group = runtime.reserve(2, gpus=1, cpus=1).spawn({"echo": colocate.role(Echo)})
-        print(json.dumps([worker.pid for worker in group.workforce.workers]), flush=True)
+        print(json.dumps([worker.pid for worker in group._node.workforce.workers]), flush=True)
         sys.stdin.read()
         """,
         cluster,
@@ -189,7 +189,7 @@ def test_killed_while_it_waits(cluster: Any, runtime: Runtime) -> None:
             import threading
             runtime = colocate.connect("ray", **OPTIONS)
             threading.Thread(target=lambda: runtime.reserve(2, cpus=1, timeout=600), daemon=True).start()
-            while not runtime.children: os.sched_yield()
+            while not runtime._node.children: os.sched_yield()
             if child := os.fork():
                 print(child, flush=True)
             threading.Event().wait()
@@ -241,7 +241,7 @@ def test_own_init(cluster: Any) -> None:
 
         ray.init(address=OPTIONS["address"], log_to_driver=False, logging_level="ERROR")
         with colocate.connect("ray", address="auto") as runtime:
-            assert len(runtime.executor.nodes()) == 2
+            assert len(runtime._node.services.executor.nodes()) == 2
             with runtime.reserve(1) as pool:
                 assert pool.spawn({"echo": colocate.role(Echo)}).role("echo", Echo).echo(1) == [1]
         assert ray.get(ray.remote(lambda: 7).remote()) == 7
@@ -259,7 +259,7 @@ def test_auto(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """`auto` is what RAY_ADDRESS says, where it is set."""
     monkeypatch.setenv("RAY_ADDRESS", cluster.address)
     with colocate.connect("ray", address="auto", token_file=cluster.options["token_file"]) as runtime:
-        assert len(runtime.executor.nodes()) == 2
+        assert len(runtime._node.services.executor.nodes()) == 2
 
 
 def test_colocate_is_missing(cluster: Any) -> None:
@@ -339,7 +339,10 @@ def test_what_is_left_is_too_small(cluster: Any, runtime: Runtime) -> None:
     pool = runtime.reserve(4, cpus=1, timeout=5)
     group = pool.spawn({"lasting": colocate.role(Lasting)}, on_failure="restart", restarts=1)
     cluster.tell("remove")
-    wait_until(lambda: isinstance(group.failure, WorkerDied) and not group.restarts.under_way, "it has failed for good")
+    wait_until(
+        lambda: isinstance(group._node.failure, WorkerDied) and not group._node.restarts.under_way,
+        "it has failed for good",
+    )
     with pytest.raises(WorkerDied) as caught:
         group.wait_ready()
     assert "could not be restarted" in caught.value.__notes__[0]

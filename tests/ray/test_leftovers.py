@@ -85,7 +85,7 @@ def test_living_private_ray() -> None:
     """Nothing of one is found, while it starts, while it runs and when it has ended."""
     before = {each.id for each in RayExecutor.left_here()}
     with colocate.connect("ray", cpus=1) as runtime, runtime.reserve(1):
-        executor: Any = runtime.executor
+        executor: Any = runtime._node.services.executor
         pids = {each.pid for each in executor.running()}
         assert pids
         assert Path(executor._envoy.folder).is_dir()

@@ -37,7 +37,7 @@ def say(what):
 CONNECTED = """
 runtime = colocate.connect("ray", cpus=2)
 group = runtime.reserve(2).spawn({"echo": colocate.role(Echo)})
-say(runtime.executor._envoy.folder)
+say(runtime._node.services.executor._envoy.folder)
 """
 
 
@@ -69,7 +69,7 @@ def hear(process: subprocess.Popen[str]) -> Any:
 
 
 def envoy(runtime: Runtime) -> Any:
-    executor: Any = runtime.executor
+    executor: Any = runtime._node.services.executor
     return executor._envoy
 
 
@@ -125,7 +125,7 @@ def test_shared_memory(victim: str) -> None:
             return self.memory.name
 
     runtime = colocate.connect("ray", cpus=2)
-    say({"driver": os.getpid(), "envoy": runtime.executor._envoy._process.pid})
+    say({"driver": os.getpid(), "envoy": runtime._node.services.executor._envoy._process.pid})
     say(runtime.reserve(2).spawn({"sharing": colocate.role(Sharing)}).role("sharing", Sharing).share())
     sys.stdin.read()
     """
@@ -165,8 +165,8 @@ def _address(runtime: Runtime) -> str:
 def test_another_one(runtime: Runtime) -> None:
     """A second private Ray in the same driver is one of its own; what becomes of it is no matter to the first."""
     other = colocate.connect("ray", cpus=1)
-    assert [node.cpus for node in other.executor.nodes()] == [1]
-    assert [node.cpus for node in runtime.executor.nodes()] == [2]
+    assert [node.cpus for node in other._node.services.executor.nodes()] == [1]
+    assert [node.cpus for node in runtime._node.services.executor.nodes()] == [2]
     with runtime.reserve(2, timeout=0) as pool:
         ours = pool.spawn({"echo": colocate.role(Echo)})
         theirs = other.reserve(1, timeout=0).spawn({"echo": colocate.role(Echo)})
@@ -269,4 +269,4 @@ def test_hidden_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus, "machine_gpus", lambda: ("",))
     monkeypatch.setenv(gpus.VARIABLE, "-1")
     with colocate.connect("ray", cpus=1) as runtime:
-        assert [node.gpus for node in runtime.executor.nodes()] == [0]
+        assert [node.gpus for node in runtime._node.services.executor.nodes()] == [0]

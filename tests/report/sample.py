@@ -12,7 +12,7 @@ import attrs
 
 from colocate import report
 from colocate._calls import Span, Total
-from colocate._run import RunRecord
+from colocate._run_record import RunRecord
 
 STARTED = 1_700_000_000.0
 ROUND = [

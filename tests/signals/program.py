@@ -26,9 +26,9 @@ import psutil
 
 import colocate
 from colocate import ColocatedGroup, Role, Runtime, method
+from colocate._connection import live
+from colocate._lines import is_own_code
 from colocate._off_main import COURIER
-from colocate._owned import is_own_code
-from colocate._runtime import _live
 
 HANGS_AFTER_S = 30.0
 ENDS_WITHIN_S = 10.0
@@ -292,12 +292,12 @@ def run(operation: Callable[[Stage], None], engine: str, handler: str, places: P
 
 def close_all() -> None:
     """Every runtime is closed, within a bounded time, whatever had become of it."""
-    for runtime in list(_live.values()):
+    for connection in list(live.values()):
         began = time.monotonic()
-        runtime.close(grace=1, force=True)
+        Runtime._of(connection).close(grace=1, force=True)
         took = time.monotonic() - began
         assert took < CLOSES_WITHIN_S, f"the close took {took:.1f} s"
-        assert runtime.state == "closed", runtime.state
+        assert connection.state == "closed", connection.state
 
 
 def what_is_there() -> dict[str, list[str]]:

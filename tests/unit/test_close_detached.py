@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from colocate import Runtime
+from colocate._connection import Connection
 from colocate._detached import close_detached
 from colocate.executor import Adopted, Reservation
 from colocate.testing.waiting import wait_until
@@ -19,7 +19,7 @@ class Interrupted:
 
     def __init__(self) -> None:
         self.alive = True
-        self.executor = self
+        self.executor = self.services = self
         self.granted = self.given_back = 0
 
     def adopt(self, *_: Any) -> Adopted:
@@ -43,5 +43,5 @@ def test_ctrl_c_in_it_gives_back_what_it_has_taken() -> None:
     """It is raised at once; what has begun goes on to its end."""
     cluster = Interrupted()
     with pytest.raises(KeyboardInterrupt):
-        close_detached(cast("Runtime", cluster), "pool", force=False)
+        close_detached(cast("Connection", cluster), "pool", force=False)
     wait_until(lambda: cluster.granted == cluster.given_back == 3, "the borrow, the attempt and the end are given back")

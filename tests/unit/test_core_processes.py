@@ -35,7 +35,7 @@ class Talker(Role):
 
 
 def workers(runtime: Runtime) -> list[str]:
-    return [one.id for one in runtime.executor.running() if one.kind == "worker"]
+    return [one.id for one in runtime._node.services.executor.running() if one.kind == "worker"]
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_no_descriptor_left(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -
 
 def test_interrupted_start(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C while a process is being started: that one is ended too."""
-    run = runtime.executor._launcher.run  # type: ignore[attr-defined]
+    run = runtime._node.services.executor._launcher.run  # type: ignore[attr-defined]
 
     def interrupted(job: Any) -> None:
         run(job)
@@ -72,7 +72,7 @@ def test_interrupted_start(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) ->
 
     with runtime.reserve(1) as pool:
         with monkeypatch.context() as patch:
-            patch.setattr(runtime.executor._launcher, "run", interrupted)  # type: ignore[attr-defined]
+            patch.setattr(runtime._node.services.executor._launcher, "run", interrupted)  # type: ignore[attr-defined]
             with pytest.raises(KeyboardInterrupt):
                 pool.spawn({"talker": colocate.role(Talker)})
         wait_until(lambda: not workers(runtime), "the worker is no longer listed")
@@ -136,7 +136,7 @@ def test_line_without_end(runtime: Runtime) -> None:
     """A progress bar that never ends its line doesn't fill the driver's memory."""
     group = runtime.reserve(1).spawn({"talker": colocate.role(Talker)})
     talker = group.role("talker", Talker)
-    worker: Any = group.workforce.workers[0]
+    worker: Any = group._node.workforce.workers[0]
     process = worker.host._process
     for _ in range(30):
         talker.write("\r" + "#" * 1000)

@@ -78,7 +78,7 @@ def test_dropped_before_made(group: ColocatedGroup) -> None:
         maker.make.submit(1)
         gate.open()
         waiting.result(PATIENCE_S)
-    wait_until(lambda: not group.residents.kept, "the dropped residents are forgotten")
+    wait_until(lambda: not group._node.residents.kept, "the dropped residents are forgotten")
 
 
 def test_failed_after_dropping() -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import colocate
-from colocate import ColocatedGroup, Pool, Runtime, _checkpoint, _pool
+from colocate import ColocatedGroup, Pool, Runtime, _checkpoint, _slots
+from colocate._crew import Crew
 from colocate._dispatcher import Dispatcher
 from colocate._order import CallOrder
 from colocate._pending import PendingCall
@@ -51,7 +53,7 @@ def other(runtime: Runtime) -> ColocatedGroup:
 
 def fail(group: ColocatedGroup) -> None:
     """Have a group fail, and so begin its restart."""
-    group.fail(ColocateError("on purpose"))
+    group._node.fail(ColocateError("on purpose"))
 
 
 def restarted(group: ColocatedGroup) -> None:
@@ -66,7 +68,7 @@ def test_each_attempt_waits_longer(pool: Pool, monkeypatch: pytest.MonkeyPatch) 
     roles = {"lasting": colocate.role(Lasting, breaks=9)}
     group = pool.spawn(roles, on_failure="restart", restarts=5)
     waited: list[float] = []
-    monkeypatch.setattr(group.restarts._stopping, "wait", waited.append)  # as if nobody were closing it
+    monkeypatch.setattr(group._node.restarts._stopping, "wait", waited.append)  # as if nobody were closing it
     fail(group)
     with pytest.raises(ColocateError, match="on purpose"):
         group.wait_ready(PATIENCE_S)
@@ -86,8 +88,8 @@ def test_a_checkpoint_that_comes_too_late(
     group.checkpoint(folder, tag="first")
     role.add()
 
-    def late(group: ColocatedGroup, part: Path) -> PendingCall:
-        call = submit(group, part)
+    def late(crew: Crew, part: Path) -> PendingCall:
+        call = submit(crew, part)
         call.result(PATIENCE_S)
         meanwhile(group)
         return call
@@ -115,10 +117,11 @@ def test_a_tag_is_something_to_write_down(group: ColocatedGroup, tmp_path: Path)
 class Sent:
     """A group of two workers that notes what it sends them."""
 
-    name, grace, closed_by = "two", PATIENCE_S, None
+    name, grace, closed_by, base = "two", PATIENCE_S, None, 0
 
-    def __init__(self) -> None:
+    def __init__(self, dispatcher: Dispatcher) -> None:
         self.seen: list[tuple[list[int], tuple[Any, ...]]] = []
+        self.services = SimpleNamespace(timers=dispatcher, dispatcher=dispatcher)
 
     def send(self, slots: list[int], head: tuple[Any, ...], body: Any = None) -> None:
         self.seen.append((slots, head))
@@ -129,8 +132,9 @@ class Sent:
 
 def test_a_hold_of_the_generation_before() -> None:
     """The new generation's workers are told of their own first failure: nothing was begun with them."""
-    dispatcher, link = Dispatcher("test"), Sent()
-    order: Any = CallOrder(link, dispatcher, dispatcher)  # type: ignore[arg-type]
+    dispatcher = Dispatcher("test")
+    link = Sent(dispatcher)
+    order: Any = CallOrder(link)  # type: ignore[arg-type]
     order.begin_anew()  # as a rank does that fails when all has been failed
     with order.lock:
         order.renew()
@@ -164,14 +168,14 @@ def test_a_resident_that_is_lost_as_it_is_used(
     """Its group is restarted when it has been looked at, and just before it is lent."""
     old = group.role("lasting", Lasting).counted.keep([1, 2])
     old.fetch()
-    begin_use = group.residents.begin_use
+    begin_use = group._node.residents.begin_use
 
     def late(kept: Any) -> None:
         monkeypatch.undo()
         restarted(group)
         begin_use(kept)
 
-    monkeypatch.setattr(group.residents, "begin_use", late)
+    monkeypatch.setattr(group._node.residents, "begin_use", late)
     with pytest.raises(GroupRestarted):
         other.role("rows", Rows).seen(old.ref)
     assert len(other.role("rows", Rows).seen([1, 2])) == 2
@@ -212,9 +216,9 @@ class Engine:
         self.timeouts: list[float] = []
         self.answers: list[Callable[[Request], Reservation]] = []
         self._has_lost = True
-        self._reserve = runtime.executor.reserve
+        self._reserve = runtime._node.services.executor.reserve
         for name in ("lost", "reserve"):
-            monkeypatch.setattr(runtime.executor, name, getattr(self, name))
+            monkeypatch.setattr(runtime._node.services.executor, name, getattr(self, name))
 
     def lost(self, place: object) -> bool:
         """Once: what is reserved anew is there."""
@@ -239,7 +243,7 @@ def test_reserving_anew_is_tried_again(
     engine.answers = [refused, engine._reserve]
     restarted(group)
     assert len(engine.timeouts) == 2
-    assert pool.reservation is not None
+    assert pool._node.reservation is not None
     assert group.role("lasting", Lasting).add() == [1, 1]
 
 
@@ -270,7 +274,7 @@ def test_closing_while_slots_are_lost(
     pool: Pool, group: ColocatedGroup, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who waits for slots finds soon that nobody wants them any more."""
-    monkeypatch.setattr(_pool, "_WAITS_S", 0.05)
+    monkeypatch.setattr(_slots, "_WAITS_S", 0.05)
     engine, over = Engine(runtime, monkeypatch), threading.Event()
 
     def full(request: Request) -> Reservation:
@@ -283,7 +287,7 @@ def test_closing_while_slots_are_lost(
     try:
         with pytest.raises(ExceptionGroup, match="gone wrong"):  # nobody has been told
             pool.close()
-        wait_until(lambda: not group.restarts._thread.is_alive(), "nothing is rebuilt any more")  # type: ignore[union-attr]
+        wait_until(lambda: not group._node.restarts._thread.is_alive(), "nothing is rebuilt any more")  # type: ignore[union-attr]
     finally:
         over.set()
     assert max(engine.timeouts) <= 0.05

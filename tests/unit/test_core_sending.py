@@ -31,7 +31,7 @@ class Echo(Role):
 
 def _failing_at(group: ColocatedGroup, count: int, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on encoding the message of the count-th rank fails, once."""
-    executor = group.runtime.executor
+    executor = group._node.services.executor
     frame = executor.frame
     made = 0
 
@@ -59,14 +59,14 @@ def test_sent_in_part(count: int, error: BaseException, monkeypatch: pytest.Monk
             _failing_at(group, count, error, monkeypatch)
             with pytest.raises(type(error)):
                 echo.each.keep([kept.ref, kept.ref])
-            assert len(group.order.pending) == 1
+            assert len(group._node.order.pending) == 1
             after = echo.each.submit([1, 2])
             gate.open()
             waiting.result(PATIENCE_S)
             assert after.result(PATIENCE_S) == [1, 2]
         kept.free()
         assert echo.make(1) == [0, 1]
-        assert not group.residents.kept
+        assert not group._node.residents.kept
 
 
 @pytest.mark.parametrize("kind", ["call", "batch", "free"])
@@ -75,14 +75,14 @@ def test_releases_of_a_failed_send(kind: str, monkeypatch: pytest.MonkeyPatch) -
     with colocate.connect("local") as runtime, runtime.reserve(2) as pool:
         group = pool.spawn({"echo": colocate.role(Echo)})
         echo = group.role("echo", Echo)
-        stores = [cast("ThreadHost", worker.host).worker.store for worker in group.workforce.workers]
+        stores = [cast("ThreadHost", worker.host).worker.store for worker in group._node.workforce.workers]
         kept = echo.make.keep(1)
         kept.fetch()
         failures: list[str] = []
         send = ThreadHost.send
 
         def failing(host: ThreadHost, frame: Any) -> None:
-            if frame[0][0] == kind and host is group.workforce.workers[1].host and not failures:
+            if frame[0][0] == kind and host is group._node.workforce.workers[1].host and not failures:
                 failures.append(kind)
                 raise OSError(24, "Too many open files")
             send(host, frame)
@@ -90,7 +90,7 @@ def test_releases_of_a_failed_send(kind: str, monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(ThreadHost, "send", failing)
 
         def use() -> None:  # not on the main thread, which has its calls sent by another one
-            with group.order.lock:  # so that no other message carries it
+            with group._node.order.lock:  # so that no other message carries it
                 kept.free()
                 if kind == "call":
                     with pytest.raises(OSError, match="open files"):
@@ -119,7 +119,7 @@ def test_interrupted_close(monkeypatch: pytest.MonkeyPatch) -> None:
         def interrupted(*args: Any) -> Any:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(second.workforce, "_wait_for_lanes", interrupted)
+        monkeypatch.setattr(second._node.workforce, "_wait_for_lanes", interrupted)
         with pytest.raises(KeyboardInterrupt):
             runtime.close(grace=0.1)
         assert [type(call.exception(PATIENCE_S)) for call in calls] == [ClosedError] * 2
@@ -134,8 +134,8 @@ def test_release_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any) -> None:
         raise OSError("on purpose")
 
-    monkeypatch.setattr(runtime.executor, "release", fail)
-    monkeypatch.setattr(runtime.executor, "close", fail)
+    monkeypatch.setattr(runtime._node.services.executor, "release", fail)
+    monkeypatch.setattr(runtime._node.services.executor, "close", fail)
     with pytest.raises(ExceptionGroup) as caught:
         runtime.close()
     assert [type(error) for error in caught.value.exceptions] == [OSError, OSError]
@@ -147,7 +147,7 @@ def test_release_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_closed_while_reserving(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slots that come when the runtime has been closed are given back."""
     runtime = colocate.connect("local", cpus=1)
-    reserve, release = runtime.executor.reserve, runtime.executor.release
+    reserve, release = runtime._node.services.executor.reserve, runtime._node.services.executor.release
     released: list[Any] = []
 
     def late(request: Any) -> Any:
@@ -159,8 +159,8 @@ def test_closed_while_reserving(monkeypatch: pytest.MonkeyPatch) -> None:
         released.append(reservation)
         release(reservation)
 
-    monkeypatch.setattr(runtime.executor, "reserve", late)
-    monkeypatch.setattr(runtime.executor, "release", noted)
+    monkeypatch.setattr(runtime._node.services.executor, "reserve", late)
+    monkeypatch.setattr(runtime._node.services.executor, "release", noted)
     with pytest.raises(ClosedError):
         runtime.reserve(1)
     assert len(released) == 1
@@ -171,7 +171,7 @@ def test_closed_while_spawning(processes: bool, monkeypatch: pytest.MonkeyPatch)
     """A pool that another thread closes while a group starts on it leaves no worker behind."""
     with colocate.connect("local", processes=processes) as runtime:
         pool = runtime.reserve(2)
-        launch = runtime.executor.launch
+        launch = runtime._node.services.executor.launch
         launched = 0
 
         def closing(*args: Any) -> Any:
@@ -181,10 +181,10 @@ def test_closed_while_spawning(processes: bool, monkeypatch: pytest.MonkeyPatch)
                 pool.close()
             return launch(*args)
 
-        monkeypatch.setattr(runtime.executor, "launch", closing)
+        monkeypatch.setattr(runtime._node.services.executor, "launch", closing)
         with pytest.raises(ClosedError):
             pool.spawn({"echo": colocate.role(Echo)})
-        wait_until(lambda: not runtime.executor.running(), "all workers have gone")
+        wait_until(lambda: not runtime._node.services.executor.running(), "all workers have gone")
 
 
 def test_died_before_ready(monkeypatch: pytest.MonkeyPatch) -> None:

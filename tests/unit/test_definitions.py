@@ -8,12 +8,13 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
 
-from colocate import SerializationError, connect, wire
+from colocate import SerializationError, connect
+from colocate._definitions import codec
 from colocate._definitions.known import Definition, also, definition_of, find, known, new_id
 from colocate._definitions.lots import Inbox, Lot, Receiver, pack_whole, unpack_whole
 from colocate._definitions.names import path_of
@@ -57,7 +58,7 @@ def let_go() -> Iterator[None]:
 
 def send(receiver: Receiver, value: Any) -> Lot | None:
     """What has to be sent before the value."""
-    body = wire.pack(value)
+    body = codec.pack(value)
     lacking = receiver.lacks(body.needs)
     if not lacking:
         return None
@@ -67,9 +68,9 @@ def send(receiver: Receiver, value: Any) -> Lot | None:
     return lot
 
 
-def came(body: wire.Packed) -> wire.Packed:
+def came(body: codec.Packed) -> codec.Packed:
     """The bytes alone, as they come to another process, which holds nothing of this one's."""
-    return wire.Packed(bytes(body.data))
+    return codec.Packed(bytes(body.data))
 
 
 def names(lot: Lot | None) -> set[str]:
@@ -118,7 +119,7 @@ def test_redefined_class(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_send_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     """What wasn't sent after all is lacking still."""
     script, receiver = Script(monkeypatch), Receiver("is given it")
-    needs = wire.pack(script.Batch()).needs
+    needs = codec.pack(script.Batch()).needs
     receiver.lot(receiver.lacks(needs))
     assert receiver.lacks(needs)
 
@@ -136,7 +137,7 @@ def test_driver_is_told_no_names_of_its_script(monkeypatch: pytest.MonkeyPatch) 
 def test_ids_do_not_outlive_what_they_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a script defines keeps its ids while it exists, even if nobody holds the definition, and no longer."""
     script = Script(monkeypatch, "def look():\n    return 1\n")
-    body = wire.pack(script.look)
+    body = codec.pack(script.look)
     (need,) = body.needs
     assert isinstance(need, Definition)
     id, elsewhere = need.id, new_id()
@@ -173,10 +174,10 @@ def test_inner_function_is_the_very_one_while_it_exists(monkeypatch: pytest.Monk
     """A lambda goes by value each time, and comes back as itself."""
     script = Script(monkeypatch, "def make(x):\n return lambda y: x + y\n")
     function = script.make(1)
-    body = wire.pack(function)
-    assert wire.unpack(body.copy()) is function
+    body = codec.pack(function)
+    assert codec.unpack(body.copy()) is function
     del function
-    assert wire.unpack(body.copy())(2) == 3
+    assert codec.unpack(body.copy())(2) == 3
 
 
 class Gate:
@@ -214,7 +215,7 @@ def test_two_threads_load_a_lot_at_once(monkeypatch: pytest.MonkeyPatch, gate: G
     script = Script(monkeypatch, text)
     lot = send(Receiver("is given it"), script.Batch())
     assert lot is not None
-    ids, names, lots, body = lot.ids, lot.names, lot.body.copy(), came(wire.pack(script.Batch()))
+    ids, names, lots, body = lot.ids, lot.names, lot.body.copy(), came(codec.pack(script.Batch()))
     held.clear()
     script.names.clear()
     del lot
@@ -225,7 +226,7 @@ def test_two_threads_load_a_lot_at_once(monkeypatch: pytest.MonkeyPatch, gate: G
 
     def want() -> Any:
         inbox.load(1)
-        value = wire.unpack(body)
+        value = codec.unpack(body)
         return value, value.kept, value.over()
 
     with ThreadPoolExecutor(2) as threads:
@@ -246,14 +247,14 @@ def test_function_that_two_threads_make_at_once(monkeypatch: pytest.MonkeyPatch,
     text = SLOW + "def make(x):\n slow = Slow(); slow.x = x\n return lambda y: (type(slow), x + y)\n"
     script = Script(monkeypatch, text)
     function = script.make(1)
-    body = came(wire.pack(function))
+    body = came(codec.pack(function))
     del function
     gc.collect()
     with ThreadPoolExecutor(2) as threads:
-        first = threads.submit(wire.unpack, body)
+        first = threads.submit(codec.unpack, body)
         assert gate.reached.wait(60)
         try:
-            assert threads.submit(wire.unpack, body).result(60)(2) == (script.Slow, 3)
+            assert threads.submit(codec.unpack, body).result(60)(2) == (script.Slow, 3)
         finally:
             gate.opened.set()
         assert first.result(60)(3) == (script.Slow, 4)
@@ -263,7 +264,7 @@ def test_function_of_another_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lambda that came with another driver's definitions refers to the objects that were here, as those do."""
     text = "class Batch: pass\ndef make(cls): return lambda: cls\n"
     script = Script(monkeypatch, text + "class Extra:\n own = staticmethod(make(Batch))\n")
-    lot, body = Receiver("another").lot(wire.pack(script.Extra()).needs), came(wire.pack(script.Extra()))
+    lot, body = Receiver("another").lot(codec.pack(script.Extra()).needs), came(codec.pack(script.Extra()))
     ids, names, lots = lot.ids, lot.names, lot.body.copy()
     del lot
     script.names.clear()
@@ -273,13 +274,13 @@ def test_function_of_another_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     inbox = Inbox(binds=True, of_another=True)
     inbox.put(ids, lots, names)
     inbox.load(1)
-    assert wire.unpack(body).own() is here.Batch
+    assert codec.unpack(body).own() is here.Batch
 
 
 def test_global_that_cannot_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is named, with what names it."""
     script = Script(monkeypatch, "import threading\nLOCK = threading.Lock()\nclass A:\n def f(self): return LOCK\n")
-    body = wire.pack(script.A())
+    body = codec.pack(script.A())
     receiver = Receiver("is given it")
     with pytest.raises(SerializationError, match=r"the global 'LOCK' of __main__, which A\.f names, .*lock"):
         receiver.lot(receiver.lacks(body.needs))
@@ -366,16 +367,13 @@ def test_what_a_peer_is_sent_was_told_before(monkeypatch: pytest.MonkeyPatch) ->
     first to send one."""
     script = Script(monkeypatch)
     said: list[str] = []
-    host: Any = SimpleNamespace(
-        in_process=False, send=lambda head, body: said.append(head[0]), ask=lambda what: said.append(what)
-    )
-    definitions = Definitions(host)
-    body = wire.pack(script.Batch())
+    definitions = Definitions(said.append, lambda head, body: said.append(head[0]), in_process=False)
+    body = codec.pack(script.Batch())
     definitions.tell(body)
     assert said == ["define"]
     definitions.tell(body, wait=True)
     definitions.tell(body, wait=True)
-    definitions.tell(wire.pack(1), wait=True)
+    definitions.tell(codec.pack(1), wait=True)
     assert said == ["define", "heard"]
-    definitions.tell(wire.pack(type("Made", (), {})()), wait=True)
+    definitions.tell(codec.pack(type("Made", (), {})()), wait=True)
     assert said == ["define", "heard", "define", "heard"]

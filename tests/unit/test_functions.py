@@ -99,6 +99,6 @@ def test_observed() -> None:
             told.append(record)
 
     with colocate.connect() as runtime, runtime.reserve(1) as pool:
-        runtime.observers.add(Observer())
+        runtime._node.services.observers.add(Observer())
         pool.spawn({"echo": colocate.role(Echo)}).run(rank)
     assert [(record.role, record.method, record.ranks, record.error) for record in told] == [("", "rank", (0,), None)]

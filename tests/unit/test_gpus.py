@@ -131,7 +131,7 @@ def workers(group: colocate.ColocatedGroup) -> list[dict[str, Any]]:
         for child in node.get("children", ()):
             look(child)
 
-    look(json.loads(group.runtime.graph.render("json")))
+    look(json.loads(group.owner.owner.graph.render("json")))
     return found
 
 
@@ -140,7 +140,7 @@ def test_threads_of_a_job_with_some_gpus(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(gpus, "machine_gpus", lambda: ("",) * 8)
     monkeypatch.setenv(gpus.VARIABLE, "6,3")
     with colocate.connect("local") as runtime:
-        assert [node.gpus for node in runtime.executor.nodes()] == [2]
+        assert [node.gpus for node in runtime._node.services.executor.nodes()] == [2]
         assert [slot.devices for slot in runtime.reserve(2, 1).slots] == [(0,), (1,)]
 
 

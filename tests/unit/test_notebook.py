@@ -34,7 +34,7 @@ def test_a_cell_that_is_run_again_replaces_what_it_made() -> None:
     with pytest.raises(ClosedError, match=r"connect\('local', replace=True\) at .*test_notebook.py:\d+\)"):
         first.role("echo", Echo).noop()
     assert second.role("echo", Echo).noop() == [None, None]
-    second.pool.runtime.close()
+    second.owner.owner.close()
 
 
 def test_what_was_wrong_before_is_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -56,7 +56,7 @@ def test_what_is_not_replaced_stays() -> None:
     second = cell()
     assert first.role("echo", Echo).noop() == second.role("echo", Echo).noop()
     for group in (first, second):
-        group.pool.runtime.close()
+        group.owner.owner.close()
 
 
 def test_the_pool_of_the_run_before_is_named() -> None:

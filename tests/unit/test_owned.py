@@ -23,13 +23,13 @@ def group() -> Iterator[ColocatedGroup]:
 
 def closing(node: Pool | ColocatedGroup, monkeypatch: pytest.MonkeyPatch) -> threading.Thread:
     """A thread that closes a node which is being detached, and so waits for that."""
-    wait, waits = node.wait_closed, threading.Event()
+    wait, waits = node._node.wait_closed, threading.Event()
 
     def noted() -> bool:
         waits.set()
         return wait()
 
-    monkeypatch.setattr(node, "wait_closed", noted)
+    monkeypatch.setattr(node._node, "wait_closed", noted)
     thread = threading.Thread(target=node.close, daemon=True)
     thread.start()
     assert waits.wait(PATIENCE_S)
@@ -39,13 +39,13 @@ def closing(node: Pool | ColocatedGroup, monkeypatch: pytest.MonkeyPatch) -> thr
 @pytest.mark.parametrize("kind", ["pool", "group"])
 def test_a_detach_that_fails(kind: str, group: ColocatedGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     """A close that has waited for it goes on to close the node."""
-    node = group.pool if kind == "pool" else group
-    assert node.mark_closed("a detach")
+    node = group.owner if kind == "pool" else group
+    assert node._node.mark_closed("a detach")
     thread = closing(node, monkeypatch)
-    node.reopen()
+    node._node.reopen()
     thread.join(PATIENCE_S)
     assert node.state == "closed"
-    assert "close() at" in (node.closed_by or "")
+    assert "close() at" in (node._node.closed_by or "")
 
 
 def test_a_detach_that_does_not_fail() -> None:
@@ -72,12 +72,15 @@ def test_it_was_open_again_before_anybody_waited() -> None:
 def test_detaching_while_slots_are_reserved_again() -> None:
     """It is refused with the reason, also when nobody reserves them any more; the pool is as it was."""
     with colocate.connect() as runtime, runtime.reserve(1) as pool:
-        group = pool.spawn({"echo": colocate.role(Echo)})
-        reservation, pool.reservation = pool.reservation, None  # as `_reserve_again` does
-        for group.restarts.under_way, words in ((True, r"wait_ready\(\)"), (False, "was given up: close it, and")):
+        crew, slots = pool.spawn({"echo": colocate.role(Echo)})._node, pool._node
+        reservation, slots.reservation = slots.reservation, None  # as `_reserve_again` does
+        for crew.restarts.under_way, words in (
+            (True, r"wait_ready\(\)"),
+            (False, "was given up: close it, and"),
+        ):
             with pytest.raises(colocate.ColocateError, match=rf"can't be detached: it has lost slots .*{words}"):
-                _detached._close_all(pool, "a test")
+                _detached._close_all(slots, "a test")
             with pytest.raises(colocate.ColocateError, match=rf"pool 'pool-1' has lost slots .*{words}"):
                 pool.spawn({"echo": colocate.role(Echo)})
-        assert pool.closed_by is None
-        pool.reservation = reservation
+        assert slots.closed_by is None
+        slots.reservation = reservation

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import colocate
 from colocate import Call, ColocatedGroup, ColocateError, PipelineError, Resident
 from colocate._bundle import Memory, together
+from colocate._crew import Crew
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
 from colocate.testing.probes.plain import Echo
@@ -101,7 +102,7 @@ def test_sending_fails(
     echo, rows = group.role("echo", Echo), group.role("rows", Rows)
     calls: list[Call[Any]] = []
     kept: list[Resident[Any]] = []
-    failing(monkeypatch, group.workforce.workers[slot].host)
+    failing(monkeypatch, group._node.workforce.workers[slot].host)
 
     def block() -> None:
         with group.pipeline():
@@ -122,7 +123,7 @@ def test_sending_to_the_second_group_fails(
 ) -> None:
     """Calls that were sent already, and use what will never be made, don't wait for it."""
     first, second = groups
-    failing(monkeypatch, second.workforce.workers[0].host)
+    failing(monkeypatch, second._node.workforce.workers[0].host)
     calls: list[Call[Any]] = []
 
     def block() -> None:
@@ -263,18 +264,18 @@ def test_handler_that_keeps_while_a_call_is_recorded(monkeypatch: pytest.MonkeyP
     """Both are sent when the block ends, and each handle has its own call's value; one that waits is refused."""
     main = threading.main_thread().ident
     assert main is not None
-    original = ColocatedGroup.kept
+    original = Crew.kept
     handled = threading.Event()
     kept: list[Resident[Any]] = []
 
-    def interrupted(self: ColocatedGroup, *args: Any) -> Any:
+    def interrupted(self: Crew, *args: Any) -> Any:
         if not handled.is_set():
             signal.pthread_kill(main, signal.SIGUSR1)
             assert handled.wait(PATIENCE_S)
         return original(self, *args)
 
     def handle(number: int, frame: FrameType | None) -> None:
-        monkeypatch.setattr(ColocatedGroup, "kept", original)
+        monkeypatch.setattr(Crew, "kept", original)
         kept.append(echo.echo.keep("the handler's"))
         with pytest.raises(PipelineError, match="a signal's handler: set a flag"):
             echo.echo("waits")
@@ -286,12 +287,12 @@ def test_handler_that_keeps_while_a_call_is_recorded(monkeypatch: pytest.MonkeyP
             echo = pool.spawn({"echo": colocate.role(Echo)}).role("echo", Echo)
             group = runtime.groups["group-1"]
             with group.pipeline():
-                monkeypatch.setattr(ColocatedGroup, "kept", interrupted)
+                monkeypatch.setattr(Crew, "kept", interrupted)
                 first = echo.echo.keep("the block's")
                 again = echo.echo.submit(first.ref)
             assert first.fetch() == ["the block's"]
             assert kept[0].fetch() == ["the handler's"]
             assert again.result() == [["the block's"]]
-            assert group.residents._uses == {}  # or the workers would never be told to forget them
+            assert group._node.residents._uses == {}  # or the workers would never be told to forget them
     finally:
         signal.signal(signal.SIGUSR1, before)

@@ -12,12 +12,12 @@ import pytest
 import colocate
 from colocate import Role, RoleError, method
 from colocate._context import Context
+from colocate._torch_groups import Plan
 from colocate.testing.gate import Address, Gate, pass_gate
 from colocate.testing.waiting import PATIENCE_S, wait_until
 from colocate.worker import process_groups
 from colocate.worker.consequence import Consequence
 from colocate.worker.process_groups import ProcessGroups
-from colocate.worker.torch_groups import Plan
 
 CTX = Context(1, 2, 1, "here", "actor", "policy", 0, 0, {})
 SEQ = 3
@@ -139,7 +139,7 @@ def test_a_thread_that_a_role_starts() -> None:
         threads = group.role("threads", Threads)
         with Gate() as gate:
             call = threads.meet.submit(1, gate.address)
-            wait_until(lambda: group.questions._meetings, "rank 0 waits for rank 1")
+            wait_until(lambda: group._node.questions._meetings, "rank 0 waits for rank 1")
             gate.open()
             with pytest.raises(RoleError, match="rank 1 doesn't come"):
                 call.result(PATIENCE_S)

@@ -86,7 +86,7 @@ def test_living_workers() -> None:
         assert found(process.pid) == found(child) == []
     with colocate.connect("local", processes=True) as runtime:
         group = runtime.reserve(1).spawn({"echo": colocate.role(Echo)})
-        (only,) = group.workforce.workers
+        (only,) = group._node.workforce.workers
         assert only.pid is not None
         assert [child.label for child in _processes.below_this() if child.pid == only.pid] == [only.boot.worker]
         assert found(only.pid) == []

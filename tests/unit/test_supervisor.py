@@ -172,7 +172,7 @@ def test_both_killed_at_once(runtime: Runtime) -> None:
     """Nobody is left to end what a role has started: the audit has it, here and from outside, until it is gone."""
     group = runtime.reserve(1).spawn({"parent": colocate.role(Parent)})
     ((*pids,),) = group.role("parent", Parent).start_children()
-    worker = group.workforce.workers[0].pid
+    worker = group._node.workforce.workers[0].pid
     assert worker is not None
     assert not runtime.audit()
     lower = psutil.Process(worker).parent()
@@ -191,7 +191,9 @@ def test_both_killed_at_once(runtime: Runtime) -> None:
         left = {each.pid: each for each in audit.leaked if each.kind == _processes.OF_A_ROLE}
         assert set(pids) == set(left)
         for each in left.values():
-            assert re.search(rf"worker {runtime.id}|a worker of a runtime of process {os.getpid()}", str(each))
+            assert re.search(
+                rf"worker {runtime._node.services.id}|a worker of a runtime of process {os.getpid()}", str(each)
+            )
             assert str(each).endswith("end it by hand")
         assert set(pids) <= {each.pid for each in _strays.of_this_machine()}
     finally:
@@ -221,7 +223,7 @@ def test_a_limit_that_means_something_stays(hard: int) -> None:
 def test_the_mark_names_starter_and_worker(runtime: Runtime) -> None:
     """In the worker, and in what its roles start."""
     group = runtime.reserve(1).spawn({"parent": colocate.role(Parent)})
-    (worker,) = group.workforce.workers
+    (worker,) = group._node.workforce.workers
     ((program, *_),) = group.role("parent", Parent).start_children()
     for pid in (worker.pid, program):
         assert psutil.Process(pid).environ()[MARK] == f"{os.getpid()} {worker.boot.worker}"

@@ -8,7 +8,7 @@ import pytest
 
 import colocate
 from colocate import Concat, Role, Scatter, method
-from colocate._owned import is_own_code
+from colocate._lines import is_own_code
 from colocate._tracebacks import frames_of_users, told
 
 

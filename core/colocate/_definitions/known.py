@@ -114,8 +114,10 @@ _function_ids: weakref.WeakKeyDictionary[FunctionType, int] = weakref.WeakKeyDic
 _numbers = itertools.count(1)
 _origin = secrets.randbits(_ORIGIN_BITS)
 
-# How this process comes by a definition that it lacks: a worker asks its driver.
+# How this process comes by a definition that it lacks: from a lot that has come, and a worker asks its driver.
+find_arrived: Callable[[int], Definition | None] | None = None
 find_missing: Callable[[int], None] | None = None
+load_into: Callable[[str | int], None] | None = None  # has it set what has come of a space's globals
 
 
 def new_id() -> int:
@@ -213,18 +215,20 @@ def find(id: int) -> Definition:
     Raises:
         ColocateError: Nobody knows it any more.
     """
-    from colocate._definitions.lots import load_for  # which needs this module
-
-    found = known(id) or load_for(id)
+    found = _here(id)
     if found is None and find_missing is not None:
         find_missing(id)
-        found = known(id) or load_for(id)
+        found = _here(id)
     if found is None:
         raise ColocateError(
             "a value names a class or function of the script that this process doesn't know (any more): the group "
             "that it came from is closed, or another driver has defined it"
         )
     return found
+
+
+def _here(id: int) -> Definition | None:
+    return known(id) or (None if find_arrived is None else find_arrived(id))
 
 
 def function_id(function: FunctionType) -> int:
@@ -284,10 +288,8 @@ def space_named(key: str | int, name: str) -> Space:
 
 def whole_space_named(key: str | int, name: str) -> Space:
     """The same, with all that has come to be set in it: code is about to use it."""
-    from colocate._definitions.lots import load_into  # which needs this module
-
     found = space_named(key, name)
-    if found.foreign:
+    if found.foreign and load_into is not None:
         load_into(key)
     return found
 

@@ -12,22 +12,21 @@ import io
 import pickle
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from colocate._definitions import known
+from colocate._definitions.codec import pack, pickler_for, unpack
+from colocate._definitions.explain import advice, deepest, kind_and_cause
 from colocate._definitions.known import Definition, Global, Links, Need, Space
 from colocate._definitions.making import Making, make_known
 from colocate._definitions.names import MISSING, is_main, main_module
+from colocate._definitions.pickler import Pickler
 from colocate._definitions.same import same, where
 from colocate._definitions.scout import Scout, code_last, is_code
 from colocate._off_main import off_main
 from colocate._rebuilding import rebuilding
 from colocate.errors import ColocateError, SerializationError
-from colocate.wire.codec import Packed, pack, pickler_for, unpack
-from colocate.wire.explain import advice, deepest, kind_and_cause
-
-if TYPE_CHECKING:
-    from colocate._definitions.pickler import Pickler
+from colocate.wire.packed import Packed
 
 
 class Lot:
@@ -396,19 +395,23 @@ def _put(space: Space, name: str, value: Any) -> None:
 _arrived: weakref.WeakValueDictionary[int, Arrived] = weakref.WeakValueDictionary()
 
 
-def load_for(id: int) -> Definition | None:
+def _find_arrived(id: int) -> Definition | None:
     """The definition from a lot that has come, if it is in one."""
     found = _arrived.get(id)
     return None if found is None else found.find(id)
 
 
+known.find_arrived = _find_arrived
 _setting: weakref.WeakValueDictionary[tuple[str | int, str], Arrived] = weakref.WeakValueDictionary()
 
 
-def load_into(key: str | int) -> None:
+def _load_into(key: str | int) -> None:
     """Load what has come that sets globals of a space. A function that no id leads to wants it."""
     for lot in [lot for (its, _), lot in list(_setting.items()) if its == key]:
         lot.load()
+
+
+known.load_into = _load_into
 
 
 class Inbox:

@@ -13,19 +13,15 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import cloudpickle
 from cloudpickle import cloudpickle as details
 
 from colocate._by_type import by_type
 from colocate._definitions import making
-from colocate._definitions.known import Need, definition_of, function_id, global_of, space_of
+from colocate._definitions.known import Definition, Need, Space, definition_of, function_id, global_of, space_of
 from colocate._definitions.names import can_be_imported, is_main, main_module, path_of
-
-if TYPE_CHECKING:
-    from colocate._definitions.lots import Lot
-    from colocate._definitions.scout import Scout
 
 _CACHED = type(functools.lru_cache(maxsize=1)(len))
 _SENTINELS = {
@@ -52,11 +48,26 @@ def _may_be_a_name(kind: type) -> bool:
     )
 
 
+class Whole(Protocol):
+    """What definitions are put into: a lot."""
+
+    def has_to_have(self, definition: Definition) -> bool:
+        """Whether a definition that is met goes into it; otherwise it is named."""
+        ...
+
+    def key_of(self, space: Space) -> str | int:
+        """What a space is called at its receiver."""
+        ...
+
+    def will_need(self, found: Need) -> None:
+        """Something that what is in it refers to."""
+
+
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
     """cloudpickle, but for classes and functions: with a `lot` they are put into that, otherwise they are named."""
 
     def __init__(
-        self, file: Any, buffer_callback: Callable[[Any], Any] | None = None, lot: Lot | Scout | None = None
+        self, file: Any, buffer_callback: Callable[[Any], Any] | None = None, lot: Whole | None = None
     ) -> None:
         super().__init__(file, protocol=5, buffer_callback=buffer_callback)
         self.needs: dict[int, Need] = {}

@@ -6,9 +6,9 @@ import contextlib
 import io
 from collections.abc import Iterable
 
+from colocate._definitions.codec import pickler_for
 from colocate._definitions.known import Global, Need
 from colocate._definitions.lots import Lot, Receiver
-from colocate.wire.codec import pickler_for
 
 
 def reached(needs: Iterable[Need]) -> set[Global]:

@@ -10,10 +10,10 @@ from rich.text import Text
 from colocate._audit import Audit, audit_strays
 from colocate._plugins import find_executor
 from colocate._screen import console
+from colocate._signatures import options_of
 from colocate._strays import of_this_machine
 from colocate.cli.cluster import ADDRESS, Cluster
 from colocate.cli.output import guarded, print_json
-from colocate.config.arguments import options_of
 from colocate.errors import ColocateError
 
 
@@ -49,7 +49,7 @@ def _of_cluster(name: str, options: Mapping[str, Any]) -> Audit:
     from colocate import connect
 
     with connect(name, **options) as runtime:
-        return audit_strays(runtime.executor.strays)
+        return audit_strays(runtime._node.services.executor.strays)
 
 
 def _show(audit: Audit, looked_at: list[str]) -> None:

@@ -37,7 +37,7 @@ def close_pool(name: str, cluster: Cluster, *, force: bool, json: bool) -> int:
 
     def command() -> int:
         with _joined(cluster, f"close {name}") as runtime:
-            close_detached(runtime, name, force)
+            close_detached(runtime._node, name, force)
         if json:
             print_json({"closed": name})
         else:

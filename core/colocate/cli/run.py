@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from colocate._launch import opened
-from colocate._run import RunRecord, begin, execute
+from colocate._run import begin, execute
 from colocate._run_log import RunLog
+from colocate._run_record import RunRecord
 from colocate._screen import Screen
 from colocate.cli.output import error_data, guarded, load, print_json
 

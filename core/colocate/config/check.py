@@ -7,16 +7,18 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import attrs
+
+from colocate._annotations import Place, path_text
 from colocate._bytes import parse_bytes
 from colocate._mesh import parse_meshes
 from colocate._needs import lacks_processes
 from colocate._numbers import amount_problem, duration_problem
 from colocate._plugins import find_executor, find_job, find_role
-from colocate.config.arguments import Arguments, arguments_of, connect_arguments
+from colocate._signatures import Arguments, arguments_of, options_of
 from colocate.config.schema import Config, PoolConfig, RoleConfig
 from colocate.config.source import Document
 from colocate.config.trust import Trust
-from colocate.config.values import Place, path_text
 from colocate.errors import ConfigError, PluginError
 from colocate.executor import Executor, OwnProcess
 
@@ -58,13 +60,24 @@ def _executor(config: Config, trust: Trust, document: Document) -> type[Executor
     except PluginError as error:
         document.wrong(("executor", "use"), error.message)
         return None
-    arguments, given = connect_arguments(executor), config.executor.with_
+    arguments, given = _connect_arguments(executor), config.executor.with_
     _with(arguments, given, ("executor",), document)
     known = {name: value for name, value in given.items() if arguments.open or name in arguments.parameters}
     for name, why in trust.objections_to_options(executor, known).items():
         if not document.is_callers(place := ("executor", "with", name)):
             document.wrong(place, why)
     return executor.variant(config.executor.with_)
+
+
+def _connect_arguments(executor: type[Executor]) -> Arguments:
+    """The options that a config may give to an executor: those of `colocate.connect` and the executor's own."""
+    from colocate import connect  # which needs all of core
+
+    own = options_of(executor)
+    general = arguments_of(connect, own.owner)
+    given = ("executor", "seed", "call_timeout", "replace")  # keys of their own in a config, or of no use there
+    parameters = {name: p for name, p in {**general.parameters, **own.parameters}.items() if name not in given}
+    return attrs.evolve(own, parameters=parameters, hints={**general.hints, **own.hints})
 
 
 def _variables(trust: Trust, document: Document) -> None:

@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from colocate._annotations import Place, brief, path_text
 from colocate.config.schema import Config, Shape
 from colocate.config.source import Document, read_value
-from colocate.config.values import Place, brief, path_text
 from colocate.errors import Mistake
 
 

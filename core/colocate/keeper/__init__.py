@@ -6,12 +6,12 @@ a process of its own beside the engine's, its lane goes straight to the driver, 
 known, it is killed in milliseconds whatever it does, and it dies with the keeper and with the driver.
 """
 
+from colocate.executor import Terms
 from colocate.keeper.estate import Claim, ClaimedSlot, Estate, Title, claim_lead, listed, title_of
 from colocate.keeper.keeper import Keeper
 from colocate.keeper.launcher import Launcher
 from colocate.keeper.process import AFTER_LANE_S, ProcessEvents, WorkerProcess
 from colocate.keeper.slots import Keepers, KeptSlot
-from colocate.keeper.tenure import Terms
 
 __all__ = [
     "AFTER_LANE_S",

@@ -13,9 +13,9 @@ import attrs
 
 from colocate import wire
 from colocate.errors import BorrowedError, ClosedError, ColocateError, ConfigError, EngineError
+from colocate.executor import Terms
 from colocate.keeper.greeting import NEWCOMER
 from colocate.keeper.slots import Keepers, KeptSlot
-from colocate.keeper.tenure import Terms
 
 _ANSWER_S = 10.0
 _AT_ONCE = 16

@@ -27,11 +27,11 @@ import attrs
 import colocate
 from colocate import _processes, wire
 from colocate.errors import ClosedError
-from colocate.executor import Running
+from colocate.executor import Running, Terms
 from colocate.keeper.greeting import COMMANDS, NEWCOMER, Greeting
 from colocate.keeper.hired import Hired, Spare
 from colocate.keeper.launcher import Launcher
-from colocate.keeper.tenure import Tenure, Terms
+from colocate.keeper.tenure import Tenure
 
 # A driver that reserves a slot dials its keeper at once; one that doesn't has gone meanwhile.
 _DIALLED_WITHIN_S = 60.0

@@ -6,17 +6,15 @@ import secrets
 import threading
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from colocate import wire
+from colocate._definitions import codec
 from colocate._jobs import error_text, report_exception
 from colocate.errors import ClosedError
 from colocate.executor import Boot, Exit, Host, HostEvents
 from colocate.keeper.greeting import TOKEN_BYTES
 from colocate.keeper.process import AFTER_LANE_S
-
-if TYPE_CHECKING:
-    from colocate.keeper.slots import KeptSlot
 
 # After its end, a worker's lane may still hold what it has sent; a child that it forked may keep the lane open.
 _LAST_WORDS_S = 0.2
@@ -24,11 +22,45 @@ _KILLED_WITHIN_S = 4.0  # generous: a slot is of no use after its keeper has bee
 _LOOK_S = 0.05
 
 
+class Dialler(Protocol):
+    """What a host needs of all keepers' connections."""
+
+    hub: wire.Hub
+
+    def dial(
+        self, address: str, hello: bytes, on_message: wire.OnMessage, on_closed: wire.OnClosed, key: bytes | None
+    ) -> wire.SocketLane:
+        """Connect to a keeper."""
+        ...
+
+
+class Slot(Protocol):
+    """What a host needs of the connection to its slot's keeper."""
+
+    address: str
+    key: bytes | None
+    hosts: dict[bytes, KeptHost]
+
+    @property
+    def keepers(self) -> Dialler:
+        """All keepers."""
+        ...
+
+    def command(self, *head: Any) -> None:
+        """Have the keeper do something."""
+
+    def wait_connected(self) -> str | None:
+        """Wait until it is reached; why it isn't."""
+
+    def stuck(self, then: Callable[[], None]) -> None:
+        """It is reached no more: have its process ended."""
+
+
 class KeptHost(Host):
     """The driver's end of one worker that a keeper has started."""
 
     def __init__(
-        self, slot: KeptSlot, boot: Boot, events: HostEvents, env: Mapping[str, str], token: bytes | None = None
+        self, slot: Slot, boot: Boot, events: HostEvents, env: Mapping[str, str], token: bytes | None = None
     ) -> None:
         self.slot = slot
         self.boot = boot
@@ -107,7 +139,7 @@ class KeptHost(Host):
             if self._over:
                 lane.close()
                 return
-            lane.send(("boot",), wire.pack(self.boot))
+            lane.send(("boot",), codec.pack(self.boot))
             for frame in self._early:
                 lane.send(frame)
                 frame.close()

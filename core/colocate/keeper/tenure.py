@@ -12,32 +12,10 @@ from typing import Any
 
 import attrs
 
+from colocate.executor import Terms
+
 # The other keepers of a pool outlive the lead a little, lest somebody be granted a pool that is about to go.
 SLACK_S = 5.0
-
-
-@attrs.frozen
-class Terms:
-    """On what terms a pool was given to the cluster.
-
-    Attributes:
-        name: What it is called there.
-        ttl: Seconds that it lives without a driver.
-        kept: The tokens of the workers that belong to it; others end with the driver that started them.
-        record: What a driver needs to take it up; empty but for the lead.
-        about: What listings show of it.
-    """
-
-    name: str
-    ttl: float
-    kept: frozenset[bytes] = frozenset()
-    record: bytes = attrs.field(default=b"", repr=False)
-    about: dict[str, Any] = attrs.field(factory=dict)
-
-    @property
-    def lead(self) -> bool:
-        """Whether these are the lead's."""
-        return bool(self.record)
 
 
 @attrs.define(eq=False)

@@ -21,7 +21,7 @@ from colocate._off_main import COURIER
 from colocate.testing import origins
 
 if TYPE_CHECKING:
-    from colocate._group import ColocatedGroup
+    from colocate._crew import Crew
     from colocate._owned import Owned
 
 _ENDS_WITHIN_S = 5.0
@@ -91,15 +91,15 @@ def without_engines(left: dict[str, Thing], now: dict[str, Thing]) -> dict[str, 
 
 def live_objects() -> dict[str, Thing]:
     """Runtimes, pools and groups that are open, and the scopes and residents of groups; owners first."""
-    runtime = sys.modules.get("colocate._runtime")
+    connection = sys.modules.get("colocate._connection")
     found: dict[str, Thing] = {}
-    for node in list(runtime._live.values()) if runtime is not None else ():
+    for node in list(connection.live.values()) if connection is not None else ():
         found.update(_below(node))
     return found
 
 
 def _below(node: Owned) -> Iterator[tuple[str, Thing]]:
-    from colocate._group import ColocatedGroup
+    from colocate._crew import Crew
 
     def close() -> None:
         node.close_for("the leak check of its test", _CLOSES_WITHIN_S, True)
@@ -109,7 +109,7 @@ def _below(node: Owned) -> Iterator[tuple[str, Thing]]:
         yield key_of(node), Thing(what, "made", lambda: origins.at(node.line), _OPEN, close)
     for child in list(node.children.values()):
         yield from _below(child)
-    if isinstance(node, ColocatedGroup) and node.alive:
+    if isinstance(node, Crew) and node.alive:
         yield from _kept(node)
 
 
@@ -118,7 +118,7 @@ def key_of(node: Owned) -> str:
     return f"{node.kind} {id(node)} {node.created}"
 
 
-def _kept(group: ColocatedGroup) -> Iterator[tuple[str, Thing]]:
+def _kept(group: Crew) -> Iterator[tuple[str, Thing]]:
     residents = group.residents
     for scope in list(residents.scopes):
         key = f"scope {id(scope)} {group.created}"

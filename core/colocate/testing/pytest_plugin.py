@@ -102,7 +102,7 @@ def _own_runtime(watch: Watch, executor: str, **options: Any) -> Iterator[Runtim
 
     runtime = connected(executor, **options)
     yield runtime
-    watch.settle(runtime)
+    watch.settle(runtime._node)
     runtime.close(force=True)
 
 

@@ -26,7 +26,7 @@ import attrs
 
 import colocate
 from colocate import RoleSpec
-from colocate._method import MethodSpec
+from colocate._method_spec import MethodSpec
 from colocate._plugins import find_role
 from colocate._role import methods_of
 from colocate.testing.probes.plain import Echo

@@ -8,14 +8,11 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeAlias
+from typing import Protocol, TypeAlias
 
 from colocate._jobs import report_exception
-from colocate.wire.codec import Packed
 from colocate.wire.framing import Frame, Head, Reader, Sending, encode
-
-if TYPE_CHECKING:
-    from colocate.wire.hub import Hub
+from colocate.wire.packed import Packed
 
 OnMessage: TypeAlias = Callable[[Head, Packed | None], None]
 OnClosed: TypeAlias = Callable[[str], None]
@@ -24,10 +21,22 @@ _GONE = frozenset({errno.EPIPE, errno.ECONNRESET})
 _TAKEN = frozenset({errno.EBADF, errno.ENOTSOCK})
 
 
+class Server(Protocol):
+    """What a lane needs of the hub that serves it."""
+
+    _scratch: memoryview
+
+    def _interest(self, sock: socket.socket, events: int) -> None:
+        """Look for these events of a socket from now on."""
+
+    def _forget(self, sock: socket.socket) -> None:
+        """Serve a socket no longer."""
+
+
 class SocketLane:
     """One connection of a hub; made by `Hub.attach`."""
 
-    def __init__(self, hub: Hub, sock: socket.socket, on_message: OnMessage, on_closed: OnClosed) -> None:
+    def __init__(self, hub: Server, sock: socket.socket, on_message: OnMessage, on_closed: OnClosed) -> None:
         self._hub = hub
         self._sock = sock
         self._on_message = on_message

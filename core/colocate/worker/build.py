@@ -5,21 +5,20 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 
 from colocate import wire
 from colocate._arguments import on_device
 from colocate._context import Context, MeshPlace, derive_seed, reset_current, set_current
+from colocate._definitions import codec
 from colocate._mesh import Mesh
 from colocate._rebuilding import rebuilding
 from colocate._role import check_role
 from colocate.errors import PluginError
 from colocate.worker.hosted import HostedRole
-
-if TYPE_CHECKING:
-    from colocate.worker.host import WorkerHost
+from colocate.worker.site import Site
 
 
 @attrs.frozen
@@ -49,7 +48,7 @@ class Shipped:
         if self.cls is not None:
             return self.cls
         if self.data is not None:
-            return wire.unpack(self.data)
+            return codec.unpack(self.data)
         self._compare_versions()
         module, _, path = self.name.partition(":")
         value: Any = importlib.import_module(module)
@@ -91,29 +90,29 @@ class RoleBuild:
     generation: int
 
 
-def construct(build: RoleBuild, host: WorkerHost) -> HostedRole:
+def construct(build: RoleBuild, site: Site) -> HostedRole:
     """Make the role's instance in this worker. What its constructor raises comes through."""
-    rank = build.slots.index(host.boot.slot)
+    rank = build.slots.index(site.boot.slot)
     ctx = Context(
         rank=rank,
         world_size=len(build.slots),
-        slot=host.boot.slot,
-        node=host.boot.node,
+        slot=site.boot.slot,
+        node=site.boot.node,
         role=build.name,
         group=build.group,
         generation=build.generation,
         seed=derive_seed(build.seed, build.group, build.name, rank),
         meshes={name: MeshPlace(mesh, rank) for name, mesh in build.meshes.items()},
-        device=host.boot.device,
-        siblings=host.instances,
-        process_group=host.groups.get,
-        report=host.report,
+        device=site.boot.device,
+        siblings=site.instances,
+        process_group=site.groups.get,
+        report=site.report,
     )
     token = set_current(ctx)
     try:
         cls = build.shipped.load()
         methods = check_role(build.name, cls)
-        args, kwargs = _unpack(host, build.arguments)
+        args, kwargs = _unpack(site, build.arguments)
         instance = cls(*args, **kwargs)
         _attach(instance, ctx)
     finally:
@@ -121,13 +120,13 @@ def construct(build: RoleBuild, host: WorkerHost) -> HostedRole:
     return HostedRole(build.name, instance, methods, ctx)
 
 
-def _unpack(host: WorkerHost, body: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _unpack(site: Site, body: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A constructor's arguments: on the host, from where it takes to the device what it wants there."""
     if body is None:
         return (), {}
     with rebuilding("an argument"):
-        args, kwargs = host.codec.unpack(body, "cpu")
-    return on_device((args, kwargs), "cpu") if host.moves_tensors else (args, kwargs)
+        args, kwargs = site.codec.unpack(body, "cpu")
+    return on_device((args, kwargs), "cpu") if site.moves_tensors else (args, kwargs)
 
 
 def _attach(instance: Any, ctx: Context) -> None:

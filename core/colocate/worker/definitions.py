@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from colocate._definitions import known
 from colocate._definitions.lots import Inbox, Receiver
 from colocate._definitions.sources import Refused, Source
 from colocate.worker.imports import DriversModules, imported_already, refuse_others
 
-if TYPE_CHECKING:
-    from colocate.worker.host import WorkerHost
-
 
 class Definitions:
     """What one worker and its driver know of each other's classes and functions."""
 
-    def __init__(self, host: WorkerHost) -> None:
-        self._host = host
+    def __init__(self, ask: Callable[..., Any], send: Callable[[tuple[Any, ...], Any], None], in_process: bool) -> None:
+        """Args: ask: Asks the driver something, and waits. send: Sends it a message. in_process: Nothing travels."""
+        self._ask = ask
+        self._send = send
+        self._in_process = in_process
         self._inbox = Inbox(binds=True, lost=self._lost)
         self._driver = Receiver("runs it")
         self._lock = threading.Lock()
@@ -38,7 +38,7 @@ class Definitions:
         self._driver.knows.update(ids)
 
     def _lost(self, ids: Sequence[int], names: Sequence[tuple[str | int, str]]) -> None:
-        self._host.send(("undefined", ids, names), None)
+        self._send(("undefined", ids, names), None)
 
     @property
     def count(self) -> int:
@@ -51,7 +51,7 @@ class Definitions:
 
     def find(self, id: int) -> None:
         """Have the driver send something that this worker lacks, which came from another worker."""
-        self._host.ask("definitions", id)
+        self._ask("definitions", id)
 
     # -- modules
 
@@ -62,7 +62,7 @@ class Definitions:
         sys.meta_path.insert(0, self._modules)
 
     def _ask_for_module(self, name: str) -> Mapping[str, Source | Refused]:
-        found: Mapping[str, tuple[Any, ...]] = self._host.ask("module", name)
+        found: Mapping[str, tuple[Any, ...]] = self._ask("module", name)
         return {name: Source(*told) if len(told) > 1 else Refused(*told) for name, told in found.items()}
 
     def compare_modules(self) -> None:
@@ -71,8 +71,8 @@ class Definitions:
         Raises:
             ColocateError: One is.
         """
-        if not self._host.in_process:
-            shadowing: dict[str, tuple[str, str]] = self._host.ask("modules", self._early)
+        if not self._in_process:
+            shadowing: dict[str, tuple[str, str]] = self._ask("modules", self._early)
             refuse_others(shadowing)
             self._modules.shadowing = frozenset(shadowing)
 
@@ -88,7 +88,7 @@ class Definitions:
         Raises:
             SerializationError: A class that was made here can't be pickled.
         """
-        if self._host.in_process:  # the body may be the value itself, whose attributes are its own
+        if self._in_process:  # the body may be the value itself, whose attributes are its own
             return
         needs: Sequence[known.Need] = getattr(body, "needs", ())
         if not needs:
@@ -97,13 +97,13 @@ class Definitions:
             lacking = self._driver.lacks(needs)
             if lacking:
                 lot = self._driver.lot(lacking)
-                self._host.send(("define", lot.ids, lot.names), lot.body)
+                self._send(("define", lot.ids, lot.names), lot.body)
                 self._driver.has_got(lot)
                 self._held.update(lot.definitions)
                 self._told += 1
             told = self._told
         if wait and self._heard < told:  # it may be on its way, whoever has sent it
-            self._host.ask("heard")
+            self._ask("heard")
             self._heard = max(self._heard, told)
 
     def renew(self) -> None:

@@ -11,23 +11,22 @@ from itertools import accumulate, chain, islice, repeat
 from operator import itemgetter
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 
+from colocate._codec import Codec
 from colocate._jobs import message_of
 from colocate._rebuilding import NotRebuilt
 from colocate._tracebacks import frames_of_users, told
 from colocate.errors import CapabilityError, DispatchError, RoleError, SerializationError
 from colocate.worker.consequence import Consequence
+from colocate.worker.definitions import Definitions
 from colocate.worker.imports import hint_for
-
-if TYPE_CHECKING:
-    from colocate.worker.host import WorkerHost
 
 _OWN = str(Path(__file__).parent)
 _HOST_ERRORS = (DispatchError, RoleError, SerializationError)
-_CALLS_ROLES = {("build.py", "construct"), ("_method.py", "call")}
+_CALLS_ROLES = {("build.py", "construct"), ("_method_spec.py", "call")}
 
 
 @attrs.frozen
@@ -57,14 +56,16 @@ class Failure:
         return attrs.astuple(self)
 
 
-def failed(error: BaseException, host: WorkerHost, role: str | None, secondary: bool) -> tuple[Failure, Any]:
+def failed(
+    error: BaseException, codec: Codec, definitions: Definitions, role: str | None, secondary: bool
+) -> tuple[Failure, Any]:
     """The exception as data, and as a message body (see `sendable`)."""
     unmade = None
     if isinstance(error, NotRebuilt):
         unmade, error = error.what, error.why
     ours = isinstance(error, CapabilityError) or (isinstance(error, _HOST_ERRORS) and not raised_by_role(error))
     found = describe(error, role=role, host=ours and unmade is None, secondary=secondary, unmade=unmade)
-    return found, sendable(error, host)
+    return found, sendable(error, codec, definitions)
 
 
 def describe(
@@ -82,18 +83,17 @@ def describe(
     return Failure(name, text, trace, host, secondary, role, unmade)
 
 
-def sendable(error: BaseException, host: WorkerHost) -> Any:
+def sendable(error: BaseException, codec: Codec, definitions: Definitions) -> Any:
     """A message body with the exception, or None when it doesn't survive pickling (then its text has to do)."""
     bare = error.with_traceback(None)
     bare.__context__ = None  # frames that it refers to hold tensors, files and process groups
     bare.__cause__ = None
-    codec = host.codec
     if codec.name == "reference":
         return bare
     try:
         body = codec.pack(bare)
         again = codec.unpack(body, None)
-        host.definitions.tell(body)
+        definitions.tell(body)
     except BaseException:  # its class says how, and may raise what it likes
         return None
     return body if type(again) is type(bare) else None
@@ -151,7 +151,7 @@ def _frames_of(thread: threading.Thread) -> list[FrameType]:
 
 
 def _is_machinery(file: str) -> bool:
-    return file.startswith(_OWN) or file.endswith("colocate/_method.py") or file == threading.__file__
+    return file.startswith(_OWN) or file.endswith("colocate/_method_spec.py") or file == threading.__file__
 
 
 def _from_role_code(trace: TracebackType | None) -> TracebackType | None:

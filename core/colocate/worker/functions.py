@@ -5,17 +5,16 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from colocate._context import Context, MeshPlace, current, derive_seed
 from colocate._mesh import Mesh
-from colocate._method import MethodSpec, RoleMethod, method
+from colocate._method import RoleMethod, method
+from colocate._method_spec import MethodSpec
 from colocate.worker import checkpoint
 from colocate.worker.build import Shipped
 from colocate.worker.hosted import HostedRole
-
-if TYPE_CHECKING:
-    from colocate.worker.host import WorkerHost
+from colocate.worker.site import Site
 
 
 class Functions:
@@ -43,15 +42,15 @@ RUN: MethodSpec = _run.spec
 SAVE: MethodSpec = _save.spec
 
 
-def hosted_functions(host: WorkerHost, slots: int, seed: int) -> HostedRole:
+def hosted_functions(site: Site, slots: int, seed: int) -> HostedRole:
     """What functions run in: every slot of the group is a rank.
 
     Args:
-        host: The worker.
+        site: The worker.
         slots: How many slots the group has.
         seed: The runtime's.
     """
-    boot = host.boot
+    boot = site.boot
     ctx = Context(
         rank=boot.slot,
         world_size=slots,
@@ -59,12 +58,12 @@ def hosted_functions(host: WorkerHost, slots: int, seed: int) -> HostedRole:
         node=boot.node,
         role=None,
         group=boot.group,
-        generation=host.groups.generation,
+        generation=site.groups.generation,
         seed=derive_seed(seed, boot.group, None, boot.slot),
         meshes={"": MeshPlace(Mesh({"dp": slots}), boot.slot)},
         device=boot.device,
-        siblings=host.instances,
-        process_group=host.groups.get,
-        report=host.report,
+        siblings=site.instances,
+        process_group=site.groups.get,
+        report=site.report,
     )
-    return HostedRole(None, Functions(host.roles), {RUN.name: RUN, CHECKPOINT: SAVE}, ctx)
+    return HostedRole(None, Functions(site.roles), {RUN.name: RUN, CHECKPOINT: SAVE}, ctx)

@@ -8,17 +8,11 @@ broken, closed.
 
 from __future__ import annotations
 
-import itertools
-import operator
 from collections.abc import Callable
-from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from colocate import _batch
-from colocate._arguments import cuda_is_used
 from colocate._codec import Codec
-from colocate._context import Context, running_call
 from colocate._jobs import JobThread, error_text, report_exception
 from colocate._values import describe
 from colocate.errors import ColocateError
@@ -27,22 +21,18 @@ from colocate.wire import Turns
 from colocate.worker import failure
 from colocate.worker.batch import take_apart
 from colocate.worker.consequence import LET_GO, Consequence
-from colocate.worker.definitions import Definitions
 from colocate.worker.functions import hosted_functions
 from colocate.worker.hosted import HostedRole
 from colocate.worker.lane import Lane, Work
-from colocate.worker.process_groups import ProcessGroups
 from colocate.worker.runner import Runner
-from colocate.worker.store import Store
+from colocate.worker.site import Send, Site
 from colocate.worker.uses import Peers
 
-Send = Callable[[tuple[Any, ...], Any], None]
-_OF_CODE = ("definitions", "module", "modules")
 LANE = "colocate-lane-"  # names of lanes begin with it, and go on with the id of their worker
 
 
-class WorkerHost:
-    """One worker: its lane, its residents, its roles.
+class WorkerHost(Site):
+    """One worker: what it does about each message.
 
     Args:
         boot: Who it is.
@@ -65,22 +55,9 @@ class WorkerHost:
         on_end: Callable[[], None] = lambda: None,
         turns: Turns | None = None,
     ) -> None:
-        self.boot = boot
-        self.codec = codec
-        self.in_process = in_process
-        self.store = Store(boot.strict)
-        self.roles: dict[Any, HostedRole] = {}
-        self.instances: dict[str, object] = {}
+        super().__init__(boot, codec, send, in_process)
         self.ended = self._is_broken = False
-        self.in_process = in_process
-        self.send = send
         self._on_end = on_end
-        self._asks: dict[int, tuple[int, Future[Any]]] = {}
-        self._interrupted: tuple[int, str] | None = None
-        self._tokens = itertools.count(1)
-        self.base = 0  # calls up to this are of a driver that has let go
-        self._in_process = in_process
-        self.groups = ProcessGroups(self, in_process, boot.host)
         self._make_peers = peers
         self.peers = peers(self)
         self._transfer = JobThread(  # waits for residents and sends them, so that the lane never does
@@ -88,7 +65,6 @@ class WorkerHost:
         )
         self.lane = Lane(f"{LANE}{boot.worker}", self._held, partial(self._thread_failed, "its lane"), turns)
         self._runner = Runner(self)
-        self.definitions = Definitions(self)
         self._handlers: dict[str, Callable[..., None]] = {
             "define": self.definitions.arrived,
             "build": self._on_build,
@@ -107,11 +83,6 @@ class WorkerHost:
             "answer": self._on_answer,
             "close": self._on_close,
         }
-
-    @property
-    def moves_tensors(self) -> bool:
-        """Whether tensors that arrive may be elsewhere than on the slot's device."""
-        return self.boot.device != "cpu" or (self.in_process and cuda_is_used())
 
     # -- messages, on the receiving thread: nothing here blocks or runs role code
 
@@ -260,54 +231,11 @@ class WorkerHost:
         self._transfer.close()
         self.peers.close()
         self.ended = True
-        if self._in_process:  # a process takes its roles with it; here the driver may hold the group for long
+        if self.in_process:  # a process takes its roles with it; here the driver may hold the group for long
             self.roles.clear()
             self.instances.clear()  # by which the roles' contexts know each other
         self.send(("closed",), None)
         self._on_end()
-
-    def _interrupt(self, seq: int, reason: str) -> None:
-        """End the waits of calls from `seq` on, those under way and those to come: what they wait for may never be."""
-        self._interrupted = seq, reason
-        for token, (asker, waiting) in list(self._asks.items()):
-            if asker >= seq and self._asks.pop(token, None) is not None:
-                waiting.set_exception(Consequence(reason))
-        self.groups.interrupt(seq, reason)
-        if any(running >= seq for running in list(self.lane.running)):
-            self.peers.abort(reason)
-
-    def interruption(self) -> str | None:
-        """Why the call that asks mustn't wait for another worker; None when it may."""
-        return self._interruption_of(self.asking())
-
-    def _interruption_of(self, seq: int | None) -> str | None:
-        if seq is not None and 0 < seq <= self.base:
-            return LET_GO
-        if self._interrupted is not None and (seq is None or seq >= self._interrupted[0]):
-            return self._interrupted[1]
-        return None
-
-    def asking(self) -> int | None:
-        """The number of the call that asks; a thread that a role has started asks for the one that runs."""
-        state = running_call.get()
-        return state.seq if state is not None else max(list(self.lane.running), default=None)
-
-    # -- what the lane and roles ask the driver
-
-    def ask(self, *question: Any) -> Any:
-        """Ask the driver something and wait; ColocateError says its refusal, or what broke the wait."""
-        token = next(self._tokens)
-        waiting: Future[Any] = Future()
-        seq = self.asking()
-        if seq == 0 and question[0] in _OF_CODE:
-            seq = -1  # roles are constructed also when another rank's can't be, which has no part in this answer
-        self._asks[token] = seq or 0, waiting
-        reason = self._interruption_of(seq)
-        if reason is not None:
-            self._asks.pop(token, None)
-            raise Consequence(reason)
-        self.send(("ask", token, *question), None)
-        return waiting.result()
 
     def stack(self) -> str:
         """What the lane is doing, as a Python stack."""
@@ -328,34 +256,7 @@ class WorkerHost:
             # The structure is made of the value's own containers, of which some are of users' classes.
             body = self.packed(entry.value if contents else describe(entry.value), entry.maker)
         except BaseException as error:  # users' classes say how they are packed
-            told, body = failure.failed(error, self, None, False)
+            told, body = failure.failed(error, self.codec, self.definitions, None, False)
             self.send(("fetched", token, None, told.head()), body)
         else:
             self.send(("fetched", token, entry.rows, None), body)
-
-    def packed(self, result: Any, label: str, wait: bool = False) -> Any:
-        """What a role has returned, as it travels; a SerializationError names the method. `wait`: see `tell`."""
-        body = self.codec.pack_named(result, "result", f"the result of {label}")
-        self.definitions.tell(body, wait)
-        return body
-
-    def part(self, key: int) -> Any:
-        """This worker's part of a resident, once it is there."""
-        return self.store.wait(key).value
-
-    def part_rows(self, key: int) -> int:
-        """How many rows it has."""
-        return _batch.rows(self.part(key), f"resident {key}")
-
-    def part_weight(self, key: int) -> int | None:
-        """How many rows the call that made it worked on."""
-        return self.store.wait(key).rows
-
-    def report(self, ctx: Context, done: int, total: int | None) -> None:
-        """A role's progress."""
-        self.send(("progress", ctx.role, _plain(done), None if total is None else _plain(total)), None)
-
-
-def _plain(number: Any) -> int | float:
-    """A number as the driver can take it up: without whatever class the role has for it."""
-    return float(number) if isinstance(number, float) else operator.index(number)

@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 
 from colocate._context import Context
-from colocate._method import MethodSpec
+from colocate._method_spec import MethodSpec
 
 
 @attrs.define(eq=False)

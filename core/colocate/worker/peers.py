@@ -10,8 +10,8 @@ from colocate._context import running_call
 from colocate.errors import SerializationError
 from colocate.worker.consequence import Consequence, Poisoned
 from colocate.worker.lane import Work
-from colocate.worker.store import Entry, Store, Written
-from colocate.worker.uses import Peers, Source
+from colocate.worker.store import Entry, Store
+from colocate.worker.uses import Peers, Source, Written
 
 if TYPE_CHECKING:
     from colocate.worker.host import WorkerHost

@@ -17,10 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from colocate._context import Context, MeshPlace
 from colocate._mesh import did_you_mean
-from colocate.errors import CapabilityError, ConfigError
-from colocate.worker.collective_waits import bury, guard
-from colocate.worker.consequence import Consequence
-from colocate.worker.torch_groups import (
+from colocate._torch_groups import (
     Made,
     Plan,
     forget,
@@ -30,6 +27,9 @@ from colocate.worker.torch_groups import (
     lost_a_peer,
     make_default,
 )
+from colocate.errors import CapabilityError, ConfigError
+from colocate.worker.collective_waits import bury, guard
+from colocate.worker.consequence import Consequence
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -8,7 +8,7 @@ from colocate import _batch
 from colocate._collect import Concat
 from colocate._context import Context
 from colocate._mesh import Ranks
-from colocate._method import MethodSpec
+from colocate._method_spec import MethodSpec
 from colocate.errors import DispatchError
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from colocate import _batch
 from colocate._arguments import placed
 from colocate._context import reset_current, running_call, set_current
 from colocate._dispatch import Scatter
-from colocate._method import MethodSpec
+from colocate._method_spec import MethodSpec
 from colocate._nesting import no_end
 from colocate._rebuilding import rebuilding
 from colocate._values import ordinary
@@ -21,62 +21,60 @@ from colocate.worker.consequence import Consequence
 from colocate.worker.hosted import HostedRole
 from colocate.worker.lane import Work
 from colocate.worker.results import counts, rows_to_join, without_padding
+from colocate.worker.site import Site
 from colocate.worker.uses import Resolver
-
-if TYPE_CHECKING:
-    from colocate.worker.host import WorkerHost
 
 
 class Runner:
     """Runs what a host's lane gives it, on the lane, and answers."""
 
-    def __init__(self, host: WorkerHost) -> None:
-        """Args: host: Whose roles it constructs and runs."""
-        self._host = host
+    def __init__(self, site: Site) -> None:
+        """Args: site: Whose roles it constructs and runs."""
+        self._site = site
 
     def build(self, work: Work) -> bool:
         """Construct this slot's roles, and restore them if that is asked for; whether it went well."""
-        host = self._host
-        _, seq, host.groups.generation, host.groups.default_role, restored = work.head
+        site = self._site
+        _, seq, site.groups.generation, site.groups.default_role, restored = work.head
         start = time.time()
         try:
-            host.definitions.compare_modules()
+            site.definitions.compare_modules()
         except ColocateError as error:
             self._failed(seq, None, None, error)
             return False
-        builds: list[RoleBuild] = host.codec.unpack(work.body, None)
+        builds: list[RoleBuild] = site.codec.unpack(work.body, None)
         for build in builds:
-            if host.boot.slot not in build.slots:
+            if site.boot.slot not in build.slots:
                 continue
             try:
-                host.definitions.load(work.lots)
-                host.roles[build.name] = construct(build, host)
+                site.definitions.load(work.lots)
+                site.roles[build.name] = construct(build, site)
             except BaseException as error:
                 self._failed(seq, None, build.name, error)
                 return False
-            host.instances[build.name] = host.roles[build.name].instance
+            site.instances[build.name] = site.roles[build.name].instance
         if restored is not None:
-            for role in list(host.roles.values()):
+            for role in list(site.roles.values()):
                 try:
                     checkpoint.restore(role, restored)
                 except BaseException as error:
                     self._failed(seq, None, role.name, error)
                     return False
-        host.send(("done", seq, None, start, time.time(), None), None)
+        site.send(("done", seq, None, start, time.time(), None), None)
         return True
 
     def call(self, work: Work) -> Any:
         """Run a method; whether it went well, or a coroutine that says so."""
-        host = self._host
+        site = self._site
         _, seq, key, method, keep, valid, uses, _ = work.head
         body, work.body = work.body, None  # it may be large, and the role remembers its last call
-        role = host.roles[key]
+        role = site.roles[key]
         spec = role.spec(method)
         start = time.time()
         tokens = set_current(role.ctx), running_call.set(work)
         role.ctx.last_call = work
         try:
-            host.definitions.load(work.lots)
+            site.definitions.load(work.lots)
             resolver = self._resolver(seq) if uses else None
             arguments = self._arguments(body, resolver, role, spec)
             work.valid_rows = resolver.valid if valid is None and resolver is not None else valid
@@ -87,7 +85,7 @@ class Runner:
                 return self._finish_async(result, work, role, spec, resolver, start)
             self._finish(result, work, role, spec, resolver, start)
         except BaseException as error:  # whatever role code raises is the caller's to see, SystemExit included
-            host.peers.given_back(work.label)
+            site.peers.given_back(work.label)
             self._failed(seq, keep, role.name, error)
             return False
         finally:
@@ -96,8 +94,8 @@ class Runner:
         return True
 
     def _resolver(self, seq: int) -> Resolver:
-        host = self._host
-        return Resolver(host.peers, host.boot.group, host.boot.slot, partial(host.ask, "aligned", seq))
+        site = self._site
+        return Resolver(site.peers, site.boot.group, site.boot.slot, partial(site.ask, "aligned", seq))
 
     async def _finish_async(
         self,
@@ -114,29 +112,29 @@ class Runner:
         try:
             self._finish(await coroutine, work, role, spec, resolver, start)
         except BaseException as error:
-            self._host.peers.given_back(work.label)
+            self._site.peers.given_back(work.label)
             self._failed(work.seq, work.head[4], role.name, error)
             return False
         return True
 
     def _arguments(self, body: Any, resolver: Resolver | None, role: HostedRole, spec: MethodSpec) -> dict[str, Any]:
-        host = self._host
+        site = self._site
         if body is None:
             return {}
         with rebuilding("an argument"):
-            arguments: dict[str, Any] = host.codec.unpack(body, host.boot.device)
+            arguments: dict[str, Any] = site.codec.unpack(body, site.boot.device)
         if resolver is not None:
             arguments = self._resolved(arguments, resolver, role, spec)
-        return placed(arguments, host.boot.device, spec.host) if host.moves_tensors else arguments
+        return placed(arguments, site.boot.device, spec.host) if site.moves_tensors else arguments
 
     def _resolved(
         self, arguments: dict[str, Any], resolver: Resolver, role: HostedRole, spec: MethodSpec
     ) -> dict[str, Any]:
-        host = self._host
+        site = self._site
         arguments = resolver.resolve(arguments)
-        if host.store.strict:
+        if site.store.strict:
             resolver.watch()
-        for key, maker, by in host.store.written(resolver.keys):
+        for key, maker, by in site.store.written(resolver.keys):
             if by is not None:
                 raise _written(by, maker, key)
             raise RoleError(f"resident {key}, returned by {maker}, was changed in place after that; it can't be used")
@@ -163,51 +161,51 @@ class Runner:
     def _answer(
         self, result: Any, work: Work, role: HostedRole, spec: MethodSpec, resolver: Resolver | None, start: float
     ) -> None:
-        host = self._host
+        site = self._site
         seq, label, keep = work.seq, work.label, work.head[4]
         result = ordinary(result)
         if work.rows is not None and (result is not None or counts(spec, role.ctx)):
             result = without_padding(result, work.rows, work.valid_rows, label)
-        if len(host.store) or resolver is not None:
+        if len(site.store) or resolver is not None:
             self._check_writes(label, role, resolver)
         valid = work.valid_rows
         if keep is None:
-            body = None if result is None else host.packed(result, label)
+            body = None if result is None else site.packed(result, label)
             try:
-                host.send(("done", seq, valid, start, time.time(), None), body)
+                site.send(("done", seq, valid, start, time.time(), None), body)
             except OSError as error:  # no descriptor is free in this process, which isn't the method's fault
                 raise SerializationError(
                     f"the result of {label} can't be sent: {error.strerror or error}", argument="result"
                 ) from error
         else:
             rows = rows_to_join(result, spec, role.ctx)
-            nbytes = host.store.put(keep, result, label, valid)
-            host.send(("done", seq, valid, start, time.time(), (nbytes, rows)), None)
+            nbytes = site.store.put(keep, result, label, valid)
+            site.send(("done", seq, valid, start, time.time(), (nbytes, rows)), None)
 
     def _check_writes(self, label: str, role: HostedRole, resolver: Resolver | None) -> None:
-        host = self._host
+        site = self._site
         # A role may write into what it got now, or into what it returned before and still refers to.
         used = resolver.keys if resolver is not None else ()
-        everything = host.store.strict or role.name is None  # a function may have asked any role for anything
-        keys = None if everything else [*used, *host.store.made_by(role.name or "")]
-        for key, maker, by in host.store.written(keys, label):
+        everything = site.store.strict or role.name is None  # a function may have asked any role for anything
+        keys = None if everything else [*used, *site.store.made_by(role.name or "")]
+        for key, maker, by in site.store.written(keys, label):
             raise _written(by or label, maker, key)
-        for key, maker, by in host.peers.given_back(label) if resolver is not None else ():
+        for key, maker, by in site.peers.given_back(label) if resolver is not None else ():
             raise _written(by or label, maker, key)
         # In the same words, since of several ranks one has the very value: which is heard of first makes no difference.
         for source in resolver.written() if resolver is not None else ():
             raise _written(label, source.label, source.key)
 
     def _failed(self, seq: int, keep: int | None, role: str | None, error: BaseException) -> None:
-        host = self._host
-        secondary = isinstance(error, Consequence) or host.groups.lost_a_peer()
-        told, body = failure.failed(error, host, role, secondary)
-        if not 0 < seq <= host.base:  # otherwise nobody would lead the hold that follows
-            host.send(("failed", seq, told.head()), body)
+        site = self._site
+        secondary = isinstance(error, Consequence) or site.groups.lost_a_peer()
+        told, body = failure.failed(error, site.codec, site.definitions, role, secondary)
+        if not 0 < seq <= site.base:  # otherwise nobody would lead the hold that follows
+            site.send(("failed", seq, told.head()), body)
         if keep is not None:  # who uses it fails of that in turn, and is to be heard of later than this
-            host.store.fail(keep, f"{told.type}: {told.text}")
+            site.store.fail(keep, f"{told.type}: {told.text}")
         del error
-        host.groups.cut()
+        site.groups.cut()
 
 
 def _written(label: str, maker: str, key: int) -> RoleError:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from typing import Any, TypeAlias
+from typing import Any
 
 import attrs
 
 from colocate._values import Watch
 from colocate.worker.consequence import LET_GO, Consequence, Poisoned
-
-Written: TypeAlias = tuple[int, str, str | None]
-"""A resident's key, the method that returned it, and the call that wrote into it, where that is known."""
+from colocate.worker.uses import Written
 
 
 @attrs.define(eq=False)

@@ -25,7 +25,9 @@ from colocate._mesh import Ranks
 from colocate._tree import map_leaves
 from colocate._values import Watch
 from colocate.errors import DispatchError
-from colocate.worker.store import Written
+
+Written: TypeAlias = tuple[int, str, str | None]
+"""A resident's key, the method that returned it, and the call that wrote into it, where that is known."""
 
 
 @attrs.frozen(eq=False)

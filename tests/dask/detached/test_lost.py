@@ -23,8 +23,8 @@ from colocate.testing.waiting import Processes, send, wait_until
 def detached(runtime: Runtime, name: str) -> tuple[Pool, list[int], list[str]]:
     """A pool of two slots; the pids of its workers, and the addresses of the Dask workers that hold them."""
     pool = runtime.reserve(2, cpus=0, detachable=True)
-    assert pool.reservation is not None
-    there = list(pool.reservation.handle.slots)
+    assert pool._node.reservation is not None
+    there = list(pool._node.reservation.handle.slots)
     pids: Any = pool.spawn({"counting": colocate.role(Counting)}, name="counting").role("counting", Counting).pid()
     pool.detach(name, ttl=300)
     return pool, pids, there
@@ -90,8 +90,8 @@ def test_the_lead_is_stopped(
         assert "counting (counting)" in line
         assert "(it doesn't answer)" in line
         with pytest.raises(EngineError, match=f"colocate close {name} --force"):
-            close_detached(runtime, name, force=False)
-        close_detached(runtime, name, force=True)
+            close_detached(runtime._node, name, force=False)
+        close_detached(runtime._node, name, force=True)
         assert runtime.detached() == []
         workers.wait()
         workers.close()
@@ -110,7 +110,7 @@ def test_its_driver_is_nobody(cluster: str, runtime: Runtime, name: str) -> None
     """The scheduler has it for nobody: it stays when the client that reserved it goes, and isn't given to others."""
     with colocate.connect("dask", address=cluster) as first:
         _, pids, _ = detached(first, name)
-    assert runtime.executor.strays() == []
+    assert runtime._node.services.executor.strays() == []
     with pytest.raises(colocate.PlacementTimeout, match="held by"):
         runtime.reserve(2, cpus=0, timeout=0)
     with runtime.attach(name, own=True) as mine:

@@ -54,7 +54,7 @@ def everything_is_free(runtime: Runtime) -> None:
 def test_detached_in_vain(runtime: Runtime, other: Runtime, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A detach that fails in its last step leaves the pool to its driver, and to nobody else."""
     titles: list[Any] = []
-    executor: Any = other.executor
+    executor: Any = other._node.services.executor
     failing(monkeypatch, lambda: titles.append(executor._titles()[name]))
     pool, view = new(runtime)
     with pytest.raises(EngineError, match="it was told to"):
@@ -72,7 +72,8 @@ def test_attached_while_detached_in_vain(
     runtime: Runtime, other: Runtime, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Unless another driver has got it just then: then it is that one's, and stays detached."""
-    failing(monkeypatch, lambda: other.attach(name))
+    attached: list[Pool] = []
+    failing(monkeypatch, lambda: attached.append(other.attach(name)))
     pool, view = new(runtime)
     with pytest.raises(EngineError, match="it was told to"):
         pool.detach(name, ttl=300)
@@ -80,8 +81,7 @@ def test_attached_while_detached_in_vain(
         view.add()
     assert not pool.alive
     runtime.close()
-    (borrowed,) = other.children.values()
-    assert isinstance(borrowed, Pool)
+    (borrowed,) = attached
     assert counting(borrowed).add() == [1, 1]
     borrowed.close()
     with other.attach(name, own=True) as mine:
@@ -96,13 +96,13 @@ def test_worker_dies_while_detached_in_vain(runtime: Runtime, name: str, monkeyp
 
     def end() -> None:
         os.kill(pids[1], signal.SIGKILL)
-        wait_until(lambda: group.workforce.workers[1].exit is not None, "it is gone")
+        wait_until(lambda: group._node.workforce.workers[1].exit is not None, "it is gone")
 
     failing(monkeypatch, end)
     with pytest.raises(EngineError, match="it was told to"):
         pool.detach(name, ttl=300)
-    assert isinstance(group.failure, WorkerDied)
-    assert (group.failure.signal, group.failure.rank) == ("SIGKILL", 1)
+    assert isinstance(group._node.failure, WorkerDied)
+    assert (group._node.failure.signal, group._node.failure.rank) == ("SIGKILL", 1)
     with pytest.raises(WorkerDied):
         view.add()
     pool.close()
@@ -116,7 +116,7 @@ def test_taken_before_the_owner_hears_of_it(
     pool.detach(name, ttl=300)
     owner = runtime.attach(name, own=True)
     owner.groups["counting"].close()
-    executor: Any = runtime.executor
+    executor: Any = runtime._node.services.executor
     deaf, go_on, asked = threading.Event(), threading.Event(), threading.Event()
 
     def be_deaf() -> None:

@@ -59,7 +59,7 @@ class Shared:
 
     def get(self) -> ColocatedGroup:
         """The group, made now if there is none that works."""
-        if self._group is None or self._group.failure is not None or not self._group.alive:
+        if self._group is None or self._group._node.failure is not None or not self._group.alive:
             with leaks.shared():
                 if self._pool is not None:
                     with contextlib.suppress(BaseExceptionGroup):  # what broke it was told to the test that broke it
@@ -120,7 +120,7 @@ class ExecutorCase:
     @pytest.fixture(autouse=True)
     def _capabilities(self, request: pytest.FixtureRequest, runtime: Runtime) -> None:
         capability = getattr(request.function, "capability", None)
-        if capability is not None and not isinstance(runtime.executor, capability):
+        if capability is not None and not isinstance(runtime._node.services.executor, capability):
             pytest.skip(f"executor {runtime.name!r} lacks {capability.__name__}")
 
     @pytest.fixture(scope="class")
@@ -154,7 +154,8 @@ class ExecutorCase:
             "pair": colocate.role(Collective).on(slots=[1, 2]),
             "solo": colocate.role(Collective).on(slots=[3]),
         }
-        if isinstance(runtime.executor, OwnProcess):  # whose ranks can be members of torch's default group
+        # Whose ranks can be members of torch's default group.
+        if isinstance(runtime._node.services.executor, OwnProcess):
             roles["default"] = colocate.role(Collective).on(slots=[0, 1], default_group=True)
         return Shared(runtime, roles, 4, "square", {"dp": 2, "tp": 2}, _warm_up_square)
 
@@ -172,7 +173,7 @@ class ExecutorCase:
     @classmethod
     def shared_copying(cls, runtime: Runtime, shared_pair: Shared) -> Iterator[Shared]:
         """As `shared_pair`, where values travel by value: with `strict=True` if they otherwise don't."""
-        if runtime.executor.codec.name != "reference":
+        if runtime._node.services.executor.codec.name != "reference":
             yield shared_pair
             return
         with cls().connect(strict=True) as strict:

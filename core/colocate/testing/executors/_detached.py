@@ -57,7 +57,7 @@ class DetachedCase(Scripted):
         """A name for a pool, which is closed after the test if it is still there."""
         name = f"test-{uuid.uuid4().hex[:8]}"
         yield name
-        if isinstance(runtime.executor, Detachable) and published(runtime, name) is not None:
+        if isinstance(runtime._node.services.executor, Detachable) and published(runtime, name) is not None:
             # It has just ended, or the test has left it hung: one that cares closes its pool itself.
             with contextlib.suppress(ConfigError, BaseExceptionGroup):
                 runtime.attach(name, own=True).close(grace=1, force=True)

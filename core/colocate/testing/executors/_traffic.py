@@ -21,7 +21,7 @@ class Traffic:
         self.sent: list[tuple[Any, ...]] = []
         self.sent_bytes: list[int] = []
         self.received_bytes: list[int] = []
-        executor = group.runtime.executor
+        executor = group._node.services.executor
         frame = executor.frame
 
         def counted(head: tuple[Any, ...], body: Any = None) -> Any:
@@ -30,9 +30,9 @@ class Traffic:
             return frame(head, body)
 
         monkeypatch.setattr(executor, "frame", counted)
-        kind = type(group)
+        kind = type(group._node)
         monkeypatch.setattr(kind, "done", self._heard(kind.done))
-        residents = type(group.residents)
+        residents = type(group._node.residents)
         monkeypatch.setattr(residents, "answered", self._heard(residents.answered))
 
     def _heard(self, hear: Callable[..., None]) -> Callable[..., None]:

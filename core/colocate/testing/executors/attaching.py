@@ -11,6 +11,7 @@ import pytest
 
 import colocate
 from colocate import RoleSpec, Runtime
+from colocate._crew import Crew
 from colocate.errors import BorrowedError, ClosedError, ColocateError, ConfigError, WorkerDied
 from colocate.executor import Detachable
 from colocate.testing.executors._base import needs
@@ -44,7 +45,7 @@ class Attaching(DetachedCase):
                 first.detach(name, ttl=TTL_S)
         with runtime.attach(name) as second:
             assert counting(second).add() == [2, 2]
-            assert second.epoch == 3
+            assert second._node.epoch == 3
         found = published(runtime, name)
         assert found is not None
         assert found["driver"] is None
@@ -198,7 +199,7 @@ class Attaching(DetachedCase):
             gate.wait_for(2)
             driver.process.kill()
             driver.process.wait()
-            monkeypatch.setattr(colocate.ColocatedGroup, "grace", 0.5)
+            monkeypatch.setattr(Crew, "grace", 0.5)
             mine = runtime.attach(name, own=True)
             error = counting(mine).add.submit().exception(PATIENCE_S)
             mine.close()
@@ -264,12 +265,12 @@ class Attaching(DetachedCase):
         pool, view = new(runtime)
         pids = view.pid()
         pool.detach(name, ttl=TTL_S)
-        before = runtime.attach(name).groups["counting"].workforce.workers
+        before = runtime.attach(name).groups["counting"]._node.workforce.workers
         with runtime.attach(name, own=True) as mine:
             wait_until(lambda: all(worker.exit for worker in before), "the borrow is over")
             assert counting(mine).add() == [1, 1]
             os.kill(pids[1], signal.SIGKILL)
-            wait_until(lambda: mine.groups["counting"].failure, "it is told")
+            wait_until(lambda: mine.groups["counting"]._node.failure, "it is told")
             with pytest.raises(WorkerDied) as caught:
                 counting(mine).add()
             assert (caught.value.signal, caught.value.rank) == ("SIGKILL", 1)

@@ -16,8 +16,9 @@ import attrs
 import pytest
 
 import colocate
-from colocate import Audit, ColocatedGroup, Context, Pool, RoleSpec, Runtime
+from colocate import Audit, ColocatedGroup, Context, RoleSpec, Runtime
 from colocate._owned import Owned
+from colocate._slots import Slots
 from colocate._worker import Worker
 from colocate.errors import RoleStartError
 from colocate.executor import Detachable, Exit, OwnProcess, Reservation
@@ -44,7 +45,7 @@ def forgotten(node: Owned) -> Iterator[None]:
 
 def ids(group: ColocatedGroup) -> set[str]:
     """The ids of a group's workers."""
-    return {worker.boot.worker for worker in group.workforce.workers}
+    return {worker.boot.worker for worker in group._node.workforce.workers}
 
 
 def found(differences: Any, kind: str) -> set[str]:
@@ -90,11 +91,11 @@ class Auditing(ExecutorCase):
     def test_clean_after_a_death(self, spawn: Spawn) -> None:
         """A worker that has died is neither leaked nor missing: the graph knows."""
         group = spawn(ROLES)
-        pid = group.workforce.workers[0].pid
+        pid = group._node.workforce.workers[0].pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: all(worker.exit for worker in group.workforce.workers), "all workers have gone")
-        assert not group.runtime.audit()
+        wait_until(lambda: all(worker.exit for worker in group._node.workforce.workers), "all workers have gone")
+        assert not group.owner.owner.audit()
 
     def test_clean_while_things_come_and_go(self, runtime: Runtime) -> None:
         """What is just starting or closing is no difference."""
@@ -125,24 +126,24 @@ class Auditing(ExecutorCase):
         group = spawn(ROLES)
         titles = group.run(retitle)
         assert titles == ["another title"] * 2
-        assert not group.runtime.audit()
+        assert not group.owner.owner.audit()
 
     @needs(OwnProcess)
     def test_clean_while_restarting(self, spawn: Spawn) -> None:
         """A group that is being rebuilt has its old workers until they are gone, and its new ones from their hello."""
         group = spawn(ROLES, on_failure="restart")
-        pid = group.workforce.workers[0].pid
+        pid = group._node.workforce.workers[0].pid
         assert pid is not None
         audits: list[Audit] = []
         os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: group.failure is not None or group.generation, "the group has failed")
+        wait_until(lambda: group._node.failure is not None or group.generation, "the group has failed")
 
         def is_back() -> bool:
-            audits.append(group.runtime.audit())
+            audits.append(group.owner.owner.audit())
             return group.generation == 1 and group.state == "ready"
 
         wait_until(is_back, "the group has been rebuilt")
-        audits.append(group.runtime.audit())
+        audits.append(group.owner.owner.audit())
         group.wait_ready()
         assert [str(audit) for audit in audits if audit] == []
         assert group.role("echo", Echo).noop() == [None, None]
@@ -163,7 +164,7 @@ class Auditing(ExecutorCase):
                     assert not other.audit()
                     assert not runtime.audit()
                     group = pool.groups["given"]
-                    with forgotten(group):
+                    with forgotten(group._node):
                         assert found(other.audit().leaked, "worker") == ids(group)
                 assert not other.audit()
         assert not runtime.audit()
@@ -171,51 +172,51 @@ class Auditing(ExecutorCase):
     def test_forgotten_group(self, spawn: Spawn) -> None:
         """Workers that run although no group has them are leaked, with what is known of them."""
         group = spawn(ROLES)
-        with forgotten(group):
-            audit = group.runtime.audit()
+        with forgotten(group._node):
+            audit = group.owner.owner.audit()
         assert audit
         assert audit.missing == ()
         assert found(audit.leaked, "worker") == ids(group)
         assert {each.kind for each in audit.leaked} == {"worker"}
         assert {(each.id, each.pid) for each in audit.leaked} == {
-            (worker.boot.worker, worker.pid) for worker in group.workforce.workers
+            (worker.boot.worker, worker.pid) for worker in group._node.workforce.workers
         }
         lines = str(audit).splitlines()
         assert len(lines) == 2
-        assert all(line.startswith(f"leaked: worker {group.runtime.id}/{group.name}/") for line in lines)
+        assert all(line.startswith(f"leaked: worker {group._node.services.id}/{group.name}/") for line in lines)
         assert json.loads(audit.json()) == json.loads(json.dumps(audit.data()))
         assert audit.data()["clean"] is False
-        assert not group.runtime.audit()
+        assert not group.owner.owner.audit()
 
     def test_forgotten_pool(self, runtime: Runtime) -> None:
         """Slots that are held although no pool has them are leaked, and so is what runs in them."""
         with runtime.reserve(2, cpus=0, name="forgotten") as pool:
             group = pool.spawn(ROLES)
-            with forgotten(pool):
+            with forgotten(pool._node):
                 audit = runtime.audit()
             assert audit.missing == ()
-            assert found(audit.leaked, "reservation") == {pool.request.id}
+            assert found(audit.leaked, "reservation") == {pool._node.request.id}
             assert found(audit.leaked, "worker") == ids(group)
-            assert pool.request.id == f"{runtime.id}/forgotten"
+            assert pool._node.request.id == f"{runtime._node.services.id}/forgotten"
         assert not runtime.audit()
 
     def test_pools_of_one_name(self, runtime: Runtime) -> None:
         """Two pools of one name are told apart."""
         with runtime.reserve(1, cpus=0, name="same") as one, runtime.reserve(1, cpus=0, name="same") as other:
             assert not runtime.audit()
-            with forgotten(one):
-                assert found(runtime.audit().leaked, "reservation") == {one.request.id}
-            with forgotten(other):
-                assert found(runtime.audit().leaked, "reservation") == {other.request.id}
+            with forgotten(one._node):
+                assert found(runtime.audit().leaked, "reservation") == {one._node.request.id}
+            with forgotten(other._node):
+                assert found(runtime.audit().leaked, "reservation") == {other._node.request.id}
 
     def test_claimed_worker(self, spawn: Spawn) -> None:
         """A worker that the graph has and nobody runs is missing, with the line that made its group."""
         group = spawn(ROLES)
-        workers = group.workforce.workers
-        boot = attrs.evolve(workers[0].boot, worker=f"{group.runtime.id}/{group.name}/ghost", slot=2)
-        workers.append(Worker(group, 2, boot, hello=workers[0].hello))
+        workers = group._node.workforce.workers
+        boot = attrs.evolve(workers[0].boot, worker=f"{group._node.services.id}/{group.name}/ghost", slot=2)
+        workers.append(attrs.evolve(workers[0], slot=2, boot=boot))
         try:
-            audit = group.runtime.audit()
+            audit = group.owner.owner.audit()
         finally:
             workers.pop()
         assert audit.leaked == ()
@@ -224,13 +225,14 @@ class Auditing(ExecutorCase):
         assert f"worker 2 of group {group.name!r}" in missing.what
         assert "_base.py:" in missing.what
         assert str(audit).startswith("missing: worker ")
-        assert not group.runtime.audit()
+        assert not group.owner.owner.audit()
 
     def test_claimed_pool(self, runtime: Runtime) -> None:
         """Slots that the graph has and nobody holds are missing."""
         with runtime.reserve(1, cpus=0) as real:
-            ghost = Pool(runtime, "ghost", attrs.evolve(real.request, id=f"{runtime.id}/ghost"))
-            ghost.reservation = Reservation(real.places)
+            connection = runtime._node
+            ghost = Slots(connection, "ghost", attrs.evolve(real._node.request, id=f"{connection.services.id}/ghost"))
+            ghost.reservation = Reservation(real._node.places)
             try:
                 audit = runtime.audit()
             finally:
@@ -245,7 +247,7 @@ class Auditing(ExecutorCase):
     def test_unheard_death(self, spawn: Spawn, monkeypatch: pytest.MonkeyPatch) -> None:
         """A worker that has died without its driver hearing of it is missing: the engine itself is asked."""
         group = spawn(ROLES)
-        victim = group.workforce.workers[1]
+        victim = group._node.workforce.workers[1]
         unheard: list[Exit] = []
         heard = Worker.exited
 
@@ -256,13 +258,13 @@ class Auditing(ExecutorCase):
         assert victim.pid is not None
         os.kill(victim.pid, signal.SIGKILL)
         wait_until(lambda: unheard, "the worker has gone")
-        audit = group.runtime.audit()
+        audit = group.owner.owner.audit()
         assert audit.leaked == ()
         assert [(each.id, each.pid) for each in audit.missing] == [(victim.boot.worker, victim.pid)]
         heard(victim, unheard[0])
-        assert group.failure is not None
-        wait_until(lambda: all(worker.exit for worker in group.workforce.workers), "all workers have gone")
-        assert not group.runtime.audit()
+        assert group._node.failure is not None
+        wait_until(lambda: all(worker.exit for worker in group._node.workforce.workers), "all workers have gone")
+        assert not group.owner.owner.audit()
 
     def test_closed(self) -> None:
         """A closed runtime has no engine to compare with."""

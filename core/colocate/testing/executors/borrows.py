@@ -31,7 +31,7 @@ class Borrows(ExecutorCase):
         with Gate() as gate:
             waiting = pair.role("faulty", Faulty).wait.submit(gate.address)
             use = pair.role("echo", Echo).first.submit(kept.ref)
-            for close in (owner.close, owner.pool.close):
+            for close in (owner.close, owner.owner.close):
                 with pytest.raises(BorrowedError, match=r"echo\.first") as caught:
                     close()
                 (borrower,) = caught.value.borrowers

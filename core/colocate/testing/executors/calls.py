@@ -264,10 +264,10 @@ class Calls(ExecutorCase):
         echo = pair.role("echo", Echo)
         call = echo.noop.submit()
         with echo.echo.keep(1) as kept:
-            for thing in (echo, echo.noop, call, kept, kept.ref, pair, pair.pool, pair.runtime):
+            for thing in (echo, echo.noop, call, kept, kept.ref, pair, pair.owner, pair.owner.owner):
                 with pytest.raises(TypeError, match=r"can't be (sent|pickled)"):
                     pickle.dumps(thing)
-        for thing in (echo, echo.noop, call, pair, pair.pool, pair.runtime):
+        for thing in (echo, echo.noop, call, pair, pair.owner, pair.owner.owner):
             with pytest.raises(TypeError, match="lives on the driver and can't be an argument"):
                 echo.echo([{"inside": thing}])
 

@@ -11,7 +11,7 @@ import pytest
 
 import colocate
 from colocate import ColocatedGroup, RoleSpec, Runtime
-from colocate._order import Stacks
+from colocate._stacks import Stacks
 from colocate.errors import ClosedError, ColocateError, RoleError, WorkerDied
 from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs
@@ -103,7 +103,7 @@ class Closing(ExecutorCase):
 
         with pytest.raises(ZeroDivisionError):
             fail()
-        assert "doomed" not in [pool.name for pool in runtime.children.values()]
+        assert "doomed" not in [pool.name for pool in runtime._node.children.values()]
 
     def test_running_and_queued(self, spawn: Spawn) -> None:
         """A running call sees ctx.cancelled and has its grace; queued ones fail with ClosedError; none stays open."""
@@ -137,7 +137,7 @@ class Closing(ExecutorCase):
             assert "did not end within 0.05 s" in str(error)
             assert "in pass_gate" in str(error)
             assert isinstance(call.exception(PATIENCE_S), ClosedError)
-            assert [slot.state for slot in group.pool.slots] == ["free", "free"]
+            assert [slot.state for slot in group.owner.slots] == ["free", "free"]
 
     @needs(OwnProcess)
     def test_hung_process(self, runtime: Runtime) -> None:
@@ -172,7 +172,7 @@ class Closing(ExecutorCase):
             seen: dict[int, str] = {}
 
             def both_seen() -> bool:  # again, where a rank hadn't come so far, or a busy machine took too long
-                group.order.ask_stacks([0, 1], answers.put)
+                group._node.order.stacks.ask([0, 1], answers.put)
                 seen.update(answers.get(timeout=PATIENCE_S).seen)
                 return 0 in seen and seen.get(1, "").startswith("in C code that holds the GIL\n")
 
@@ -303,7 +303,7 @@ class Closing(ExecutorCase):
         group = spawn(ROLES)
         assert isinstance(group.role("faulty", Faulty).kill.submit().exception(PATIENCE_S), WorkerDied)
         group.close()
-        assert [slot.state for slot in group.pool.slots] == ["free", "free"]
+        assert [slot.state for slot in group.owner.slots] == ["free", "free"]
 
     def test_after_a_failure(self, spawn: Spawn) -> None:
         """Closing while a failed call still holds the group ends all the same."""

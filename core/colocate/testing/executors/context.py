@@ -24,7 +24,7 @@ class Contexts(ExecutorCase):
 
     def test_facts(self, pair: ColocatedGroup) -> None:
         """Rank, world size, slot, node, role, group and generation are right on every rank."""
-        nodes = [slot.node for slot in pair.pool.slots]
+        nodes = [slot.node for slot in pair.owner.slots]
         for rank, fact in enumerate(pair.role("echo", Echo).who()):
             assert fact.pop("seed") is not None
             assert fact == {
@@ -78,7 +78,7 @@ class Contexts(ExecutorCase):
         with Gate() as gate:
             call = pair.role("echo", Echo).progress_at.submit(gate.address, 3, 10)
             gate.wait_for(2)
-            workers = pair.workforce.workers
+            workers = pair._node.workforce.workers
             wait_until(lambda: all(w.progress.get("echo") == (3, 10) for w in workers), "progress has come")
         call.result()
 
@@ -96,7 +96,7 @@ class Contexts(ExecutorCase):
         On another device torch draws others of the same seed.
         """
         torch = pytest.importorskip("torch")
-        assert (pair.runtime.seed, pair.name) == (0, "pair")
+        assert (pair._node.services.seed, pair.name) == (0, "pair")
         for name, seeds in SEEDS.items():
             drawn = [torch.rand(2, generator=_generator(self.device, seed), device=self.device) for seed in seeds]
             found = pair.role(name, Tensors).random_from_start(2)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import colocate
-from colocate import ColocatedGroup, Context, RoleSpec, Runtime, _pool, _workforce
+from colocate import ColocatedGroup, Context, RoleSpec, Runtime, _owned, _workforce
 from colocate.errors import ClosedError, ColocateError, RoleError, WorkerDied
 from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs
@@ -38,7 +38,7 @@ def pids_of(group: ColocatedGroup) -> list[int]:
 
 def last_of(group: ColocatedGroup) -> int:
     """A group's last rank."""
-    return len(group.workforce.workers) - 1
+    return len(group._node.workforce.workers) - 1
 
 
 def stop(group: ColocatedGroup, gate: Gate) -> None:
@@ -49,7 +49,7 @@ def stop(group: ColocatedGroup, gate: Gate) -> None:
 def stop_in_a_call(group: ColocatedGroup, gate: Gate) -> None:
     """Stop a rank in the middle of a call."""
     hang(group, gate)
-    send(group.workforce.workers[-1].pid or 0, signal.SIGSTOP)
+    send(group._node.workforce.workers[-1].pid or 0, signal.SIGSTOP)
 
 
 def hang(group: ColocatedGroup, gate: Gate) -> None:
@@ -202,7 +202,7 @@ class Converging(ExecutorCase):
 
         waiter = threading.Thread(target=reserve)
         waiter.start()
-        wait_until(lambda: "late" in [child.name for child in list(runtime.children.values())], "it waits")
+        wait_until(lambda: "late" in [child.name for child in list(runtime._node.children.values())], "it waits")
         runtime.close()
         waiter.join(PATIENCE_S)
         assert not waiter.is_alive()
@@ -234,7 +234,7 @@ class Converging(ExecutorCase):
     @needs(OwnProcess)
     def test_several_that_hang(self, runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
         """What has hung until its owner's grace was over has had it: closing several takes no grace for each."""
-        monkeypatch.setattr(_pool, "_least", lambda grace: 100 * PATIENCE_S)  # for those that come after the first
+        monkeypatch.setattr(_owned, "_least", lambda grace: 100 * PATIENCE_S)  # for those that come after the first
         faults = [stop, hold_the_gil, hang]
         pool = runtime.reserve(len(faults), cpus=0)
         groups = [pool[index].spawn(ROLES) for index in range(len(faults))]
@@ -264,7 +264,7 @@ class Converging(ExecutorCase):
     @needs(OwnProcess)
     def test_one_that_hangs_as_it_ends(self, runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
         """What was idle when its owner's grace was nearly over, and then doesn't end, is told with where it is then."""
-        monkeypatch.setattr(_pool, "_least", lambda grace: 1.0)
+        monkeypatch.setattr(_owned, "_least", lambda grace: 1.0)
         pool = runtime.reserve(2, cpus=0)
         old, new = pool[0].spawn(ROLES), pool[1].spawn(ROLES)
         with Gate() as end, Gate() as gate:

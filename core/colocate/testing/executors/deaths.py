@@ -38,7 +38,7 @@ class Deaths(ExecutorCase):
         error = calls[0].exception(PATIENCE_S)
         assert isinstance(error, WorkerDied)
         assert isinstance(error, RuntimeError)
-        assert (error.group, error.rank, error.pid, error.node) == (group.name, 1, pids[1], group.pool.slots[1].node)
+        assert (error.group, error.rank, error.pid, error.node) == (group.name, 1, pids[1], group.owner.slots[1].node)
         assert (error.signal, error.exitcode) == ("SIGKILL", None)
         assert error.running == "faulty.kill"
         assert f"(pid {pids[1]}" in str(error)
@@ -265,6 +265,6 @@ class Deaths(ExecutorCase):
 
 
 def _pid(group: colocate.ColocatedGroup) -> int:
-    pid = group.workforce.workers[0].pid
+    pid = group._node.workforce.workers[0].pid
     assert pid is not None
     return pid

@@ -216,7 +216,7 @@ class Definitions(ExecutorCase):
             assert worker.limit() == [1, 1]
             script.LIMIT = threading.Lock()
             for _ in range(2):
-                if runtime.executor.codec.name != "reference":  # then nothing travels
+                if runtime._node.services.executor.codec.name != "reference":  # then nothing travels
                     with pytest.raises(SerializationError, match="the global 'LIMIT' of __main__, which"):
                         worker.limit()
                 assert other.echo(script.Key(1)) == [script.Key(1)] * 2

@@ -47,7 +47,7 @@ class Detaching(DetachedCase):
                 private.attach("anything")
             with pytest.raises(CapabilityError, match="Detachable"):
                 private.detached()
-            assert not private.children
+            assert not private._node.children
             with (
                 private.reserve(1, cpus=0) as pool,
                 pytest.raises(CapabilityError, match=r"can't detach pool .*Detachable"),
@@ -74,7 +74,7 @@ class Detaching(DetachedCase):
         with runtime.attach(name) as pool:
             view = counting(pool)
             assert (view.add(), view.pid()) == ([2, 2], pids)
-            assert pool.groups["counting"].line[0].endswith("script.py")
+            assert pool.groups["counting"]._node.line[0].endswith("script.py")
             again = view.draw()
         with runtime.attach(name, own=True) as pool:  # closed for real at the end
             assert counting(pool).add() == [3, 3]
@@ -117,7 +117,7 @@ class Detaching(DetachedCase):
         pool.detach(name, ttl=TTL_S)
         assert not pool.alive
         assert not group.alive
-        assert pool not in runtime.children.values()
+        assert pool._node not in runtime._node.children.values()
         for use in (view.add, kept.fetch, lambda: pool.spawn({"echo": colocate.role(Echo)})):
             with pytest.raises(
                 ClosedError, match=rf"detaching pool .* as '{name}' at .*detaching.py:\d+; runtime.attach"
@@ -259,7 +259,7 @@ class Detaching(DetachedCase):
         found = published(runtime, name)
         assert found is not None
         assert found["driver"] is None
-        close_detached(runtime, name, force=False)
+        close_detached(runtime._node, name, force=False)
         workers.wait()
         workers.close()
         assert published(runtime, name) is None
@@ -275,7 +275,7 @@ class Detaching(DetachedCase):
             raise AttributeError("it is of another version")
 
         monkeypatch.setattr("colocate._record.load", fail)
-        close_detached(runtime, name, force=False)
+        close_detached(runtime._node, name, force=False)
         workers.wait()
         workers.close()
         assert published(runtime, name) is None
@@ -290,4 +290,4 @@ class Detaching(DetachedCase):
         with runtime.attach(name) as borrowed:
             counting(borrowed).add()
             assert not runtime.audit()
-            assert borrowed.request.id not in [each.id for each in runtime.executor.strays()]
+            assert borrowed._node.request.id not in [each.id for each in runtime._node.services.executor.strays()]

@@ -26,12 +26,12 @@ class Devices(TensorCase):
         self, torch: Any, no_leaks: None, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
     ) -> Iterator[ColocatedGroup]:
         """A group of two slots that have such a device, or so their workers are told."""
-        launch = runtime.executor.launch
+        launch = runtime._node.services.executor.launch
 
         def elsewhere(place: Place, boot: Boot, events: HostEvents) -> Host:
             return launch(place, attrs.evolve(boot, device=AWAY), events)
 
-        monkeypatch.setattr(runtime.executor, "launch", elsewhere)
+        monkeypatch.setattr(runtime._node.services.executor, "launch", elsewhere)
         with runtime.reserve(2, cpus=0) as pool:
             yield pool.spawn({"placed": colocate.role(Placed, [torch.ones(1), Batch(torch.ones(1))])})
 

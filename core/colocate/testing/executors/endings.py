@@ -70,12 +70,12 @@ class Endings(Scripted):
                 driver.go_on()
             if stage not in ("spawning", "calling"):
                 driver.hear()
-            tenants: Any = [worker.pid for worker in pair.workforce.workers]
+            tenants: Any = [worker.pid for worker in pair._node.workforce.workers]
             left = Processes(child.pid for child in psutil.Process(driver.process.pid).children(recursive=True))
             driver.process.send_signal(number)
             assert echo.echo(1) == [1, 1]
             left.wait()
             left.close()
-        with pair.runtime.reserve(2, cpus=0) as pool:
+        with pair.owner.owner.reserve(2, cpus=0) as pool:
             assert pool.spawn({"echo": colocate.role(Echo)}).role("echo", Echo).echo(2) == [2, 2]
-        assert [worker.pid for worker in pair.workforce.workers] == tenants
+        assert [worker.pid for worker in pair._node.workforce.workers] == tenants

@@ -68,7 +68,7 @@ class Failures(ExecutorCase):
         error = caught.value
         assert isinstance(error, RuntimeError)
         assert (error.group, error.role, error.method, error.rank) == (pair.name, "faulty", "fail", 1)
-        assert error.node == pair.pool.slots[1].node
+        assert error.node == pair.owner.slots[1].node
         assert isinstance(error.__cause__, ValueError)
         assert error.__cause__.args == ("a plain one", 42)
         assert f"faulty.fail raised ValueError on rank 1 of group {pair.name!r}" in str(error)
@@ -348,7 +348,7 @@ class Serialization(ExecutorCase):
 
     def test_constructor_argument(self, copying: ColocatedGroup) -> None:
         """A constructor argument that can't be sent is named, and nothing is left running."""
-        with copying.runtime.reserve(1, cpus=0) as pool:
+        with copying.owner.owner.reserve(1, cpus=0) as pool:
             with pytest.raises(SerializationError) as caught:
                 pool.spawn({"echo": colocate.role(Echo, "fine", extra={"deep": Stubborn()})})
             assert pool.groups == {}
@@ -392,7 +392,7 @@ class Serialization(ExecutorCase):
             def use(self) -> bool:
                 return lock.locked()
 
-        with copying.runtime.reserve(1, cpus=0) as pool, pytest.raises(ColocateError, match=r"Holding.*lock"):
+        with copying.owner.owner.reserve(1, cpus=0) as pool, pytest.raises(ColocateError, match=r"Holding.*lock"):
             pool.spawn({"holding": colocate.role(Holding)})
 
     def test_value_semantics(self, copying: ColocatedGroup) -> None:

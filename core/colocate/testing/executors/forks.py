@@ -40,10 +40,10 @@ class Forks(ExecutorCase):
                 "runtime.reserve": lambda: runtime.reserve(1),
                 "runtime.close": runtime.close,
                 "runtime.audit": runtime.audit,
-                "pool.spawn": lambda: pair.pool.spawn({"echo": colocate.role(Echo)}),
-                "spawn on a part": lambda: pair.pool[0:1].spawn({"echo": colocate.role(Echo)}),
+                "pool.spawn": lambda: pair.owner.spawn({"echo": colocate.role(Echo)}),
+                "spawn on a part": lambda: pair.owner[0:1].spawn({"echo": colocate.role(Echo)}),
                 "forced": lambda: runtime.close(force=True),
-                "pool.close": pair.pool.close,
+                "pool.close": pair.owner.close,
                 "group.close": pair.close,
                 "call": echo.noop,
                 "submit": echo.noop.submit,
@@ -69,9 +69,9 @@ class Forks(ExecutorCase):
             assert in_a_fork(lambda: [name for name, use in uses.items() if not refuses(use)]) == []
 
             def leave_everything() -> list[str]:
-                with pair, pair.pool, runtime, kept:
+                with pair, pair.owner, runtime, kept:
                     pass
-                return [each.name for each in (pair, pair.pool, runtime) if each.closed_by is not None]
+                return [each.name for each in (pair, pair.owner, runtime) if each._node.closed_by is not None]
 
             assert in_a_fork(leave_everything) == []
         assert call.result(PATIENCE_S) == [0, 1]

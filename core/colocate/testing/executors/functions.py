@@ -27,7 +27,7 @@ class Functions(ExecutorCase):
 
     def test_run_context(self, pair: ColocatedGroup) -> None:
         """A function gets the worker's context, in which every slot is a rank, and its arguments."""
-        nodes = [slot.node for slot in pair.pool.slots]
+        nodes = [slot.node for slot in pair.owner.slots]
         assert pair.run(facts, 1, b=[2]) == [
             {
                 "rank": rank,
@@ -144,7 +144,7 @@ class Functions(ExecutorCase):
         assert (caught.value.argument, caught.value.path) == ("args", "args[1]['bad']")
         with pytest.raises(SerializationError, match="the result of function"):
             copying.run(lambda ctx: threading.Lock())
-        if not copying.runtime.executor.in_process:
+        if not copying._node.services.executor.in_process:
             with pytest.raises(SerializationError, match=r"lambda.*can't be sent: it is a _thread.lock"):
                 copying.run(lambda ctx: lock)
         assert copying.run(lambda ctx: ctx.rank) == [0, 1]

@@ -9,7 +9,7 @@ import pytest
 
 import colocate
 from colocate import ColocatedGroup
-from colocate._owned import caller
+from colocate._lines import caller
 from colocate.errors import RoleError
 from colocate.testing.executors._base import ExecutorCase, Spawn
 from colocate.testing.gate import Gate
@@ -109,7 +109,7 @@ class KeptFailures(ExecutorCase):
         faulty = group.role("faulty", Faulty)
         with pytest.raises(RoleError, match="a plain one"):
             faulty.fail.keep().fetch()
-        wait_until(lambda: not group.residents.kept, "its release has been sent")
+        wait_until(lambda: not group._node.residents.kept, "its release has been sent")
         assert [each for each in caplog.records if each.name == "colocate"] == []
         group.close()
 

@@ -114,7 +114,7 @@ class NamedMeshes(ExecutorCase):
         assert value == wanted
         assert totals == {"sum": sum(wanted), "count": 2 * count}
         assert through_the_driver < 50_000
-        if pair.runtime.executor.codec.name != "reference":
+        if pair._node.services.executor.codec.name != "reference":
             assert traffic.total_bytes() > through_the_driver + count  # so that values would have been noticed
 
     def test_named_partition_between_groups(self, pair: ColocatedGroup, square: ColocatedGroup) -> None:

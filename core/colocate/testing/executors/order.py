@@ -286,7 +286,7 @@ class Order(ExecutorCase):
     def test_slow_call(self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
         """There is no deadline by default, but a call that takes long is told once, with the slow ranks' stacks."""
         monkeypatch.setattr("colocate._slow._LOOK_EVERY_S", 0.05)
-        monkeypatch.setattr("colocate._order.STACKS_WITHIN_S", PATIENCE_S)  # however busy the machine is
+        monkeypatch.setattr("colocate._stacks.WITHIN_S", PATIENCE_S)  # however busy the machine is
         with self.connect() as runtime, runtime.reserve(1, cpus=0) as pool:
             group = pool.spawn({"faulty": colocate.role(Faulty)})
             with Gate() as gate:
@@ -301,7 +301,7 @@ class Order(ExecutorCase):
         """A rank that isn't back within the grace period fails the group, naming it; the cause is the first failure."""
         group = spawn({"log": colocate.role(Log)})
         log = group.role("log", Log)
-        group.grace = 0.1
+        group._node.grace = 0.1
         with Gate() as gate, Gate() as trigger:
             failing = log.at.submit([gate.address, trigger.address], [ADD, RAISE])  # type: ignore[arg-type]
             queued = log.add.submit("never")

@@ -11,6 +11,7 @@ import pytest
 
 import colocate
 from colocate import ColocatedGroup, RoleSpec, Runtime
+from colocate._slots import Slots
 from colocate.errors import ColocateError, ConfigError
 from colocate.testing.executors._base import ExecutorCase, Spawn
 from colocate.testing.gate import Gate
@@ -78,15 +79,15 @@ class Ownership(ExecutorCase):
         with Gate() as gate:
             call = pair.role("faulty", Faulty).fail_after.submit([None, gate.address], -1)  # type: ignore[arg-type]
             gate.wait_for()
-            found = [node for node in nodes(pair.runtime.graph.data()) if node["kind"] == "call"]
+            found = [node for node in nodes(pair.owner.owner.graph.data()) if node["kind"] == "call"]
             assert [node["name"] for node in found] == ["faulty.fail_after"]
             assert "1" in found[0]["state"]
         call.result(PATIENCE_S)
-        assert [node for node in nodes(pair.runtime.graph.data()) if node["kind"] == "call"] == []
+        assert [node for node in nodes(pair.owner.owner.graph.data()) if node["kind"] == "call"] == []
 
     def test_graph_formats(self, pair: ColocatedGroup) -> None:
         """Every format shows the same nodes."""
-        graph = pair.runtime.graph
+        graph = pair.owner.owner.graph
         count = len(list(nodes(graph.data())))
         assert len(graph.render("tree").splitlines()) == count
         assert sum("[" in line for line in graph.render("mermaid").splitlines()) == count
@@ -98,8 +99,9 @@ class Ownership(ExecutorCase):
     def test_dropping_closes_nothing(self, runtime: Runtime) -> None:
         """Dropping every variable leaves pools and groups alive; their owner has them still."""
         pool_name = runtime.reserve(1, cpus=0, name="kept by its owner").name
-        pool = next(child for child in runtime.children.values() if child.name == pool_name)
-        assert isinstance(pool, colocate.Pool)
+        node = next(child for child in runtime._node.children.values() if child.name == pool_name)
+        assert isinstance(node, Slots)
+        pool = colocate.Pool._of(node)
         pool.spawn({"echo": colocate.role(Echo)}, name="still there").role("echo", Echo).noop()
         gc.collect()
         assert {("pool", pool_name), ("group", "still there")} <= shown(runtime)
@@ -109,7 +111,7 @@ class Ownership(ExecutorCase):
     def test_views_own_nothing(self, spawn: Spawn) -> None:
         """Views and parts of pools are names: they keep nothing open, and end nothing."""
         group = spawn({"echo": colocate.role(Echo)}, slots=1)
-        view, part = group.role("echo", Echo), group.pool[0:1]
+        view, part = group.role("echo", Echo), group.owner[0:1]
         del view, part
         gc.collect()
         assert group.role("echo", Echo).noop() == [None]

@@ -62,7 +62,7 @@ class Placement(ExecutorCase):
             assert len(pool) == 3
             assert [slot.index for slot in pool.slots] == [0, 1, 2]
             assert {slot.state for slot in pool.slots} == {"free"}
-            nodes = {node.name for node in runtime.executor.nodes()}
+            nodes = {node.name for node in runtime._node.services.executor.nodes()}
             assert {slot.node for slot in pool.slots} <= nodes
             assert {slot.devices for slot in pool.slots} == {()}
 
@@ -79,7 +79,7 @@ class Placement(ExecutorCase):
         for word in ("wanted", "total", "free"):
             assert word in str(error)
         assert pickle.loads(pickle.dumps(error)).nodes == error.nodes
-        assert not runtime.children
+        assert not runtime._node.children
         with runtime.reserve(slots=2, cpus=1, timeout=0):
             pass
 
@@ -101,7 +101,7 @@ class Placement(ExecutorCase):
                     two_cpus.reserve(slots=1, cpus=1, timeout=1000)
                 assert time.monotonic() - began < PATIENCE_S
                 timer.join()
-                assert len(two_cpus.children) == 1
+                assert len(two_cpus._node.children) == 1
         finally:
             signal.signal(signal.SIGUSR1, before)
         with two_cpus.reserve(slots=2, cpus=1, timeout=0):
@@ -125,7 +125,7 @@ class Placement(ExecutorCase):
         found: list[Pool] = []
         waiter = threading.Thread(target=lambda: found.append(runtime.reserve(slots=2, cpus=1, name="second")))
         waiter.start()
-        wait_until(lambda: any(child.name == "second" for child in list(runtime.children.values())), "it waits")
+        wait_until(lambda: any(child.name == "second" for child in list(runtime._node.children.values())), "it waits")
         assert found == []
         first.close()
         waiter.join()
@@ -221,7 +221,7 @@ class Placement(ExecutorCase):
 
     def test_detachable(self, runtime: Runtime) -> None:
         """Pools that can outlive the driver are the business of executors that say so; others refuse."""
-        if isinstance(runtime.executor, Detachable):
+        if isinstance(runtime._node.services.executor, Detachable):
             runtime.reserve(1, cpus=0, detachable=True).close()
             return
         with pytest.raises(CapabilityError) as caught:

@@ -53,7 +53,7 @@ class ProcessGroups(ExecutorCase):
     def test_needs(self, runtime: Runtime, spawn: Spawn) -> None:
         """A role that says it makes them, or has torch's default one, isn't started where its ranks are threads."""
         pytest.importorskip("torch")
-        if isinstance(runtime.executor, OwnProcess):
+        if isinstance(runtime._node.services.executor, OwnProcess):
             assert spawn({"role": colocate.role(Together)}).role("role", Together).sum(1.0) == [2.0, 2.0]
             return
         for role in (colocate.role(Together), colocate.role(Collective).on(default_group=True)):
@@ -239,7 +239,7 @@ class ProcessGroups(ExecutorCase):
     def test_several_ranks_in_one_process(self, runtime: Runtime, ring: ColocatedGroup) -> None:
         """Several ranks need a process each; where they share one, the error says what to use."""
         pair = ring.role("pair", Collective)
-        if isinstance(runtime.executor, OwnProcess):
+        if isinstance(runtime._node.services.executor, OwnProcess):
             assert pair.facts() == [(0, 2), (1, 2)]
             return
         with pytest.raises(CapabilityError, match="processes=True") as caught:

@@ -330,7 +330,7 @@ class Residents(ExecutorCase):
 
 def residents_of(group: ColocatedGroup) -> list[str]:
     """The residents that the ownership graph shows under a group."""
-    for pool in group.runtime.graph.data()["children"]:
+    for pool in group.owner.owner.graph.data()["children"]:
         for node in pool["children"]:
             if node["name"] == group.name:
                 return [child["name"] for child in node["children"] if child["kind"] == "resident"]

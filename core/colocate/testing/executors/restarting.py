@@ -196,7 +196,7 @@ class Restarting(ExecutorCase):
     def test_a_hung_rank(self, lasting: Callable[..., ColocatedGroup]) -> None:
         """A rank that doesn't come back after a failed call is as good as dead."""
         group = lasting()
-        group.grace = 0.2
+        group._node.grace = 0.2
         role = group.role("lasting", Lasting)
         with Gate() as gate:
             with pytest.raises(colocate.errors.CallTimeout):
@@ -270,11 +270,11 @@ class Restarting(ExecutorCase):
                 "log": colocate.role(Log),
             }
             group = spawn(roles, on_failure="restart")
-            group.grace = 0.2
+            group._node.grace = 0.2
             killed(group)
             wait_until(lambda: group.generation == 2, "the second attempt has begun")
         group.wait_ready(PATIENCE_S)
-        group.grace = 10.0
+        group._node.grace = 10.0
         log = group.role("log", Log)
         with Gate() as gate, Gate() as trigger, group.role("lasting", Lasting).counted.keep([1, 2]) as kept:
             kept.fetch()

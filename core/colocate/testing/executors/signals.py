@@ -127,7 +127,7 @@ class Signals(Scripted):
                 from colocate.testing.gate import pass_gate
                 runtime = CONNECT
                 group = runtime.reserve(1, cpus=0).spawn(ROLES)
-                executor = type(runtime.executor)
+                executor = type(runtime._node.services.executor)
                 release = executor.release
 
                 def late(self, reservation):
@@ -135,7 +135,7 @@ class Signals(Scripted):
                     release(self, reservation)
 
                 def again():
-                    while not runtime.hurried:
+                    while not runtime._node.hurried:
                         time.sleep(0.01)
                     os.kill(os.getpid(), signal.SIGINT)
 
@@ -170,7 +170,7 @@ class Signals(Scripted):
                 return call
 
             with CONNECT as runtime:
-                kind = type(runtime.executor)
+                kind = type(runtime._node.services.executor)
                 for name, method in vars(Executor).items():
                     if not name.startswith("_") and callable(method):  # not the class's own methods
                         setattr(kind, name, watched(name, getattr(kind, name)))

@@ -101,7 +101,7 @@ class Startup(ExecutorCase):
     ) -> None:
         """Without a timeout it is told once, with the stacks of the ranks that hang."""
         monkeypatch.setattr("colocate._slow._LOOK_EVERY_S", 0.05)
-        monkeypatch.setattr("colocate._order.STACKS_WITHIN_S", PATIENCE_S)  # however busy the machine is
+        monkeypatch.setattr("colocate._stacks.WITHIN_S", PATIENCE_S)  # however busy the machine is
         with self.connect() as runtime, runtime.reserve(2, cpus=0) as pool, ThreadPoolExecutor(1) as other:
             with Gate() as gate:
                 roles = {"slow": colocate.role(HangsAtStart, gate.address, (1,))}
@@ -193,7 +193,7 @@ class Startup(ExecutorCase):
     def test_environment(self, runtime: Runtime) -> None:
         """`env=` reaches workers before any role is imported; it is refused where they share the driver's process."""
         env = {"COLOCATE_PROBE": "set"}
-        if not isinstance(runtime.executor, OwnProcess):
+        if not isinstance(runtime._node.services.executor, OwnProcess):
             with pytest.raises(CapabilityError, match="lacks OwnProcess") as caught:
                 runtime.reserve(1, env=env)
             assert caught.value.capability == "OwnProcess"

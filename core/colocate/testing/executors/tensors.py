@@ -252,7 +252,7 @@ class Memory(TensorCase):
         """Nor do ranks share the memory of a resident that comes from another slot."""
         right = copying.role("right_tensors", Tensors)
         with copying.role("left_tensors", Tensors).make.keep(3) as kept:
-            if copying.runtime.strict:  # it is done, and told
+            if copying._node.services.strict:  # it is done, and told
                 with pytest.raises(RoleError, match=r"keep_and_write changed in place .*make had returned"):
                     right.keep_and_write(kept.ref, on_rank=0)
             else:

@@ -130,7 +130,7 @@ class Undisturbed(ExecutorCase):
         """A number of a type of the role's own is told as the number that it is: the driver needs no such type."""
         copying.run(_progress)
         copying.role("echo", Echo).noop()
-        told = [worker.progress[None] for worker in copying.workforce.workers]
+        told = [worker.progress[None] for worker in copying._node.workforce.workers]
         assert told == [(1, 2), (1, 2)]
         assert {type(number) for pair in told for number in pair} == {int}
 
@@ -169,7 +169,7 @@ class Undisturbed(ExecutorCase):
             with Gate() as gate:
                 call = group.role("faulty", Faulty).wait.submit(gate.address)
                 gate.wait_for(1)
-                runtime.timers.soon(_make_a_mistake)
+                runtime._node.services.timers.soon(_make_a_mistake)
                 error = call.exception(PATIENCE_S)
             assert isinstance(error, ColocateError)
             assert "met ZeroDivisionError: a mistake. That is a fault of colocate's own" in str(error)

@@ -9,8 +9,8 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from colocate import Concat, First, Gather, OnRank, PerRank, Reduce, Role, Scatter, method, needs
+from colocate import _torch_groups as torch_groups
 from colocate.testing.gate import Address, pass_gate, pass_gate_async
-from colocate.worker import torch_groups
 
 if TYPE_CHECKING:
     import torch

@@ -12,8 +12,8 @@ from typing import Any
 
 import attrs
 
+from colocate._annotations import Problem, path_text, problems
 from colocate._numbers import amount_problem, duration_problem
-from colocate.config.values import Problem, path_text, problems
 from colocate.errors import Mistake
 
 # Of every executor that has options of these names.
@@ -107,17 +107,6 @@ def options_of(executor: type) -> Arguments:
     inherited = inspect.unwrap(executor.connect).__func__ is Executor.connect.__func__  # type: ignore[attr-defined]
     found = arguments_of(executor if inherited else executor.connect, f"executor {executor.name!r}")
     return attrs.evolve(found, numbers=_NUMBERS)
-
-
-def connect_arguments(executor: type) -> Arguments:
-    """The options that a config may give to an executor: those of `colocate.connect` and the executor's own."""
-    from colocate import connect
-
-    own = options_of(executor)
-    general = arguments_of(connect, own.owner)
-    given = ("executor", "seed", "call_timeout", "replace")  # keys of their own in a config, or of no use there
-    parameters = {name: p for name, p in {**general.parameters, **own.parameters}.items() if name not in given}
-    return Arguments(own.owner, parameters, {**general.hints, **own.hints}, own.open, _NUMBERS)
 
 
 def _hints(target: Callable[..., Any], parameters: Mapping[str, inspect.Parameter]) -> dict[str, Any]:

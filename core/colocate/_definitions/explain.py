@@ -7,8 +7,8 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from colocate._definitions.codec import pack
 from colocate.errors import SerializationError
-from colocate.wire.codec import pack
 
 # A value that is nested deeper, or has more items at a level, is searched only so far.
 _DEPTH = 50

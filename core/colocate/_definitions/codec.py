@@ -11,19 +11,14 @@ import pickle
 import sys
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from colocate._by_type import by_type
-from colocate._definitions.pickler import Pickler, is_special
+from colocate._definitions.pickler import Pickler, Whole, is_special
+from colocate.wire.packed import Packed
 
 if TYPE_CHECKING:
     import torch
-
-    from colocate._definitions.known import Need
-    from colocate._definitions.lots import Lot
-    from colocate._definitions.scout import Scout
-
-Buffer: TypeAlias = bytes | bytearray | memoryview
 
 # A smaller tensor is copied into the pickle: it costs less than a buffer of its own, and a small tensor that is kept
 # doesn't keep the memory of the whole message.
@@ -32,34 +27,6 @@ _ATOMS = frozenset({type(None), bool, int, float, str})
 _PLAIN_ITEMS = 16
 
 _here = threading.local()  # .device: where unpack, on this thread, puts tensors that came from a device
-
-
-class Packed(NamedTuple):
-    """A value as bytes.
-
-    Attributes:
-        data: The pickle.
-        buffers: What it refers to: contiguous readable memory. After `pack` it is the value's own memory; after a
-            transport it is the receiver's, writable and shared with nobody.
-        needs: What the receiver has to know before it unpacks this: classes and functions that are only named in it.
-    """
-
-    data: Buffer
-    buffers: tuple[memoryview, ...] = ()
-    needs: tuple[Need, ...] = ()
-
-    @property
-    def nbytes(self) -> int:
-        """How many bytes it is, all together."""
-        return len(self.data) + sum(buffer.nbytes for buffer in self.buffers)
-
-    def __reduce__(self) -> Any:
-        # Inside another value: what it needs, its sender says of the whole.
-        return Packed, (self.data, self.buffers)
-
-    def copy(self) -> Packed:
-        """The same in memory of its own, as after a transport."""
-        return Packed(bytes(self.data), tuple(memoryview(bytearray(buffer)) for buffer in self.buffers), self.needs)
 
 
 def pack(value: Any) -> Packed:
@@ -85,7 +52,7 @@ def pack(value: Any) -> Packed:
     return Packed(file.getvalue(), tuple(buffer.raw() for buffer in buffers), tuple(pickler.needs.values()))
 
 
-def pickler_for(file: Any, buffer_callback: Callable[[Any], Any], lot: Lot | Scout | None = None) -> Pickler:
+def pickler_for(file: Any, buffer_callback: Callable[[Any], Any], lot: Whole | None = None) -> Pickler:
     """A pickler for values as they are sent, or for a lot of definitions."""
     # A value can only hold tensors if torch has been imported (completely: another thread may be at it).
     kind = _TensorPickler if hasattr(sys.modules.get("torch"), "nn") else Pickler

@@ -1,0 +1,395 @@
+"""`Crew`: the workers of a group, and all that the calls on them share."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from colocate._cancel import Cancellations
+from colocate._jobs import error_text
+from colocate._kept import Kept
+from colocate._mesh import Ranks
+from colocate._method_spec import MethodSpec
+from colocate._order import CallOrder
+from colocate._owned import Owned, raise_together
+from colocate._pending import PendingCall
+from colocate._questions import Questions, Tell
+from colocate._residents import Residents
+from colocate._restart import Restartable, Restarts
+from colocate._role_info import RoleInfo
+from colocate._saved import Checkpoint
+from colocate._services import Services
+from colocate._spawn import Declared, warn_of_rebound
+from colocate._taught import Taught
+from colocate._tenancy import Tenancy
+from colocate._worker import Worker
+from colocate._workforce import Workforce
+from colocate.errors import ClosedError, ColocateError
+from colocate.executor import Place, Request
+from colocate.worker.uses import Source
+
+
+class Home(Owned, abc.ABC):
+    """What a crew needs of the pool whose slots it has."""
+
+    request: Request
+    tenancy: Tenancy | None
+
+    @abc.abstractmethod
+    def others(self) -> Mapping[str, Crew]:
+        """The crews of its runtime, by name."""
+
+    @abc.abstractmethod
+    def places_for(self, crew: Crew) -> Sequence[Place]:
+        """Where its slots lie; reserved anew if the engine has lost some."""
+
+    @abc.abstractmethod
+    def changed(self) -> None:
+        """Its groups aren't the ones that they were."""
+
+    @abc.abstractmethod
+    def goes_on(self, crew: Crew) -> bool:
+        """Whether it lives on when this driver lets go of it."""
+
+    @abc.abstractmethod
+    def forget(self, crew: Crew) -> None:
+        """Its name is free."""
+
+    @abc.abstractmethod
+    def vacate(self, crew: Crew) -> None:
+        """It has gone: its slots are free."""
+
+
+class Crew(Restartable):
+    """The workers of a group, with the order of their calls, what they keep, and how they start and end.
+
+    Attributes:
+        indices: The slots of the pool that it has.
+        declared: Its roles as they were declared.
+        roles: Its roles by name.
+        seed: What the generators of its roles are derived from.
+    """
+
+    def __init__(
+        self,
+        services: Services,
+        home: Home,
+        base: int,
+        indices: Sequence[int],
+        places: Sequence[Place],
+        declared: Declared,
+        name: str,
+        restarts: int = 0,
+        generation: int = 0,
+    ) -> None:
+        super().__init__(name, home, services, base, generation)
+        self.home = home
+        self.indices = indices
+        self.declared = declared
+        self.roles: Mapping[str, RoleInfo] = declared.infos
+        self.seed = services.seed
+        self._start_timeout: float | None = None
+        self.order = CallOrder(self)
+        self.cancellations = Cancellations(self.order)
+        self.taught = Taught(self, self.order.lock, lambda: self.workforce.workers, self.roles)
+        self.restarts = Restarts(self, restarts)
+        self._begin(places)
+        self.residents = Residents(self, self.order)
+        self._tell_state("starting", None)  # before `join`: from there on something else may be told
+        self.join()
+
+    def _begin(self, places: Sequence[Place]) -> None:
+        """A generation of workers."""
+        self.questions = Questions(self.order, self.taught, self._locate)
+        self.workforce = Workforce(self, self.order, self.home.request, places, self)
+
+    # -- what its calls and parts need
+
+    def check(self) -> None:
+        """Raise unless it can be called: it is closed, or has failed, or nobody has noted that it was restarted."""
+        failure = self.failure  # which a restart may end just now
+        if failure is not None and self.alive:
+            self.workforce.failure_seen = True
+            raise failure.with_traceback(None)  # of who was told before
+        super().check()
+        self.restarts.check()
+
+    def kept(self, call: PendingCall, role: RoleInfo, spec: MethodSpec) -> Kept:
+        """The record of a kept call's resident."""
+        assert call.keep is not None
+        ranks = role.ranks
+        if call.targets is not role.slots:
+            ranks = Ranks(ranks.world_size, ranks.meshes, targets=call.ranks)
+        source = Source(call.keep, self.name, role.slots, ranks, spec.collect, call.label, self.generation)
+        return Kept(source, call, call.line)
+
+    def send(self, slots: Sequence[int], head: tuple[Any, ...], body: Any = None) -> None:
+        """Send one message to some workers."""
+        executor = self.services.executor
+        if body is not None:
+            self.taught.before(slots, (body,))
+        frame = executor.frame(head, body)
+        for slot in slots:
+            self.workforce.workers[slot].host.send(frame)
+        executor.discard(frame)
+
+    def teller(self) -> Callable[[int, tuple[Any, ...]], None]:
+        """What sends a message to one worker of this generation, if it runs."""
+        return self.workforce.tell
+
+    def look(self, slot: int, then: Callable[[str | None], None]) -> None:
+        """Have said what a rank does, as it is seen from outside."""
+        self.workforce.workers[slot].host.look(then)
+
+    def node(self, slot: int) -> str:
+        """The node of a slot."""
+        return self.workforce.workers[slot].boot.node
+
+    def live(self) -> list[int]:
+        """The slots whose workers run."""
+        return [worker.slot for worker in self.workforce.workers if worker.exit is None]
+
+    def unpack(self, body: Any) -> Any:
+        """The value of a body."""
+        if body is None:
+            return None
+        value = self.services.executor.codec.unpack(body, None)
+        self.taught.given.refuse_late()  # that has perhaps imported something
+        return value
+
+    def borrowers(self, closing: Owned) -> list[str]:
+        """Unfinished uses of its residents by groups that don't lie in what is closing."""
+        return self.residents.borrowers(closing)
+
+    # -- what its workers say
+
+    def said_hello(self, worker: Worker) -> None:
+        """A worker runs."""
+        self.workforce.said_hello(worker)
+
+    def done(self, slot: int, seq: int, rows: int | None, start: float, end: float, size: Any, body: Any) -> None:
+        """A rank has finished a call."""
+        if seq == 0:
+            self.workforce.built(slot, None)
+            return
+        self.order.done(slot, seq, rows, start, end, size if body is None else body)
+
+    def heard(self, worker: Worker, head: tuple[Any, ...], body: Any) -> None:
+        """A worker has said something that isn't about itself."""
+        _HEARD[head[0]](self, worker, head, body)
+
+    def broken(self, worker: Worker, reason: str) -> None:
+        """A thread that a worker needs has ended."""
+        self.workforce.broken(worker, reason)
+
+    def lane_ended(self, worker: Worker) -> None:
+        """A worker runs role code no longer, and is about to leave."""
+        self.workforce.lane_ended(worker)
+
+    def exited(self, worker: Worker) -> None:
+        """A worker is gone."""
+        self.cancellations.gone(worker.slot)
+        self.workforce.exited(worker)
+
+    def _failed(self, worker: Worker, head: tuple[Any, ...], body: Any) -> None:
+        _, seq, told = head
+        if seq == 0:
+            self.workforce.build_failed(worker.slot, told, body)
+        self.order.failed(worker.slot, seq, told, body)
+
+    def _alive(self, worker: Worker, head: tuple[Any, ...], body: Any) -> None:
+        self.order.alive(worker.slot, head[1])
+
+    def _held(self, worker: Worker, head: tuple[Any, ...], body: Any) -> None:
+        self.order.held(worker.slot, *head[1:])
+
+    def _stacks(self, worker: Worker, head: tuple[Any, ...], body: Any) -> None:
+        self.order.stacks.answered(worker.slot, *head[1:])
+
+    def _can_withdraw(self, worker: Worker, head: tuple[Any, ...], body: Any) -> None:
+        self.cancellations.answered(worker.slot, *head[1:])
+
+    def _fetched(self, worker: Worker, head: tuple[Any, ...], body: Any) -> None:
+        self.residents.answered(worker.slot, head, body)
+
+    def _ask(self, worker: Worker, head: tuple[Any, ...], body: Any) -> None:
+        self.questions.asked(worker, *head[1:])
+
+    def _define(self, worker: Worker, head: tuple[Any, ...], body: Any) -> None:
+        _, ids, names = head
+        self.taught.told(worker, ids, names, body)
+
+    def _undefined(self, worker: Worker, head: tuple[Any, ...], body: Any) -> None:
+        self.taught.lost(worker, *head[1:])
+
+    def _locate(self, group: str, slot: int, generation: int, tell: Tell) -> None:
+        """Tell where a worker of some group is reached."""
+        found = self.home.others().get(group)
+        if found is None or not found.alive:
+            tell(None, f"group {group!r} is closed")
+            return
+        if found.generation != generation:
+            tell(None, f"group {group!r} has been restarted")
+            return
+
+        def located(address: str | None) -> None:
+            tell(address, None if address is not None else f"worker {slot} of group {group!r} is gone")
+
+        found.workforce.workers[slot].locate(located)
+
+    # -- its state
+
+    def enter(self, state: str, cause: ColocateError | None = None) -> None:
+        """It is in another state now, of which observers are told."""
+        self.state = state
+        self.restarts.look()
+        self._tell_state(state, cause)
+
+    def _tell_state(self, state: str, cause: ColocateError | None) -> None:
+        self.services.tell("colocate_group_changed", self.name, state, cause)
+
+    def fail(self, error: ColocateError) -> None:
+        """It can't go on: every pending call ends with this error, every worker is ended."""
+        with self.order.lock:
+            if self.failure is not None or self.closed_by is not None or not self.workforce.started:
+                return
+            self.failure = told = self.restarts.begin(error)
+            self.enter("failed", error)
+            self.workforce.failure_seen = any(call.keep is None for call in self.order.pending.values())
+            self.order.fail_all(told)
+        self.residents.fail(told)
+        self.workforce.kill()
+        if told is not error:
+            self.restarts.go(error)
+
+    def fail_for_good(self, error: ColocateError, why: BaseException) -> None:
+        """It could not be restarted."""
+        error.add_note(f"and group {self.name!r} could not be restarted: {error_text(why)}")
+        with self.order.lock:
+            self.failure = error
+            self.workforce.failure_seen = False
+            self.enter("failed", error)
+
+    # -- its start
+
+    def start(self, timeout: float | None, restore: Path | None) -> None:
+        """Start its workers, with roles as constructed or as a checkpoint has them.
+
+        Raises:
+            RoleStartError: They don't start; everything is ended.
+        """
+        self._start_timeout = timeout
+        if not self.services.executor.in_process:
+            warn_of_rebound(self.declared, self.name, self.line)
+        if restore is not None:
+            self.restarts.checkpoint = Checkpoint.read(restore.absolute(), self.roles)
+        self._start()
+
+    def _start(self) -> None:
+        found = self.restarts.checkpoint
+        self.workforce.start(self.declared, self.seed, self._start_timeout, None if found is None else found.folder)
+        self.restarts.restored = None if found is None else found.tag
+        self.workforce.ready()
+        self.home.changed()
+
+    def rebuild(self) -> None:
+        """Start its next generation; the last one's workers are gone.
+
+        Raises:
+            ColocateError: It doesn't start.
+        """
+        places = self.home.places_for(self)
+        with self.order.lock:
+            self.refuse_closed()
+            self.generation += 1
+            self.order.renew()
+            self.taught.renew()
+            self._begin(places)
+            self.workforce.failure_seen = True  # of the last generation: it was told
+            if self.failure is not None:
+                self.residents.renew(self.failure)
+        self._start()
+
+    # -- its end
+
+    def wind_down(self, grace: float, deadline: float) -> None:
+        """Have its workers begin nothing any more, and tell the calls that run that nobody waits for them."""
+        if self.state == "ready":
+            self.send(self.live(), ("stop",))
+        self.workforce.wind_down(grace, deadline)
+
+    def hurry(self) -> None:
+        """Nobody waits any more for what still runs in it: its grace period is over."""
+        super().hurry()
+        self.workforce.hurry()
+
+    def close_for(self, by: str | None, grace: float, force: bool) -> None:
+        """Close it on behalf of `by` (None: of its caller)."""
+        if self.forked:
+            self.check()
+        if self.home.goes_on(self):
+            self._let_go(by)
+            return
+        if not force and self.closed_by is None:
+            self.refuse_if_borrowed()
+        if not self.take_closing(by):
+            return
+        try:
+            with self.order.lock:  # whoever rebuilds it has either made its new workers or will make none
+                self.enter("closing")
+            self.restarts.stop()
+            self.residents.break_borrows()
+            errors = self.workforce.end(grace)
+            self.restarts.join()
+        finally:
+            failed = self.residents.unseen()
+            self._fail_what_is_left()
+            self.enter("closed")
+            self.disown()
+            self.home.vacate(self)
+            self._finished.set()
+        errors += failed
+        self.services.tell("colocate_group_closed", self.name)
+        raise_together(self._words, errors)
+
+    def _let_go(self, by: str | None) -> None:
+        """Let go of it where it goes on in a borrowed pool: what this driver has in it ends."""
+        if not self.take_closing(by):
+            return
+        self.residents.break_borrows()
+        failed = self.residents.unseen()
+        self.leave()
+        raise_together(self._words, failed)
+
+    def leave(self) -> None:
+        """It isn't this driver's any more; nothing of it is ended."""
+        self._fail_what_is_left()
+        self.restarts.stop()
+        self.enter("closed")
+        self.home.forget(self)
+        self.disown()
+        self.finished()
+
+    def _fail_what_is_left(self) -> None:
+        error = ClosedError(f"group {self.name!r} was closed by {self.closed_by}", closed_by=self.closed_by)
+        self.order.fail_all(error)
+        self.residents.fail(error)
+
+    @property
+    def _words(self) -> str:
+        return f"group {self.name!r} was closed, and this had gone wrong"
+
+
+_HEARD: dict[str, Callable[[Crew, Worker, tuple[Any, ...], Any], None]] = {
+    "failed": Crew._failed,
+    "alive": Crew._alive,
+    "held": Crew._held,
+    "stacks": Crew._stacks,
+    "can_withdraw": Crew._can_withdraw,
+    "fetched": Crew._fetched,
+    "ask": Crew._ask,
+    "define": Crew._define,
+    "undefined": Crew._undefined,
+}

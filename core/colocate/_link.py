@@ -1,0 +1,71 @@
+"""`Link`: a group as the parts of it know it."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from colocate._owned import Owned
+from colocate._services import Services
+from colocate.errors import ColocateError
+
+
+class Link(Owned, abc.ABC):
+    """A group as its parts know it: its state, and the way to its workers.
+
+    Its `state` is "starting", "ready", "closing", "closed", "failed" or "restarting".
+
+    Attributes:
+        services: What it shares with all that its runtime owns.
+        base: The numbers of its calls, holds and residents are above this: those up to it were an earlier driver's.
+        grace: Seconds that ranks have to come back after a failed call.
+        failure: Why it can't be called, if something has gone wrong.
+        generation: How often it has been restarted.
+    """
+
+    grace: float = 10.0
+
+    def __init__(self, name: str, owner: Owned, services: Services, base: int, generation: int) -> None:
+        super().__init__("group", name, owner)
+        self.state = "starting"
+        self.services = services
+        self.base = base
+        self.generation = generation
+        self.failure: ColocateError | None = None
+
+    @abc.abstractmethod
+    def send(self, slots: Sequence[int], head: tuple[Any, ...], body: Any = None) -> None:
+        """Send one message to some workers."""
+
+    @abc.abstractmethod
+    def teller(self) -> Callable[[int, tuple[Any, ...]], None]:
+        """What sends a message to one worker of this generation, if it runs."""
+
+    @abc.abstractmethod
+    def look(self, slot: int, then: Callable[[str | None], None]) -> None:
+        """Have said what a rank does, as it is seen from outside."""
+
+    @abc.abstractmethod
+    def node(self, slot: int) -> str:
+        """The node of a slot."""
+
+    @abc.abstractmethod
+    def live(self) -> list[int]:
+        """The slots whose workers run."""
+
+    @abc.abstractmethod
+    def enter(self, state: str, cause: ColocateError | None = None) -> None:
+        """It is in another state now, of which observers are told."""
+
+    @abc.abstractmethod
+    def fail(self, error: ColocateError) -> None:
+        """It can't go on: every pending call ends with this error, every worker is ended."""
+
+    def refuse_closed(self) -> None:
+        """Raise if it is closed, whatever else there is."""
+        super().check()
+
+    @abc.abstractmethod
+    def unpack(self, body: Any) -> Any:
+        """The value of a body."""

@@ -1,0 +1,28 @@
+"""`Tenancy`: how a driver has a pool that was detached once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import attrs
+
+
+@attrs.define(eq=False)
+class Tenancy:
+    """How this driver has a pool that was detached once.
+
+    Attributes:
+        name: What it is called in the cluster.
+        own: Whether it ends with this driver.
+        ttl: Seconds that it lives without any.
+        kept: The groups that belong to it, by name; others end with this driver.
+        changed: Tells those after this driver which groups there are.
+    """
+
+    name: str
+    own: bool
+    ttl: float
+    kept: set[str]
+    changed: Callable[[], None]
+    lock: threading.Lock = attrs.field(factory=threading.Lock)  # what its keepers are told is told in order

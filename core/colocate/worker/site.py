@@ -1,0 +1,135 @@
+"""`Site`: a worker as the parts of it know it."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeAlias
+
+from colocate import _batch
+from colocate._arguments import cuda_is_used
+from colocate._codec import Codec
+from colocate._context import Context, running_call
+from colocate.executor import Boot
+from colocate.worker.consequence import LET_GO, Consequence
+from colocate.worker.definitions import Definitions
+from colocate.worker.hosted import HostedRole
+from colocate.worker.lane import Lane
+from colocate.worker.process_groups import ProcessGroups
+from colocate.worker.store import Store
+from colocate.worker.uses import Peers
+
+Send: TypeAlias = Callable[[tuple[Any, ...], Any], None]
+_OF_CODE = ("definitions", "module", "modules")
+
+
+class Site:
+    """What the parts of a worker share: its roles, what they keep, and what they ask the driver.
+
+    Attributes:
+        boot: Who it is.
+        codec: How values travel.
+        send: Sends a message to the driver; ordered, callable from any thread.
+        in_process: Whether the other workers are threads of this process.
+        store: What it keeps.
+        roles: Those of its slot, by what messages call them.
+        instances: The same by name, as their contexts know each other.
+        base: Calls up to this are of a driver that has let go.
+        groups: The process groups of its roles.
+        definitions: What it and its driver know of each other's classes and functions.
+        lane: Where role code runs.
+        peers: How it gets at other workers' residents.
+    """
+
+    lane: Lane
+    peers: Peers
+
+    def __init__(self, boot: Boot, codec: Codec, send: Send, in_process: bool) -> None:
+        self.boot = boot
+        self.codec = codec
+        self.send = send
+        self.in_process = in_process
+        self.store = Store(boot.strict)
+        self.roles: dict[Any, HostedRole] = {}
+        self.instances: dict[str, object] = {}
+        self.base = 0
+        self.groups = ProcessGroups(self, in_process, boot.host)
+        self.definitions = Definitions(self.ask, send, in_process)
+        self._asks: dict[int, tuple[int, Future[Any]]] = {}
+        self._interrupted: tuple[int, str] | None = None
+        self._tokens = itertools.count(1)
+
+    @property
+    def moves_tensors(self) -> bool:
+        """Whether tensors that arrive may be elsewhere than on the slot's device."""
+        return self.boot.device != "cpu" or (self.in_process and cuda_is_used())
+
+    def _interrupt(self, seq: int, reason: str) -> None:
+        """End the waits of calls from `seq` on, those under way and those to come: what they wait for may never be."""
+        self._interrupted = seq, reason
+        for token, (asker, waiting) in list(self._asks.items()):
+            if asker >= seq and self._asks.pop(token, None) is not None:
+                waiting.set_exception(Consequence(reason))
+        self.groups.interrupt(seq, reason)
+        if any(running >= seq for running in list(self.lane.running)):
+            self.peers.abort(reason)
+
+    def interruption(self) -> str | None:
+        """Why the call that asks mustn't wait for another worker; None when it may."""
+        return self._interruption_of(self.asking())
+
+    def _interruption_of(self, seq: int | None) -> str | None:
+        if seq is not None and 0 < seq <= self.base:
+            return LET_GO
+        if self._interrupted is not None and (seq is None or seq >= self._interrupted[0]):
+            return self._interrupted[1]
+        return None
+
+    def asking(self) -> int | None:
+        """The number of the call that asks; a thread that a role has started asks for the one that runs."""
+        state = running_call.get()
+        return state.seq if state is not None else max(list(self.lane.running), default=None)
+
+    def ask(self, *question: Any) -> Any:
+        """Ask the driver something and wait; ColocateError says its refusal, or what broke the wait."""
+        token = next(self._tokens)
+        waiting: Future[Any] = Future()
+        seq = self.asking()
+        if seq == 0 and question[0] in _OF_CODE:
+            seq = -1  # roles are constructed also when another rank's can't be, which has no part in this answer
+        self._asks[token] = seq or 0, waiting
+        reason = self._interruption_of(seq)
+        if reason is not None:
+            self._asks.pop(token, None)
+            raise Consequence(reason)
+        self.send(("ask", token, *question), None)
+        return waiting.result()
+
+    def packed(self, result: Any, label: str, wait: bool = False) -> Any:
+        """What a role has returned, as it travels; a SerializationError names the method. `wait`: see `tell`."""
+        body = self.codec.pack_named(result, "result", f"the result of {label}")
+        self.definitions.tell(body, wait)
+        return body
+
+    def part(self, key: int) -> Any:
+        """This worker's part of a resident, once it is there."""
+        return self.store.wait(key).value
+
+    def part_rows(self, key: int) -> int:
+        """How many rows it has."""
+        return _batch.rows(self.part(key), f"resident {key}")
+
+    def part_weight(self, key: int) -> int | None:
+        """How many rows the call that made it worked on."""
+        return self.store.wait(key).rows
+
+    def report(self, ctx: Context, done: int, total: int | None) -> None:
+        """A role's progress."""
+        self.send(("progress", ctx.role, _plain(done), None if total is None else _plain(total)), None)
+
+
+def _plain(number: Any) -> int | float:
+    """A number as the driver can take it up: without whatever class the role has for it."""
+    return float(number) if isinstance(number, float) else operator.index(number)

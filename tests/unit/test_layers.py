@@ -1,0 +1,22 @@
+"""Core is in layers: what imports what is a law."""
+
+from __future__ import annotations
+
+from tests import layers
+
+
+def test_every_module_is_in_a_layer() -> None:
+    assert [name for name in layers.modules() if layers.layer_of(name) is None] == []
+
+
+def test_no_import_goes_down() -> None:
+    """Those for type checkers and those inside functions count."""
+    assert [
+        f"{arrow.importer} ({layers.layer_of(arrow.importer)}) imports {arrow.imported} "
+        f"({layers.layer_of(arrow.imported)}): a layer imports only from those above it in tests/layers.py"
+        for arrow in layers.against()
+    ] == []
+
+
+def test_no_circle() -> None:
+    assert layers.circles() == []

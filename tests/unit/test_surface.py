@@ -1,0 +1,46 @@
+"""What users hold shows what they may use, and nothing else."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+
+import colocate
+from colocate.testing.probes.plain import Echo
+
+HELD = ("alive", "close", "name", "owner", "state")
+SURFACE = {
+    "runtime": (*HELD, "attach", "audit", "detached", "graph", "groups", "observe", "reserve", "seed"),
+    "pool": (*HELD, "detach", "groups", "slots", "spawn"),
+    "group": (*HELD, "checkpoint", "generation", "pipeline", "role", "roles", "run", "scope", "wait_ready"),
+    "resident": ("fetch", "free", "ref", "spec"),
+    "graph": ("data", "render"),
+}
+
+
+@pytest.fixture
+def things() -> Any:
+    with colocate.connect() as runtime, runtime.reserve(1) as pool:
+        group = pool.spawn({"echo": colocate.role(Echo)})
+        kept = group.role("echo", Echo).noop.keep()
+        yield {"runtime": runtime, "pool": pool, "group": group, "resident": kept, "graph": runtime.graph}
+
+
+@pytest.mark.parametrize("kind", SURFACE)
+def test_surface(things: dict[str, Any], kind: str) -> None:
+    shown = [name for name in dir(things[kind]) if not name.startswith("_")]
+    assert shown == sorted(SURFACE[kind])
+    for name in shown:
+        assert inspect.getdoc(inspect.getattr_static(type(things[kind]), name)), name
+
+
+def test_a_view_shows_the_methods_of_its_role(things: dict[str, Any]) -> None:
+    assert dir(things["group"]["echo"]) == sorted(colocate.inspect(things["group"]["echo"]).methods)
+
+
+def test_they_are_the_same_as_long_as_they_live(things: dict[str, Any]) -> None:
+    runtime, pool, group = things["runtime"], things["pool"], things["group"]
+    assert pool.groups[group.name] is group is runtime.groups[group.name]
+    assert (group.owner, pool.owner, runtime.owner) == (pool, runtime, None)
