@@ -28,13 +28,13 @@ class Dialler(Protocol):
     hub: wire.Hub
 
     def dial(
-        self, address: str, hello: bytes, on_message: wire.OnMessage, on_closed: wire.OnClosed, key: bytes | None
+        self, address: str, token: bytes, on_message: wire.OnMessage, on_closed: wire.OnClosed, key: bytes | None
     ) -> wire.SocketLane:
         """Connect to a keeper."""
         ...
 
 
-class Slot(Protocol):
+class SlotLink(Protocol):
     """What a host needs of the connection to its slot's keeper."""
 
     address: str
@@ -60,7 +60,7 @@ class KeptHost(Host):
     """The driver's end of one worker that a keeper has started."""
 
     def __init__(
-        self, slot: Slot, boot: Boot, events: HostEvents, env: Mapping[str, str], token: bytes | None = None
+        self, slot: SlotLink, boot: Boot, events: HostEvents, env: Mapping[str, str], token: bytes | None = None
     ) -> None:
         self.slot = slot
         self.boot = boot
