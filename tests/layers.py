@@ -22,9 +22,9 @@ LAYERS = {
         "_atomic _bytes _epochs _here _imported _jobs _lines _numbers _off_main _parent _printer _rebuilding "
         "_tracebacks gpus",
     ),
+    "definitions": ("classes and functions on their way; values as bytes", "_definitions _definitions.*"),
     "wire": ("bytes on sockets", "wire wire.*"),
     "torch": ("process groups in torch", "_torch_groups"),
-    "definitions": ("classes and functions on their way; values as bytes", "_definitions _definitions.*"),
     "values": (
         "rows of values: split, join, reduce, walk",
         "_arguments _batch _beside _codec _collect _dispatch _leaves _mesh _nesting _reduce _scatter _tree _values",
@@ -112,6 +112,23 @@ def _imported(tree: ast.Module, known: dict[str, Path]) -> Iterator[str]:
             for alias in node.names:
                 if alias.name.startswith("colocate.") and (name := alias.name.removeprefix("colocate.")) in known:
                     yield name
+
+
+def private(folder: Path) -> list[Arrow]:
+    """The imports of core's private names in what is built on core."""
+    return [
+        Arrow(str(path.relative_to(folder)), name)
+        for path in sorted(folder.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for name in _names(node)
+        if name.startswith("colocate.") and any(part.startswith("_") for part in name.split("."))
+    ]
+
+
+def _names(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.ImportFrom):
+        return [f"{node.module}.{alias.name}" for alias in node.names]
+    return [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
 
 
 def against() -> list[Arrow]:

@@ -8,8 +8,6 @@ from typing import Any
 import attrs
 
 from colocate import wire
-from colocate._definitions import codec
-from colocate._definitions.explain import explain as explained
 from colocate._nesting import no_end
 from colocate._values import ordinary
 from colocate.errors import SerializationError
@@ -55,7 +53,7 @@ def explain(value: Any, name: str, what: str, error: Exception) -> Serialization
         endless = no_end({name: value}, what)
         if endless is not None:
             return endless
-    found = explained(value, name, error)
+    found = wire.explain(value, name, error)
     found.args = (f"{what}: {found.message}",)
     return found
 
@@ -71,9 +69,9 @@ def _handed_over(value: Any, device: str | None) -> Any:
 
 def _owned(body: Any, device: str | None) -> Any:
     # In one process the buffers of a packed value are still the sender's memory.
-    return codec.unpack(wire.Packed(body.data, tuple(memoryview(bytearray(b)) for b in body.buffers)), device)
+    return wire.unpack(wire.Packed(body.data, tuple(memoryview(bytearray(b)) for b in body.buffers)), device)
 
 
-BY_VALUE = Codec("value", codec.pack, codec.unpack)
+BY_VALUE = Codec("value", wire.pack, wire.unpack)
 BY_REFERENCE = Codec("reference", _by_reference, _handed_over)
-STRICT = Codec("strict", codec.pack, _owned)
+STRICT = Codec("strict", wire.pack, _owned)

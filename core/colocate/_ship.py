@@ -7,7 +7,7 @@ import importlib.metadata
 import sys
 from typing import Any
 
-from colocate._definitions import codec
+from colocate import wire
 from colocate._definitions.names import is_installed, path_of
 from colocate.worker.build import Shipped
 
@@ -31,7 +31,7 @@ def ship(
         return Shipped(name, cls=thing)
     path = path_of(thing)
     if path is None:
-        return Shipped(name, data=codec.pack(thing))
+        return Shipped(name, data=wire.pack(thing))
     if distribution is None and is_installed(sys.modules[path[0]]):
         distribution, version = _distribution(path[0].partition(".")[0])
     return Shipped(":".join(path), distribution=distribution, version=version)

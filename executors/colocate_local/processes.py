@@ -7,11 +7,10 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from colocate import _processes, wire
-from colocate._definitions import codec
+from colocate import wire
 from colocate.executor import Boot, Exit, Host, HostEvents, Node, OwnProcess, Place, Running
 from colocate.gpus import shown
-from colocate.keeper import AFTER_LANE_S, Launcher, WorkerProcess
+from colocate.keeper import AFTER_LANE_S, Launcher, WorkerProcess, below_this, left_by
 from colocate_local.local import Local
 
 
@@ -44,13 +43,13 @@ class LocalProcesses(Local, OwnProcess):
     def _workers(self) -> list[Running]:
         """The processes that this one has started, whatever it remembers of them."""
         known = {host.pid: worker for worker, host in list(self.hosts.items())}
-        children = [(known.get(child.started, child.label), child) for child in _processes.below_this()]
+        children = [(known.get(child.started, child.label), child) for child in below_this()]
         running = [
             Running("worker", worker, node=self._node.name, pid=child.pid, since=child.since)
             for worker, child in children
             if self._is_ours(worker)
         ]
-        left = [each for each in _processes.left_by(os.getpid()) if not each.label or self._is_ours(each.label)]
+        left = [each for each in left_by(os.getpid()) if not each.label or self._is_ours(each.label)]
         return running + [each.running(self._node.name) for each in left]
 
     def _hub_ended(self, reason: str) -> None:
@@ -89,7 +88,7 @@ class ProcessHost(Host):
             ours.close()
             raise
         self.pid = self._process.pid
-        self._lane.send(("boot",), codec.pack(self.boot))
+        self._lane.send(("boot",), wire.pack(self.boot))
 
     def give_up(self) -> None:
         """End what a start that failed, or that nobody has waited for, may have left. On the launching thread."""

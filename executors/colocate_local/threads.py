@@ -6,9 +6,8 @@ import os
 import threading
 from typing import Any
 
-from colocate._codec import BY_REFERENCE, STRICT
 from colocate.errors import ColocateError
-from colocate.executor import Boot, Exit, Host, HostEvents, Node, Place, Running
+from colocate.executor import BY_REFERENCE, STRICT, Boot, Exit, Host, HostEvents, Node, Place, Running
 from colocate.worker.host import LANE, WorkerHost
 from colocate.worker.peers import LocalPeers
 from colocate.worker.service import hello

@@ -14,9 +14,8 @@ from collections.abc import Callable
 import ray
 
 import colocate
-from colocate._parent import die_with
 from colocate.executor import Request
-from colocate.keeper import Keeper
+from colocate.keeper import Keeper, die_with
 from colocate_ray import names
 from colocate_ray.certificates import tls_of_environment
 from colocate_ray.placing import Placing

@@ -15,10 +15,9 @@ import psutil
 import ray
 
 import colocate
-from colocate._parent import die_with
 from colocate.executor import Request
 from colocate.gpus import indices
-from colocate.keeper import Keeper
+from colocate.keeper import Keeper, die_with
 from colocate.wire import LOOPBACK
 from colocate_ray.certificates import tls_of_environment
 from colocate_ray.nodes import natural

@@ -10,8 +10,8 @@ from pathlib import Path
 import attrs
 import psutil
 
-from colocate._processes import arguments_of
 from colocate.executor import Running
+from colocate.keeper import arguments_of
 from colocate_ray.envoy import MARK
 from colocate_ray.private import PREFIX
 

@@ -12,8 +12,7 @@ from tests.bench.measure import side_by_side
 from tests.bench.rows import Row
 
 import colocate
-from colocate import Role, method
-from colocate._definitions import codec
+from colocate import Role, method, wire
 
 _PART = "a second value of a script's class"
 _SCRIPT = """
@@ -41,7 +40,7 @@ def rows() -> Iterator[Row]:
     names: dict[str, Any] = sys.modules["__main__"].__dict__
     exec(_SCRIPT, names)
     own, installed = names["Item"](1), argparse.Namespace(x=1)
-    yield Row(_PART, "bytes", len(codec.pack(own).data), "B", 1000)
+    yield Row(_PART, "bytes", len(wire.pack(own).data), "B", 1000)
     with colocate.connect("local", processes=True) as runtime, runtime.reserve(slots=1) as pool:
         take = pool.spawn({"taker": colocate.role(Taker)}).role("taker", Taker).take
         timed = side_by_side({"own": lambda: take(own), "installed": lambda: take(installed)}, rounds=60, calls=50)

@@ -7,8 +7,7 @@ import queue
 import socket
 from typing import Any
 
-from colocate._definitions.codec import unpack
-from colocate.wire import Hub, Packed, SocketLane
+from colocate.wire import Hub, Packed, SocketLane, unpack
 from colocate.wire.framing import FILE_BYTES
 
 WAIT_S = 20  # How long a test waits for what should come at once.

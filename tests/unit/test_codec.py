@@ -19,9 +19,8 @@ from hypothesis import strategies as st
 from tensordict import MemoryMappedTensor, NonTensorData, TensorDict, lazy_stack
 
 from colocate._definitions import codec as codec_module
-from colocate._definitions.codec import pack, unpack
 from colocate._definitions.known import Definition
-from colocate.wire import Packed
+from colocate.wire import Packed, pack, unpack
 
 LARGE = 1 << 14  # elements: always out of band
 
@@ -320,7 +319,7 @@ def test_code_of_a_script_is_named() -> None:
 
 def test_no_torch_is_imported_for_values_without_tensors() -> None:
     code = (
-        "import sys; from colocate._definitions.codec import pack, unpack\n"
+        "import sys; from colocate.wire import pack, unpack\n"
         "class A: pass\n"
         "assert unpack(pack({'a': [1, 2.0, A]}).copy())['a'][2] is A\n"
         "assert not {'torch', 'numpy', 'tensordict'} & set(sys.modules), 'imported'"

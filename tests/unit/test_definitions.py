@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from colocate import SerializationError, connect
-from colocate._definitions import codec
+from colocate import SerializationError, connect, wire
 from colocate._definitions.known import Definition, also, definition_of, find, known, new_id
 from colocate._definitions.lots import Inbox, Lot, Receiver, pack_whole, unpack_whole
 from colocate._definitions.names import path_of
@@ -58,7 +57,7 @@ def let_go() -> Iterator[None]:
 
 def send(receiver: Receiver, value: Any) -> Lot | None:
     """What has to be sent before the value."""
-    body = codec.pack(value)
+    body = wire.pack(value)
     lacking = receiver.lacks(body.needs)
     if not lacking:
         return None
@@ -119,7 +118,7 @@ def test_redefined_class(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_send_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     """What wasn't sent after all is lacking still."""
     script, receiver = Script(monkeypatch), Receiver("is given it")
-    needs = codec.pack(script.Batch()).needs
+    needs = wire.pack(script.Batch()).needs
     receiver.lot(receiver.lacks(needs))
     assert receiver.lacks(needs)
 
@@ -137,7 +136,7 @@ def test_driver_is_told_no_names_of_its_script(monkeypatch: pytest.MonkeyPatch) 
 def test_ids_do_not_outlive_what_they_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a script defines keeps its ids while it exists, even if nobody holds the definition, and no longer."""
     script = Script(monkeypatch, "def look():\n    return 1\n")
-    body = codec.pack(script.look)
+    body = wire.pack(script.look)
     (need,) = body.needs
     assert isinstance(need, Definition)
     id, elsewhere = need.id, new_id()
@@ -174,10 +173,10 @@ def test_inner_function_is_the_very_one_while_it_exists(monkeypatch: pytest.Monk
     """A lambda goes by value each time, and comes back as itself."""
     script = Script(monkeypatch, "def make(x):\n return lambda y: x + y\n")
     function = script.make(1)
-    body = codec.pack(function)
-    assert codec.unpack(body.copy()) is function
+    body = wire.pack(function)
+    assert wire.unpack(body.copy()) is function
     del function
-    assert codec.unpack(body.copy())(2) == 3
+    assert wire.unpack(body.copy())(2) == 3
 
 
 class Gate:
@@ -280,7 +279,7 @@ def test_function_of_another_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_global_that_cannot_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is named, with what names it."""
     script = Script(monkeypatch, "import threading\nLOCK = threading.Lock()\nclass A:\n def f(self): return LOCK\n")
-    body = codec.pack(script.A())
+    body = wire.pack(script.A())
     receiver = Receiver("is given it")
     with pytest.raises(SerializationError, match=r"the global 'LOCK' of __main__, which A\.f names, .*lock"):
         receiver.lot(receiver.lacks(body.needs))
@@ -368,12 +367,12 @@ def test_what_a_peer_is_sent_was_told_before(monkeypatch: pytest.MonkeyPatch) ->
     script = Script(monkeypatch)
     said: list[str] = []
     definitions = Definitions(said.append, lambda head, body: said.append(head[0]), in_process=False)
-    body = codec.pack(script.Batch())
+    body = wire.pack(script.Batch())
     definitions.tell(body)
     assert said == ["define"]
     definitions.tell(body, wait=True)
     definitions.tell(body, wait=True)
-    definitions.tell(codec.pack(1), wait=True)
+    definitions.tell(wire.pack(1), wait=True)
     assert said == ["define", "heard"]
-    definitions.tell(codec.pack(type("Made", (), {})()), wait=True)
+    definitions.tell(wire.pack(type("Made", (), {})()), wait=True)
     assert said == ["define", "heard", "define", "heard"]

@@ -12,9 +12,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from colocate._definitions.codec import pack
-from colocate._definitions.explain import explain
 from colocate.errors import SerializationError
+from colocate.wire import explain, pack
 
 LARGE = 1 << 14  # elements: always out of band
 

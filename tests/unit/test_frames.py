@@ -15,8 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colocate._definitions.codec import pack, unpack
-from colocate.wire import Frame, Packed, encode, framing, memory
+from colocate.wire import Frame, Packed, encode, framing, memory, pack, unpack
 from colocate.wire.framing import FILE_BYTES, Reader, Sending
 
 LARGE = FILE_BYTES // 2  # int64 elements: travels as a file where it can

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 from tests.unit.lanes import KINDS, LARGE, WAIT_S, End, left_behind, raising, socket_pair
 
-from colocate._definitions.codec import pack
-from colocate.wire import Frame, Hub, Packed, SocketLane, encode
+from colocate.wire import Frame, Hub, Packed, SocketLane, encode, pack
 from colocate.wire.framing import FILE_BYTES, Sending
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")

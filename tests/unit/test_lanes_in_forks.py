@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 from tests.unit.lanes import KINDS, LARGE, WAIT_S, End, socket_pair
 
-from colocate._definitions.codec import pack
 from colocate.testing.forking import exit_code, fork
-from colocate.wire import Hub, Turns, track
+from colocate.wire import Hub, Turns, pack, track
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
 from tests import layers
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_every_module_is_in_a_layer() -> None:
@@ -20,3 +25,8 @@ def test_no_import_goes_down() -> None:
 
 def test_no_circle() -> None:
     assert layers.circles() == []
+
+
+@pytest.mark.parametrize("folder", ["executors", "plugins", "docs/examples"])
+def test_what_is_built_on_core_imports_public_names_only(folder: str) -> None:
+    assert [f"{importer} imports {name}" for importer, name in layers.private(ROOT / folder)] == []

@@ -14,10 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from colocate._definitions.codec import pack, unpack
 from colocate.errors import ClosedError, ForkedError
 from colocate.testing.forking import exit_code, fork
-from colocate.wire import Packed, PeerChannel, Tls, new_key
+from colocate.wire import Packed, PeerChannel, Tls, new_key, pack, unpack
 
 KEY = new_key()
 WAIT_S = 20

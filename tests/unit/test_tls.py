@@ -16,9 +16,8 @@ from collections.abc import Iterator
 import pytest
 from tests.unit.conftest import certificates
 
-from colocate._definitions.codec import pack, unpack
 from colocate.testing.waiting import becomes_true
-from colocate.wire import Hub, Listener, Tls, auth, connect, listen, listen_widely, new_key
+from colocate.wire import Hub, Listener, Tls, auth, connect, listen, listen_widely, new_key, pack, unpack
 from colocate.wire.auth import dial
 from colocate.wire.framing import encode
 from colocate.wire.handshake import SecureHandshake

@@ -20,13 +20,13 @@ from colocate._definitions.explain import advice, deepest, kind_and_cause
 from colocate._definitions.known import Definition, Global, Links, Need, Space
 from colocate._definitions.making import Making, make_known
 from colocate._definitions.names import MISSING, is_main, main_module
+from colocate._definitions.packed import Packed
 from colocate._definitions.pickler import Pickler
 from colocate._definitions.same import same, where
 from colocate._definitions.scout import Scout, code_last, is_code
 from colocate._off_main import off_main
 from colocate._rebuilding import rebuilding
 from colocate.errors import ColocateError, SerializationError
-from colocate.wire.packed import Packed
 
 
 class Lot:

@@ -6,6 +6,8 @@ a process of its own beside the engine's, its lane goes straight to the driver, 
 known, it is killed in milliseconds whatever it does, and it dies with the keeper and with the driver.
 """
 
+from colocate._parent import die_with
+from colocate._processes import arguments_of, below_this, left_by
 from colocate.executor import Terms
 from colocate.keeper.estate import Claim, ClaimedSlot, Estate, Title, claim_lead, listed, title_of
 from colocate.keeper.keeper import Keeper
@@ -26,7 +28,11 @@ __all__ = [
     "Terms",
     "Title",
     "WorkerProcess",
+    "arguments_of",
+    "below_this",
     "claim_lead",
+    "die_with",
+    "left_by",
     "listed",
     "title_of",
 ]

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any, Protocol
 
 from colocate import wire
-from colocate._definitions import codec
 from colocate._jobs import error_text, report_exception
 from colocate.errors import ClosedError
 from colocate.executor import Boot, Exit, Host, HostEvents
@@ -139,7 +138,7 @@ class KeptHost(Host):
             if self._over:
                 lane.close()
                 return
-            lane.send(("boot",), codec.pack(self.boot))
+            lane.send(("boot",), wire.pack(self.boot))
             for frame in self._early:
                 lane.send(frame)
                 frame.close()

@@ -1,12 +1,14 @@
-"""The wire: bytes as messages on authenticated sockets, one thread for any number of connections."""
+"""The wire: values as bytes, messages on authenticated sockets, one thread for any number of connections."""
 
+from colocate._definitions.codec import pack, unpack
+from colocate._definitions.explain import explain
+from colocate._definitions.packed import Packed
 from colocate.wire._forks import own_descriptors, track, track_socket
 from colocate.wire.auth import LOOPBACK, Listener, connect, listen, listen_widely, new_key
 from colocate.wire.framing import Frame, Head, Message, encode
 from colocate.wire.handshake import KEY_BYTES
 from colocate.wire.hub import Hub
 from colocate.wire.lane import OnClosed, OnMessage, SocketLane
-from colocate.wire.packed import Packed
 from colocate.wire.peer import PeerChannel
 from colocate.wire.tls import CUT, NO_TLS, Tls
 from colocate.wire.turns import Turns
@@ -30,10 +32,13 @@ __all__ = [
     "Turns",
     "connect",
     "encode",
+    "explain",
     "listen",
     "listen_widely",
     "new_key",
     "own_descriptors",
+    "pack",
     "track",
     "track_socket",
+    "unpack",
 ]

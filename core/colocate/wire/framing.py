@@ -19,8 +19,8 @@ from collections import deque
 from types import TracebackType
 from typing import Any, TypeAlias
 
+from colocate._definitions.packed import Buffer, Packed
 from colocate.wire.memory import NONE_FREE, map_private, memory_file
-from colocate.wire.packed import Buffer, Packed
 
 Head: TypeAlias = tuple[Any, ...]
 Message: TypeAlias = tuple[Head, Packed | None]

@@ -10,9 +10,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol, TypeAlias
 
+from colocate._definitions.packed import Packed
 from colocate._jobs import report_exception
 from colocate.wire.framing import Frame, Head, Reader, Sending, encode
-from colocate.wire.packed import Packed
 
 OnMessage: TypeAlias = Callable[[Head, Packed | None], None]
 OnClosed: TypeAlias = Callable[[str], None]

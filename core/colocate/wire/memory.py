@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable
 from itertools import islice
 
-from colocate.wire.packed import Buffer
+from colocate._definitions.packed import Buffer
 
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
 _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW, _SEAL_WRITE = 1, 2, 4, 8

@@ -10,13 +10,13 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TypeAlias
 
+from colocate._definitions.packed import Packed
 from colocate._jobs import error_text, report_exception
 from colocate.errors import ClosedError, ForkedError
 from colocate.wire._forks import track
 from colocate.wire.auth import Patience, TurnedAway, dial, listen_widely, prove
 from colocate.wire.framing import Frame, Head, Message, Reader, Sending, encode
 from colocate.wire.hub import Hub
-from colocate.wire.packed import Packed
 from colocate.wire.tls import Tls
 
 Handler: TypeAlias = Callable[[Head], tuple[Head, Packed | None]]

@@ -12,7 +12,6 @@ import attrs
 from colocate import wire
 from colocate._arguments import on_device
 from colocate._context import Context, MeshPlace, derive_seed, reset_current, set_current
-from colocate._definitions import codec
 from colocate._mesh import Mesh
 from colocate._rebuilding import rebuilding
 from colocate._role import check_role
@@ -48,7 +47,7 @@ class Shipped:
         if self.cls is not None:
             return self.cls
         if self.data is not None:
-            return codec.unpack(self.data)
+            return wire.unpack(self.data)
         self._compare_versions()
         module, _, path = self.name.partition(":")
         value: Any = importlib.import_module(module)

@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 
 from colocate import wire
-from colocate._definitions import codec
 from colocate._epochs import base_of
 from colocate.executor import Boot
 from colocate.worker.host import WorkerHost
@@ -99,11 +98,11 @@ class Service:
             self._host.receive(head, body)
         elif self._host is None:
             assert self._lane is not None
-            self._host = self._start(codec.unpack(body), self, self._lane)
+            self._host = self._start(wire.unpack(body), self, self._lane)
             if self._epoch > 1:  # the numbers that it is about to hear don't begin with 1
                 self._host.renew(base_of(self._epoch))
         else:
-            self._host.adopt(codec.unpack(body))
+            self._host.adopt(wire.unpack(body))
         if head[0] == "boot":
             self.say(("hello", hello()), None)
 

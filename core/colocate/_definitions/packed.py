@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, TypeAlias
 
+from colocate._definitions.known import Need
+
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 
@@ -19,7 +21,7 @@ class Packed(NamedTuple):
 
     data: Buffer
     buffers: tuple[memoryview, ...] = ()
-    needs: tuple[Any, ...] = ()
+    needs: tuple[Need, ...] = ()
 
     @property
     def nbytes(self) -> int:
