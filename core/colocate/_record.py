@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pickle
 import platform
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 import attrs
 
@@ -19,8 +20,7 @@ from colocate._spawn import Declared
 from colocate.errors import ColocateError
 from colocate.executor import Request
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+_FORM = 2  # goes up when what is pickled in a record has moved or changed, and the version of colocate hasn't
 
 
 @attrs.frozen
@@ -111,9 +111,9 @@ def load(record: bytes, name: str) -> PoolRecord:
         ColocateError: Other versions have made it.
     """
     there, body = pickle.loads(record)
-    if there != _versions():
+    if there != (here := _versions()):
         raise ColocateError(
-            f"pool {name!r} was detached by a driver with {_words(there)}, and this one has {_words(_versions())}: "
+            f"pool {name!r} was detached by a driver with {_words(*there)}, and this one has {_words(*here)}: "
             "attach with the same versions (colocate close NAME works with any)"
         )
     found: PoolRecord = pickle.loads(body)
@@ -156,9 +156,9 @@ def _group(pool: Slots, group: Crew) -> GroupRecord:
     )
 
 
-def _versions() -> tuple[str, str]:
-    return colocate.__version__, platform.python_version().rpartition(".")[0]
+def _versions() -> tuple[str, str, int]:
+    return colocate.__version__, platform.python_version().rpartition(".")[0], _FORM
 
 
-def _words(versions: tuple[str, str]) -> str:
-    return f"colocate {versions[0]} and Python {versions[1]}"
+def _words(version: str, python: str, form: int = 1) -> str:
+    return f"colocate {version} (records of form {form}) and Python {python}"
