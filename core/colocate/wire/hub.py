@@ -70,7 +70,7 @@ class Hub:
         self._doors: list[_Door] = []
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
-        self._scratch = memoryview(bytearray(SCRATCH_BYTES))
+        self.scratch = memoryview(bytearray(SCRATCH_BYTES))
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._stopping = False
@@ -194,10 +194,11 @@ class Hub:
 
     # For lanes and doors:
 
-    def _interest(self, sock: socket.socket, events: int) -> None:
+    def look_for(self, sock: socket.socket, events: int) -> None:
+        """Look for these events of this socket from now on."""
         self._epoll.modify(sock, events)
 
-    def _forget(self, sock: socket.socket) -> None:
+    def drop(self, sock: socket.socket) -> None:
         """Serve this socket no longer (before it is closed)."""
         with self._lock:
             self._lanes.pop(sock.fileno(), None)
@@ -312,7 +313,7 @@ class _Door:
 
     def _reopen(self, tries: int = _REOPENS) -> None:
         """It was shut down from outside: it would be readable for ever, and nobody would get in."""
-        self._hub._forget(self._listener._sock)
+        self._hub.drop(self._listener._sock)
         try:
             self._listener.reopen()
         except OSError:  # whoever shut it down may still have a copy of it
@@ -327,7 +328,7 @@ class _Door:
     def close(self) -> None:
         for handshake in [*self._strangers.values(), *self._known.values()]:
             self._drop(handshake)
-        self._hub._forget(self._listener._sock)
+        self._hub.drop(self._listener._sock)
         self._listener.close()
 
     def _greet(self, sock: socket.socket) -> None:
@@ -358,7 +359,7 @@ class _Door:
         try:
             authenticated = handshake.advance()
         except BlockingIOError:
-            self._hub._interest(handshake.sock, handshake.waits_for)
+            self._hub.look_for(handshake.sock, handshake.waits_for)
             return
         except OSError:
             self._drop(handshake)
@@ -369,7 +370,7 @@ class _Door:
         if not authenticated:
             return
         del self._known[sock.fileno()]
-        self._hub._forget(sock)
+        self._hub.drop(sock)
         try:
             connection = handshake.connection()
         except (OSError, RuntimeError):  # the process has no room for it
@@ -388,7 +389,7 @@ class _Door:
         for waiting in (self._strangers, self._known):
             if waiting.get(sock.fileno()) is handshake:
                 del waiting[sock.fileno()]
-                self._hub._forget(sock)
+                self._hub.drop(sock)
                 sock.close()
                 return
 
@@ -424,9 +425,9 @@ class _Door:
         if self._strangers:
             self._turn_away(next(iter(self._strangers.values())))
             return
-        self._hub._interest(self._listener._sock, 0)
+        self._hub.look_for(self._listener._sock, 0)
         self._hub.later(_PAUSE_S, self._resume)
 
     def _resume(self) -> None:
         if self._listener.fileno() >= 0:
-            self._hub._interest(self._listener._sock, select.EPOLLIN)
+            self._hub.look_for(self._listener._sock, select.EPOLLIN)

@@ -24,12 +24,12 @@ _TAKEN = frozenset({errno.EBADF, errno.ENOTSOCK})
 class Server(Protocol):
     """What a lane needs of the hub that serves it."""
 
-    _scratch: memoryview
+    scratch: memoryview
 
-    def _interest(self, sock: socket.socket, events: int) -> None:
+    def look_for(self, sock: socket.socket, events: int) -> None:
         """Look for these events of a socket from now on."""
 
-    def _forget(self, sock: socket.socket) -> None:
+    def drop(self, sock: socket.socket) -> None:
         """Serve a socket no longer."""
 
 
@@ -183,7 +183,7 @@ class SocketLane:
         if events & select.EPOLLOUT:
             self._flush()
         if events & ~select.EPOLLOUT:
-            self.receive(self._hub._scratch)
+            self.receive(self._hub.scratch)
 
     def _flush(self) -> None:
         with self._lock:
@@ -231,7 +231,7 @@ class SocketLane:
             if self._finished:
                 return
             self._finished = True
-            self._hub._forget(self._sock)
+            self._hub.drop(self._sock)
             self._shut(reason)
             self._reader.close()
             self._sock.close()
@@ -244,7 +244,7 @@ class SocketLane:
 
     def _show_interest(self) -> None:
         """Tell the hub what to look for."""
-        self._hub._interest(self._sock, (0 if self._lent else select.EPOLLIN) | (select.EPOLLOUT if self._queue else 0))
+        self._hub.look_for(self._sock, (0 if self._lent else select.EPOLLIN) | (select.EPOLLOUT if self._queue else 0))
 
     def _break(self, error: OSError) -> None:
         """Sending failed. What the other side sent before is still read; then its end is found, and the lane ends."""
