@@ -14,17 +14,18 @@ from typing import Any, Generic, NoReturn, TypeAlias, TypeVar
 from colocate._numbers import limit
 from colocate._off_main import SLICE_S, Flag, on_main
 from colocate._on_driver import OnDriver
-from colocate.errors import ColocateError
 
 C = TypeVar("C")
 C_co = TypeVar("C_co", covariant=True)
 _Outcome: TypeAlias = tuple[Any, BaseException | None, TracebackType | None]
 
 
-class Call(OnDriver, Generic[C_co]):
-    """A submitted call. The value is collected by whoever asks first, never on a worker's or an I/O thread."""
+class Underway:
+    """A call that has been made: it is settled once, by its results or an error.
 
-    _instead = "Give its result() instead"
+    The value is collected by whoever asks first, never on a worker's or an I/O thread.
+    """
+
     __slots__ = (
         "_callbacks",
         "_collecting",
@@ -46,40 +47,26 @@ class Call(OnDriver, Generic[C_co]):
         self._outcomes: list[_Outcome] = []  # the first one counts
         self._error: BaseException | None = None
         self._trace: TracebackType | None = None  # of a collect that failed
-        self._callbacks: list[tuple[Callable[[Call[C_co]], object], bool]] = []  # and whether it is the framework's
+        self._callbacks: list[tuple[Callable[[Any], object], bool]] = []  # and whether it is the framework's
 
-    def __repr__(self) -> str:
-        state = "pending" if not self.done() else "failed" if self._error is not None else "done"
-        return f"<Call {self.label} {state}>"
+    @property
+    def state(self) -> str:
+        """Whether there is an answer, in a word."""
+        return "pending" if not self.done() else "failed" if self._error is not None else "done"
 
     def cancel(self) -> bool:
-        """Withdraw the call from all ranks, if none has begun it.
-
-        One that has been begun goes on; its method finds `ctx.cancelled` true and may return early.
-
-        Returns:
-            Whether it was withdrawn: its result is then a `CallCancelled`.
-        """
+        """See `Call.cancel`."""
         return False
 
     def done(self) -> bool:
         """True once it has a result or an error."""
         return self._settled.is_set
 
-    def result(self, timeout: float | None = None) -> C_co:
-        """Wait for the collected value.
-
-        Args:
-            timeout: Seconds to wait at most; None and `math.inf` wait for ever.
-
-        Raises:
-            TimeoutError: It isn't done yet; the call goes on.
-            ColocateError: What went wrong with the call.
-        """
+    def result(self, timeout: float | None = None) -> Any:
+        """See `Call.result`."""
         self._wait(limit(timeout, "result(timeout)"))
         if self._error is None:
             self._collect_once()
-            value: C_co
             value, self._error, self._trace = self._outcomes[0]
             if self._error is None:
                 return value
@@ -90,7 +77,7 @@ class Call(OnDriver, Generic[C_co]):
         raise self._error.with_traceback(self._trace)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait, and return the error instead of raising it; None when there is none."""
+        """See `Call.exception`."""
         timeout = limit(timeout, "exception(timeout)")
         try:
             self.result(timeout)
@@ -102,39 +89,17 @@ class Call(OnDriver, Generic[C_co]):
                 raise
         return self._error
 
-    def add_done_callback(self, callback: Callable[[Call[C_co]], object]) -> None:
-        """Run `callback(call)` once it is done, on the runtime's dispatcher thread."""
-        self._add(callback, False)
+    def _then(self, callback: Callable[[Any], object], own: bool = True) -> None:
+        """Run `callback(self)` once it is done.
 
-    def _then(self, callback: Callable[[Call[C_co]], object]) -> None:
-        """Run a callback of the framework's own once it is done: never behind users' callbacks. It must not block."""
-        self._add(callback, True)
-
-    def _add(self, callback: Callable[[Call[C_co]], object], own: bool) -> None:
+        Args:
+            callback: What to run. It must not block.
+            own: Whether it is the framework's own, which never runs behind users' callbacks.
+        """
         self._callbacks.append((callback, own))
         # Settling takes the list after it set the flag: one of the two sees the callback, and `_pop` gives it out once.
         if self.done():
             self._run_callbacks()
-
-    def __await__(self) -> Generator[Any, None, C_co]:
-        self._check_unsent(awaits=True)
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[None] = loop.create_future()
-
-        def wake() -> None:
-            if not future.done():
-                future.set_result(None)
-
-        def notify(call: Call[C_co]) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody awaits it
-                loop.call_soon_threadsafe(wake)
-
-        self._then(notify)
-        yield from future
-        return self.result()
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(f"{self!r} lives on the driver and can't be sent; pass its result(), or keep it and pass .ref")
 
     # -- for the group that settles it
 
@@ -198,22 +163,97 @@ class Call(OnDriver, Generic[C_co]):
                 return
             self._dispatch(callback, own)
 
-    def _dispatch(self, callback: Callable[[Call[C_co]], object], own: bool) -> None:
+    def _dispatch(self, callback: Callable[[Any], object], own: bool) -> None:
         callback(self)
+
+
+class Call(OnDriver, Generic[C_co]):
+    """A submitted call. The value is collected by whoever asks first, never on a worker's or an I/O thread."""
+
+    _instead = "Give its result() instead"
+    __slots__ = ("_underway",)
+
+    def __init__(self, underway: Underway) -> None:
+        """Use `view.method.submit(...)`."""
+        self._underway = underway
+
+    def __repr__(self) -> str:
+        return f"<Call {self.label} {self._underway.state}>"
+
+    @property
+    def label(self) -> str:
+        """Role and method, as errors name it."""
+        return self._underway.label
+
+    def cancel(self) -> bool:
+        """Withdraw the call from all ranks, if none has begun it.
+
+        One that has been begun goes on; its method finds `ctx.cancelled` true and may return early.
+
+        Returns:
+            Whether it was withdrawn: its result is then a `CallCancelled`.
+        """
+        return self._underway.cancel()
+
+    def done(self) -> bool:
+        """True once it has a result or an error."""
+        return self._underway.done()
+
+    def result(self, timeout: float | None = None) -> C_co:
+        """Wait for the collected value.
+
+        Args:
+            timeout: Seconds to wait at most; None and `math.inf` wait for ever.
+
+        Raises:
+            TimeoutError: It isn't done yet; the call goes on.
+            ColocateError: What went wrong with the call.
+        """
+        value: C_co = self._underway.result(timeout)
+        return value
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait, and return the error instead of raising it; None when there is none."""
+        return self._underway.exception(timeout)
+
+    def add_done_callback(self, callback: Callable[[Call[C_co]], object]) -> None:
+        """Run `callback(call)` once it is done, on the runtime's dispatcher thread."""
+        self._underway._then(lambda _: callback(self), own=False)
+
+    def __await__(self) -> Generator[Any, None, C_co]:
+        underway = self._underway
+        underway._check_unsent(awaits=True)
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[None] = loop.create_future()
+
+        def wake() -> None:
+            if not future.done():
+                future.set_result(None)
+
+        def notify(_: Underway) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody awaits it
+                loop.call_soon_threadsafe(wake)
+
+        underway._then(notify)
+        yield from future
+        return self.result()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"{self!r} lives on the driver and can't be sent; pass its result(), or keep it and pass .ref")
 
 
 def settled(label: str, value: C) -> Call[C]:
     """A call that is done."""
-    call: Call[C] = Call(label)
-    call._settle(value)
-    return call
+    underway = Underway(label)
+    underway._settle(value)
+    return Call(underway)
 
 
 def failed(label: str, error: BaseException) -> Call[Any]:
     """A call that has failed."""
-    call: Call[Any] = Call(label)
-    call._fail(error)
-    return call
+    underway = Underway(label)
+    underway._fail(error)
+    return Call(underway)
 
 
 def wait(calls: Iterable[Call[Any]], timeout: float | None = None) -> tuple[set[Call[Any]], set[Call[Any]]]:
@@ -231,7 +271,7 @@ def wait(calls: Iterable[Call[Any]], timeout: float | None = None) -> tuple[set[
     deadline = None if timeout is None else time.monotonic() + timeout
     for call in everything:
         try:
-            call._wait(None if deadline is None else deadline - time.monotonic())
+            call._underway._wait(None if deadline is None else deadline - time.monotonic())
         except TimeoutError:
             break
     return {c for c in everything if c.done()}, {c for c in everything if not c.done()}
@@ -253,9 +293,13 @@ def as_completed(calls: Iterable[Call[C]], timeout: float | None = None) -> Iter
 def _as_completed(calls: Iterable[Call[C]], timeout: float | None) -> Iterator[Call[C]]:
     pending = set(calls)
     finished: queue.SimpleQueue[Call[C]] = queue.SimpleQueue()
+
+    def tell(call: Call[C]) -> None:
+        call._underway._then(lambda _: finished.put(call))
+
     for call in pending:
-        call._check_unsent()
-        call._then(finished.put)
+        call._underway._check_unsent()
+        tell(call)
     deadline = None if timeout is None else time.monotonic() + timeout
     while pending:
         left = SLICE_S if deadline is None else deadline - time.monotonic()
@@ -267,9 +311,3 @@ def _as_completed(calls: Iterable[Call[C]], timeout: float | None) -> Iterator[C
             continue
         pending.discard(call)
         yield call
-
-
-def unsettled_error(call: Call[Any]) -> ColocateError | None:
-    """The error of a call that has failed, without waiting."""
-    error = call._error
-    return error if isinstance(error, ColocateError) else None

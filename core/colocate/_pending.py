@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from colocate._call import Call
+from colocate._call import Underway
 from colocate._dispatcher import Dispatcher
 from colocate._jobs import JobThread, Timer
 from colocate._off_main import off_main
@@ -22,7 +22,7 @@ class Unsent(Protocol):
         """Raise when whoever waits for this call is who has to send it."""
 
 
-class PendingCall(Call[Any]):
+class PendingCall(Underway):
     """A call on its way: what has come back from which rank."""
 
     __slots__ = (
@@ -106,13 +106,13 @@ class PendingCall(Call[Any]):
     def _joined(self, raw: Any, joiner: Callable[..., Any] | None) -> Any:
         return None if joiner is None else joiner(self, raw)
 
-    def _add(self, callback: Callable[[Call[Any]], object], own: bool) -> None:
+    def _then(self, callback: Callable[[Any], object], own: bool = True) -> None:
         self._check_fork()
         self._callbacks.append((callback, own))
         if self.done():
             off_main(self._run_callbacks)
 
-    def _dispatch(self, callback: Callable[[Call[Any]], object], own: bool) -> None:
+    def _dispatch(self, callback: Callable[[Any], object], own: bool) -> None:
         thread = self.timers if own else self.dispatcher
         if thread is None:
             callback(self)

@@ -12,7 +12,7 @@ from colocate._taught import Taught
 from colocate._worker import Worker
 
 if TYPE_CHECKING:
-    from colocate._call import Call
+    from colocate._pending import PendingCall
 
 Tell: TypeAlias = Callable[[Any, str | None], None]
 Locate: TypeAlias = Callable[[str, int, int, Tell], None]
@@ -94,7 +94,7 @@ class Questions:
         left = [each.call for each in kept if not each.call.done()]
         waiting = len(left)
 
-        def made(_: Call[Any]) -> None:  # one at a time, on the timers' thread
+        def made(_: PendingCall) -> None:  # one at a time, on the timers' thread
             nonlocal waiting
             waiting -= 1
             if not waiting:

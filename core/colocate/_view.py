@@ -116,8 +116,7 @@ class ViewCall(OnDriver):
 
     def submit(self, *args: Any, **kwargs: Any) -> Call[Any]:
         """Send it and return at once."""
-        call: PendingCall = self._send(submit, args, kwargs)
-        return call
+        return Call(self._send(submit, args, kwargs))
 
     def keep(self, *args: Any, **kwargs: Any) -> Resident[Any]:
         """Send it and return at once; the results stay in the workers."""

@@ -118,7 +118,7 @@ class Steps:
         except Exception as error:
             sent.error, sent.settled = error, time.monotonic()
             return None
-        sent.call = made if isinstance(made, colocate.Call) else made._kept.call
+        sent.call = made if isinstance(made, colocate.Call) else colocate.Call(made._kept.call)
         return made
 
     def new(self, what: str, ranks: Sequence[int], timeout: float | None, **more: Any) -> Sent:
@@ -243,7 +243,10 @@ class Steps:
 
         # Off the main thread it has been sent when this returns: who waits for it at once, as `group.run` does, has it
         # sent meanwhile, and what is submitted next could come before it.
-        self.submit(played, sent, lambda view, ident: off_main(lambda: run_later(group._node, ran, (ident,), {})))
+        def later(view: object, ident: str) -> colocate.Call:
+            return colocate.Call(off_main(lambda: run_later(group._node, ran, (ident,), {})))
+
+        self.submit(played, sent, later)
         return sent
 
     def _fail(self, step: Step, played: Played, timeout: float | None) -> Sent:

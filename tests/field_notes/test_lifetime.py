@@ -27,7 +27,7 @@ ROLES: dict[str, Any] = {"echo": colocate.role(Echo), "faulty": colocate.role(Fa
 def view_of_a_temporary_group(runtime: Runtime) -> tuple[Echo, str]:
     """As one writes it who has no use for the group itself."""
     group = runtime.reserve(1, cpus=0).spawn(ROLES)
-    return group.role("echo", Echo), group.owner.name
+    return group.role("echo", Echo), group.name
 
 
 @pytest.mark.parametrize("engine", ["on_processes", "on_ray"])
@@ -42,11 +42,9 @@ def test_actors_vanish_because_a_temporary_group_was_collected(engine: str, requ
     assert echo.echo(1) == [1]
     del echo
     gc.collect()
-    (pool,) = (child for child in runtime._node.children.values() if child.name == name)
-    assert isinstance(pool, colocate.Pool)
-    (group,) = pool.groups.values()
+    group = runtime.groups[name]
     assert group.role("echo", Echo).echo(2) == [2]
-    pool.close()
+    group.owner.close()
 
 
 @pytest.mark.parametrize("closing", ["with", "nobody"])

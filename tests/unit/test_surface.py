@@ -15,6 +15,8 @@ SURFACE = {
     "runtime": (*HELD, "attach", "audit", "detached", "graph", "groups", "observe", "reserve", "seed"),
     "pool": (*HELD, "detach", "groups", "slots", "spawn"),
     "group": (*HELD, "checkpoint", "generation", "pipeline", "role", "roles", "run", "scope", "wait_ready"),
+    "method": ("keep", "options", "submit"),
+    "call": ("add_done_callback", "cancel", "done", "exception", "label", "result"),
     "resident": ("fetch", "free", "ref", "spec"),
     "graph": ("data", "render"),
 }
@@ -24,8 +26,9 @@ SURFACE = {
 def things() -> Any:
     with colocate.connect() as runtime, runtime.reserve(1) as pool:
         group = pool.spawn({"echo": colocate.role(Echo)})
-        kept = group.role("echo", Echo).noop.keep()
-        yield {"runtime": runtime, "pool": pool, "group": group, "resident": kept, "graph": runtime.graph}
+        method = group["echo"].noop
+        made = {"method": method, "call": method.submit(), "resident": method.keep()}
+        yield {"runtime": runtime, "pool": pool, "group": group, **made, "graph": runtime.graph}
 
 
 @pytest.mark.parametrize("kind", SURFACE)
