@@ -23,7 +23,7 @@ LAYERS = {
         "_tracebacks gpus",
     ),
     "definitions": ("classes and functions on their way; values as bytes", "_definitions _definitions.*"),
-    "wire": ("bytes on sockets", "wire wire.*"),
+    "wire": ("messages on sockets", "wire wire.*"),
     "torch": ("process groups in torch", "_torch_groups"),
     "values": (
         "rows of values: split, join, reduce, walk",

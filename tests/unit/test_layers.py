@@ -14,6 +14,11 @@ def test_every_module_is_in_a_layer() -> None:
     assert [name for name in layers.modules() if layers.layer_of(name) is None] == []
 
 
+def test_the_page_has_them() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    assert "\n".join(f"| {name} | {what} |" for name, (what, _) in layers.LAYERS.items()) in page
+
+
 def test_no_import_goes_down() -> None:
     """Those for type checkers and those inside functions count."""
     assert [
