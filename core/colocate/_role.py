@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 import attrs
@@ -136,8 +136,3 @@ def _checked_slots(slots: Sequence[int]) -> tuple[int, ...]:
     if not chosen or len(set(chosen)) != len(chosen) or any(slot < 0 for slot in chosen):
         raise ConfigError(f"slots={list(slots)}: name at least one slot, each once, counted from 0")
     return chosen
-
-
-def ranks_of(spec: RoleSpec[Any], slots: int) -> Iterator[int]:
-    """The slots of a role, rank by rank."""
-    return iter(spec.slots if spec.slots is not None else range(slots))

@@ -12,9 +12,8 @@ from typing import Any
 
 import attrs
 
-from colocate._annotations import Problem, path_text, problems
+from colocate._annotations import Problem, problems
 from colocate._numbers import amount_problem, duration_problem
-from colocate.errors import Mistake
 
 # Of every executor that has options of these names.
 _NUMBERS: Mapping[str, Callable[[Any], str | None]] = {
@@ -85,18 +84,6 @@ def arguments_of(target: Callable[..., Any], owner: str, skip: int = 0) -> Argum
     named = {parameter.name: parameter for parameter in parameters if parameter.kind in by_name}
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
     return Arguments(owner, named, _hints(target, named), takes_any)
-
-
-def check_arguments(target: Callable[..., Any], given: Mapping[str, Any], owner: str) -> list[Mistake]:
-    """What doesn't fit when a function is called with these arguments by name.
-
-    Args:
-        target: The class or function.
-        given: The arguments.
-        owner: What messages call it.
-    """
-    found = arguments_of(target, owner).problems(given)
-    return [Mistake(path_text(problem.place), None, problem.message, problem.nearest) for problem in found]
 
 
 def options_of(executor: type) -> Arguments:
