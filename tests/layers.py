@@ -19,7 +19,7 @@ LAYERS = {
     "errors": ("every error", "errors"),
     "system": (
         "files, processes, threads, clocks, lines of code",
-        "_atomic _bytes _epochs _here _imported _jobs _lines _numbers _off_main _parent _printer _rebuilding "
+        "_atomic _by_type _bytes _epochs _here _imported _jobs _lines _numbers _off_main _parent _printer _rebuilding "
         "_tracebacks gpus",
     ),
     "definitions": ("classes and functions on their way; values as bytes", "_definitions _definitions.*"),
