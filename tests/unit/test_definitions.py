@@ -67,9 +67,9 @@ def send(receiver: Receiver, value: Any) -> Lot | None:
     return lot
 
 
-def came(body: codec.Packed) -> codec.Packed:
+def came(body: wire.Packed) -> wire.Packed:
     """The bytes alone, as they come to another process, which holds nothing of this one's."""
-    return codec.Packed(bytes(body.data))
+    return wire.Packed(bytes(body.data))
 
 
 def names(lot: Lot | None) -> set[str]:
@@ -214,7 +214,7 @@ def test_two_threads_load_a_lot_at_once(monkeypatch: pytest.MonkeyPatch, gate: G
     script = Script(monkeypatch, text)
     lot = send(Receiver("is given it"), script.Batch())
     assert lot is not None
-    ids, names, lots, body = lot.ids, lot.names, lot.body.copy(), came(codec.pack(script.Batch()))
+    ids, names, lots, body = lot.ids, lot.names, lot.body.copy(), came(wire.pack(script.Batch()))
     held.clear()
     script.names.clear()
     del lot
@@ -225,7 +225,7 @@ def test_two_threads_load_a_lot_at_once(monkeypatch: pytest.MonkeyPatch, gate: G
 
     def want() -> Any:
         inbox.load(1)
-        value = codec.unpack(body)
+        value = wire.unpack(body)
         return value, value.kept, value.over()
 
     with ThreadPoolExecutor(2) as threads:
@@ -246,14 +246,14 @@ def test_function_that_two_threads_make_at_once(monkeypatch: pytest.MonkeyPatch,
     text = SLOW + "def make(x):\n slow = Slow(); slow.x = x\n return lambda y: (type(slow), x + y)\n"
     script = Script(monkeypatch, text)
     function = script.make(1)
-    body = came(codec.pack(function))
+    body = came(wire.pack(function))
     del function
     gc.collect()
     with ThreadPoolExecutor(2) as threads:
-        first = threads.submit(codec.unpack, body)
+        first = threads.submit(wire.unpack, body)
         assert gate.reached.wait(60)
         try:
-            assert threads.submit(codec.unpack, body).result(60)(2) == (script.Slow, 3)
+            assert threads.submit(wire.unpack, body).result(60)(2) == (script.Slow, 3)
         finally:
             gate.opened.set()
         assert first.result(60)(3) == (script.Slow, 4)
@@ -263,7 +263,7 @@ def test_function_of_another_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lambda that came with another driver's definitions refers to the objects that were here, as those do."""
     text = "class Batch: pass\ndef make(cls): return lambda: cls\n"
     script = Script(monkeypatch, text + "class Extra:\n own = staticmethod(make(Batch))\n")
-    lot, body = Receiver("another").lot(codec.pack(script.Extra()).needs), came(codec.pack(script.Extra()))
+    lot, body = Receiver("another").lot(wire.pack(script.Extra()).needs), came(wire.pack(script.Extra()))
     ids, names, lots = lot.ids, lot.names, lot.body.copy()
     del lot
     script.names.clear()
@@ -273,7 +273,7 @@ def test_function_of_another_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     inbox = Inbox(binds=True, of_another=True)
     inbox.put(ids, lots, names)
     inbox.load(1)
-    assert codec.unpack(body).own() is here.Batch
+    assert wire.unpack(body).own() is here.Batch
 
 
 def test_global_that_cannot_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
