@@ -308,7 +308,7 @@ def test_restart_after_a_killed_dask_worker(runtime: Runtime, other: Any) -> Non
 def test_detaching_while_slots_are_reserved_anew(runtime: Runtime, other: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is refused, with the reason and what to do; done so, the pool is given away as any other."""
     asked, may = threading.Event(), threading.Event()
-    reserve = runtime.executor.reserve
+    reserve = runtime._node.services.executor.reserve
 
     def late(request: Any) -> Any:
         asked.set()
@@ -317,7 +317,7 @@ def test_detaching_while_slots_are_reserved_anew(runtime: Runtime, other: Any, m
 
     with replacing(runtime), runtime.reserve(1, cpus=0, detachable=True) as pool:
         group = pool.spawn({"lasting": colocate.role(Lasting), "echo": colocate.role(Echo)}, on_failure="restart")
-        monkeypatch.setattr(runtime.executor, "reserve", late)
+        monkeypatch.setattr(runtime._node.services.executor, "reserve", late)
         send(starter_of(group.role("echo", Echo).place()[0][0]), signal.SIGKILL)
         assert asked.wait(PATIENCE_S)
         try:
