@@ -20,7 +20,7 @@ LAYERS = {
     "system": (
         "files, processes, threads, clocks, lines of code",
         "_atomic _by_type _bytes _epochs _here _imported _jobs _lines _numbers _off_main _parent _printer _rebuilding "
-        "_tracebacks gpus",
+        "_requests _tracebacks gpus",
     ),
     "definitions": ("classes and functions on their way; values as bytes", "_definitions _definitions.*"),
     "wire": ("messages on sockets", "wire wire.*"),
@@ -35,7 +35,10 @@ LAYERS = {
     ),
     "executor": ("the seam for engines", "executor placement"),
     "signatures": ("whether values fit a signature", "_annotations _signatures"),
-    "protocol": ("what driver and worker both know", "_bundle worker.batch worker.consequence worker.uses"),
+    "protocol": (
+        "what driver and worker both know",
+        "_bundle _protocol _protocol.* worker.batch worker.consequence worker.uses",
+    ),
     "worker": ("inside a slot", "_processes worker worker.*"),
     "keeper": ("worker processes on a machine that isn't the driver's", "keeper keeper.*"),
     "plugins": ("entry points", "_needs _plugin_group _plugins _strays"),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from colocate._protocol.messages import Where
 from colocate.wire import Packed
-from colocate.worker.batch import Where
 
 _EDGE_BYTES = 64
 

@@ -7,23 +7,13 @@ has the other half.
 
 from __future__ import annotations
 
-import itertools
-import threading
-
-import attrs
-
 from colocate._order import CallOrder
 from colocate._pending import PendingCall
-from colocate.errors import CallCancelled
+from colocate._protocol.messages import CanWithdraw, Decided, Withdraw
+from colocate._requests import Requests
+from colocate.errors import CallCancelled, ColocateError
 
 _ANSWER_WITHIN_S = 1.0  # a rank answers at once, unless it holds the GIL or is stopped: then it has begun something
-
-
-@attrs.define(eq=False)
-class _Question:
-    waiting: set[int]
-    all_can: bool = True
-    answered: threading.Event = attrs.field(factory=threading.Event)
 
 
 class Cancellations:
@@ -31,46 +21,37 @@ class Cancellations:
 
     def __init__(self, order: CallOrder) -> None:
         self._order = order
-        self._tokens = itertools.count(order.link.base + 1)
-        self._asked: dict[int, _Question] = {}
+        self._requests: Requests[int, bool] = Requests(order.link.base)
 
     def cancel(self, call: PendingCall) -> bool:
         """Withdraw a call, if no rank has begun it; whether it was.
 
         Waits for an answer of each rank's receiving thread: not of the lane, which may be busy.
         """
-        order, token = self._order, next(self._tokens)
+        order = self._order
         with order.lock:
             if call.seq not in order.pending:
                 return False
             live = set(order.link.live())
             slots = [slot for slot in call.targets if slot in live]
-            question = self._asked[token] = _Question(set(slots))
-        order.link.send(slots, ("withdraw", token, call.seq))
-        if slots:
-            question.answered.wait(_ANSWER_WITHIN_S)
+            request = self._requests.open(slots)
+        order.link.send(slots, Withdraw(request.token, call.seq))
+        request.wait(_ANSWER_WITHIN_S)
+        self._requests.drop(request)
         with order.lock:
-            del self._asked[token]
-            drop = question.all_can and not question.waiting and call.seq in order.pending
-            order.link.send(slots, ("decided", token, call.seq, drop))
+            can = request.error is None and not request.owing and all(request.answers.values())
+            drop = can and call.seq in order.pending
+            order.link.send(slots, Decided(request.token, call.seq, drop))
             if drop:
                 order.drop(call, CallCancelled(f"{call.label} was cancelled before any rank had begun it"))
             return drop
 
-    def answered(self, slot: int, token: int, can: bool) -> None:
-        """A rank has said whether it can do without a call."""
-        with self._order.lock:
-            question = self._asked.get(token)
-            if question is None:
-                return
-            question.waiting.discard(slot)
-            question.all_can = question.all_can and can
-            if not can or not question.waiting:
-                question.answered.set()
+    def answered(self, slot: int, answer: CanWithdraw) -> None:
+        """A rank has said whether it can do without a call; one that can't decides it."""
+        request = self._requests.answered(answer.token, slot, answer.can)
+        if request is not None and not answer.can:
+            self._requests.drop(request)
 
     def gone(self, slot: int) -> None:
         """A rank has ended: its group fails, and what is asked with it."""
-        for question in list(self._asked.values()):
-            if slot in question.waiting:
-                question.all_can = False
-                question.answered.set()
+        self._requests.gone(slot, ColocateError(f"worker {slot} has ended"))

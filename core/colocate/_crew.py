@@ -15,6 +15,8 @@ from colocate._method_spec import MethodSpec
 from colocate._order import CallOrder
 from colocate._owned import Owned, raise_together
 from colocate._pending import PendingCall
+from colocate._protocol import messages
+from colocate._protocol.message import Message
 from colocate._questions import Questions, Tell
 from colocate._residents import Residents
 from colocate._restart import Restartable, Restarts
@@ -125,17 +127,17 @@ class Crew(Restartable):
         source = Source(call.keep, self.name, role.slots, ranks, spec.collect, call.label, self.generation)
         return Kept(source, call, call.line)
 
-    def send(self, slots: Sequence[int], head: tuple[Any, ...], body: Any = None) -> None:
+    def send(self, slots: Sequence[int], message: Message, body: Any = None) -> None:
         """Send one message to some workers."""
         executor = self.services.executor
         if body is not None:
             self.taught.before(slots, (body,))
-        frame = executor.frame(head, body)
+        frame = executor.frame(message.head(), body)
         for slot in slots:
             self.workforce.workers[slot].host.send(frame)
         executor.discard(frame)
 
-    def teller(self) -> Callable[[int, tuple[Any, ...]], None]:
+    def teller(self) -> Callable[[int, Message], None]:
         """What sends a message to one worker of this generation, if it runs."""
         return self.workforce.tell
 
@@ -169,16 +171,16 @@ class Crew(Restartable):
         """A worker runs."""
         self.workforce.said_hello(worker)
 
-    def done(self, slot: int, seq: int, rows: int | None, start: float, end: float, size: Any, body: Any) -> None:
+    def done(self, slot: int, done: messages.Done, body: Any) -> None:
         """A rank has finished a call."""
-        if seq == 0:
+        if done.seq == 0:
             self.workforce.built(slot, None)
             return
-        self.order.done(slot, seq, rows, start, end, size if body is None else body)
+        self.order.done(slot, done, body)
 
-    def heard(self, worker: Worker, head: tuple[Any, ...], body: Any) -> None:
+    def heard(self, worker: Worker, message: Message, body: Any) -> None:
         """A worker has said something that isn't about itself."""
-        _HEARD[head[0]](self, worker, head, body)
+        _HEARD[type(message)](self, worker, message, body)
 
     def broken(self, worker: Worker, reason: str) -> None:
         """A thread that a worker needs has ended."""
@@ -193,51 +195,50 @@ class Crew(Restartable):
         self.cancellations.gone(worker.slot)
         self.workforce.exited(worker)
 
-    def _failed(self, worker: Worker, head: tuple[Any, ...], body: Any) -> None:
-        _, seq, told = head
-        if seq == 0:
-            self.workforce.build_failed(worker.slot, told, body)
-        self.order.failed(worker.slot, seq, told, body)
+    def _failed(self, worker: Worker, failed: messages.Failed, body: Any) -> None:
+        if failed.seq == 0:
+            self.workforce.build_failed(worker.slot, failed.failure, body)
+        self.order.failed(worker.slot, failed, body)
 
-    def _alive(self, worker: Worker, head: tuple[Any, ...], body: Any) -> None:
-        self.order.alive(worker.slot, head[1])
+    def _alive(self, worker: Worker, alive: messages.Alive, body: None) -> None:
+        self.order.alive(worker.slot, alive.number)
 
-    def _held(self, worker: Worker, head: tuple[Any, ...], body: Any) -> None:
-        self.order.held(worker.slot, *head[1:])
+    def _held(self, worker: Worker, held: messages.Held, body: None) -> None:
+        self.order.held(worker.slot, held)
 
-    def _stacks(self, worker: Worker, head: tuple[Any, ...], body: Any) -> None:
-        self.order.stacks.answered(worker.slot, *head[1:])
+    def _stack(self, worker: Worker, stack: messages.Stack, body: None) -> None:
+        self.order.stacks.answered(worker.slot, stack)
 
-    def _can_withdraw(self, worker: Worker, head: tuple[Any, ...], body: Any) -> None:
-        self.cancellations.answered(worker.slot, *head[1:])
+    def _can_withdraw(self, worker: Worker, answer: messages.CanWithdraw, body: None) -> None:
+        self.cancellations.answered(worker.slot, answer)
 
-    def _fetched(self, worker: Worker, head: tuple[Any, ...], body: Any) -> None:
-        self.residents.answered(worker.slot, head, body)
+    def _fetched(self, worker: Worker, fetched: messages.Fetched, body: Any) -> None:
+        self.residents.answered(worker.slot, fetched, body)
 
-    def _ask(self, worker: Worker, head: tuple[Any, ...], body: Any) -> None:
-        self.questions.asked(worker, *head[1:])
+    def _ask(self, worker: Worker, asked: messages.Ask, body: None) -> None:
+        self.questions.asked(worker, asked)
 
-    def _define(self, worker: Worker, head: tuple[Any, ...], body: Any) -> None:
-        _, ids, names = head
-        self.taught.told(worker, ids, names, body)
+    def _define(self, worker: Worker, definitions: messages.Define, body: Any) -> None:
+        self.taught.told(worker, definitions, body)
 
-    def _undefined(self, worker: Worker, head: tuple[Any, ...], body: Any) -> None:
-        self.taught.lost(worker, *head[1:])
+    def _undefined(self, worker: Worker, lost: messages.Undefined, body: None) -> None:
+        self.taught.lost(worker, lost)
 
-    def _locate(self, group: str, slot: int, generation: int, tell: Tell) -> None:
+    def _locate(self, asked: messages.WhereIs, tell: Tell) -> None:
         """Tell where a worker of some group is reached."""
+        group = asked.group
         found = self.home.others().get(group)
         if found is None or not found.alive:
             tell(None, f"group {group!r} is closed")
             return
-        if found.generation != generation:
+        if found.generation != asked.generation:
             tell(None, f"group {group!r} has been restarted")
             return
 
         def located(address: str | None) -> None:
-            tell(address, None if address is not None else f"worker {slot} of group {group!r} is gone")
+            tell(address, None if address is not None else f"worker {asked.slot} of group {group!r} is gone")
 
-        found.workforce.workers[slot].locate(located)
+        found.workforce.workers[asked.slot].locate(located)
 
     # -- its state
 
@@ -317,7 +318,7 @@ class Crew(Restartable):
     def wind_down(self, grace: float, deadline: float) -> None:
         """Have its workers begin nothing any more, and tell the calls that run that nobody waits for them."""
         if self.state == "ready":
-            self.send(self.live(), ("stop",))
+            self.send(self.live(), messages.Stop())
         self.workforce.wind_down(grace, deadline)
 
     def hurry(self) -> None:
@@ -382,14 +383,14 @@ class Crew(Restartable):
         return f"group {self.name!r} was closed, and this had gone wrong"
 
 
-_HEARD: dict[str, Callable[[Crew, Worker, tuple[Any, ...], Any], None]] = {
-    "failed": Crew._failed,
-    "alive": Crew._alive,
-    "held": Crew._held,
-    "stacks": Crew._stacks,
-    "can_withdraw": Crew._can_withdraw,
-    "fetched": Crew._fetched,
-    "ask": Crew._ask,
-    "define": Crew._define,
-    "undefined": Crew._undefined,
+_HEARD: dict[type[Message], Callable[[Crew, Worker, Any, Any], None]] = {
+    messages.Failed: Crew._failed,
+    messages.Alive: Crew._alive,
+    messages.Held: Crew._held,
+    messages.Stack: Crew._stack,
+    messages.CanWithdraw: Crew._can_withdraw,
+    messages.Fetched: Crew._fetched,
+    messages.Ask: Crew._ask,
+    messages.Define: Crew._define,
+    messages.Undefined: Crew._undefined,
 }

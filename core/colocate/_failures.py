@@ -11,6 +11,7 @@ from colocate._lines import at
 from colocate._link import Link
 from colocate._off_main import off_main
 from colocate._pending import PendingCall
+from colocate._protocol.messages import Failure
 from colocate._rebuilding import NotRebuilt, rebuilding
 from colocate.errors import (
     CallTimeout,
@@ -37,11 +38,11 @@ _OWN_WORDS = _names(CapabilityError, DispatchError, RoleError, SerializationErro
 _OF_A_CALL = ("group", "role", "method", "rank", "node", "remote_traceback", "called_at")
 
 
-def failure_error(link: Link, call: PendingCall, slot: int, told: tuple[Any, ...], body: Any) -> ColocateError:
+def failure_error(link: Link, call: PendingCall, slot: int, failure: Failure, body: Any) -> ColocateError:
     """The error for a call that raised on a rank."""
-    kind, text, trace, host, _secondary, role, unmade = told
+    kind, text, role = failure.type, failure.text, failure.role
     rank = call.rank_of(slot)
-    if host and kind in _OWN_WORDS and isinstance(own := _original(link, body, kind, text), ColocateError):
+    if failure.host and kind in _OWN_WORDS and isinstance(own := _original(link, body, kind, text), ColocateError):
         # Arguments that don't fit, a value written into, a result that can't be sent: colocate's words are the error.
         found = copy.copy(own)
         found.group, found.role, found.method, found.rank = link.name, role or call.role or None, call.method, rank
@@ -53,8 +54,8 @@ def failure_error(link: Link, call: PendingCall, slot: int, told: tuple[Any, ...
     states = _states(call, slot) if call.method != "__init__" else ""
     follows = kind in _CONSEQUENCES  # the role hasn't raised it: it says what kept the role from going on
     how = "was given up" if follows else f"raised {kind}"
-    if unmade is not None:
-        how, text = "could not begin", f"{unmade} can't be rebuilt there: {kind}: {text}"
+    if failure.unmade is not None:
+        how, text = "could not begin", f"{failure.unmade} can't be rebuilt there: {kind}: {text}"
     error = RoleError(
         f"{where} {how} on rank {rank} of group {link.name!r} (node {link.node(slot)}): {text}{states}",
         group=link.name,
@@ -62,7 +63,7 @@ def failure_error(link: Link, call: PendingCall, slot: int, told: tuple[Any, ...
         method=call.method,
         rank=rank,
         node=link.node(slot),
-        remote_traceback=trace,
+        remote_traceback=failure.traceback,
         called_at=_line(call),
     )
     if not follows:  # unpickled later, not on this thread, which reads all connections

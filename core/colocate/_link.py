@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from colocate._owned import Owned
+from colocate._protocol.message import Message
 from colocate._services import Services
 from colocate.errors import ColocateError
 
@@ -35,11 +36,11 @@ class Link(Owned, abc.ABC):
         self.failure: ColocateError | None = None
 
     @abc.abstractmethod
-    def send(self, slots: Sequence[int], head: tuple[Any, ...], body: Any = None) -> None:
+    def send(self, slots: Sequence[int], message: Message, body: Any = None) -> None:
         """Send one message to some workers."""
 
     @abc.abstractmethod
-    def teller(self) -> Callable[[int, tuple[Any, ...]], None]:
+    def teller(self) -> Callable[[int, Message], None]:
         """What sends a message to one worker of this generation, if it runs."""
 
     @abc.abstractmethod

@@ -8,7 +8,6 @@ rank which had begun it; everything else goes on. A rank that doesn't come back 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -17,6 +16,7 @@ from colocate._failures import failure_error, hung_error, later_error, timeout_e
 from colocate._jobs import Timer
 from colocate._link import Link
 from colocate._pending import PendingCall
+from colocate._protocol import messages
 from colocate._stacks import StackQuestions, Stacks
 from colocate.errors import ColocateError, RoleError
 from colocate.worker.consequence import POISONED
@@ -107,27 +107,28 @@ class CallOrder:
 
     # -- what workers say
 
-    def done(self, slot: int, seq: int, rows: int | None, start: float, end: float, body: Any) -> None:
+    def done(self, slot: int, done: messages.Done, body: Any) -> None:
         """A rank has finished a call."""
         with self.lock:
-            call = self.pending.get(seq)
+            call = self.pending.get(done.seq)
             if call is None:  # it has failed elsewhere already
                 return
             index = call.index_of(slot)
-            call.bodies[index] = body
-            call.rows[index] = rows
-            call.spans.append((index, start, end))
+            call.bodies[index] = done.size if body is None else body
+            call.rows[index] = done.rows
+            call.spans.append((index, done.start, done.end))
             call.remaining -= 1
             if call.remaining == 0:
                 self._end(call)
                 call._settle(call.bodies, call._joiner)
 
-    def failed(self, slot: int, seq: int, told: tuple[Any, ...], body: Any) -> None:
+    def failed(self, slot: int, failed: messages.Failed, body: Any) -> None:
         """A call has raised on a rank, which has stopped itself."""
         with self.lock:
+            seq, failure = failed.seq, failed.failure
             call = self.pending.get(seq)
             hold = self._hold
-            if told[4] and self.link.closed_by is not None:
+            if failure.secondary and self.link.closed_by is not None:
                 return  # it is the end of the group that has broken what the call waited for, and that is told to all
             if call is None and hold is None:
                 # Its caller has been told already (another rank failed first, and that hold is over).
@@ -139,15 +140,15 @@ class CallOrder:
                 return
             call.spans.append((call.index_of(slot), 0.0, 0.0))
             poison = call.poison()
-            error = poison or failure_error(self.link, call, slot, told, body)
+            error = poison or failure_error(self.link, call, slot, failure, body)
             hold.withdrawn.add(seq)
             self._lower(hold, seq)
-            if told[4] and hold.root is None and poison is None:
+            if failure.secondary and hold.root is None and poison is None:
                 # A lost connection or resident is a consequence: its cause is on its way, as a failure or as a death.
-                hold.patient = hold.patient or told[0] == POISONED
+                hold.patient = hold.patient or failure.type == POISONED
                 self._suspect(hold, call, error)
             elif seq > hold.failed and (hold.root or hold.suspected):
-                hold.later.append((call, error, told[4]))
+                hold.later.append((call, error, failure.secondary))
             else:
                 self._tell_root(hold, call, error)
 
@@ -159,21 +160,21 @@ class CallOrder:
                 hold.silent.discard(slot)
                 self._check_suspicion(hold)
 
-    def held(self, slot: int, number: int, begun: int, holders: Sequence[str]) -> None:
+    def held(self, slot: int, held: messages.Held) -> None:
         """A rank is back: it runs nothing and takes up nothing."""
         with self.lock:
             hold = self._hold
-            if hold is None or hold.number != number:
+            if hold is None or hold.number != held.number:
                 return
             hold.waiting.discard(slot)
             hold.silent.discard(slot)
-            if holders:
-                cause = hold.cause()
+            if held.holders:
+                cause, role = hold.cause(), held.holders[0]
                 error = RoleError(
-                    f"group {self.link.name!r} failed: role {holders[0]!r} on slot {slot} still holds the process "
+                    f"group {self.link.name!r} failed: role {role!r} on slot {slot} still holds the process "
                     "group of before the failed call, which is of no use now; ask ctx.process_group() in each call",
                     group=self.link.name,
-                    role=holders[0],
+                    role=role,
                 )
                 error.__cause__ = cause
                 self.link.fail(error)
@@ -213,14 +214,14 @@ class CallOrder:
         self._hold = hold
         hold.timer = self._timers.after(self.link.grace, lambda: self._overdue(hold))
         # To the rank that failed too, which has stopped by itself: another async call may wait there for its peers.
-        self.link.send(live, ("hold", hold.number, failed, cut))
+        self.link.send(live, messages.Hold(hold.number, failed, cut))
         return hold
 
     def _lower(self, hold: _Hold, seq: int) -> None:
         """If this is an earlier call than the one that began the hold: nobody waits for anything from this one on."""
         if seq < hold.failed:
             hold.failed = seq
-            self.link.send(self.link.live(), ("hold", hold.number, seq, False))
+            self.link.send(self.link.live(), messages.Hold(hold.number, seq, False))
 
     def _tell_root(self, hold: _Hold, call: PendingCall, error: ColocateError) -> None:
         if hold.root is None or call.seq <= hold.failed:
@@ -260,7 +261,7 @@ class CallOrder:
             hold.timer.cancel()
         self._resumed = hold.number
         self._hold = None
-        self.link.send(self.link.live(), ("resume", hold.number, sorted(hold.withdrawn)))
+        self.link.send(self.link.live(), messages.Resume(hold.number, sorted(hold.withdrawn)))
 
     def _overdue(self, hold: _Hold) -> None:
         with self.lock:
@@ -307,8 +308,8 @@ class CallOrder:
             else:
                 self._lower(hold, call.seq)
                 live = self.link.live()
-                self.link.send(live, ("cancel", call.seq))
-                self.link.send(live, ("hold", hold.number, hold.failed, True))
+                self.link.send(live, messages.Cancel(call.seq))
+                self.link.send(live, messages.Hold(hold.number, hold.failed, True))
             hold.withdrawn.add(call.seq)
             if hold.suspected is not None and hold.suspected[0].seq < call.seq:
                 self._settle_suspicion(hold)  # a later call is no cause of it

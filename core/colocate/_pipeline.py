@@ -24,8 +24,9 @@ from colocate._numbers import FOREVER_S
 from colocate._off_main import off_main
 from colocate._owned import forks
 from colocate._pending import PendingCall
+from colocate._protocol import messages
+from colocate._protocol.message import Head
 from colocate.errors import ColocateError, PipelineError
-from colocate.worker.batch import Entry
 
 
 @attrs.define(eq=False)
@@ -189,7 +190,7 @@ def _send(drafts: Sequence[Draft]) -> None:
                 if frame is None or same != last:
                     if frame is not None:
                         executor.discard(frame)
-                    frame, last = executor.frame(*_message(lot, frees)), same
+                    frame, last = executor.frame(*_batch(lot, frees)), same
                 sent.append(slot)
                 workers[slot].host.send(frame)
             if frame is not None:
@@ -216,15 +217,15 @@ def _is_lost(draft: Draft) -> bool:
     return draft.call.done()
 
 
-def _message(lot: Sequence[tuple[Draft, int]], frees: Sequence[int]) -> tuple[tuple[Any, ...], Any]:
-    """One message for all calls of one worker."""
+def _batch(lot: Sequence[tuple[Draft, int]], frees: Sequence[int]) -> tuple[Head, Any]:
+    """One message for all calls of one worker: its head and body."""
     wheres, body = together([draft.bodies[index] for draft, index in lot])
-    entries: list[Entry] = []
+    calls = []
     for (draft, index), where in zip(lot, wheres, strict=True):
-        call = draft.call
-        head = ("call", call.seq, draft.role, draft.method, call.keep, draft.valid[index], bool(call.uses), ())
-        entries.append((head, where))
-    return ("batch", tuple(frees), entries), body
+        call, valid = draft.call, draft.valid[index]
+        message = messages.Call(call.seq, draft.role, draft.method, call.keep, valid, bool(call.uses), ())
+        calls.append((message, where))
+    return messages.Batch(tuple(frees), calls).head(), body
 
 
 _open: ContextVar[Pipeline | None] = ContextVar("colocate_pipeline", default=None)

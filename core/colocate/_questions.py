@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import attrs
 
 from colocate._order import CallOrder
+from colocate._protocol import messages
 from colocate._taught import Taught
 from colocate._worker import Worker
 
@@ -15,8 +16,8 @@ if TYPE_CHECKING:
     from colocate._pending import PendingCall
 
 Tell: TypeAlias = Callable[[Any, str | None], None]
-Locate: TypeAlias = Callable[[str, int, int, Tell], None]
-"""Tells where a worker is reached: of a group by name, a slot, a generation."""
+Locate: TypeAlias = Callable[[messages.WhereIs, Tell], None]
+"""Tells where a worker is reached."""
 
 
 @attrs.define
@@ -36,52 +37,47 @@ class Questions:
         self._locate = locate
         self._meetings: dict[str, _Meeting] = {}
 
-    def asked(self, worker: Worker, token: int, what: str, *details: Any) -> None:
+    def asked(self, worker: Worker, asked: messages.Ask) -> None:
         """A worker has asked something."""
 
         def tell(answer: Any, error: str | None = None) -> None:
-            worker.send(("answer", token, answer, error))
+            worker.send(messages.Answer(asked.token, answer, error))
 
-        if what == "locate":
-            group, slot, generation = details
-            self._locate(group, slot, generation, tell)
-            return
-        if what == "aligned":
-            seq, key, others = details
-            self._aligned(seq, key, others, tell)
-            return
-        if what in ("definitions", "module", "modules"):
-            self._taught.asked(worker, what, details[0], tell)
-            return
-        if what == "heard":  # all that it has said before
-            tell(None)
-            return
-        key, members, value = details
-        self._meet(key, members, value, tell)
+        match asked.question:
+            case messages.WhereIs() as question:
+                self._locate(question, tell)
+            case messages.Aligned() as question:
+                self._aligned(question, tell)
+            case messages.HeardAll():
+                tell(None)
+            case messages.Meet() as question:
+                self._meet(question, tell)
+            case question:
+                self._taught.asked(worker, question, tell)
 
-    def _meet(self, key: str, members: int, value: Any, tell: Tell) -> None:
+    def _meet(self, asked: messages.Meet, tell: Tell) -> None:
         """Tell all members the value that one of them has brought, once all are there.
 
         Nobody comes any more once the call has failed: then the hold ends the wait in the worker.
         """
         with self._order.lock:
-            meeting = self._meetings.setdefault(key, _Meeting())
+            meeting = self._meetings.setdefault(asked.board, _Meeting())
             meeting.there.append(tell)
-            if value is not None:
-                meeting.value = value
-            if len(meeting.there) == members:
-                del self._meetings[key]
+            if asked.value is not None:
+                meeting.value = asked.value
+            if len(meeting.there) == asked.members:
+                del self._meetings[asked.board]
                 for told in meeting.there:
                     told(meeting.value, None)
 
-    def _aligned(self, seq: int, key: int, others: Sequence[int], tell: Tell) -> None:
+    def _aligned(self, asked: messages.Aligned, tell: Tell) -> None:
         """Which of the other residents that a call uses have the partition of the first, once all of them are made."""
-        call = self._order.pending.get(seq)
+        call = self._order.pending.get(asked.seq)
         uses = {use._kept.source.key: use._kept for use in call.uses} if call is not None else {}
-        if key not in uses:
+        if asked.key not in uses:
             tell(None, "the call has failed on another rank")
             return
-        kept = [uses[key], *(uses[other] for other in others)]
+        kept = [uses[asked.key], *(uses[other] for other in asked.others)]
 
         def answer() -> None:
             failed = next((each.call._error for each in kept if each.call._error is not None), None)
@@ -89,7 +85,7 @@ class Questions:
                 tell(None, f"{type(failed).__name__}: {failed}")
                 return
             sizes = [each.sizes() for each in kept]
-            tell([other for other, own in zip(others, sizes[1:], strict=True) if own == sizes[0]], None)
+            tell([other for other, own in zip(asked.others, sizes[1:], strict=True) if own == sizes[0]], None)
 
         left = [each.call for each in kept if not each.call.done()]
         waiting = len(left)

@@ -27,6 +27,7 @@ from colocate._off_main import off_main
 from colocate._order import CallOrder
 from colocate._owned import Owned
 from colocate._pending import PendingCall
+from colocate._protocol.messages import Fetched, Free
 from colocate._resident import ResidentSpec
 from colocate.errors import ClosedError, ColocateError
 
@@ -244,7 +245,7 @@ class Residents(Leases):
             keys = self.take()
             try:
                 if keys:
-                    self.link.send(self.link.live(), ("free", keys))
+                    self.link.send(self.link.live(), Free(keys))
             except (OSError, MemoryError):  # no descriptor or memory is left just now; a call will tell
                 self.put_back(keys)
         self._flush_later()
@@ -276,7 +277,7 @@ class Residents(Leases):
         try:
             return self._fetches.get([kept.source.slot(rank) for rank in ranks], kept.source.key, contents, deadline)
         except Refused as refused:
-            raise failure_error(self.link, kept.call, refused.slot, refused.told, refused.body) from None
+            raise failure_error(self.link, kept.call, refused.slot, refused.failure, refused.body) from None
         finally:
             self.end_use(kept)
 
@@ -300,9 +301,9 @@ class Residents(Leases):
             return [_batch.rows(self.fetch(kept), f"the resident of {source.label}")]
         return kept.sizes()
 
-    def answered(self, slot: int, head: tuple[Any, ...], body: Any) -> None:
+    def answered(self, slot: int, fetched: Fetched, body: Any) -> None:
         """A worker has sent a part."""
-        self._fetches.answered(slot, head, body)
+        self._fetches.answered(slot, fetched, body)
 
     def fail(self, error: ColocateError) -> None:
         """No part will come any more."""

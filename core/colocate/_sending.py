@@ -22,6 +22,7 @@ from colocate._off_main import hand_over, off_main, on_main
 from colocate._on_driver import lives_on_driver
 from colocate._pending import PendingCall
 from colocate._pipeline import Draft, recording, refuse_unsent
+from colocate._protocol import messages
 from colocate._resident import Resident
 from colocate._role_info import RoleInfo
 from colocate._services import Services
@@ -169,8 +170,8 @@ def _send_call(
                 if frame is not None:
                     executor.discard(frame)
                 last = (id(arguments), valid)
-                head = ("call", seq, role.key, call.method, call.keep, valid, bool(lent), frees)
-                frame = executor.frame(head, bodies[id(arguments)])
+                message = messages.Call(seq, role.key, call.method, call.keep, valid, bool(lent), frees)
+                frame = executor.frame(message.head(), bodies[id(arguments)])
             sent.append(slot)
             workers[slot].host.send(frame)
     except BaseException:

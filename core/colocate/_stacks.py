@@ -10,6 +10,8 @@ import attrs
 
 from colocate._jobs import JobThread
 from colocate._link import Link
+from colocate._protocol.messages import AskStack, Stack
+from colocate._requests import Request, Requests
 
 WITHIN_S = 0.5
 _SILENT_AFTER_S = 0.1  # then a rank is looked at from outside; it may still answer
@@ -35,15 +37,6 @@ class Stacks:
         return self.told.get(slot) or self.seen.get(slot) or NO_ANSWER
 
 
-@attrs.frozen(eq=False)
-class _Question:
-    """Ranks that have been asked, who still owes an answer, and whom it is for."""
-
-    waiting: set[int]
-    then: Callable[[Stacks], None]
-    found: Stacks = attrs.field(factory=Stacks)
-
-
 class StackQuestions:
     """Those to the ranks of one group.
 
@@ -54,57 +47,42 @@ class StackQuestions:
     def __init__(self, link: Link, timers: JobThread, lock: threading.RLock) -> None:
         self.ran: dict[int, tuple[int, ...]] = {}
         self._link, self._timers, self._lock = link, timers, lock
-        self._asked: dict[int, _Question] = {}
-        self._token = link.base
+        self._requests: Requests[int, str] = Requests(link.base)
 
     def ask(self, slots: list[int], then: Callable[[Stacks], None]) -> None:
         """Ask some ranks; the answer comes on the timers' thread, in a bounded time."""
+        found = Stacks()
+
+        def over() -> None:
+            found.told.update(request.answers)
+            self._timers.soon(lambda: then(found))
+
         with self._lock:
             live = set(self._link.live())
             asked = [slot for slot in slots if slot in live]
-            self._token += 1
-            token = self._token
-            if not asked:
-                self._timers.soon(lambda: then(Stacks()))
-                return
-            self._asked[token] = _Question(set(asked), then)
-            self._timers.after(_SILENT_AFTER_S, lambda: self._look_at_silent(token))
-            self._timers.after(WITHIN_S, lambda: self._stop_asking(token))
-            self._link.send(asked, ("stack", token))
+            request = self._requests.open(asked)
+            request.then(over)
+            if asked:
+                self._timers.after(_SILENT_AFTER_S, lambda: self._look_at(request, found))
+                self._timers.after(WITHIN_S, lambda: self._requests.drop(request))
+                self._link.send(asked, AskStack(request.token))
 
-    def answered(self, slot: int, token: int, text: str, running: tuple[int, ...]) -> None:
+    def answered(self, slot: int, answer: Stack) -> None:
         """A rank has said what it is doing."""
         with self._lock:
-            self.ran[slot] = running
-            asked = self._asked.get(token)
-            if asked is None:
-                return
-            asked.found.told[slot] = text
-            asked.waiting.discard(slot)
-            if not asked.waiting:
-                del self._asked[token]
-                self._timers.soon(lambda: asked.then(asked.found))
+            self.ran[slot] = answer.running
+        self._requests.answered(answer.token, slot, answer.text)
 
     def renew(self) -> None:
         """Begin anew with other workers. The lock is held."""
-        self._asked.clear()
+        self._requests = Requests(self._link.base)
         self.ran.clear()
 
-    def _look_at_silent(self, token: int) -> None:
-        with self._lock:
-            asked = self._asked.get(token)
-            silent = list(asked.waiting) if asked is not None else []
-        for slot in silent:
-            self._link.look(slot, partial(self._seen, token, slot))
+    def _look_at(self, request: Request[int, str], found: Stacks) -> None:
+        def seen(slot: int, what: str | None) -> None:
+            if what is not None:
+                found.seen[slot] = what
 
-    def _seen(self, token: int, slot: int, what: str | None) -> None:
-        with self._lock:
-            asked = self._asked.get(token)
-            if asked is not None and what is not None:
-                asked.found.seen[slot] = what
-
-    def _stop_asking(self, token: int) -> None:
-        with self._lock:
-            asked = self._asked.pop(token, None)
-        if asked is not None:
-            asked.then(asked.found)
+        if not request.over:
+            for slot in request.owing:
+                self._link.look(slot, partial(seen, slot))

@@ -12,9 +12,11 @@ from colocate._definitions import known, sources, subclasses
 from colocate._definitions.codec import pack
 from colocate._definitions.given import Given
 from colocate._definitions.known import Definition, Global, Need
-from colocate._definitions.lots import Inbox, Lot, Names, Receiver
+from colocate._definitions.lots import Inbox, Lot, Receiver
 from colocate._definitions.reached import reached
 from colocate._link import Link
+from colocate._protocol import messages
+from colocate._protocol.message import Message
 from colocate._role_info import RoleInfo
 from colocate._worker import Worker
 from colocate.errors import ColocateError, SerializationError
@@ -158,7 +160,7 @@ class Taught:
                     subclasses.warn_of_untold(
                         each.object for each in lot.definitions.values() if each.id not in self._held
                     )
-                    made = lacking, lot, executor.frame(("define", lot.ids, lot.names), lot.body)
+                    made = lacking, lot, executor.frame(messages.Define(lot.ids, lot.names).head(), lot.body)
                 self._held.update(made[1].definitions)
                 self._note(made[1])
                 workers[slot].host.send(made[2])
@@ -167,22 +169,22 @@ class Taught:
             if made is not None:
                 executor.discard(made[2])
 
-    def lost(self, worker: Worker, ids: Iterable[int], names: Iterable[tuple[str | int, str]]) -> None:
+    def lost(self, worker: Worker, lost: messages.Undefined) -> None:
         """A worker couldn't rebuild something of a lot, and has nothing of it: what needs it has it sent again."""
         with self._lock:
-            self._lost |= worker.receiver.lost_all(ids, names)
+            self._lost |= worker.receiver.lost_all(lost.ids, lost.names)
 
-    def told(self, worker: Worker, ids: Sequence[int], names: Names, body: Any) -> None:
+    def told(self, worker: Worker, told: messages.Define, body: Any) -> None:
         """A worker has sent definitions of its own."""
-        worker.receiver.knows.update(ids)
-        self._inbox.put(ids, body, names)
+        worker.receiver.knows.update(told.ids)
+        self._inbox.put(told.ids, body, told.names)
 
-    def asked(self, worker: Worker, what: str, about: Any, tell: Callable[[Any, str | None], None]) -> None:
+    def asked(self, worker: Worker, question: Message, tell: Callable[[Any, str | None], None]) -> None:
         """A worker lacks a definition or a module. A thread of its own answers, for that may import and read."""
 
         def answer() -> None:
             try:
-                found = self._answer(worker, what, about)
+                found = self._answer(worker, question)
             except Exception as error:
                 tell(None, error.message if isinstance(error, ColocateError) else f"{type(error).__name__}: {error}")
             else:
@@ -190,16 +192,17 @@ class Taught:
 
         threading.Thread(target=answer, name="colocate-definitions", daemon=True).start()
 
-    def _answer(self, worker: Worker, what: str, about: Any) -> Any:
-        if what == "module":
-            answer = sources.answer(about)
+    def _answer(self, worker: Worker, question: Message) -> Any:
+        if isinstance(question, messages.Source):
+            answer = sources.answer(question.module)
             self.given.add(sources.contents(answer))
             return {name: attrs.astuple(found) for name, found in answer.items()}
-        if what == "modules":
-            if (why := sources.other_content(about)) is not None:
+        if isinstance(question, messages.Compare):
+            if (why := sources.other_content(question.modules)) is not None:
                 raise ColocateError(why)
             return sources.shadowing()
-        definition = known.find(about)
+        assert isinstance(question, messages.Missing)
+        definition = known.find(question.id)
         with self._lock:
             self._give([worker.slot], [definition])
         return None

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import attrs
 
 from colocate._definitions.lots import Receiver
+from colocate._protocol import messages
+from colocate._protocol.message import Head, Message, read
+from colocate._requests import Request, Requests
 from colocate._services import Services
+from colocate.errors import EngineError
 from colocate.executor import Boot, Exit, Host
 from colocate.worker.output import split_label
 
@@ -23,10 +27,10 @@ class WorkerEvents(Protocol):
     def said_hello(self, worker: Worker) -> None:
         """It runs."""
 
-    def done(self, slot: int, seq: int, rows: int | None, start: float, end: float, size: Any, body: Any) -> None:
+    def done(self, slot: int, done: messages.Done, body: Any) -> None:
         """A rank has finished a call."""
 
-    def heard(self, worker: Worker, head: tuple[Any, ...], body: Any) -> None:
+    def heard(self, worker: Worker, message: Message, body: Any) -> None:
         """It has said anything else that isn't about itself."""
 
     def broken(self, worker: Worker, reason: str) -> None:
@@ -74,14 +78,14 @@ class Worker:
     slot: int
     boot: Boot
     host: Host = NOT_LAUNCHED
-    hello: dict[str, Any] | None = None
+    hello: Mapping[str, Any] | None = None
     exit: Exit | None = None
     lane_ended: bool = False
     receiver: Receiver = attrs.field(factory=lambda: Receiver("is given it"))
-    progress: dict[str | None, tuple[int, int | None]] = attrs.field(factory=dict)
+    progress: dict[str | None, tuple[float, float | None]] = attrs.field(factory=dict)
     _tail: deque[str] = attrs.field(factory=lambda: deque(maxlen=_TAIL_LINES))
-    _address: str | None = None
-    _asking: list[Callable[[str | None], None]] = attrs.field(factory=list)
+    _questions: Requests[int, str | None] = attrs.field(factory=Requests[int, "str | None"])
+    _where: Request[int, str | None] | None = None
 
     @property
     def pid(self) -> int | None:
@@ -98,24 +102,23 @@ class Worker:
             return "exited"
         return "running" if self.hello is not None else "starting"
 
-    def send(self, head: tuple[Any, ...]) -> None:
+    def send(self, message: Message) -> None:
         """Send a message of its own to this worker."""
         if self.exit is None:
             executor = self.services.executor
-            frame = executor.frame(head)
+            frame = executor.frame(message.head())
             self.host.send(frame)
             executor.discard(frame)
 
-    def received(self, head: tuple[Any, ...], body: Any) -> None:
+    def received(self, head: Head, body: Any) -> None:
         """A message from the worker."""
-        kind = head[0]
-        if kind == "done":
-            _, seq, rows, start, end, size = head
-            self.events.done(self.slot, seq, rows, start, end, size, body)
-        elif (own := _OWN.get(kind)) is not None:
-            own(self, head)
+        message = read(head)
+        if isinstance(message, messages.Done):
+            self.events.done(self.slot, message, body)
+        elif (own := _OWN.get(type(message))) is not None:
+            own(self, message)
         else:
-            self.events.heard(self, head, body)
+            self.events.heard(self, message, body)
 
     def logged(self, line: str) -> None:
         """A line of its output: shown with the role and rank that printed it, where that is known."""
@@ -128,48 +131,41 @@ class Worker:
         """It is gone."""
         tail = "\n".join(self._tail) or None
         self.exit = exit = attrs.evolve(exit, log_tail=exit.log_tail or tail)
-        asking, self._asking = self._asking, []
-        for tell in asking:
-            tell(None)
+        self._questions.fail_all(EngineError("the worker has ended"))
         self.events.exited(self)
 
     def locate(self, then: Callable[[str | None], None]) -> None:
         """Find out where other workers reach it; None when it is gone."""
         with self.lock:
-            if self._address is None and self.exit is None:
-                self._asking.append(then)
-                if len(self._asking) == 1:
-                    self.send(("listen",))
-                return
-        then(self._address if self.exit is None else None)
+            asked = self._where
+            if asked is None:
+                asked = self._where = self._questions.open([self.slot])
+                self.send(messages.Listen())
+        asked.then(lambda: then(asked.answers.get(self.slot) if self.exit is None else None))
 
-    def _said_hello(self, head: tuple[Any, ...]) -> None:
-        self.hello = head[1]
+    def _said_hello(self, hello: messages.Hello) -> None:
+        self.hello = hello.facts
         self.events.said_hello(self)
 
-    def _said_address(self, head: tuple[Any, ...]) -> None:
-        with self.lock:
-            self._address = head[1]
-            asking, self._asking = self._asking, []
-        for tell in asking:
-            tell(self._address)
+    def _said_address(self, found: messages.Address) -> None:
+        assert self._where is not None
+        self._questions.answered(self._where.token, self.slot, found.address)
 
-    def _progress(self, head: tuple[Any, ...]) -> None:
-        _, role, done, total = head
-        self.progress[role] = done, total
+    def _progress(self, progress: messages.Progress) -> None:
+        self.progress[progress.role] = progress.done, progress.total
 
-    def _broken(self, head: tuple[Any, ...]) -> None:
-        self.events.broken(self, head[1])
+    def _broken(self, message: messages.Broken) -> None:
+        self.events.broken(self, message.reason)
 
-    def _closed(self, head: tuple[Any, ...]) -> None:
+    def _closed(self, message: messages.Closed) -> None:
         self.lane_ended = True
         self.events.lane_ended(self)
 
 
-_OWN: dict[str, Callable[[Worker, tuple[Any, ...]], None]] = {
-    "hello": Worker._said_hello,
-    "address": Worker._said_address,
-    "progress": Worker._progress,
-    "broken": Worker._broken,
-    "closed": Worker._closed,
+_OWN: dict[type[Message], Callable[[Worker, Any], None]] = {
+    messages.Hello: Worker._said_hello,
+    messages.Address: Worker._said_address,
+    messages.Progress: Worker._progress,
+    messages.Broken: Worker._broken,
+    messages.Closed: Worker._closed,
 }

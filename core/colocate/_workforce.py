@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-import platform
 import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import colocate
 from colocate._failures import broken_error, death_error, failure_error, worker_error
 from colocate._jobs import Timer
 from colocate._link import Link
 from colocate._order import CallOrder
 from colocate._pending import PendingCall
+from colocate._protocol import messages, versions
+from colocate._protocol.message import Message
 from colocate._spawn import BuildErrors, Declared, builds
 from colocate._stacks import WITHIN_S, Stacks
 from colocate._worker import NOT_LAUNCHED, Worker, WorkerEvents
@@ -106,7 +106,7 @@ class Workforce:
             live = link.live()
             restored = None if checkpoint is None else str(checkpoint)
             self._building_since = time.time()
-            link.send(live, ("build", 0, link.generation, declared.default_role, restored), body)
+            link.send(live, messages.Build(link.generation, declared.default_role, restored), body)
             self._wait(lambda: not self._unbuilt or self._build_failed, deadline)
             if self._build_failed:
                 # The others are told by a hold, and have as long as after any failed call.
@@ -170,11 +170,13 @@ class Workforce:
                 self._news.notify_all()
             self._came(slot, self._unbuilt)
 
-    def build_failed(self, slot: int, told: tuple[Any, ...], body: Any) -> None:
+    def build_failed(self, slot: int, failure: messages.Failure, body: Any) -> None:
         """A constructor has raised."""
-        role = told[5]
-        call = PendingCall(f"the constructor of {role}", role, "__init__", [worker.slot for worker in self.workers])
-        self.built(slot, failure_error(self._link, call, slot, told, body))
+        role = failure.role
+        call = PendingCall(
+            f"the constructor of {role}", role or "", "__init__", [worker.slot for worker in self.workers]
+        )
+        self.built(slot, failure_error(self._link, call, slot, failure, body))
 
     def said_hello(self, worker: Worker) -> None:
         """A worker runs."""
@@ -205,13 +207,10 @@ class Workforce:
         return worker_error(self._link, worker.slot, worker.pid, f"{what} in time")
 
     def _check_versions(self) -> None:
-        here = {"python": platform.python_version().rpartition(".")[0], "colocate": colocate.__version__}
+        here = versions.facts()
         for worker in self.workers:
-            for what, version in here.items():
-                there = (worker.hello or here)[what]
-                if there != version:
-                    words = f"has {what} {there}, the driver {version}: install the same in both"
-                    self.built(worker.slot, worker_error(self._link, worker.slot, worker.pid, words))
+            if (words := versions.difference(here, worker.hello or here)) is not None:
+                self.built(worker.slot, worker_error(self._link, worker.slot, worker.pid, words))
 
     def _wait(self, ready: Callable[[], bool], deadline: float | None) -> bool:
         with self._news:
@@ -244,9 +243,9 @@ class Workforce:
 
     # -- while it runs
 
-    def tell(self, slot: int, head: tuple[Any, ...]) -> None:
+    def tell(self, slot: int, message: Message) -> None:
         """Send a message to one worker."""
-        self.workers[slot].send(head)
+        self.workers[slot].send(message)
 
     def broken(self, worker: Worker, reason: str) -> None:
         """A thread that a worker needs has ended, and the worker with it."""
@@ -312,7 +311,7 @@ class Workforce:
                 if worker.host is NOT_LAUNCHED:  # its start was given up: nothing will come of it
                     self._came(worker.slot, self._busy, self._living)
         try:
-            link.send(link.live(), ("close", f"group {link.name!r} is closing"))
+            link.send(link.live(), messages.Close(f"group {link.name!r} is closing"))
             errors += self._wait_for_lanes(grace)
             hung = self._awaited(self._busy)
             for worker in hung:  # first: others may wait for it, or for the processor that it keeps busy

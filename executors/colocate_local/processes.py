@@ -10,7 +10,7 @@ from typing import Any
 from colocate import wire
 from colocate.executor import Boot, Exit, Host, HostEvents, Node, OwnProcess, Place, Running
 from colocate.gpus import shown
-from colocate.keeper import AFTER_LANE_S, Launcher, WorkerProcess, below_this, left_by
+from colocate.keeper import AFTER_LANE_S, Launcher, WorkerProcess, below_this, first_message, left_by
 from colocate_local.local import Local
 
 
@@ -88,7 +88,7 @@ class ProcessHost(Host):
             ours.close()
             raise
         self.pid = self._process.pid
-        self._lane.send(("boot",), wire.pack(self.boot))
+        self._lane.send(*first_message(self.boot))
 
     def give_up(self) -> None:
         """End what a start that failed, or that nobody has waited for, may have left. On the launching thread."""

@@ -90,7 +90,7 @@ class ThreadHost(Host):
 
     def start(self) -> None:
         """Say hello."""
-        self._say(("hello", hello()), None)
+        self._say(hello(), None)
 
     def _say(self, head: tuple[Any, ...], body: Any) -> None:
         if not self._over:

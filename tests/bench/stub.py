@@ -6,6 +6,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from colocate._protocol import messages
+from colocate._protocol.message import read
 from colocate.executor import Boot, Executor, Exit, Host, HostEvents, Node, Place, Request, Reservation, Running
 from colocate.worker.service import hello
 
@@ -18,7 +20,6 @@ class StubExecutor(Executor):
     def __init__(self) -> None:
         """Connect to nothing."""
         self._running: dict[str, StubHost] = {}
-        self._hello = ("hello", hello())
 
     def nodes(self) -> Sequence[Node]:
         """The one node."""
@@ -31,7 +32,7 @@ class StubExecutor(Executor):
     def launch(self, place: Place, boot: Boot, events: HostEvents) -> Host:
         """A host that has said hello."""
         host = self._running[boot.worker] = StubHost(self, boot, events)
-        events.received(self._hello, None)
+        events.received(hello(), None)
         return host
 
     def frame(self, head: tuple[Any, ...], body: Any = None) -> Any:
@@ -68,15 +69,19 @@ class StubHost(Host):
 
     def send(self, frame: Any) -> None:
         """Answer."""
-        head = frame[0]
-        if head[0] in ("build", "call"):
-            now = time.time()
+        message, now = read(frame[0]), time.time()
+        if isinstance(message, messages.Build):
+            self._say(messages.Done(0, None, now, now, None))
+        elif isinstance(message, messages.Call):
             # Of a kept call, the bytes and rows of this rank's part.
-            size = (0, 1) if head[0] == "call" and head[4] is not None else None
-            self._events.received(("done", head[1], None, now, now, size), None)
-        elif head[0] == "close":
-            self._events.received(("closed",), None)
+            size = (0, 1) if message.keep is not None else None
+            self._say(messages.Done(message.seq, None, now, now, size))
+        elif isinstance(message, messages.Close):
+            self._say(messages.Closed())
             self.kill()
+
+    def _say(self, message: messages.Message) -> None:
+        self._events.received(message.head(), None)
 
     def kill(self) -> None:
         """End."""

@@ -37,10 +37,11 @@ def unfreed_reservation() -> None:
 
 def swallowed_error() -> None:
     """What a role raises is told as a result: None."""
+    from colocate._protocol.messages import Done
     from colocate.worker.runner import Runner
 
     def failed(self: Any, seq: int, keep: int | None, role: str | None, error: BaseException) -> None:
-        self._site.send(("done", seq, None, 0.0, 0.0, None), None)
+        self._site.say(Done(seq, None, 0.0, 0.0, None))
 
     _replace(Runner, "_failed", failed)
 

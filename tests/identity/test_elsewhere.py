@@ -247,7 +247,7 @@ with CONNECT as runtime, runtime.reserve(1) as pool:
 
     def framed(head, body=None):
         made = frame(head, body)
-        marked.extend([made] if head[0] == "define" else [])
+        marked.extend([made] if head[0] == "Define" else [])
         return made
 
     def sent(made):

@@ -16,6 +16,7 @@ from colocate._crew import Crew
 from colocate._dispatcher import Dispatcher
 from colocate._order import CallOrder
 from colocate._pending import PendingCall
+from colocate._protocol.messages import Hold
 from colocate.errors import ClosedError, ColocateError, GroupRestarted, PlacementError, PlacementTimeout, RoleError
 from colocate.executor import Request, Reservation
 from colocate.testing.executors.forks import in_a_fork, refuses
@@ -142,7 +143,7 @@ def test_a_hold_of_the_generation_before() -> None:
         order.enter(call)
     del link.seen[:]
     order.break_off(call, ColocateError("on purpose"))
-    assert link.seen == [([0, 1], ("hold", 1, call.seq, True))]
+    assert link.seen == [([0, 1], Hold(1, call.seq, True))]
     assert isinstance(call.exception(PATIENCE_S), ColocateError)
     dispatcher.close()
 

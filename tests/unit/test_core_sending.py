@@ -9,6 +9,8 @@ import pytest
 
 import colocate
 from colocate import ClosedError, ColocatedGroup, Concat, PerRank, Role, WorkerDied, method
+from colocate._protocol.message import read
+from colocate._protocol.messages import Call
 from colocate._workforce import Workforce
 from colocate.testing.gate import Address, Gate, pass_gate
 from colocate.testing.waiting import PATIENCE_S, wait_until
@@ -37,8 +39,9 @@ def _failing_at(group: ColocatedGroup, count: int, error: BaseException, monkeyp
 
     def failing(head: tuple[Any, ...], body: Any = None) -> Any:
         nonlocal made
-        made += head[0] == "call"
-        if head[0] == "call" and made == count:
+        is_call = isinstance(read(head), Call)
+        made += is_call
+        if is_call and made == count:
             raise error
         return frame(head, body)
 
@@ -69,7 +72,7 @@ def test_sent_in_part(count: int, error: BaseException, monkeypatch: pytest.Monk
         assert not group._node.residents.kept
 
 
-@pytest.mark.parametrize("kind", ["call", "batch", "free"])
+@pytest.mark.parametrize("kind", ["Call", "Batch", "Free"])
 def test_releases_of_a_failed_send(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a message that could not be sent to all ranks was to tell them to forget, a later one tells."""
     with colocate.connect("local") as runtime, runtime.reserve(2) as pool:
@@ -92,10 +95,10 @@ def test_releases_of_a_failed_send(kind: str, monkeypatch: pytest.MonkeyPatch) -
         def use() -> None:  # not on the main thread, which has its calls sent by another one
             with group._node.order.lock:  # so that no other message carries it
                 kept.free()
-                if kind == "call":
+                if kind == "Call":
                     with pytest.raises(OSError, match="open files"):
                         echo.make(1)
-                elif kind == "batch":
+                elif kind == "Batch":
                     with pytest.raises(OSError, match="open files"), group.pipeline():
                         echo.make.submit(1)
 

@@ -18,6 +18,8 @@ from colocate._definitions.known import Definition, also, definition_of, find, k
 from colocate._definitions.lots import Inbox, Lot, Receiver, pack_whole, unpack_whole
 from colocate._definitions.names import path_of
 from colocate._definitions.sources import Refused, Source, answer, other_content
+from colocate._protocol.message import Message
+from colocate._protocol.messages import Define, HeardAll
 from colocate.worker.definitions import Definitions
 
 SCRIPT = """
@@ -365,14 +367,16 @@ def test_what_a_peer_is_sent_was_told_before(monkeypatch: pytest.MonkeyPatch) ->
     """A worker has heard that its driver has a class of its own before another worker may ask for that, whoever was the
     first to send one."""
     script = Script(monkeypatch)
-    said: list[str] = []
-    definitions = Definitions(said.append, lambda head, body: said.append(head[0]), in_process=False)
+    said: list[type[Message]] = []
+    definitions = Definitions(
+        lambda question: said.append(type(question)), lambda message, body: said.append(type(message)), in_process=False
+    )
     body = wire.pack(script.Batch())
     definitions.tell(body)
-    assert said == ["define"]
+    assert said == [Define]
     definitions.tell(body, wait=True)
     definitions.tell(body, wait=True)
     definitions.tell(wire.pack(1), wait=True)
-    assert said == ["define", "heard"]
+    assert said == [Define, HeardAll]
     definitions.tell(wire.pack(type("Made", (), {})()), wait=True)
-    assert said == ["define", "heard", "define", "heard"]
+    assert said == [Define, HeardAll] * 2

@@ -9,14 +9,18 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 import psutil
 import pytest
 
 from colocate import wire
+from colocate._protocol.commands import Detach
+from colocate._protocol.message import Message, read
+from colocate._protocol.messages import Address, Hello, Listen
 from colocate.executor import Boot, Exit, Host
 from colocate.keeper import Claim, Keeper, Keepers, KeptSlot, Terms, Title, claim_lead, listed
 from colocate.keeper.hired import Spare
@@ -30,12 +34,18 @@ class Heard:
     """What a driver hears of a worker."""
 
     def __init__(self) -> None:
-        self.messages: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+        self.messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self.lines: list[str] = []
         self.exits: queue.SimpleQueue[Exit] = queue.SimpleQueue()
 
+    def hello(self) -> Mapping[str, Any]:
+        """What it says of itself first."""
+        hello = self.messages.get(timeout=WAIT_S)
+        assert isinstance(hello, Hello)
+        return hello.facts
+
     def received(self, head: tuple[Any, ...], body: Any) -> None:
-        self.messages.put(head)
+        self.messages.put(read(head))
 
     def logged(self, line: str) -> None:
         self.lines.append(line)
@@ -74,8 +84,7 @@ def kept(keepers: Keepers) -> Iterator[Kept]:
 
 def test_a_worker_comes_and_goes(kept: Kept, keepers: Keepers) -> None:
     host, heard = kept.launch()
-    kind, hello = heard.messages.get(timeout=WAIT_S)
-    assert kind == "hello"
+    hello = heard.hello()
     assert starter_of(hello["pid"]) == os.getpid()
     assert [one.id for one in keepers.running()] == ["w"]
     host.kill()
@@ -86,9 +95,9 @@ def test_a_worker_comes_and_goes(kept: Kept, keepers: Keepers) -> None:
 
 def test_what_is_sent_before_there_is_a_lane_arrives(kept: Kept) -> None:
     host, heard = kept.launch()
-    with wire.encode(("listen",)) as frame:
+    with wire.encode(Listen().head()) as frame:
         host.send(frame)
-    assert [heard.messages.get(timeout=WAIT_S)[0] for _ in range(2)] == ["hello", "address"]
+    assert [type(heard.messages.get(timeout=WAIT_S)) for _ in range(2)] == [Hello, Address]
 
 
 @pytest.mark.parametrize("env", [{}, {"COLOCATE_TEST": "other"}])
@@ -96,7 +105,7 @@ def test_several_workers_one_after_the_other(kept: Kept, env: dict[str, str]) ->
     """The first one is warm, if its environment is the one it was started with."""
     for _ in range(2):
         host, heard = kept.launch(env=env)
-        pid = heard.messages.get(timeout=WAIT_S)[1]["pid"]
+        pid = heard.hello()["pid"]
         assert psutil.Process(pid).environ().get("COLOCATE_TEST") == env.get("COLOCATE_TEST")
         host.kill()
         heard.exits.get(timeout=WAIT_S)
@@ -132,7 +141,7 @@ def test_killed_before_it_has_its_process(kept: Kept, monkeypatch: pytest.Monkey
 
 def test_the_driver_lets_go(kept: Kept) -> None:
     _host, heard = kept.launch()
-    pid = heard.messages.get(timeout=WAIT_S)[1]["pid"]
+    pid = heard.hello()["pid"]
     kept.slot.close()
     assert kept.ended.wait(WAIT_S)
     assert not psutil.pid_exists(pid)
@@ -280,7 +289,7 @@ def test_from_other_machines(keepers: Keepers) -> None:
     assert kept.ended.wait(WAIT_S)
     alone = Keeper(far.key, host="127.0.0.1")
     far.slot(alone.address.split(",")[1]).launch(Boot("z", "g", 0, "here"), heard)
-    assert heard.messages.get(timeout=WAIT_S)[0] == "hello"
+    assert heard.hello()
     far.close()
     alone.close()
     kept.keeper.close()
@@ -306,15 +315,15 @@ def test_taken_from_oneself(keepers: Keepers, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("colocate.keeper.kept_host._LAST_WORDS_S", WAIT_S)
     kept = Kept(keepers, detachable=True)
     host, heard = kept.launch()
-    pid = heard.messages.get(timeout=WAIT_S)[1]["pid"]
+    pid = heard.hello()["pid"]
     terms = Terms("name", 300.0, frozenset({host.token}), record=b"the record")
-    assert kept.slot.confirm("detach", terms, within_s=WAIT_S)
+    assert kept.slot.confirm(partial(Detach, terms=terms), within_s=WAIT_S)
     kept.slot.leave()
     kept.slot.left(WAIT_S)
     title = Title("name", kept.keeper.address, keepers.key)
     boot, borrowed, owned = Boot("w", "g", 0, "here"), Heard(), Heard()
     before: Any = claim_lead(keepers, title, Claim("one", False, lambda by: None)).take(boot, borrowed, host.token)
-    assert borrowed.messages.get(timeout=WAIT_S)[0] == "hello"
+    assert borrowed.hello()
     go_on = threading.Event()
 
     def stick() -> None:
@@ -326,7 +335,7 @@ def test_taken_from_oneself(keepers: Keepers, monkeypatch: pytest.MonkeyPatch) -
     owner.take(boot, owned, host.token)
     go_on.set()
     assert borrowed.exits.get(timeout=WAIT_S).signal is None
-    assert owned.messages.get(timeout=WAIT_S)[0] == "hello"
+    assert owned.hello()
     os.kill(pid, signal.SIGKILL)
     assert owned.exits.get(timeout=WAIT_S).signal == "SIGKILL"
     kept.keeper.close()
@@ -341,7 +350,7 @@ def test_an_environment_that_cannot_be(keepers: Keepers, own: bool) -> None:
     assert str(heard.exits.get(timeout=WAIT_S).detail).startswith("it could not be started: ValueError")
     if own:
         _host, heard = kept.launch()
-        assert heard.messages.get(timeout=WAIT_S)[0] == "hello"
+        assert heard.hello()
     kept.keeper.close()
 
 
@@ -410,7 +419,7 @@ def test_the_drivers_thread_ends(no_leaks: None, monkeypatch: pytest.MonkeyPatch
     keepers = Keepers("test")
     kept = Kept(keepers)
     _host, heard = kept.launch()
-    pid = heard.messages.get(timeout=WAIT_S)[1]["pid"]
+    pid = heard.hello()["pid"]
 
     def fail() -> None:
         raise SystemExit("on purpose")

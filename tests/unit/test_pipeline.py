@@ -16,6 +16,7 @@ import colocate
 from colocate import Call, ColocatedGroup, ColocateError, PipelineError, Resident
 from colocate._bundle import Memory, together
 from colocate._crew import Crew
+from colocate._protocol import messages
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
 from colocate.testing.probes.plain import Echo
@@ -27,6 +28,9 @@ from colocate.worker.batch import take_apart
 KINDS: dict[str, dict[str, Any]] = {"threads": {}, "strict": {"strict": True}, "processes": {"processes": True}}
 
 
+CALL = messages.Call(1, "role", "method", None, None, False, ())
+
+
 def packed(data: bytes, *buffers: bytes) -> Packed:
     return Packed(data, tuple(memoryview(bytearray(buffer)) for buffer in buffers))
 
@@ -34,7 +38,7 @@ def packed(data: bytes, *buffers: bytes) -> Packed:
 def apart(bodies: list[Any]) -> list[Any]:
     """Bodies after they have travelled together."""
     wheres, body = together(bodies)
-    return [found for _, found in take_apart([((), where) for where in wheres], body)]
+    return [found for _, found in take_apart([(CALL, where) for where in wheres], body)]
 
 
 def test_bodies_traveltogether() -> None:
@@ -51,7 +55,7 @@ def test_what_is_shared_travels_once() -> None:
     first, second = (memory.snapshot(packed(b"data", b"x" * 5000)) for _ in range(2))
     wheres, body = together([first, first, second])
     assert body.nbytes < 5100
-    assert [found for _, found in take_apart([((), where) for where in wheres], body)] == [first, first, second]
+    assert [found for _, found in take_apart([(CALL, where) for where in wheres], body)] == [first, first, second]
 
 
 def test_memory_is_as_it_was() -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from functools import partial
 
 import attrs
 import pytest
 
 from colocate import wire
+from colocate._protocol.commands import Detach, GiveUp, Keep, Retain
 from colocate.errors import BorrowedError, EngineError
 from colocate.keeper import Claim, ClaimedSlot, Keeper, Keepers, KeptSlot, Terms, Title, claim_lead, listed
 from colocate.keeper.tenure import SLACK_S, Tenure
@@ -70,14 +72,14 @@ def test_plain_keepers_know_no_newcomers() -> None:
 
 def test_a_stranger_is_turned_away(side: Side) -> None:
     """Who doesn't know the pool's key is nobody, though it knows that of the driver's other keepers."""
-    assert side.owner.confirm("detach", TERMS, within_s=PATIENCE_S)
+    assert side.owner.confirm(partial(Detach, terms=TERMS), within_s=PATIENCE_S)
     with pytest.raises(EngineError):
         claim_lead(side.keepers, attrs.evolve(side.title, key=side.keepers.key), Claim("x", True, lambda by: None))
 
 
 def test_one_after_the_other(side: Side) -> None:
     """Each gets a higher epoch and the record; who comes while another is there is told of it."""
-    assert side.owner.confirm("detach", TERMS, within_s=PATIENCE_S)
+    assert side.owner.confirm(partial(Detach, terms=TERMS), within_s=PATIENCE_S)
     side.owner.leave()
     side.owner.left(PATIENCE_S)
     first = side.claim("first")
@@ -94,7 +96,7 @@ def test_one_after_the_other(side: Side) -> None:
 
 def test_taken_by_force(side: Side) -> None:
     """Who takes it fences the one before, whose commands have no effect any more; it then ends with its new owner."""
-    assert side.owner.confirm("detach", TERMS, within_s=PATIENCE_S)
+    assert side.owner.confirm(partial(Detach, terms=TERMS), within_s=PATIENCE_S)
     side.owner.leave()
     side.owner.left(PATIENCE_S)
     fenced: list[str] = []
@@ -102,8 +104,8 @@ def test_taken_by_force(side: Side) -> None:
     second = side.claim("second", own=True)
     wait_until(lambda: fenced, "the first is told")
     assert fenced == ["second (epoch 3)"]
-    first.command("keep", attrs.evolve(TERMS, name="changed"))
-    first.command("give_up")
+    first.command(Keep(attrs.evolve(TERMS, name="changed")))
+    first.command(GiveUp())
     (seen,) = listed(side.keepers, [side.title])
     assert (seen["name"], seen["driver"], seen["owned"]) == ("name", "second", True)
     second.close()
@@ -115,13 +117,13 @@ def test_a_keeper_that_is_gone_confirms_nothing(side: Side, monkeypatch: pytest.
     side.keeper.close()
     assert side.owner._gone.wait(PATIENCE_S)
     monkeypatch.setattr(side.owner._answered, "wait", lambda within_s: pytest.fail("it waits"))
-    assert not side.owner.confirm("retain", within_s=PATIENCE_S)
+    assert not side.owner.confirm(Retain, within_s=PATIENCE_S)
 
 
 def test_detached_in_vain(side: Side) -> None:
     """What its driver retains is that driver's alone, as before."""
-    assert side.owner.confirm("detach", TERMS, within_s=PATIENCE_S)
-    assert side.owner.confirm("retain", within_s=PATIENCE_S)
+    assert side.owner.confirm(partial(Detach, terms=TERMS), within_s=PATIENCE_S)
+    assert side.owner.confirm(Retain, within_s=PATIENCE_S)
     with pytest.raises(EngineError, match="hasn't been detached"):
         side.claim("second", own=True)
     assert listed(side.keepers, [side.title]) == []
@@ -132,7 +134,7 @@ def test_detached_in_vain(side: Side) -> None:
 @pytest.mark.parametrize("interrupted", [True, False])
 def test_a_claim_that_is_given_up(side: Side, monkeypatch: pytest.MonkeyPatch, interrupted: bool) -> None:
     """An owner who has gone before hearing of the grant, or is interrupted in waiting, doesn't take it along."""
-    assert side.owner.confirm("detach", TERMS, within_s=PATIENCE_S)
+    assert side.owner.confirm(partial(Detach, terms=TERMS), within_s=PATIENCE_S)
     side.owner.leave()
     side.owner.left(PATIENCE_S)
     slot = ClaimedSlot(side.keepers, side.keeper.address, side.key, Claim("second", True, lambda by: None))
@@ -157,7 +159,7 @@ def test_a_claim_that_is_given_up(side: Side, monkeypatch: pytest.MonkeyPatch, i
 
 def test_lower_epochs_are_refused(side: Side) -> None:
     """A keeper that isn't the lead goes by the lead's word, and only up."""
-    assert side.owner.confirm("detach", attrs.evolve(TERMS, record=b""), within_s=PATIENCE_S)
+    assert side.owner.confirm(partial(Detach, terms=attrs.evolve(TERMS, record=b"")), within_s=PATIENCE_S)
     side.owner.leave()
     side.owner.left(PATIENCE_S)
     with pytest.raises(EngineError, match="its lead keeper isn't here"):
@@ -181,7 +183,7 @@ def test_the_clock() -> None:
 
 def test_time_is_over(side: Side) -> None:
     """It ends by itself, and not by a clock of an earlier vacancy."""
-    assert side.owner.confirm("detach", attrs.evolve(TERMS, ttl=0.2), within_s=PATIENCE_S)
+    assert side.owner.confirm(partial(Detach, terms=attrs.evolve(TERMS, ttl=0.2)), within_s=PATIENCE_S)
     side.owner.leave()
     side.owner.left(PATIENCE_S)
     first = side.claim("first")

@@ -14,6 +14,7 @@ from colocate.keeper.keeper import Keeper
 from colocate.keeper.launcher import Launcher
 from colocate.keeper.process import AFTER_LANE_S, ProcessEvents, WorkerProcess
 from colocate.keeper.slots import Keepers, KeptSlot
+from colocate.worker.service import first_message
 
 __all__ = [
     "AFTER_LANE_S",
@@ -32,6 +33,7 @@ __all__ = [
     "below_this",
     "claim_lead",
     "die_with",
+    "first_message",
     "left_by",
     "listed",
     "title_of",

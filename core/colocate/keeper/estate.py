@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +11,9 @@ from typing import Any
 import attrs
 
 from colocate import wire
+from colocate._protocol.commands import Attach, Detach, Fenced, GiveUp, Granted, Keep, Look, Refused, Retain, Seen
+from colocate._protocol.message import Head, Message, read
+from colocate._requests import Requests
 from colocate.errors import BorrowedError, ClosedError, ColocateError, ConfigError, EngineError
 from colocate.executor import Terms
 from colocate.keeper.greeting import NEWCOMER
@@ -87,8 +89,9 @@ class ClaimedSlot(KeptSlot):
         self.record = b""
         self.epoch = 0
         self._claim = claim
-        self._refusal: tuple[str, str] | None = None
-        self._settled = threading.Event()
+        self._refusal: Refused | None = None
+        self._answers: Requests[None, None] = Requests()
+        self._asked = self._answers.open([None])
 
     def connect(self) -> None:
         """Claim it, after the lead has been granted."""
@@ -98,7 +101,7 @@ class ClaimedSlot(KeptSlot):
         except (OSError, ColocateError) as error:
             if self._refusal is not None:  # a later driver was here first: the lead's word of it is on its way
                 self._closed = True
-                self._claim.fenced(self._refusal[1])
+                self._claim.fenced(self._refusal.words)
             self._lost = f"its keeper can't be had: {error}"
             self.keepers.hub.later(0.0, partial(self._over, self._lost))
         finally:
@@ -127,44 +130,43 @@ class ClaimedSlot(KeptSlot):
             EngineError: No answer.
         """
         keepers, claim = self.keepers, self._claim
-        commands = self._commands = keepers.dial(self.address, NEWCOMER, self._told, self._disconnected, self.key)
-        commands.send(("attach", claim.epoch, claim.who, claim.own))
+        lane = self._commands = keepers.dial(self.address, NEWCOMER, self._received, self._disconnected, self.key)
+        lane.send(Attach(claim.epoch, claim.who, claim.own).head())
         try:
-            if not self._settled.wait(_ANSWER_S):
-                raise EngineError(f"the keeper at {self.address} doesn't answer")
-            if self._refusal is not None:
-                kind, words = self._refusal
-                raise BorrowedError(words, borrowers=(words,)) if kind == "borrowed" else ClosedError(words)
-            if not self.epoch:
-                raise EngineError(f"the keeper at {self.address} has ended")
+            self._asked.result(time.monotonic() + _ANSWER_S)
+        except TimeoutError:
+            _let_it_go_on(lane)
+            raise EngineError(f"the keeper at {self.address} doesn't answer") from None
         except BaseException:  # Ctrl-C too
-            _let_it_go_on(commands)
+            _let_it_go_on(lane)
             raise
         if self._closed:
-            _let_it_go_on(commands)
+            _let_it_go_on(lane)
 
-    def _told(self, head: tuple[Any, ...], body: Any) -> None:
-        if head[0] == "granted":
-            self.epoch, self.record = head[1:]
-            self._settled.set()
-        elif head[0] == "refused":
-            self._refusal = head[1:]
-            self._settled.set()
-        elif head[0] == "fenced":
-            self._closed = self.fenced = True
-            self._claim.fenced(head[1])
-        else:
-            super()._told(head, body)
+    def _told(self, message: Message) -> None:
+        match message:
+            case Granted():
+                self.epoch, self.record = message.epoch, message.record
+                self._answers.answered(self._asked.token, None, None)
+            case Refused(kind=kind, words=words):
+                self._refusal = message
+                error = BorrowedError(words, borrowers=(words,)) if kind == "borrowed" else ClosedError(words)
+                self._answers.refused(self._asked.token, error)
+            case Fenced():
+                self._closed = self.fenced = True
+                self._claim.fenced(message.who)
+            case _:
+                super()._told(message)
 
     def _disconnected(self, reason: str) -> None:
-        self._settled.set()
+        self._answers.fail_all(EngineError(f"the keeper at {self.address} has ended"))
         super()._disconnected(reason)
 
 
-def _let_it_go_on(commands: wire.SocketLane) -> None:
+def _let_it_go_on(lane: wire.SocketLane) -> None:
     """Nothing comes of a claim, which may be granted all the same: as an owner's, its end would be the pool's."""
-    commands.send(("give_up",))
-    commands.close()
+    lane.send(GiveUp().head())
+    lane.close()
 
 
 class Estate:
@@ -196,23 +198,23 @@ class Estate:
         for slot in [*(slot for slot in self.slots if slot is not self.lead), self.lead]:
             its = terms if slot is self.lead else attrs.evolve(terms, record=b"", about={})
             lost = slot.wait_connected()
-            if lost is not None or not slot.confirm("detach", its, within_s=_ANSWER_S):
+            if lost is not None or not slot.confirm(partial(Detach, terms=its), within_s=_ANSWER_S):
                 raise EngineError(f"the keeper at {slot.address} doesn't confirm that the pool is detached")
 
     def keep(self, terms: Terms) -> None:
         """The record has changed."""
         for slot in self._all():
-            slot.command("keep", terms if slot is self.lead else attrs.evolve(terms, record=b"", about={}))
+            slot.command(Keep(terms if slot is self.lead else attrs.evolve(terms, record=b"", about={})))
 
     def retain(self) -> bool:
         """Have it to oneself, until it is detached again; False when another driver has it.
 
         The lead's word is enough: nobody gets at the others without.
         """
-        if self.lead.wait_connected() is None and not self.lead.confirm("retain", within_s=_ANSWER_S):
+        if self.lead.wait_connected() is None and not self.lead.confirm(Retain, within_s=_ANSWER_S):
             return not self.lead.fenced  # a lead that is gone, or stuck, has granted it to nobody
         for slot in self._all():
-            slot.command("retain")
+            slot.command(Retain(None))
         return not self.lead.fenced
 
     def give_up(self) -> None:
@@ -236,25 +238,33 @@ def listed(keepers: Keepers, titles: Collection[Title]) -> list[Mapping[str, Any
 
 
 def _look(keepers: Keepers, title: Title) -> Mapping[str, Any] | None:
-    answers: list[Any] = []
-    answered = threading.Event()
+    looks: Requests[None, Mapping[str, Any] | None] = Requests()
+    asked = looks.open([None])
 
-    def told(head: tuple[Any, ...], body: Any) -> None:
-        answers.append(head[1])
-        answered.set()
+    def told(head: Head, body: Any) -> None:
+        seen = read(head)
+        assert isinstance(seen, Seen)
+        looks.answered(asked.token, None, seen.facts)
+
+    def closed(reason: str) -> None:
+        looks.fail_all(EngineError(reason))
 
     try:
-        lane = keepers.dial(title.lead, NEWCOMER, told, lambda reason: answered.set(), title.key)
+        lane = keepers.dial(title.lead, NEWCOMER, told, closed, title.key)
     except TimeoutError:  # a machine that is overloaded, or cut off; a process that is stopped
         return title.unseen()
     except (OSError, ClosedError):
         return None
-    lane.send(("look",))
-    ended = answered.wait(_ANSWER_S)
-    lane.close()
-    if not ended:
+    lane.send(Look().head())
+    try:
+        (facts,) = asked.result(time.monotonic() + _ANSWER_S)
+    except TimeoutError:
         return title.unseen()
-    return answers[0] if answers else None
+    except EngineError:  # it has ended
+        return None
+    finally:
+        lane.close()
+    return facts
 
 
 def claim_lead(

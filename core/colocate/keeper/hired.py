@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import attrs
 
 from colocate import wire
+from colocate._protocol.commands import Ended, Inspected, Said
+from colocate._protocol.message import Message
 from colocate.keeper.process import WorkerProcess
 
 _TAIL_LINES = 20
@@ -21,7 +23,7 @@ _TAIL_LINES = 20
 class Teller(Protocol):
     """The keeper, as its workers see it."""
 
-    def tell(self, *head: Any) -> None:
+    def tell(self, message: Message) -> None:
         """Tell the driver something."""
 
     def forget(self, worker: Hired, exit: tuple[Any, ...]) -> None:
@@ -70,10 +72,10 @@ class Hired:
         else:
             self.process.kill()
 
-    def look(self) -> None:
-        """Tell the driver what is seen of it from outside."""
+    def look(self, number: int) -> None:
+        """Answer the driver's question of this number: what is seen of it from outside."""
         if self.process is not NO_PROCESS:
-            self.process.look(lambda what: self._keeper.tell("inspected", self.token, what))
+            self.process.look(lambda what: self._keeper.tell(Inspected(self.token, number, what)))
 
     def cut(self) -> None:
         """The driver at the other end of its lane no longer commands. On the launching thread."""
@@ -83,7 +85,7 @@ class Hired:
     def said(self, line: str) -> None:
         """A line of its output."""
         self.tail.append(line)
-        self._keeper.tell("said", self.token, line)
+        self._keeper.tell(Said(self.token, line))
 
     def ended(self, exitcode: int | None, signal: str | None, detail: str | None = None) -> None:
         """It is gone."""
@@ -95,7 +97,7 @@ class Hired:
 
     def _report(self, exitcode: int | None, signal: str | None, detail: str | None) -> None:
         if not self.gone:
-            self._keeper.tell("ended", self.token, exitcode, signal, detail)
+            self._keeper.tell(Ended(self.token, exitcode, signal, detail))
             self._keeper.forget(self, (exitcode, signal, detail))
             self.gone = True
 

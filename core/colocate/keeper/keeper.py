@@ -1,13 +1,8 @@
 """The far side: a keeper in some process of the engine, and the worker processes that it starts for its driver.
 
-The driver dials it and says by a token what the connection is: its commands, or the lane of a worker, which is handed
-to that worker as it is. Commands are `start`, `kill`, `inspect` and `list`; the keeper tells `said`, `ended`,
-`inspected` and `listed`. When the connection of the commands ends, the driver has let go of the keeper or is gone: the
-workers are killed.
-
-One whose pool may be detached (`tenure.py`) knows more: of its driver `detach`, `keep`, `retain` and `give_up`, which
-it confirms, and `adopt` for a worker that an earlier driver has started; of newcomers `look` and `attach`, which it
-answers with `seen`, `granted` or `refused`. Whom it leaves for another one it tells `fenced`.
+The driver dials it and says by a token what the connection is: its commands (`_protocol.commands`), or the lane of a
+worker, which is handed to that worker as it is. When the connection of the commands ends, the driver has let go of the
+keeper or is gone: the workers are killed. One whose pool may be detached (`tenure.py`) has one driver after the other.
 """
 
 from __future__ import annotations
@@ -26,6 +21,8 @@ import attrs
 
 import colocate
 from colocate import _processes, wire
+from colocate._protocol import commands
+from colocate._protocol.message import Head, Message, read
 from colocate.errors import ClosedError
 from colocate.executor import Running, Terms
 from colocate.keeper.greeting import COMMANDS, NEWCOMER, Greeting
@@ -136,30 +133,30 @@ class Keeper:
             if token == COMMANDS:
                 self._driver, self._dialled = caller, True
 
-    def told(self, by: _Driver, head: tuple[Any, ...]) -> None:
+    def told(self, by: _Driver, message: Message) -> None:
         """Somebody has said something."""
         if by is self._driver:
-            _COMMANDS[head[0]](self, *head[1:])
-        elif self._tenure is not None and head[0] == "attach":
-            self._attach(by, self._tenure, *head[1:])
-        elif self._tenure is not None and head[0] == "look":
-            by.lane.send(("seen", None if self._tenure.terms is None else self._tenure.seen()))
+            _COMMANDS[type(message)](self, message)
+        elif self._tenure is not None and isinstance(message, commands.Attach):
+            self._attach(by, self._tenure, message)
+        elif self._tenure is not None and isinstance(message, commands.Look):
+            by.say(commands.Seen(None if self._tenure.terms is None else self._tenure.seen()))
 
-    def _told_to_list(self, question: bytes) -> None:
-        self._launcher.soon(partial(self._list, question))  # there, so that nothing is being started meanwhile
+    def _told_to_list(self, asked: commands.List) -> None:
+        self._launcher.soon(partial(self._list, asked.token))  # there, so that nothing is being started meanwhile
 
-    def _start(self, token: bytes, env: Mapping[str, str], name: str) -> None:
-        self._workers[token] = worker = Hired(self, token, env, name)
-        if token in self._lanes:
-            self._launcher.soon(partial(self._hand_over, worker, token))
+    def _start(self, start: commands.Start) -> None:
+        self._workers[start.token] = worker = Hired(self, start.token, start.env, start.name)
+        if start.token in self._lanes:
+            self._launcher.soon(partial(self._hand_over, worker, start.token))
 
-    def _kill(self, token: bytes, astray: bool = False) -> None:
-        if (doomed := self._workers.get(token)) is not None:  # otherwise it has ended by itself
-            doomed.kill(astray)
+    def _kill(self, kill: commands.Kill) -> None:
+        if (doomed := self._workers.get(kill.token)) is not None:  # otherwise it has ended by itself
+            doomed.kill(kill.astray)
 
-    def _inspect(self, token: bytes) -> None:
-        if (worker := self._workers.get(token)) is not None:
-            worker.look()
+    def _inspect(self, asked: commands.Inspect) -> None:
+        if (worker := self._workers.get(asked.token)) is not None:
+            worker.look(asked.number)
 
     def _let_go(self) -> None:
         threading.Thread(target=self._leave, name="colocate-keeper-end", daemon=True).start()
@@ -177,10 +174,10 @@ class Keeper:
         if not self._dialled:
             self._let_go()
 
-    def tell(self, *head: Any) -> None:
+    def tell(self, message: Message) -> None:
         """Tell the driver something."""
         if self._driver is not None:
-            self._driver.lane.send(head)
+            self._driver.say(message)
 
     def forget(self, worker: Hired, exit: tuple[Any, ...]) -> None:
         """A worker has ended."""
@@ -221,35 +218,36 @@ class Keeper:
         if self._driver is None and tenure is not None and tenure.vacancies == vacancies:
             self._let_go()
 
-    def _attach(self, newcomer: _Driver, tenure: Tenure, epoch: int, who: str, own: bool) -> None:
-        refusal = tenure.refusal(epoch, own)
+    def _attach(self, newcomer: _Driver, tenure: Tenure, asked: commands.Attach) -> None:
+        refusal = tenure.refusal(asked.epoch, asked.own)
         if refusal is not None:
-            newcomer.lane.send(("refused", *refusal))
+            newcomer.say(commands.Refused(*refusal))
             return
         assert tenure.terms is not None
         former, self._driver = self._driver, newcomer
-        tenure.grant(epoch, who, own)
+        tenure.grant(asked.epoch, asked.who, asked.own)
         if former is not None:
-            former.lane.send(("fenced", f"{who} (epoch {tenure.epoch})"))
+            former.say(commands.Fenced(f"{asked.who} (epoch {tenure.epoch})"))
             former.lane.close("another driver has it now")
         self._cut(tenure.terms)
-        newcomer.lane.send(("granted", tenure.epoch, tenure.terms.record))
+        newcomer.say(commands.Granted(tenure.epoch, tenure.terms.record))
 
-    def _detach(self, terms: Terms) -> None:
+    def _detach(self, command: commands.Detach) -> None:
         if self._tenure is not None:
-            self._tenure.terms, self._tenure.owned = terms, False
-            self.tell("confirmed")
+            self._tenure.terms, self._tenure.owned = command.terms, False
+            self.tell(commands.Confirmed(command.token))
 
-    def _retain(self) -> None:
+    def _retain(self, command: commands.Retain) -> None:
         if self._tenure is not None:
             self._tenure.terms, self._tenure.owned = None, True
-            self.tell("confirmed")
+            if command.token is not None:
+                self.tell(commands.Confirmed(command.token))
 
-    def _keep(self, terms: Terms) -> None:
+    def _keep(self, command: commands.Keep) -> None:
         if self._tenure is not None and self._tenure.terms is not None:
-            self._tenure.terms = terms
+            self._tenure.terms = command.terms
 
-    def _give_up(self) -> None:
+    def _give_up(self, command: commands.GiveUp) -> None:
         driver, tenure = self._driver, self._tenure
         assert driver is not None
         if tenure is not None and tenure.terms is not None:
@@ -257,23 +255,24 @@ class Keeper:
         self.left(driver)
         driver.lane.close("it has let go")
 
-    def _adopt(self, ticket: bytes, token: bytes, name: str) -> None:
+    def _adopt(self, adopt: commands.Adopt) -> None:
+        ticket, token = adopt.ticket, adopt.token
         if (worker := self._workers.get(token)) is not None:
-            worker.name = name
+            worker.name = adopt.name
             self._tickets[ticket] = token
             if ticket in self._lanes:
                 self._launcher.soon(partial(self._hand_over, worker, ticket))
             return
         lines, exit = self._departed.get(token, ([], (None, None, "its keeper knows nothing of it")))
         for line in lines:
-            self.tell("said", token, line)
-        self.tell("ended", token, *exit)
+            self.tell(commands.Said(token, line))
+        self.tell(commands.Ended(token, *exit))
         if (sock := self._lanes.pop(ticket, None)) is not None:
             sock.close()
 
     # -- on the launching thread
 
-    def _list(self, question: bytes) -> None:
+    def _list(self, token: int) -> None:
         """What the operating system says of the processes started here: known to the driver, or not."""
         workers = {worker.process.pid: worker.name for worker in list(self._workers.values())}
         spare = self._spare.pid if self._spare is not None else 0
@@ -283,7 +282,7 @@ class Keeper:
             if child.started != spare and (child.started in workers or child.label == self.label)
         ]
         found += [each.running() for each in _processes.left_by(os.getpid()) if each.label in ("", self.label)]
-        self.tell("listed", question, [attrs.astuple(each) for each in found])
+        self.tell(commands.Listed(token, [attrs.astuple(each) for each in found]))
 
     def _warm(self) -> None:
         if not self._over:
@@ -327,16 +326,16 @@ class Keeper:
         return self._tenure.epoch if self._tenure is not None else 0
 
 
-_COMMANDS: dict[str, Callable[..., None]] = {
-    "start": Keeper._start,
-    "kill": Keeper._kill,
-    "inspect": Keeper._inspect,
-    "list": Keeper._told_to_list,
-    "adopt": Keeper._adopt,
-    "detach": Keeper._detach,
-    "keep": Keeper._keep,
-    "retain": Keeper._retain,
-    "give_up": Keeper._give_up,
+_COMMANDS: dict[type[Message], Callable[[Keeper, Any], None]] = {
+    commands.Start: Keeper._start,
+    commands.Kill: Keeper._kill,
+    commands.Inspect: Keeper._inspect,
+    commands.List: Keeper._told_to_list,
+    commands.Adopt: Keeper._adopt,
+    commands.Detach: Keeper._detach,
+    commands.Keep: Keeper._keep,
+    commands.Retain: Keeper._retain,
+    commands.GiveUp: Keeper._give_up,
 }
 
 
@@ -347,8 +346,12 @@ class _Driver:
         self._keeper = keeper
         self.lane = keeper.hub.attach(sock, self._told, self._closed)
 
-    def _told(self, head: tuple[Any, ...], body: Any) -> None:
-        self._keeper.told(self, head)
+    def say(self, message: Message) -> None:
+        """Tell it something."""
+        self.lane.send(message.head())
+
+    def _told(self, head: Head, body: Any) -> None:
+        self._keeper.told(self, read(head))
 
     def _closed(self, reason: str) -> None:
         self._keeper.left(self)

@@ -10,10 +10,14 @@ from typing import Any, Protocol
 
 from colocate import wire
 from colocate._jobs import error_text, report_exception
-from colocate.errors import ClosedError
+from colocate._protocol import commands
+from colocate._protocol.message import Message
+from colocate._requests import Requests
+from colocate.errors import ClosedError, EngineError
 from colocate.executor import Boot, Exit, Host, HostEvents
 from colocate.keeper.greeting import TOKEN_BYTES
 from colocate.keeper.process import AFTER_LANE_S
+from colocate.worker.service import first_message
 
 # After its end, a worker's lane may still hold what it has sent; a child that it forked may keep the lane open.
 _LAST_WORDS_S = 0.2
@@ -45,7 +49,7 @@ class SlotLink(Protocol):
         """All keepers."""
         ...
 
-    def command(self, *head: Any) -> None:
+    def command(self, command: Message) -> None:
         """Have the keeper do something."""
 
     def wait_connected(self) -> str | None:
@@ -71,7 +75,7 @@ class KeptHost(Host):
         self._lane: wire.SocketLane | None = None
         self._early: list[wire.Frame] = []  # what was sent before there was a lane
         self._exit: Exit | None = None
-        self._looked: list[Callable[[str | None], None]] = []
+        self._looks: Requests[None, str | None] = Requests()
         self._killed = False
         self._over = False
 
@@ -93,14 +97,15 @@ class KeptHost(Host):
 
     def look(self, then: Callable[[str | None], None]) -> None:
         """Have its keeper say what it does, as its memory shows."""
-        self._looked.append(then)
-        self.slot.command("inspect", self.token)
+        asked = self._looks.open([None])
+        asked.then(lambda: then(asked.answers.get(None)))
+        self.slot.command(commands.Inspect(self.token, asked.token))
 
     def _kill(self, astray: bool = False) -> None:
         if self._killed or self._over:
             return
         self._killed = True
-        self.slot.command("kill", self.token, astray)
+        self.slot.command(commands.Kill(self.token, astray))
         self.slot.keepers.hub.later(_KILLED_WITHIN_S, self._check_killed)
 
     # -- on a dialling thread
@@ -113,7 +118,7 @@ class KeptHost(Host):
             report_exception()
             exit = Exit(detail=f"the thread that opens its lane was ended by {error_text(error)}")
             self.slot.keepers.hub.later(0.0, partial(self.ended, exit))
-            self.slot.command("kill", self.token)
+            self.slot.command(commands.Kill(self.token))
 
     def _connect(self) -> None:
         slot, hub = self.slot, self.slot.keepers.hub
@@ -124,35 +129,34 @@ class KeptHost(Host):
         ticket = self.token
         if self._taken:
             ticket = secrets.token_bytes(TOKEN_BYTES)
-            slot.command("adopt", ticket, self.token, self.boot.worker)
+            slot.command(commands.Adopt(ticket, self.token, self.boot.worker))
         else:
-            slot.command("start", self.token, self._env, self.boot.worker)
+            slot.command(commands.Start(self.token, self._env, self.boot.worker))
         try:
             # Nothing comes before the boot.
             lane = slot.keepers.dial(slot.address, ticket, self.events.received, self._lane_closed, slot.key)
         except (OSError, ClosedError) as error:
             hub.later(0.0, partial(self.ended, Exit(detail=f"its lane could not be opened: {error}")))
-            slot.command("kill", self.token)
+            slot.command(commands.Kill(self.token))
             return
         with self._lock:
             if self._over:
                 lane.close()
                 return
-            lane.send(("boot",), wire.pack(self.boot))
+            lane.send(*first_message(self.boot))
             for frame in self._early:
                 lane.send(frame)
                 frame.close()
             self._early.clear()
             self._lane = lane
         if self._killed:  # meanwhile, perhaps before there was anything to kill
-            slot.command("kill", self.token)
+            slot.command(commands.Kill(self.token))
 
     # -- on the hub's thread
 
-    def seen(self, what: str | None) -> None:
+    def seen(self, found: commands.Inspected) -> None:
         """The keeper has said what it does."""
-        while self._looked:
-            self._looked.pop()(what)
+        self._looks.answered(found.number, None, found.what)
 
     def ended(self, exit: Exit) -> None:
         """It is gone. What it has said before is taken first."""
@@ -194,5 +198,6 @@ class KeptHost(Host):
         if self._lane is not None and not self._lane.finished:
             self._lane.finish("the worker has ended")
         self.slot.hosts.pop(self.token, None)
+        self._looks.fail_all(EngineError("the worker has ended"))
         assert self._exit is not None
         self.events.exited(self._exit)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,9 +12,12 @@ import attrs
 
 from colocate import wire
 from colocate._jobs import report_exception
-from colocate.errors import ClosedError
+from colocate._protocol import commands
+from colocate._protocol.message import Head, Message, read
+from colocate._requests import Request, Requests
+from colocate.errors import ClosedError, EngineError
 from colocate.executor import Boot, Exit, Host, HostEvents, Running
-from colocate.keeper.greeting import COMMANDS, TOKEN_BYTES
+from colocate.keeper.greeting import COMMANDS
 from colocate.keeper.kept_host import KeptHost
 
 _DIAL_S = 10.0
@@ -149,14 +150,14 @@ class KeptSlot:
         self.hosts: dict[bytes, KeptHost] = {}
         self.fenced = False  # another driver has its keeper
         self._gone = threading.Event()
-        self._answered = threading.Event()
         self._on_stuck = on_stuck
         self._commands: wire.SocketLane | None = None
         self._connected = threading.Event()
         self._closed = False
         self._words: str | None = None
         self._lost: str | None = None
-        self._questions: dict[bytes, Future[list[Any]]] = {}
+        self._confirmations: Requests[None, None] = Requests()
+        self._lists: Requests[None, Sequence[Any]] = Requests()
 
     @property
     def is_lost(self) -> bool:
@@ -195,16 +196,23 @@ class KeptSlot:
             self._commands.close()
         self.keepers.forget(self)
 
-    def confirm(self, *head: Any, within_s: float) -> bool:
-        """Tell the keeper something that it confirms; whether it has. One at a time."""
-        self._answered.clear()
-        self.command(*head)
-        return not self._gone.is_set() and self._answered.wait(within_s) and not self._gone.is_set()
+    def confirm(self, command: Callable[[int], Message], within_s: float) -> bool:
+        """Tell the keeper something that it confirms; whether it has.
+
+        Args:
+            command: Makes it, given the number of the confirmation.
+            within_s: How long to wait for that.
+        """
+        request = self._confirmations.open([None])
+        self.command(command(request.token))
+        confirmed = request.wait(within_s) and request.error is None
+        self._confirmations.drop(request)
+        return confirmed
 
     def leave(self) -> None:
         """Begin to let go of a keeper that goes on without this driver: tell it."""
         self._closed = True
-        self.command("give_up")
+        self.command(commands.GiveUp())
 
     def left(self, within_s: float) -> None:
         """Wait until it knows, and let go."""
@@ -230,7 +238,7 @@ class KeptSlot:
 
     def _dial(self) -> None:
         keepers = self.keepers
-        self._commands = keepers.dial(self.address, COMMANDS, self._told, self._disconnected, self.key)
+        self._commands = keepers.dial(self.address, COMMANDS, self._received, self._disconnected, self.key)
         if self._closed:
             self._commands.close()
 
@@ -253,69 +261,62 @@ class KeptSlot:
 
     # -- from any thread
 
-    def ask(self, deadline: float) -> Future[list[Any]] | None:
+    def ask(self, deadline: float) -> Request[None, Sequence[Any]] | None:
         """Ask the keeper what it runs; None when there is no keeper to ask."""
         self._connected.wait(max(0.0, deadline - time.monotonic()))
         if self._closed or self._lost is not None:
             return None
-        question, answer = secrets.token_bytes(TOKEN_BYTES), Future[list[Any]]()
-        self._questions[question] = answer
-        self.command("list", question)
-        if self._lost is not None:  # just now
-            self._give_up_questions()
-        return answer
+        request = self._lists.open([None])
+        self.command(commands.List(request.token))
+        return request
 
-    def listed(self, answer: Future[list[Any]] | None, deadline: float) -> list[Running]:
+    def listed(self, asked: Request[None, Sequence[Any]] | None, deadline: float) -> list[Running]:
         """What it has answered; if it doesn't, what ought to run there, with that doubt."""
         hosts = [host.boot for host in list(self.hosts.values())]
         node = hosts[0].node if hosts else ""
-        if answer is None:
+        if asked is None:
             return []
         try:
-            found = answer.result(max(0.0, deadline - time.monotonic()))
+            (found,) = asked.result(deadline)
+        except EngineError:  # it is gone, and its workers with it
+            return []
         except TimeoutError:
-            self._give_up_questions(answer)
+            self._lists.drop(asked)
             doubt = f"its keeper hasn't answered within {_LISTED_WITHIN_S:g} s"
             return [Running("worker", boot.worker, node=boot.node, doubt=doubt) for boot in hosts]
         return [attrs.evolve(Running(*each), node=node) for each in found]
 
-    def _give_up_questions(self, only: Future[list[Any]] | None = None) -> None:
-        for question, answer in list(self._questions.items()):
-            if only in (None, answer) and self._questions.pop(question, None) is not None:  # from several threads
-                answer.set_result([])
-
-    def command(self, *head: Any) -> None:
+    def command(self, command: Message) -> None:
         """Tell the keeper something."""
         if self._commands is not None:
-            self._commands.send(head)
+            self._commands.send(command.head())
 
     # -- on the hub's thread
 
-    def _told(self, head: tuple[Any, ...], body: Any) -> None:
-        what, *rest = head
-        if what == "confirmed":
-            self._answered.set()
-            return
-        if what == "fenced":
-            self.fenced = True
-            return
-        if what == "listed":
-            if (answer := self._questions.pop(rest[0], None)) is not None:
-                answer.set_result(rest[1])
-            return
-        host = self.hosts.get(rest[0])
-        if host is None:
-            return
-        if what == "said":
-            host.events.logged(rest[1])
-        elif what == "inspected":
-            host.seen(rest[1])
-        else:
-            host.ended(Exit(*rest[1:]))
+    def _received(self, head: Head, body: Any) -> None:
+        self._told(read(head))
+
+    def _told(self, message: Message) -> None:
+        match message:
+            case commands.Confirmed():
+                self._confirmations.answered(message.token, None, None)
+            case commands.Fenced():
+                self.fenced = True
+            case commands.Listed():
+                self._lists.answered(message.token, None, message.found)
+            case commands.Said():
+                if (host := self.hosts.get(message.token)) is not None:
+                    host.events.logged(message.line)
+            case commands.Inspected():
+                if (host := self.hosts.get(message.token)) is not None:
+                    host.seen(message)
+            case commands.Ended():
+                if (host := self.hosts.get(message.token)) is not None:
+                    host.ended(Exit(message.exitcode, message.signal, message.detail))
 
     def _disconnected(self, reason: str) -> None:
         self._gone.set()
-        self._answered.set()
+        self._give_up(reason)
         if self._closed:
             self._over("its keeper was let go")
         else:
@@ -324,13 +325,18 @@ class KeptSlot:
     def hub_ended(self, reason: str) -> None:
         """It won't be heard of any more."""
         self._lost = self._lost or reason
-        self._give_up_questions()
+        self._give_up(reason)
         for host in list(self.hosts.values()):
             host.lost(reason)
+
+    def _give_up(self, reason: str) -> None:
+        error = EngineError(reason)
+        self._confirmations.fail_all(error)
+        self._lists.fail_all(error)
 
     def _over(self, reason: str) -> None:
         """The keeper is gone, and its workers with it."""
         self._lost = self._lost or self._words or reason
-        self._give_up_questions()
+        self._give_up(reason)
         for host in list(self.hosts.values()):
             host.ended(Exit(detail=self._lost))

@@ -10,13 +10,15 @@ from typing import Any
 from colocate._definitions import known
 from colocate._definitions.lots import Inbox, Receiver
 from colocate._definitions.sources import Refused, Source
+from colocate._protocol import messages
+from colocate._protocol.message import Message
 from colocate.worker.imports import DriversModules, imported_already, refuse_others
 
 
 class Definitions:
     """What one worker and its driver know of each other's classes and functions."""
 
-    def __init__(self, ask: Callable[..., Any], send: Callable[[tuple[Any, ...], Any], None], in_process: bool) -> None:
+    def __init__(self, ask: Callable[..., Any], send: Callable[[Message, Any], None], in_process: bool) -> None:
         """Args: ask: Asks the driver something, and waits. send: Sends it a message. in_process: Nothing travels."""
         self._ask = ask
         self._send = send
@@ -31,14 +33,13 @@ class Definitions:
 
     # -- from the driver
 
-    def arrived(self, head: tuple[Any, ...], body: Any) -> None:
+    def arrived(self, message: messages.Define, body: Any) -> None:
         """The driver has sent a lot. On the receiving thread, where nothing is loaded."""
-        _, ids, names = head
-        self._inbox.put(ids, body, names)
-        self._driver.knows.update(ids)
+        self._inbox.put(message.ids, body, message.names)
+        self._driver.knows.update(message.ids)
 
     def _lost(self, ids: Sequence[int], names: Sequence[tuple[str | int, str]]) -> None:
-        self._send(("undefined", ids, names), None)
+        self._send(messages.Undefined(tuple(ids), tuple(names)), None)
 
     @property
     def count(self) -> int:
@@ -51,7 +52,7 @@ class Definitions:
 
     def find(self, id: int) -> None:
         """Have the driver send something that this worker lacks, which came from another worker."""
-        self._ask("definitions", id)
+        self._ask(messages.Missing(id))
 
     # -- modules
 
@@ -62,7 +63,7 @@ class Definitions:
         sys.meta_path.insert(0, self._modules)
 
     def _ask_for_module(self, name: str) -> Mapping[str, Source | Refused]:
-        found: Mapping[str, tuple[Any, ...]] = self._ask("module", name)
+        found: Mapping[str, tuple[Any, ...]] = self._ask(messages.Source(name))
         return {name: Source(*told) if len(told) > 1 else Refused(*told) for name, told in found.items()}
 
     def compare_modules(self) -> None:
@@ -72,7 +73,7 @@ class Definitions:
             ColocateError: One is.
         """
         if not self._in_process:
-            shadowing: dict[str, tuple[str, str]] = self._ask("modules", self._early)
+            shadowing: dict[str, tuple[str, str]] = self._ask(messages.Compare(self._early))
             refuse_others(shadowing)
             self._modules.shadowing = frozenset(shadowing)
 
@@ -97,13 +98,13 @@ class Definitions:
             lacking = self._driver.lacks(needs)
             if lacking:
                 lot = self._driver.lot(lacking)
-                self._send(("define", lot.ids, lot.names), lot.body)
+                self._send(messages.Define(lot.ids, lot.names), lot.body)
                 self._driver.has_got(lot)
                 self._held.update(lot.definitions)
                 self._told += 1
             told = self._told
         if wait and self._heard < told:  # it may be on its way, whoever has sent it
-            self._ask("heard")
+            self._ask(messages.HeardAll())
             self._heard = max(self._heard, told)
 
     def renew(self) -> None:

@@ -13,10 +13,9 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-import attrs
-
 from colocate._codec import Codec
 from colocate._jobs import message_of
+from colocate._protocol.messages import Failure
 from colocate._rebuilding import NotRebuilt
 from colocate._tracebacks import frames_of_users, told
 from colocate.errors import CapabilityError, DispatchError, RoleError, SerializationError
@@ -27,33 +26,6 @@ from colocate.worker.imports import hint_for
 _OWN = str(Path(__file__).parent)
 _HOST_ERRORS = (DispatchError, RoleError, SerializationError)
 _CALLS_ROLES = {("build.py", "construct"), ("_method_spec.py", "call")}
-
-
-@attrs.frozen
-class Failure:
-    """One failed call on one rank.
-
-    Attributes:
-        type: Qualified name of the exception's type.
-        text: Its message.
-        traceback: The traceback in the worker, from the role's own code on.
-        host: Whether colocate raised it (arguments that don't fit, a result that can't be sent), not the role.
-        secondary: Whether a peer's connection had been lost before: then another rank's failure is the cause.
-        role: Name of the role.
-        unmade: What had come and couldn't be rebuilt, if the exception is from there.
-    """
-
-    type: str
-    text: str
-    traceback: str
-    host: bool
-    secondary: bool
-    role: str | None
-    unmade: str | None
-
-    def head(self) -> tuple[Any, ...]:
-        """As plain data."""
-        return attrs.astuple(self)
 
 
 def failed(

@@ -1,9 +1,6 @@
 """The worker: receives messages, and has its lane do what they ask for. The same everywhere.
 
-Messages are `(head, body)`; a head's first item says what it is. To the worker: define, build, call, batch, free,
-hold, resume, cancel, stop, withdraw, decided, stack, fetch, listen, answer, close.
-From it: hello, done, failed, held, alive, can_withdraw, stacks, fetched, address, ask, define, progress,
-broken, closed.
+`_protocol.messages` has what they are.
 """
 
 from __future__ import annotations
@@ -14,6 +11,8 @@ from typing import Any
 
 from colocate._codec import Codec
 from colocate._jobs import JobThread, error_text, report_exception
+from colocate._protocol import messages
+from colocate._protocol.message import Head, Message, read
 from colocate._values import describe
 from colocate.errors import ColocateError
 from colocate.executor import Boot
@@ -65,119 +64,110 @@ class WorkerHost(Site):
         )
         self.lane = Lane(f"{LANE}{boot.worker}", self._held, partial(self._thread_failed, "its lane"), turns)
         self._runner = Runner(self)
-        self._handlers: dict[str, Callable[..., None]] = {
-            "define": self.definitions.arrived,
-            "build": self._on_build,
-            "call": self._on_call,
-            "batch": self._on_batch,
-            "free": self._on_free,
-            "hold": self._on_hold,
-            "resume": self._on_resume,
-            "cancel": self._on_cancel,
-            "stop": self._on_stop,
-            "withdraw": self._on_withdraw,
-            "decided": self._on_decided,
-            "stack": self._on_stack,
-            "fetch": self._on_fetch,
-            "listen": self._on_listen,
-            "answer": self._on_answer,
-            "close": self._on_close,
+        self._handlers: dict[type[Message], Callable[[Any, Any], None]] = {
+            messages.Define: self.definitions.arrived,
+            messages.Build: self._on_build,
+            messages.Call: self._on_call,
+            messages.Batch: self._on_batch,
+            messages.Free: self._on_free,
+            messages.Hold: self._on_hold,
+            messages.Resume: self._on_resume,
+            messages.Cancel: self._on_cancel,
+            messages.Stop: self._on_stop,
+            messages.Withdraw: self._on_withdraw,
+            messages.Decided: self._on_decided,
+            messages.AskStack: self._on_stack,
+            messages.Fetch: self._on_fetch,
+            messages.Listen: self._on_listen,
+            messages.Answer: self._on_answer,
+            messages.Close: self._on_close,
         }
 
     # -- messages, on the receiving thread: nothing here blocks or runs role code
 
-    def receive(self, head: tuple[Any, ...], body: Any) -> None:
+    def receive(self, head: Head, body: Any) -> None:
         """Take a message."""
-        self._handlers[head[0]](head, body)
+        message = read(head)
+        self._handlers[type(message)](message, body)
 
-    def _on_build(self, head: tuple[Any, ...], body: Any) -> None:
-        work = Work(0, self._runner.build, "build", head, body)
+    def _on_build(self, message: messages.Build, body: Any) -> None:
+        work = Work(0, self._runner.build, "build", message, body)
         work.lots = self.definitions.count
         self.lane.put(work)
 
-    def _on_call(self, head: tuple[Any, ...], body: Any) -> None:
-        _, seq, role, method, keep, _valid, _uses, frees = head
-        if frees:
-            self.store.free(frees)
+    def _on_call(self, call: messages.Call, body: Any) -> None:
+        if call.frees:
+            self.store.free(call.frees)
         if self.ended:
             return
-        hosted = self.roles.get(role) or self._for_functions(role)
-        spec = hosted.spec(method)
+        hosted = self.roles.get(call.role) or self._for_functions(call.role)
+        spec = hosted.spec(call.method)
         concurrency = spec.concurrency if spec.is_async else 0
-        work = Work(seq, self._runner.call, hosted.label(method), head, body, concurrency)
+        work = Work(call.seq, self._runner.call, hosted.label(call.method), call, body, concurrency)
         work.lots = self.definitions.count
-        if keep is not None:
-            self.store.expect(keep)
-            work.on_drop = partial(self.store.fail, keep, f"{work.label} was withdrawn after a failure")
+        if call.keep is not None:
+            self.store.expect(call.keep)
+            work.on_drop = partial(self.store.fail, call.keep, f"{work.label} was withdrawn after a failure")
         self.lane.put(work)
 
-    def _on_batch(self, head: tuple[Any, ...], body: Any) -> None:
-        _, frees, entries = head
-        if frees:
-            self.store.free(frees)
-        for each, its_body in take_apart(entries, body):
-            self._on_call(each, its_body)
+    def _on_batch(self, batch: messages.Batch, body: Any) -> None:
+        if batch.frees:
+            self.store.free(batch.frees)
+        for call, its_body in take_apart(batch.calls, body):
+            self._on_call(call, its_body)
 
     def _for_functions(self, key: tuple[int, int]) -> HostedRole:
         """What functions run in; its key tells what their context needs."""
         role = self.roles[key] = hosted_functions(self, *key)
         return role
 
-    def _on_free(self, head: tuple[Any, ...], body: Any) -> None:
-        self.store.free(head[1])
+    def _on_free(self, message: messages.Free, body: None) -> None:
+        self.store.free(message.keys)
 
-    def _on_hold(self, head: tuple[Any, ...], body: Any) -> None:
-        _, number, failed, cut = head
-        self.send(("alive", number), None)
-        self.lane.hold(number, failed)
-        what = "a call" if failed else "the constructor of a role on another rank"
-        self._interrupt(failed, f"{what} of group {self.boot.group!r} has failed")
-        if cut and any(running >= failed for running in list(self.lane.running)):  # an earlier call goes on
+    def _on_hold(self, hold: messages.Hold, body: None) -> None:
+        self.say(messages.Alive(hold.number))
+        self.lane.hold(hold.number, hold.failed)
+        what = "a call" if hold.failed else "the constructor of a role on another rank"
+        self._interrupt(hold.failed, f"{what} of group {self.boot.group!r} has failed")
+        if hold.cut and any(running >= hold.failed for running in list(self.lane.running)):  # an earlier call goes on
             self.groups.cut()
 
-    def _on_resume(self, head: tuple[Any, ...], body: Any) -> None:
-        _, number, withdrawn = head
+    def _on_resume(self, resume: messages.Resume, body: None) -> None:
         if not self.lane.closing:
             self._interrupted = None
-        self.lane.resume(number, frozenset(withdrawn))
+        self.lane.resume(resume.number, frozenset(resume.withdrawn))
 
-    def _on_cancel(self, head: tuple[Any, ...], body: Any) -> None:
-        self.lane.cancel(head[1])
+    def _on_cancel(self, message: messages.Cancel, body: None) -> None:
+        self.lane.cancel(message.seq)
 
-    def _on_stop(self, head: tuple[Any, ...], body: Any) -> None:
+    def _on_stop(self, message: messages.Stop, body: None) -> None:
         self.lane.stop()
 
-    def _on_withdraw(self, head: tuple[Any, ...], body: Any) -> None:
-        _, token, seq = head
-        self.send(("can_withdraw", token, self.lane.hold_up(token, seq)), None)
+    def _on_withdraw(self, asked: messages.Withdraw, body: None) -> None:
+        self.say(messages.CanWithdraw(asked.token, self.lane.hold_up(asked.token, asked.seq)))
 
-    def _on_decided(self, head: tuple[Any, ...], body: Any) -> None:
-        _, token, seq, drop = head
-        if not drop:
-            self.lane.cancel(seq)
-        self.lane.decide(token, seq if drop else None)
+    def _on_decided(self, decided: messages.Decided, body: None) -> None:
+        if not decided.drop:
+            self.lane.cancel(decided.seq)
+        self.lane.decide(decided.token, decided.seq if decided.drop else None)
 
-    def _on_stack(self, head: tuple[Any, ...], body: Any) -> None:
-        self.send(("stacks", head[1], self.stack(), tuple(self.lane.running)), None)
+    def _on_stack(self, asked: messages.AskStack, body: None) -> None:
+        self.say(messages.Stack(asked.token, self.stack(), tuple(self.lane.running)))
 
-    def _on_fetch(self, head: tuple[Any, ...], body: Any) -> None:
-        _, token, key, contents = head
-        self._transfer.soon(partial(self._fetch, token, key, contents))
+    def _on_fetch(self, asked: messages.Fetch, body: None) -> None:
+        self._transfer.soon(partial(self._fetch, asked))
 
-    def _on_listen(self, head: tuple[Any, ...], body: Any) -> None:
-        self.send(("address", self.peers.address), None)
+    def _on_listen(self, message: messages.Listen, body: None) -> None:
+        self.say(messages.Address(self.peers.address))
 
-    def _on_answer(self, head: tuple[Any, ...], body: Any) -> None:
-        _, token, answer, error = head
-        _, waiting = self._asks.pop(token, (0, None))
-        if waiting is not None:
-            if error is None:
-                waiting.set_result(answer)
-            else:
-                waiting.set_exception(ColocateError(error))
+    def _on_answer(self, answer: messages.Answer, body: None) -> None:
+        if answer.error is None:
+            self._questions.answered(answer.token, None, answer.answer)
+        else:
+            self._questions.refused(answer.token, ColocateError(answer.error))
 
-    def _on_close(self, head: tuple[Any, ...], body: Any) -> None:
-        self.close(head[1] if len(head) > 1 else "the group is closing")
+    def _on_close(self, message: messages.Close, body: None) -> None:
+        self.close(message.reason)
 
     def close(self, reason: str) -> None:
         """End the lane after what runs now; `on_end` follows. What waits for other workers is told the reason."""
@@ -199,9 +189,7 @@ class WorkerHost(Site):
         self.definitions.renew()
         self.store.renew(base)
         self._interrupted = None
-        for token in list(self._asks):
-            if (asked := self._asks.pop(token, None)) is not None:
-                asked[1].set_exception(Consequence(LET_GO))
+        self._questions.fail_all(Consequence(LET_GO), for_good=False)
         self.lane.renew(base)
         self.peers.abort(LET_GO)
         self.groups.interrupt(-1, LET_GO)
@@ -222,7 +210,7 @@ class WorkerHost(Site):
         """Leave: without one of its threads it is of no use. Its group fails of that at once instead of waiting."""
         if not self._is_broken:
             self._is_broken = True
-            self.send(("broken", reason), None)
+            self.say(messages.Broken(reason))
             self.close(reason)
 
     def _end(self) -> None:
@@ -234,7 +222,7 @@ class WorkerHost(Site):
         if self.in_process:  # a process takes its roles with it; here the driver may hold the group for long
             self.roles.clear()
             self.instances.clear()  # by which the roles' contexts know each other
-        self.send(("closed",), None)
+        self.say(messages.Closed())
         self._on_end()
 
     def stack(self) -> str:
@@ -246,17 +234,17 @@ class WorkerHost(Site):
     # -- on the lane
 
     def _held(self, number: int, begun: int) -> None:
-        self.send(("held", number, begun, self.groups.renew(number)), None)
+        self.say(messages.Held(number, begun, self.groups.renew(number)))
 
     # -- on the transfer thread
 
-    def _fetch(self, token: int, key: int, contents: bool) -> None:
+    def _fetch(self, asked: messages.Fetch) -> None:
         try:
-            entry = self.store.wait(key)
+            entry = self.store.wait(asked.key)
             # The structure is made of the value's own containers, of which some are of users' classes.
-            body = self.packed(entry.value if contents else describe(entry.value), entry.maker)
+            body = self.packed(entry.value if asked.contents else describe(entry.value), entry.maker)
         except BaseException as error:  # users' classes say how they are packed
             told, body = failure.failed(error, self.codec, self.definitions, None, False)
-            self.send(("fetched", token, None, told.head()), body)
+            self.say(messages.Fetched(asked.token, None, told), body)
         else:
-            self.send(("fetched", token, entry.rows, None), body)
+            self.say(messages.Fetched(asked.token, entry.rows, None), body)

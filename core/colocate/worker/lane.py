@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 import attrs
 
 from colocate._context import CallState
+from colocate._protocol.message import Message
 from colocate.wire import SocketLane, Turns
 
 
@@ -29,7 +30,7 @@ class Work(CallState):
     # Made for each call: given by position, and what begins as nothing isn't given at all.
     run: Callable[[Work], bool | Coroutine[Any, Any, bool]]
     label: str
-    head: tuple[Any, ...] = ()
+    message: Message | None = None
     body: Any = None
     concurrency: int = 0  # 0: a sync method, which waits for everything before it and is waited for
     rows: int | None = attrs.field(default=None, init=False)

@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from colocate import _batch, wire
 from colocate._context import running_call
+from colocate._protocol import parts
+from colocate._protocol.message import Head, Message, read
+from colocate._protocol.messages import WhereIs
 from colocate.errors import SerializationError
 from colocate.worker.consequence import Consequence, Poisoned
 from colocate.worker.lane import Work
@@ -113,27 +116,27 @@ class ChannelPeers(Peers):
         """The whole part of a rank."""
         if self._is_here(source, rank):
             return self._host.part(source.key)
-        return self._ask(source, rank, "part", source.key)[1]
+        return self._ask(source, rank, parts.Part(source.key))[1]
 
     def rows(self, source: Source, rank: int) -> int:
         """How many rows it has."""
         if self._is_here(source, rank):
             return self._host.part_rows(source.key)
-        count: int = self._ask(source, rank, "rows", source.key)[0][0]
+        count = self._number(source, rank, parts.Rows(source.key))
+        assert count is not None
         return count
 
     def weight(self, source: Source, rank: int) -> int | None:
         """How many rows the call that made it worked on there."""
         if self._is_here(source, rank):
             return self._host.part_weight(source.key)
-        count: int | None = self._ask(source, rank, "weight", source.key)[0][0]
-        return count
+        return self._number(source, rank, parts.Weight(source.key))
 
     def slice(self, source: Source, rank: int, start: int, stop: int) -> Any:
         """Some of its rows."""
         if self._is_here(source, rank):
             return _batch.slice_rows(self._host.part(source.key), start, stop)
-        return self._ask(source, rank, "slice", source.key, start, stop)[1]
+        return self._ask(source, rank, parts.Slice(source.key, start, stop))[1]
 
     def abort(self, reason: str) -> None:
         """Fail what is under way."""
@@ -147,44 +150,54 @@ class ChannelPeers(Peers):
         boot = self._host.boot
         return (source.group, source.slot(rank), source.generation) == (boot.group, boot.slot, boot.generation)
 
-    def _ask(self, source: Source, rank: int, *question: Any) -> tuple[tuple[Any, ...], Any]:
+    def _number(self, source: Source, rank: int, question: Message) -> int | None:
+        answer, _ = self._ask(source, rank, question)
+        assert isinstance(answer, parts.Number)
+        return answer.number
+
+    def _ask(self, source: Source, rank: int, question: Message) -> tuple[Message, Any]:
         where = source.group, source.slot(rank), source.generation
         address = self._addresses.get(where)
         if address is None:
-            address = self._addresses[where] = self._host.ask("locate", *where)
+            address = self._addresses[where] = self._host.ask(WhereIs(*where))
         aborts = self._channel.aborts
         reason = self._host.interruption()
         if reason is not None:
             raise Consequence(reason)
         try:
-            answer, body = self._channel.request(address, question, aborts)
+            head, body = self._channel.request(address, question.head(), aborts)
         except ConnectionError as error:
             raise Consequence(
                 f"the resident of {source.label} can't be had from worker {where[1]} of group {where[0]!r}: {error}"
             ) from error
-        poison, *head = answer
-        if isinstance(poison, tuple):
-            text, argument, path = poison
-            raise SerializationError(text, argument=argument, path=path)
-        if poison is not None:
-            raise Poisoned(poison)
-        return tuple(head), None if body is None else self._host.codec.unpack(body, self._host.boot.device)
+        answer = read(head)
+        if isinstance(answer, parts.Unsendable):
+            raise SerializationError(answer.text, argument=answer.argument, path=answer.path)
+        if isinstance(answer, parts.Poison):
+            raise Poisoned(answer.why)
+        return answer, None if body is None else self._host.codec.unpack(body, self._host.boot.device)
 
-    def _answer(self, question: tuple[Any, ...]) -> tuple[tuple[Any, ...], wire.Packed | None]:
+    def _answer(self, head: Head) -> tuple[Head, wire.Packed | None]:
         try:
-            head, body = self._found(question)
+            answer, body = self._found(read(head))
         except Poisoned as error:
-            return (error.message,), None
+            answer, body = parts.Poison(error.message), None
         except SerializationError as error:
-            return ((error.message, error.argument, error.path),), None
-        return (None, *head), body
+            answer, body = parts.Unsendable(error.message, error.argument, error.path), None
+        return answer.head(), body
 
-    def _found(self, question: tuple[Any, ...]) -> tuple[tuple[Any, ...], wire.Packed | None]:
-        what, key, *bounds = question
-        if what == "rows":
-            return (self._host.part_rows(key),), None
-        if what == "weight":
-            return (self._host.part_weight(key),), None
-        entry = self._host.store.wait(key)
-        value = entry.value if what == "part" else _batch.slice_rows(entry.value, *bounds)
-        return (), self._host.packed(value, entry.maker, wait=True)
+    def _found(self, question: Message) -> tuple[Message, wire.Packed | None]:
+        host = self._host
+        match question:
+            case parts.Rows(key=key):
+                return parts.Number(host.part_rows(key)), None
+            case parts.Weight(key=key):
+                return parts.Number(host.part_weight(key)), None
+            case parts.Slice(key=key, start=start, stop=stop):
+                entry = host.store.wait(key)
+                value = _batch.slice_rows(entry.value, start, stop)
+            case _:
+                assert isinstance(question, parts.Part)
+                entry = host.store.wait(question.key)
+                value = entry.value
+        return parts.Value(), host.packed(value, entry.maker, wait=True)

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from colocate._context import Context, MeshPlace
 from colocate._mesh import did_you_mean
+from colocate._protocol.message import Message
+from colocate._protocol.messages import Meet
 from colocate._torch_groups import (
     Made,
     Plan,
@@ -40,7 +42,7 @@ _CLOSES_WITHIN_S = 1.0
 class Worker(Protocol):
     """What groups need of the worker that they are of."""
 
-    def ask(self, *question: Any) -> Any:
+    def ask(self, question: Message) -> Any:
         """Ask the driver."""
 
     def asking(self) -> int | None:
@@ -120,7 +122,7 @@ class ProcessGroups:
         listener = socket.create_server((self._host, 0)) if plan.index == 0 else None
         try:
             address = listener and listener.getsockname()[:2]
-            host, port = self._worker.ask("meet", plan.board, plan.members, address)
+            host, port = self._worker.ask(Meet(plan.board, plan.members, address))
         except BaseException:
             if listener is not None:
                 listener.close()

@@ -12,6 +12,7 @@ from colocate._context import reset_current, running_call, set_current
 from colocate._dispatch import Scatter
 from colocate._method_spec import MethodSpec
 from colocate._nesting import no_end
+from colocate._protocol import messages
 from colocate._rebuilding import rebuilding
 from colocate._values import ordinary
 from colocate.errors import ColocateError, DispatchError, RoleError, SerializationError
@@ -35,12 +36,14 @@ class Runner:
     def build(self, work: Work) -> bool:
         """Construct this slot's roles, and restore them if that is asked for; whether it went well."""
         site = self._site
-        _, seq, site.groups.generation, site.groups.default_role, restored = work.head
+        message = work.message
+        assert isinstance(message, messages.Build)
+        site.groups.generation, site.groups.default_role = message.generation, message.default_role
         start = time.time()
         try:
             site.definitions.compare_modules()
         except ColocateError as error:
-            self._failed(seq, None, None, error)
+            self._failed(0, None, None, error)
             return False
         builds: list[RoleBuild] = site.codec.unpack(work.body, None)
         for build in builds:
@@ -50,43 +53,44 @@ class Runner:
                 site.definitions.load(work.lots)
                 site.roles[build.name] = construct(build, site)
             except BaseException as error:
-                self._failed(seq, None, build.name, error)
+                self._failed(0, None, build.name, error)
                 return False
             site.instances[build.name] = site.roles[build.name].instance
-        if restored is not None:
+        if message.restored is not None:
             for role in list(site.roles.values()):
                 try:
-                    checkpoint.restore(role, restored)
+                    checkpoint.restore(role, message.restored)
                 except BaseException as error:
-                    self._failed(seq, None, role.name, error)
+                    self._failed(0, None, role.name, error)
                     return False
-        site.send(("done", seq, None, start, time.time(), None), None)
+        site.say(messages.Done(0, None, start, time.time(), None))
         return True
 
     def call(self, work: Work) -> Any:
         """Run a method; whether it went well, or a coroutine that says so."""
         site = self._site
-        _, seq, key, method, keep, valid, uses, _ = work.head
+        call = work.message
+        assert isinstance(call, messages.Call)
         body, work.body = work.body, None  # it may be large, and the role remembers its last call
-        role = site.roles[key]
-        spec = role.spec(method)
+        role = site.roles[call.role]
+        spec = role.spec(call.method)
         start = time.time()
         tokens = set_current(role.ctx), running_call.set(work)
         role.ctx.last_call = work
         try:
             site.definitions.load(work.lots)
-            resolver = self._resolver(seq) if uses else None
+            resolver = self._resolver(call.seq) if call.uses else None
             arguments = self._arguments(body, resolver, role, spec)
-            work.valid_rows = resolver.valid if valid is None and resolver is not None else valid
+            work.valid_rows = resolver.valid if call.valid is None and resolver is not None else call.valid
             if spec.padded is not None:
                 work.rows = _batch.rows(arguments[spec.padded], spec.padded)
             result = spec.call(role.instance, arguments)
             if spec.is_async:
-                return self._finish_async(result, work, role, spec, resolver, start)
-            self._finish(result, work, role, spec, resolver, start)
+                return self._finish_async(result, work, call, role, spec, resolver, start)
+            self._finish(result, work, call, role, spec, resolver, start)
         except BaseException as error:  # whatever role code raises is the caller's to see, SystemExit included
             site.peers.given_back(work.label)
-            self._failed(seq, keep, role.name, error)
+            self._failed(call.seq, call.keep, role.name, error)
             return False
         finally:
             running_call.reset(tokens[1])
@@ -95,12 +99,16 @@ class Runner:
 
     def _resolver(self, seq: int) -> Resolver:
         site = self._site
-        return Resolver(site.peers, site.boot.group, site.boot.slot, partial(site.ask, "aligned", seq))
+        return Resolver(site.peers, site.boot.group, site.boot.slot, partial(self._ask_aligned, seq))
+
+    def _ask_aligned(self, seq: int, key: int, others: list[int]) -> Any:
+        return self._site.ask(messages.Aligned(seq, key, others))
 
     async def _finish_async(
         self,
         coroutine: Any,
         work: Work,
+        call: messages.Call,
         role: HostedRole,
         spec: MethodSpec,
         resolver: Resolver | None,
@@ -110,10 +118,10 @@ class Runner:
         set_current(role.ctx)
         running_call.set(work)
         try:
-            self._finish(await coroutine, work, role, spec, resolver, start)
+            self._finish(await coroutine, work, call, role, spec, resolver, start)
         except BaseException as error:
             self._site.peers.given_back(work.label)
-            self._failed(work.seq, work.head[4], role.name, error)
+            self._failed(call.seq, call.keep, role.name, error)
             return False
         return True
 
@@ -149,38 +157,51 @@ class Runner:
         return arguments
 
     def _finish(
-        self, result: Any, work: Work, role: HostedRole, spec: MethodSpec, resolver: Resolver | None, start: float
+        self,
+        result: Any,
+        work: Work,
+        call: messages.Call,
+        role: HostedRole,
+        spec: MethodSpec,
+        resolver: Resolver | None,
+        start: float,
     ) -> None:
         try:
-            self._answer(result, work, role, spec, resolver, start)
+            self._answer(result, work, call, role, spec, resolver, start)
         except RecursionError:
             if (error := no_end({"result": result}, f"the result of {work.label}")) is not None:
                 raise error from None
             raise
 
     def _answer(
-        self, result: Any, work: Work, role: HostedRole, spec: MethodSpec, resolver: Resolver | None, start: float
+        self,
+        result: Any,
+        work: Work,
+        call: messages.Call,
+        role: HostedRole,
+        spec: MethodSpec,
+        resolver: Resolver | None,
+        start: float,
     ) -> None:
-        site = self._site
-        seq, label, keep = work.seq, work.label, work.head[4]
+        site, label = self._site, work.label
         result = ordinary(result)
         if work.rows is not None and (result is not None or counts(spec, role.ctx)):
             result = without_padding(result, work.rows, work.valid_rows, label)
         if len(site.store) or resolver is not None:
             self._check_writes(label, role, resolver)
         valid = work.valid_rows
-        if keep is None:
+        if call.keep is None:
             body = None if result is None else site.packed(result, label)
             try:
-                site.send(("done", seq, valid, start, time.time(), None), body)
+                site.say(messages.Done(call.seq, valid, start, time.time(), None), body)
             except OSError as error:  # no descriptor is free in this process, which isn't the method's fault
                 raise SerializationError(
                     f"the result of {label} can't be sent: {error.strerror or error}", argument="result"
                 ) from error
         else:
             rows = rows_to_join(result, spec, role.ctx)
-            nbytes = site.store.put(keep, result, label, valid)
-            site.send(("done", seq, valid, start, time.time(), (nbytes, rows)), None)
+            nbytes = site.store.put(call.keep, result, label, valid)
+            site.say(messages.Done(call.seq, valid, start, time.time(), (nbytes, rows)))
 
     def _check_writes(self, label: str, role: HostedRole, resolver: Resolver | None) -> None:
         site = self._site
@@ -201,7 +222,7 @@ class Runner:
         secondary = isinstance(error, Consequence) or site.groups.lost_a_peer()
         told, body = failure.failed(error, site.codec, site.definitions, role, secondary)
         if not 0 < seq <= site.base:  # otherwise nobody would lead the hold that follows
-            site.send(("failed", seq, told.head()), body)
+            site.say(messages.Failed(seq, told), body)
         if keep is not None:  # who uses it fails of that in turn, and is to be heard of later than this
             site.store.fail(keep, f"{told.type}: {told.text}")
         del error

@@ -7,7 +7,6 @@ what the driver has asked for, and waits for the next. Without a door, the end o
 from __future__ import annotations
 
 import os
-import platform
 import socket
 import sys
 from collections.abc import Callable
@@ -16,11 +15,14 @@ from typing import Any
 
 from colocate import wire
 from colocate._epochs import base_of
+from colocate._protocol import messages, versions
+from colocate._protocol.message import Head, is_a, read
 from colocate.executor import Boot
 from colocate.worker.host import WorkerHost
 from colocate.worker.supervisor import CLOSES_OTHERS
 
 GIVEN_BYTES = 1 << 20
+
 
 Start = Callable[[Boot, "Service", wire.SocketLane], WorkerHost]
 
@@ -67,6 +69,7 @@ class Service:
         self._host: WorkerHost | None = None
         self._lane: wire.SocketLane | None = None
         self._epoch = 0
+        self._heeds = False  # whether its driver is of the same version
         self._next: tuple[socket.socket, int] | None = None
         if door is not None:
             door.setblocking(False)
@@ -93,9 +96,14 @@ class Service:
             lane.drain(timeout)
 
     def _received(self, head: tuple[Any, ...], body: Any) -> None:
-        if head[0] != "boot":
-            assert self._host is not None
-            self._host.receive(head, body)
+        if not is_a(head, messages.Boot):
+            if self._heeds:
+                assert self._host is not None
+                self._host.receive(head, body)
+            return
+        self._heeds = read(head) == _boot()
+        if not self._heeds:
+            pass  # `hello` says of which version this is; nothing else of the driver's is read
         elif self._host is None:
             assert self._lane is not None
             self._host = self._start(wire.unpack(body), self, self._lane)
@@ -103,8 +111,7 @@ class Service:
                 self._host.renew(base_of(self._epoch))
         else:
             self._host.adopt(wire.unpack(body))
-        if head[0] == "boot":
-            self.say(("hello", hello()), None)
+        self.say(hello(), None)
 
     def _closed(self, reason: str) -> None:
         """The lane has ended. On the thread that was receiving."""
@@ -148,12 +155,16 @@ class Service:
             self.open(sock, epoch)
 
 
-def hello() -> dict[str, Any]:
-    """What a worker says of itself first."""
-    import colocate
+def first_message(boot: Boot) -> tuple[Head, wire.Packed]:
+    """What a driver sends a worker before anything else."""
+    return _boot().head(), wire.pack(boot)
 
-    return {
-        "pid": os.getpid(),
-        "python": platform.python_version().rpartition(".")[0],
-        "colocate": colocate.__version__,
-    }
+
+def _boot() -> messages.Boot:
+    here = versions.facts()
+    return messages.Boot(here["protocol"], here["colocate"])
+
+
+def hello() -> Head:
+    """What a worker says of itself first."""
+    return messages.Hello(versions.facts()).head()

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 import operator
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any, TypeAlias
 
 from colocate import _batch
 from colocate._arguments import cuda_is_used
 from colocate._codec import Codec
 from colocate._context import Context, running_call
+from colocate._protocol import messages
+from colocate._protocol.message import Head, Message
+from colocate._requests import Requests
 from colocate.executor import Boot
 from colocate.worker.consequence import LET_GO, Consequence
 from colocate.worker.definitions import Definitions
@@ -21,8 +22,8 @@ from colocate.worker.process_groups import ProcessGroups
 from colocate.worker.store import Store
 from colocate.worker.uses import Peers
 
-Send: TypeAlias = Callable[[tuple[Any, ...], Any], None]
-_OF_CODE = ("definitions", "module", "modules")
+Send: TypeAlias = Callable[[Head, Any], None]
+_OF_CODE = (messages.Missing, messages.Source, messages.Compare)
 
 
 class Site:
@@ -31,7 +32,6 @@ class Site:
     Attributes:
         boot: Who it is.
         codec: How values travel.
-        send: Sends a message to the driver; ordered, callable from any thread.
         in_process: Whether the other workers are threads of this process.
         store: What it keeps.
         roles: Those of its slot, by what messages call them.
@@ -49,17 +49,16 @@ class Site:
     def __init__(self, boot: Boot, codec: Codec, send: Send, in_process: bool) -> None:
         self.boot = boot
         self.codec = codec
-        self.send = send
+        self._send = send
         self.in_process = in_process
         self.store = Store(boot.strict)
         self.roles: dict[Any, HostedRole] = {}
         self.instances: dict[str, object] = {}
         self.base = 0
         self.groups = ProcessGroups(self, in_process, boot.host)
-        self.definitions = Definitions(self.ask, send, in_process)
-        self._asks: dict[int, tuple[int, Future[Any]]] = {}
+        self.definitions = Definitions(self.ask, self.say, in_process)
+        self._questions: Requests[None, Any] = Requests()
         self._interrupted: tuple[int, str] | None = None
-        self._tokens = itertools.count(1)
 
     @property
     def moves_tensors(self) -> bool:
@@ -69,9 +68,7 @@ class Site:
     def _interrupt(self, seq: int, reason: str) -> None:
         """End the waits of calls from `seq` on, those under way and those to come: what they wait for may never be."""
         self._interrupted = seq, reason
-        for token, (asker, waiting) in list(self._asks.items()):
-            if asker >= seq and self._asks.pop(token, None) is not None:
-                waiting.set_exception(Consequence(reason))
+        self._questions.fail_those(seq, lambda: Consequence(reason))
         self.groups.interrupt(seq, reason)
         if any(running >= seq for running in list(self.lane.running)):
             self.peers.abort(reason)
@@ -92,20 +89,22 @@ class Site:
         state = running_call.get()
         return state.seq if state is not None else max(list(self.lane.running), default=None)
 
-    def ask(self, *question: Any) -> Any:
+    def say(self, message: Message, body: Any = None) -> None:
+        """Tell the driver something; in order, from any thread."""
+        self._send(message.head(), body)
+
+    def ask(self, question: Message) -> Any:
         """Ask the driver something and wait; ColocateError says its refusal, or what broke the wait."""
-        token = next(self._tokens)
-        waiting: Future[Any] = Future()
         seq = self.asking()
-        if seq == 0 and question[0] in _OF_CODE:
+        if seq == 0 and isinstance(question, _OF_CODE):
             seq = -1  # roles are constructed also when another rank's can't be, which has no part in this answer
-        self._asks[token] = seq or 0, waiting
+        request = self._questions.open([None], seq or 0)
         reason = self._interruption_of(seq)
         if reason is not None:
-            self._asks.pop(token, None)
+            self._questions.drop(request)
             raise Consequence(reason)
-        self.send(("ask", token, *question), None)
-        return waiting.result()
+        self.say(messages.Ask(request.token, question))
+        return request.result()[0]
 
     def packed(self, result: Any, label: str, wait: bool = False) -> Any:
         """What a role has returned, as it travels; a SerializationError names the method. `wait`: see `tell`."""
@@ -127,7 +126,7 @@ class Site:
 
     def report(self, ctx: Context, done: int, total: int | None) -> None:
         """A role's progress."""
-        self.send(("progress", ctx.role, _plain(done), None if total is None else _plain(total)), None)
+        self.say(messages.Progress(ctx.role, _plain(done), None if total is None else _plain(total)))
 
 
 def _plain(number: Any) -> int | float:

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from colocate import ColocatedGroup
+from colocate._protocol import messages
+from colocate._protocol.message import Message, read
 from colocate.wire import Packed
 
 
@@ -18,14 +20,14 @@ class Traffic:
     """
 
     def __init__(self, group: ColocatedGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.sent: list[tuple[Any, ...]] = []
+        self.sent: list[Message] = []
         self.sent_bytes: list[int] = []
         self.received_bytes: list[int] = []
         executor = group._node.services.executor
         frame = executor.frame
 
         def counted(head: tuple[Any, ...], body: Any = None) -> Any:
-            self.sent.append(head)
+            self.sent.append(read(head))
             self.sent_bytes.append(_bytes(body))
             return frame(head, body)
 
@@ -44,7 +46,10 @@ class Traffic:
 
     def calls_sent(self) -> list[int]:
         """The messages with calls so far: how many calls are in each."""
-        return [len(head[2]) if head[0] == "batch" else 1 for head in self.sent if head[0] in ("batch", "call")]
+        kinds = (messages.Batch, messages.Call)
+        return [
+            len(each.calls) if isinstance(each, messages.Batch) else 1 for each in self.sent if isinstance(each, kinds)
+        ]
 
     def total_bytes(self) -> int:
         """Bytes of values through the driver so far."""

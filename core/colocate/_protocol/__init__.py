@@ -1,0 +1,1 @@
+"""What driver and worker both know."""

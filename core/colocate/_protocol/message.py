@@ -1,0 +1,64 @@
+"""What a message is: one class for each, of which a tuple of plain builtins travels, its head.
+
+Beside it there is often a body, which has been packed by itself. Only in this package a head's items are known by their
+places.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any, TypeAlias, TypeVar, cast, dataclass_transform
+
+import attrs
+
+Head: TypeAlias = tuple[Any, ...]
+
+_kinds: dict[str, type[Message]] = {}
+_values: dict[type[Message], Callable[[Message], Head]] = {}
+
+_M = TypeVar("_M", bound="type[Message]")
+
+
+class Message:
+    """One message, without its body."""
+
+    __slots__ = ()
+
+    def head(self) -> Head:
+        """What travels of it."""
+        return type(self).__name__, *values(self)
+
+    @classmethod
+    def of(cls, *values: Any) -> Message:
+        """The message of such values, in the order in which they travel."""
+        return cls(*values)
+
+
+def values(message: Message) -> Head:
+    """What it says, in the order of its fields."""
+    return _values[type(message)](message)
+
+
+def is_a(head: Head, kind: type[Message]) -> bool:
+    """Whether a head is of such a message, whatever version has made it."""
+    return bool(head[0] == kind.__name__)
+
+
+def read(head: Head) -> Message:
+    """The message of a head."""
+    return _kinds[head[0]].of(*head[1:])
+
+
+@dataclass_transform(frozen_default=True)
+def message(cls: _M) -> _M:
+    """Make a class of fields one of messages; its name is what its heads begin with."""
+    made: Any = attrs.frozen(cls)
+    names = [field.name for field in attrs.fields(made)]
+    if len(names) > 1:
+        _values[made] = operator.attrgetter(*names)
+    else:
+        _values[made] = lambda message: tuple(getattr(message, name) for name in names)
+    assert made.__name__ not in _kinds, f"two messages are called {made.__name__}"
+    _kinds[made.__name__] = made
+    return cast("_M", made)

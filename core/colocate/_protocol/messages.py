@@ -1,0 +1,566 @@
+"""What driver and worker say to each other, and what a worker asks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+from colocate._protocol.message import Head, Message, message, read, values
+
+# Where in a message's body the one of a call lies: the index, where bodies are handed over as they are, or the range
+# of bytes of its pickle and the buffers that it refers to.
+Where: TypeAlias = "int | tuple[int, int, tuple[int, ...]] | None"
+
+# -- to the worker
+
+
+@message
+class Boot(Message):
+    """Who it is; a detached pool's worker is told again by each driver. Body: a `Boot` of the executor's.
+
+    A worker of another version answers `Hello`, and nothing else: it doesn't read the body, nor what follows.
+
+    Attributes:
+        protocol: Of who says it (`versions.PROTOCOL`).
+        version: Its colocate's version.
+    """
+
+    protocol: int
+    version: str
+
+    @classmethod
+    def of(cls, protocol: int = 0, version: str = "", *_later: object) -> Boot:
+        """As `Message.of`, of any version."""
+        return cls(protocol, version)
+
+
+@message
+class Define(Message):
+    """Definitions, before the first message that names them; the worker, too, says this of its own. Body: a lot.
+
+    Attributes:
+        ids: Those of the classes and functions.
+        names: The globals that it sets: what their space is called there, and their name.
+    """
+
+    ids: Sequence[int]
+    names: Sequence[tuple[str | int, str]]
+
+
+@message
+class Build(Message):
+    """Construct the roles of the slot. Body: a list of `RoleBuild`.
+
+    Attributes:
+        generation: How often the group has been restarted.
+        default_role: Whose process group is torch's default one.
+        restored: The folder of the checkpoint that they go on from; None for none.
+    """
+
+    generation: int
+    default_role: str | None
+    restored: str | None
+
+
+@message
+class Call(Message):
+    """Call a method. Body: its arguments by name; none without any.
+
+    Attributes:
+        seq: Its place in the group's order.
+        role: The role's name; two numbers for a function, slots and seed.
+        method: The method's name.
+        keep: The key of the resident that its result becomes; None when that is sent.
+        valid: How many rows aren't padding; None when nothing was scattered, or only the rank knows.
+        uses: Whether there are residents among the arguments.
+        frees: Residents that nobody needs any more.
+    """
+
+    seq: int
+    role: Any
+    method: str
+    keep: int | None
+    valid: int | None
+    uses: bool
+    frees: Sequence[int]
+
+
+@message
+class Batch(Message):
+    """Several calls. Body: theirs, as one (`_protocol.batch`).
+
+    Attributes:
+        frees: Residents that nobody needs any more.
+        calls: The calls, and where in the body each has its own.
+    """
+
+    frees: Sequence[int]
+    calls: Sequence[tuple[Call, Where]]
+
+    def head(self) -> Head:
+        """What travels of it."""
+        return "Batch", self.frees, [(call.head(), where) for call, where in self.calls]
+
+    @classmethod
+    def of(cls, frees: Sequence[int], calls: Sequence[tuple[Head, Where]]) -> Batch:
+        """As `Message.of`."""
+        return cls(frees, [(Call(*head[1:]), where) for head, where in calls])
+
+
+@message
+class Free(Message):
+    """Nobody needs some residents any more.
+
+    Attributes:
+        keys: Theirs.
+    """
+
+    keys: Sequence[int]
+
+
+@message
+class Hold(Message):
+    """A call has failed somewhere: begin no call from that one on, and say when nothing before it runs.
+
+    Attributes:
+        number: The hold's number; the highest one counts.
+        failed: The call; 0 for the construction of the roles.
+        cut: Whether to cut the process groups, too.
+    """
+
+    number: int
+    failed: int
+    cut: bool
+
+
+@message
+class Resume(Message):
+    """All ranks are back: go on, but for some calls.
+
+    Attributes:
+        number: The hold that is over.
+        withdrawn: Calls that are dropped.
+    """
+
+    number: int
+    withdrawn: Sequence[int]
+
+
+@message
+class Cancel(Message):
+    """Nobody waits for a call any more (`ctx.cancelled`).
+
+    Attributes:
+        seq: The call.
+    """
+
+    seq: int
+
+
+@message
+class Stop(Message):
+    """The group is about to close: begin nothing any more."""
+
+
+@message
+class Withdraw(Message):
+    """Hold a call up, if it hasn't begun, until it is `Decided`; answered by `CanWithdraw`.
+
+    Attributes:
+        token: The question's number.
+        seq: The call.
+    """
+
+    token: int
+    seq: int
+
+
+@message
+class Decided(Message):
+    """What becomes of a call that was held up.
+
+    Attributes:
+        token: The question's number.
+        seq: The call.
+        drop: Whether it is dropped; it goes on otherwise, and nobody waits for it.
+    """
+
+    token: int
+    seq: int
+    drop: bool
+
+
+@message
+class AskStack(Message):
+    """Say what the lane does; answered by `Stack`.
+
+    Attributes:
+        token: The question's number.
+    """
+
+    token: int
+
+
+@message
+class Fetch(Message):
+    """Send the part of a resident; answered by `Fetched`.
+
+    Attributes:
+        token: The question's number.
+        key: The resident.
+        contents: Whether the part itself is wanted, or only its structure.
+    """
+
+    token: int
+    key: int
+    contents: bool
+
+
+@message
+class Listen(Message):
+    """Other workers want to reach this one; answered by `Address`."""
+
+
+@message
+class Answer(Message):
+    """What the driver says to an `Ask`.
+
+    Attributes:
+        token: The question's number.
+        answer: The answer.
+        error: Why there is none.
+    """
+
+    token: int
+    answer: Any
+    error: str | None
+
+
+@message
+class Close(Message):
+    """End after what runs now.
+
+    Attributes:
+        reason: What waits for other workers is told.
+    """
+
+    reason: str
+
+
+# -- from the worker
+
+
+@message
+class Hello(Message):
+    """It runs, and hears.
+
+    Attributes:
+        facts: Its process and versions.
+    """
+
+    facts: Mapping[str, Any]
+
+
+@message
+class Done(Message):
+    """A call has gone well. Body: its result; none for None and for a kept one.
+
+    Attributes:
+        seq: The call; 0 for the construction of the roles.
+        rows: How many of its rows aren't padding; None without any.
+        start: When it began, in seconds of `time.time()`.
+        end: When it was over.
+        size: Bytes and rows of a result that was kept; None of others.
+    """
+
+    seq: int
+    rows: int | None
+    start: float
+    end: float
+    size: tuple[int, int | None] | None
+
+
+@message
+class Failure(Message):
+    """What an exception in a worker was, as a part of other messages.
+
+    Attributes:
+        type: Qualified name of the exception's type.
+        text: Its message.
+        traceback: The traceback in the worker, from the role's own code on.
+        host: Whether colocate raised it (arguments that don't fit, a result that can't be sent), not the role.
+        secondary: Whether a peer's connection had been lost before: then another rank's failure is the cause.
+        role: Name of the role.
+        unmade: What had come and couldn't be rebuilt, if the exception is from there.
+    """
+
+    type: str
+    text: str
+    traceback: str
+    host: bool
+    secondary: bool
+    role: str | None
+    unmade: str | None
+
+
+@message
+class Failed(Message):
+    """A call has raised, and the rank has stopped itself. Body: the exception, if it can be sent.
+
+    Attributes:
+        seq: The call; 0 for the construction of the roles.
+        failure: What it raised.
+    """
+
+    seq: int
+    failure: Failure
+
+    def head(self) -> Head:
+        """What travels of it."""
+        return "Failed", self.seq, values(self.failure)
+
+    @classmethod
+    def of(cls, seq: int, failure: Head) -> Failed:
+        """As `Message.of`."""
+        return cls(seq, Failure(*failure))
+
+
+@message
+class Alive(Message):
+    """It has heard of a hold.
+
+    Attributes:
+        number: The hold's.
+    """
+
+    number: int
+
+
+@message
+class Held(Message):
+    """It is back for a hold.
+
+    Attributes:
+        number: The hold's.
+        begun: The highest call that it has begun.
+        holders: Roles that still hold a process group of before, which is of no use.
+    """
+
+    number: int
+    begun: int
+    holders: Sequence[str]
+
+
+@message
+class CanWithdraw(Message):
+    """Whether it can do without a call.
+
+    Attributes:
+        token: The question's number.
+        can: It hadn't begun it.
+    """
+
+    token: int
+    can: bool
+
+
+@message
+class Stack(Message):
+    """What its lane does.
+
+    Attributes:
+        token: The question's number.
+        text: In words, with the stack.
+        running: The calls that run.
+    """
+
+    token: int
+    text: str
+    running: tuple[int, ...]
+
+
+@message
+class Fetched(Message):
+    """The part of a resident. Body: it; or the exception that kept it from being sent.
+
+    Attributes:
+        token: The question's number.
+        rows: How many rows the call that made it worked on.
+        failure: What kept it from being sent.
+    """
+
+    token: int
+    rows: int | None
+    failure: Failure | None
+
+    def head(self) -> Head:
+        """What travels of it."""
+        return "Fetched", self.token, self.rows, None if self.failure is None else values(self.failure)
+
+    @classmethod
+    def of(cls, token: int, rows: int | None, failure: Head | None) -> Fetched:
+        """As `Message.of`."""
+        return cls(token, rows, None if failure is None else Failure(*failure))
+
+
+@message
+class Address(Message):
+    """Where other workers reach it.
+
+    Attributes:
+        address: None when they needn't ask.
+    """
+
+    address: str | None
+
+
+@message
+class Progress(Message):
+    """How far a role has come.
+
+    Attributes:
+        role: Its name.
+        done: How much is done.
+        total: Of how much.
+    """
+
+    role: str | None
+    done: int | float
+    total: int | float | None
+
+
+@message
+class Broken(Message):
+    """One of its own threads has ended, and it leaves.
+
+    Attributes:
+        reason: Why.
+    """
+
+    reason: str
+
+
+@message
+class Closed(Message):
+    """It runs role code no longer, and is about to leave."""
+
+
+@message
+class Undefined(Message):
+    """A lot that the driver had sent couldn't be rebuilt; nothing of it is there.
+
+    Attributes:
+        ids: Those of the definitions in it.
+        names: The globals in it, as `Define` names them.
+    """
+
+    ids: Sequence[int]
+    names: Sequence[tuple[str | int, str]]
+
+
+@message
+class Ask(Message):
+    """A question; answered by `Answer`.
+
+    Attributes:
+        token: Its number.
+        question: What it wants to know.
+    """
+
+    token: int
+    question: Message
+
+    def head(self) -> Head:
+        """What travels of it."""
+        return "Ask", self.token, self.question.head()
+
+    @classmethod
+    def of(cls, token: int, question: Head) -> Ask:
+        """As `Message.of`."""
+        return cls(token, read(question))
+
+
+# -- what it asks
+
+
+@message
+class WhereIs(Message):
+    """Where another worker is reached.
+
+    Attributes:
+        group: Its group's name.
+        slot: Its slot in that.
+        generation: That of the group.
+    """
+
+    group: str
+    slot: int
+    generation: int
+
+
+@message
+class Aligned(Message):
+    """Which residents that a call uses have the partition of the first, once all of them are made.
+
+    Attributes:
+        seq: The call.
+        key: The first.
+        others: The others.
+    """
+
+    seq: int
+    key: int
+    others: Sequence[int]
+
+
+@message
+class Missing(Message):
+    """Send a definition that came here by name from another worker.
+
+    Attributes:
+        id: The definition's.
+    """
+
+    id: int
+
+
+@message
+class Source(Message):
+    """The source of a module that lies beside the script, and of what that imports.
+
+    Attributes:
+        module: Its name.
+    """
+
+    module: str
+
+
+@message
+class Compare(Message):
+    """Whether the driver has the modules that were imported here early, with other content.
+
+    Attributes:
+        modules: File and digest, by name.
+    """
+
+    modules: Mapping[str, tuple[str, str]]
+
+
+@message
+class HeardAll(Message):
+    """Whether all that was said before has been heard: the answer comes after that."""
+
+
+@message
+class Meet(Message):
+    """Wait for the other ranks, and have what one of them has brought.
+
+    Attributes:
+        board: What they meet for.
+        members: How many they are.
+        value: What this one brings; None for nothing.
+    """
+
+    board: str
+    members: int
+    value: Any

@@ -1,0 +1,97 @@
+"""What workers ask each other: parts of residents."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from colocate._protocol.message import Message, message
+
+
+@message
+class Part(Message):
+    """The whole part; answered by `Value`.
+
+    Attributes:
+        key: The resident.
+    """
+
+    key: int
+
+
+@message
+class Slice(Message):
+    """Some of its rows; answered by `Value`.
+
+    Attributes:
+        key: The resident.
+        start: The first row.
+        stop: The one after the last.
+    """
+
+    key: int
+    start: int
+    stop: int
+
+
+@message
+class Rows(Message):
+    """How many rows it has; answered by `Number`.
+
+    Attributes:
+        key: The resident.
+    """
+
+    key: int
+
+
+@message
+class Weight(Message):
+    """How many rows the call that made it worked on; answered by `Number`.
+
+    Attributes:
+        key: The resident.
+    """
+
+    key: int
+
+
+@message
+class Value(Message):
+    """Here it is. Body: it."""
+
+
+@message
+class Number(Message):
+    """So many.
+
+    Attributes:
+        number: How many; None when it isn't counted.
+    """
+
+    number: int | None
+
+
+@message
+class Poison(Message):
+    """It can't be used.
+
+    Attributes:
+        why: What kept it from being made, or wrote into it.
+    """
+
+    why: str
+
+
+@message
+class Unsendable(Message):
+    """It can't be packed.
+
+    Attributes:
+        text: What the `SerializationError` says.
+        argument: Its `argument`.
+        path: Its `path`.
+    """
+
+    text: str
+    argument: Any
+    path: Any

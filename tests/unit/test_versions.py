@@ -1,0 +1,35 @@
+"""Driver and worker of different versions refuse each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import colocate
+from colocate import RoleStartError
+from colocate._protocol import versions
+from colocate.testing.probes.plain import Echo
+
+
+def test_facts_that_differ() -> None:
+    """The first difference is told, with both versions and what to do; a version from before there was one, too."""
+    here = {"colocate": "2.0", "protocol": 3, "python": "3.12"}
+    cure = "install the same in both: pip install 'colocate==2.0'"
+    assert versions.difference(here, dict(here, pid=1)) is None
+    assert versions.difference(here, dict(here, colocate="1.0")) == f"has colocate 1.0, the driver 2.0: {cure}"
+    assert versions.difference(here, {"colocate": "2.0"}) == f"has protocol None, the driver 3: {cure}"
+    assert versions.difference(here, dict(here, python="3.11")) == (
+        "has Python 3.11, the driver 3.12: install the same in both"
+    )
+
+
+@pytest.mark.parametrize("changed", [{"protocol": 99}, {"colocate": "0.0.1"}])
+def test_worker_of_another_version(monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any]) -> None:
+    """Its group doesn't start, and says why, although that worker can't even read who it is to be."""
+    facts = versions.facts()
+    monkeypatch.setattr(versions, "facts", lambda: {**facts, **changed})
+    with colocate.connect(processes=True) as runtime, runtime.reserve(1) as pool:
+        with pytest.raises(RoleStartError, match=r"has (protocol|colocate) .*pip install 'colocate=="):
+            pool.spawn({"echo": colocate.role(Echo)}, timeout=60)
+        assert not runtime.audit()
