@@ -42,7 +42,7 @@ LAYERS = {
     "worker": ("inside a slot", "_processes worker worker.*"),
     "keeper": ("worker processes on a machine that isn't the driver's", "keeper keeper.*"),
     "plugins": ("entry points", "_needs _plugin_group _plugins _strays"),
-    "owned": ("the ownership law", "_dispatcher _owned"),
+    "owned": ("the ownership law", "_dispatcher _lifecycle _owned"),
     "order": (
         "one order of calls, the hold, deadlines",
         "_cancel _failures _joiner _link _order _pending _records _services _stacks",
@@ -50,9 +50,9 @@ LAYERS = {
     "kept": ("residents, the driver's half", "_fetch _handles _kept _leases _residents"),
     "crew": (
         "the workers of a group: start, watch, end, restart",
-        "_crew _questions _restart _saved _ship _spawn _taught _tenancy _worker _workforce",
+        "_crew _questions _restart _saved _ship _spawn _stages _taught _tenancy _worker _workforce",
     ),
-    "views": ("sending: views, pipelines, functions", "_checkpoint _functions _pipeline _sending _view"),
+    "views": ("sending: views, pipelines, functions", "_checkpoint _drafts _functions _pipeline _sending _view"),
     "api": (
         "the live objects",
         "_audit _connection _detached _graph _group _held _pool _record _runtime _slots _slow",

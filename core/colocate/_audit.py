@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import attrs
 
 from colocate._crew import Crew
+from colocate._lifecycle import State
 from colocate._lines import at
 from colocate._processes import OF_A_ROLE
 from colocate._slots import Slots
@@ -170,7 +171,7 @@ def _claims(connection: Connection) -> Iterator[tuple[_Key, _Claim]]:
         if pool.reservation is not None and pool.closed_by is None:
             yield ("reservation", pool.request.id), _Claim(pool, f"pool {pool.name!r} made at {_line(pool)}")
         for group in _crews(pool):
-            if group.state != "ready" or group.closed_by is not None:
+            if group.life.state is not State.READY:
                 continue
             for worker in list(group.workforce.workers):
                 if worker.hello is not None and worker.exit is None:

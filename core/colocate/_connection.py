@@ -110,9 +110,8 @@ class Connection(Owned):
             self.check()
         if not self.mark_closed(by):
             if not self.services.dispatcher.is_current:  # whoever closes it waits for that thread
-                self.wait_closed()
+                self.life.wait_closed()
             return
-        self.state = "closing"
         errors: list[BaseException] = []
         try:
             errors += self.close_children(grace)
@@ -131,9 +130,8 @@ class Connection(Owned):
                     )
                 self.services.timers.close()
                 self.services.printer.close()
-                self.state = "closed"
                 live.pop(id(self), None)
-                self._finished.set()
+                self.life.end()
         raise_together(f"runtime {self.name!r} was closed, and this had gone wrong", errors)
 
 

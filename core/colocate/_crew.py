@@ -10,6 +10,7 @@ from typing import Any
 from colocate._cancel import Cancellations
 from colocate._jobs import error_text
 from colocate._kept import Kept
+from colocate._lifecycle import State
 from colocate._mesh import Ranks
 from colocate._method_spec import MethodSpec
 from colocate._order import CallOrder
@@ -99,7 +100,7 @@ class Crew(Restartable):
         self.restarts = Restarts(self, restarts)
         self._begin(places)
         self.residents = Residents(self, self.order)
-        self._tell_state("starting", None)  # before `join`: from there on something else may be told
+        self._tell_state(State.STARTING)  # before `join`: from there on something else may be told
         self.join()
 
     def _begin(self, places: Sequence[Place]) -> None:
@@ -111,9 +112,7 @@ class Crew(Restartable):
 
     def check(self) -> None:
         """Raise unless it can be called: it is closed, or has failed, or nobody has noted that it was restarted."""
-        failure = self.failure  # which a restart may end just now
-        if failure is not None and self.alive:
-            self.workforce.failure_seen = True
+        if self.alive and (failure := self.life.told()) is not None:
             raise failure.with_traceback(None)  # of who was told before
         super().check()
         self.restarts.check()
@@ -242,23 +241,25 @@ class Crew(Restartable):
 
     # -- its state
 
-    def enter(self, state: str, cause: ColocateError | None = None) -> None:
-        """It is in another state now, of which observers are told."""
-        self.state = state
-        self.restarts.look()
-        self._tell_state(state, cause)
+    def _tell_state(self, state: State, cause: ColocateError | None = None) -> None:
+        """Tell observers."""
+        self.services.tell("colocate_group_changed", self.name, state.value, cause)
 
-    def _tell_state(self, state: str, cause: ColocateError | None) -> None:
-        self.services.tell("colocate_group_changed", self.name, state, cause)
+    def became_ready(self) -> None:
+        """Its workers are: it can be called, unless it is closed."""
+        with self.order.lock:
+            if self.life.ready():
+                self._tell_state(State.READY)
 
     def fail(self, error: ColocateError) -> None:
         """It can't go on: every pending call ends with this error, every worker is ended."""
         with self.order.lock:
-            if self.failure is not None or self.closed_by is not None or not self.workforce.started:
+            if self.life.state is not State.READY:
                 return
-            self.failure = told = self.restarts.begin(error)
-            self.enter("failed", error)
-            self.workforce.failure_seen = any(call.keep is None for call in self.order.pending.values())
+            told = self.restarts.begin(error)
+            somebody = any(call.keep is None for call in self.order.pending.values())
+            self.life.fail(told, is_told=somebody, recovers=told is not error)
+            self._tell_state(State.FAILED, error)
             self.order.fail_all(told)
         self.residents.fail(told)
         self.workforce.kill()
@@ -269,9 +270,8 @@ class Crew(Restartable):
         """It could not be restarted."""
         error.add_note(f"and group {self.name!r} could not be restarted: {error_text(why)}")
         with self.order.lock:
-            self.failure = error
-            self.workforce.failure_seen = False
-            self.enter("failed", error)
+            self.life.fail_for_good(error)
+            self._tell_state(State.FAILED, error)
 
     # -- its start
 
@@ -295,6 +295,14 @@ class Crew(Restartable):
         self.workforce.ready()
         self.home.changed()
 
+    def begin_again(self) -> bool:
+        """It is being rebuilt from now on; False when it is closed."""
+        with self.order.lock:
+            if not self.life.restart():
+                return False
+            self._tell_state(State.RESTARTING)
+            return True
+
     def rebuild(self) -> None:
         """Start its next generation; the last one's workers are gone.
 
@@ -308,16 +316,15 @@ class Crew(Restartable):
             self.order.renew()
             self.taught.renew()
             self._begin(places)
-            self.workforce.failure_seen = True  # of the last generation: it was told
-            if self.failure is not None:
-                self.residents.renew(self.failure)
+            if (failure := self.life.told()) is not None:
+                self.residents.renew(failure)
         self._start()
 
     # -- its end
 
     def wind_down(self, grace: float, deadline: float) -> None:
         """Have its workers begin nothing any more, and tell the calls that run that nobody waits for them."""
-        if self.state == "ready":
+        if self.life.state is State.READY:
             self.send(self.live(), messages.Stop())
         self.workforce.wind_down(grace, deadline)
 
@@ -339,7 +346,7 @@ class Crew(Restartable):
             return
         try:
             with self.order.lock:  # whoever rebuilds it has either made its new workers or will make none
-                self.enter("closing")
+                self._tell_state(State.CLOSING)
             self.restarts.stop()
             self.residents.break_borrows()
             errors = self.workforce.end(grace)
@@ -347,10 +354,10 @@ class Crew(Restartable):
         finally:
             failed = self.residents.unseen()
             self._fail_what_is_left()
-            self.enter("closed")
             self.disown()
             self.home.vacate(self)
-            self._finished.set()
+            self._tell_state(State.CLOSED)
+            self.life.end()
         errors += failed
         self.services.tell("colocate_group_closed", self.name)
         raise_together(self._words, errors)
@@ -368,10 +375,10 @@ class Crew(Restartable):
         """It isn't this driver's any more; nothing of it is ended."""
         self._fail_what_is_left()
         self.restarts.stop()
-        self.enter("closed")
         self.home.forget(self)
         self.disown()
-        self.finished()
+        self._tell_state(State.CLOSED)
+        self.life.end()
 
     def _fail_what_is_left(self) -> None:
         error = ClosedError(f"group {self.name!r} was closed by {self.closed_by}", closed_by=self.closed_by)

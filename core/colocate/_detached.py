@@ -20,6 +20,7 @@ from colocate import _record
 from colocate._connection import Connection
 from colocate._crew import Crew
 from colocate._failures import hung_error
+from colocate._lifecycle import State
 from colocate._lines import caller
 from colocate._numbers import FOREVER_S, duration_problem
 from colocate._off_main import off_main
@@ -94,7 +95,7 @@ def _close_all(pool: Slots, by: str) -> list[Crew]:
 def _check_idle(group: Crew) -> None:
     """Raise when detaching it would break something."""
     group.check()
-    if group.state != "ready":
+    if group.life.state is not State.READY:
         raise ColocateError(f"group {group.name!r} can't be detached while it is {group.state}")
     if group.order.pending:
         first = next(iter(group.order.pending.values()))
@@ -110,7 +111,7 @@ def _reopen(pool: Slots, groups: Sequence[Crew]) -> None:
     """Be as before, unless another driver has got it meanwhile."""
     assert pool.reservation is not None
     for node in (pool, *groups):
-        node.reopen()
+        node.life.reopen()
     if not cast("Detachable", pool.connection.services.executor).retain(pool.reservation):
         lost(pool, "another driver")
     for group in groups:
@@ -227,9 +228,8 @@ def _left(pool: Slots, groups: Sequence[Crew]) -> None:
     """Nothing of it is this driver's any more."""
     for group in groups:
         group.leave()
-    pool.state = "closed"
     pool.disown()
-    pool.finished()
+    pool.life.end()
 
 
 def lost(pool: Slots, by: str) -> None:

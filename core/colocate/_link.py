@@ -6,6 +6,7 @@ import abc
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from colocate._lifecycle import State
 from colocate._owned import Owned
 from colocate._protocol.message import Message
 from colocate._services import Services
@@ -13,27 +14,27 @@ from colocate.errors import ColocateError
 
 
 class Link(Owned, abc.ABC):
-    """A group as its parts know it: its state, and the way to its workers.
-
-    Its `state` is "starting", "ready", "closing", "closed", "failed" or "restarting".
+    """A group as its parts know it: its life, and the way to its workers.
 
     Attributes:
         services: What it shares with all that its runtime owns.
         base: The numbers of its calls, holds and residents are above this: those up to it were an earlier driver's.
         grace: Seconds that ranks have to come back after a failed call.
-        failure: Why it can't be called, if something has gone wrong.
         generation: How often it has been restarted.
     """
 
     grace: float = 10.0
 
     def __init__(self, name: str, owner: Owned, services: Services, base: int, generation: int) -> None:
-        super().__init__("group", name, owner)
-        self.state = "starting"
+        super().__init__("group", name, owner, State.STARTING)
         self.services = services
         self.base = base
         self.generation = generation
-        self.failure: ColocateError | None = None
+
+    @property
+    def failure(self) -> ColocateError | None:
+        """Why it can't be called, if something has gone wrong."""
+        return self.life.failure
 
     @abc.abstractmethod
     def send(self, slots: Sequence[int], message: Message, body: Any = None) -> None:
@@ -56,8 +57,8 @@ class Link(Owned, abc.ABC):
         """The slots whose workers run."""
 
     @abc.abstractmethod
-    def enter(self, state: str, cause: ColocateError | None = None) -> None:
-        """It is in another state now, of which observers are told."""
+    def became_ready(self) -> None:
+        """Its workers are: it can be called, unless it is closed."""
 
     @abc.abstractmethod
     def fail(self, error: ColocateError) -> None:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, NoReturn, TypeVar
 
+from colocate._lifecycle import Lifecycle, State
 from colocate._lines import at, caller, origin
 from colocate._off_main import off_main
 from colocate._on_driver import OnDriver
@@ -88,30 +88,25 @@ class Owned(OnDriver):
         kind: runtime, pool or group.
         name: Its name.
         owner: The node that closes it at the latest; None for a runtime.
-        state: What it is doing.
+        life: What it is doing.
         children: The nodes it owns, in the order in which they were made.
         line: File and line that made it; for what a command-line option has made, the option and 0.
         created: When, in seconds of time.time().
-        closed_by: What closed it, and where.
         names: What users hold of it, by type; there is one.
         hurried: Whether nobody waits any more for what still runs in it: its close was interrupted.
     """
 
-    def __init__(self, kind: str, name: str, owner: Owned | None) -> None:
+    def __init__(self, kind: str, name: str, owner: Owned | None, state: State = State.READY) -> None:
         self.kind = kind
         self.name = name
         self.owner = owner
-        self.state = "ready"
+        self.life = Lifecycle(state)
         self.children: dict[int, Owned] = {}
         self.line = origin()
         self.created = time.time()
-        self.closed_by: str | None = None
         self.hurried = False
         self.names: dict[type, Any] = {}
         self._born_after = _forks
-        self._closing = threading.RLock()
-        self._closer: int | None = None
-        self._finished = threading.Event()
 
     def join(self) -> None:
         """Become a part of the graph. A constructor's last act: another thread may close the owner at any line."""
@@ -123,6 +118,16 @@ class Owned(OnDriver):
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(f"{self!r} lives on the driver and can't be sent to a worker or pickled")
+
+    @property
+    def state(self) -> str:
+        """What it is doing, in a word."""
+        return self.life.state.value
+
+    @property
+    def closed_by(self) -> str | None:
+        """What closed it, and where."""
+        return self.life.closed_by
 
     @property
     def alive(self) -> bool:
@@ -151,50 +156,19 @@ class Owned(OnDriver):
 
     def mark_closed(self, by: str | None) -> bool:
         """Note what closes it; False when something has done so before."""
-        with self._closing:
-            if self.closed_by is not None:
-                return False
-            self.closed_by = by or self.by_caller()
-            self._closer = threading.get_ident()
-            return True
+        return self.life.close(lambda: by or self.by_caller())
 
     def take_closing(self, by: str | None) -> bool:
         """Note what closes it, or wait until what has done so before is through: then there is nothing left to do."""
         while not self.mark_closed(by):
-            if self.wait_closed():
+            if self.life.wait_closed():
                 return False
         return True
-
-    def reopen(self) -> None:
-        """What was to close it has come to nothing: whoever waits for that may try."""
-        with self._closing:
-            self.closed_by = self._closer = None
-            came_to_nothing, self._finished = self._finished, threading.Event()
-        came_to_nothing.set()
-
-    def finished(self) -> None:
-        """It is closed: let those go on who wait for that."""
-        self._finished.set()
 
     def by_caller(self) -> str:
         """What closes it, when the user's code does."""
         file, number = caller()
         return f"{self.kind}.close() at {file}:{number}"
-
-    def wait_closed(self) -> bool:
-        """Wait until who closes it has done so, unless that is this very thread, somewhere below.
-
-        Returns:
-            Whether it is closed; False when that has come to nothing.
-        """
-        with self._closing:
-            finished = self._finished
-            if self.closed_by is None:
-                return False
-            if self._closer == threading.get_ident():
-                return True
-        finished.wait()
-        return self._finished is finished
 
     def disown(self) -> None:
         """Take it out of the graph."""

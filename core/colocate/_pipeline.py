@@ -10,37 +10,17 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
 
-import attrs
-
-from colocate._bundle import Memory, together
+from colocate._bundle import Memory
 from colocate._crew import Crew
+from colocate._drafts import Draft, send
 from colocate._handles import Reference
 from colocate._here import Here
 from colocate._kept import Kept
 from colocate._lines import caller
-from colocate._numbers import FOREVER_S
 from colocate._off_main import off_main
 from colocate._owned import forks
-from colocate._pending import PendingCall
-from colocate._protocol import messages
-from colocate._protocol.message import Head
 from colocate.errors import ColocateError, PipelineError
-
-
-@attrs.define(eq=False)
-class Draft:
-    """A call that will be sent. `bodies` go along the call's targets, and so does `valid`."""
-
-    crew: Crew
-    call: PendingCall
-    role: Any
-    method: str
-    bodies: Sequence[Any]
-    valid: Sequence[int | None]
-    timeout: float
-    kept: Kept | None = None
 
 
 class Pipeline:
@@ -83,12 +63,8 @@ class Pipeline:
         """Record a call. What it uses is lent to it from now on."""
         call = draft.call
         call.pipeline = self
-        lent: list[Reference] = []
-        call.uses = lent
         try:
-            for use in uses:
-                use._residents.lend(call, use._kept, draft.crew.residents)
-                lent.append(use)
+            draft.lend(uses)
             snapshots = {id(body): self._memory.snapshot(body) for body in draft.bodies}
             draft.bodies = [snapshots[id(body)] for body in draft.bodies]
         except BaseException as error:
@@ -163,49 +139,21 @@ def _give_up(draft: Draft, error: BaseException) -> None:
 
 
 def _send(drafts: Sequence[Draft]) -> None:
-    """Give the calls of one group their places in its order, and send them."""
+    """Send the calls of one group, but for those that have failed before."""
     crew = drafts[0].crew
-    executor, workers, order = crew.services.executor, crew.workforce.workers, crew.order
-    lots: dict[int, list[tuple[Draft, int]]] = {}  # by slot: calls, and which of their bodies
-    with order.lock:
+    with crew.order.lock:
         crew.check()
         ready = [draft for draft in drafts if not _is_lost(draft)]
-        sent: list[int] = []
-        frees: Sequence[int] = ()
-        try:
-            slots = dict.fromkeys(slot for draft in ready for slot in draft.call.targets)
-            bodies = (body for draft in ready for body in draft.bodies)
-            crew.taught.before(slots, bodies, [draft.role for draft in ready])
-            now = time.time()
-            for draft in ready:
-                draft.call.submitted = now
-                order.enter(draft.call)
-                for index, slot in enumerate(draft.call.targets):
-                    lots.setdefault(slot, []).append((draft, index))
-            frees = crew.residents.take() if crew.residents.news and len(lots) == len(workers) else ()
-            last: tuple[Any, ...] = ()
-            frame: Any = None
-            for slot, lot in lots.items():
-                same = tuple((id(draft.bodies[index]), draft.valid[index], draft.call.seq) for draft, index in lot)
-                if frame is None or same != last:
-                    if frame is not None:
-                        executor.discard(frame)
-                    frame, last = executor.frame(*_batch(lot, frees)), same
-                sent.append(slot)
-                workers[slot].host.send(frame)
-            if frame is not None:
-                executor.discard(frame)
-        except BaseException as error:  # Ctrl-C, or no descriptor or memory is left
-            crew.residents.put_back(frees)
-            for draft in ready:
-                order.give_up(draft.call, error, bool(sent))
-            raise
+        now = time.time()
+        for draft in ready:
+            draft.call.submitted = now
+        if ready:
+            send(ready)
     for draft in drafts:
         if draft.kept is not None:
             crew.residents.end_use(draft.kept)
             draft.kept = None
-        if draft.timeout < FOREVER_S:
-            order.watch(draft.call, draft.timeout)
+        draft.watch()
 
 
 def _is_lost(draft: Draft) -> bool:
@@ -215,17 +163,6 @@ def _is_lost(draft: Draft) -> bool:
     if poison is not None:
         draft.crew.order.drop(draft.call, poison)
     return draft.call.done()
-
-
-def _batch(lot: Sequence[tuple[Draft, int]], frees: Sequence[int]) -> tuple[Head, Any]:
-    """One message for all calls of one worker: its head and body."""
-    wheres, body = together([draft.bodies[index] for draft, index in lot])
-    calls = []
-    for (draft, index), where in zip(lot, wheres, strict=True):
-        call, valid = draft.call, draft.valid[index]
-        message = messages.Call(call.seq, draft.role, draft.method, call.keep, valid, bool(call.uses), ())
-        calls.append((message, where))
-    return messages.Batch(tuple(frees), calls).head(), body
 
 
 _open: ContextVar[Pipeline | None] = ContextVar("colocate_pipeline", default=None)

@@ -43,6 +43,10 @@ class Restartable(Link):
     workforce: Workforce
 
     @abc.abstractmethod
+    def begin_again(self) -> bool:
+        """It is being rebuilt from now on; False when it is closed."""
+
+    @abc.abstractmethod
     def rebuild(self) -> None:
         """Start its next generation; the last one's workers are gone.
 
@@ -62,7 +66,6 @@ class Restarts:
         limit: How many there may be without a checkpoint in between; 0: the first failure is the last.
         checkpoint: The last one; None as long as there is none.
         restored: The tag of the one that the roles were restored from.
-        under_way: Whether the group is being rebuilt.
         writing: Held by whoever writes a checkpoint: they get their names in the order in which their states were.
     """
 
@@ -70,13 +73,9 @@ class Restarts:
         self.limit = limit
         self.checkpoint: Checkpoint | None = None
         self.restored: Tag = None
-        self.under_way = False
         self.writing = threading.Lock()
         self._group = group
         self._used = 0
-        self._round = 0
-        self._unseen: ColocateError | None = None  # a failure that nobody has been told to be over
-        self._turn = threading.Condition()
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -84,9 +83,9 @@ class Restarts:
 
     def check(self) -> None:
         """Raise if the group has been restarted and nobody has taken note of that."""
-        unseen = self._unseen  # of which somebody may take note just now
-        if unseen is not None:
-            raise unseen.with_traceback(None)
+        overcome = self._group.life.overcome  # of which somebody may take note just now
+        if overcome is not None:
+            raise overcome.with_traceback(None)
 
     def wait(self, timeout: float | None) -> Tag:
         """Wait until the group can be called again; the tag of the checkpoint that its roles were restored from.
@@ -100,23 +99,16 @@ class Restarts:
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            with self._turn:
-                if not self._turn.wait_for(lambda: not self.under_way and group.state != "starting", left):
-                    raise TimeoutError(f"group {group.name!r} isn't ready after {timeout} s: it is {group.state}")
+            if not group.life.wait_settled(left):
+                raise TimeoutError(f"group {group.name!r} isn't ready after {timeout} s: it is {group.state}")
             with group.order.lock:
-                if self.under_way:  # it has failed again just now
+                if not group.life.is_settled:  # it has failed again just now
                     continue
                 group.refuse_closed()
-                if group.failure is not None:
-                    group.workforce.failure_seen = True
-                    raise group.failure.with_traceback(None)
-                self._unseen = None
+                if (failure := group.life.told()) is not None:
+                    raise failure.with_traceback(None)
+                group.life.overcome = None
                 return self.restored
-
-    def look(self) -> None:
-        """The group is in another state now."""
-        with self._turn:
-            self._turn.notify_all()
 
     def committed(self, checkpoint: Checkpoint) -> None:
         """There is a new checkpoint: what comes after it is a new attempt."""
@@ -142,21 +134,17 @@ class Restarts:
         """
         if self._used >= self.limit:
             return cause
-        self.under_way = True
-        self._round += 1
-        self._unseen = _restarted(self._group.name, cause, self.checkpoint)
-        return self._unseen
+        return _restarted(self._group.name, cause, self.checkpoint)
 
     def go(self, cause: ColocateError) -> None:
         """Rebuild the group, on a thread of its own."""
         name = f"colocate-restart-{self._group.name}"
-        self._thread = threading.Thread(target=self._main, args=(cause, self._round), name=name, daemon=True)
+        self._thread = threading.Thread(target=self._main, args=(cause,), name=name, daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
         """The group is closing."""
         self._stopping.set()
-        self._turned()
 
     def join(self) -> None:
         """Wait until nothing is rebuilt any more, after the workers have been ended."""
@@ -165,7 +153,7 @@ class Restarts:
 
     # -- on its thread
 
-    def _main(self, cause: ColocateError, number: int) -> None:
+    def _main(self, cause: ColocateError) -> None:
         group = self._group
         try:
             while True:
@@ -179,10 +167,6 @@ class Restarts:
         except BaseException as error:  # a mistake here: nobody else would rebuild it
             report_exception()
             group.fail_for_good(cause, error)
-        finally:
-            with group.order.lock:  # as the next one is begun
-                if number == self._round:  # otherwise it has failed again: that one tells
-                    self._turned()
 
     def _attempt(self) -> BaseException | None:
         """Rebuild the group once; what went wrong."""
@@ -191,10 +175,8 @@ class Restarts:
             self._used = self.limit
             return ColocateError(f"workers of group {group.name!r} did not go when killed")
         self._used += 1
-        with group.order.lock:
-            if group.closed_by is not None:
-                return None
-            group.enter("restarting")
+        if not group.begin_again():
+            return None
         if self._stopping.wait(min(_BACKOFF_S * (2 ** (self._used - 1) - 1), _LONGEST_BACKOFF_S)):
             return None
         checkpoint = self.checkpoint
@@ -212,11 +194,6 @@ class Restarts:
 
     def _log(self, text: str) -> None:
         self._group.services.printer.soon(lambda: _log.warning(text))
-
-    def _turned(self) -> None:
-        with self._turn:
-            self.under_way = False
-            self._turn.notify_all()
 
 
 def _restarted(name: str, cause: ColocateError, checkpoint: Checkpoint | None) -> GroupRestarted:

@@ -12,17 +12,16 @@ from colocate import _context
 from colocate._by_type import by_type
 from colocate._crew import Crew
 from colocate._dispatch import Plan
+from colocate._drafts import Draft, send
 from colocate._handles import Consumer, KeptResident, Reference
 from colocate._joiner import Joiner
 from colocate._lines import caller
 from colocate._method_spec import MethodSpec
 from colocate._nesting import has_fields, hides, refuse_hidden
-from colocate._numbers import FOREVER_S
 from colocate._off_main import hand_over, off_main, on_main
 from colocate._on_driver import lives_on_driver
 from colocate._pending import PendingCall
-from colocate._pipeline import Draft, recording, refuse_unsent
-from colocate._protocol import messages
+from colocate._pipeline import recording, refuse_unsent
 from colocate._resident import Resident
 from colocate._role_info import RoleInfo
 from colocate._services import Services
@@ -84,12 +83,12 @@ def ready(
         call.on_end = partial(_ended, crew)
     found = recording(crew)
     refuse_unsent(uses, call.label, found)
+    packed = [bodies[id(arguments)] for arguments in planned.arguments]
+    draft = Draft(crew, call, role.key, call.method, packed, planned.valid, timeout)
     if found is not None:
         crew.check()
-        packed = [bodies[id(arguments)] for arguments in planned.arguments]
-        draft = Draft(crew, call, role.key, call.method, packed, planned.valid, timeout)
         return Ready(crew, call, role, spec, partial(found.add, draft, uses))
-    return Ready(crew, call, role, spec, partial(_send, crew, call, role, planned, bodies, timeout))
+    return Ready(crew, call, role, spec, partial(_send, draft, uses))
 
 
 def submit(ready: Ready) -> PendingCall:
@@ -134,50 +133,22 @@ def keep(ready: Ready) -> KeptResident[Any]:
     return off_main(send_and_keep, waits_s=None)
 
 
-def _send(crew: Crew, call: PendingCall, role: RoleInfo, planned: Plan, bodies: dict[int, Any], timeout: float) -> None:
+def _send(draft: Draft, uses: list[Reference]) -> None:
+    crew, call = draft.crew, draft.call
     with crew.order.lock:
         crew.check()
-        sent: list[int] = []
         try:
-            _send_call(crew, call, role, planned, bodies, sent)
-        except BaseException as error:  # no descriptor or memory is left
-            crew.order.give_up(call, error, bool(sent))
+            draft.lend(uses)
+        except BaseException as error:
+            crew.order.give_up(call, error, sent=False)
+            raise
+        try:
+            send((draft,))
+        except BaseException:
             if call.keep is not None:
                 crew.residents.end(call.keep)
             raise
-    if timeout < FOREVER_S:
-        crew.order.watch(call, timeout)
-
-
-def _send_call(
-    crew: Crew, call: PendingCall, role: RoleInfo, planned: Plan, bodies: dict[int, Any], sent: list[int]
-) -> None:
-    """Give a call its place in the order and send it. The order's lock is held; `sent` tells how far it came."""
-    executor, workers = crew.services.executor, crew.workforce.workers
-    crew.taught.before(call.targets, bodies.values(), (role.key,))
-    lent: list[Reference] = []
-    uses, call.uses = call.uses, lent
-    for use in uses:
-        use._residents.lend(call, use._kept, crew.residents)
-        lent.append(use)
-    seq = crew.order.enter(call)
-    frees = crew.residents.take() if crew.residents.news and len(call.targets) == len(workers) else ()
-    last: tuple[Any, Any] = (None, None)
-    frame: Any = None
-    try:
-        for slot, arguments, valid in zip(call.targets, planned.arguments, planned.valid, strict=True):
-            if frame is None or last != (id(arguments), valid):
-                if frame is not None:
-                    executor.discard(frame)
-                last = (id(arguments), valid)
-                message = messages.Call(seq, role.key, call.method, call.keep, valid, bool(lent), frees)
-                frame = executor.frame(message.head(), bodies[id(arguments)])
-            sent.append(slot)
-            workers[slot].host.send(frame)
-    except BaseException:
-        crew.residents.put_back(frees)
-        raise
-    executor.discard(frame)
+    draft.watch()
 
 
 def _ended(crew: Crew, call: PendingCall) -> None:

@@ -111,7 +111,7 @@ class Slots(Home):
 
     def unreserved(self, what: str = "") -> ColocateError:
         """The error of a use while no slots are reserved for it; `what` comes of that. Its lock is held."""
-        if any(crew.restarts.under_way for crew in self.crews):
+        if any(crew.life.recovers for crew in self.crews):
             then = "which the restart of its group does: wait for that with group.wait_ready(), or reserve another pool"
         else:
             then = "and the restart of its group, which does that, was given up: close it, and reserve another pool"
@@ -188,7 +188,6 @@ class Slots(Home):
             self.refuse_if_borrowed()
         if not self.take_closing(by):
             return
-        self.state = "closing"
         with self.lock:  # whoever has passed the check before is done: its group is a child, its slots are held
             reservation = self.reservation
         errors: list[BaseException] = []
@@ -201,9 +200,8 @@ class Slots(Home):
             except Exception as error:
                 errors.append(error)
             finally:
-                self.state = "closed"
                 self.disown()
-                self._finished.set()
+                self.life.end()
         raise_together(f"pool {self.name!r} was closed, and this had gone wrong", errors)
 
     def give_up(self, by: str) -> None:

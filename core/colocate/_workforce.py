@@ -11,6 +11,7 @@ from typing import Any
 
 from colocate._failures import broken_error, death_error, failure_error, worker_error
 from colocate._jobs import Timer
+from colocate._lifecycle import State
 from colocate._link import Link
 from colocate._order import CallOrder
 from colocate._pending import PendingCall
@@ -18,6 +19,7 @@ from colocate._protocol import messages, versions
 from colocate._protocol.message import Message
 from colocate._spawn import BuildErrors, Declared, builds
 from colocate._stacks import WITHIN_S, Stacks
+from colocate._stages import Stage, Stages
 from colocate._worker import NOT_LAUNCHED, Worker, WorkerEvents
 from colocate.errors import ColocateError, WorkerDied
 from colocate.executor import Boot, Detachable, Host, Place, Request
@@ -37,18 +39,14 @@ class Workforce:
     ) -> None:
         self._link = link
         self._order = order
-        self._news = threading.Condition()
+        self._stages = Stages(len(places))
+        self._lock = threading.Lock()  # the innermost one
         self._built: dict[int, ColocateError | None] = {}
         self._build_failed = False
-        # The slots from which something is still to come: waiting takes no look at those from which it has.
-        self._silent, self._unbuilt, self._busy, self._living = (set(range(len(places))) for _ in range(4))
-        self._leaving: set[int] = set()
         self._granted, self._overdue_at = 0.0, math.inf
         self._asked = False  # what the ranks are doing, and their answer
         self._stacks: Stacks | None = None
         self._timers: list[Timer] = []
-        self.started = False
-        self.failure_seen = False
         self._building_since: float | None = None
         services = link.services
         generation = f"@{link.generation}" if link.generation else ""
@@ -100,19 +98,19 @@ class Workforce:
             if link.closed_by is not None:  # by another thread, which has no longer waited for this one
                 worker.host.kill()
                 link.check()
-        if self._wait(lambda: not self._silent, deadline):
+        if self._reached(Stage.RUNNING, deadline):
             self._check_versions()
         if not self._built:
             live = link.live()
             restored = None if checkpoint is None else str(checkpoint)
             self._building_since = time.time()
             link.send(live, messages.Build(link.generation, declared.default_role, restored), body)
-            self._wait(lambda: not self._unbuilt or self._build_failed, deadline)
+            self._stages.wait(lambda: self._stages.all_reached(Stage.BUILT) or self._build_failed, deadline)
             if self._build_failed:
                 # The others are told by a hold, and have as long as after any failed call.
                 if link.closed_by is None:
                     self._granted = link.grace
-                self._wait(lambda: not self._unbuilt, time.monotonic() + link.grace)
+                self._reached(Stage.BUILT, time.monotonic() + link.grace)
         if link.closed_by is not None:
             link.check()
         errors = BuildErrors(link.name)
@@ -132,20 +130,20 @@ class Workforce:
         since = self._building_since
         if since is None or time.time() - since <= longer_than:
             return []
-        return [worker.slot for worker in self._awaited(self._unbuilt)]
+        return sorted(self._stages.short_of(Stage.BUILT))
 
     def take(self, executor: Detachable, tokens: Sequence[bytes]) -> None:
         """Take up workers that an earlier driver has started, with all their roles constructed."""
         for worker, place, token in zip(self.workers, self._places, tokens, strict=True):
-            self.built(worker.slot, None)
+            self._built[worker.slot] = None
             worker.host = executor.take(place, worker.boot, worker, token)
 
     def wait_hello(self, grace: float) -> list[int]:
         """Wait until all workers have said hello, or have ended; the slots of those that haven't in time."""
-        if not self._wait(lambda: not self._silent, time.monotonic() + grace):
+        if not self._reached(Stage.RUNNING, time.monotonic() + grace):
             # This process may have been stopped: what has come meanwhile is taken first.
-            self._wait(lambda: not self._silent, time.monotonic() + _LOOKS_FOR_S)
-        return [worker.slot for worker in self._awaited(self._silent)]
+            self._reached(Stage.RUNNING, time.monotonic() + _LOOKS_FOR_S)
+        return sorted(self._stages.short_of(Stage.RUNNING))
 
     def _launched(self, worker: Worker, place: Place) -> Host:
         link = self._link
@@ -163,12 +161,11 @@ class Workforce:
 
     def built(self, slot: int, error: ColocateError | None) -> None:
         """A worker has constructed its roles, or has failed to."""
-        with self._news:
-            self._built.setdefault(slot, error)
-            if error is not None and not self._build_failed:
-                self._build_failed = True
-                self._news.notify_all()
-            self._came(slot, self._unbuilt)
+        self._built.setdefault(slot, error)
+        if error is not None and not self._build_failed:
+            self._build_failed = True
+            self._stages.wake()
+        self._stages.reach(slot, Stage.BUILT)
 
     def build_failed(self, slot: int, failure: messages.Failure, body: Any) -> None:
         """A constructor has raised."""
@@ -180,27 +177,11 @@ class Workforce:
 
     def said_hello(self, worker: Worker) -> None:
         """A worker runs."""
-        with self._news:
-            self._came(worker.slot, self._silent)
+        self._stages.reach(worker.slot, Stage.BUILT if worker.slot in self._built else Stage.RUNNING)
 
     def lane_ended(self, worker: Worker) -> None:
         """A worker runs role code no longer, and is about to leave."""
-        with self._news:
-            if worker.exit is None:
-                self._leaving.add(worker.slot)
-            self._came(worker.slot, self._busy)
-
-    def _came(self, slot: int, *awaited: set[int]) -> None:
-        """What was awaited of a slot has come. Whoever waits is woken once, by the last one. With the lock held."""
-        for slots in awaited:
-            if slot in slots:
-                slots.discard(slot)
-                if not slots:
-                    self._news.notify_all()
-
-    def _awaited(self, slots: set[int]) -> list[Worker]:
-        with self._news:
-            return [self.workers[slot] for slot in sorted(slots)]
+        self._stages.reach(worker.slot, Stage.LEAVING)
 
     def _late(self, worker: Worker) -> ColocateError:
         what = "did not start" if worker.hello is None else "did not construct its roles"
@@ -212,27 +193,22 @@ class Workforce:
             if (words := versions.difference(here, worker.hello or here)) is not None:
                 self.built(worker.slot, worker_error(self._link, worker.slot, worker.pid, words))
 
-    def _wait(self, ready: Callable[[], bool], deadline: float | None) -> bool:
-        with self._news:
-            return self._news.wait_for(ready, None if deadline is None else max(0.0, deadline - time.monotonic()))
+    def _reached(self, stage: Stage, deadline: float | None) -> bool:
+        """Wait until all workers have come so far; whether they have."""
+        return self._stages.wait(lambda: self._stages.all_reached(stage), deadline)
 
     def _wait_or_hurry(self, ready: Callable[[], bool], deadline: float) -> bool:
         """Wait as long as somebody waits for the group's end; whether it is so."""
-        self._wait(lambda: self._link.hurried or ready(), deadline)
+        self._stages.wait(lambda: self._link.hurried or ready(), deadline)
         return ready()
 
     def hurry(self) -> None:
         """Nobody waits any more for what still runs."""
-        with self._news:
-            self._news.notify_all()
+        self._stages.wake()
 
     def ready(self) -> None:
         """The group can be called. A worker that went after it had constructed its roles is found now."""
-        link = self._link
-        with self._order.lock:
-            if link.closed_by is None:
-                self.started, self.failure_seen, link.failure = True, False, None
-                link.enter("ready")
+        self._link.became_ready()
         self.look()
 
     def look(self) -> None:
@@ -250,33 +226,32 @@ class Workforce:
     def broken(self, worker: Worker, reason: str) -> None:
         """A thread that a worker needs has ended, and the worker with it."""
         error = broken_error(self._link, worker.slot, worker.pid, reason)
-        if self.started:
-            self._lost(error)
-        else:
+        if self._link.life.is_starting:
             self.built(worker.slot, error)
+        else:
+            self._lost(error)
 
     def exited(self, worker: Worker) -> None:
         """A worker is gone."""
         assert worker.exit is not None
         link = self._link
         self._order.gone(worker.slot)
-        if not self.started:
+        if link.life.is_starting:
             running = "the constructors of its roles" if worker.hello is not None else None
             self.built(worker.slot, death_error(link, worker.slot, worker.pid, worker.exit, running))
-        elif link.state in ("ready", "failed"):
+        elif link.life.state is State.READY:
             with self._order.lock:
                 running = next(
                     (call.label for call in list(self._order.pending.values()) if worker.slot in call.missing()), None
                 )
             error = death_error(link, worker.slot, worker.pid, worker.exit, running)
             self._lost(error)
-        with self._news:
-            self._came(worker.slot, self._silent, self._unbuilt, self._busy, self._leaving, self._living)
+        self._stages.reach(worker.slot, Stage.GONE)
 
     def _lost(self, error: WorkerDied) -> None:
         """The group can't go on without a worker."""
         link = self._link
-        if link.failure is None and link.closed_by is None:
+        if link.life.state is State.READY:
             link.fail(error)
             link.services.tell("colocate_worker_died", error)
 
@@ -288,11 +263,14 @@ class Workforce:
 
     def wait_gone(self) -> bool:
         """Wait until all of them are gone, after `kill`; whether they are."""
-        with self._news:
-            for worker in self.workers:
-                if worker.host is NOT_LAUNCHED:
-                    self._came(worker.slot, self._living)
-        return self._wait(lambda: not self._living, time.monotonic() + _AFTER_KILL_S)
+        self._note_unlaunched()
+        return self._reached(Stage.GONE, time.monotonic() + _AFTER_KILL_S)
+
+    def _note_unlaunched(self) -> None:
+        """The start of some was given up: nothing will come of them."""
+        for worker in self.workers:
+            if worker.host is NOT_LAUNCHED:
+                self._stages.reach(worker.slot, Stage.GONE)
 
     # -- the end
 
@@ -304,29 +282,26 @@ class Workforce:
         """
         link = self._link
         errors: list[BaseException] = []
-        if link.failure is not None and not self.failure_seen:
-            errors.append(link.failure)
-        with self._news:
-            for worker in self.workers:
-                if worker.host is NOT_LAUNCHED:  # its start was given up: nothing will come of it
-                    self._came(worker.slot, self._busy, self._living)
+        if (failure := link.life.untold()) is not None:
+            errors.append(failure)
+        self._note_unlaunched()
         try:
             link.send(link.live(), messages.Close(f"group {link.name!r} is closing"))
             errors += self._wait_for_lanes(grace)
-            hung = self._awaited(self._busy)
-            for worker in hung:  # first: others may wait for it, or for the processor that it keeps busy
-                worker.host.kill()
-            self._wait(lambda: not self._leaving, time.monotonic() + (_AFTER_FORCE_S if hung else _AFTER_END_S))
+            hung = self._stages.short_of(Stage.LEAVING)
+            for slot in hung:  # first: others may wait for it, or for the processor that it keeps busy
+                self.workers[slot].host.kill()
+            within = _AFTER_FORCE_S if hung else _AFTER_END_S
+            self._stages.wait(lambda: not self._stages.any_in(Stage.LEAVING), time.monotonic() + within)
         finally:
             for timer in self._timers:
                 timer.cancel()
             self.kill()
-            gone = self._wait(lambda: not self._living, time.monotonic() + _AFTER_KILL_S)
-        if not gone:
-            errors += [
-                ColocateError(f"worker {w.slot} of group {link.name!r} (pid {w.pid}) did not go when killed")
-                for w in self._awaited(self._living)
-            ]
+            self._reached(Stage.GONE, time.monotonic() + _AFTER_KILL_S)
+        errors += [
+            ColocateError(f"worker {slot} of group {link.name!r} (pid {self.workers[slot].pid}) did not go when killed")
+            for slot in sorted(self._stages.short_of(Stage.GONE))
+        ]
         return errors
 
     def _wait_for_lanes(self, grace: float) -> list[BaseException]:
@@ -338,19 +313,19 @@ class Workforce:
         idle_until = max(deadline, time.monotonic() + _IDLE_S)
         first = min(deadline, self._overdue_at)
         early = self._asked  # for its owner, before it was told to end
-        if self._wait_or_hurry(lambda: not self._busy, first - WITHIN_S):
+        if self._wait_or_hurry(self._idle, first - WITHIN_S):
             return []
         self._look()  # now: a rank that is stopped or holds the GIL never answers, and isn't waited for at the deadline
-        if self._wait_or_hurry(lambda: not self._busy, first):
+        if self._wait_or_hurry(self._idle, first):
             return []
         hung = self._hung(deadline)
         if early and self._stacks is not None:
             self._look_again(hung, deadline - WITHIN_S / 2)
-        if self._wait_or_hurry(lambda: not self._busy - hung, idle_until) and not self._busy:
+        if self._wait_or_hurry(lambda: self._busy() <= hung, idle_until) and self._idle():
             return []
         if self._link.failure is not None or self._link.hurried:  # what went wrong has been said, or nobody waits
             return []
-        self._wait(lambda: self._stacks is not None, time.monotonic() + 2 * WITHIN_S)
+        self._stages.wait(lambda: self._stacks is not None, time.monotonic() + 2 * WITHIN_S)
         stacks, allowed = self._stacks or Stacks(), self._granted or grace
         return [
             worker_error(
@@ -359,9 +334,16 @@ class Workforce:
                 w.pid,
                 f"did not end within {allowed:g} s and was ended; it was here:\n{stacks.of(w.slot)}",
             )
-            for w in self._awaited(self._busy)
+            for w in (self.workers[slot] for slot in sorted(self._busy()))
             if w.hello is not None  # one that hasn't even started was late, which its start has told
         ]
+
+    def _busy(self) -> set[int]:
+        """The slots whose lanes haven't ended."""
+        return self._stages.short_of(Stage.LEAVING)
+
+    def _idle(self) -> bool:
+        return self._stages.all_reached(Stage.LEAVING)
 
     def wind_down(self, grace: float, deadline: float) -> None:
         """The grace period of its owner is over at `deadline`, whenever this group's turn comes."""
@@ -372,32 +354,29 @@ class Workforce:
 
     def _look_again(self, hung: set[int], at: float) -> None:
         """Ask once more what the ranks are doing that were idle when they were asked, and haven't ended since."""
-        if not self._wait_or_hurry(lambda: not self._busy - hung, at):
-            with self._news:
+        if not self._wait_or_hurry(lambda: self._busy() <= hung, at):
+            with self._lock:
                 self._asked, self._stacks = False, None
             self._look()
 
     def _look(self) -> None:
         """Ask what the ranks are doing. Once."""
-        with self._news:
+        with self._lock:
             asked, self._asked = self._asked, True
         if not asked:
-            self._order.stacks.ask([worker.slot for worker in self._awaited(self._busy)], self._looked)
+            self._order.stacks.ask(sorted(self._busy()), self._looked)
 
     def _looked(self, stacks: Stacks) -> None:
-        with self._news:
-            self._stacks = stacks
-            self._news.notify_all()
+        self._stacks = stacks
+        self._stages.wake()
 
     def _hung(self, deadline: float) -> set[int]:
         """The slots that still run what they ran, or don't answer, when the owner's grace was over: they have had it.
 
         Others, which are idle, have longer. Where nobody has had the time to say, those count that owe an answer.
         """
-        self._wait_or_hurry(lambda: self._stacks is not None or not self._busy, deadline)
-        with self._news:
-            silent = set() if self._stacks is None else self._busy - self._stacks.told.keys()
-            asked = self._stacks is not None
-        running = self._order.still_running() if asked else self._order.owing()
-        with self._news:
-            return self._busy & (silent | running | self._unbuilt)
+        self._wait_or_hurry(lambda: self._stacks is not None or self._idle(), deadline)
+        stacks, busy = self._stacks, self._busy()
+        silent = set() if stacks is None else busy - stacks.told.keys()
+        running = self._order.owing() if stacks is None else self._order.still_running()
+        return busy & (silent | running | self._stages.short_of(Stage.BUILT))

@@ -340,7 +340,7 @@ def test_what_is_left_is_too_small(cluster: Any, runtime: Runtime) -> None:
     group = pool.spawn({"lasting": colocate.role(Lasting)}, on_failure="restart", restarts=1)
     cluster.tell("remove")
     wait_until(
-        lambda: isinstance(group._node.failure, WorkerDied) and not group._node.restarts.under_way,
+        lambda: isinstance(group._node.failure, WorkerDied) and not group._node.life.recovers,
         "it has failed for good",
     )
     with pytest.raises(WorkerDied) as caught:

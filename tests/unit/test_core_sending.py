@@ -100,7 +100,7 @@ def test_releases_of_a_failed_send(kind: str, monkeypatch: pytest.MonkeyPatch) -
                         echo.make(1)
                 elif kind == "Batch":
                     with pytest.raises(OSError, match="open files"), group.pipeline():
-                        echo.make.submit(1)
+                        _ = echo.make.submit(1), echo.make.submit(1)
 
         with ThreadPoolExecutor(1) as other:
             other.submit(use).result(PATIENCE_S)

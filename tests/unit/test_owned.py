@@ -23,13 +23,13 @@ def group() -> Iterator[ColocatedGroup]:
 
 def closing(node: Pool | ColocatedGroup, monkeypatch: pytest.MonkeyPatch) -> threading.Thread:
     """A thread that closes a node which is being detached, and so waits for that."""
-    wait, waits = node._node.wait_closed, threading.Event()
+    wait, waits = node._node.life.wait_closed, threading.Event()
 
     def noted() -> bool:
         waits.set()
         return wait()
 
-    monkeypatch.setattr(node._node, "wait_closed", noted)
+    monkeypatch.setattr(node._node.life, "wait_closed", noted)
     thread = threading.Thread(target=node.close, daemon=True)
     thread.start()
     assert waits.wait(PATIENCE_S)
@@ -42,7 +42,7 @@ def test_a_detach_that_fails(kind: str, group: ColocatedGroup, monkeypatch: pyte
     node = group.owner if kind == "pool" else group
     assert node._node.mark_closed("a detach")
     thread = closing(node, monkeypatch)
-    node._node.reopen()
+    node._node.life.reopen()
     thread.join(PATIENCE_S)
     assert node.state == "closed"
     assert "close() at" in (node._node.closed_by or "")
@@ -54,7 +54,7 @@ def test_a_detach_that_does_not_fail() -> None:
     assert node.mark_closed("a detach")
     with ThreadPoolExecutor(1) as threads:
         left_to_do = threads.submit(node.take_closing, "a close")
-        node.finished()
+        node.life.end()
         assert not left_to_do.result(PATIENCE_S)
     assert node.closed_by == "a detach"
 
@@ -63,8 +63,8 @@ def test_it_was_open_again_before_anybody_waited() -> None:
     """Nobody waits for what has come to nothing already."""
     node = Owned("group", "one", None)
     assert node.mark_closed("a detach")
-    node.reopen()
-    assert not node.wait_closed()
+    node.life.reopen()
+    assert not node.life.wait_closed()
     assert node.take_closing("a close")
     assert node.closed_by == "a close"
 
@@ -74,7 +74,7 @@ def test_detaching_while_slots_are_reserved_again() -> None:
     with colocate.connect() as runtime, runtime.reserve(1) as pool:
         crew, slots = pool.spawn({"echo": colocate.role(Echo)})._node, pool._node
         reservation, slots.reservation = slots.reservation, None  # as `_reserve_again` does
-        for crew.restarts.under_way, words in (
+        for crew.life.recovers, words in (
             (True, r"wait_ready\(\)"),
             (False, "was given up: close it, and"),
         ):

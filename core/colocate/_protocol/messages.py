@@ -29,8 +29,9 @@ class Boot(Message):
     version: str
 
     @classmethod
-    def of(cls, protocol: int = 0, version: str = "", *_later: object) -> Boot:
+    def of(cls, *values: Any) -> Boot:
         """As `Message.of`, of any version."""
+        protocol, version, *_ = values if len(values) >= 2 else (0, "")
         return cls(protocol, version)
 
 
@@ -102,8 +103,9 @@ class Batch(Message):
         return "Batch", self.frees, [(call.head(), where) for call, where in self.calls]
 
     @classmethod
-    def of(cls, frees: Sequence[int], calls: Sequence[tuple[Head, Where]]) -> Batch:
+    def of(cls, *values: Any) -> Batch:
         """As `Message.of`."""
+        frees, calls = values
         return cls(frees, [(Call(*head[1:]), where) for head, where in calls])
 
 
@@ -320,8 +322,9 @@ class Failed(Message):
         return "Failed", self.seq, values(self.failure)
 
     @classmethod
-    def of(cls, seq: int, failure: Head) -> Failed:
+    def of(cls, *values: Any) -> Failed:
         """As `Message.of`."""
+        seq, failure = values
         return cls(seq, Failure(*failure))
 
 
@@ -398,8 +401,9 @@ class Fetched(Message):
         return "Fetched", self.token, self.rows, None if self.failure is None else values(self.failure)
 
     @classmethod
-    def of(cls, token: int, rows: int | None, failure: Head | None) -> Fetched:
+    def of(cls, *values: Any) -> Fetched:
         """As `Message.of`."""
+        token, rows, failure = values
         return cls(token, rows, None if failure is None else Failure(*failure))
 
 
@@ -475,8 +479,9 @@ class Ask(Message):
         return "Ask", self.token, self.question.head()
 
     @classmethod
-    def of(cls, token: int, question: Head) -> Ask:
+    def of(cls, *values: Any) -> Ask:
         """As `Message.of`."""
+        token, question = values
         return cls(token, read(question))
 
 

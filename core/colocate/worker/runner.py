@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -101,7 +102,7 @@ class Runner:
         site = self._site
         return Resolver(site.peers, site.boot.group, site.boot.slot, partial(self._ask_aligned, seq))
 
-    def _ask_aligned(self, seq: int, key: int, others: list[int]) -> Any:
+    def _ask_aligned(self, seq: int, key: int, others: Sequence[int]) -> Any:
         return self._site.ask(messages.Aligned(seq, key, others))
 
     async def _finish_async(
