@@ -8,60 +8,38 @@ from __future__ import annotations
 import ast
 from collections import Counter
 from collections.abc import Iterator
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import NamedTuple
 
 CORE = Path(__file__).parents[1] / "core" / "colocate"
 
-# From the top of the house to its ground: what it is, and which modules it has.
+# From the top of the house to its ground: each package or module of core, and what it is.
 LAYERS = {
-    "errors": ("every error", "errors"),
-    "system": (
-        "files, processes, threads, clocks, lines of code",
-        "_atomic _by_type _bytes _epochs _here _imported _jobs _lines _numbers _off_main _parent _printer _rebuilding "
-        "_requests _tracebacks gpus",
-    ),
-    "definitions": ("classes and functions on their way; values as bytes", "_definitions _definitions.*"),
-    "wire": ("messages on sockets", "wire wire.*"),
-    "torch": ("process groups in torch", "_torch_groups"),
-    "values": (
-        "rows of values: split, join, reduce, walk",
-        "_arguments _batch _beside _codec _collect _dispatch _leaves _mesh _nesting _reduce _scatter _tree _values",
-    ),
-    "role": (
-        "what users declare, and what a role object answers by itself",
-        "_call _context _method _method_spec _on_driver _resident _role _role_info _standalone",
-    ),
-    "executor": ("the seam for engines", "executor placement"),
-    "signatures": ("whether values fit a signature", "_annotations _signatures"),
-    "protocol": (
-        "what driver and worker both know",
-        "_bundle _protocol _protocol.* worker.batch worker.consequence worker.uses",
-    ),
-    "worker": ("inside a slot", "_processes worker worker.*"),
-    "keeper": ("worker processes on a machine that isn't the driver's", "keeper keeper.*"),
-    "plugins": ("entry points", "_needs _plugin_group _plugins _strays"),
-    "owned": ("the ownership law", "_dispatcher _lifecycle _owned"),
-    "order": (
-        "one order of calls, the hold, deadlines",
-        "_cancel _failures _joiner _link _order _pending _records _services _stacks",
-    ),
-    "kept": ("residents, the driver's half", "_fetch _handles _kept _leases _residents"),
-    "crew": (
-        "the workers of a group: start, watch, end, restart",
-        "_crew _questions _restart _saved _ship _spawn _stages _taught _tenancy _worker _workforce",
-    ),
-    "views": ("sending: views, pipelines, functions", "_checkpoint _drafts _functions _pipeline _sending _view"),
-    "api": (
-        "the live objects",
-        "_audit _connection _detached _graph _group _held _pool _record _runtime _slots _slow",
-    ),
-    "config": ("what a file says", "config config.*"),
-    "runs": ("what is known of a run", "_calls _run_record _stage"),
-    "report": ("a run as a page", "report report.*"),
-    "job": ("running it", "_launch _run _run_folder _run_log _screen"),
-    "cli": ("commands", "cli cli.*"),
+    "errors": "every error",
+    "_system": "files, processes, threads, clocks, lines of code",
+    "gpus": "the GPUs that a process may use",
+    "_definitions": "classes and functions on their way; values as bytes",
+    "wire": "messages on sockets",
+    "_values": "rows of values: split, join, reduce, walk",
+    "_role": "what users declare, and what a role object answers by itself",
+    "executor": "the seam for engines",
+    "placement": "a ledger of nodes, for engines that keep none",
+    "_signatures": "whether values fit a signature",
+    "_protocol": "what driver and worker both know: messages, requests, what residents are named by",
+    "worker": "inside a slot",
+    "keeper": "worker processes on a machine that isn't the driver's",
+    "_plugins": "entry points",
+    "_owned": "the ownership law",
+    "_calls": "one order of calls, the hold, deadlines",
+    "_kept": "residents, the driver's half",
+    "_crew": "the workers of a group: start, watch, end, restart",
+    "_views": "sending: views, pipelines, functions",
+    "_api": "the live objects",
+    "config": "what a file says",
+    "_runs": "what is known of a run",
+    "report": "a run as a page",
+    "_job": "running it",
+    "cli": "commands",
 }
 
 
@@ -82,12 +60,9 @@ def modules() -> dict[str, Path]:
     return found
 
 
-def layer_of(module: str) -> str | None:
-    """The layer that a module is in; one that is named counts before a pattern."""
-    named = {name: layer for layer, (_, names) in LAYERS.items() for name in names.split()}
-    if module in named:
-        return named[module]
-    return next((layer for pattern, layer in named.items() if fnmatch(module, pattern)), None)
+def layer_of(module: str) -> str:
+    """The layer that a module is in."""
+    return module.partition(".")[0]
 
 
 def arrows() -> list[Arrow]:
@@ -137,11 +112,8 @@ def _names(node: ast.AST) -> list[str]:
 def against() -> list[Arrow]:
     """The arrows from a layer to one below it."""
     order = list(LAYERS)
-    places = {name: layer_of(name) for name in modules()}
     return [
-        arrow
-        for arrow in arrows()
-        if order.index(places[arrow.imported] or "errors") > order.index(places[arrow.importer] or "cli")
+        arrow for arrow in arrows() if order.index(layer_of(arrow.imported)) > order.index(layer_of(arrow.importer))
     ]
 
 
@@ -184,7 +156,7 @@ def main() -> None:
     upwards = Counter(places[arrow.importer] for arrow in arrows() if places[arrow.importer] != places[arrow.imported])
     wrong = Counter(places[arrow.importer] for arrow in against())
     print(f"{'layer':12} {'modules':>7} {'arrows up':>9} {'against':>7}  what it is")
-    for layer, (what, _) in LAYERS.items():
+    for layer, what in LAYERS.items():
         print(f"{layer:12} {count[layer]:7} {upwards[layer]:9} {wrong[layer]:7}  {what}")
     print(
         f"{'':12} {sum(count.values()):7} {sum(upwards.values()):9} {sum(wrong.values()):7}  circles: {len(circles())}"

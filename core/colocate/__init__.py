@@ -7,26 +7,26 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from colocate._audit import Audit
-    from colocate._batch import register_batch
-    from colocate._call import Call, as_completed, wait
-    from colocate._collect import Collect, Concat, First, Gather, Reduce
-    from colocate._context import Context, context
-    from colocate._dispatch import Broadcast, Dispatch, OnRank, PerRank, Scatter
-    from colocate._group import ColocatedGroup
-    from colocate._launch import launch
-    from colocate._mesh import Mesh, Ranks
-    from colocate._method import RoleCall, method
-    from colocate._needs import needs
-    from colocate._plugins import hookimpl
-    from colocate._pool import Pool, PoolPart, Slot
-    from colocate._records import CallRecord
-    from colocate._resident import Resident, ResidentSpec
-    from colocate._role import Role, RoleSpec, role
-    from colocate._run import Run
-    from colocate._run_record import RunRecord
-    from colocate._runtime import Runtime, connect
-    from colocate._view import Inspection, RoleView, inspect
+    from colocate._api.audit import Audit
+    from colocate._api.group import ColocatedGroup
+    from colocate._api.pool import Pool, PoolPart, Slot
+    from colocate._api.runtime import Runtime, connect
+    from colocate._calls.records import CallRecord
+    from colocate._job.launch import launch
+    from colocate._job.run import Run
+    from colocate._plugins.needs import needs
+    from colocate._plugins.plugins import hookimpl
+    from colocate._role.call import Call, as_completed, wait
+    from colocate._role.context import Context, context
+    from colocate._role.method import RoleCall, method
+    from colocate._role.resident import Resident, ResidentSpec
+    from colocate._role.role import Role, RoleSpec, role
+    from colocate._runs.record import RunRecord
+    from colocate._values.batch import register_batch
+    from colocate._values.collect import Collect, Concat, First, Gather, Reduce
+    from colocate._values.dispatch import Broadcast, Dispatch, OnRank, PerRank, Scatter
+    from colocate._values.mesh import Mesh, Ranks
+    from colocate._views.view import Inspection, RoleView, inspect
     from colocate.config import load_config
     from colocate.errors import (
         BorrowedError,
@@ -53,65 +53,65 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "_audit": ("Audit",),
-    "_batch": ("register_batch",),
-    "_call": (
+    "_api.audit": ("Audit",),
+    "_values.batch": ("register_batch",),
+    "_role.call": (
         "Call",
         "as_completed",
         "wait",
     ),
-    "_collect": (
+    "_values.collect": (
         "Collect",
         "Concat",
         "First",
         "Gather",
         "Reduce",
     ),
-    "_context": (
+    "_role.context": (
         "Context",
         "context",
     ),
-    "_dispatch": (
+    "_values.dispatch": (
         "Broadcast",
         "Dispatch",
         "OnRank",
         "PerRank",
         "Scatter",
     ),
-    "_group": ("ColocatedGroup",),
-    "_launch": ("launch",),
-    "_mesh": (
+    "_api.group": ("ColocatedGroup",),
+    "_job.launch": ("launch",),
+    "_values.mesh": (
         "Mesh",
         "Ranks",
     ),
-    "_method": (
+    "_role.method": (
         "RoleCall",
         "method",
     ),
-    "_needs": ("needs",),
-    "_plugins": ("hookimpl",),
-    "_pool": (
+    "_plugins.needs": ("needs",),
+    "_plugins.plugins": ("hookimpl",),
+    "_api.pool": (
         "Pool",
         "PoolPart",
         "Slot",
     ),
-    "_records": ("CallRecord",),
-    "_resident": (
+    "_calls.records": ("CallRecord",),
+    "_role.resident": (
         "Resident",
         "ResidentSpec",
     ),
-    "_role": (
+    "_role.role": (
         "Role",
         "RoleSpec",
         "role",
     ),
-    "_run": ("Run",),
-    "_run_record": ("RunRecord",),
-    "_runtime": (
+    "_job.run": ("Run",),
+    "_runs.record": ("RunRecord",),
+    "_api.runtime": (
         "Runtime",
         "connect",
     ),
-    "_view": (
+    "_views.view": (
         "Inspection",
         "RoleView",
         "inspect",

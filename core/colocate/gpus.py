@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from colocate._imported import imported
+from colocate._system.imported import imported
 from colocate.errors import ConfigError
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"

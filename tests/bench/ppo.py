@@ -21,8 +21,8 @@ from tests.bench.measure import Rounds
 from tests.bench.rows import Row
 
 import colocate
-from colocate._method_spec import MethodSpec
-from colocate._role import methods_of
+from colocate._role.method_spec import MethodSpec
+from colocate._role.role import methods_of
 from colocate_ppo.actor import Actor
 from colocate_ppo.critic import Critic
 from colocate_ppo.reference import Reference

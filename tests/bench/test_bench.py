@@ -16,7 +16,7 @@ from tests.bench.stub import StubExecutor
 
 import colocate
 from colocate import Runtime
-from colocate._connection import Connection
+from colocate._api.connection import Connection
 from colocate.testing.probes.plain import Echo
 from colocate.testing.probes.rows import Rows
 

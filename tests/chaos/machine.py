@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from colocate import Concat, Gather, Role, Scatter, method
 
 if TYPE_CHECKING:
-    from colocate._context import Context
+    from colocate._role.context import Context
 
 Seen: TypeAlias = tuple[str, int, tuple[int, ...], Any]
 """What a rank answers: its nonce, its rank, the calls that its worker has begun so far, and the call's own value."""

@@ -48,7 +48,7 @@ def swallowed_error() -> None:
 
 def unresolved_future() -> None:
     """The calls of a group that fails, or is closed, are forgotten instead of being told."""
-    from colocate._order import CallOrder
+    from colocate._calls.order import CallOrder
 
     def fail_all(self: Any, error: BaseException) -> bool:
         with self.lock:

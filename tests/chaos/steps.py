@@ -17,8 +17,8 @@ from tests.chaos.programs import Step
 from tests.chaos.records import Played, Sent
 
 import colocate
-from colocate._functions import run as run_later
-from colocate._off_main import off_main
+from colocate._system.off_main import off_main
+from colocate._views.functions import run as run_later
 
 LONG_S = float(os.environ.get("COLOCATE_CHAOS_LONG_S", "30"))
 """The timeout of calls that nothing should delay but the import of torch, on a machine that is busy with faults."""
@@ -243,7 +243,7 @@ class Steps:
 
         # Off the main thread it has been sent when this returns: who waits for it at once, as `group.run` does, has it
         # sent meanwhile, and what is submitted next could come before it.
-        def later(view: object, ident: str) -> colocate.Call:
+        def later(view: Any, ident: int) -> colocate.Call[Any]:
             return colocate.Call(off_main(lambda: run_later(group._node, ran, (ident,), {})))
 
         self.submit(played, sent, later)

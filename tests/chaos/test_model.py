@@ -137,8 +137,8 @@ def test_ledger(tmp_path: Any) -> None:
     ledger = Ledger.open(path)
     ledger.tally("local", "kill").tried = 7
     ledger.tally("local", "kill").seeds += [0, 5, 10, 20]
-    ledger.problem("local", "kill", 5, "wrong", f'File "{ROOT}/core/colocate/_call.py" is here')
-    assert ledger.problems[-1]["words"] == 'File "core/colocate/_call.py" is here'
+    ledger.problem("local", "kill", 5, "wrong", f'File "{ROOT}/core/colocate/_role/call.py" is here')
+    assert ledger.problems[-1]["words"] == 'File "core/colocate/_role/call.py" is here'
     ledger.save()
     again = Ledger.open(path)
     assert (again.tally("local", "kill").tried, again.tally("local", "kill").seeds) == (7, [0, 5, 10, 20])

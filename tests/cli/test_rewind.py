@@ -9,9 +9,9 @@ import pytest
 
 import colocate
 from colocate import ColocatedGroup
-from colocate._run import Run, StopSignals, _until_done
-from colocate._run_folder import RunFolder
-from colocate._screen import Screen
+from colocate._job.folder import RunFolder
+from colocate._job.run import Run, StopSignals, _until_done
+from colocate._job.screen import Screen
 from colocate.errors import ColocateError, GroupRestarted
 from colocate.testing.probes.lasting import Lasting
 from colocate.testing.waiting import PATIENCE_S

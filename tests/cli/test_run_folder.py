@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from colocate._run_folder import RunFolder
+from colocate._job.folder import RunFolder
 from colocate.errors import ConfigError
 
 

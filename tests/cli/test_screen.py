@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from colocate._calls import CallLog, Span, Total
-from colocate._records import CallRecord
-from colocate._run_log import RunLog
-from colocate._run_record import RunRecord
-from colocate._screen import PLAIN_WIDTH, Screen, show_table
+from colocate._calls.records import CallRecord
+from colocate._job.log import RunLog
+from colocate._job.screen import PLAIN_WIDTH, Screen, show_table
+from colocate._runs.calls import CallLog, Span, Total
+from colocate._runs.record import RunRecord
 from colocate.config import Config, GroupConfig, PoolConfig, RoleConfig
 from colocate.testing.waiting import becomes_true
 

@@ -7,7 +7,8 @@ import threading
 import pytest
 
 import colocate
-from colocate import CallRecord, _run
+from colocate import CallRecord
+from colocate._job import run
 from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import PATIENCE_S
 
@@ -34,15 +35,15 @@ def test_an_observer_that_hangs_does_not_keep_the_record(monkeypatch: pytest.Mon
         try:
             echo.noop()
             assert observer.hangs.wait(PATIENCE_S)
-            monkeypatch.setattr(_run, "_TOLD_WITHIN_S", 0.2)
-            settling = threading.Thread(target=_run._settle, args=(runtime,), daemon=True)
+            monkeypatch.setattr(run, "_TOLD_WITHIN_S", 0.2)
+            settling = threading.Thread(target=run._settle, args=(runtime,), daemon=True)
             settling.start()
             settling.join(PATIENCE_S)
             assert not settling.is_alive()
             assert not observer.told
-            monkeypatch.setattr(_run, "_TOLD_WITHIN_S", PATIENCE_S)
+            monkeypatch.setattr(run, "_TOLD_WITHIN_S", PATIENCE_S)
             threading.Timer(0.2, observer.returns.set).start()
-            _run._settle(runtime)
+            run._settle(runtime)
             assert len(observer.told) == 1
         finally:
             observer.returns.set()

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import colocate
-from colocate._run import Run
-from colocate._run_record import RunRecord
+from colocate._job.run import Run
+from colocate._runs.record import RunRecord
 from colocate.config import Config
 from colocate.errors import ClosedError, ConfigError, PlacementError, RoleStartError
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from tests.distributions.install import Installed
 
-from colocate._plugins import find_executor
-from colocate._signatures import options_of
+from colocate._plugins.plugins import find_executor
+from colocate._signatures.arguments import options_of
 from colocate.config import load_config
 from colocate.config.trust import HARMLESS_VARIABLES
 from colocate.errors import ConfigError

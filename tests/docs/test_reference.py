@@ -17,8 +17,8 @@ from tests.docs.blocks import PAGES, ROOT
 
 import colocate
 from colocate import Run, errors
-from colocate._annotations import describe
-from colocate._plugins import find_executor
+from colocate._plugins.plugins import find_executor
+from colocate._signatures.annotations import describe
 from colocate.cli import app
 from colocate.config import Config, ExecutorConfig, GroupConfig, JobConfig, PluginsConfig, PoolConfig, RoleConfig
 from colocate.config.schema import key_of, keys

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import attrs
 
 from colocate import ColocatedGroup, Concat, Gather, Role, method
-from colocate._context import running_call
+from colocate._role.context import running_call
 
 
 class Boom(Exception):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from colocate._plugins import FoundRole, PluginInfo, find_executor, find_job, find_role, plugins
+from colocate._plugins.plugins import FoundRole, PluginInfo, find_executor, find_job, find_role, plugins
 from colocate.errors import PluginError
 
 Put = Callable[..., list[Path]]
@@ -39,7 +39,7 @@ def test_a_job_is_found_by_name(with_distributions: Put) -> None:
 def test_listing_imports_no_plugin(with_distributions: Put) -> None:
     folders = with_distributions("acme", "broken")
     code = (
-        "import sys; from colocate._plugins import plugins; names = {p.name for p in plugins()}\n"
+        "import sys; from colocate._plugins.plugins import plugins; names = {p.name for p in plugins()}\n"
         "assert {'acme', 'raises', 'local', 'slow'} <= names, names\n"
         "print([m for m in sys.modules if m.partition('.')[0] in ('acme', 'broken', 'colocate_local', 'torch')])"
     )

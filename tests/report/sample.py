@@ -11,8 +11,8 @@ from typing import Any
 import attrs
 
 from colocate import report
-from colocate._calls import Span, Total
-from colocate._run_record import RunRecord
+from colocate._runs.calls import Span, Total
+from colocate._runs.record import RunRecord
 
 STARTED = 1_700_000_000.0
 ROUND = [

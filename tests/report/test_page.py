@@ -11,7 +11,7 @@ import pytest
 from tests.report.sample import Page, calls, graph, record, totals
 
 from colocate import report
-from colocate._calls import KEPT_SPANS, Span
+from colocate._runs.calls import KEPT_SPANS, Span
 
 PARTS = ["curves", "answers", "times", "timeline", "ownership", "setup"]
 LOADING = {"src", "href", "srcset", "data", "action", "poster", "background", "ping", "formaction"}

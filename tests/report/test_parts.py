@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.report.sample import Page, graph, record, totals
 
-from colocate._calls import Span
+from colocate._runs.calls import Span
 from colocate.report.ownership import ownership
 from colocate.report.scale import Axis, duration, number, offset, share_out, time_ticks, words
 from colocate.report.tables import tables

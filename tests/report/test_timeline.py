@@ -7,7 +7,7 @@ import re
 import pytest
 from tests.report.sample import ROUND, STARTED, calls
 
-from colocate._calls import Span
+from colocate._runs.calls import Span
 from colocate.report.closeup import closeup
 from colocate.report.lanes import LEVELS, Grid, Lane, lane
 from colocate.report.timeline import timeline

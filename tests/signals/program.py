@@ -26,9 +26,9 @@ import psutil
 
 import colocate
 from colocate import ColocatedGroup, Role, Runtime, method
-from colocate._connection import live
-from colocate._lines import is_own_code
-from colocate._off_main import COURIER
+from colocate._api.connection import live
+from colocate._system.lines import is_own_code
+from colocate._system.off_main import COURIER
 
 HANGS_AFTER_S = 30.0
 ENDS_WITHIN_S = 10.0

@@ -12,7 +12,7 @@ import torch
 from hypothesis import strategies as st
 from tensordict import TensorDict, tensorclass
 
-from colocate import _batch
+from colocate._values import batch
 
 
 class Pair(NamedTuple):
@@ -49,7 +49,7 @@ def text_length(value: Text) -> int:
     return len(value.lines)
 
 
-_batch.register_batch(Text, length=text_length, split=cut_text, concat=join_text)
+batch.register_batch(Text, length=text_length, split=cut_text, concat=join_text)
 
 
 @tensorclass

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from colocate import _atomic
-from colocate._atomic import atomic_folder, settle
+from colocate._system import atomic
+from colocate._system.atomic import atomic_folder, settle
 from colocate.testing.waiting import PATIENCE_S
 
 
@@ -123,13 +123,13 @@ def test_interrupted_while_it_gets_its_name(final: Path, monkeypatch: pytest.Mon
 
     written(final, "old")
     monkeypatch.setattr(Path, "rename", slow)
-    remove = _atomic._discard
+    remove = atomic._discard
 
     def discard(part: Path) -> None:
         threading.Timer(0.1, may.set).start()  # it is waited for there
         remove(part)
 
-    monkeypatch.setattr(_atomic, "_discard", discard)
+    monkeypatch.setattr(atomic, "_discard", discard)
     interrupting = threading.Thread(target=interrupt)
     interrupting.start()
     with pytest.raises(KeyboardInterrupt):

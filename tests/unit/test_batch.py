@@ -29,8 +29,8 @@ from tests.unit.rows import (
     values_and_sizes,
 )
 
-from colocate import _batch
-from colocate._leaves import kind_of
+from colocate._values import batch
+from colocate._values.leaves import kind_of
 from colocate.errors import ConfigError, DispatchError
 
 LAWS = settings(deadline=None, max_examples=60)
@@ -40,12 +40,12 @@ LAWS = settings(deadline=None, max_examples=60)
 @given(values_and_sizes())
 def test_split_then_concat_is_the_identity(case: tuple[Any, list[int]]) -> None:
     value, sizes = case
-    before = _batch.map_leaves(value, lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf)
-    parts = _batch.split(value, sizes, "value")
+    before = batch.map_leaves(value, lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf)
+    parts = batch.split(value, sizes, "value")
     assert len(parts) == len(sizes)
     for part, size in zip(parts, sizes, strict=True):
-        assert _batch.count_rows(part, "part") in (size, None)
-    assert equal(_batch.concat(parts, "value"), before)
+        assert batch.count_rows(part, "part") in (size, None)
+    assert equal(batch.concat(parts, "value"), before)
     assert equal(value, before)
 
 
@@ -56,8 +56,8 @@ def test_slices_are_the_rows_in_between(case: tuple[Any, list[int]], start: int,
     total = sum(sizes)
     low = min(max(start, 0), total)
     high = min(max(stop, low), total)
-    expected = _batch.split(value, [low, high - low, total - high], "value")[1]
-    assert equal(_batch.slice_rows(value, start, stop), expected)
+    expected = batch.split(value, [low, high - low, total - high], "value")[1]
+    assert equal(batch.slice_rows(value, start, stop), expected)
 
 
 @LAWS
@@ -65,16 +65,16 @@ def test_slices_are_the_rows_in_between(case: tuple[Any, list[int]], start: int,
 def test_padding_repeats_the_last_row_and_leaves_the_rest(case: tuple[Any, list[int]], more: int) -> None:
     value, sizes = case
     total = sum(sizes)
-    if not total or _batch.count_rows(value, "value") is None:
+    if not total or batch.count_rows(value, "value") is None:
         with pytest.raises(DispatchError):
-            _batch.pad(value, total + 1)
+            batch.pad(value, total + 1)
         return
-    padded = _batch.pad(value, total + more)
-    assert _batch.rows(padded, "padded") == total + more
-    assert equal(_batch.slice_rows(padded, 0, total), value)
-    last = _batch.slice_rows(value, total - 1, total)
+    padded = batch.pad(value, total + more)
+    assert batch.rows(padded, "padded") == total + more
+    assert equal(batch.slice_rows(padded, 0, total), value)
+    last = batch.slice_rows(value, total - 1, total)
     for row in range(total, total + more):
-        assert equal(_batch.slice_rows(padded, row, row + 1), last)
+        assert equal(batch.slice_rows(padded, row, row + 1), last)
 
 
 @LAWS
@@ -82,14 +82,14 @@ def test_padding_repeats_the_last_row_and_leaves_the_rest(case: tuple[Any, list[
 def test_a_share_is_the_part_of_an_even_split(case: tuple[Any, list[int]], count: int) -> None:
     value, sizes = case
     total = sum(sizes)
-    if _batch.count_rows(value, "value") is None:
+    if batch.count_rows(value, "value") is None:
         return
-    even = _batch.even_sizes(total, count)
+    even = batch.even_sizes(total, count)
     assert sum(even) == total
     assert max(even) - min(even) <= 1
-    parts = _batch.split(value, even, "value")
+    parts = batch.split(value, even, "value")
     for index, (part, size) in enumerate(zip(parts, even, strict=True)):
-        own, real = _batch.share(value, index, count)
+        own, real = batch.share(value, index, count)
         assert real == size
         assert equal(own, part)
 
@@ -99,21 +99,21 @@ def test_a_share_is_the_part_of_an_even_split(case: tuple[Any, list[int]], count
 def test_padded_shares_without_their_padding_are_the_value(case: tuple[Any, list[int]], count: int) -> None:
     value, sizes = case
     total = sum(sizes)
-    if not total or _batch.count_rows(value, "value") is None:
+    if not total or batch.count_rows(value, "value") is None:
         return
-    shares = [_batch.share(value, index, count, "even") for index in range(count)]
-    each, real = _batch.padded_sizes(total, count)
-    assert {_batch.rows(part, "part") for part, _ in shares} == {each}
+    shares = [batch.share(value, index, count, "even") for index in range(count)]
+    each, real = batch.padded_sizes(total, count)
+    assert {batch.rows(part, "part") for part, _ in shares} == {each}
     assert [size for _, size in shares] == real
-    assert equal(_batch.concat([_batch.slice_rows(part, 0, size) for part, size in shares], "value"), value)
+    assert equal(batch.concat([batch.slice_rows(part, 0, size) for part, size in shares], "value"), value)
 
 
 def test_jagged_tensors_that_compute_together_still_do() -> None:
     """Torch allows arithmetic of jagged tensors only when they hold the same offsets."""
     a = jagged([2, 0, 3, 1])
     value = {"a": a, "b": a * 2, "td": TensorDict({"c": a + 1}, [4])}
-    parts = _batch.split(value, [1, 3], "value")
-    for part in [*parts, _batch.concat(parts, "value"), _batch.pad(value, 6), _batch.slice_rows(value, 1, 3)]:
+    parts = batch.split(value, [1, 3], "value")
+    for part in [*parts, batch.concat(parts, "value"), batch.pad(value, 6), batch.slice_rows(value, 1, 3)]:
         assert equal((part["a"] + part["b"]).values(), part["a"].values() * 3)
         assert equal((part["a"] + part["td"]["c"]).values(), part["a"].values() * 2 + 1)
 
@@ -123,41 +123,41 @@ def test_jagged_tensors_with_holes_lose_the_holes_only(transposed: bool) -> None
     dense = torch.arange(30.0).view(3, 5, 2)
     value = torch.nested.narrow(dense, 1, torch.tensor([0, 1, 4]), torch.tensor([2, 0, 1]), layout=torch.jagged)
     value = value.transpose(1, 2) if transposed else value
-    parts = _batch.split(value, [1, 2], "value")
+    parts = batch.split(value, [1, 2], "value")
     assert sum(part.values().numel() for part in parts) == 6
-    joined = _batch.concat(parts, "value")
+    joined = batch.concat(parts, "value")
     assert all(torch.equal(x, y) for x, y in zip(joined.unbind(), value.unbind(), strict=True))
 
 
 def test_gradients_flow_through_parts() -> None:
     value = torch.ones(4, requires_grad=True)
-    _batch.concat(_batch.split(value, [1, 3], "value"), "value").sum().backward()
+    batch.concat(batch.split(value, [1, 3], "value"), "value").sum().backward()
     assert value.grad is not None
     assert value.grad.tolist() == [1, 1, 1, 1]
 
 
 def test_tensordict_rows_of_other_kinds() -> None:
     mixed = TensorDict({"a": torch.arange(4), "n": NonTensorStack("p", "q", "r", "s")}, [4])
-    parts = _batch.split(mixed, [1, 3], "value")
+    parts = batch.split(mixed, [1, 3], "value")
     assert list(parts[1]["n"]) == ["q", "r", "s"]
-    assert list(_batch.concat(parts, "value")["n"]) == ["p", "q", "r", "s"]
+    assert list(batch.concat(parts, "value")["n"]) == ["p", "q", "r", "s"]
     lazy = lazy_stack([TensorDict({"a": torch.zeros(n)}, []) for n in (1, 2, 3)])
-    parts = _batch.split(lazy, [2, 1], "value")
-    assert [item["a"].shape[0] for item in _batch.concat(parts, "value").unbind(0)] == [1, 2, 3]
+    parts = batch.split(lazy, [2, 1], "value")
+    assert [item["a"].shape[0] for item in batch.concat(parts, "value").unbind(0)] == [1, 2, 3]
     sample = Sample(tokens=torch.arange(4), name="x", batch_size=[4])  # type: ignore[call-arg]
-    parts = _batch.split(sample, [1, 3], "value")
+    parts = batch.split(sample, [1, 3], "value")
     assert [type(part) for part in parts] == [Sample, Sample]
-    assert torch.equal(_batch.concat(parts, "value").tokens, sample.tokens)
+    assert torch.equal(batch.concat(parts, "value").tokens, sample.tokens)
 
 
 def test_what_is_whole_is_handed_on_as_it_is() -> None:
     """A group of one rank pays nothing for its batches."""
     value = {"a": torch.ones(3), "b": [1, 2, 3]}
-    part = _batch.split(value, [3], "value")[0]
+    part = batch.split(value, [3], "value")[0]
     assert part["a"] is value["a"]
     assert part["b"] is value["b"]
-    assert _batch.concat([value], "value") is value
-    assert _batch.pad(value, 3) is value
+    assert batch.concat([value], "value") is value
+    assert batch.pad(value, 3) is value
 
 
 @pytest.mark.parametrize(
@@ -176,20 +176,20 @@ def test_what_is_whole_is_handed_on_as_it_is() -> None:
 )
 def test_values_without_rows_are_refused_with_their_path(value: Any, message: str) -> None:
     with pytest.raises(DispatchError) as caught:
-        _batch.rows(value, "batch")
+        batch.rows(value, "batch")
     assert message in str(caught.value)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_strided_nested_tensors_are_refused() -> None:
     with pytest.raises(DispatchError, match="strided nested tensor"):
-        _batch.rows(torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]), "batch")
+        batch.rows(torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]), "batch")
 
 
 def test_sizes_have_to_add_up() -> None:
     for sizes in ([1, 1], [4, -1], []):
         with pytest.raises(DispatchError, match="batch has 3 rows"):
-            _batch.split([1, 2, 3], sizes, "batch")
+            batch.split([1, 2, 3], sizes, "batch")
 
 
 @pytest.mark.parametrize(
@@ -213,19 +213,19 @@ def test_sizes_have_to_add_up() -> None:
 )
 def test_parts_that_differ_are_refused(parts: list[Any], message: str) -> None:
     with pytest.raises(DispatchError) as caught:
-        _batch.concat(parts, "x")
+        batch.concat(parts, "x")
     assert message in str(caught.value)
 
 
 def test_registering_twice() -> None:
     """The same again is allowed, since modules get imported again; anything else is not."""
     again = {"length": text_length, "split": cut_text, "concat": join_text}
-    _batch.register_batch(Text, **again)  # type: ignore[arg-type]
+    batch.register_batch(Text, **again)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="registered already with other functions"):
-        _batch.register_batch(Text, length=lambda value: 0, split=cut_text, concat=join_text)
+        batch.register_batch(Text, length=lambda value: 0, split=cut_text, concat=join_text)
     for known in (list, dict, tuple, np.ndarray, torch.Tensor):
         with pytest.raises(ConfigError, match="colocate itself says"):
-            _batch.register_batch(known, **again)  # type: ignore[arg-type]
+            batch.register_batch(known, **again)  # type: ignore[arg-type]
 
 
 def test_the_nearest_registered_class_decides() -> None:
@@ -233,31 +233,31 @@ def test_the_nearest_registered_class_decides() -> None:
         pass
 
     assert kind_of(Shout) is kind_of(Text)
-    _batch.register_batch(Shout, length=lambda value: 7, split=cut_text, concat=join_text)  # type: ignore[arg-type]
-    assert _batch.rows(Shout("abc"), "x") == 7
-    assert _batch.rows(LongText("abc"), "x") == 3
+    batch.register_batch(Shout, length=lambda value: 7, split=cut_text, concat=join_text)  # type: ignore[arg-type]
+    assert batch.rows(Shout("abc"), "x") == 7
+    assert batch.rows(LongText("abc"), "x") == 3
 
 
 def test_a_registered_split_that_miscounts_is_found_out() -> None:
     class Odd(Text):
         pass
 
-    _batch.register_batch(Odd, length=text_length, split=lambda value, sizes: [value], concat=join_text)  # type: ignore[arg-type]
+    batch.register_batch(Odd, length=text_length, split=lambda value, sizes: [value], concat=join_text)  # type: ignore[arg-type]
     with pytest.raises(DispatchError, match=r"parts of \[3\] rows where \[1, 2\] were asked for"):
-        _batch.split({"x": Odd("abc")}, [1, 2], "batch")
+        batch.split({"x": Odd("abc")}, [1, 2], "batch")
 
 
 @attrs.frozen
-class Away(_batch.Deferred):
+class Away(batch.Deferred):
     """A value that is elsewhere."""
 
     value: Any = None
 
     def sizes(self, axis: str, mesh: str | None, count: int) -> list[int]:
-        return _batch.even_sizes(len(self.value), count)
+        return batch.even_sizes(len(self.value), count)
 
-    def part(self, index: int, count: int, axis: str, mesh: str | None, padding: _batch.Padding) -> Any:
-        return _batch.share(self.value, index, count, padding)[0]
+    def part(self, index: int, count: int, axis: str, mesh: str | None, padding: batch.Padding) -> Any:
+        return batch.share(self.value, index, count, padding)[0]
 
     def slice(self, start: int, stop: int) -> Any:
         return self.value[start:stop]
@@ -273,19 +273,19 @@ def test_deferred_leaves_are_found_once_each_in_order() -> None:
     a, b, c = Away([1]), Away([2]), Away([3])
     loop: list[Any] = [a]
     loop.append(loop)
-    assert _batch.find_deferred({"x": [1, (a, "s")], "y": {"z": b}, "l": loop, "c": c, "a": a}) == [a, b, c]
-    assert _batch.leaf_deferred(([a], {"x": b})) == [b]
+    assert batch.find_deferred({"x": [1, (a, "s")], "y": {"z": b}, "l": loop, "c": c, "a": a}) == [a, b, c]
+    assert batch.leaf_deferred(([a], {"x": b})) == [b]
 
 
 def test_mapping_leaves_keeps_what_did_not_change() -> None:
     unchanged = {"list": [1, 2], "pair": Pair(1, (2,))}
     value = {"same": unchanged, "new": Pair(Away([5]), 1), "ordered": collections.OrderedDict(a=Away([6]), b=2)}
-    mapped = _batch.map_leaves(value, lambda leaf: leaf.whole() if isinstance(leaf, Away) else leaf)
+    mapped = batch.map_leaves(value, lambda leaf: leaf.whole() if isinstance(leaf, Away) else leaf)
     assert mapped["same"] is unchanged
     assert mapped["new"] == Pair([5], 1)
     assert mapped["ordered"] == collections.OrderedDict(a=[6], b=2)
     assert type(mapped["ordered"]) is collections.OrderedDict
-    assert _batch.map_leaves(value, lambda leaf: leaf) is value
+    assert batch.map_leaves(value, lambda leaf: leaf) is value
 
 
 def test_lists_and_numpy_need_no_torch_and_nothing_is_imported_unasked() -> None:
@@ -293,10 +293,10 @@ def test_lists_and_numpy_need_no_torch_and_nothing_is_imported_unasked() -> None
         import sys
         sys.modules["torch"] = sys.modules["tensordict"] = None  # importing either fails
 
-        from colocate import _batch
-        from colocate._collect import Concat, Reduce
-        from colocate._dispatch import Scatter, plan
-        from colocate._mesh import Ranks
+        from colocate._values import batch
+        from colocate._values.collect import Concat, Reduce
+        from colocate._values.dispatch import Scatter, plan
+        from colocate._values.mesh import Ranks
 
         ranks = Ranks(2)
         made = plan(Scatter("x", pad=True), {"x": {"a": [1, 2, 3], "b": None}}, ranks)
@@ -307,17 +307,17 @@ def test_lists_and_numpy_need_no_torch_and_nothing_is_imported_unasked() -> None
         assert Reduce("mean").join([1, 2], Ranks(2, rows=[3, 1])) == 1.25
         assert "numpy" not in sys.modules
         import numpy
-        parts = _batch.split(numpy.arange(5), [2, 3], "x")
-        assert _batch.concat(parts, "x").tolist() == [0, 1, 2, 3, 4]
+        parts = batch.split(numpy.arange(5), [2, 3], "x")
+        assert batch.concat(parts, "x").tolist() == [0, 1, 2, 3, 4]
         assert Reduce("sum").join([numpy.ones(2)] * 2, ranks).tolist() == [2, 2]
         try:
-            _batch.rows(1.0, "x")
+            batch.rows(1.0, "x")
         except ValueError as error:
             assert "has no rows" in str(error)
         else:
             raise AssertionError("a number has no rows")
     """
-    core = Path(_batch.__file__).parents[1]
+    core = Path(batch.__file__).parents[1]
     program = f"import sys; sys.path.insert(0, {str(core)!r})\n" + textwrap.dedent(code)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -10,8 +10,8 @@ import pytest
 import tensordict
 import torch
 
-from colocate._by_type import by_type
-from colocate._leaves import is_collection, kind_of
+from colocate._system.by_type import by_type
+from colocate._values.leaves import is_collection, kind_of
 
 
 def test_worked_out_once_for_each_type() -> None:

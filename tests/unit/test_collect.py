@@ -14,9 +14,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colocate._collect import Collect, Concat, First, Gather, Reduce, check, check_meshes
-from colocate._dispatch import Broadcast, Scatter, plan
-from colocate._mesh import Mesh, Ranks
+from colocate._values.collect import Collect, Concat, First, Gather, Reduce, check, check_meshes
+from colocate._values.dispatch import Broadcast, Scatter, plan
+from colocate._values.mesh import Mesh, Ranks
 from colocate.errors import ConfigError, DispatchError
 
 LAWS = settings(deadline=None, max_examples=80)

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from colocate._protocol.consequence import Consequence
 from colocate.worker import collective_waits
-from colocate.worker.consequence import Consequence
 
 SLICE = collective_waits._SLICE
 

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 import colocate
-from colocate import ClosedError, Role, WorkerDied, _jobs, method
-from colocate._dispatcher import Dispatcher
+from colocate import ClosedError, Role, WorkerDied, method
+from colocate._owned.dispatcher import Dispatcher
+from colocate._system import jobs
 from colocate.testing.gate import Address, Gate, pass_gate
 from colocate.testing.waiting import PATIENCE_S
 
@@ -85,7 +86,7 @@ def test_close_in_callback() -> None:
 
 def test_close_with_a_callback_that_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Closing doesn't wait for it for ever, and says where it is."""
-    monkeypatch.setattr(_jobs, "_ENDS_WITHIN_S", 0.1)
+    monkeypatch.setattr(jobs, "_ENDS_WITHIN_S", 0.1)
     begun, over = threading.Event(), threading.Event()
 
     def never_return(call: Any) -> None:

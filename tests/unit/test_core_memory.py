@@ -143,7 +143,7 @@ def test_left_open_with_errors() -> None:
     script = """
 import atexit, colocate
 runtimes = [colocate.connect("local") for _ in range(2)]
-import colocate._connection as module
+import colocate._api.connection as module
 atexit.unregister(module._close_what_is_left)
 module._close_what_is_left()
 print([runtime.state for runtime in runtimes])

@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 
 import colocate
-from colocate import ColocatedGroup, Pool, Runtime, _checkpoint, _slots
-from colocate._crew import Crew
-from colocate._dispatcher import Dispatcher
-from colocate._order import CallOrder
-from colocate._pending import PendingCall
+from colocate import ColocatedGroup, Pool, Runtime
+from colocate._api import slots
+from colocate._calls.order import CallOrder
+from colocate._calls.pending import PendingCall
+from colocate._crew.crew import Crew
+from colocate._owned.dispatcher import Dispatcher
 from colocate._protocol.messages import Hold
+from colocate._views import checkpoint
 from colocate.errors import ClosedError, ColocateError, GroupRestarted, PlacementError, PlacementTimeout, RoleError
 from colocate.executor import Request, Reservation
 from colocate.testing.executors.forks import in_a_fork, refuses
@@ -65,7 +67,7 @@ def restarted(group: ColocatedGroup) -> None:
 
 def test_each_attempt_waits_longer(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first comes at once; what doesn't come back isn't tried again and again without a pause."""
-    monkeypatch.setattr("colocate._restart._LONGEST_BACKOFF_S", 2.0)
+    monkeypatch.setattr("colocate._crew.restart._LONGEST_BACKOFF_S", 2.0)
     roles = {"lasting": colocate.role(Lasting, breaks=9)}
     group = pool.spawn(roles, on_failure="restart", restarts=5)
     waited: list[float] = []
@@ -84,7 +86,7 @@ def test_a_checkpoint_that_comes_too_late(
     meanwhile: Callable[[ColocatedGroup], None], group: ColocatedGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A group that has failed while it was written goes on from the one before, which stays where it is."""
-    role, folder, submit = group.role("lasting", Lasting), tmp_path / "one", _checkpoint._submit
+    role, folder, submit = group.role("lasting", Lasting), tmp_path / "one", checkpoint._submit
     role.add()
     group.checkpoint(folder, tag="first")
     role.add()
@@ -95,7 +97,7 @@ def test_a_checkpoint_that_comes_too_late(
         meanwhile(group)
         return call
 
-    monkeypatch.setattr(_checkpoint, "_submit", late)
+    monkeypatch.setattr(checkpoint, "_submit", late)
     with pytest.raises(ColocateError, match="on purpose" if meanwhile is fail else "is void"):
         group.checkpoint(folder, tag="second")
     assert group.wait_ready(PATIENCE_S) == "first"
@@ -275,7 +277,7 @@ def test_closing_while_slots_are_lost(
     pool: Pool, group: ColocatedGroup, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who waits for slots finds soon that nobody wants them any more."""
-    monkeypatch.setattr(_slots, "_WAITS_S", 0.05)
+    monkeypatch.setattr(slots, "_WAITS_S", 0.05)
     engine, over = Engine(runtime, monkeypatch), threading.Event()
 
     def full(request: Request) -> Reservation:

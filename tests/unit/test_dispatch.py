@@ -14,10 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colocate import _batch
-from colocate._collect import Concat
-from colocate._dispatch import Broadcast, Dispatch, OnRank, Parts, PerRank, Plan, Scatter, plan
-from colocate._mesh import Mesh, Ranks
+from colocate._values import batch
+from colocate._values.collect import Concat
+from colocate._values.dispatch import Broadcast, Dispatch, OnRank, Parts, PerRank, Plan, Scatter, plan
+from colocate._values.mesh import Mesh, Ranks
 from colocate.errors import ConfigError, DispatchError
 
 LAWS = settings(deadline=None, max_examples=80)
@@ -32,7 +32,7 @@ class Asked:
 
 
 @attrs.frozen(eq=False)
-class Away(_batch.Deferred):
+class Away(batch.Deferred):
     """A list that lies in the workers in parts of these sizes."""
 
     value: list[Any]
@@ -40,13 +40,13 @@ class Away(_batch.Deferred):
 
     def sizes(self, axis: str, mesh: str | None, count: int) -> list[int]:
         matches = self.partition is not None and len(self.partition) == count
-        return list(self.partition or []) if matches else _batch.even_sizes(len(self.value), count)
+        return list(self.partition or []) if matches else batch.even_sizes(len(self.value), count)
 
-    def part(self, index: int, count: int, axis: str, mesh: str | None, padding: _batch.Padding) -> Any:
+    def part(self, index: int, count: int, axis: str, mesh: str | None, padding: batch.Padding) -> Any:
         if padding == "even":
-            found = _batch.share(self.value, index, count, padding)[0]
+            found = batch.share(self.value, index, count, padding)[0]
         else:
-            found = _batch.split(self.value, Away.sizes(self, axis, mesh, count), "value")[index]
+            found = batch.split(self.value, Away.sizes(self, axis, mesh, count), "value")[index]
         return Asked(("part", index, count, axis, mesh, padding), found)
 
     def slice(self, start: int, stop: int) -> Any:
@@ -61,7 +61,7 @@ class Away(_batch.Deferred):
 
 def in_worker(value: Any) -> Any:
     """What a worker makes of the placeholders."""
-    return _batch.map_leaves(value, lambda leaf: leaf.value if isinstance(leaf, Asked) else leaf)
+    return batch.map_leaves(value, lambda leaf: leaf.value if isinstance(leaf, Asked) else leaf)
 
 
 def received(made: Plan) -> list[dict[str, Any]]:
@@ -146,14 +146,14 @@ def test_a_deferred_value_reaches_the_ranks_as_the_value_would(
     made = plan(dispatch, away, ranks_of(mesh))
     size = mesh.size("dp")
     if pad and total:
-        sizes = _batch.padded_sizes(total, size)[1]
-        expected = [_batch.share(x, place, size, "even")[0] for place in range(size)]
+        sizes = batch.padded_sizes(total, size)[1]
+        expected = [batch.share(x, place, size, "even")[0] for place in range(size)]
     elif pad and wrap["x"] and wrap["y"]:
         return  # only the workers find out that there are no rows to pad with
     else:
         follows = (wrap["x"] or wrap["y"]) and len(partition) == size
-        sizes = partition if follows else _batch.even_sizes(total, size)
-        expected = _batch.split(x, sizes, "x")
+        sizes = partition if follows else batch.even_sizes(total, size)
+        expected = batch.split(x, sizes, "x")
     known = not (wrap["x"] and wrap["y"])
     for rank, got in enumerate(received(made)):
         place = mesh.coordinate(rank, "dp")
@@ -190,8 +190,8 @@ def test_deferred_values_elsewhere_are_whole(dispatch: Dispatch) -> None:
     made = plan(dispatch, arguments, Ranks(2))
     leaves: list[Any] = []
     for part in made.arguments:
-        assert not _batch.find_deferred(dict(part))
-        _batch.map_leaves(dict(part), leaves.append)
+        assert not batch.find_deferred(dict(part))
+        batch.map_leaves(dict(part), leaves.append)
     assert {leaf.what for leaf in leaves if isinstance(leaf, Asked)} == {("whole",)}
     assert isinstance(arguments["items"][1], Away)
 

@@ -9,7 +9,7 @@ import pytest
 
 import colocate
 from colocate import Context, PipelineError, SerializationError
-from colocate._functions import _ship
+from colocate._views.functions import _ship
 from colocate.testing.probes.meshes import facts
 from colocate.testing.probes.plain import Echo
 

@@ -9,7 +9,7 @@ from types import FrameType
 
 import pytest
 
-from colocate._jobs import JobThread, error_text
+from colocate._system.jobs import JobThread, error_text
 from colocate.testing.waiting import PATIENCE_S
 
 

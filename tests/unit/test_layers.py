@@ -11,12 +11,13 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_every_module_is_in_a_layer() -> None:
-    assert [name for name in layers.modules() if layers.layer_of(name) is None] == []
+    assert {layers.layer_of(name) for name in layers.modules()} == set(layers.LAYERS)
 
 
 def test_the_page_has_them() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    assert "\n".join(f"| {name} | {what} |" for name, (what, _) in layers.LAYERS.items()) in page
+    rows = [line.split(" | ")[:2] for line in page.splitlines() if line.startswith("| `")]
+    assert rows[: len(layers.LAYERS)] == [[f"| `{name}`", what] for name, what in layers.LAYERS.items()]
 
 
 def test_no_import_goes_down() -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colocate._mesh import Mesh, Ranks, parse_meshes
+from colocate._values.mesh import Mesh, Ranks, parse_meshes
 from colocate.errors import ConfigError, DispatchError
 
 AXES = ("dp", "tp", "pp", "cp")

@@ -11,7 +11,7 @@ import torch
 
 import colocate
 from colocate import method
-from colocate._sending import _LOOKS
+from colocate._views.sending import _LOOKS
 from colocate.errors import RoleError, SerializationError
 
 

@@ -15,7 +15,7 @@ import pytest
 
 import colocate
 from colocate import ConfigError, Role, Runtime, method
-from colocate._numbers import FOREVER_S, amount_problem, seconds
+from colocate._system.numbers import FOREVER_S, amount_problem, seconds
 from colocate.config import load_config
 from colocate.testing.waiting import PATIENCE_S
 

@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-from colocate._off_main import _Couriers, _Job, off_main
+from colocate._system.off_main import _Couriers, _Job, off_main
 
 PATIENCE_S = 10.0
 
@@ -59,8 +59,8 @@ def test_interpreter_exit_waits_for_what_nobody_waits_for() -> None:
     """What was handed over is done when the process has ended."""
     code = """
         import time
-        import colocate._runtime
-        from colocate._off_main import hand_over
+        import colocate._api.runtime
+        from colocate._system.off_main import hand_over
 
         def late():
             time.sleep(0.3)

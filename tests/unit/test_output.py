@@ -7,7 +7,7 @@ import io
 import pytest
 
 import colocate
-from colocate import _context
+from colocate._role import context
 from colocate.worker.output import LabelledStream, split_label
 
 
@@ -20,14 +20,14 @@ class Speaker(colocate.Role):
 def test_lines_of_role_code_are_labelled() -> None:
     raw = io.BytesIO()
     stream = LabelledStream(raw, write_through=True)
-    ctx = _context.Context(1, 2, 0, "here", "actor", "policy", 0, 0, {})
+    ctx = context.Context(1, 2, 0, "here", "actor", "policy", 0, 0, {})
     print("before", file=stream)
-    token = _context.set_current(ctx)
+    token = context.set_current(ctx)
     print("one\ntwo", file=stream)
     print("half ", end="", file=stream)
     print("and half", file=stream)
     print(file=stream)
-    _context.reset_current(token)
+    context.reset_current(token)
     print("after", file=stream)
     lines = raw.getvalue().decode().removesuffix("\n").split("\n")
     raw_lines = [split_label(line) for line in lines]

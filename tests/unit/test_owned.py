@@ -9,8 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import colocate
-from colocate import ColocatedGroup, Pool, _detached
-from colocate._owned import Owned
+from colocate import ColocatedGroup, Pool
+from colocate._api import detached
+from colocate._owned.owned import Owned
 from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import PATIENCE_S
 
@@ -79,7 +80,7 @@ def test_detaching_while_slots_are_reserved_again() -> None:
             (False, "was given up: close it, and"),
         ):
             with pytest.raises(colocate.ColocateError, match=rf"can't be detached: it has lost slots .*{words}"):
-                _detached._close_all(slots, "a test")
+                detached._close_all(slots, "a test")
             with pytest.raises(colocate.ColocateError, match=rf"pool 'pool-1' has lost slots .*{words}"):
                 pool.spawn({"echo": colocate.role(Echo)})
         assert slots.closed_by is None

@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 
 import colocate
 from colocate import Call, ColocatedGroup, ColocateError, PipelineError, Resident
-from colocate._bundle import Memory, together
-from colocate._crew import Crew
+from colocate._crew.crew import Crew
 from colocate._protocol import messages
+from colocate._protocol.bundle import Memory, together
+from colocate._protocol.unbundle import take_apart
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
 from colocate.testing.probes.plain import Echo
 from colocate.testing.probes.rows import Rows
 from colocate.testing.waiting import PATIENCE_S
 from colocate.wire import Packed
-from colocate.worker.batch import take_apart
 
 KINDS: dict[str, dict[str, Any]] = {"threads": {}, "strict": {"strict": True}, "processes": {"processes": True}}
 

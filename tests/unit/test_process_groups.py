@@ -11,12 +11,12 @@ import pytest
 
 import colocate
 from colocate import Role, RoleError, method
-from colocate._context import Context
-from colocate._torch_groups import Plan
+from colocate._protocol.consequence import Consequence
+from colocate._role.context import Context
+from colocate._role.torch_groups import Plan
 from colocate.testing.gate import Address, Gate, pass_gate
 from colocate.testing.waiting import PATIENCE_S, wait_until
 from colocate.worker import process_groups
-from colocate.worker.consequence import Consequence
 from colocate.worker.process_groups import ProcessGroups
 
 CTX = Context(1, 2, 1, "here", "actor", "policy", 0, 0, {})

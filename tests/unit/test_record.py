@@ -8,7 +8,8 @@ import platform
 import pytest
 
 import colocate
-from colocate import ColocateError, _record
+from colocate import ColocateError
+from colocate._api import pool_record
 
 HERE = platform.python_version().rpartition(".")[0]
 
@@ -23,4 +24,4 @@ HERE = platform.python_version().rpartition(".")[0]
 def test_of_another_form(versions: tuple[str | int, ...], words: str) -> None:
     record = pickle.dumps((versions, b"no pickle at all"))
     with pytest.raises(ColocateError, match=rf"pool 'theirs' was detached by a driver with {words}, and this one has"):
-        _record.load(record, "theirs")
+        pool_record.load(record, "theirs")

@@ -14,12 +14,13 @@ from pathlib import Path
 import pytest
 
 import colocate
-from colocate import _processes, _strays
-from colocate._audit import audit_strays
+from colocate._api.audit import audit_strays
+from colocate._plugins import strays
 from colocate.cli.audit import find_strays
 from colocate.cli.cluster import Cluster
 from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import wait_until
+from colocate.worker import processes
 from colocate.worker.supervisor import MARK
 
 # Waits for its input to end; its arguments stand on its command line, as those of a worker do.
@@ -59,14 +60,14 @@ def worker(starter: int, label: str) -> list[str]:
 
 def found(pid: int) -> list[str]:
     """What is said of a process."""
-    return [each.kind for each in _strays.of_this_machine() if each.pid == pid]
+    return [each.kind for each in strays.of_this_machine() if each.pid == pid]
 
 
 def test_worker_without_its_starter(gone: int) -> None:
     """It is found with its name, and the audit says what it is and since when."""
     label = f"here-{gone}-1/pool#{uuid.uuid4().hex}"
     with pretending(*worker(gone, label)) as process:
-        (line,) = (each for each in audit_strays(_strays.of_this_machine).leaked if each.pid == process.pid)
+        (line,) = (each for each in audit_strays(strays.of_this_machine).leaked if each.pid == process.pid)
         assert line.id == label
         date = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
         facts = rf"worker process {re.escape(label)} \(pid {process.pid}, since {date}\): it is still there although"
@@ -80,7 +81,7 @@ def test_living_workers() -> None:
     with pretending(*worker(os.getpid(), "ours"), code=FORK) as process:
         assert process.stdout is not None
         child = int(process.stdout.readline())
-        seen = {each.pid: each for each in _processes.of_this_machine() if each.pid in (process.pid, child)}
+        seen = {each.pid: each for each in processes.of_this_machine() if each.pid in (process.pid, child)}
         assert {each.label for each in seen.values()} == {"ours"}
         assert set(seen) == {process.pid, child}
         assert found(process.pid) == found(child) == []
@@ -88,7 +89,7 @@ def test_living_workers() -> None:
         group = runtime.reserve(1).spawn({"echo": colocate.role(Echo)})
         (only,) = group._node.workforce.workers
         assert only.pid is not None
-        assert [child.label for child in _processes.below_this() if child.pid == only.pid] == [only.boot.worker]
+        assert [child.label for child in processes.below_this() if child.pid == only.pid] == [only.boot.worker]
         assert found(only.pid) == []
 
 
@@ -106,10 +107,10 @@ def test_named_memory() -> None:
     path = Path("/dev/shm") / f"colocate-{uuid.uuid4().hex}"
     path.touch()
     try:
-        assert str(path) in {each.id for each in _strays.of_this_machine()}
+        assert str(path) in {each.id for each in strays.of_this_machine()}
     finally:
         path.unlink()
-    assert str(path) not in {each.id for each in _strays.of_this_machine()}
+    assert str(path) not in {each.id for each in strays.of_this_machine()}
 
 
 def test_what_goes_by_itself_is_nothing(gone: int) -> None:
@@ -117,12 +118,12 @@ def test_what_goes_by_itself_is_nothing(gone: int) -> None:
     looks: list[int] = []
     with pretending(*worker(gone, "going")) as process:
 
-        def look() -> list[_strays.Running]:
+        def look() -> list[strays.Running]:
             looks.append(1)
             if len(looks) == 2:
                 process.kill()
                 process.wait()
-            return [each for each in _strays.of_this_machine() if each.pid == process.pid]
+            return [each for each in strays.of_this_machine() if each.pid == process.pid]
 
         assert not audit_strays(look)
     assert len(looks) == 2
@@ -130,11 +131,11 @@ def test_what_goes_by_itself_is_nothing(gone: int) -> None:
 
 def test_the_command(gone: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Exit status 1 and a line for each stray; 0 when there is none; JSON on demand."""
-    monkeypatch.setattr("colocate._audit.SETTLES_S", 0.1)
+    monkeypatch.setattr("colocate._api.audit.SETTLES_S", 0.1)
     with pretending(*worker(gone, "left")) as process:
         monkeypatch.setattr(
             "colocate.cli.audit.of_this_machine",
-            lambda: [each for each in _strays.of_this_machine() if each.pid == process.pid],
+            lambda: [each for each in strays.of_this_machine() if each.pid == process.pid],
         )
         assert find_strays(Cluster(), json=False) == 1
         title, line = capsys.readouterr().out.splitlines()

@@ -17,9 +17,11 @@ import psutil
 import pytest
 
 import colocate
-from colocate import Runtime, _processes, _strays
+from colocate import Runtime
+from colocate._plugins import strays
 from colocate.testing.probes.faulty import Parent
 from colocate.testing.waiting import Processes, send, wait_until
+from colocate.worker import processes
 from colocate.worker.supervisor import MARK, SUPERVISORS
 
 # A starter: it starts a worker of the test's own, says its pids from the top, and waits.
@@ -188,18 +190,18 @@ def test_both_killed_at_once(runtime: Runtime) -> None:
     try:
         wait_until(lambda: group.state == "failed", "its end is heard of")
         audit = runtime.audit()
-        left = {each.pid: each for each in audit.leaked if each.kind == _processes.OF_A_ROLE}
+        left = {each.pid: each for each in audit.leaked if each.kind == processes.OF_A_ROLE}
         assert set(pids) == set(left)
         for each in left.values():
             assert re.search(
                 rf"worker {runtime._node.services.id}|a worker of a runtime of process {os.getpid()}", str(each)
             )
             assert str(each).endswith("end it by hand")
-        assert set(pids) <= {each.pid for each in _strays.of_this_machine()}
+        assert set(pids) <= {each.pid for each in strays.of_this_machine()}
     finally:
-        for each in _processes.left_by(os.getpid()):
+        for each in processes.left_by(os.getpid()):
             os.kill(each.pid, signal.SIGKILL)
-    wait_until(lambda: not _processes.left_by(os.getpid()), "they are gone")
+    wait_until(lambda: not processes.left_by(os.getpid()), "they are gone")
     assert not runtime.audit()
     with pytest.raises(ExceptionGroup, match="this had gone wrong"):
         group.close()

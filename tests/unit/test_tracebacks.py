@@ -8,8 +8,8 @@ import pytest
 
 import colocate
 from colocate import Concat, Role, Scatter, method
-from colocate._lines import is_own_code
-from colocate._tracebacks import frames_of_users, told
+from colocate._system.lines import is_own_code
+from colocate._system.tracebacks import frames_of_users, told
 
 
 class Nested(Role):

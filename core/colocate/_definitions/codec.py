@@ -13,9 +13,9 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from colocate._by_type import by_type
 from colocate._definitions.packed import Packed
 from colocate._definitions.pickler import Pickler, Whole, is_special
+from colocate._system.by_type import by_type
 
 if TYPE_CHECKING:
     import torch

@@ -70,7 +70,9 @@ def kind_and_cause(culprit: Any, cause: BaseException) -> str:
     """What can't be pickled, and why."""
     kind = type(culprit)
     article = "an" if kind.__qualname__[:1].lower() in "aeiou" else "a"
-    return f"{article} {_module_of(kind)}.{kind.__qualname__} ({str(cause) or type(cause).__name__})"
+    module = _module_of(kind)
+    module = "colocate" if module.startswith("colocate._") else module  # where users know it from
+    return f"{article} {module}.{kind.__qualname__} ({str(cause) or type(cause).__name__})"
 
 
 def advice(culprit: Any, usual: str) -> str:

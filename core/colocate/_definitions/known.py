@@ -18,7 +18,7 @@ from types import FunctionType
 from typing import Any, TypeAlias
 
 from colocate._definitions.names import MISSING, is_main, main_module
-from colocate._off_main import off_main
+from colocate._system.off_main import off_main
 from colocate.errors import ColocateError
 
 _ORIGIN_BITS, _NUMBER_BITS = 30, 32

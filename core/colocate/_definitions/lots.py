@@ -24,8 +24,8 @@ from colocate._definitions.packed import Packed
 from colocate._definitions.pickler import Pickler
 from colocate._definitions.same import same, where
 from colocate._definitions.scout import Scout, code_last, is_code
-from colocate._off_main import off_main
-from colocate._rebuilding import rebuilding
+from colocate._system.off_main import off_main
+from colocate._system.rebuilding import rebuilding
 from colocate.errors import ColocateError, SerializationError
 
 

@@ -18,10 +18,10 @@ from typing import Any, Protocol
 import cloudpickle
 from cloudpickle import cloudpickle as details
 
-from colocate._by_type import by_type
 from colocate._definitions import making
 from colocate._definitions.known import Definition, Need, Space, definition_of, function_id, global_of, space_of
 from colocate._definitions.names import can_be_imported, is_main, main_module, path_of
+from colocate._system.by_type import by_type
 
 _CACHED = type(functools.lru_cache(maxsize=1)(len))
 _SENTINELS = {

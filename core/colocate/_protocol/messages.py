@@ -88,7 +88,7 @@ class Call(Message):
 
 @message
 class Batch(Message):
-    """Several calls. Body: theirs, as one (`_protocol.batch`).
+    """Several calls. Body: theirs, as one (`_protocol.bundle`).
 
     Attributes:
         frees: Residents that nobody needs any more.

@@ -7,11 +7,11 @@ from typing import Any
 
 from rich.text import Text
 
-from colocate._audit import Audit, audit_strays
-from colocate._plugins import find_executor
-from colocate._screen import console
-from colocate._signatures import options_of
-from colocate._strays import of_this_machine
+from colocate._api.audit import Audit, audit_strays
+from colocate._job.screen import console
+from colocate._plugins.plugins import find_executor
+from colocate._plugins.strays import of_this_machine
+from colocate._signatures.arguments import options_of
 from colocate.cli.cluster import ADDRESS, Cluster
 from colocate.cli.output import guarded, print_json
 from colocate.errors import ColocateError

@@ -9,8 +9,8 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from colocate._plugins import find_job, find_role, plugins
-from colocate._screen import console, show_table
+from colocate._job.screen import console, show_table
+from colocate._plugins.plugins import find_job, find_role, plugins
 from colocate.cli.output import guarded, load, print_json
 from colocate.config import Config, GroupConfig, PoolConfig
 

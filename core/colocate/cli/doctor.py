@@ -10,10 +10,10 @@ from typing import Any
 import attrs
 import psutil
 
-from colocate._launch import reserve_pool
-from colocate._plugins import PluginInfo, plugins
-from colocate._run import environment
-from colocate._screen import console, show_table
+from colocate._job.launch import reserve_pool
+from colocate._job.run import environment
+from colocate._job.screen import console, show_table
+from colocate._plugins.plugins import PluginInfo, plugins
 from colocate.cli.output import error_data, leaves, load, print_errors, print_json
 from colocate.config import Config
 from colocate.errors import ColocateError

@@ -7,9 +7,9 @@ from typing import Any
 
 from rich.text import Text
 
-from colocate._detached import close_detached, seen
-from colocate._runtime import Runtime
-from colocate._screen import console, show_table
+from colocate._api.detached import close_detached, seen
+from colocate._api.runtime import Runtime
+from colocate._job.screen import console, show_table
 from colocate.cli.cluster import ADDRESS, Cluster
 from colocate.cli.output import guarded, print_json
 from colocate.errors import ConfigError

@@ -12,9 +12,9 @@ from typing import Any
 import attrs
 from rich.text import Text
 
-from colocate._run_folder import finite
-from colocate._screen import console
-from colocate._tracebacks import frames_of_users, told
+from colocate._job.folder import finite
+from colocate._job.screen import console
+from colocate._system.tracebacks import frames_of_users, told
 from colocate.config import Config
 from colocate.config.load import read_config
 from colocate.errors import ColocateError, ConfigError

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import attrs
 
-from colocate._plugins import PluginInfo, plugins
-from colocate._screen import console, show_table
+from colocate._job.screen import console, show_table
+from colocate._plugins.plugins import PluginInfo, plugins
 from colocate.cli.output import print_json
 
 

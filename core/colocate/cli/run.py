@@ -11,11 +11,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from colocate._launch import opened
-from colocate._run import begin, execute
-from colocate._run_log import RunLog
-from colocate._run_record import RunRecord
-from colocate._screen import Screen
+from colocate._job.launch import opened
+from colocate._job.log import RunLog
+from colocate._job.run import begin, execute
+from colocate._job.screen import Screen
+from colocate._runs.record import RunRecord
 from colocate.cli.output import error_data, guarded, load, print_json
 
 

@@ -9,13 +9,13 @@ from typing import Any, Literal
 
 import attrs
 
-from colocate._annotations import Place, path_text
-from colocate._bytes import parse_bytes
-from colocate._mesh import parse_meshes
-from colocate._needs import lacks_processes
-from colocate._numbers import amount_problem, duration_problem
-from colocate._plugins import find_executor, find_job, find_role
-from colocate._signatures import Arguments, arguments_of, options_of
+from colocate._plugins.needs import lacks_processes
+from colocate._plugins.plugins import find_executor, find_job, find_role
+from colocate._signatures.annotations import Place, path_text
+from colocate._signatures.arguments import Arguments, arguments_of, options_of
+from colocate._system.numbers import amount_problem, duration_problem
+from colocate._system.sizes import parse_bytes
+from colocate._values.mesh import parse_meshes
 from colocate.config.schema import Config, PoolConfig, RoleConfig
 from colocate.config.source import Document
 from colocate.config.trust import Trust

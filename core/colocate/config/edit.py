@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from colocate._annotations import Place, brief, path_text
+from colocate._signatures.annotations import Place, brief, path_text
 from colocate.config.schema import Config, Shape
 from colocate.config.source import Document, read_value
 from colocate.errors import Mistake

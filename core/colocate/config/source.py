@@ -15,7 +15,7 @@ from ruamel.yaml.events import CollectionEndEvent, CollectionStartEvent
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from ruamel.yaml.reader import ReaderError
 
-from colocate._annotations import Place, path_text
+from colocate._signatures.annotations import Place, path_text
 from colocate.errors import ConfigError, Mistake
 
 _YAML = "tag:yaml.org,2002:"

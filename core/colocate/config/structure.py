@@ -12,7 +12,7 @@ from cattrs import ClassValidationError, Converter, ForbiddenExtraKeysError, Ite
 from cattrs.cols import mapping_structure_factory
 from cattrs.gen import make_dict_structure_fn, override
 
-from colocate._annotations import Place, Problem, path_text, problems, shown
+from colocate._signatures.annotations import Place, Problem, path_text, problems, shown
 from colocate.config.schema import Config, key_of, keys
 from colocate.config.source import Document
 

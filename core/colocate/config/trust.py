@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import attrs
 
-from colocate._plugins import plugins
+from colocate._plugins.plugins import plugins
 from colocate.executor import Executor
 
 _OWN = "colocate"

@@ -6,14 +6,14 @@ a process of its own beside the engine's, its lane goes straight to the driver, 
 known, it is killed in milliseconds whatever it does, and it dies with the keeper and with the driver.
 """
 
-from colocate._parent import die_with
-from colocate._processes import arguments_of, below_this, left_by
+from colocate._system.parent import die_with
 from colocate.executor import Terms
 from colocate.keeper.estate import Claim, ClaimedSlot, Estate, Title, claim_lead, listed, title_of
 from colocate.keeper.keeper import Keeper
 from colocate.keeper.launcher import Launcher
 from colocate.keeper.process import AFTER_LANE_S, ProcessEvents, WorkerProcess
 from colocate.keeper.slots import Keepers, KeptSlot
+from colocate.worker.processes import arguments_of, below_this, left_by
 from colocate.worker.service import first_message
 
 __all__ = [

@@ -13,7 +13,7 @@ import attrs
 from colocate import wire
 from colocate._protocol.commands import Attach, Detach, Fenced, GiveUp, Granted, Keep, Look, Refused, Retain, Seen
 from colocate._protocol.message import Head, Message, read
-from colocate._requests import Requests
+from colocate._protocol.requests import Requests
 from colocate.errors import BorrowedError, ClosedError, ColocateError, ConfigError, EngineError
 from colocate.executor import Terms
 from colocate.keeper.greeting import NEWCOMER

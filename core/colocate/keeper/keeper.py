@@ -20,7 +20,7 @@ from typing import Any
 import attrs
 
 import colocate
-from colocate import _processes, wire
+from colocate import wire
 from colocate._protocol import commands
 from colocate._protocol.message import Head, Message, read
 from colocate.errors import ClosedError
@@ -29,6 +29,7 @@ from colocate.keeper.greeting import COMMANDS, NEWCOMER, Greeting
 from colocate.keeper.hired import Hired, Spare
 from colocate.keeper.launcher import Launcher
 from colocate.keeper.tenure import Tenure
+from colocate.worker import processes
 
 # A driver that reserves a slot dials its keeper at once; one that doesn't has gone meanwhile.
 _DIALLED_WITHIN_S = 60.0
@@ -278,10 +279,10 @@ class Keeper:
         spare = self._spare.pid if self._spare is not None else 0
         found = [
             Running("worker", workers.get(child.started) or f"process {child.pid}", pid=child.pid, since=child.since)
-            for child in _processes.below_this()
+            for child in processes.below_this()
             if child.started != spare and (child.started in workers or child.label == self.label)
         ]
-        found += [each.running() for each in _processes.left_by(os.getpid()) if each.label in ("", self.label)]
+        found += [each.running() for each in processes.left_by(os.getpid()) if each.label in ("", self.label)]
         self.tell(commands.Listed(token, [attrs.astuple(each) for each in found]))
 
     def _warm(self) -> None:

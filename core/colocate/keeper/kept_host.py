@@ -9,10 +9,10 @@ from functools import partial
 from typing import Any, Protocol
 
 from colocate import wire
-from colocate._jobs import error_text, report_exception
 from colocate._protocol import commands
 from colocate._protocol.message import Message
-from colocate._requests import Requests
+from colocate._protocol.requests import Requests
+from colocate._system.jobs import error_text, report_exception
 from colocate.errors import ClosedError, EngineError
 from colocate.executor import Boot, Exit, Host, HostEvents
 from colocate.keeper.greeting import TOKEN_BYTES

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from colocate._jobs import JobThread, report_exception
+from colocate._system.jobs import JobThread, report_exception
 
 
 class Launcher(JobThread):

@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from colocate import _processes
+from colocate.worker import processes
 from colocate.worker.failure import role_code_of
 from colocate.worker.host import LANE
 
@@ -29,7 +29,7 @@ def seen(started: int) -> str | None:
         started: The worker's upper supervisor, which this process has started.
     """
     try:
-        (worker,) = (child.pid for child in _processes.below_this() if child.started == started)
+        (worker,) = (child.pid for child in processes.below_this() if child.started == started)
         stopped = psutil.Process(worker).status() == psutil.STATUS_STOPPED
     except (ValueError, psutil.Error):  # it is gone
         return None

@@ -12,7 +12,8 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from colocate import _processes, wire
+from colocate import wire
+from colocate.worker import processes
 from colocate.worker.supervisor import CLOSES_OTHERS, ENDS, MARK, program_of
 
 _LINE_BYTES = 8192  # a line without an end (a progress bar's) is shown by pieces
@@ -137,7 +138,7 @@ class WorkerProcess:
     def end_astray(self) -> None:
         """End one that has closed its lane and goes on; what it had become is told with its end."""
         if self._process is not None and not self.over and self._astray is None:
-            program = _processes.program_instead_of_worker(self.pid)
+            program = processes.program_instead_of_worker(self.pid)
             self._astray = _NO_LANE if program is None else _BY_EXEC.format(program, ", which was ended")
         self.kill()
 

@@ -11,10 +11,10 @@ from typing import Any
 import attrs
 
 from colocate import wire
-from colocate._jobs import report_exception
 from colocate._protocol import commands
 from colocate._protocol.message import Head, Message, read
-from colocate._requests import Request, Requests
+from colocate._protocol.requests import Request, Requests
+from colocate._system.jobs import report_exception
 from colocate.errors import ClosedError, EngineError
 from colocate.executor import Boot, Exit, Host, HostEvents, Running
 from colocate.keeper.greeting import COMMANDS

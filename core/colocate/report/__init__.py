@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from colocate._run_record import RunRecord
+    from colocate._runs.record import RunRecord
 
 __all__ = ["write"]
 

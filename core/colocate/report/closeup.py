@@ -14,7 +14,7 @@ from colocate.report.lanes import name_of
 from colocate.report.scale import duration, percent, time_ticks
 
 if TYPE_CHECKING:
-    from colocate._calls import Span
+    from colocate._runs.calls import Span
 
 MAX_BARS = 1500
 MAX_LANES = 12

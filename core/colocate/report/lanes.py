@@ -12,7 +12,7 @@ from colocate.report.curves import Hover
 from colocate.report.scale import duration, offset, percent
 
 if TYPE_CHECKING:
-    from colocate._calls import Span
+    from colocate._runs.calls import Span
 
 LEVELS = 100  # a lane's height in its own units: all of it means busy all the time
 NAMED = 6  # methods that one place names to a pointer

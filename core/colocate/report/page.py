@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import attrs
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from colocate._calls import KEPT_SPANS
-from colocate._run_record import timed_phases
+from colocate._runs.calls import KEPT_SPANS
+from colocate._runs.record import timed_phases
 from colocate.report.config_text import config_text
 from colocate.report.curves import Curves, Series, curves, headline, series_of
 from colocate.report.ownership import Node, ownership
@@ -21,7 +21,7 @@ from colocate.report.timeline import Timeline, timeline
 from colocate.report.times import COLOURS, Times, times
 
 if TYPE_CHECKING:
-    from colocate._run_record import RunRecord
+    from colocate._runs.record import RunRecord
 
 _INVISIBLE = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 

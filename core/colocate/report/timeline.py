@@ -12,7 +12,7 @@ from colocate.report.lanes import Grid, Lane, lane
 from colocate.report.scale import time_ticks
 
 if TYPE_CHECKING:
-    from colocate._calls import Span
+    from colocate._runs.calls import Span
 
 MAX_LANES = 48
 AREAS = 40_000  # columns of all lanes and colours together

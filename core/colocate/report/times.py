@@ -11,7 +11,7 @@ import attrs
 from colocate.report.scale import duration, number, percent, words
 
 if TYPE_CHECKING:
-    from colocate._calls import Total
+    from colocate._runs.calls import Total
 
 COLOURS = 8  # the style sheet has so many for roles and for phases; further ones begin anew
 

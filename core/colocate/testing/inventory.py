@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import psutil
 
-from colocate._off_main import COURIER
+from colocate._system.off_main import COURIER
 from colocate.testing import origins
 
 if TYPE_CHECKING:
-    from colocate._crew import Crew
-    from colocate._owned import Owned
+    from colocate._crew.crew import Crew
+    from colocate._owned.owned import Owned
 
 _ENDS_WITHIN_S = 5.0
 _CLOSES_WITHIN_S = 2.0
@@ -91,7 +91,7 @@ def without_engines(left: dict[str, Thing], now: dict[str, Thing]) -> dict[str, 
 
 def live_objects() -> dict[str, Thing]:
     """Runtimes, pools and groups that are open, and the scopes and residents of groups; owners first."""
-    connection = sys.modules.get("colocate._connection")
+    connection = sys.modules.get("colocate._api.connection")
     found: dict[str, Thing] = {}
     for node in list(connection.live.values()) if connection is not None else ():
         found.update(_below(node))
@@ -99,7 +99,7 @@ def live_objects() -> dict[str, Thing]:
 
 
 def _below(node: Owned) -> Iterator[tuple[str, Thing]]:
-    from colocate._crew import Crew
+    from colocate._crew.crew import Crew
 
     def close() -> None:
         node.close_for("the leak check of its test", _CLOSES_WITHIN_S, True)

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from colocate._owned import Owned
+from colocate._owned.owned import Owned
 from colocate.testing import origins
 from colocate.testing.inventory import Thing, everything, key_of, live_objects, without_engines
 from colocate.testing.waiting import becomes_true

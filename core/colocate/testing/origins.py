@@ -21,8 +21,8 @@ from types import FrameType
 from typing import Any
 
 import colocate
-from colocate._lines import at as as_text
-from colocate._off_main import frames
+from colocate._system.lines import at as as_text
+from colocate._system.off_main import frames
 
 _COLOCATE = os.path.dirname(os.path.abspath(colocate.__file__)) + os.sep
 _OF_COLOCATE = ("colocate_local", "colocate_ray", "colocate_dask")

@@ -26,9 +26,9 @@ import attrs
 
 import colocate
 from colocate import RoleSpec
-from colocate._method_spec import MethodSpec
-from colocate._plugins import find_role
-from colocate._role import methods_of
+from colocate._plugins.plugins import find_role
+from colocate._role.method_spec import MethodSpec
+from colocate._role.role import methods_of
 from colocate.testing.probes.plain import Echo
 
 _CHECKPOINT = frozenset({"save", "restore"})

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from colocate._jobs import error_text, report_exception
+from colocate._system.jobs import error_text, report_exception
 from colocate.errors import ClosedError
 from colocate.wire._forks import track, track_socket
 from colocate.wire._listening import NO_ROOM, REOPEN_EVERY_S

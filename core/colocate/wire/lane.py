@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Protocol, TypeAlias
 
 from colocate._definitions.packed import Packed
-from colocate._jobs import report_exception
+from colocate._system.jobs import report_exception
 from colocate.wire.framing import Frame, Head, Reader, Sending, encode
 
 OnMessage: TypeAlias = Callable[[Head, Packed | None], None]

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import TypeAlias
 
 from colocate._definitions.packed import Packed
-from colocate._jobs import error_text, report_exception
+from colocate._system.jobs import error_text, report_exception
 from colocate.errors import ClosedError, ForkedError
 from colocate.wire._forks import track
 from colocate.wire.auth import Patience, TurnedAway, dial, listen_widely, prove

@@ -10,11 +10,11 @@ from typing import Any
 import attrs
 
 from colocate import wire
-from colocate._arguments import on_device
-from colocate._context import Context, MeshPlace, derive_seed, reset_current, set_current
-from colocate._mesh import Mesh
-from colocate._rebuilding import rebuilding
-from colocate._role import check_role
+from colocate._role.context import Context, MeshPlace, derive_seed, reset_current, set_current
+from colocate._role.role import check_role
+from colocate._system.rebuilding import rebuilding
+from colocate._values.arguments import on_device
+from colocate._values.mesh import Mesh
 from colocate.errors import PluginError
 from colocate.worker.hosted import HostedRole
 from colocate.worker.site import Site

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from colocate._context import reset_current, set_current
+from colocate._role.context import reset_current, set_current
 from colocate.errors import ColocateError
 from colocate.worker.hosted import HostedRole
 

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from colocate.worker.consequence import Consequence
+from colocate._protocol.consequence import Consequence
 
 _SLICE = datetime.timedelta(milliseconds=20)
 _PATIENCE_S = 0.1

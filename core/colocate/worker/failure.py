@@ -13,19 +13,19 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from colocate._codec import Codec
-from colocate._jobs import message_of
+from colocate._protocol.consequence import Consequence
 from colocate._protocol.messages import Failure
-from colocate._rebuilding import NotRebuilt
-from colocate._tracebacks import frames_of_users, told
+from colocate._system.jobs import message_of
+from colocate._system.rebuilding import NotRebuilt
+from colocate._system.tracebacks import frames_of_users, told
+from colocate._values.codec import Codec
 from colocate.errors import CapabilityError, DispatchError, RoleError, SerializationError
-from colocate.worker.consequence import Consequence
 from colocate.worker.definitions import Definitions
 from colocate.worker.imports import hint_for
 
-_OWN = str(Path(__file__).parent)
+_OWN = tuple(str(Path(__file__).parents[1] / package) for package in ("worker", "_protocol"))
 _HOST_ERRORS = (DispatchError, RoleError, SerializationError)
-_CALLS_ROLES = {("build.py", "construct"), ("_method_spec.py", "call")}
+_CALLS_ROLES = {("build.py", "construct"), ("method_spec.py", "call")}
 
 
 def failed(
@@ -123,7 +123,7 @@ def _frames_of(thread: threading.Thread) -> list[FrameType]:
 
 
 def _is_machinery(file: str) -> bool:
-    return file.startswith(_OWN) or file.endswith("colocate/_method_spec.py") or file == threading.__file__
+    return file.startswith(_OWN) or file.endswith("colocate/_role/method_spec.py") or file == threading.__file__
 
 
 def _from_role_code(trace: TracebackType | None) -> TracebackType | None:

@@ -7,10 +7,10 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from colocate._context import Context, MeshPlace, current, derive_seed
-from colocate._mesh import Mesh
-from colocate._method import RoleMethod, method
-from colocate._method_spec import MethodSpec
+from colocate._role.context import Context, MeshPlace, current, derive_seed
+from colocate._role.method import RoleMethod, method
+from colocate._role.method_spec import MethodSpec
+from colocate._values.mesh import Mesh
 from colocate.worker import checkpoint
 from colocate.worker.build import Shipped
 from colocate.worker.hosted import HostedRole

@@ -9,23 +9,23 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from colocate._codec import Codec
-from colocate._jobs import JobThread, error_text, report_exception
 from colocate._protocol import messages
+from colocate._protocol.consequence import LET_GO, Consequence
 from colocate._protocol.message import Head, Message, read
-from colocate._values import describe
+from colocate._protocol.unbundle import take_apart
+from colocate._protocol.uses import Peers
+from colocate._system.jobs import JobThread, error_text, report_exception
+from colocate._values.codec import Codec
+from colocate._values.leaving import describe
 from colocate.errors import ColocateError
 from colocate.executor import Boot
 from colocate.wire import Turns
 from colocate.worker import failure
-from colocate.worker.batch import take_apart
-from colocate.worker.consequence import LET_GO, Consequence
 from colocate.worker.functions import hosted_functions
 from colocate.worker.hosted import HostedRole
 from colocate.worker.lane import Lane, Work
 from colocate.worker.runner import Runner
 from colocate.worker.site import Send, Site
-from colocate.worker.uses import Peers
 
 LANE = "colocate-lane-"  # names of lanes begin with it, and go on with the id of their worker
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import attrs
 
-from colocate._context import Context
-from colocate._method_spec import MethodSpec
+from colocate._role.context import Context
+from colocate._role.method_spec import MethodSpec
 
 
 @attrs.define(eq=False)

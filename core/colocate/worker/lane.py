@@ -18,8 +18,8 @@ from typing import Any, TypeAlias
 
 import attrs
 
-from colocate._context import CallState
 from colocate._protocol.message import Message
+from colocate._role.context import CallState
 from colocate.wire import SocketLane, Turns
 
 

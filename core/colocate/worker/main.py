@@ -16,7 +16,7 @@ import sys
 from functools import partial
 
 from colocate import wire
-from colocate._codec import BY_VALUE
+from colocate._values.codec import BY_VALUE
 from colocate.executor import Boot
 from colocate.worker.host import WorkerHost
 from colocate.worker.output import label_output

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import sys
 
-from colocate import _context
+from colocate._role import context
 
 # Around "ROLE RANK", before a line. Lines of other origin (C code, threads of roles, children) have none.
 _START, _END = "\x1e", "\x1f"
@@ -18,9 +18,9 @@ class LabelledStream(io.TextIOWrapper):
 
     def write(self, text: str) -> int:
         """Write text; returns its length, as any stream does."""
-        context = _context.current()
-        if context is not None and text:
-            label = f"{_START}{context.role or 'run'} {context.rank}{_END}"
+        running = context.current()
+        if running is not None and text:
+            label = f"{_START}{running.role or 'run'} {running.rank}{_END}"
             ended = text.endswith("\n")
             labelled = text.removesuffix("\n").replace("\n", f"\n{label}") + ("\n" if ended else "")
             super().write(label + labelled if self._at_start else labelled)

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from colocate import _batch, wire
-from colocate._context import running_call
+from colocate import wire
 from colocate._protocol import parts
+from colocate._protocol.consequence import Consequence, Poisoned
 from colocate._protocol.message import Head, Message, read
 from colocate._protocol.messages import WhereIs
+from colocate._protocol.uses import Peers, Source, Written
+from colocate._role.context import running_call
+from colocate._values import batch
 from colocate.errors import SerializationError
-from colocate.worker.consequence import Consequence, Poisoned
 from colocate.worker.lane import Work
 from colocate.worker.store import Entry, Store
-from colocate.worker.uses import Peers, Source, Written
 
 if TYPE_CHECKING:
     from colocate.worker.host import WorkerHost
@@ -44,7 +45,7 @@ class LocalPeers(Peers):
 
     def rows(self, source: Source, rank: int) -> int:
         """How many rows it has."""
-        return _batch.rows(self._entry(source, rank).value, source.label)
+        return batch.rows(self._entry(source, rank).value, source.label)
 
     def weight(self, source: Source, rank: int) -> int | None:
         """How many rows the call that made it worked on there."""
@@ -53,7 +54,7 @@ class LocalPeers(Peers):
     def slice(self, source: Source, rank: int, start: int, stop: int) -> Any:
         """Some of its rows."""
         entry = self._entry(source, rank)
-        return self._handed_over(entry, _batch.slice_rows(entry.value, start, stop), source, rank)
+        return self._handed_over(entry, batch.slice_rows(entry.value, start, stop), source, rank)
 
     def given_back(self, label: str) -> Sequence[Written]:
         """A call is over: what it wrote into of other workers' residents."""
@@ -135,7 +136,7 @@ class ChannelPeers(Peers):
     def slice(self, source: Source, rank: int, start: int, stop: int) -> Any:
         """Some of its rows."""
         if self._is_here(source, rank):
-            return _batch.slice_rows(self._host.part(source.key), start, stop)
+            return batch.slice_rows(self._host.part(source.key), start, stop)
         return self._ask(source, rank, parts.Slice(source.key, start, stop))[1]
 
     def abort(self, reason: str) -> None:
@@ -195,7 +196,7 @@ class ChannelPeers(Peers):
                 return parts.Number(host.part_weight(key)), None
             case parts.Slice(key=key, start=start, stop=stop):
                 entry = host.store.wait(key)
-                value = _batch.slice_rows(entry.value, start, stop)
+                value = batch.slice_rows(entry.value, start, stop)
             case _:
                 assert isinstance(question, parts.Part)
                 entry = host.store.wait(question.key)

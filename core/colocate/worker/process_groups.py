@@ -15,11 +15,11 @@ import weakref
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol
 
-from colocate._context import Context, MeshPlace
-from colocate._mesh import did_you_mean
+from colocate._protocol.consequence import Consequence
 from colocate._protocol.message import Message
 from colocate._protocol.messages import Meet
-from colocate._torch_groups import (
+from colocate._role.context import Context, MeshPlace
+from colocate._role.torch_groups import (
     Made,
     Plan,
     forget,
@@ -29,9 +29,9 @@ from colocate._torch_groups import (
     lost_a_peer,
     make_default,
 )
+from colocate._values.mesh import did_you_mean
 from colocate.errors import CapabilityError, ConfigError
 from colocate.worker.collective_waits import bury, guard
-from colocate.worker.consequence import Consequence
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from colocate import _batch
-from colocate._collect import Concat
-from colocate._context import Context
-from colocate._mesh import Ranks
-from colocate._method_spec import MethodSpec
+from colocate._role.context import Context
+from colocate._role.method_spec import MethodSpec
+from colocate._values import batch
+from colocate._values.collect import Concat
+from colocate._values.mesh import Ranks
 from colocate.errors import DispatchError
 
 
@@ -20,7 +20,7 @@ def rows_to_join(result: Any, spec: MethodSpec, ctx: Context) -> int | None:
     if not isinstance(spec.collect, Concat):
         return None
     try:
-        return _batch.rows(result, f"the result of {spec.name}")
+        return batch.rows(result, f"the result of {spec.name}")
     except DispatchError:
         if counts(spec, ctx):
             raise
@@ -35,9 +35,9 @@ def counts(spec: MethodSpec, ctx: Context) -> bool:
 
 def without_padding(result: Any, rows: int, valid: int | None, label: str) -> Any:
     """The result of a method with `pad=True`, real rows only."""
-    found = _batch.rows(result, f"the result of {label}")
+    found = batch.rows(result, f"the result of {label}")
     if found != rows:
         raise DispatchError(
             f"{label} got {rows} rows, padding included, and returned {found}: with pad=True it returns a row for each"
         )
-    return result if valid is None or valid == rows else _batch.slice_rows(result, 0, valid)
+    return result if valid is None or valid == rows else batch.slice_rows(result, 0, valid)

@@ -7,24 +7,24 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from colocate import _batch
-from colocate._arguments import placed
-from colocate._context import reset_current, running_call, set_current
-from colocate._dispatch import Scatter
-from colocate._method_spec import MethodSpec
-from colocate._nesting import no_end
 from colocate._protocol import messages
-from colocate._rebuilding import rebuilding
-from colocate._values import ordinary
+from colocate._protocol.consequence import Consequence
+from colocate._protocol.uses import Resolver
+from colocate._role.context import reset_current, running_call, set_current
+from colocate._role.method_spec import MethodSpec
+from colocate._system.rebuilding import rebuilding
+from colocate._values import batch
+from colocate._values.arguments import placed
+from colocate._values.dispatch import Scatter
+from colocate._values.leaving import ordinary
+from colocate._values.nesting import no_end
 from colocate.errors import ColocateError, DispatchError, RoleError, SerializationError
 from colocate.worker import checkpoint, failure
 from colocate.worker.build import RoleBuild, construct
-from colocate.worker.consequence import Consequence
 from colocate.worker.hosted import HostedRole
 from colocate.worker.lane import Work
 from colocate.worker.results import counts, rows_to_join, without_padding
 from colocate.worker.site import Site
-from colocate.worker.uses import Resolver
 
 
 class Runner:
@@ -84,7 +84,7 @@ class Runner:
             arguments = self._arguments(body, resolver, role, spec)
             work.valid_rows = resolver.valid if call.valid is None and resolver is not None else call.valid
             if spec.padded is not None:
-                work.rows = _batch.rows(arguments[spec.padded], spec.padded)
+                work.rows = batch.rows(arguments[spec.padded], spec.padded)
             result = spec.call(role.instance, arguments)
             if spec.is_async:
                 return self._finish_async(result, work, call, role, spec, resolver, start)

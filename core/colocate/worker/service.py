@@ -14,9 +14,9 @@ from functools import partial
 from typing import Any
 
 from colocate import wire
-from colocate._epochs import base_of
 from colocate._protocol import messages, versions
 from colocate._protocol.message import Head, is_a, read
+from colocate._system.epochs import base_of
 from colocate.executor import Boot
 from colocate.worker.host import WorkerHost
 from colocate.worker.supervisor import CLOSES_OTHERS

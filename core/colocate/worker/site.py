@@ -6,21 +6,21 @@ import operator
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from colocate import _batch
-from colocate._arguments import cuda_is_used
-from colocate._codec import Codec
-from colocate._context import Context, running_call
 from colocate._protocol import messages
+from colocate._protocol.consequence import LET_GO, Consequence
 from colocate._protocol.message import Head, Message
-from colocate._requests import Requests
+from colocate._protocol.requests import Requests
+from colocate._protocol.uses import Peers
+from colocate._role.context import Context, running_call
+from colocate._values import batch
+from colocate._values.arguments import cuda_is_used
+from colocate._values.codec import Codec
 from colocate.executor import Boot
-from colocate.worker.consequence import LET_GO, Consequence
 from colocate.worker.definitions import Definitions
 from colocate.worker.hosted import HostedRole
 from colocate.worker.lane import Lane
 from colocate.worker.process_groups import ProcessGroups
 from colocate.worker.store import Store
-from colocate.worker.uses import Peers
 
 Send: TypeAlias = Callable[[Head, Any], None]
 _OF_CODE = (messages.Missing, messages.Source, messages.Compare)
@@ -118,7 +118,7 @@ class Site:
 
     def part_rows(self, key: int) -> int:
         """How many rows it has."""
-        return _batch.rows(self.part(key), f"resident {key}")
+        return batch.rows(self.part(key), f"resident {key}")
 
     def part_weight(self, key: int) -> int | None:
         """How many rows the call that made it worked on."""

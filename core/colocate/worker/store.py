@@ -8,9 +8,9 @@ from typing import Any
 
 import attrs
 
-from colocate._values import Watch
-from colocate.worker.consequence import LET_GO, Consequence, Poisoned
-from colocate.worker.uses import Written
+from colocate._protocol.consequence import LET_GO, Consequence, Poisoned
+from colocate._protocol.uses import Written
+from colocate._values.leaving import Watch
 
 
 @attrs.define(eq=False)

@@ -11,7 +11,7 @@ import pytest
 
 import colocate
 from colocate import RoleSpec, Runtime
-from colocate._crew import Crew
+from colocate._crew.crew import Crew
 from colocate.errors import BorrowedError, ClosedError, ColocateError, ConfigError, WorkerDied
 from colocate.executor import Detachable
 from colocate.testing.executors._base import needs

@@ -17,9 +17,9 @@ import pytest
 
 import colocate
 from colocate import Audit, ColocatedGroup, Context, RoleSpec, Runtime
-from colocate._owned import Owned
-from colocate._slots import Slots
-from colocate._worker import Worker
+from colocate._api.slots import Slots
+from colocate._crew.worker import Worker
+from colocate._owned.owned import Owned
 from colocate.errors import RoleStartError
 from colocate.executor import Detachable, Exit, OwnProcess, Reservation
 from colocate.testing import leaks

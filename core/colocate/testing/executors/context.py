@@ -8,7 +8,7 @@ import pytest
 
 import colocate
 from colocate import ColocatedGroup, ColocateError
-from colocate._context import derive_seed
+from colocate._role.context import derive_seed
 from colocate.errors import RoleError
 from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs

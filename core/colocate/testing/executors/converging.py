@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 
 import colocate
-from colocate import ColocatedGroup, Context, RoleSpec, Runtime, _owned, _workforce
+from colocate import ColocatedGroup, Context, RoleSpec, Runtime
+from colocate._crew import workforce
+from colocate._owned import owned
 from colocate.errors import ClosedError, ColocateError, RoleError, WorkerDied
 from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs
@@ -138,7 +140,7 @@ class Converging(ExecutorCase):
     @needs(OwnProcess)
     def test_who_leaves_slowly_beside_a_hung_rank(self, spawn: Spawn, monkeypatch: pytest.MonkeyPatch) -> None:
         """When the grace is over, an exit handler that doesn't end has no more time than what hangs in a call."""
-        monkeypatch.setattr(_workforce, "_AFTER_END_S", 100 * PATIENCE_S)
+        monkeypatch.setattr(workforce, "_AFTER_END_S", 100 * PATIENCE_S)
         group = spawn(ROLES)
         processes = Processes(pids_of(group))
         with Gate() as gate, Gate() as exit_gate:
@@ -154,7 +156,7 @@ class Converging(ExecutorCase):
         self, spawn: Spawn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """What hangs is ended first: others, which are about to leave, may wait for just that."""
-        monkeypatch.setattr(_workforce, "_AFTER_FORCE_S", PATIENCE_S)
+        monkeypatch.setattr(workforce, "_AFTER_FORCE_S", PATIENCE_S)
         group = spawn(ROLES)
         file = tmp_path / "has left"
         with Gate() as gate:
@@ -234,7 +236,7 @@ class Converging(ExecutorCase):
     @needs(OwnProcess)
     def test_several_that_hang(self, runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
         """What has hung until its owner's grace was over has had it: closing several takes no grace for each."""
-        monkeypatch.setattr(_owned, "_least", lambda grace: 100 * PATIENCE_S)  # for those that come after the first
+        monkeypatch.setattr(owned, "_least", lambda grace: 100 * PATIENCE_S)  # for those that come after the first
         faults = [stop, hold_the_gil, hang]
         pool = runtime.reserve(len(faults), cpus=0)
         groups = [pool[index].spawn(ROLES) for index in range(len(faults))]
@@ -264,7 +266,7 @@ class Converging(ExecutorCase):
     @needs(OwnProcess)
     def test_one_that_hangs_as_it_ends(self, runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
         """What was idle when its owner's grace was nearly over, and then doesn't end, is told with where it is then."""
-        monkeypatch.setattr(_owned, "_least", lambda grace: 1.0)
+        monkeypatch.setattr(owned, "_least", lambda grace: 1.0)
         pool = runtime.reserve(2, cpus=0)
         old, new = pool[0].spawn(ROLES), pool[1].spawn(ROLES)
         with Gate() as end, Gate() as gate:

@@ -13,7 +13,7 @@ import pytest
 
 import colocate
 from colocate import RoleError, SerializationError
-from colocate._runtime import Runtime
+from colocate._api.runtime import Runtime
 from colocate.testing.executors._base import ExecutorCase
 from colocate.testing.waiting import PATIENCE_S, wait_until
 

@@ -15,7 +15,7 @@ import pytest
 
 import colocate
 from colocate import Runtime
-from colocate._detached import close_detached
+from colocate._api.detached import close_detached
 from colocate.errors import CapabilityError, ClosedError, ColocateError, ConfigError
 from colocate.executor import Detachable
 from colocate.testing.executors._base import needs
@@ -252,7 +252,7 @@ class Detaching(DetachedCase):
         pool, view = new(runtime)
         workers = Processes(view.pid())
         with monkeypatch.context() as patch:
-            patch.setattr("colocate._record.pack_whole", lambda value, what: pickle.dumps(Missing()))
+            patch.setattr("colocate._api.pool_record.pack_whole", lambda value, what: pickle.dumps(Missing()))
             pool.detach(name, ttl=TTL_S)
         with pytest.raises(ColocateError, match=r"roles of group 'counting' can't be imported.*'there_is_none'"):
             runtime.attach(name, own=True)
@@ -274,7 +274,7 @@ class Detaching(DetachedCase):
         def fail(record: bytes, name: str) -> None:
             raise AttributeError("it is of another version")
 
-        monkeypatch.setattr("colocate._record.load", fail)
+        monkeypatch.setattr("colocate._api.pool_record.load", fail)
         close_detached(runtime._node, name, force=False)
         workers.wait()
         workers.close()

@@ -308,7 +308,7 @@ class Serialization(ExecutorCase):
             (Held(), "Held.things['a'][1] is a _thread.lock"),
             (Closes(), "the variable lock of it is a _thread.lock"),
             ([closes], "echo.first: the variable lock of closes can't be sent: it is a _thread.lock"),
-            (calls, "echo.first: the variable copying of calls can't be sent: it is a colocate._group.ColocatedGroup"),
+            (calls, "echo.first: the variable copying of calls can't be sent: it is a colocate.ColocatedGroup"),
             (calls, driver),
         ):
             with pytest.raises(SerializationError) as caught:

@@ -9,7 +9,7 @@ import pytest
 
 import colocate
 from colocate import ColocatedGroup
-from colocate._lines import caller
+from colocate._system.lines import caller
 from colocate.errors import RoleError
 from colocate.testing.executors._base import ExecutorCase, Spawn
 from colocate.testing.gate import Gate

@@ -285,14 +285,15 @@ class Order(ExecutorCase):
 
     def test_slow_call(self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
         """There is no deadline by default, but a call that takes long is told once, with the slow ranks' stacks."""
-        monkeypatch.setattr("colocate._slow._LOOK_EVERY_S", 0.05)
-        monkeypatch.setattr("colocate._stacks.WITHIN_S", PATIENCE_S)  # however busy the machine is
+        monkeypatch.setattr("colocate._api.slow._LOOK_EVERY_S", 0.05)
+        monkeypatch.setattr("colocate._calls.stacks.WITHIN_S", PATIENCE_S)  # however busy the machine is
         with self.connect() as runtime, runtime.reserve(1, cpus=0) as pool:
             group = pool.spawn({"faulty": colocate.role(Faulty)})
             with Gate() as gate:
                 call = group.role("faulty", Faulty).wait.submit(gate.address)
                 gate.wait_for()
-                monkeypatch.setattr("colocate._slow.SLOW_S", 0.05)  # not before: it is told once, wherever the rank is
+                # Not before: it is told once, wherever the rank is.
+                monkeypatch.setattr("colocate._api.slow.SLOW_S", 0.05)
                 wait_until(lambda: "pass_gate" in caplog.text, "the warning has been given")
             assert call.result(PATIENCE_S) == [0]
         assert "faulty.wait of group" in caplog.text

@@ -100,14 +100,14 @@ class Startup(ExecutorCase):
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         """Without a timeout it is told once, with the stacks of the ranks that hang."""
-        monkeypatch.setattr("colocate._slow._LOOK_EVERY_S", 0.05)
-        monkeypatch.setattr("colocate._stacks.WITHIN_S", PATIENCE_S)  # however busy the machine is
+        monkeypatch.setattr("colocate._api.slow._LOOK_EVERY_S", 0.05)
+        monkeypatch.setattr("colocate._calls.stacks.WITHIN_S", PATIENCE_S)  # however busy the machine is
         with self.connect() as runtime, runtime.reserve(2, cpus=0) as pool, ThreadPoolExecutor(1) as other:
             with Gate() as gate:
                 roles = {"slow": colocate.role(HangsAtStart, gate.address, (1,))}
                 started = other.submit(pool.spawn, roles, "slowly")
                 gate.wait_for()
-                monkeypatch.setattr("colocate._slow.SLOW_S", 0.05)
+                monkeypatch.setattr("colocate._api.slow.SLOW_S", 0.05)
                 wait_until(lambda: "pass_gate" in caplog.text, "the warning has been given")
             group = started.result(PATIENCE_S)
             assert group.role("slow", HangsAtStart).noop() == [None, None]

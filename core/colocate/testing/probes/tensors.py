@@ -9,7 +9,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from colocate import Concat, First, Gather, OnRank, PerRank, Reduce, Role, Scatter, method, needs
-from colocate import _torch_groups as torch_groups
+from colocate._role import torch_groups
 from colocate.testing.gate import Address, pass_gate, pass_gate_async
 
 if TYPE_CHECKING:

@@ -1,0 +1,169 @@
+"""`Connection`: one to an executor, the root of an ownership graph."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import os
+import platform
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+
+from colocate._api.slow import SlowCalls
+from colocate._calls.failures import thread_error
+from colocate._calls.services import Services
+from colocate._crew.crew import Crew
+from colocate._owned.dispatcher import Dispatcher
+from colocate._owned.owned import Owned, raise_together
+from colocate._plugins.plugins import find_executor, plugins
+from colocate._system import off_main
+from colocate._system.jobs import JobThread, error_text, report_exception
+from colocate._system.lines import at
+from colocate._system.numbers import FOREVER_S
+from colocate._system.printer import Printer
+from colocate.errors import CapabilityError, ColocateError, ConfigError
+from colocate.executor import Executor
+
+_SETTLES_S = 5.0  # at interpreter exit, for a checkpoint, say, for which nobody has waited to its end
+_numbers = itertools.count(1)
+live: dict[int, Connection] = {}
+"""Those of this process that aren't closed."""
+
+
+class Connection(Owned):
+    """One to an executor: what all groups share, and their names.
+
+    Attributes:
+        services: What all groups share.
+        crews: Those that live, by name.
+        naming: Held while a name is looked up and taken.
+    """
+
+    def __init__(self, name: str, executor: Executor, seed: int, strict: bool, call_timeout: float | None) -> None:
+        super().__init__("runtime", name, None)
+        runtime_id = f"{platform.node()}-{os.getpid()}-{next(_numbers)}"
+        self.services = Services(
+            runtime_id,
+            executor,
+            seed,
+            strict,
+            FOREVER_S if call_timeout is None else call_timeout,
+            timers=JobThread(f"colocate-timers-{runtime_id}", self._timers_failed),
+            dispatcher=Dispatcher(f"colocate-dispatcher-{runtime_id}"),
+            printer=Printer(f"colocate-output-{runtime_id}"),
+        )
+        self.crews: dict[str, Crew] = {}
+        self.naming = threading.Lock()
+        self._pool_numbers = itertools.count(1)
+        self._pools_named: dict[str, Iterator[int]] = {}
+        self._group_numbers = itertools.count(1)
+        self._slow = SlowCalls(self.services, self.crews)
+        live[id(self)] = self
+
+    def _timers_failed(self, error: BaseException) -> None:
+        """A job that a group needs has failed: which one's isn't known, and none is to wait for what never comes."""
+        report_exception()
+        for crew in list(self.crews.values()):
+            crew.fail(thread_error(crew.name, f"the thread that keeps its deadlines met {error_text(error)}"))
+
+    def pool_name(self) -> str:
+        """A name for a pool that no living one has."""
+        taken = {child.name for child in list(self.children.values())}
+        return next(name for number in self._pool_numbers if (name := f"pool-{number}") not in taken)
+
+    def pool_id(self, name: str) -> str:
+        """An id for a pool's reservation: several pools may have one name."""
+        number = next(self._pools_named.setdefault(name, itertools.count(1)))
+        return f"{self.services.id}/{name}" if number == 1 else f"{self.services.id}/{name}~{number}"
+
+    def group_name(self, wanted: str | None) -> str:
+        """A name for a group, unique among the living ones."""
+        if wanted is None:
+            return next(name for number in self._group_numbers if (name := f"group-{number}") not in self.crews)
+        if wanted in self.crews:
+            raise ConfigError(
+                f"there is a group {wanted!r} already, made at {at(self.crews[wanted].line)}; names are unique"
+            )
+        return wanted
+
+    def forget(self, crew: Crew) -> None:
+        """A group has gone: its name is free."""
+        if self.crews.get(crew.name) is crew:
+            self.crews.pop(crew.name, None)
+
+    def require(self, capability: type, what: str) -> None:
+        """Raise `CapabilityError` if the executor can't do something: who can is named."""
+        if not isinstance(self.services.executor, capability):
+            having = having_capability(capability)
+            raise CapabilityError(
+                f"executor {self.name!r} can't {what}: it lacks {capability.__name__}; "
+                f"these have it: {', '.join(having) or 'no installed one'}",
+                capability=capability.__name__,
+                executors=having,
+            )
+
+    def close_for(self, by: str | None, grace: float, force: bool) -> None:
+        """Close it on behalf of `by` (None: of its caller)."""
+        if self.forked:
+            self.check()
+        if not self.mark_closed(by):
+            if not self.services.dispatcher.is_current:  # whoever closes it waits for that thread
+                self.life.wait_closed()
+            return
+        errors: list[BaseException] = []
+        try:
+            errors += self.close_children(grace)
+        finally:
+            try:
+                self._slow.close()
+                self.services.executor.close()
+            except Exception as error:
+                errors.append(error)
+            finally:
+                if not self.services.dispatcher.close():
+                    errors.append(
+                        ColocateError(
+                            f"a callback or an observer of this runtime goes on:\n{self.services.dispatcher.stack}"
+                        )
+                    )
+                self.services.timers.close()
+                self.services.printer.close()
+                live.pop(id(self), None)
+                self.life.end()
+        raise_together(f"runtime {self.name!r} was closed, and this had gone wrong", errors)
+
+
+def having_capability(capability: type) -> tuple[str, ...]:
+    """Names of the installed executors that have a capability."""
+    found = []
+    for info in plugins():
+        if info.kind != "executor":
+            continue
+        try:
+            cls = find_executor(info.name)
+        except ImportError:  # one that can't be imported here can't be recommended
+            continue
+        if issubclass(cls, capability) or capability.__name__ in getattr(cls, "variants", {}):
+            found.append(getattr(cls, "variants", {}).get(capability.__name__, info.name))
+    return tuple(found)
+
+
+@atexit.register
+def _close_what_is_left() -> None:
+    """At interpreter exit: report what nobody has closed, and close it."""
+    for connection in list(live.values()):
+        if connection.forked:
+            continue
+        # What it owns is closed by it, and needs no report of its own.
+        text = f"runtime {connection.name!r} made at {at(connection.line)} was never closed"
+        try:
+            try:
+                if connection.closed_by is None:  # a close that was interrupted twice may still go on
+                    warnings.warn(text, ResourceWarning, stacklevel=1)
+            finally:  # it is raised where warnings are errors
+                connection.close_here("interpreter exit", 2.0, True)
+        except BaseException as error:
+            sys.excepthook(type(error), error, error.__traceback__)
+    off_main.settle(_SETTLES_S)

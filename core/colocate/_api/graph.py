@@ -1,0 +1,156 @@
+"""The ownership graph as a person or a program reads it: tree, mermaid, dot, JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from colocate._crew.crew import Crew
+from colocate._owned.owned import Owned
+from colocate.errors import ConfigError
+
+FORMATS = ("tree", "mermaid", "dot", "json")
+
+
+class Graph:
+    """Who owns what, at the moment when it is asked."""
+
+    def __init__(self, root: Owned) -> None:
+        self._root = root
+
+    def data(self) -> dict[str, Any]:
+        """The graph as nested plain data: kind, name, state, age, line, children and what else a kind knows."""
+        return _node(self._root)
+
+    def render(self, format: str = "tree") -> str:
+        """The graph as text.
+
+        Args:
+            format: "tree", "mermaid", "dot" or "json".
+        """
+        if format not in FORMATS:
+            raise ConfigError(f"graph.render({format!r}): the formats are {', '.join(FORMATS)}")
+        data = self.data()
+        if format == "json":
+            return json.dumps(data, indent=2)
+        if format == "tree":
+            return "\n".join(_tree(data, "", ""))
+        return _mermaid(data) if format == "mermaid" else _dot(data)
+
+    def __repr__(self) -> str:
+        return self.render("tree")
+
+
+def _node(node: Owned) -> dict[str, Any]:
+    data = node.describe()
+    data["children"] = [_node(child) for child in list(node.children.values())]
+    if isinstance(node, Crew):
+        data["children"] += [*_workers(node), *_residents(node), *_calls(node)]
+    return data
+
+
+def _workers(crew: Crew) -> Iterator[dict[str, Any]]:
+    ranks = {name: {slot: rank for rank, slot in enumerate(info.slots)} for name, info in crew.roles.items()}
+    for worker in crew.workforce.workers:
+        roles = [
+            {
+                "kind": "role",
+                "name": f"{name} rank {ranks[name][worker.slot]}/{len(info.slots)}",
+                "state": info.cls.__qualname__,
+                "children": [],
+            }
+            for name, info in crew.roles.items()
+            if worker.slot in ranks[name]
+        ]
+        yield {
+            "kind": "worker",
+            "name": str(worker.slot),
+            "state": worker.state,
+            "pid": worker.pid,
+            "node": worker.boot.node,
+            "device": worker.boot.device,
+            "children": roles,
+        }
+
+
+def _residents(crew: Crew) -> Iterator[dict[str, Any]]:
+    for kept in list(crew.residents.kept.values()):
+        if kept.freed_by is not None:
+            continue
+        call = kept.call
+        state = "pending" if not call.done() else "poisoned" if call._error is not None else "kept"
+        sizes = [size[0] for size in call.bodies if size is not None]
+        yield {
+            "kind": "resident",
+            "name": kept.source.label,
+            "state": state,
+            "bytes": sum(sizes),
+            "line": f"{kept.line[0]}:{kept.line[1]}",
+            "children": [],
+        }
+
+
+def _calls(crew: Crew) -> Iterator[dict[str, Any]]:
+    for call in list(crew.order.pending.values()):
+        missing = [call.rank_of(slot) for slot in call.missing()]
+        yield {
+            "kind": "call",
+            "name": call.label,
+            "state": f"waits for rank {', '.join(map(str, missing[:8]))}",
+            "line": f"{call.line[0]}:{call.line[1]}",
+            "children": [],
+        }
+
+
+def _label(data: dict[str, Any]) -> str:
+    extra = [data["state"]]
+    extra += [f"{key} {data[key]}" for key in ("pid", "node", "device") if data.get(key) is not None]
+    if data.get("bytes"):
+        extra.append(_size(data["bytes"]))
+    if "age_s" in data:
+        extra.append(f"{data['age_s']:.0f} s")
+    if "line" in data:
+        extra.append(data["line"].rpartition("/")[2])
+    return f"{data['kind']} {data['name']} ({', '.join(extra)})"
+
+
+def _size(count: float) -> str:
+    units = ["B", "KiB", "MiB", "GiB"]
+    while count >= 1024 and len(units) > 1:
+        count /= 1024
+        del units[0]
+    return f"{count:.0f} B" if units[0] == "B" else f"{count:.1f} {units[0]}"
+
+
+def _tree(data: dict[str, Any], lead: str, branch: str) -> Iterator[str]:
+    yield lead + branch + _label(data)
+    below = lead + {"": "", "├─ ": "│  ", "└─ ": "   "}[branch]
+    children = data["children"]
+    for index, child in enumerate(children):
+        yield from _tree(child, below, "└─ " if index == len(children) - 1 else "├─ ")
+
+
+def _flat(data: dict[str, Any], number: Iterator[int], owner: int | None) -> Iterator[tuple[int, int | None, str, str]]:
+    own = next(number)
+    yield own, owner, data["kind"], _label(data).replace('"', "'")
+    for child in data["children"]:
+        yield from _flat(child, number, own)
+
+
+def _mermaid(data: dict[str, Any]) -> str:
+    lines = ["graph TD"]
+    for own, owner, _, label in _flat(data, iter(range(10**9)), None):
+        lines.append(f'  n{own}["{label}"]')
+        if owner is not None:
+            lines.append(f"  n{owner} --> n{own}")
+    return "\n".join(lines)
+
+
+def _dot(data: dict[str, Any]) -> str:
+    lines = ["digraph ownership {", "  node [shape=box];"]
+    for own, owner, _, label in _flat(data, iter(range(10**9)), None):
+        lines.append(f'  n{own} [label="{label}"];')
+        if owner is not None:
+            lines.append(f"  n{owner} -> n{own};")
+    return "\n".join([*lines, "}"])

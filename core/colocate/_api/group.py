@@ -1,0 +1,197 @@
+"""`ColocatedGroup`: one worker per slot that holds every role of its slot, as users hold it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Coroutine
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec, TypeVar, overload
+
+from colocate._api.held import Held
+from colocate._crew.crew import Crew
+from colocate._role.context import Context
+from colocate._role.info import RoleInfo
+from colocate._system.numbers import limit, seconds
+from colocate._system.off_main import off_main
+from colocate._views import checkpoint, functions
+from colocate._views.pipeline import pipeline, recording
+from colocate._views.view import RoleView
+from colocate.errors import ConfigError
+
+R = TypeVar("R")
+T = TypeVar("T")
+P = ParamSpec("P")
+
+
+class ColocatedGroup(Held[Crew], node=Crew):
+    """Several roles in one worker per slot. Made by `pool.spawn`; a context manager that closes it.
+
+    Its `state` is "starting", "ready", "closing", "closed", "failed" or "restarting".
+    """
+
+    def __init__(self, crew: Crew) -> None:
+        """Use `pool.spawn`."""
+        super().__init__(crew)
+        self._views: dict[str, RoleView] = {}
+
+    @property
+    def generation(self) -> int:
+        """How often it has been restarted."""
+        return self._node.generation
+
+    @overload
+    def role(self, name: str) -> Any: ...
+    @overload
+    def role(self, name: str, cls: Callable[..., R]) -> R: ...
+    def role(self, name: str, cls: Any = None) -> Any:
+        """The view of a role. With its class it is typed as that class, so type checkers check calls.
+
+        Args:
+            name: The role's name.
+            cls: Its class.
+
+        Raises:
+            ConfigError: There is no such role, or it is of another class.
+        """
+        info = self._node.roles.get(name)
+        if info is None:
+            raise ConfigError(f"group {self.name!r} has no role {name!r}: it has {', '.join(self._node.roles)}")
+        if cls is not None and cls is not info.cls and not issubclass(info.cls, cls) and not self._is_of(info, cls):
+            raise ConfigError(
+                f"role {name!r} of group {self.name!r} is a {info.cls.__qualname__}, not a {cls.__qualname__}"
+            )
+        view = self._views.get(name)
+        if view is None:
+            view = self._views[name] = RoleView(self._node, info)
+        return view
+
+    def _is_of(self, info: RoleInfo, cls: type) -> bool:
+        """Whether a role's class is the one of that name here: that of an attached pool may have come by value."""
+        names = [(each.__module__, each.__qualname__) for each in info.cls.__mro__]
+        return self._node.home.tenancy is not None and (cls.__module__, cls.__qualname__) in names
+
+    @overload
+    def __getitem__(self, key: str) -> Any: ...
+    @overload
+    def __getitem__(self, key: Callable[..., R]) -> R: ...
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, str):
+            return self.role(key)
+        found = [name for name, info in self._node.roles.items() if issubclass(info.cls, key) or self._is_of(info, key)]
+        if len(found) != 1:
+            has = ", ".join(f"{name} ({info.cls.__qualname__})" for name, info in self._node.roles.items())
+            raise ConfigError(
+                f"group {self.name!r} has {len(found) or 'no'} roles of class {key.__qualname__}: it has {has}; "
+                "use group.role(name, cls)"
+            )
+        return self.role(found[0])
+
+    if not TYPE_CHECKING:  # who reads an attribute that there isn't is told by type checkers, too
+
+        def __getattr__(self, name: str) -> NoReturn:
+            node = self.__dict__.get("_node")
+            hint = f"; for the view of that role use group.role({name!r})" if node and name in node.roles else ""
+            raise AttributeError(f"a group has no attribute {name!r}{hint}")
+
+    @property
+    def roles(self) -> dict[str, RoleInfo]:
+        """Its roles by name."""
+        return dict(self._node.roles)
+
+    # -- calls
+
+    @overload
+    def run(
+        self, function: Callable[Concatenate[Context, P], Coroutine[Any, Any, T]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> list[T]: ...
+    @overload
+    def run(self, function: Callable[Concatenate[Context, P], T], /, *args: P.args, **kwargs: P.kwargs) -> list[T]: ...
+    def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
+        """Run a plain function on every worker, in the order of the group's calls, and wait.
+
+        Args:
+            function: Its first parameter is the worker's context: `role` is None, every slot is a rank. One from an
+                installed distribution goes by name, any other by value. An async one is run to its end.
+            *args: Its further arguments; residents arrive as their values.
+            **kwargs: Its further arguments by name.
+
+        Returns:
+            What it returned, one item per worker.
+        """
+        results: list[Any] = functions.run(self._node, function, args, kwargs).result()
+        return results
+
+    def scope(self) -> AbstractContextManager[None]:
+        """Free what this thread or task keeps inside the block; raise the failures of kept calls that nobody has used.
+
+        These are what was kept inside, and what was dropped before outside of any block that is open.
+        """
+        if self._node.forked:
+            self._node.check()
+        return self._node.residents.scope()
+
+    def pipeline(self) -> AbstractContextManager[None]:
+        """Send the `.submit` and `.keep` calls made inside the block as one message per worker, when it ends.
+
+        They take their places in the group's order together. Residents kept inside can be used by later calls inside.
+        Calls of other threads and tasks, and of other groups, go out at once as ever; pipelines of several groups may
+        be nested, and are all sent when the outermost block ends. An exception in the block sends nothing.
+
+        Raises:
+            PipelineError: Inside the block, by what needs an answer: a plain call, `result()`, `fetch()`.
+        """
+        self._node.check()
+        return pipeline(self._node)
+
+    def checkpoint(self, directory: str | os.PathLike[str], tag: str | int | float | None = None) -> None:
+        """Have every role that has `save(dir)` and `restore(dir)` save itself, between the group's calls.
+
+        Each role gets a folder of its own, the same for all of its ranks; the states of `ctx.generator` are kept too.
+        A restart goes on from the last checkpoint.
+
+        Args:
+            directory: Becomes the checkpoint's folder when all of it is written. An earlier checkpoint of the same
+                roles, or an empty folder, is replaced then. The driver and all workers have to see it.
+            tag: What `wait_ready` returns after a restart from it; None for the folder's name.
+
+        Raises:
+            ConfigError: A role has only one of the two methods, or no role has them. Or something else lies there
+                (other files, the working directory, a file, a link): nothing was touched.
+            RoleError: A `save` raised, or a kept call has failed whose resident was dropped before anybody used it:
+                what was in the directory stays.
+        """
+        self._node.check()
+        if (found := recording(self._node)) is not None:
+            found.refuse_call("checkpoint")
+        folder = Path(directory)
+        off_main(lambda: checkpoint.write(self._node, folder, folder.name if tag is None else tag))
+
+    def wait_ready(self, timeout: float | None = None) -> str | int | float | None:
+        """Wait until it can be called; after a restart calls are refused until somebody has.
+
+        Args:
+            timeout: Seconds to wait at most; None waits as long as it takes.
+
+        Returns:
+            The tag of the checkpoint that the roles were restored from; None when they are as constructed.
+
+        Raises:
+            TimeoutError: It isn't ready yet.
+            ColocateError: It has failed for good, or is closed.
+        """
+        limited = limit(timeout, "wait_ready(timeout)")
+        return off_main(lambda: self._node.restarts.wait(limited))
+
+    def close(self, grace: float = 10.0, force: bool = False) -> None:
+        """Close it: new calls are refused, running ones have `grace` seconds, then its workers are ended.
+
+        Args:
+            grace: Seconds that running calls have to finish; `math.inf` waits for them for ever.
+            force: Close it although other groups use its residents; their calls fail with a clear error.
+
+        Raises:
+            BorrowedError: Another group uses one of its residents (without `force`).
+            ExceptionGroup: What went wrong, after everything has been freed.
+        """
+        self._node.close_here(self._node.by_caller(), seconds(grace, "close(grace)"), force)

@@ -1,0 +1,68 @@
+"""`Held`: what users hold of a node of the ownership graph."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, Generic, NoReturn, Self, TypeVar
+
+from colocate._owned.owned import Owned
+from colocate._role.on_driver import OnDriver
+
+N = TypeVar("N", bound=Owned)
+
+
+_names: dict[type[Owned], type[Held[Any]]] = {}
+
+
+class Held(OnDriver, Generic[N]):
+    """A name of a node, with what users do with it. It owns nothing: the node's owner does."""
+
+    def __init_subclass__(cls, *, node: type[Owned] | None = None, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if node is not None:
+            _names[node] = cls
+
+    def __init__(self, node: N) -> None:
+        self._node = node
+
+    @classmethod
+    def _of(cls, node: N) -> Self:
+        """What users hold of a node: the same object as long as it lives."""
+        # In one step and without a lock: a signal's handler may come between any two lines, and ask for the same.
+        found: Self = node.names.get(cls) or node.names.setdefault(cls, cls(node))
+        return found
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return self._node.name
+
+    @property
+    def owner(self) -> Any:
+        """What closes it at the latest: a group's pool, a pool's runtime; None for a runtime."""
+        owner = self._node.owner
+        return None if owner is None else _names[type(owner)]._of(owner)
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can be used."""
+        return self._node.alive
+
+    @property
+    def state(self) -> str:
+        """What it is doing."""
+        return self._node.state
+
+    def __repr__(self) -> str:
+        return repr(self._node)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"{self!r} lives on the driver and can't be sent to a worker or pickled")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._node.leave_block(error)

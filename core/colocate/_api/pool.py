@@ -1,0 +1,196 @@
+"""`Pool`: slots reserved together, as users hold them, and the groups that they spawn there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, overload
+
+import attrs
+
+from colocate._api.detached import detach
+from colocate._api.group import ColocatedGroup
+from colocate._api.held import Held
+from colocate._api.slots import Slots
+from colocate._crew.crew import Crew
+from colocate._crew.spawn import declare
+from colocate._owned.owned import Making
+from colocate._plugins.needs import check_needs
+from colocate._role.role import RoleSpec
+from colocate._system.numbers import amount_problem, limit, seconds
+from colocate._system.off_main import off_main
+from colocate._system.tracebacks import without_own_frames
+from colocate.errors import ColocateError, ConfigError
+
+
+@attrs.frozen
+class Slot:
+    """One slot of a pool.
+
+    Attributes:
+        index: Its index in the pool.
+        node: Name of the machine.
+        devices: Indices of its GPUs there.
+        state: "free", or the name of the group that has it.
+    """
+
+    index: int
+    node: str
+    devices: tuple[int, ...]
+    state: str
+
+
+@attrs.frozen(eq=False)
+class PoolPart:
+    """Some slots of a pool, to spawn on. A name: it owns nothing and decides no lifetime."""
+
+    pool: Pool
+    indices: tuple[int, ...]
+
+    @property
+    def slots(self) -> list[Slot]:
+        """Its slots."""
+        return [self.pool.slots[index] for index in self.indices]
+
+    def spawn(
+        self,
+        roles: Mapping[str, RoleSpec[Any]],
+        name: str | None = None,
+        mesh: Mapping[str, Any] | None = None,
+        on_failure: str = "fail",
+        timeout: float | None = None,
+        restarts: int = 3,
+        restore: str | os.PathLike[str] | None = None,
+    ) -> ColocatedGroup:
+        """As `Pool.spawn`, on these slots."""
+        return self.pool._spawn(self.indices, roles, name, mesh, on_failure, timeout, restarts, restore)
+
+
+class Pool(Held[Slots], node=Slots):
+    """Slots reserved together, all or none. Made by `runtime.reserve`; a context manager that closes it."""
+
+    @property
+    def slots(self) -> list[Slot]:
+        """Its slots: node, devices, and the group on each."""
+        taken = self._node.taken
+        return [
+            Slot(index, place.node, place.devices, taken[index].name if index in taken else "free")
+            for index, place in enumerate(self._node.places)
+        ]
+
+    @property
+    def groups(self) -> dict[str, ColocatedGroup]:
+        """The groups on it by name."""
+        return {crew.name: ColocatedGroup._of(crew) for crew in self._node.crews}
+
+    def __len__(self) -> int:
+        return len(self._node.places)
+
+    @overload
+    def __getitem__(self, key: int) -> PoolPart: ...
+    @overload
+    def __getitem__(self, key: slice) -> PoolPart: ...
+    def __getitem__(self, key: int | slice) -> PoolPart:
+        """Some of its slots, to spawn on."""
+        everything = range(len(self))
+        picked: Sequence[int] = everything[key] if isinstance(key, slice) else [everything[key]]
+        if not picked:
+            raise ConfigError(f"pool {self.name!r} has {len(self)} slots; {key!r} picks none of them")
+        return PoolPart(self, tuple(picked))
+
+    def spawn(
+        self,
+        roles: Mapping[str, RoleSpec[Any]],
+        name: str | None = None,
+        mesh: Mapping[str, Any] | None = None,
+        on_failure: str = "fail",
+        timeout: float | None = None,
+        restarts: int = 3,
+        restore: str | os.PathLike[str] | None = None,
+    ) -> ColocatedGroup:
+        """Start one worker per slot and construct the roles in it; returns when every role of every rank is there.
+
+        Args:
+            roles: The roles by name, as `colocate.role(...)` declares them; constructed in this order.
+            name: Name of the group, unique in the runtime.
+            mesh: Mesh of the roles that live on all slots and name none of their own.
+            on_failure: What happens when the group fails: "fail", or "restart": it is rebuilt in its pool, from its
+                last `group.checkpoint(...)`; see `group.wait_ready`.
+            timeout: Seconds that starting may take at most, also of a restart; None for no limit.
+            restarts: How often it is rebuilt without a new checkpoint in between, before it fails for good.
+            restore: Folder of a checkpoint to start from.
+
+        Raises:
+            ConfigError: The declaration is wrong; says all mistakes.
+            RoleStartError: A role could not be constructed; `errors` names each rank. Nothing is left running.
+        """
+        return self._spawn(tuple(range(len(self))), roles, name, mesh, on_failure, timeout, restarts, restore)
+
+    def _spawn(
+        self,
+        indices: tuple[int, ...],
+        roles: Mapping[str, RoleSpec[Any]],
+        name: str | None,
+        mesh: Mapping[str, Any] | None,
+        on_failure: str,
+        timeout: float | None,
+        restarts: int,
+        restore: str | os.PathLike[str] | None,
+    ) -> ColocatedGroup:
+        node = self._node
+        node.check()
+        if on_failure not in ("fail", "restart"):
+            raise ConfigError(f"on_failure={on_failure!r}: it is 'fail' or 'restart'")
+        if (problem := amount_problem(restarts, whole=True, least=1)) is not None:
+            raise ConfigError(f"spawn(restarts) {problem}; a group that isn't restarted has on_failure='fail'")
+        timeout = limit(timeout, "spawn(timeout)")
+        declared = declare(roles, len(indices), mesh)
+        for role, info in declared.infos.items():
+            default = declared.specs[role].default_group
+            check_needs(role, info.cls, default, len(info.slots), type(node.connection.services.executor))
+        making: Making[Crew] = Making(f"spawn(name={name!r})")
+
+        def start() -> Crew:
+            crew = making.made(node.occupy(indices, declared, name, restarts if on_failure == "restart" else 0))
+            try:
+                crew.start(timeout, None if restore is None else Path(restore))
+            except BaseException as error:
+                crew.close_after(error, "its failed start", 0.0)
+                raise
+            crew.services.tell("colocate_group_spawned", ColocatedGroup._of(crew))
+            return crew
+
+        try:
+            return making.run(start, ColocatedGroup._of)
+        except ColocateError as error:  # which says itself what is wrong: not one of these frames does
+            raise without_own_frames(error)  # noqa: B904 - it is the same one
+
+    def detach(self, name: str, ttl: float) -> None:
+        """Give it, with its groups, to the cluster; this driver is through with it, as if it were closed.
+
+        Any driver of the cluster may go on with it: `runtime.attach(name)`. Residents are freed.
+
+        Args:
+            name: What it is called there; unique in the cluster.
+            ttl: Seconds that it lives without a driver, from now on and from the end of each borrow. Then it ends.
+
+        Raises:
+            CapabilityError: The executor ends with its driver, and everything with it.
+            ConfigError: It was reserved without `detachable=True`, or the name is taken.
+            ColocateError: Calls are pending, or another group uses its residents.
+        """
+        off_main(lambda: detach(self._node, name, ttl))
+
+    def close(self, grace: float = 10.0, force: bool = False) -> None:
+        """Close its groups, the newest first, and give its slots back. One that is attached without `own=True` goes on.
+
+        Args:
+            grace: Seconds that running calls have to finish; `math.inf` waits for them for ever.
+            force: Close it although groups elsewhere use residents of its groups.
+
+        Raises:
+            BorrowedError: A group elsewhere uses a resident (without `force`).
+            ExceptionGroup: What went wrong, after everything has been freed.
+        """
+        self._node.close_here(self._node.by_caller(), seconds(grace, "close(grace)"), force)

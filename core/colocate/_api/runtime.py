@@ -1,0 +1,270 @@
+"""`connect` and `Runtime`: a connection to one executor, the root of the ownership graph."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any, cast
+
+from colocate._api.audit import Audit, audit
+from colocate._api.connection import Connection, live
+from colocate._api.detached import attach
+from colocate._api.graph import Graph
+from colocate._api.group import ColocatedGroup
+from colocate._api.held import Held
+from colocate._api.pool import Pool
+from colocate._api.slots import Slots
+from colocate._owned.owned import Making
+from colocate._plugins.plugins import find_executor
+from colocate._signatures.annotations import path_text
+from colocate._signatures.arguments import options_of
+from colocate._system.lines import at, caller
+from colocate._system.numbers import amount_problem, duration_problem, limit, seconds
+from colocate._system.off_main import off_main
+from colocate._system.sizes import parse_bytes
+from colocate.errors import ConfigError, Mistake, PlacementTimeout
+from colocate.executor import Detachable, Executor, OwnProcess, Request
+from colocate.worker.imports import refuse_while_importing
+
+_log = logging.getLogger("colocate")
+
+
+def connect(
+    executor: str = "local",
+    *,
+    seed: int = 0,
+    strict: bool = False,
+    call_timeout: float | None = None,
+    replace: bool = False,
+    **options: Any,
+) -> Runtime:
+    """Connect to an executor.
+
+    Args:
+        executor: Its name: "local", or that of another installed executor plugin.
+        seed: What every `ctx.generator` is derived from.
+        strict: Check what is otherwise trusted: values go through the wire format even between threads, and residents
+            are checked for writes by their contents.
+        call_timeout: Seconds after which a call is given up that names no `options(timeout=...)` of its own; None for
+            never.
+        replace: Close this process's earlier runtimes on this executor first, with all that they own: for a notebook's
+            cell that is run again. What had gone wrong in them is logged.
+        **options: The executor's own options.
+
+    Returns:
+        The runtime; a context manager that closes everything in it.
+
+    Raises:
+        PluginError: There is no such executor, or it can't be imported.
+        ConfigError: It has no such option.
+    """
+    refuse_while_importing(f"connect({executor!r})")
+    cls = find_executor(executor)
+    if strict:
+        options["strict"] = True
+    call_timeout = limit(call_timeout, "connect(call_timeout)", positive=True)
+    making: Making[Connection] = Making(f"connect({executor!r})")
+
+    def start() -> Connection:
+        if replace:
+            _close_earlier(executor)
+        return making.made(Connection(executor, _connected(executor, cls, options), seed, strict, call_timeout))
+
+    return making.run(start, Runtime._of)
+
+
+def _close_earlier(executor: str) -> None:
+    where = at(caller())
+    for connection in reversed(list(live.values())):
+        if connection.name == executor and not connection.forked:
+            try:
+                connection.close_for(f"connect({executor!r}, replace=True) at {where}", 2.0, True)
+            except BaseExceptionGroup as errors:  # they were the earlier cell's: this one gets its runtime
+                told, line = (
+                    "".join(f"\n  {type(each).__name__}: {each}" for each in errors.exceptions),
+                    connection.line,
+                )
+                _log.warning("%s (connected at %s; replaced at %s)%s", errors.message, at(line), where, told)
+
+
+def _connected(name: str, cls: type[Executor], options: dict[str, Any]) -> Executor:
+    accepted = options_of(cls)
+    if "strict" not in accepted.parameters:
+        options.pop("strict", None)  # its workers are processes, where everything goes through the wire format anyway
+    problems = list(accepted.problems(options))
+    if problems:
+        mistakes = tuple(Mistake(path_text(p.place), None, p.message, p.nearest) for p in problems)
+        raise ConfigError(f"connect({name!r}, ...): the options don't fit", mistakes=mistakes)
+    return cls.connect(**options)
+
+
+class Runtime(Held[Connection], node=Connection):
+    """A connection to one executor. Made by `connect`; a context manager that closes everything in it."""
+
+    @property
+    def seed(self) -> int:
+        """What every `ctx.generator` is derived from."""
+        return self._node.services.seed
+
+    @property
+    def groups(self) -> dict[str, ColocatedGroup]:
+        """The groups that live, by name."""
+        return {name: ColocatedGroup._of(crew) for name, crew in list(self._node.crews.items())}
+
+    @property
+    def graph(self) -> Graph:
+        """Everything that it owns: `runtime.graph.render("tree")`."""
+        return Graph(self._node)
+
+    def observe(self, plugin: Any) -> None:
+        """Tell an object what happens, by the hooks that it has, on the runtime's dispatcher thread.
+
+        Hooks are `colocate_group_spawned(group)`, `colocate_call_finished(record)` (a `CallRecord`),
+        `colocate_worker_died(error)`, `colocate_group_changed(name, state, cause)` (its new state, and the error that
+        made it fail) and `colocate_group_closed(name)`.
+        """
+        self._node.services.observers.add(plugin)
+
+    def reserve(
+        self,
+        slots: int = 1,
+        gpus: int = 0,
+        cpus: float = 1,
+        host_memory: str | int | None = None,
+        strategy: str = "pack",
+        timeout: float = 60.0,
+        env: Mapping[str, str] | None = None,
+        detachable: bool = False,
+        name: str | None = None,
+    ) -> Pool:
+        """Reserve slots together, all or none.
+
+        Args:
+            slots: How many.
+            gpus: GPUs of each.
+            cpus: CPUs of each.
+            host_memory: Memory of each ("8GiB" or bytes), where the executor counts it.
+            strategy: "pack" on as few nodes as possible, or "spread" over as many.
+            timeout: Seconds to wait while they could fit but don't now; `math.inf` waits for ever.
+            env: Environment variables, set in the workers before torch or a role is imported.
+            detachable: Whether the pool may be given to the cluster later.
+            name: Name of the pool.
+
+        Raises:
+            PlacementError: It can never fit; has a table of the nodes.
+            PlacementTimeout: It doesn't fit now.
+            CapabilityError: The executor lacks what was asked.
+        """
+        connection = self._node
+        connection.check()
+        _check_request(slots, gpus, cpus, timeout, strategy, env or {})
+        timeout = seconds(timeout, "reserve(timeout)")
+        if env:
+            connection.require(OwnProcess, "set the environment of a worker (env=)")
+        if detachable:
+            connection.require(Detachable, "give a pool to its cluster (detachable=)")
+        memory = None if host_memory is None else parse_bytes(host_memory, "host_memory")
+        chosen = name or connection.pool_name()
+        variables = {key: str(value) for key, value in (env or {}).items()}
+        id = connection.pool_id(chosen)
+        request = Request(slots, gpus, cpus, memory, strategy, timeout, chosen, variables, id, detachable)
+        making: Making[Slots] = Making(f"reserve(name={chosen!r})")
+
+        def reserve() -> Slots:
+            slots = making.made(Slots(connection, chosen, request))
+            try:
+                connection.check()  # again: who has closed it meanwhile didn't see the pool
+                reservation = connection.services.executor.reserve(request)
+            except BaseException as error:
+                if isinstance(error, PlacementTimeout):
+                    _name_holders(error, slots)
+                slots.close_for("its failed reservation", 0.0, True)
+                raise
+            slots.hold(reservation)
+            return slots
+
+        return making.run(reserve, Pool._of)
+
+    def attach(self, name: str, own: bool = False) -> Pool:
+        """Go on with a pool that was detached; its groups are in `pool.groups`.
+
+        It is borrowed: closing it, or the end of this driver in whatever manner, leaves it as it is for the next one.
+
+        Args:
+            name: What it was detached as.
+            own: Take it from whoever has it, whose uses of it end with `ClosedError`. It is this driver's then: it ends
+                with it, unless it is detached again.
+
+        Raises:
+            ConfigError: There is no such pool.
+            BorrowedError: Another driver has it (without `own`).
+            CapabilityError: The executor can't detach pools.
+        """
+        self._node.check()
+        self._node.require(Detachable, "attach a pool")
+        making: Making[Slots] = Making(f"attach({name!r})")
+        return making.run(lambda: making.made(attach(self._node, name, own)), Pool._of)
+
+    def detached(self) -> list[dict[str, Any]]:
+        """The detached pools of the cluster: name, groups, slots, nodes, driver, seconds left, epoch.
+
+        One that doesn't answer, within seconds, is listed too, with `answers` False and as it was when detached.
+
+        Raises:
+            CapabilityError: The executor can't detach pools.
+        """
+        self._node.check()
+        self._node.require(Detachable, "list detached pools")
+        return off_main(lambda: [dict(each) for each in cast("Detachable", self._node.services.executor).published()])
+
+    def audit(self) -> Audit:
+        """Compare the graph with what the engine really runs and holds; false when they agree.
+
+        Returns:
+            What the engine has under our name and no graph owns (`.leaked`), and what the graph claims and the engine
+            lacks (`.missing`). What is just starting or closing is in neither.
+        """
+        self._node.check()
+        return off_main(lambda: audit(self._node))
+
+    def close(self, grace: float = 10.0, force: bool = False) -> None:
+        """Close its pools, the newest first, and disconnect.
+
+        Args:
+            grace: Seconds that running calls have to finish; `math.inf` waits for them for ever.
+            force: Close it although somebody else borrows from it.
+
+        Raises:
+            ExceptionGroup: What went wrong, after everything has been freed.
+        """
+        self._node.close_here(self._node.by_caller(), seconds(grace, "close(grace)"), force)
+
+
+def _name_holders(error: PlacementTimeout, waited: Slots) -> None:
+    """Say which pools of this runtime have slots: in a notebook, the one of a cell that is run again."""
+    children = list(waited.connection.children.values())
+    pools = [child for child in children if isinstance(child, Slots) and child is not waited]
+    held = [f"pool {pool.name!r} has {len(pool.places)} (reserved at {at(pool.line)})" for pool in pools if pool.places]
+    if held:
+        text = f"{error.message.removesuffix(':')}; of this runtime's own, {', '.join(held)}: close what isn't needed"
+        error.args = (f"{text}:",)
+
+
+def _check_request(slots: Any, gpus: Any, cpus: Any, timeout: Any, strategy: str, env: Mapping[str, object]) -> None:
+    fraction = isinstance(gpus, float) and 0 < gpus < math.inf
+    why = "a slot has whole GPUs, and its group alone uses them; several roles share one by being in one group"
+    found = {
+        "slots": amount_problem(slots, whole=True, least=1),
+        "gpus": f"is {gpus}; {why}" if fraction else amount_problem(gpus, whole=True),
+        "cpus": amount_problem(cpus),
+        "timeout": duration_problem(timeout),
+    }
+    mistakes = [Mistake(name, None, problem) for name, problem in found.items() if problem is not None]
+    if strategy not in ("pack", "spread"):
+        mistakes.append(Mistake("strategy", None, f"is {strategy!r}; 'pack' or 'spread'"))
+    for key, value in env.items():
+        if not key or "=" in key or "\0" in key + str(value):
+            mistakes.append(Mistake(f"env.{key!r}", None, f"is {value!r}; no environment can have such a variable"))
+    if mistakes:
+        raise ConfigError("reserve(...) was asked for what can't be", mistakes=tuple(mistakes))

@@ -1,0 +1,1 @@
+"""One order of calls, the hold, deadlines."""

@@ -1,0 +1,232 @@
+"""What a failure in a worker becomes for the caller: the words of the error table."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from colocate._calls.link import Link
+from colocate._calls.pending import PendingCall
+from colocate._protocol.consequence import Consequence, Poisoned
+from colocate._protocol.messages import Failure
+from colocate._system.jobs import error_text
+from colocate._system.lines import at
+from colocate._system.off_main import off_main
+from colocate._system.rebuilding import NotRebuilt, rebuilding
+from colocate.errors import (
+    CallTimeout,
+    CapabilityError,
+    ColocateError,
+    DispatchError,
+    RoleError,
+    SerializationError,
+    WorkerDied,
+)
+from colocate.executor import Exit
+
+_OUR_FAULT = "That is a fault of colocate's own: please report it, with the traceback that was printed"
+
+
+def _names(*kinds: type[ColocateError]) -> set[str]:
+    """As a worker tells them."""
+    return {f"{kind.__module__}.{kind.__qualname__}" for kind in kinds}
+
+
+_CONSEQUENCES = _names(Consequence, Poisoned)
+_OWN_WORDS = _names(CapabilityError, DispatchError, RoleError, SerializationError)
+_OF_A_CALL = ("group", "role", "method", "rank", "node", "remote_traceback", "called_at")
+
+
+def failure_error(link: Link, call: PendingCall, slot: int, failure: Failure, body: Any) -> ColocateError:
+    """The error for a call that raised on a rank."""
+    kind, text, role = failure.type, failure.text, failure.role
+    rank = call.rank_of(slot)
+    if failure.host and kind in _OWN_WORDS and isinstance(own := _original(link, body, kind, text), ColocateError):
+        # Arguments that don't fit, a value written into, a result that can't be sent: colocate's words are the error.
+        found = copy.copy(own)
+        found.group, found.role, found.method, found.rank = link.name, role or call.role or None, call.method, rank
+        found.called_at = _line(call)
+        return found
+    where = f"{role}.{call.method}" if call.method != "__init__" else f"the constructor of role {role!r}"
+    if role is None:
+        where = call.label
+    states = _states(call, slot) if call.method != "__init__" else ""
+    follows = kind in _CONSEQUENCES  # the role hasn't raised it: it says what kept the role from going on
+    how = "was given up" if follows else f"raised {kind}"
+    if failure.unmade is not None:
+        how, text = "could not begin", f"{failure.unmade} can't be rebuilt there: {kind}: {text}"
+    error = RoleError(
+        f"{where} {how} on rank {rank} of group {link.name!r} (node {link.node(slot)}): {text}{states}",
+        group=link.name,
+        role=role or call.role or None,
+        method=call.method,
+        rank=rank,
+        node=link.node(slot),
+        remote_traceback=failure.traceback,
+        called_at=_line(call),
+    )
+    if not follows:  # unpickled later, not on this thread, which reads all connections
+        error._unpickle = lambda: off_main(lambda: _original(link, body, kind, text))
+    return error
+
+
+def result_of(link: Link, call: PendingCall, slot: int, body: Any) -> Any:
+    """What a call has returned on a rank.
+
+    Raises:
+        SerializationError: It can't be rebuilt here.
+    """
+    try:
+        with rebuilding("it"):
+            return link.unpack(body)
+    except NotRebuilt as error:
+        part = "" if error.what == "it" else f"{error.what}: "
+        raise SerializationError(
+            f"the result of {call.label} on rank {call.rank_of(slot)} of group {link.name!r} can't be rebuilt on the "
+            f"driver: {part}{error_text(error.why)}",
+            argument="result",
+            group=link.name,
+            role=call.role or None,
+            method=call.method,
+            rank=call.rank_of(slot),
+            node=link.node(slot),
+            called_at=_line(call),
+        ) from error.why
+
+
+def _line(call: PendingCall) -> str | None:
+    """The driver's line that made a call; None for what isn't a line's call (a group's start, say)."""
+    return at(call.line) if call.line[0] else None
+
+
+def _original(link: Link, body: Any, kind: str, text: str) -> BaseException:
+    if body is not None:
+        try:
+            value = link.unpack(body)
+        except BaseException as fault:  # its class says how
+            return RuntimeError(f"{kind}: {text} (it can't be unpickled here: {error_text(fault)})")
+        if isinstance(value, BaseException):
+            return value
+    return RuntimeError(f"{kind}: {text} (the exception itself can't be pickled)")
+
+
+def _states(call: PendingCall, failed: int) -> str:
+    others = [slot for slot in call.targets if slot != failed]
+    if not others:
+        return ""
+    missing = set(call.missing())
+    done = [str(call.rank_of(slot)) for slot in others if slot not in missing]
+    busy = [str(call.rank_of(slot)) for slot in others if slot in missing]
+    said = ([f"done on rank {', '.join(done[:16])}"] if done else []) + (
+        [f"not back from rank {', '.join(busy[:16])}"] if busy else []
+    )
+    return f" [{'; '.join(said)}]"
+
+
+def later_error(error: ColocateError, root: ColocateError | None, follows: bool) -> ColocateError:
+    """The error of a later call that failed on a rank which had begun it before the first failure was known.
+
+    Args:
+        error: What it failed of there.
+        root: The first failure.
+        follows: What has failed there is a consequence, of which the first failure is the cause. Otherwise its cause
+            is what its own code has raised, as ever.
+    """
+    if root is None:
+        return error
+    message = f"{error.message} (it was begun before an earlier call had failed: {root.message})"
+    if not follows:
+        error.args = (message, *error.args[1:])
+        return error
+    found = RoleError(message, **{name: getattr(error, name) for name in _OF_A_CALL})
+    found.__cause__ = root
+    return found
+
+
+def timeout_error(link: Link, call: PendingCall, timeout: float, stacks: Mapping[int, str]) -> CallTimeout:
+    """The error of a call that outlived its timeout."""
+    late = list(stacks)
+    by_rank = {call.rank_of(slot): stack for slot, stack in stacks.items()}
+    return CallTimeout(
+        f"{call.label} of group {link.name!r} isn't done after {timeout} s: rank "
+        f"{', '.join(str(rank) for rank in by_rank)} of {len(call.targets)} late",
+        group=link.name,
+        role=call.role,
+        method=call.method,
+        rank=min(by_rank, default=None),
+        node=link.node(late[0]) if late else None,
+        stacks=by_rank,
+        called_at=_line(call),
+    )
+
+
+def hung_error(link: Link, slot: int, cause: ColocateError | None, stack: str) -> ColocateError:
+    """The error of a group one of whose ranks didn't come back after a failed call."""
+    error = RoleError(
+        f"group {link.name!r} failed: slot {slot} (node {link.node(slot)}) did not come back within {link.grace:g} s "
+        f"after a failed call; it is here:\n{stack}",
+        group=link.name,
+        rank=slot,
+        node=link.node(slot),
+    )
+    error.__cause__ = cause
+    return error
+
+
+def broken_error(link: Link, slot: int, pid: int | None, reason: str) -> WorkerDied:
+    """The error of a group of whose workers one has lost a thread that it needs."""
+    return _died(link, slot, pid, f"can't go on: {reason}. {_OUR_FAULT}", detail=reason)
+
+
+def thread_error(name: str, reason: str) -> ColocateError:
+    """The error of a group whose driver has lost a thread that it needs."""
+    return ColocateError(f"group {name!r} can't go on: {reason}. {_OUR_FAULT}", group=name)
+
+
+def death_error(link: Link, slot: int, pid: int | None, exit: Exit, running: str | None) -> WorkerDied:
+    """The error of a group one of whose workers is gone."""
+    if exit.signal is not None:
+        how = f"was killed by {exit.signal}"
+    elif exit.exitcode is not None:
+        how = f"exited with code {exit.exitcode}"
+    else:
+        how = "is gone"
+    doing = f" while it ran {running}" if running else ""
+    why = f": {exit.detail}" if exit.detail else ""
+    return _died(
+        link,
+        slot,
+        pid,
+        f"{how}{doing}{why}",
+        exitcode=exit.exitcode,
+        signal=exit.signal,
+        log_tail=exit.log_tail,
+        detail=exit.detail,
+        running=running,
+    )
+
+
+def _died(link: Link, slot: int, pid: int | None, how: str, **known: Any) -> WorkerDied:
+    """The error of a group that has lost a worker."""
+    where = f"pid {pid}, node {link.node(slot)}" if pid is not None else f"node {link.node(slot)}"
+    return WorkerDied(
+        f"worker {slot} of group {link.name!r} ({where}) {how}",
+        group=link.name,
+        rank=slot,
+        node=link.node(slot),
+        pid=pid,
+        **known,
+    )
+
+
+def worker_error(link: Link, slot: int, pid: int | None, what: str) -> RoleError:
+    """The error of a worker that is as it mustn't be, before it runs or when it should have ended."""
+    where = f"node {link.node(slot)}" if pid is None else f"node {link.node(slot)}, pid {pid}"
+    return RoleError(
+        f"worker {slot} of group {link.name!r} ({where}) {what}",
+        group=link.name,
+        rank=slot,
+        node=link.node(slot),
+        pid=pid,
+    )

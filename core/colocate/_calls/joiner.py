@@ -1,0 +1,33 @@
+"""How a call's value comes about: its ranks' results, unpacked and collected by whoever asks first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from colocate._calls.failures import result_of
+from colocate._calls.link import Link
+from colocate._calls.pending import PendingCall
+from colocate._role.info import RoleInfo
+from colocate._role.method_spec import MethodSpec
+from colocate._values.mesh import Ranks
+
+
+class Joiner:
+    """Makes a call's value of its ranks' results, for whoever asks first."""
+
+    __slots__ = ("_link", "_role", "_spec")
+
+    def __init__(self, link: Link, role: RoleInfo, spec: MethodSpec) -> None:
+        self._link = link
+        self._role = role
+        self._spec = spec
+
+    def __call__(self, call: PendingCall, bodies: Sequence[Any]) -> Any:
+        if call.keep is not None:
+            return None
+        link = self._link
+        results = [result_of(link, call, slot, body) for slot, body in zip(call.targets, bodies, strict=True)]
+        role = self._role.ranks
+        targets = None if call.targets is self._role.slots else call.ranks
+        return self._spec.collect.join(results, Ranks(role.world_size, role.meshes, call.rows, None, targets))

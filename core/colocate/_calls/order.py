@@ -1,0 +1,336 @@
+"""Order and the hold, the driver's half: one total order of a group's calls, and what follows when one of them fails.
+
+After a failure no rank takes up the failed call or a later one until all are back (see `worker/lane.py` for their
+half). Then the failed call is withdrawn from the ranks that had not begun it, and so is any later one that failed on a
+rank which had begun it; everything else goes on. A rank that doesn't come back within the grace period fails the group.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import attrs
+
+from colocate._calls.failures import failure_error, hung_error, later_error, timeout_error
+from colocate._calls.link import Link
+from colocate._calls.pending import PendingCall
+from colocate._calls.stacks import StackQuestions, Stacks
+from colocate._protocol import messages
+from colocate._protocol.consequence import POISONED
+from colocate._system.jobs import Timer
+from colocate.errors import ColocateError, RoleError
+
+_ALIVE_WITHIN_S = 1.0
+
+
+@attrs.define(eq=False)
+class _Hold:
+    """A hold under way."""
+
+    number: int
+    failed: int
+    waiting: set[int]
+    silent: set[int]
+    withdrawn: set[int] = attrs.field(factory=set)
+    root: ColocateError | None = None
+    suspected: tuple[PendingCall, ColocateError] | None = None
+    later: list[tuple[PendingCall, ColocateError, bool]] = attrs.field(factory=list)  # the last: whether it follows
+    timer: Timer | None = None
+    patient: bool = False  # the cause of what is suspected may come from a rank that is alive
+
+    def cause(self) -> ColocateError | None:
+        """What is known of why it was begun."""
+        return self.root or (self.suspected[1] if self.suspected is not None else None)
+
+
+class CallOrder:
+    """The calls of one group. All methods may be called from any thread.
+
+    Attributes:
+        lock: Held while anything of them changes.
+        pending: The calls that were sent and aren't done, by number.
+        stacks: What their ranks are doing.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self.lock = threading.RLock()
+        self.pending: dict[int, PendingCall] = {}
+        self.link = link
+        self._timers, self._dispatcher = link.services.timers, link.services.dispatcher
+        self.stacks = StackQuestions(link, self._timers, self.lock)
+        self._next = link.base + 1  # 0 is the construction of the roles
+        self._resumed = link.base
+        self._hold: _Hold | None = None
+
+    def renew(self) -> None:
+        """Begin anew with other workers, after `fail_all`. The lock is held."""
+        self._resumed = self.link.base  # as new lanes count
+        if self._hold is not None and self._hold.timer is not None:
+            self._hold.timer.cancel()
+        self._hold = None  # of a generation that is gone
+        self.stacks.renew()
+
+    # -- submission
+
+    def enter(self, call: PendingCall) -> int:
+        """Give a call its place in the order. The lock is held, and the call is sent before it is released."""
+        call.seq = self._next
+        call.pipeline = None
+        call.timers, call.dispatcher = self._timers, self._dispatcher
+        self._next += 1
+        self.pending[call.seq] = call
+        return call.seq
+
+    def give_up(self, call: PendingCall, error: BaseException, sent: bool) -> None:
+        """A call couldn't be sent to all its ranks, but perhaps to some (`sent`). The lock is held."""
+        if sent and self._hold is None:
+            self._begin_hold(call.seq, known=None, cut=True)
+        if self._hold is not None:
+            self._hold.withdrawn.add(call.seq)
+        self._end(call)
+        call._fail(error)
+
+    def drop(self, call: PendingCall, error: BaseException) -> None:
+        """A call will never be sent, or has been withdrawn from all its ranks."""
+        with self.lock:
+            if not call.done():
+                call.pipeline = None
+                self._end(call)
+                call._fail(error)
+
+    def watch(self, call: PendingCall, timeout: float) -> None:
+        """Give up on a call after `timeout` seconds."""
+        with self.lock:
+            if not call.done():
+                call.timer = self._timers.after(timeout, lambda: self._late(call, timeout))
+
+    # -- what workers say
+
+    def done(self, slot: int, done: messages.Done, body: Any) -> None:
+        """A rank has finished a call."""
+        with self.lock:
+            call = self.pending.get(done.seq)
+            if call is None:  # it has failed elsewhere already
+                return
+            index = call.index_of(slot)
+            call.bodies[index] = done.size if body is None else body
+            call.rows[index] = done.rows
+            call.spans.append((index, done.start, done.end))
+            call.remaining -= 1
+            if call.remaining == 0:
+                self._end(call)
+                call._settle(call.bodies, call._joiner)
+
+    def failed(self, slot: int, failed: messages.Failed, body: Any) -> None:
+        """A call has raised on a rank, which has stopped itself."""
+        with self.lock:
+            seq, failure = failed.seq, failed.failure
+            call = self.pending.get(seq)
+            hold = self._hold
+            if failure.secondary and self.link.closed_by is not None:
+                return  # it is the end of the group that has broken what the call waited for, and that is told to all
+            if call is None and hold is None:
+                # Its caller has been told already (another rank failed first, and that hold is over).
+                self._begin_hold(seq, known=slot)
+                return
+            if hold is None:
+                hold = self._begin_hold(seq, known=slot)
+            if call is None:
+                return
+            call.spans.append((call.index_of(slot), 0.0, 0.0))
+            poison = call.poison()
+            error = poison or failure_error(self.link, call, slot, failure, body)
+            hold.withdrawn.add(seq)
+            self._lower(hold, seq)
+            if failure.secondary and hold.root is None and poison is None:
+                # A lost connection or resident is a consequence: its cause is on its way, as a failure or as a death.
+                hold.patient = hold.patient or failure.type == POISONED
+                self._suspect(hold, call, error)
+            elif seq > hold.failed and (hold.root or hold.suspected):
+                hold.later.append((call, error, failure.secondary))
+            else:
+                self._tell_root(hold, call, error)
+
+    def alive(self, slot: int, number: int) -> None:
+        """A rank has heard of a hold."""
+        with self.lock:
+            hold = self._hold
+            if hold is not None and hold.number == number:
+                hold.silent.discard(slot)
+                self._check_suspicion(hold)
+
+    def held(self, slot: int, held: messages.Held) -> None:
+        """A rank is back: it runs nothing and takes up nothing."""
+        with self.lock:
+            hold = self._hold
+            if hold is None or hold.number != held.number:
+                return
+            hold.waiting.discard(slot)
+            hold.silent.discard(slot)
+            if held.holders:
+                cause, role = hold.cause(), held.holders[0]
+                error = RoleError(
+                    f"group {self.link.name!r} failed: role {role!r} on slot {slot} still holds the process "
+                    "group of before the failed call, which is of no use now; ask ctx.process_group() in each call",
+                    group=self.link.name,
+                    role=role,
+                )
+                error.__cause__ = cause
+                self.link.fail(error)
+            elif not hold.waiting:
+                self._resume(hold)
+
+    def gone(self, slot: int) -> None:
+        """A rank has ended; nobody waits for it any more."""
+        with self.lock:
+            if self._hold is not None:
+                self._hold.waiting.discard(slot)
+                self._hold.silent.discard(slot)
+
+    def fail_all(self, error: ColocateError) -> bool:
+        """End every pending call with the same error; whether there was one."""
+        with self.lock:
+            calls = list(self.pending.values())
+            for call in calls:
+                self._end(call)
+                call._fail(error)
+            if self._hold is not None and self._hold.timer is not None:
+                self._hold.timer.cancel()
+            self._hold = None
+            return bool(calls)
+
+    def begin_anew(self) -> None:
+        """Have all ranks come back from what an earlier driver has left them in, before they begin anything."""
+        with self.lock:
+            self._begin_hold(self._next - 1, known=None, cut=True)
+
+    # -- the hold
+
+    def _begin_hold(self, failed: int, known: int | None, cut: bool = False) -> _Hold:
+        live = self.link.live()
+        hold = _Hold(self._resumed + 1, failed, set(live), set(live) - {known})
+        hold.withdrawn.add(failed)
+        self._hold = hold
+        hold.timer = self._timers.after(self.link.grace, lambda: self._overdue(hold))
+        # To the rank that failed too, which has stopped by itself: another async call may wait there for its peers.
+        self.link.send(live, messages.Hold(hold.number, failed, cut))
+        return hold
+
+    def _lower(self, hold: _Hold, seq: int) -> None:
+        """If this is an earlier call than the one that began the hold: nobody waits for anything from this one on."""
+        if seq < hold.failed:
+            hold.failed = seq
+            self.link.send(self.link.live(), messages.Hold(hold.number, seq, False))
+
+    def _tell_root(self, hold: _Hold, call: PendingCall, error: ColocateError) -> None:
+        if hold.root is None or call.seq <= hold.failed:
+            hold.root = error
+        self._end(call)
+        call._fail(error)
+
+    def _suspect(self, hold: _Hold, call: PendingCall, error: ColocateError) -> None:
+        if hold.suspected is not None:
+            hold.later.append((call, error, True))
+            return
+        hold.suspected = call, error
+        self._timers.after(_ALIVE_WITHIN_S, lambda: self._settle_suspicion(hold))
+        self._check_suspicion(hold)
+
+    def _check_suspicion(self, hold: _Hold) -> None:
+        if not hold.silent and not hold.patient:
+            self._settle_suspicion(hold)
+
+    def _settle_suspicion(self, hold: _Hold) -> None:
+        """No better cause has come: the lost connection is what the caller is told."""
+        with self.lock:
+            if hold.suspected is not None and hold.root is None and not hold.suspected[0].done():
+                call, error = hold.suspected
+                self._tell_root(hold, call, call.poison() or error)
+
+    def _resume(self, hold: _Hold) -> None:
+        self._settle_suspicion(hold)
+        if hold.suspected is not None:
+            hold.later.append((*hold.suspected, True))
+        for later, error, follows in sorted(hold.later, key=lambda item: item[0].seq):
+            if not later.done():
+                error = later.poison() or later_error(error, hold.root, follows)
+                self._end(later)
+                later._fail(error)
+        if hold.timer is not None:
+            hold.timer.cancel()
+        self._resumed = hold.number
+        self._hold = None
+        self.link.send(self.link.live(), messages.Resume(hold.number, sorted(hold.withdrawn)))
+
+    def _overdue(self, hold: _Hold) -> None:
+        with self.lock:
+            if self._hold is not hold:
+                return
+            # A rank that is still in an earlier call is late with that one, which has no deadline of its own.
+            busy = {slot for seq, call in self.pending.items() if seq < hold.failed for slot in call.missing()}
+            stuck = sorted(hold.waiting - busy)
+            if not stuck:
+                hold.timer = self._timers.after(self.link.grace, lambda: self._overdue(hold))
+                return
+        self.stacks.ask(stuck, lambda found: self._give_up(hold, stuck, found))
+
+    def _give_up(self, hold: _Hold, stuck: list[int], stacks: Stacks) -> None:
+        with self.lock:
+            still = [slot for slot in stuck if slot in hold.waiting]
+            if self._hold is hold and still:
+                self.link.fail(hung_error(self.link, still[0], hold.cause(), stacks.of(still[0])))
+
+    # -- deadlines
+
+    def _late(self, call: PendingCall, timeout: float) -> None:
+        if call.done():
+            return
+        self.stacks.ask(call.missing(), lambda found: self._time_out(call, timeout, found))
+
+    def _time_out(self, call: PendingCall, timeout: float, stacks: Stacks) -> None:
+        with self.lock:
+            if not call.done():
+                by_slot = {slot: stacks.of(slot) for slot in call.missing()}
+                self.break_off(call, timeout_error(self.link, call, timeout, by_slot))
+
+    def break_off(self, call: PendingCall, error: ColocateError) -> None:
+        """Nobody waits for a call that may be running: it fails, and all ranks come back as after a failure."""
+        with self.lock:
+            if call.done():
+                return
+            if call.seq < 0:  # it waits in a pipeline
+                self.drop(call, error)
+                return
+            hold = self._hold
+            if hold is None:
+                hold = self._begin_hold(call.seq, known=None, cut=True)
+            else:
+                self._lower(hold, call.seq)
+                live = self.link.live()
+                self.link.send(live, messages.Cancel(call.seq))
+                self.link.send(live, messages.Hold(hold.number, hold.failed, True))
+            hold.withdrawn.add(call.seq)
+            if hold.suspected is not None and hold.suspected[0].seq < call.seq:
+                self._settle_suspicion(hold)  # a later call is no cause of it
+            self._tell_root(hold, call, error)
+
+    def still_running(self) -> set[int]:
+        """The slots of ranks that haven't ended a call which they ran when they last told their stack."""
+        with self.lock:
+            left = {seq: call.missing() for seq, call in self.pending.items()}
+            return {slot for slot, ran in self.stacks.ran.items() if any(slot in left.get(seq, ()) for seq in ran)}
+
+    def owing(self) -> set[int]:
+        """The slots of ranks that haven't ended a call which they were sent."""
+        with self.lock:
+            return {slot for call in self.pending.values() for slot in call.missing()}
+
+    def _end(self, call: PendingCall) -> None:
+        """Take a call out of the books; it is settled next."""
+        self.pending.pop(call.seq, None)
+        if call.timer is not None:
+            call.timer.cancel()
+        if call.on_end is not None:
+            call.on_end(call)
+            call.on_end = None

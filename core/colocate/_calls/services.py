@@ -1,0 +1,62 @@
+"""What all that a runtime owns shares: its executor, its threads, and what it was connected with."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import secrets
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+
+from colocate._calls.records import Observers
+from colocate._owned.dispatcher import Dispatcher
+from colocate._system.jobs import JobThread
+from colocate._system.printer import Printer
+from colocate.executor import Executor
+
+
+@attrs.define(eq=False)
+class Services:
+    """What every group of a runtime uses.
+
+    Attributes:
+        id: The runtime's, unique among all that there are.
+        executor: What runs the workers.
+        seed: What every `ctx.generator` is derived from.
+        strict: Whether everything is checked.
+        call_timeout: Seconds that a call may take which names no timeout of its own.
+        timers: Keeps deadlines; nothing of the user's runs there.
+        dispatcher: Runs users' callbacks.
+        printer: Prints what workers print, and logs.
+        observers: Who is told what happens.
+        secret: What workers and driver know each other by.
+    """
+
+    id: str
+    executor: Executor
+    seed: int
+    strict: bool
+    call_timeout: float
+    timers: JobThread
+    dispatcher: Dispatcher
+    printer: Printer
+    observers: Observers = attrs.field(factory=Observers)
+    secret: bytes = attrs.field(factory=lambda: secrets.token_bytes(32), repr=False)
+    _keys: Iterator[int] = attrs.field(factory=lambda: itertools.count(1))
+
+    @property
+    def path(self) -> tuple[str, ...]:
+        """Where this process looks for modules, as it is now."""
+        return tuple(entry or os.getcwd() for entry in sys.path)
+
+    def new_key(self) -> int:
+        """An id for a resident."""
+        return next(self._keys)
+
+    def tell(self, hook: str, *args: Any) -> None:
+        """Tell the observers what has happened, on the dispatcher's thread."""
+        if self.observers:
+            self.dispatcher.soon(lambda: self.observers.tell(hook, *args))

@@ -1,0 +1,88 @@
+"""What ranks are doing: each is asked, and one that doesn't answer soon is looked at from outside."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+
+import attrs
+
+from colocate._calls.link import Link
+from colocate._protocol.messages import AskStack, Stack
+from colocate._protocol.requests import Request, Requests
+from colocate._system.jobs import JobThread
+
+WITHIN_S = 0.5
+_SILENT_AFTER_S = 0.1  # then a rank is looked at from outside; it may still answer
+
+NO_ANSWER = "no answer (C code may hold the GIL, or it is stopped)"
+"""What stands where a rank's stack would, if neither the rank nor its machine tells it."""
+
+
+@attrs.frozen
+class Stacks:
+    """What ranks were doing when they were asked.
+
+    Attributes:
+        told: By slot, of those that have answered.
+        seen: By slot, of those that had given no answer and were looked at from outside, where that can be.
+    """
+
+    told: dict[int, str] = attrs.field(factory=dict)
+    seen: dict[int, str] = attrs.field(factory=dict)
+
+    def of(self, slot: int) -> str:
+        """What is known of a rank."""
+        return self.told.get(slot) or self.seen.get(slot) or NO_ANSWER
+
+
+class StackQuestions:
+    """Those to the ranks of one group.
+
+    Attributes:
+        ran: The calls that each rank ran when it last told its stack.
+    """
+
+    def __init__(self, link: Link, timers: JobThread, lock: threading.RLock) -> None:
+        self.ran: dict[int, tuple[int, ...]] = {}
+        self._link, self._timers, self._lock = link, timers, lock
+        self._requests: Requests[int, str] = Requests(link.base)
+
+    def ask(self, slots: list[int], then: Callable[[Stacks], None]) -> None:
+        """Ask some ranks; the answer comes on the timers' thread, in a bounded time."""
+        found = Stacks()
+
+        def over() -> None:
+            found.told.update(request.answers)
+            self._timers.soon(lambda: then(found))
+
+        with self._lock:
+            live = set(self._link.live())
+            asked = [slot for slot in slots if slot in live]
+            request = self._requests.open(asked)
+            request.then(over)
+            if asked:
+                self._timers.after(_SILENT_AFTER_S, lambda: self._look_at(request, found))
+                self._timers.after(WITHIN_S, lambda: self._requests.drop(request))
+                self._link.send(asked, AskStack(request.token))
+
+    def answered(self, slot: int, answer: Stack) -> None:
+        """A rank has said what it is doing."""
+        with self._lock:
+            self.ran[slot] = answer.running
+        self._requests.answered(answer.token, slot, answer.text)
+
+    def renew(self) -> None:
+        """Begin anew with other workers. The lock is held."""
+        self._requests = Requests(self._link.base)
+        self.ran.clear()
+
+    def _look_at(self, request: Request[int, str], found: Stacks) -> None:
+        def seen(slot: int, what: str | None) -> None:
+            if what is not None:
+                found.seen[slot] = what
+
+        if not request.over:
+            for slot in request.owing:
+                self._link.look(slot, partial(seen, slot))

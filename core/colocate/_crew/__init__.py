@@ -1,0 +1,1 @@
+"""The workers of a group: start, watch, end, restart."""

@@ -1,0 +1,181 @@
+"""From declared roles to constructed ones: what is checked before anything starts, and what each worker is told."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from colocate import wire
+from colocate._crew.ship import ship
+from colocate._definitions.rebound import rebound
+from colocate._plugins.plugins import find_role
+from colocate._role.info import RoleInfo
+from colocate._role.method_spec import MethodSpec
+from colocate._role.on_driver import refuse_in_constructor
+from colocate._role.role import RoleSpec, check_role
+from colocate._values.collect import check_meshes
+from colocate._values.mesh import parse_meshes
+from colocate.errors import ColocateError, ConfigError, Mistake, RoleError, RoleStartError
+from colocate.worker.build import RoleBuild
+
+if TYPE_CHECKING:
+    from colocate._definitions.lots import Inbox
+    from colocate._values.codec import Codec
+
+
+@attrs.frozen
+class Declared:
+    """The roles of a group before it starts; `definitions` holds what they were unpacked with, where they were."""
+
+    infos: Mapping[str, RoleInfo]
+    specs: Mapping[str, RoleSpec[Any]]
+    distributions: Mapping[str, tuple[str | None, str | None]]
+    default_role: str | None
+    definitions: Inbox | None = None
+
+
+def declare(roles: Mapping[str, RoleSpec[Any]], slots: int, mesh: Mapping[str, Any] | None) -> Declared:
+    """Check the roles of a group against its slots.
+
+    Args:
+        roles: The roles by name.
+        slots: How many slots the group has.
+        mesh: The mesh of roles that name none of their own and live on all slots.
+
+    Raises:
+        ConfigError: All mistakes at once.
+        PluginError: A role's plugin is missing or broken.
+    """
+    if not roles:
+        raise ConfigError("a group needs at least one role: pool.spawn({'actor': colocate.role(Actor)})")
+    mistakes: list[Mistake] = []
+    infos: dict[str, RoleInfo] = {}
+    distributions: dict[str, tuple[str | None, str | None]] = {}
+    for name, spec in roles.items():
+        if not isinstance(spec, RoleSpec):
+            mistakes.append(Mistake(f"roles.{name}", None, f"is {spec!r}; wrap the class: colocate.role(...)"))
+            continue
+        try:
+            infos[name], distributions[name] = _declare_one(name, spec, slots, mesh)
+        except ConfigError as error:
+            mistakes.append(Mistake(f"roles.{name}", None, error.message))
+    defaults = [name for name, spec in roles.items() if isinstance(spec, RoleSpec) and spec.default_group]
+    if len(defaults) > 1:
+        mistakes.append(Mistake("roles", None, f"{' and '.join(defaults)} both want torch's default group; one can"))
+    if mistakes:
+        raise ConfigError("the group can't be spawned:", mistakes=tuple(mistakes))
+    return Declared(infos, dict(roles), distributions, defaults[0] if defaults else None)
+
+
+def _declare_one(
+    name: str, spec: RoleSpec[Any], slots: int, mesh: Mapping[str, Any] | None
+) -> tuple[RoleInfo, tuple[str | None, str | None]]:
+    if not name.isidentifier():
+        raise ConfigError(f"{name!r} can't be a role's name: use letters, digits and _")
+    cls: type
+    if isinstance(spec.target, str):
+        found = find_role(spec.target)
+        cls, origin = found.load(), found.origin
+        distribution = found.distribution, found.version
+    else:
+        cls, origin, distribution = spec.target, spec.target.__module__, (None, None)
+    methods = check_role(name, cls)
+    if spec.slots is not None and max(spec.slots) >= slots:
+        raise ConfigError(f"slot {max(spec.slots)} is named, but the group has {slots} (from 0)")
+    places = range(slots) if spec.slots is None else _short(spec.slots)
+    declared = spec.mesh if spec.mesh is not None else mesh if places == range(slots) else None
+    info = RoleInfo(name, cls, methods, places, parse_meshes(declared, len(places)), origin)
+    _check_methods(methods, info)
+    return info, distribution
+
+
+def _short(slots: tuple[int, ...]) -> tuple[int, ...] | range:
+    """The slots as a range where they lie evenly: messages name them, and a range is small whatever its length."""
+    first, last = slots[0], slots[-1]
+    step = slots[1] - first if len(slots) > 1 else 1
+    even = range(first, last + step, step)
+    return even if tuple(even) == slots else slots
+
+
+def _check_methods(methods: Mapping[str, MethodSpec], info: RoleInfo) -> None:
+    for method, spec in methods.items():
+        check_meshes(spec.dispatch, spec.collect, info.ranks, f"{info.name}.{method}")
+
+
+def builds(declared: Declared, codec: Codec, group: str, seed: int, generation: int, in_process: bool) -> Any:
+    """What the workers need to construct the roles, as one message body for all of them.
+
+    Raises:
+        SerializationError: A class or a constructor argument can't be sent.
+    """
+    made = []
+    for name, info in declared.infos.items():
+        spec = declared.specs[name]
+        arguments = None
+        if spec.args or spec.kwargs:
+            given = {**{f"argument {index}": value for index, value in enumerate(spec.args)}, **spec.kwargs}
+            what = f"the constructor of role {name!r}"
+            refuse_in_constructor(given, what)
+            try:
+                arguments = codec.pack((spec.args, dict(spec.kwargs)))
+            except Exception:
+                codec.pack_arguments(given, what)  # names the argument
+                raise
+        distribution, version = declared.distributions[name]
+        name_here = f"{info.cls.__module__}:{info.cls.__qualname__}"
+        shipped = ship(info.cls, name_here, in_process=in_process, distribution=distribution, version=version)
+        made.append(RoleBuild(name, shipped, arguments, info.slots, info.meshes, group, seed, generation))
+    try:
+        body = codec.pack(made)
+    except Exception:
+        codec.pack_arguments({build.shipped.name: build.shipped for build in made}, "a role's class")  # names it
+        raise
+    inner = (each for build in made for each in (build.shipped.data, build.arguments) if isinstance(each, wire.Packed))
+    needs = tuple(need for each in inner for need in each.needs)
+    return body._replace(needs=(*body.needs, *needs)) if needs else body
+
+
+def warn_of_rebound(declared: Declared, group: str, line: tuple[str, int]) -> None:
+    """Tell of names that the roles' code uses and that the workers will have otherwise: they import the modules."""
+    found = rebound(info.cls for info in declared.infos.values())
+    if found:
+        each = "; ".join(str(name) for name in found)
+        text = (
+            f"the workers of group {group!r} import the modules of its roles, and don't hear of names that were set "
+            f"after that: {each}. Pass such a value to the role's constructor, or set it where the module says it"
+        )
+        warnings.warn_explicit(text, RuntimeWarning, *line)
+
+
+class BuildErrors:
+    """Collects what went wrong while the roles were constructed, from every rank."""
+
+    def __init__(self, group: str) -> None:
+        self._group = group
+        self.errors: dict[int, ColocateError] = {}
+
+    def add(self, slot: int, error: ColocateError) -> None:
+        """A rank has failed."""
+        self.errors.setdefault(slot, error)
+
+    def error(self) -> RoleStartError:
+        """All of them as one."""
+        first = self.errors[min(self.errors)]
+        lines = [f"  rank {rank}: {error.message}" for rank, error in sorted(self.errors.items())]
+        failed = f"{len(lines)} ranks" if len(lines) > 1 else "1 rank"
+        found = RoleStartError(
+            f"group {self._group!r} could not start: {failed} failed\n" + "\n".join(lines),
+            errors=dict(sorted(self.errors.items())),
+            group=self._group,
+            role=first.role,
+            method=first.method,
+            rank=min(self.errors),
+            node=first.node,
+            pid=first.pid,
+            remote_traceback=first.remote_traceback,
+        )
+        found.__cause__ = first.__cause__ if isinstance(first, RoleError) else first
+        return found

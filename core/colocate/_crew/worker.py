@@ -1,0 +1,171 @@
+"""The driver's record of one worker: what it has said of itself, and how it ended."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import attrs
+
+from colocate._calls.services import Services
+from colocate._definitions.lots import Receiver
+from colocate._protocol import messages
+from colocate._protocol.message import Head, Message, read
+from colocate._protocol.requests import Request, Requests
+from colocate.errors import EngineError
+from colocate.executor import Boot, Exit, Host
+from colocate.worker.output import split_label
+
+_TAIL_LINES = 20
+
+
+class WorkerEvents(Protocol):
+    """Who is told what a worker says, and how it ends. On the thread that hears messages."""
+
+    def said_hello(self, worker: Worker) -> None:
+        """It runs."""
+
+    def done(self, slot: int, done: messages.Done, body: Any) -> None:
+        """A rank has finished a call."""
+
+    def heard(self, worker: Worker, message: Message, body: Any) -> None:
+        """It has said anything else that isn't about itself."""
+
+    def broken(self, worker: Worker, reason: str) -> None:
+        """A thread that it needs has ended."""
+
+    def lane_ended(self, worker: Worker) -> None:
+        """It runs role code no longer, and is about to leave."""
+
+    def exited(self, worker: Worker) -> None:
+        """It is gone."""
+
+
+class _NotLaunched(Host):
+    """Stands where a host will be: nothing hears what is sent to it."""
+
+    def send(self, frame: Any) -> None:
+        """Nobody is there yet."""
+
+    def kill(self) -> None:
+        """Nobody is there yet."""
+
+
+NOT_LAUNCHED = _NotLaunched()
+
+
+@attrs.define(eq=False)
+class Worker:
+    """One worker of a group. It hears what its host says (`HostEvents`) and passes it on.
+
+    Attributes:
+        events: Who is told what it says.
+        services: Those of its runtime.
+        lock: That of its group's calls.
+        slot: Its slot in the group.
+        boot: What it was started with.
+        host: The driver's end.
+        hello: What it said of itself first: pid, Python, colocate.
+        exit: How it ended; None while it runs.
+        receiver: What it knows of the script.
+    """
+
+    events: WorkerEvents
+    services: Services
+    lock: threading.RLock
+    slot: int
+    boot: Boot
+    host: Host = NOT_LAUNCHED
+    hello: Mapping[str, Any] | None = None
+    exit: Exit | None = None
+    lane_ended: bool = False
+    receiver: Receiver = attrs.field(factory=lambda: Receiver("is given it"))
+    progress: dict[str | None, tuple[float, float | None]] = attrs.field(factory=dict)
+    _tail: deque[str] = attrs.field(factory=lambda: deque(maxlen=_TAIL_LINES))
+    _questions: Requests[int, str | None] = attrs.field(factory=Requests[int, "str | None"])
+    _where: Request[int, str | None] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Its process id, where it is known."""
+        if self.hello is not None:
+            pid: int = self.hello["pid"]
+            return pid
+        return self.host.pid
+
+    @property
+    def state(self) -> str:
+        """What the graph shows."""
+        if self.exit is not None:
+            return "exited"
+        return "running" if self.hello is not None else "starting"
+
+    def send(self, message: Message) -> None:
+        """Send a message of its own to this worker."""
+        if self.exit is None:
+            executor = self.services.executor
+            frame = executor.frame(message.head())
+            self.host.send(frame)
+            executor.discard(frame)
+
+    def received(self, head: Head, body: Any) -> None:
+        """A message from the worker."""
+        message = read(head)
+        if isinstance(message, messages.Done):
+            self.events.done(self.slot, message, body)
+        elif (own := _OWN.get(type(message))) is not None:
+            own(self, message)
+        else:
+            self.events.heard(self, message, body)
+
+    def logged(self, line: str) -> None:
+        """A line of its output: shown with the role and rank that printed it, where that is known."""
+        label, text = split_label(line)
+        self._tail.append(text)
+        who = f"{self.boot.group}/{label}" if label is not None else f"{self.boot.group} {self.slot}"
+        self.services.printer.line(f"[{who}] {text}")
+
+    def exited(self, exit: Exit) -> None:
+        """It is gone."""
+        tail = "\n".join(self._tail) or None
+        self.exit = exit = attrs.evolve(exit, log_tail=exit.log_tail or tail)
+        self._questions.fail_all(EngineError("the worker has ended"))
+        self.events.exited(self)
+
+    def locate(self, then: Callable[[str | None], None]) -> None:
+        """Find out where other workers reach it; None when it is gone."""
+        with self.lock:
+            asked = self._where
+            if asked is None:
+                asked = self._where = self._questions.open([self.slot])
+                self.send(messages.Listen())
+        asked.then(lambda: then(asked.answers.get(self.slot) if self.exit is None else None))
+
+    def _said_hello(self, hello: messages.Hello) -> None:
+        self.hello = hello.facts
+        self.events.said_hello(self)
+
+    def _said_address(self, found: messages.Address) -> None:
+        assert self._where is not None
+        self._questions.answered(self._where.token, self.slot, found.address)
+
+    def _progress(self, progress: messages.Progress) -> None:
+        self.progress[progress.role] = progress.done, progress.total
+
+    def _broken(self, message: messages.Broken) -> None:
+        self.events.broken(self, message.reason)
+
+    def _closed(self, message: messages.Closed) -> None:
+        self.lane_ended = True
+        self.events.lane_ended(self)
+
+
+_OWN: dict[type[Message], Callable[[Worker, Any], None]] = {
+    messages.Hello: Worker._said_hello,
+    messages.Address: Worker._said_address,
+    messages.Progress: Worker._progress,
+    messages.Broken: Worker._broken,
+    messages.Closed: Worker._closed,
+}

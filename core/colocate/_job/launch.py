@@ -1,0 +1,110 @@
+"""`launch`: a config's runtime, pools and groups, opened in order and closed with the block."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from colocate._role.role import RoleSpec, role
+from colocate._runs.stage import Stage
+from colocate._system.lines import made_for
+from colocate.config.schema import Config, RoleConfig
+
+if TYPE_CHECKING:
+    from colocate._api.group import ColocatedGroup
+    from colocate._api.pool import Pool
+    from colocate._api.runtime import Runtime
+    from colocate._runs.record import RunRecord
+
+
+@attrs.frozen(eq=False)
+class Launched:
+    """What a config describes, running.
+
+    Attributes:
+        config: The config.
+        runtime: Its runtime.
+        groups: Its groups by name.
+        start_up: Seconds that starting it took.
+    """
+
+    config: Config
+    runtime: Runtime
+    groups: Mapping[str, ColocatedGroup]
+    start_up: float = 0.0
+
+    def run(self, *, resume: bool = False, quiet: bool = False) -> RunRecord:
+        """Run the config's job to its end.
+
+        Args:
+            resume: Go on from the last complete checkpoint of a run of this name.
+            quiet: Whether nothing is shown; the run's folder gets everything either way.
+
+        Raises:
+            ConfigError: There is no job, or nothing to resume.
+        """
+        from colocate._job.log import RunLog
+        from colocate._job.run import begin, execute
+        from colocate._job.screen import Screen
+
+        screen, log = Screen(quiet=quiet), RunLog()
+        with log.listening(), begin(self.config, log, resume=resume, screen=screen) as begun:
+            return execute(begun, self.runtime, self.groups, self.start_up)
+
+
+def launch(config: Config) -> AbstractContextManager[Launched]:
+    """Open what a config describes: its runtime, then pools and groups in order; all of it closes with the block.
+
+    Args:
+        config: From `load_config`.
+    """
+    return opened(config, lambda stage, what: contextlib.nullcontext())
+
+
+@contextlib.contextmanager
+def opened(config: Config, stage: Stage) -> Iterator[Launched]:
+    """As `launch`, saying what it does."""
+    from colocate import connect
+
+    began = time.monotonic()
+    use, options = config.executor.use, config.executor.with_
+    with stage("connect", f"connecting to {use}"), made_for(config.origins.get("executor")):
+        runtime = connect(use, seed=config.seed, call_timeout=config.call_timeout, **options)
+    with runtime:
+        pools, groups = {}, {}
+        for name, pool in config.pools.items():
+            with stage(f"pool {name}", f"reserving pool {name}: {count(pool.slots, 'slot')}"):
+                pools[name] = reserve_pool(runtime, name, config)
+        for name, group in config.groups.items():
+            workers, roles = count(len(pools[group.pool]), "worker"), count(len(group.roles), "role")
+            with stage(f"group {name}", f"starting group {name}: {workers} with {roles}"):
+                groups[name] = _spawn(pools[group.pool], name, config)
+        yield Launched(config, runtime, groups, time.monotonic() - began)
+
+
+def count(number: int, what: str) -> str:
+    """So many of something."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def reserve_pool(runtime: Runtime, name: str, config: Config) -> Pool:
+    """Reserve a pool as the config's entry describes it."""
+    with made_for(config.origins.get(f"pools.{name}")):
+        return runtime.reserve(name=name, **attrs.asdict(config.pools[name], recurse=False))
+
+
+def _spawn(pool: Pool, name: str, config: Config) -> ColocatedGroup:
+    entry = config.groups[name]
+    roles: dict[str, RoleSpec[Any]] = {key: _role(role) for key, role in entry.roles.items()}
+    with made_for(config.origins.get(f"groups.{name}")):
+        return pool.spawn(roles, name=name, mesh=entry.mesh, on_failure=entry.on_failure, restarts=entry.restarts)
+
+
+def _role(entry: RoleConfig) -> RoleSpec[Any]:
+    spec = role(entry.use, **entry.with_)
+    return spec.on(slots=entry.slots, mesh=entry.mesh, default_group=entry.default_group)

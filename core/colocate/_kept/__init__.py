@@ -1,0 +1,1 @@
+"""Residents, the driver's half."""

@@ -1,0 +1,179 @@
+"""Handles of residents: the `Resident` that `.keep` returns, and the `.ref` that stands for its value as an argument.
+
+The group owns the bytes; the handle is the lease.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
+
+import attrs
+
+from colocate._kept.kept import Kept
+from colocate._kept.residents import Residents
+from colocate._protocol.uses import Item, Own, Part, Rows, Use
+from colocate._role.on_driver import OnDriver
+from colocate._role.resident import INSTEAD_OF_RESIDENT, Resident, ResidentSpec
+from colocate._system.numbers import limit
+from colocate._system.off_main import off_main
+from colocate._values.batch import Deferred, even_sizes
+from colocate._values.collect import Concat, Gather
+from colocate._values.dispatch import check_items
+from colocate._values.mesh import Mesh
+
+if TYPE_CHECKING:
+    from colocate._values.batch import Padding
+    from colocate._values.beside import Beside
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Reference(OnDriver, Deferred):
+    """A resident in a call's arguments. Typed as its value; at run time a placeholder with no use of its own."""
+
+    __slots__ = ("_consumer", "_kept", "_lease", "_residents")
+    _instead = INSTEAD_OF_RESIDENT
+
+    def __init__(self, residents: Residents, kept: Kept, lease: object, consumer: Consumer | None = None) -> None:
+        self._residents = residents
+        self._kept = kept
+        self._lease = lease  # the value lives as long as anybody can still name it
+        self._consumer = consumer
+
+    def bound(self, consumer: Consumer) -> Reference:
+        """The same reference, as seen by the role that uses it."""
+        return Reference(self._residents, self._kept, self._lease, consumer)
+
+    def sizes(self, axis: str, mesh: str | None, count: int) -> list[int]:
+        """Rows of each part; waits for the call that makes it."""
+        sizes = self._residents.rows_of(self._kept)
+        return sizes if self._own(axis, mesh, count) else even_sizes(sum(sizes), count)
+
+    def part(self, index: int, count: int, axis: str, mesh: str | None, padding: Padding) -> Any:
+        """A placeholder for one part."""
+        own = self.own(axis, mesh, count) if padding == "none" else None
+        return Part(self._kept.source, index, count, padding == "even") if own is None else own
+
+    def own(self, axis: str, mesh: str | None, count: int) -> Any | None:
+        """A placeholder for all parts, where each rank finds its own in its own worker."""
+        return Own(self._kept.source, count) if self._own(axis, mesh, count) else None
+
+    @property
+    def known(self) -> bool:
+        """Whether the call that makes it has said how many rows each part has."""
+        return self._kept.call.done() and isinstance(self._kept.source.collect, Concat)
+
+    def share(self, index: int, count: int, padding: Padding, beside: Beside) -> Any:
+        """A placeholder for one even part."""
+        return Part(self._kept.source, index, count, padding == "even", beside)
+
+    def items(self, count: int, parameter: str) -> Sequence[Any]:
+        """A placeholder for each item; their number is seen now where the value is a list of the ranks' results."""
+        source = self._kept.source
+        if type(source.collect) is Gather:
+            check_items(parameter, list(source.holders), count)
+        return [Item(source, index, count, parameter) for index in range(count)]
+
+    def slice(self, start: int, stop: int) -> Any:
+        """A placeholder for some rows."""
+        return Rows(self._kept.source, start, stop)
+
+    def whole(self) -> Any:
+        """A placeholder for the value."""
+        return Use(self._kept.source)
+
+    def fetch(self) -> Any:
+        """The value, on the driver."""
+        return self._residents.fetch(self._kept)
+
+    def _no_use(self, *_args: Any) -> NoReturn:
+        raise TypeError(
+            f"the value of {self._kept.source.label} lives in the workers: .ref only stands for it as an argument of a "
+            "call; .fetch() brings it to the driver"
+        )
+
+    __iter__ = __len__ = __getitem__ = __bool__ = __add__ = __radd__ = __mul__ = __rmul__ = __sub__ = _no_use
+    __rsub__ = __truediv__ = __rtruediv__ = __matmul__ = __rmatmul__ = __pow__ = __neg__ = __abs__ = _no_use
+    __float__ = __int__ = __index__ = __contains__ = __lt__ = __gt__ = __le__ = __ge__ = __setitem__ = _no_use
+    __call__ = __array__ = __array_ufunc__ = _no_use  # NumPy would make an array of one object
+    __eq__ = __ne__ = _no_use  # `ref == value` would be False without a word
+    __hash__ = object.__hash__
+
+    def _own(self, axis: str, mesh: str | None, count: int) -> bool:
+        """Whether each rank of the consumer finds its part in its own worker: same slots, same partition."""
+        source, consumer = self._kept.source, self._consumer
+        collect = source.collect
+        if consumer is None or not isinstance(collect, Concat) or source.ranks.targets is not None:
+            return False
+        if (source.group, source.slots) != (consumer.group, consumer.slots):
+            return False
+        made, wanted = source.ranks.mesh(collect.mesh), consumer.mesh(mesh)
+        if made.size(collect.axis) != count or "pp" in made.shape:
+            return False
+        return count == source.ranks.world_size or made.lies_as(collect.axis, wanted, axis)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"a resident's .ref stands for the value of {self._kept.source.label} as an argument of a call; it has no "
+            f"{name!r} here. Use .fetch() to get the value"
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"the .ref of {self._kept.source.label} can't be pickled: pass it as an argument, or inside lists, tuples "
+            "and dicts, of a role's method"
+        )
+
+    def __repr__(self) -> str:
+        return f"<reference to {self._kept.source.label}>"
+
+
+@attrs.frozen
+class Consumer:
+    """The role that uses a resident, as far as partitions go."""
+
+    group: str
+    slots: tuple[int, ...] | range
+    mesh: Callable[[str | None], Mesh]
+
+
+class KeptResident(Resident[T_co]):
+    """The handle of a kept result. Dropping it ends the lease; its group is told with the next message."""
+
+    def __init__(self, residents: Residents, kept: Kept) -> None:
+        self._residents = residents
+        self._kept = kept
+        self._lease = residents.lease(kept)
+
+    def __repr__(self) -> str:
+        return f"<Resident of {self._kept.source.label} in group {self._kept.source.group!r}>"
+
+    @property
+    def ref(self) -> T_co:
+        """Stands for the value as an argument; another name of it keeps it alive as the handle does."""
+        return cast("T_co", Reference(self._residents, self._kept, self._lease))
+
+    @property
+    def spec(self) -> ResidentSpec:
+        """Its structure, shapes, dtypes and bytes; waits until it is there."""
+        self._residents.ask(self._kept)
+        return self._residents.spec_of(self._kept)
+
+    def fetch(self, timeout: float | None = None) -> T_co:
+        """The collected value, on the driver; waits until it is there."""
+        self._residents.ask(self._kept)
+        value: T_co = self._residents.fetch(self._kept, limit(timeout, "fetch(timeout)"))
+        return value
+
+    def free(self) -> None:
+        """Let go of it. Calls that use it already still get it."""
+        self._residents.refuse_fork()
+        off_main(lambda: self._residents.release(self._kept, "free()"), waits_s=None)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._residents.link.forked:
+            self.free()

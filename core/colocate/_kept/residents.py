@@ -1,0 +1,320 @@
+"""The residents of one group: kept, lent, released when nobody names them, and fetched to the driver."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any, cast
+
+import attrs
+
+from colocate._calls.failures import failure_error, result_of
+from colocate._calls.link import Link
+from colocate._calls.order import CallOrder
+from colocate._calls.pending import PendingCall
+from colocate._kept.fetch import Fetches, Refused
+from colocate._kept.kept import Kept
+from colocate._kept.leases import Leases
+from colocate._owned.owned import Owned
+from colocate._protocol.messages import Fetched, Free
+from colocate._role.resident import ResidentSpec
+from colocate._system.here import Here
+from colocate._system.lines import caller
+from colocate._system.numbers import FOREVER_S
+from colocate._system.off_main import off_main
+from colocate._values import batch
+from colocate._values.collect import Concat
+from colocate._values.mesh import Ranks
+from colocate.errors import ClosedError, ColocateError
+
+_log = logging.getLogger("colocate")
+_QUIET_S = 0.1  # a dropped resident's release waits this long for a message to ride on
+
+
+@attrs.frozen(eq=False)
+class _Borrow:
+    """An unfinished use by another group."""
+
+    call: PendingCall
+    borrower: Residents
+    kept: Kept
+
+    @property
+    def words(self) -> str:
+        """What errors say of it."""
+        return f"{self.call.label} of group {self.borrower.link.name!r} uses the resident of {self.kept.source.label}"
+
+
+@attrs.define(eq=False)
+class Scope:
+    """A block of one thread and task that frees what is kept in it; `line` entered it."""
+
+    of: Residents
+    line: tuple[str, int]
+    kept: list[Kept] = attrs.field(factory=list)
+    here: Here = attrs.field(factory=Here)
+
+
+_open: ContextVar[tuple[Scope, ...]] = ContextVar("colocate_scopes", default=())
+
+
+class Residents(Leases):
+    """What a group keeps in its workers.
+
+    Attributes:
+        link: The group.
+        order: The order of its calls.
+        scopes: The scopes that are open, in whatever thread and task.
+    """
+
+    def __init__(self, link: Link, order: CallOrder) -> None:
+        super().__init__()
+        self.link = link
+        self.order = order
+        self._fetches = Fetches(link.teller(), link.base)
+        self._borrows: dict[tuple[int, int], _Borrow] = {}
+        self.scopes: list[Scope] = []
+        self._flushing = False
+
+    # -- one resident
+
+    def check(self, kept: Kept) -> None:
+        """Raise unless it can be used: freed, or made by a call that failed, or its group is closed."""
+        self.refuse_fork()
+        if kept.freed_by is not None:
+            raise ClosedError(f"resident of {kept.source.label} was freed by {kept.freed_by}", closed_by=kept.freed_by)
+        error = kept.call._error or kept.lost
+        if error is not None:
+            kept.used = True
+            # Each gets a copy: its traceback will hold the frames, and so the handle, of who is told, while the group
+            # holds the original for as long as the handle lives.
+            raise copy.copy(error)
+        self.link.check()
+
+    def refuse_fork(self) -> None:
+        """Raise in a forked child, which owns nothing."""
+        if self.link.forked:
+            self.link.check()
+
+    def use(self, kept: Kept) -> None:
+        """It becomes an argument."""
+        self.check(kept)
+        kept.used = True
+
+    def ask(self, kept: Kept) -> None:
+        """It is wanted on the driver."""
+        self.check(kept)
+        kept.call._check_unsent()
+        kept.used = True
+
+    def here(self) -> tuple[Scope, ...]:
+        """The scopes that the caller's thread or task has open."""
+        return tuple(scope for scope in _open.get() if scope.of is self and scope.here.is_current)
+
+    def keep(self, kept: Kept, scopes: Sequence[Scope]) -> None:
+        """A call has been sent, from within some scopes, whose result is kept."""
+        self.add(kept)
+        self._flush_later()
+        for scope in scopes:
+            scope.kept.append(kept)
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        """Free what this thread or task keeps in the block; raise the failures of kept calls that nobody has used."""
+        scope = Scope(self, caller())
+        self.scopes.append(scope)
+        _open.set((*_open.get(), scope))
+        try:
+            yield
+            errors = off_main(lambda: self._untold(scope))  # before they are released, which would have them logged too
+        finally:
+            _open.set(tuple(other for other in _open.get() if other is not scope))
+            off_main(lambda: self.leave(scope))
+        self._raise(errors)
+
+    def leave(self, scope: Scope) -> None:
+        """Free what was kept in a scope. Idempotent."""
+        if scope in self.scopes:
+            self.scopes.remove(scope)
+        for kept in scope.kept:
+            self.release(kept, "the end of its scope")
+
+    def release(self, kept: Kept, by: str) -> None:
+        """Let go of a resident on behalf of `by`, if nobody has done so before."""
+        if kept.freed_by is None:
+            kept.released, kept.ending = by, None  # the end of its handle says nothing new
+            self.end(kept.source.key)
+
+    def failed_unused(self, kept: Kept) -> None:
+        """Log it now; it is raised by its scope, or else by the group's next scope end, checkpoint or close."""
+        error, link = kept.call._error, self.link
+        if error is link.failure:  # which is told by itself
+            return
+        where = f"{kept.line[0]}:{kept.line[1]}"
+        text = (
+            f"{kept.source.label} of group {link.name!r}, kept at {where}, has failed, and nobody has used its "
+            f"resident (freed by {kept.freed_by}): {error}"
+        )
+        link.services.printer.soon(lambda: _log.error(text))
+
+    def raise_untold(self) -> None:
+        """Raise what has failed without anybody's having been told, but for what the end of an open scope will."""
+        self._raise(self._untold(None))
+
+    def _untold(self, scope: Scope | None) -> list[BaseException]:
+        """Known failures of kept calls that nobody has used: those of a scope, and those that nobody can use any more.
+
+        They are told by who asks.
+        """
+        with self.order.lock:
+            mine = () if scope is None else [kept for kept in scope.kept if kept.call.done()]
+            elsewhere = {id(kept) for other in self.scopes if other is not scope for kept in other.kept}
+            dropped = [kept for kept in list(self.kept.values()) if kept.freed_by and id(kept) not in elsewhere]
+            found: list[BaseException] = []
+            for kept in (*mine, *dropped):
+                error = kept.call._error
+                if error is not None and not kept.used and (error is not self.link.failure or kept in mine):
+                    kept.used = True
+                    found.append(error)
+                    if kept.freed_by:
+                        self.kept.pop(kept.source.key, None)
+        return list(dict.fromkeys(found))
+
+    def _raise(self, errors: Sequence[BaseException]) -> None:
+        if len(errors) == 1:
+            raise errors[0]
+        if errors:
+            raise BaseExceptionGroup(f"kept calls of group {self.link.name!r} failed and were never used", errors)
+
+    def unseen(self) -> list[BaseException]:
+        """Failures of kept calls that nobody has used, but for the group's own, which is told by itself."""
+        kept = list(self.kept.values())
+        found = [each for each in kept if each.call._error not in (None, self.link.failure) and not each.used]
+        return list(dict.fromkeys(cast("BaseException", each.call._error) for each in found))
+
+    def lend(self, call: PendingCall, kept: Kept, borrower: Residents) -> None:
+        """A call uses a resident until it ends."""
+        self.begin_use(kept)
+        if borrower is not self:
+            self._borrows[id(call), kept.source.key] = _Borrow(call, borrower, kept)
+
+    def give_back(self, call: PendingCall, kept: Kept) -> None:
+        """The call has ended."""
+        self.end_use(kept)
+        self._borrows.pop((id(call), kept.source.key), None)
+
+    def borrowers(self, closing: Owned) -> list[str]:
+        """Unfinished uses by groups that don't lie in what is closing."""
+        found = [borrow.words for borrow in list(self._borrows.values()) if not borrow.borrower.link.lies_in(closing)]
+        return list(dict.fromkeys(found))
+
+    def lent(self) -> list[str]:
+        """Unfinished uses by any other group."""
+        return list(dict.fromkeys(borrow.words for borrow in list(self._borrows.values())))
+
+    def break_borrows(self) -> None:
+        """The group is closing: calls of other groups that use its residents fail of that."""
+        link = self.link
+        for borrow in list(self._borrows.values()):
+            error = ClosedError(
+                f"{borrow.words}, but group {link.name!r} was closed by {link.closed_by}", closed_by=link.closed_by
+            )
+            borrow.borrower.order.break_off(borrow.call, error)
+
+    def never_made(self, kept: Kept, error: ColocateError) -> None:
+        """A resident will not be: calls of other groups that use it fail of that."""
+        for borrow in [borrow for borrow in list(self._borrows.values()) if borrow.kept is kept]:
+            borrow.borrower.order.break_off(borrow.call, error)
+
+    def _flush_later(self) -> None:
+        with self.order.lock:
+            if not self._flushing and (self.kept or self.news) and self.link.alive:
+                self._flushing = True
+                self.link.services.timers.after(_QUIET_S, self._flush)
+
+    def _flush(self) -> None:
+        """After a while of quiet: release what no message has carried."""
+        with self.order.lock:
+            self._flushing = False
+            if not self.link.alive:  # its end tells what has failed
+                return
+            keys = self.take()
+            try:
+                if keys:
+                    self.link.send(self.link.live(), Free(keys))
+            except (OSError, MemoryError):  # no descriptor or memory is left just now; a call will tell
+                self.put_back(keys)
+        self._flush_later()
+
+    def fetch(self, kept: Kept, timeout: float | None = None) -> Any:
+        """The collected value of a resident, on the driver.
+
+        Raises:
+            TimeoutError: It isn't there after so many seconds (None: after the runtime's `call_timeout`).
+        """
+        deadline = time.monotonic() + (self.link.services.call_timeout if timeout is None else timeout)
+        self._made(kept, deadline)
+        source = kept.source
+        wanted = list(source.collect.sources(source.ranks))
+        answers = dict(zip(wanted, self._ask(kept, wanted, True, deadline), strict=True))
+        parts = [
+            result_of(self.link, kept.call, source.slot(rank), answers[rank][1]) if rank in answers else None
+            for rank in source.holders
+        ]
+        ranks = Ranks(source.ranks.world_size, source.ranks.meshes, kept.call.rows, None, source.ranks.targets)
+        return source.collect.join(parts, ranks)
+
+    def _ask(self, kept: Kept, ranks: Sequence[int], contents: bool, deadline: float) -> list[Any]:
+        """What some ranks say of their parts."""
+        return off_main(lambda: self._asked(kept, ranks, contents, deadline))
+
+    def _asked(self, kept: Kept, ranks: Sequence[int], contents: bool, deadline: float) -> list[Any]:
+        self.begin_use(kept)
+        try:
+            return self._fetches.get([kept.source.slot(rank) for rank in ranks], kept.source.key, contents, deadline)
+        except Refused as refused:
+            raise failure_error(self.link, kept.call, refused.slot, refused.failure, refused.body) from None
+        finally:
+            self.end_use(kept)
+
+    def spec_of(self, kept: Kept) -> ResidentSpec:
+        """What a resident holds."""
+        deadline = time.monotonic() + self.link.services.call_timeout
+        self._made(kept, deadline)
+        source = kept.source
+        counted = source.collect.sources(source.ranks) or source.holders
+        _, body = self._ask(kept, counted[:1], False, deadline)[0]
+        structure = result_of(self.link, kept.call, source.slot(counted[0]), body)
+        sizes = tuple(size[0] for size in kept.call.bodies)
+        return ResidentSpec(structure, sizes, tuple(kept.call.rows))
+
+    def rows_of(self, kept: Kept) -> list[int]:
+        """Rows of each part of a resident, in the order in which they are joined; waits for them."""
+        self._made(kept, time.monotonic() + FOREVER_S)
+        source = kept.source
+        if not isinstance(source.collect, Concat):
+            # It is no sequence of parts: only the value itself tells.
+            return [batch.rows(self.fetch(kept), f"the resident of {source.label}")]
+        return kept.sizes()
+
+    def answered(self, slot: int, fetched: Fetched, body: Any) -> None:
+        """A worker has sent a part."""
+        self._fetches.answered(slot, fetched, body)
+
+    def fail(self, error: ColocateError) -> None:
+        """No part will come any more."""
+        self._fetches.fail(error)
+
+    def renew(self, error: ColocateError) -> None:
+        """Begin anew with other workers, after `fail`. Who still has a handle is told the error."""
+        self.forget(error)
+        self._fetches = Fetches(self.link.teller(), self.link.base)
+
+    def _made(self, kept: Kept, deadline: float) -> None:
+        """Wait until it is there."""
+        kept.call._wait(max(0.0, deadline - time.monotonic()))
+        self.check(kept)

@@ -1,0 +1,304 @@
+"""The ownership law: everything that lives has one owner, is closed in order, and says what closed it.
+
+`Owned` is the base of runtime, pool and group. Its states, and who may close what, are decided here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, NoReturn, TypeVar
+
+from colocate._owned.lifecycle import Lifecycle, State
+from colocate._role.on_driver import OnDriver
+from colocate._system.lines import at, caller, origin
+from colocate._system.off_main import off_main
+from colocate.errors import BorrowedError, ClosedError, ForkedError
+
+_GIVEN_UP_WITHIN_S = 15.0  # a start that was interrupted: its workers are killed, and take ten seconds at most to go
+_LEAST_GRACE_S = 0.5
+N = TypeVar("N", bound="Owned")
+H = TypeVar("H")
+_forks = 0
+
+
+def _count_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+os.register_at_fork(after_in_child=_count_fork)
+
+
+def forks() -> int:
+    """How many forks lie between this process and the one that imported colocate first."""
+    return _forks
+
+
+def raise_together(what: str, errors: Sequence[BaseException]) -> None:
+    """Raise what has gone wrong, if anything has; an interrupt as itself, so that it isn't taken for an error."""
+    for error in errors:
+        if not isinstance(error, Exception):
+            for other in errors:
+                if other is not error:
+                    error.add_note(f"{what}: {type(other).__name__}: {other}")
+            raise error
+    if errors:
+        raise BaseExceptionGroup(what, errors)
+
+
+class Making(Generic[N]):
+    """Makes a node off the main thread. If the wait for that is interrupted, the node is closed, at whatever stage."""
+
+    def __init__(self, what: str) -> None:
+        """Args: what: What is being made, in words."""
+        self._by = f"an interruption of {what}"
+        self._node: N | None = None
+        self._given_up = False
+
+    def made(self, node: N) -> N:
+        """There is a node now, if only a beginning.
+
+        Raises:
+            ClosedError: Nobody waits for it any more; it is closed.
+        """
+        self._node = node
+        if self._given_up:
+            self.give_up()
+            node.check()
+        return node
+
+    def give_up(self) -> None:
+        """Nobody waits any more."""
+        self._given_up = True  # before looking: one of the two threads sees what the other has noted
+        if self._node is not None:
+            self._node.give_up(self._by)
+
+    def run(self, work: Callable[[], N], name: Callable[[N], H]) -> H:
+        """Do the work, which says `made`, and wait for it; what users hold of the node is made there, too."""
+        return off_main(lambda: name(work()), self.give_up, _GIVEN_UP_WITHIN_S)
+
+
+class Owned(OnDriver):
+    """A node of the ownership graph.
+
+    Attributes:
+        kind: runtime, pool or group.
+        name: Its name.
+        owner: The node that closes it at the latest; None for a runtime.
+        life: What it is doing.
+        children: The nodes it owns, in the order in which they were made.
+        line: File and line that made it; for what a command-line option has made, the option and 0.
+        created: When, in seconds of time.time().
+        names: What users hold of it, by type; there is one.
+        hurried: Whether nobody waits any more for what still runs in it: its close was interrupted.
+    """
+
+    def __init__(self, kind: str, name: str, owner: Owned | None, state: State = State.READY) -> None:
+        self.kind = kind
+        self.name = name
+        self.owner = owner
+        self.life = Lifecycle(state)
+        self.children: dict[int, Owned] = {}
+        self.line = origin()
+        self.created = time.time()
+        self.hurried = False
+        self.names: dict[type, Any] = {}
+        self._born_after = _forks
+
+    def join(self) -> None:
+        """Become a part of the graph. A constructor's last act: another thread may close the owner at any line."""
+        if self.owner is not None:
+            self.owner.children[id(self)] = self
+
+    def __repr__(self) -> str:
+        return f"<{self.kind} {self.name!r} {self.state}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"{self!r} lives on the driver and can't be sent to a worker or pickled")
+
+    @property
+    def state(self) -> str:
+        """What it is doing, in a word."""
+        return self.life.state.value
+
+    @property
+    def closed_by(self) -> str | None:
+        """What closed it, and where."""
+        return self.life.closed_by
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can be used."""
+        return self.closed_by is None and self._born_after == _forks
+
+    def check(self) -> None:
+        """Raise unless it can be used.
+
+        Raises:
+            ForkedError: This is a forked child, which owns nothing.
+            ClosedError: It has been closed.
+        """
+        if self._born_after != _forks:
+            raise ForkedError(
+                f"{self.kind} {self.name!r} belongs to the process that made it; a forked child can't use it. "
+                "Start the child with the spawn method and connect there"
+            )
+        if self.closed_by is not None:
+            raise ClosedError(f"{self.kind} {self.name!r} was closed by {self.closed_by}", closed_by=self.closed_by)
+
+    @property
+    def forked(self) -> bool:
+        """Whether this is a forked child of the process that made it."""
+        return self._born_after != _forks
+
+    def mark_closed(self, by: str | None) -> bool:
+        """Note what closes it; False when something has done so before."""
+        return self.life.close(lambda: by or self.by_caller())
+
+    def take_closing(self, by: str | None) -> bool:
+        """Note what closes it, or wait until what has done so before is through: then there is nothing left to do."""
+        while not self.mark_closed(by):
+            if self.life.wait_closed():
+                return False
+        return True
+
+    def by_caller(self) -> str:
+        """What closes it, when the user's code does."""
+        file, number = caller()
+        return f"{self.kind}.close() at {file}:{number}"
+
+    def disown(self) -> None:
+        """Take it out of the graph."""
+        if self.owner is not None:
+            self.owner.children.pop(id(self), None)
+
+    def lies_in(self, node: Owned) -> bool:
+        """Whether it is a node or something below that."""
+        return self is node or (self.owner is not None and self.owner.lies_in(node))
+
+    def borrowers(self, closing: Owned) -> list[str]:
+        """Who uses it, would be broken by closing `closing`, and doesn't lie in that itself."""
+        return [name for child in list(self.children.values()) for name in child.borrowers(closing)]
+
+    def refuse_if_borrowed(self) -> None:
+        """Raise BorrowedError when closing it would break somebody's use."""
+        found = self.borrowers(self)
+        if found:
+            raise BorrowedError(
+                f"{self.kind} {self.name!r} can't be closed: {'; '.join(found)}. Wait for them, or close(force=True)",
+                borrowers=tuple(found),
+            )
+
+    def wind_down(self, grace: float, deadline: float) -> None:
+        """Begin nothing any more in it or below it, and tell the calls that run that nobody waits for them.
+
+        Its owner is being closed, with a grace period of `grace` seconds that is over at `deadline`, of the monotonic
+        clock.
+        """
+        for child in list(self.children.values()):
+            child.wind_down(grace, deadline)
+
+    def close_children(self, grace: float) -> list[BaseException]:
+        """Close what it owns, the newest first; what went wrong.
+
+        The grace period is one for all: whatever runs there is told at once that nobody waits for it any more, and what
+        waits behind that doesn't begin in its place. What still runs when it is over has had it, whoever's turn it is.
+        """
+        errors: list[BaseException] = []
+        children = list(self.children.values())
+        deadline = time.monotonic() + grace
+        for child in children:
+            child.wind_down(grace, deadline)
+        for child in reversed(children):
+            if self.hurried:  # Ctrl-C: the others are closed too, but nobody waits any more
+                grace = deadline = 0.0
+            left = grace if child is children[-1] else max(deadline - time.monotonic(), _least(grace))
+            try:
+                child.close_for(f"closing {self.kind} {self.name!r} ({self.closed_by})", left, force=True)
+            except BaseExceptionGroup as group:
+                errors += group.exceptions
+            except BaseException as error:
+                errors.append(error)
+        return errors
+
+    def close_for(self, by: str | None, grace: float, force: bool) -> None:
+        """Close it on behalf of `by` (None: of its caller); each kind says how."""
+        raise TypeError(f"a {self.kind} is closed by its owner")
+
+    def hurry(self) -> None:
+        """Nobody waits any more for what still runs in it: its grace period is over."""
+        self.hurried = True
+        for child in list(self.children.values()):
+            child.hurry()
+
+    def close_here(self, by: str, grace: float, force: bool) -> None:
+        """Close it from a user's line, on whatever thread. An interruption of the wait hurries it, a second one leaves.
+
+        Raises:
+            BaseException: What has gone wrong; or the interruption, once it is closed, with that as its notes.
+        """
+        wrong: list[BaseException] = []
+
+        def close() -> None:
+            try:
+                self.close_for(by, grace, force)
+            except BaseException as error:
+                wrong.append(error)
+
+        try:
+            off_main(close, self.hurry, None, in_any_case=True)
+        except BaseException as interruption:
+            for error in wrong:
+                for each in error.exceptions if isinstance(error, BaseExceptionGroup) else (error,):
+                    interruption.add_note(f"and then, closing {self.kind} {self.name!r}: {type(each).__name__}: {each}")
+            raise
+        if wrong:
+            try:
+                raise wrong.pop()
+            finally:
+                del wrong  # its traceback has this frame
+
+    def leave_block(self, error: BaseException | None) -> None:
+        """The `with` block that was to close it is left, perhaps with an error in flight."""
+        if not self.forked:
+            by = f"leaving its with block at {at(self.line)}"
+            self.close_after(error, by, 10.0 if error is None else 2.0)
+
+    def close_after(self, error: BaseException | None, by: str, grace: float) -> None:
+        """Close it by force; when an error is in flight already, what goes wrong becomes a note of that one."""
+        try:
+            self.close_here(by, grace, force=True)
+        except BaseExceptionGroup as group:
+            if error is None:
+                raise
+            for each in group.exceptions:
+                if each is not error and each is not error.__cause__:
+                    error.add_note(f"and then, closing {self.kind} {self.name!r}: {type(each).__name__}: {each}")
+
+    def give_up(self, by: str) -> None:
+        """Close it at once: who was making it has been interrupted, and hears of that."""
+        self.hurried = True
+        with contextlib.suppress(BaseExceptionGroup):
+            self.close_for(by, 0.0, True)
+
+    def describe(self) -> dict[str, Any]:
+        """What the graph shows of it."""
+        return {
+            "kind": self.kind,
+            "name": self.name,
+            "state": self.state,
+            "age_s": round(time.time() - self.created, 3),
+            "line": f"{at(self.line)}",
+        }
+
+    def leaves(self) -> list[dict[str, Any]]:
+        """Nodes it owns that are no objects of their own: workers, role instances, calls."""
+        return []
+
+
+def _least(grace: float) -> float:
+    """Seconds that what is idle needs to end, also when others have used the grace up."""
+    return min(grace, _LEAST_GRACE_S)

@@ -1,0 +1,271 @@
+"""Plugins by name: listed from metadata alone, and imported only when a name needs them.
+
+A plugin is an entry point of the group `colocate.executors` or `colocate.roles`; its object (mostly a module)
+implements hooks marked with `@colocate.hookimpl`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib.metadata import EntryPoint
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import attrs
+
+from colocate._plugins.entry_points import (
+    PluginGroup,
+    did_you_mean,
+    distribution_name,
+    entry_error,
+    hookimpl,
+    hookspec,
+    import_reference,
+    listed,
+    origin,
+)
+from colocate.errors import PluginError
+
+if TYPE_CHECKING:
+    from colocate.executor import Executor
+
+__all__ = [
+    "FoundJob",
+    "FoundRole",
+    "PluginInfo",
+    "find_executor",
+    "find_job",
+    "find_role",
+    "hookimpl",
+    "hookspec",
+    "plugins",
+]
+
+
+class ExecutorHooks:
+    """Hooks of entry points in the group `colocate.executors`; the entry's name is the executor's."""
+
+    @hookspec
+    def colocate_executor(self) -> type[Executor]:
+        """The executor's class."""
+        raise NotImplementedError
+
+
+class RoleHooks:
+    """Hooks of entry points in the group `colocate.roles`; the entry's name is the namespace, as in `acme.reward`."""
+
+    @hookspec
+    def colocate_roles(self) -> Mapping[str, type | str]:
+        """Roles by name: classes, or "module:Class" so that listing them imports nothing."""
+        raise NotImplementedError
+
+    @hookspec
+    def colocate_jobs(self) -> Mapping[str, Callable[..., Any] | str]:
+        """Jobs by name: functions `job(run, **options)`, or "module:function"."""
+        raise NotImplementedError
+
+
+_EXECUTORS = PluginGroup("colocate.executors", "executor", ExecutorHooks)
+_ROLES = PluginGroup("colocate.roles", "role plugin", RoleHooks)
+
+
+@attrs.frozen
+class PluginInfo:
+    """A plugin as its metadata says, unimported.
+
+    Attributes:
+        kind: "executor" or "roles".
+        name: The name it is used by.
+        distribution: The distribution it comes from.
+        version: That distribution's version.
+        value: The object that the entry point names.
+        rivals: Other distributions that claim the same name; as long as there are any, using it is an error.
+    """
+
+    kind: str
+    name: str
+    distribution: str | None
+    version: str | None
+    value: str
+    rivals: tuple[str, ...] = ()
+
+    @property
+    def origin(self) -> str:
+        """The distribution with its version."""
+        return f"{self.distribution} {self.version}" if self.distribution else "no distribution"
+
+    def fault(self) -> PluginError | None:
+        """Import it, and say what is wrong with it; None when it works."""
+        try:
+            if self.kind == "executor":
+                find_executor(self.name)
+            else:
+                _ROLES.call(_ROLES.find(self.name), "colocate_roles")
+        except PluginError as error:
+            return error
+        return None
+
+
+@attrs.frozen
+class _Found:
+    """What a name stands for, not yet imported."""
+
+    name: str
+    target: Any
+    distribution: str | None = None
+    version: str | None = None
+    _entry: EntryPoint | None = attrs.field(default=None, eq=False, repr=False)
+
+    @property
+    def origin(self) -> str:
+        """Where it comes from: a distribution with its version, or a module."""
+        if self._entry is None:
+            return f"module {str(self.target).partition(':')[0]}"
+        return origin(self._entry)
+
+    def _resolve(self, noun: str) -> Any:
+        if not isinstance(self.target, str):
+            return self.target
+        return import_reference(self.target, self._what(noun), self._entry)
+
+    def _what(self, noun: str) -> str:
+        return f"{noun} {self.name!r}" if self._entry is None else f"{noun} {self.name!r} ({self.origin})"
+
+    def _error(self, message: str) -> PluginError:
+        return PluginError(message, name=self.name, distribution=self.distribution)
+
+
+@attrs.frozen
+class FoundRole(_Found):
+    """The role that a name stands for.
+
+    Attributes:
+        name: The name it was found by.
+        target: Its class, or "module:Class".
+        distribution: The distribution it comes from; None for a module of the user's own.
+        version: That distribution's version.
+    """
+
+    def load(self) -> type:
+        """Import the class.
+
+        Raises:
+            PluginError: It can't be imported, isn't a class, or has no role method.
+        """
+        from colocate._role.role import methods_of
+
+        found = self._resolve("role")
+        if not isinstance(found, type):
+            raise self._error(f"{self._what('role')} is {found!r}, which is not a class")
+        if not methods_of(found):
+            where = f"{found.__module__}.{found.__qualname__}"
+            what = f"{where} has no role methods; decorate at least one with @colocate.method"
+            raise self._error(f"{self._what('role')}: {what}")
+        return found
+
+
+@attrs.frozen
+class FoundJob(_Found):
+    """The job that a name stands for; its attributes are those of a `FoundRole`."""
+
+    def load(self) -> Callable[..., Any]:
+        """Import the function.
+
+        Raises:
+            PluginError: It can't be imported, or can't be called.
+        """
+        found = self._resolve("job")
+        if not callable(found):
+            raise self._error(f"{self._what('job')} is {found!r}, which can't be called")
+        function: Callable[..., Any] = found
+        return function
+
+
+_F = TypeVar("_F", FoundRole, FoundJob)
+
+
+def find_executor(name: str) -> type[Executor]:
+    """The executor class of this name; imports the plugin that has it, and no other.
+
+    Raises:
+        PluginError: It is unknown, claimed twice, broken, or what it needs isn't installed.
+    """
+    from colocate.executor import Executor
+
+    entry = _EXECUTORS.find(name)
+    found = _EXECUTORS.call(entry, "colocate_executor")
+    if not (isinstance(found, type) and issubclass(found, Executor)):
+        raise _wrong_return(entry, "colocate_executor", found, "a subclass of colocate.executor.Executor")
+    return found
+
+
+def find_role(name: str) -> FoundRole:
+    """The role of this name: `plugin.role`, or `module:Class`. Imports the plugin, but not yet the role's module.
+
+    Raises:
+        PluginError: The plugin is unknown, claimed twice or broken, or has no such role.
+    """
+    return _find(name, "role", "colocate_roles", FoundRole)
+
+
+def find_job(name: str) -> FoundJob:
+    """The job of this name: `plugin.job`, or `module:function`. Imports the plugin, but not yet the job's module.
+
+    Raises:
+        PluginError: The plugin is unknown, claimed twice or broken, or has no such job.
+    """
+    return _find(name, "job", "colocate_jobs", FoundJob)
+
+
+def plugins() -> list[PluginInfo]:
+    """All plugins there are, by metadata: nothing is imported."""
+    return [*_listing(_EXECUTORS, "executor"), *_listing(_ROLES, "roles")]
+
+
+def _listing(group: PluginGroup, kind: str) -> list[PluginInfo]:
+    entries = group.entries()
+    found = []
+    for name in sorted({entry.name for entry in entries}):
+        first, *rivals = [entry for entry in entries if entry.name == name]
+        version = first.dist.version if first.dist is not None else None
+        names = tuple(origin(rival) for rival in rivals)
+        found.append(PluginInfo(kind, name, distribution_name(first), version, first.value, names))
+    return found
+
+
+def _find(name: str, noun: str, hook: str, kind: type[_F]) -> _F:
+    if ":" in name:
+        return kind(name, name)
+    namespace, _, short = name.partition(".")
+    if not short:
+        raise PluginError(f"{name!r} is not a {noun}'s name: write plugin.{noun}, or module:Name", name=name)
+    try:
+        entry = _ROLES.find(namespace)
+    except PluginError as error:
+        if error.distribution is None and short.rpartition(".")[2][:1].isupper():
+            module, _, attribute = name.rpartition(".")
+            text = f"{error.message}; a class of a module is named with a colon: {module}:{attribute}"
+            raise PluginError(text, name=error.name, hint=error.hint) from None
+        raise
+    known = _ROLES.call(entry, hook)
+    if known is None:
+        raise entry_error(entry, f"the role plugin {namespace!r} ({origin(entry)}) has no {noun}s: no hook {hook}()")
+    _check_names(entry, hook, known)
+    if short not in known:
+        there = f"it has {listed([repr(each) for each in sorted(known)])}" if known else "it has none"
+        message = f"{namespace!r} ({origin(entry)}) has no {noun} {short!r}: {there}{did_you_mean(short, known)}"
+        raise entry_error(entry, message)
+    version = entry.dist.version if entry.dist is not None else None
+    return kind(name, known[short], distribution_name(entry), version, entry)
+
+
+def _check_names(entry: EntryPoint, hook: str, found: Any) -> None:
+    if not isinstance(found, Mapping) or not all(isinstance(key, str) for key in found):
+        raise _wrong_return(entry, hook, found, 'a dict of names to objects or "module:Name"')
+    for key, value in found.items():
+        if isinstance(value, str) and not all(value.partition(":")):
+            raise _wrong_return(entry, hook, {key: value}, '"module:Name" where it gives text')
+
+
+def _wrong_return(entry: EntryPoint, hook: str, found: Any, wanted: str) -> PluginError:
+    what = "nothing" if found is None else f"{found!r} ({type(found).__name__})"
+    return entry_error(entry, f"{entry.name!r} ({origin(entry)}): its hook {hook}() returned {what}, not {wanted}")

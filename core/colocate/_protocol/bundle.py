@@ -1,0 +1,56 @@
+"""The bodies of several calls as one (`unbundle.py` takes them apart): what they share is there once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from colocate._protocol.messages import Where
+from colocate.wire import Packed
+
+_EDGE_BYTES = 64
+
+
+def together(bodies: Sequence[Any]) -> tuple[list[Where], Any]:
+    """One body that holds all of them, and where in it each lies."""
+    given = [body for body in bodies if body is not None]
+    if not given:
+        return [None] * len(bodies), None
+    if not all(isinstance(body, Packed) for body in given):  # handed over as they are
+        return [None if body is None else index for index, body in enumerate(bodies)], tuple(bodies)
+    data: list[Any] = []
+    buffers: dict[int, tuple[int, memoryview]] = {}
+    wheres: list[Where] = []
+    known: dict[int, Where] = {}
+    end = 0
+    for body in bodies:
+        if body is not None and id(body) not in known:
+            start, end = end, end + len(body.data)
+            data.append(body.data)
+            places = tuple(buffers.setdefault(id(buffer), (len(buffers), buffer))[0] for buffer in body.buffers)
+            known[id(body)] = start, end, places
+        wheres.append(None if body is None else known[id(body)])
+    needs = tuple({id(need): need for body in given for need in body.needs}.values())
+    return wheres, Packed(b"".join(data), tuple(buffer for _, buffer in buffers.values()), needs)
+
+
+class Memory:
+    """Memory of recorded arguments, as it was when each call was made; equal memory is copied and sent once."""
+
+    def __init__(self) -> None:
+        self._copies: dict[tuple[int, bytes, bytes], list[memoryview]] = {}
+
+    def snapshot(self, body: Any) -> Any:
+        """The body with memory that nobody else writes to."""
+        if not isinstance(body, Packed) or not body.buffers:
+            return body
+        return Packed(body.data, tuple(self._copy(buffer) for buffer in body.buffers), body.needs)
+
+    def _copy(self, buffer: memoryview) -> memoryview:
+        key = buffer.nbytes, bytes(buffer[:_EDGE_BYTES]), bytes(buffer[-_EDGE_BYTES:])
+        known = self._copies.setdefault(key, [])
+        found = next((copy for copy in known if copy.obj == buffer), None)  # the bytearray compares in one go
+        if found is None:
+            found = memoryview(bytearray(buffer))
+            known.append(found)
+        return found

@@ -1,0 +1,357 @@
+"""Residents as arguments: the placeholders that travel, and what they become on the rank that uses them.
+
+Using a resident gives what using its collected value gives. The value never has to exist: a rank takes the rows that it
+needs from the parts that hold them, its own first.
+"""
+
+from __future__ import annotations
+
+import abc
+import functools
+import pickle
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import attrs
+import cloudpickle
+
+from colocate._values import batch
+from colocate._values.batch import even_sizes, padded_sizes
+from colocate._values.beside import Beside, Cut
+from colocate._values.collect import Collect, Concat, Gather
+from colocate._values.dispatch import check_items
+from colocate._values.leaves import Memo
+from colocate._values.leaving import Watch
+from colocate._values.mesh import Ranks
+from colocate._values.tree import map_leaves
+from colocate.errors import DispatchError
+
+Written: TypeAlias = tuple[int, str, str | None]
+"""A resident's key, the method that returned it, and the call that wrote into it, where that is known."""
+
+
+@attrs.frozen(eq=False)
+class Source:
+    """A resident as others know it: where its parts lie and how they make up the value. Small in groups of any size.
+
+    Attributes:
+        key: Its id, unique in the runtime.
+        group: The group that keeps it.
+        slots: The slots of its role, in order of rank.
+        ranks: The ranks of the call that made it.
+        collect: How the parts become the value.
+        label: What errors call it.
+        generation: That of the group; the workers of another one never had it.
+    """
+
+    key: int
+    group: str
+    slots: tuple[int, ...] | range
+    ranks: Ranks
+    collect: Collect
+    label: str
+    generation: int = 0
+
+    def slot(self, rank: int) -> int:
+        """The slot of a rank."""
+        return self.slots[rank]
+
+    @property
+    def holders(self) -> Sequence[int]:
+        """The ranks that have a part, in the order in which results are joined."""
+        return range(self.ranks.world_size) if self.ranks.targets is None else self.ranks.targets
+
+    @functools.cached_property
+    def _packed(self) -> bytes:
+        packed: bytes = cloudpickle.dumps(attrs.astuple(self, recurse=False), protocol=5)
+        return packed
+
+    def __reduce__(self) -> Any:
+        # It goes with every call that uses it: packed once, and unpacked once in each worker.
+        return _source, (self._packed,)
+
+
+@functools.lru_cache(maxsize=1024)
+def _source(packed: bytes) -> Source:
+    return Source(*pickle.loads(packed))
+
+
+@attrs.frozen(eq=False)
+class Use:
+    """Stands for a resident's value, or some of its rows, in the arguments of a call."""
+
+    source: Source
+
+
+@attrs.frozen(eq=False)
+class Part(Use):
+    """Part `index` of `count` even ones along an axis."""
+
+    index: int
+    count: int
+    padding: bool
+    beside: Beside | None = None
+    """Plain rows that it is scattered together with, by a driver that didn't know how many rows there are."""
+
+
+@attrs.frozen(eq=False)
+class Own(Use):
+    """Of `count` parts along an axis the one that lies in the very worker: the producer's partition is the consumer's.
+
+    It is the same for all ranks, so a call's message is too.
+    """
+
+    count: int
+
+
+@attrs.frozen(eq=False)
+class Item(Use):
+    """Item `index` of a list of `count`, which is given to `parameter`."""
+
+    index: int
+    count: int
+    parameter: str
+
+
+@attrs.frozen(eq=False)
+class Rows(Use):
+    """Rows [start, stop) of the value."""
+
+    start: int
+    stop: int
+
+
+class Peers(abc.ABC):
+    """How a worker reads parts, its own and others'. Every method blocks until the part exists."""
+
+    @property
+    @abc.abstractmethod
+    def address(self) -> str | None:
+        """Where other workers reach this one; None when they needn't ask."""
+
+    @abc.abstractmethod
+    def part(self, source: Source, rank: int) -> Any:
+        """The whole part of a rank."""
+
+    @abc.abstractmethod
+    def rows(self, source: Source, rank: int) -> int:
+        """How many rows it has."""
+
+    @abc.abstractmethod
+    def weight(self, source: Source, rank: int) -> int | None:
+        """How many rows the call that made it worked on there; None when nothing was scattered."""
+
+    @abc.abstractmethod
+    def slice(self, source: Source, rank: int, start: int, stop: int) -> Any:
+        """Some of its rows."""
+
+    def given_back(self, label: str) -> Sequence[Written]:
+        """A call is over: those residents of other workers that it had the very values of, and wrote into.
+
+        None where what other workers have is copied.
+        """
+        return ()
+
+    @abc.abstractmethod
+    def abort(self, reason: str) -> None:
+        """Fail what is under way; later uses work again."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """End what it holds."""
+
+
+Aligned: TypeAlias = Callable[[int, Sequence[int]], Collection[int]]
+
+
+class Resolver:
+    """Replaces the placeholders in one call's arguments, on the rank that runs it."""
+
+    def __init__(self, peers: Peers, own_group: str, own_slot: int, aligned: Aligned) -> None:
+        """Args: aligned: Asks which of some residents have the partition of another one (all of them kept here)."""
+        self._peers = peers
+        self._group = own_group
+        self._slot = own_slot
+        self._ask_aligned = aligned
+        self.keys: list[int] = []  # the residents used, to be checked for writes afterwards
+        self.valid: int | None = None  # real rows of the first part taken
+        self.total: int | None = None  # rows of all parts together, where they had to be counted
+        self._first: tuple[Part | Own, int] | None = None
+        self._own: list[int] = []
+        self._aligned: Collection[int] | None = None
+        self._by: Own | None = None  # whose rows plain values are cut by
+        self._memo = Memo()
+        self._taken: list[tuple[Source, Any]] = []
+        self._watches: list[tuple[Source, Watch]] = []
+
+    def resolve(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments with values in place of placeholders."""
+        for value in arguments.values():
+            map_leaves(value, self._note)
+        if self._by is not None:
+            self._first_part(self._by)
+        return {name: map_leaves(value, self._leaf) for name, value in arguments.items()}
+
+    def _note(self, item: Any) -> Any:
+        if isinstance(item, Own):
+            self._own.append(item.source.key)
+        elif isinstance(item, Cut):
+            self._by = item.by
+        return item
+
+    def _leaf(self, item: Any) -> Any:
+        if isinstance(item, Cut):
+            return self._beside(item)
+        if not isinstance(item, Use):
+            return item
+        self.keys.append(item.source.key)
+        value = self._value(item)
+        self._taken.append((item.source, value))
+        return value
+
+    def _value(self, item: Use) -> Any:
+        if isinstance(item, (Part, Own)):
+            return self._part(item)
+        if isinstance(item, Rows):
+            return self._range(item.source, item.start, item.stop)
+        if isinstance(item, Item):
+            return self._item(item)
+        return self._whole(item.source)
+
+    def watch(self) -> None:
+        """Have `written` see from now on who writes into what was taken; also where that is a copy from elsewhere."""
+        self._watches = [(source, Watch(value, contents=True)) for source, value in self._taken]
+
+    def written(self) -> list[Source]:
+        """Those whose values somebody has written into."""
+        return [source for source, watch in self._watches if watch.written()]
+
+    def _whole(self, source: Source) -> Any:
+        ranks = source.ranks
+        wanted = set(source.collect.sources(ranks))
+        parts = [self._peers.part(source, rank) if rank in wanted else None for rank in source.holders]
+        if len(parts) > 1:
+            rows = [self._peers.weight(source, rank) if rank in wanted else None for rank in source.holders]
+            ranks = attrs.evolve(ranks, rows=rows)
+        return source.collect.join(parts, ranks)
+
+    def _item(self, item: Item) -> Any:
+        """The very result of a rank, where the value is the list of those."""
+        source = item.source
+        if type(source.collect) is Gather:
+            return self._peers.part(source, source.holders[item.index])
+        return check_items(item.parameter, self._whole(source), item.count)[item.index]
+
+    def _beside(self, cut: Cut) -> Any:
+        """The rows that lie beside this worker's own part of a resident."""
+        assert self.valid is not None
+        start, total = self._place(cut.by)
+        cut.beside.check(total)
+        return map_leaves(batch.cut(cut.value, start, start + self.valid, self._memo), self._leaf)
+
+    def _part(self, part: Part | Own) -> Any:
+        if isinstance(part, Part) and part.padding:
+            return self._padded(part)
+        if self._first is None:
+            return self._first_part(part)
+        # The first one decides which rows are this rank's.
+        first, rows = self._first
+        if isinstance(part, Own) and isinstance(first, Own) and self._is_aligned(first, part):
+            return self._own_part(part.source)
+        start, total = self._place(first)
+        if (found := self._total(part.source)) != total:
+            raise DispatchError(
+                f"{part.source.label} has {found} rows, but {first.source.label} has {total}: what is scattered "
+                "together has as many rows"
+            )
+        return self._range(part.source, start, start + rows)
+
+    def _first_part(self, part: Part | Own) -> Any:
+        if isinstance(part, Own):
+            value = self._own_part(part.source)
+            self.valid = batch.rows(value, part.source.label)
+            self._first = part, self.valid
+            return value
+        total = self._total(part.source)
+        if part.beside is not None:
+            part.beside.check(total)
+        self.valid = even_sizes(total, part.count)[part.index]
+        self._first = part, self.valid
+        start, _ = self._place(part)
+        return self._range(part.source, start, start + self.valid)
+
+    def _own_part(self, source: Source) -> Any:
+        """The part that lies here, or the one that counts in its place where the method has returned nothing here."""
+        value = self._peers.part(source, self._rank_here(source))
+        if value is not None:
+            return value
+        return self._peers.part(source, source.collect.sources(source.ranks)[self._index_here(source)])
+
+    def _place(self, part: Part | Own) -> tuple[int, int]:
+        """Where the rows of a part begin in the whole, and how many that has."""
+        if isinstance(part, Part):
+            index, sizes = part.index, even_sizes(self._total(part.source), part.count)
+        else:
+            index, sizes = self._index_here(part.source), self._sizes(part.source)
+        return sum(sizes[:index]), sum(sizes)
+
+    def _is_aligned(self, first: Own, part: Own) -> bool:
+        """Whether two residents lie in the same partition: on all ranks, as many rows on this one isn't enough."""
+        key = first.source.key
+        if part.count == 1 or part.source.key == key:
+            return True
+        if self._aligned is None:
+            self._aligned = self._ask_aligned(key, [own for own in dict.fromkeys(self._own) if own != key])
+        return part.source.key in self._aligned
+
+    def _padded(self, part: Part) -> Any:
+        """As `share` of the whole value, which needn't be put together for it."""
+        total = self.total = self._total(part.source)
+        if part.beside is not None:
+            part.beside.check(total)
+        width, sizes = padded_sizes(total, part.count)
+        start = sum(sizes[: part.index])
+        stop = start + sizes[part.index]
+        if self.valid is None:
+            self.valid = stop - start
+        if not total:
+            return self._range(part.source, 0, 0)
+        # A part of padding only repeats the value's last row.
+        low = start if start < stop else total - 1
+        return batch.pad(self._range(part.source, low, max(stop, low + 1)), width)
+
+    def _total(self, source: Source) -> int:
+        if isinstance(source.collect, Concat):
+            return sum(self._sizes(source))
+        return batch.rows(self._whole(source), source.label)
+
+    def _sizes(self, source: Source) -> list[int]:
+        return [self._peers.rows(source, rank) for rank in source.collect.sources(source.ranks)]
+
+    def _range(self, source: Source, start: int, stop: int) -> Any:
+        if not isinstance(source.collect, Concat):
+            return batch.slice_rows(self._whole(source), start, stop)
+        pieces: list[Any] = []
+        offset = 0
+        holders, sizes = source.collect.sources(source.ranks), self._sizes(source)
+        # No rows are taken from a part that has some, if there is one: others may be of another shape.
+        fullest = sizes.index(max(sizes))
+        for index, (rank, size) in enumerate(zip(holders, sizes, strict=True)):
+            low, high = (max(start, offset), min(stop, offset + size)) if start < stop else (offset, offset)
+            if low < high or (start == stop and index == fullest):
+                whole = low == offset and high == offset + size
+                pieces.append(
+                    self._peers.part(source, rank)
+                    if whole
+                    else self._peers.slice(source, rank, low - offset, high - offset)
+                )
+            offset += size
+        return pieces[0] if len(pieces) == 1 else batch.concat(pieces, source.label)
+
+    def _rank_here(self, source: Source) -> int:
+        return source.slots.index(self._slot)
+
+    def _index_here(self, source: Source) -> int:
+        """Where along the axis of its parts the one of this worker is."""
+        assert isinstance(source.collect, Concat)
+        return source.ranks.mesh(source.collect.mesh).coordinate(self._rank_here(source), source.collect.axis)

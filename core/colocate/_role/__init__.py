@@ -1,0 +1,1 @@
+"""What users declare, and what a role object answers by itself."""

@@ -1,0 +1,313 @@
+"""`Call`: one method call on its ranks, as the driver holds it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator
+from types import TracebackType
+from typing import Any, Generic, NoReturn, TypeAlias, TypeVar
+
+from colocate._role.on_driver import OnDriver
+from colocate._system.numbers import limit
+from colocate._system.off_main import SLICE_S, Flag, on_main
+
+C = TypeVar("C")
+C_co = TypeVar("C_co", covariant=True)
+_Outcome: TypeAlias = tuple[Any, BaseException | None, TracebackType | None]
+
+
+class Underway:
+    """A call that has been made: it is settled once, by its results or an error.
+
+    The value is collected by whoever asks first, never on a worker's or an I/O thread.
+    """
+
+    __slots__ = (
+        "_callbacks",
+        "_collecting",
+        "_error",
+        "_joiner",
+        "_outcomes",
+        "_raw",
+        "_settled",
+        "_trace",
+        "label",
+    )
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+        self._settled = Flag()
+        self._collecting = threading.Lock()
+        self._raw: Any = None
+        self._joiner: Callable[..., Any] | None = None
+        self._outcomes: list[_Outcome] = []  # the first one counts
+        self._error: BaseException | None = None
+        self._trace: TracebackType | None = None  # of a collect that failed
+        self._callbacks: list[tuple[Callable[[Any], object], bool]] = []  # and whether it is the framework's
+
+    @property
+    def state(self) -> str:
+        """Whether there is an answer, in a word."""
+        return "pending" if not self.done() else "failed" if self._error is not None else "done"
+
+    def cancel(self) -> bool:
+        """See `Call.cancel`."""
+        return False
+
+    def done(self) -> bool:
+        """True once it has a result or an error."""
+        return self._settled.is_set
+
+    def result(self, timeout: float | None = None) -> Any:
+        """See `Call.result`."""
+        self._wait(limit(timeout, "result(timeout)"))
+        if self._error is None:
+            self._collect_once()
+            value, self._error, self._trace = self._outcomes[0]
+            if self._error is None:
+                return value
+        cause: BaseException | None = self._error
+        while cause is not None:  # looked at now: what prints it may not be Python code
+            cause = cause.__cause__
+        # Otherwise each raise would add to the traceback of the one before, and keep all of their frames.
+        raise self._error.with_traceback(self._trace)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """See `Call.exception`."""
+        timeout = limit(timeout, "exception(timeout)")
+        try:
+            self.result(timeout)
+        except TimeoutError:
+            if not self.done():
+                raise
+        except BaseException as error:
+            if error is not self._error:  # an interrupt of the waiting thread isn't the call's
+                raise
+        return self._error
+
+    def _then(self, callback: Callable[[Any], object], own: bool = True) -> None:
+        """Run `callback(self)` once it is done.
+
+        Args:
+            callback: What to run. It must not block.
+            own: Whether it is the framework's own, which never runs behind users' callbacks.
+        """
+        self._callbacks.append((callback, own))
+        # Settling takes the list after it set the flag: one of the two sees the callback, and `_pop` gives it out once.
+        if self.done():
+            self._run_callbacks()
+
+    # -- for the group that settles it
+
+    def _wait(self, timeout: float | None) -> None:
+        if not self._settled.wait(timeout):
+            raise TimeoutError(f"{self.label} isn't done after {timeout} s; the call goes on")
+
+    def _check_unsent(self, *, awaits: bool = False) -> None:
+        """Raise when waiting for it would wait for the very code that waits: only a pipeline's calls do."""
+
+    def _collect_once(self) -> None:
+        """Collect the value, unless somebody has."""
+        if self._outcomes:
+            return
+        if on_main():  # which holds nothing: a signal's handler may ask for the same value, and has it collected then
+            self._collect()
+            return
+        with self._collecting:
+            self._collect()
+
+    def _collect(self) -> None:
+        raw, joiner = self._raw, self._joiner
+        if self._outcomes:  # looked for afterwards: what there is is dropped once it has been collected
+            return
+        outcome: _Outcome
+        try:
+            outcome = self._joined(raw, joiner), None, None
+        except Exception as error:
+            outcome = None, error, error.__traceback__
+        self._outcomes.append(outcome)
+        self._raw = self._joiner = None
+
+    def _joined(self, raw: Any, joiner: Callable[..., Any] | None) -> Any:
+        return raw if joiner is None else joiner(raw)
+
+    def _settle(self, raw: Any, joiner: Callable[..., Any] | None = None) -> bool:
+        """Give it its results; False when it was settled already. The caller holds the lock that orders settling."""
+        if self.done():
+            return False
+        self._raw, self._joiner = raw, joiner
+        self._settled.set()
+        if self._callbacks:
+            self._run_callbacks()
+        return True
+
+    def _fail(self, error: BaseException) -> bool:
+        """Give it its error; False when it was settled already. The caller holds the lock that orders settling."""
+        if self.done():
+            return False
+        self._error = error
+        self._settled.set()
+        if self._callbacks:
+            self._run_callbacks()
+        return True
+
+    def _run_callbacks(self) -> None:
+        while self._callbacks:
+            try:
+                callback, own = self._callbacks.pop(0)
+            except IndexError:  # another thread took the last one
+                return
+            self._dispatch(callback, own)
+
+    def _dispatch(self, callback: Callable[[Any], object], own: bool) -> None:
+        callback(self)
+
+
+class Call(OnDriver, Generic[C_co]):
+    """A submitted call. The value is collected by whoever asks first, never on a worker's or an I/O thread."""
+
+    _instead = "Give its result() instead"
+    __slots__ = ("_underway",)
+
+    def __init__(self, underway: Underway) -> None:
+        """Use `view.method.submit(...)`."""
+        self._underway = underway
+
+    def __repr__(self) -> str:
+        return f"<Call {self.label} {self._underway.state}>"
+
+    @property
+    def label(self) -> str:
+        """Role and method, as errors name it."""
+        return self._underway.label
+
+    def cancel(self) -> bool:
+        """Withdraw the call from all ranks, if none has begun it.
+
+        One that has been begun goes on; its method finds `ctx.cancelled` true and may return early.
+
+        Returns:
+            Whether it was withdrawn: its result is then a `CallCancelled`.
+        """
+        return self._underway.cancel()
+
+    def done(self) -> bool:
+        """True once it has a result or an error."""
+        return self._underway.done()
+
+    def result(self, timeout: float | None = None) -> C_co:
+        """Wait for the collected value.
+
+        Args:
+            timeout: Seconds to wait at most; None and `math.inf` wait for ever.
+
+        Raises:
+            TimeoutError: It isn't done yet; the call goes on.
+            ColocateError: What went wrong with the call.
+        """
+        value: C_co = self._underway.result(timeout)
+        return value
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait, and return the error instead of raising it; None when there is none."""
+        return self._underway.exception(timeout)
+
+    def add_done_callback(self, callback: Callable[[Call[C_co]], object]) -> None:
+        """Run `callback(call)` once it is done, on the runtime's dispatcher thread."""
+        self._underway._then(lambda _: callback(self), own=False)
+
+    def __await__(self) -> Generator[Any, None, C_co]:
+        underway = self._underway
+        underway._check_unsent(awaits=True)
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[None] = loop.create_future()
+
+        def wake() -> None:
+            if not future.done():
+                future.set_result(None)
+
+        def notify(_: Underway) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody awaits it
+                loop.call_soon_threadsafe(wake)
+
+        underway._then(notify)
+        yield from future
+        return self.result()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"{self!r} lives on the driver and can't be sent; pass its result(), or keep it and pass .ref")
+
+
+def settled(label: str, value: C) -> Call[C]:
+    """A call that is done."""
+    underway = Underway(label)
+    underway._settle(value)
+    return Call(underway)
+
+
+def failed(label: str, error: BaseException) -> Call[Any]:
+    """A call that has failed."""
+    underway = Underway(label)
+    underway._fail(error)
+    return Call(underway)
+
+
+def wait(calls: Iterable[Call[Any]], timeout: float | None = None) -> tuple[set[Call[Any]], set[Call[Any]]]:
+    """Wait until all calls are done, or the time is up.
+
+    Args:
+        calls: The calls.
+        timeout: Seconds to wait at most; None and `math.inf` wait for ever.
+
+    Returns:
+        The calls that are done, and those that aren't.
+    """
+    timeout = limit(timeout, "wait(timeout)")
+    everything = list(calls)
+    deadline = None if timeout is None else time.monotonic() + timeout
+    for call in everything:
+        try:
+            call._underway._wait(None if deadline is None else deadline - time.monotonic())
+        except TimeoutError:
+            break
+    return {c for c in everything if c.done()}, {c for c in everything if not c.done()}
+
+
+def as_completed(calls: Iterable[Call[C]], timeout: float | None = None) -> Iterator[Call[C]]:
+    """The calls in the order in which they are done.
+
+    Args:
+        calls: The calls; each is given once.
+        timeout: Seconds to wait at most, over all of them.
+
+    Raises:
+        TimeoutError: Some aren't done in time; the calls go on.
+    """
+    return _as_completed(calls, limit(timeout, "as_completed(timeout)"))
+
+
+def _as_completed(calls: Iterable[Call[C]], timeout: float | None) -> Iterator[Call[C]]:
+    pending = set(calls)
+    finished: queue.SimpleQueue[Call[C]] = queue.SimpleQueue()
+
+    def tell(call: Call[C]) -> None:
+        call._underway._then(lambda _: finished.put(call))
+
+    for call in pending:
+        call._underway._check_unsent()
+        tell(call)
+    deadline = None if timeout is None else time.monotonic() + timeout
+    while pending:
+        left = SLICE_S if deadline is None else deadline - time.monotonic()
+        try:
+            call = finished.get(timeout=max(0.0, min(left, SLICE_S)))
+        except queue.Empty:
+            if left <= 0:
+                raise TimeoutError(f"{len(pending)} calls aren't done after {timeout} s; they go on") from None
+            continue
+        pending.discard(call)
+        yield call

@@ -1,0 +1,210 @@
+"""What role code knows of its place: `self.ctx`, `colocate.context()`."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import attrs
+
+from colocate._values.mesh import Mesh
+from colocate.errors import ColocateError, ConfigError
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+
+R = TypeVar("R")
+
+
+@attrs.define(eq=False)
+class CallState:
+    """What one running call knows of itself."""
+
+    seq: int
+    valid_rows: int | None = attrs.field(default=None, kw_only=True)
+    cancelled: bool = attrs.field(default=False, kw_only=True)
+
+
+@attrs.define(eq=False)
+class MeshPlace:
+    """Where this rank lies in one mesh of its role."""
+
+    mesh: Mesh
+    _rank: int
+
+    @property
+    def shape(self) -> Mapping[str, int]:
+        """Size of each axis, in order; the last axis varies fastest."""
+        return self.mesh.shape
+
+    def size(self, axis: str) -> int:
+        """Size of an axis; 1 for an axis that the mesh lacks."""
+        return self.mesh.size(axis)
+
+    def rank(self, axis: str) -> int:
+        """This rank's index along an axis; 0 for an axis that the mesh lacks."""
+        return self.mesh.coordinate(self._rank, axis)
+
+
+@attrs.define(eq=False)
+class Context:
+    """One role on one rank: who and where it is, and what the worker offers it.
+
+    Attributes:
+        rank: Index within the role.
+        world_size: Number of slots the role has.
+        slot: Index of this worker's slot in its group.
+        node: Name of the machine.
+        role: Name of the role; None in `group.run`.
+        group: Name of the group.
+        generation: How often the group has been restarted.
+        seed: A number derived from runtime seed, group, role and rank.
+        meshes: This rank's place in each named mesh; an unnamed one has the key "".
+    """
+
+    rank: int
+    world_size: int
+    slot: int
+    node: str
+    role: str | None
+    group: str
+    generation: int
+    seed: int
+    meshes: Mapping[str, MeshPlace]
+    hosted: bool = True
+    _device: str = attrs.field(default="cpu", alias="device")
+    _siblings: Mapping[str, object] = attrs.field(factory=dict, alias="siblings")
+    _process_group: Callable[[Context, str | None], ProcessGroup] | None = attrs.field(
+        default=None, alias="process_group"
+    )
+    _report: Callable[[Context, int, int | None], None] | None = attrs.field(default=None, alias="report")
+    _generator: torch.Generator | None = attrs.field(default=None, init=False)
+    last_call: CallState = attrs.field(factory=lambda: CallState(0), init=False)
+
+    @property
+    def mesh(self) -> MeshPlace:
+        """This rank's place in the role's only mesh (with several: `meshes[name]`)."""
+        if len(self.meshes) != 1:
+            raise ConfigError(
+                f"role {self.role!r} has several meshes: use ctx.meshes[...] with one of {[*self.meshes]}"
+            )
+        return next(iter(self.meshes.values()))
+
+    @property
+    def device(self) -> torch.device:
+        """The slot's device. Needs torch."""
+        return cast("torch.device", need_torch("ctx.device").device(self._device))
+
+    @property
+    def generator(self) -> torch.Generator:
+        """A random generator of this role and rank, equal on every executor for the same seed. Needs torch."""
+        if self._generator is None:
+            generator = need_torch("ctx.generator").Generator(device=self._device)
+            generator.manual_seed(self.seed)
+            self._generator = cast("torch.Generator", generator)
+        return self._generator
+
+    @property
+    def valid_rows(self) -> int | None:
+        """How many rows of this call's batch are real; None when nothing was scattered."""
+        return self._call.valid_rows
+
+    @property
+    def cancelled(self) -> bool:
+        """True once nobody waits for this call any more: a long method looks here and returns early."""
+        return self._call.cancelled
+
+    @property
+    def _call(self) -> CallState:
+        # A thread that role code started has no call of its own: it belongs to the one that ran last.
+        return running_call.get() or self.last_call
+
+    def sibling(self, name: str, cls: type[R] | None = None) -> R:
+        """The other role's instance in this worker.
+
+        Args:
+            name: The role's name in the group.
+            cls: Its class, for type checkers; checked at run time too where the class is the same object.
+
+        Raises:
+            ColocateError: No such role on this slot (yet: roles are constructed in the order of their declaration).
+        """
+        if name not in self._siblings:
+            raise ColocateError(
+                f"role {self.role!r} asked for its sibling {name!r}, but slot {self.slot} of group {self.group!r} has "
+                f"{sorted(self._siblings) or 'no other role'} (roles are constructed in the order of their declaration)"
+            )
+        return cast("R", self._siblings[name])
+
+    def process_group(self, axis: str | None = None) -> ProcessGroup:
+        """A torch.distributed group of this role's ranks, or of those that share all other coordinates with this rank.
+
+        Every rank of the role calls it at the same place. After a failed call the next one is a new group, so a role
+        asks for it in each call and doesn't keep it. Needs torch.
+
+        Args:
+            axis: An axis of the role's mesh; None for all ranks. Where several meshes have it: "train.tp".
+        """
+        need_torch("ctx.process_group()")
+        if self._process_group is None:
+            raise ColocateError("this context has no process group")
+        return self._process_group(self, axis)
+
+    def progress(self, done: int, total: int | None = None) -> None:
+        """Say how far a long method is; shown in hang reports and in the timeline."""
+        if self._report is not None:
+            self._report(self, done, total)
+
+
+_current: ContextVar[Context | None] = ContextVar("colocate_context", default=None)
+running_call: ContextVar[CallState | None] = ContextVar("colocate_call", default=None)
+set_current = _current.set
+reset_current = _current.reset
+current = _current.get
+
+
+def context() -> Context:
+    """The context of the role code that is running.
+
+    Raises:
+        ColocateError: No role code is running on this thread.
+    """
+    found = _current.get()
+    if found is None:
+        raise ColocateError(
+            "colocate.context() works inside role code only; in a thread of your own, pass ctx on to it"
+        )
+    return found
+
+
+def derive_seed(seed: int, group: str, role: str | None, rank: int) -> int:
+    """A 63-bit number that depends on all four, the same on every machine and Python."""
+    text = f"{seed}\0{group}\0{role}\0{rank}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+
+def standalone_context(role: str) -> Context:
+    """The context of a role object made outside any worker: rank 0 of 1, on the CPU."""
+    seed = derive_seed(0, "standalone", role, 0)
+    place = {"": MeshPlace(Mesh({"dp": 1}), 0)}
+    return Context(0, 1, 0, "localhost", role, "standalone", 0, seed, place, hosted=False, process_group=_alone)
+
+
+def _alone(ctx: Context, axis: str | None) -> ProcessGroup:
+    from colocate._role.torch_groups import single_rank_group
+
+    return single_rank_group()
+
+
+def need_torch(what: str) -> Any:
+    """The torch module, or an ImportError with the line that installs it."""
+    try:
+        return importlib.import_module("torch")
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ImportError(f"{what} needs torch, which isn't installed: pip install 'colocate[torch]'") from error

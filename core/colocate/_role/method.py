@@ -1,0 +1,249 @@
+"""`@method`: what makes a function of a class a role's method, typed for the driver that calls it."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, overload
+
+from colocate._role.context import current
+from colocate._role.method_spec import MethodSpec
+from colocate._role.standalone import StandaloneCall
+from colocate._values.collect import Collect, Concat, First, Gather, Reduce
+from colocate._values.collect import check as check_collect
+from colocate._values.dispatch import Broadcast, Dispatch, OnRank
+from colocate.errors import DispatchError
+
+if TYPE_CHECKING:
+    from colocate._role.call import Call
+    from colocate._role.resident import Resident
+
+P = ParamSpec("P")
+T = TypeVar("T")
+R_co = TypeVar("R_co", covariant=True)
+C_co = TypeVar("C_co", covariant=True)
+
+
+class RoleCall(Protocol[P, C_co]):
+    """A role's method as the driver sees it: call it, submit it, or keep its result in the workers."""
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> C_co:
+        """Run on the ranks, wait, and return the collected value."""
+        ...
+
+    def submit(self, *args: P.args, **kwargs: P.kwargs) -> Call[C_co]:
+        """Send it and return at once; the `Call` stands for the collected value."""
+        ...
+
+    def keep(self, *args: P.args, **kwargs: P.kwargs) -> Resident[C_co]:
+        """Send it and return at once; the results stay in the workers."""
+        ...
+
+    def options(self, *, timeout: float | None = None, ranks: Sequence[int] | None = None) -> RoleCall[P, C_co]:
+        """The same method with a deadline, or on some ranks only.
+
+        Args:
+            timeout: Seconds until the call is given up with `CallTimeout`; None leaves what was said before.
+            ranks: The ranks it runs on (with Broadcast, PerRank and OnRank only); None leaves what was said before.
+        """
+        ...
+
+
+class RoleMethod(Generic[P, R_co, C_co]):
+    """What `@method` leaves in the class: of parameters `P`, with results `R_co` on a rank and `C_co` for the driver.
+
+    On an instance it is the plain bound method inside role code, and a `RoleCall` of one rank outside any worker.
+    Called on the class, as in `Actor.step(self, loss)`, it is the function itself, typed as it is written.
+    """
+
+    def __init__(self, spec: MethodSpec) -> None:
+        self.spec = spec
+        self.__name__ = spec.name
+        self.__doc__ = spec.function.__doc__
+        self.__wrapped__ = spec.function
+        self.__isabstractmethod__ = getattr(spec.function, "__isabstractmethod__", False)
+
+    @overload
+    def __get__(self, instance: None, owner: type, /) -> RoleMethod[P, R_co, C_co]: ...
+    @overload
+    def __get__(self, instance: object, owner: type | None = None, /) -> RoleCall[P, C_co]: ...
+    def __get__(self, instance: object | None, owner: type | None = None, /) -> Any:
+        if instance is None:
+            return self
+        if _in_role_code(instance):
+            return types.MethodType(self.spec.function, instance)
+        return StandaloneCall(instance, self.spec)
+
+    def __call__(self, instance: Any, /, *args: P.args, **kwargs: P.kwargs) -> R_co:
+        """The function itself, on this rank alone.
+
+        Args:
+            instance: The role object, `self`.
+            args: The method's arguments.
+            kwargs: The method's arguments by name.
+
+        Raises:
+            TypeError: This isn't role code, where a method is called on a view or an object.
+        """
+        if not _in_role_code(instance):
+            name = self.spec.function.__qualname__
+            raise TypeError(
+                f"{name}(...) on the class is the plain function, for a role's own code; "
+                f"call {self.spec.name} on a view or an object of the role instead"
+            )
+        found: R_co = self.spec.function(instance, *args, **kwargs)
+        return found
+
+    def __repr__(self) -> str:
+        return f"<role method {self.spec.function.__qualname__}>"
+
+
+def _in_role_code(instance: object) -> bool:
+    """Whether this is the code of a role in a worker, or of one that stands alone."""
+    ctx = getattr(instance, "_colocate_ctx", None)
+    return current() is not None or (ctx is not None and ctx.hosted)
+
+
+# Of an async method the function's own result is Any: with two results the overloads would leave a checker no way to
+# choose for a function that returns Any, and its parameters would be lost with it.
+class _Same(Protocol):
+    """A decorator whose collected value has the type that the method returns."""
+
+    @overload
+    def __call__(self, f: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], /) -> RoleMethod[P, Any, T]: ...
+    @overload
+    def __call__(self, f: Callable[Concatenate[Any, P], T], /) -> RoleMethod[P, T, T]: ...
+
+
+class _List(Protocol):
+    """A decorator whose collected value is a list with an item per rank."""
+
+    @overload
+    def __call__(self, f: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], /) -> RoleMethod[P, Any, list[T]]: ...
+    @overload
+    def __call__(self, f: Callable[Concatenate[Any, P], T], /) -> RoleMethod[P, T, list[T]]: ...
+
+
+class _Custom(Protocol):
+    """A decorator whose collected value is what a user's `Collect` makes of it."""
+
+    @overload
+    def __call__(self, f: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], /) -> RoleMethod[P, Any, Any]: ...
+    @overload
+    def __call__(self, f: Callable[Concatenate[Any, P], T], /) -> RoleMethod[P, T, Any]: ...
+
+
+@overload
+def method(f: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], /) -> RoleMethod[P, Any, list[T]]: ...
+@overload
+def method(f: Callable[Concatenate[Any, P], T], /) -> RoleMethod[P, T, list[T]]: ...
+# An OnRank is a Dispatch: one behind a variable that is typed as any Dispatch is taken for the usual kind, whose result
+# is a list. The alternative would be Any for every dispatch of the user's own.
+@overload
+def method(  # type: ignore[overload-overlap]  # pyright: ignore[reportOverlappingOverload]
+    *,
+    dispatch: OnRank,
+    collect: None = ...,
+    concurrency: int = ...,
+    readonly: Sequence[str] = ...,
+    host: Sequence[str] = ...,
+) -> _Same: ...
+@overload
+def method(
+    *,
+    dispatch: Dispatch = ...,
+    collect: Concat | First | Reduce,
+    concurrency: int = ...,
+    readonly: Sequence[str] = ...,
+    host: Sequence[str] = ...,
+) -> _Same: ...
+@overload
+def method(
+    *,
+    dispatch: Dispatch = ...,
+    collect: Gather | None = ...,
+    concurrency: int = ...,
+    readonly: Sequence[str] = ...,
+    host: Sequence[str] = ...,
+) -> _List: ...
+@overload
+def method(
+    *,
+    dispatch: Dispatch = ...,
+    collect: Collect,
+    concurrency: int = ...,
+    readonly: Sequence[str] = ...,
+    host: Sequence[str] = ...,
+) -> _Custom: ...
+def method(
+    f: Callable[..., Any] | None = None,
+    /,
+    *,
+    dispatch: Dispatch | None = None,
+    collect: Collect | None = None,
+    concurrency: int = 1,
+    readonly: Sequence[str] = (),
+    host: Sequence[str] = (),
+) -> Any:
+    """Make a function of a class a method of the role.
+
+    Args:
+        f: The function, when used without parentheses.
+        dispatch: How the arguments reach the ranks (default: `Broadcast()`).
+        collect: How the ranks' results become one value (default: `Gather()`, a list; with `OnRank`, that rank's).
+        concurrency: How many calls of an `async def` method may overlap.
+        readonly: Parameters that it only reads, which allows an executor to hand them over without a copy.
+        host: Parameters whose tensors arrive on the host. All others' arrive on `ctx.device`.
+
+    Raises:
+        DispatchError: An unknown parameter name, or a dispatch and a collect that don't go together.
+    """
+
+    def decorate(function: Callable[..., Any]) -> RoleMethod[..., Any, Any]:
+        return RoleMethod(_declare(function, dispatch, collect, concurrency, readonly, host))
+
+    return decorate if f is None else decorate(f)
+
+
+def _declare(
+    function: Callable[..., Any],
+    dispatch: Dispatch | None,
+    collect: Collect | None,
+    concurrency: int,
+    readonly: Sequence[str],
+    host: Sequence[str],
+) -> MethodSpec:
+    where = function.__qualname__
+    for given, kind in ((dispatch, Dispatch), (collect, Collect)):
+        if given is not None and not isinstance(given, kind):
+            raise DispatchError(f"{where}: {given!r} is not a {kind.__name__}; did you forget its parentheses?")
+    dispatch = dispatch if dispatch is not None else Broadcast()
+    collect = collect if collect is not None else First() if isinstance(dispatch, OnRank) else Gather()
+    full = inspect.signature(function)
+    parameters = list(full.parameters.values())
+    if not parameters:
+        raise DispatchError(f"{where}: a role method's first parameter is self")
+    signature = full.replace(parameters=parameters[1:])
+    names = list(signature.parameters)
+    dispatch.declare(names, where)
+    check_collect(dispatch, collect, where)
+    for option, named in (("readonly", readonly), ("host", host)):
+        if isinstance(named, str):
+            raise DispatchError(f"{where}: {option}={named!r} is a string; write {option}=({named!r},)")
+        if unknown := [name for name in named if name not in names]:
+            raise DispatchError(f"{where}: {option} names {unknown[0]!r}, but its parameters are {', '.join(names)}")
+    is_async = inspect.iscoroutinefunction(function)
+    if concurrency < 1 or (concurrency > 1 and not is_async):
+        raise DispatchError(f"{where}: concurrency={concurrency}; it is at least 1, and above 1 for async methods only")
+    return MethodSpec(
+        name=function.__name__,
+        function=function,
+        dispatch=dispatch,
+        collect=collect,
+        signature=signature,
+        is_async=is_async,
+        concurrency=concurrency,
+        readonly=tuple(readonly),
+        host=tuple(host),
+    )

@@ -1,0 +1,138 @@
+"""Roles as data: the `Role` base class and `colocate.role(...)`."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, ParamSpec, TypeVar, overload
+
+import attrs
+
+from colocate._role.context import Context, current, standalone_context
+from colocate._role.method import RoleMethod
+from colocate._role.method_spec import MethodSpec
+from colocate.errors import ConfigError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Role:
+    """Base of role classes: adds a typed `self.ctx`. A plain class works too (with `colocate.context()`)."""
+
+    _colocate_ctx: Context
+
+    @property
+    def ctx(self) -> Context:
+        """This role's context, there in the constructor already."""
+        found: Context | None = self.__dict__.get("_colocate_ctx")
+        if found is None:
+            # Made inside role code: it belongs to that role. Made outside any worker: it is rank 0 of 1.
+            found = current() or standalone_context(type(self).__name__)
+            self.__dict__["_colocate_ctx"] = found
+        return found
+
+
+def methods_of(cls: type) -> Mapping[str, MethodSpec]:
+    """The role methods of a class, inherited ones included, by name."""
+    found: dict[str, MethodSpec] = {}
+    for base in reversed(cls.__mro__):
+        for name, attribute in vars(base).items():
+            if isinstance(attribute, RoleMethod):
+                found[name] = attribute.spec
+            else:
+                found.pop(name, None)  # overridden by something that is no role method
+    return found
+
+
+@attrs.frozen(eq=False)
+class RoleSpec(Generic[R]):
+    """A role to be spawned: its class (or a plugin's name), constructor arguments and place.
+
+    Attributes:
+        target: The class, a plugin's name ("acme.reward"), or "module:Class".
+        args: Positional constructor arguments.
+        kwargs: Keyword constructor arguments.
+        slots: Indices of the slots it lives on; None for all.
+        mesh: Axes over its ranks, or several by name; None for one axis, dp.
+        default_group: Whether torch's default process group is this role's.
+    """
+
+    target: type[R] | str
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = attrs.field(factory=dict)
+    slots: tuple[int, ...] | None = None
+    mesh: Mapping[str, Any] | None = None
+    default_group: bool = False
+
+    def on(
+        self,
+        *,
+        slots: Sequence[int] | None = None,
+        mesh: Mapping[str, int] | Mapping[str, Mapping[str, int]] | None = None,
+        default_group: bool | None = None,
+    ) -> RoleSpec[R]:
+        """The same role, placed.
+
+        Args:
+            slots: Indices of the slots it lives on (default: all of the group's).
+            mesh: Axes over its ranks, row-major, the last axis fastest; or several such by name.
+            default_group: Whether torch's default process group is set to this role's ranks.
+        """
+        changes: dict[str, Any] = {}
+        if slots is not None:
+            changes["slots"] = _checked_slots(slots)
+        if mesh is not None:
+            changes["mesh"] = dict(mesh)
+        if default_group is not None:
+            changes["default_group"] = default_group
+        return attrs.evolve(self, **changes)
+
+    @property
+    def label(self) -> str:
+        """What errors and the graph call it."""
+        return self.target if isinstance(self.target, str) else self.target.__qualname__
+
+
+@overload
+def role(target: str, /, **kwargs: Any) -> RoleSpec[Any]: ...
+@overload
+def role(target: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> RoleSpec[R]: ...
+def role(target: Any, /, *args: Any, **kwargs: Any) -> RoleSpec[Any]:
+    """Declare a role: its class, or the name of a plugin's, with constructor arguments (type-checked).
+
+    Args:
+        target: A class, "plugin.role", or "module:Class".
+        *args: Arguments of its constructor.
+        **kwargs: Arguments of its constructor.
+    """
+    if not isinstance(target, type | str):
+        raise ConfigError(
+            f"a role is a class or a plugin's name, not {target!r}; pass the class and its arguments apart"
+        )
+    return RoleSpec(target, args, kwargs)
+
+
+def check_role(name: str, cls: type) -> Mapping[str, MethodSpec]:
+    """The role's methods, or an error if it has none."""
+    methods = methods_of(cls)
+    if not methods:
+        raise ConfigError(
+            f"role {name!r}: {cls.__module__}.{cls.__qualname__} has no role methods; decorate one with "
+            "@colocate.method"
+        )
+    return methods
+
+
+def no_such_method(role: str, name: str, methods: Mapping[str, MethodSpec]) -> AttributeError:
+    """The error for a method that a role doesn't have, with those it has."""
+    close = difflib.get_close_matches(name, methods, 1)
+    hint = f"; did you mean {close[0]!r}?" if close else "; only methods decorated with @method can be called on a view"
+    return AttributeError(f"role {role!r} has no method {name!r}: it has {', '.join(sorted(methods))}{hint}")
+
+
+def _checked_slots(slots: Sequence[int]) -> tuple[int, ...]:
+    chosen = tuple(slots)
+    if not chosen or len(set(chosen)) != len(chosen) or any(slot < 0 for slot in chosen):
+        raise ConfigError(f"slots={list(slots)}: name at least one slot, each once, counted from 0")
+    return chosen

@@ -1,0 +1,83 @@
+"""What was called while a job ran: totals per role and method, and when each slot was busy with what."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+
+import attrs
+
+from colocate._calls.records import CallRecord
+from colocate._plugins.plugins import hookimpl
+from colocate.config.schema import Config
+
+KEPT_SPANS = 100_000  # a long run keeps its last hours in its report, and all of it in the totals
+
+
+@attrs.frozen
+class Span:
+    """One rank of one call: where it ran, from when to when."""
+
+    group: str
+    slot: int
+    role: str
+    method: str
+    start: float
+    end: float
+
+
+@attrs.frozen
+class Total:
+    """All calls of one method.
+
+    Attributes:
+        group: Name of the group.
+        role: Name of the role.
+        method: Name of the method.
+        calls: How many.
+        seconds: How long they ran, each call counted as long as its slowest rank.
+    """
+
+    group: str
+    role: str
+    method: str
+    calls: int
+    seconds: float
+
+
+@attrs.define(eq=False)
+class CallLog:
+    """An observer that keeps totals of all calls and the spans of the last ones."""
+
+    _config: Config
+    _totals: dict[tuple[str, str, str], tuple[int, float]] = attrs.field(factory=dict, init=False)
+    _spans: deque[Span] = attrs.field(factory=lambda: deque(maxlen=KEPT_SPANS), init=False)
+    _lock: threading.Lock = attrs.field(factory=threading.Lock, init=False)
+
+    @hookimpl
+    def colocate_call_finished(self, record: CallRecord) -> None:
+        """Count a call. Comes on the runtime's thread."""
+        key = (record.group, record.role, record.method)
+        longest = max((end - start for _, start, end in record.spans), default=0.0)
+        with self._lock:
+            calls, seconds = self._totals.get(key, (0, 0.0))
+            self._totals[key] = calls + 1, seconds + longest
+            for rank, start, end in record.spans:
+                slot = self._slot(record.group, record.role, rank)
+                self._spans.append(Span(record.group, slot, record.role, record.method, start, end))
+
+    def totals(self) -> tuple[Total, ...]:
+        """Per method, in the order of their first calls."""
+        with self._lock:
+            return tuple(Total(*key, *counts) for key, counts in self._totals.items())
+
+    def spans(self) -> tuple[Span, ...]:
+        """The last spans, in the order in which their calls ended."""
+        with self._lock:
+            return tuple(self._spans)
+
+    def _slot(self, group: str, role: str, rank: int) -> int:
+        if group not in self._config.groups:  # one that the job made itself
+            return rank
+        found = self._config.groups[group].roles.get(role)
+        return rank if found is None or found.slots is None else found.slots[rank]

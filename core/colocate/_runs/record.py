@@ -1,0 +1,59 @@
+"""`RunRecord`: what is known of a run when it is over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import attrs
+
+from colocate._runs.calls import Span, Total
+
+Row: TypeAlias = Mapping[str, Any]
+
+
+@attrs.frozen
+class RunRecord:
+    """A finished run, as the report and the last page on the screen show it.
+
+    Attributes:
+        name: The config's name.
+        directory: Its folder.
+        config: The config as run, in YAML.
+        metrics: What was logged, in order: `step`, scalars, and `seconds` per phase.
+        tables: What the job showed: rows by title.
+        totals: Calls and seconds per group, role and method.
+        spans: When each rank was busy with which call (of a long run: the last ones).
+        phases: Seconds per phase of the job.
+        tree: The ownership graph before closing, as a tree.
+        graph: The same as JSON.
+        environment: Versions and machine.
+        started: When it began (`time.time()`).
+        seconds: How long it took, with the start-up.
+        stopped: The signal that ended it early; None when it came to its own end.
+        start_up: Seconds until all workers ran and had their roles.
+        log: The last part of all that was printed.
+    """
+
+    name: str
+    directory: Path
+    config: str
+    metrics: Sequence[Row]
+    tables: Mapping[str, Sequence[Row]]
+    totals: Sequence[Total]
+    spans: Sequence[Span]
+    phases: Mapping[str, float]
+    tree: str
+    graph: str
+    environment: Mapping[str, str]
+    started: float
+    seconds: float
+    stopped: str | None = None
+    start_up: float = 0.0
+    log: str = ""
+
+
+def timed_phases(record: RunRecord) -> dict[str, float]:
+    """What the time of a run went into: its start-up, and the job's phases."""
+    return {"(start-up)": record.start_up, **record.phases} if record.start_up else dict(record.phases)

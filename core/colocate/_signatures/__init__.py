@@ -1,0 +1,1 @@
+"""Whether values fit a signature."""

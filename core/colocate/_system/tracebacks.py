@@ -1,0 +1,127 @@
+"""Tracebacks as users read them: with their own frames, and the framework's as a number."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Any
+
+from colocate._system.lines import is_own_code
+from colocate.errors import RoleError, RoleStartError
+
+_EXECUTORS = tuple(f"{os.sep}colocate_{name}{os.sep}" for name in ("local", "ray", "dask"))
+_BETWEEN = tuple(  # what the framework is called through, or calls users' code through
+    f"{os.sep}{name}"
+    for name in ("contextlib.py", "functools.py", "threading.py", f"typer{os.sep}", f"bin{os.sep}colocate")
+)
+
+
+_CARRIED: Any = object()
+
+
+def told(error: BaseException, trace: TracebackType | None = _CARRIED, *, whole: bool = True) -> str:
+    """An exception with its causes, as Python prints them, but with the framework's frames as a number.
+
+    One without a frame of anybody else's is told in full: the fault is the framework's then, unless it tells what role
+    code has raised, or is a group of errors of which one tells whose fault it is.
+
+    Args:
+        error: The exception.
+        trace: Its traceback, when that isn't what it carries.
+        whole: Whether also those of the framework's frames are counted by which users' code was called.
+    """
+    found = traceback.TracebackException(type(error), error, error.__traceback__ if trace is _CARRIED else trace)
+    _fold(found, error, whole)
+    return "".join(found.format())
+
+
+def frames_of_users(error: BaseException) -> str:
+    """The frames of an exception, the framework's as a number; empty when there are no others."""
+    frames = traceback.extract_tb(error.__traceback__)
+    shown = folded(frames, whole=True)
+    return "".join(shown.format()) if shown is not frames else ""
+
+
+def without_own_frames(error: BaseException) -> BaseException:
+    """The exception, to be raised on: without the frames so far where there are none but the framework's."""
+    return error if frames_of_users(error) else error.with_traceback(None)
+
+
+def folded(frames: traceback.StackSummary, whole: bool, in_full: bool = True) -> traceback.StackSummary:
+    """A stack in which runs of the framework's frames are one line; with `in_full` itself, when it has no others."""
+    if in_full and all(_is_ours(frame) or _is_between(frame) for frame in frames):
+        return frames
+    found = _Folded()
+    for run, ours in _runs(frames):
+        if not ours:
+            found.extend(run)
+        elif whole or found:
+            found.append(_Fold(len(run)))
+    return found
+
+
+def _fold(found: traceback.TracebackException, error: BaseException, whole: bool) -> None:
+    """Fold the stacks of an exception, of its causes, and of the exceptions of a group."""
+    if _of_a_role(error):  # it tells the cause and its place
+        found.__cause__ = found.__context__ = None
+    found.stack = folded(found.stack, whole, in_full=not _tells(error))
+    parts = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+    chained = (found.__cause__, error.__cause__), (found.__context__, error.__context__)
+    for part, each in (*chained, *zip(found.exceptions or (), parts, strict=False)):
+        if part is not None and each is not None:
+            _fold(part, each, whole)
+
+
+def _of_a_role(error: BaseException) -> bool:
+    return isinstance(error, RoleError | RoleStartError) and bool(error.remote_traceback)
+
+
+def _tells(error: BaseException) -> bool:
+    """Whether it says by something else than its own stack whose fault it is."""
+    if isinstance(error, BaseExceptionGroup):
+        return any(_tells(each) or frames_of_users(each) for each in error.exceptions)
+    return _of_a_role(error)
+
+
+def _runs(frames: Sequence[traceback.FrameSummary]) -> Iterator[tuple[list[traceback.FrameSummary], bool]]:
+    """The frames in runs: of the framework with what it is called through, and of anybody else."""
+    run: list[traceback.FrameSummary] = []
+    ours = False
+    for frame in frames:
+        now = _is_ours(frame) or _is_between(frame)
+        if run and now != ours:
+            yield run, ours and any(map(_is_ours, run))
+            run = []
+        run.append(frame)
+        ours = now
+    if run:
+        yield run, ours and any(map(_is_ours, run))
+
+
+def _is_ours(frame: traceback.FrameSummary) -> bool:
+    return is_own_code(frame.filename) or any(folder in frame.filename for folder in _EXECUTORS)
+
+
+def _is_between(frame: traceback.FrameSummary) -> bool:
+    return any(part in frame.filename for part in _BETWEEN)
+
+
+class _Fold(traceback.FrameSummary):
+    """Stands for some frames."""
+
+    __slots__ = ("count",)
+
+    def __init__(self, count: int) -> None:
+        super().__init__("colocate", count, "", lookup_line=False)
+        self.count = count
+
+
+class _Folded(traceback.StackSummary):
+    """A stack with folds in it."""
+
+    def format_frame_summary(self, frame_summary: traceback.FrameSummary, **options: Any) -> str:
+        if isinstance(frame_summary, _Fold):
+            return f"  ... {frame_summary.count} frame{'s' if frame_summary.count > 1 else ''} of colocate\n"
+        return super().format_frame_summary(frame_summary, **options)

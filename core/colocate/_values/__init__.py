@@ -1,0 +1,1 @@
+"""Rows of values: split, join, reduce, walk."""

@@ -1,0 +1,121 @@
+"""Where the tensors among a method's arguments are when it runs: on its slot's device, whatever made them."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import UserDict
+from collections.abc import Collection
+from typing import Any
+
+import attrs
+
+from colocate._system.by_type import by_type
+from colocate._system.imported import imported
+from colocate._values.leaves import is_collection
+from colocate._values.leaving import memories
+from colocate._values.tree import map_leaves
+
+
+def placed(arguments: dict[str, Any], device: str, host: Collection[str] = ()) -> dict[str, Any]:
+    """The arguments with their tensors on a device. What is there already is the very object that it was.
+
+    Args:
+        arguments: By parameter.
+        device: What torch calls it.
+        host: The parameters whose tensors are on the host instead.
+    """
+    torch = imported("torch")
+    if torch is None:
+        return arguments
+    there, here = _Moves(torch, device), _Moves(torch, "cpu")
+    return {name: (here if name in host else there).value(value) for name, value in arguments.items()}
+
+
+def on_device(value: Any, device: str) -> Any:
+    """A value with its tensors on a device."""
+    torch = imported("torch")
+    return value if torch is None else _Moves(torch, device).value(value)
+
+
+def cuda_is_used() -> bool:
+    """Whether this process has used CUDA, so that values in it may be on a GPU."""
+    torch = imported("torch")
+    return torch is not None and bool(torch.cuda.is_initialized())
+
+
+class _Moves:
+    """Moves values to one device: each tensor once, so that two names of one stay two names of one."""
+
+    def __init__(self, torch: Any, device: str) -> None:
+        self._torch = torch
+        self._device = torch.device(device)
+        self._moved: dict[int, tuple[Any, Any]] = {}  # by id, with what it is of: an id may be used again
+
+    def value(self, value: Any) -> Any:
+        return map_leaves(value, self._leaf, _may_hold_tensors)
+
+    def _leaf(self, item: Any) -> Any:
+        kind: type = type(item)
+        if not _may_hold_tensors(kind):
+            return item
+        known = self._moved.get(id(item))
+        if known is None:
+            known = self._moved[id(item)] = item, item  # whoever comes back to it on the way finds it as it is
+            self._moved[id(item)] = known = item, self._moved_leaf(item, kind)
+        return known[1]
+
+    def _moved_leaf(self, item: Any, kind: type) -> Any:
+        if isinstance(item, self._torch.Tensor):
+            return item if self._is_there(item) else item.to(self._device)
+        if is_collection(kind):
+            there = all(map(self._is_there, filter(self._is_tensor, memories(item))))
+            return item if there else item.to(self._device)
+        if isinstance(item, self._torch.nn.Module):
+            return self._module(item)
+        return self._record(item)
+
+    def _is_tensor(self, item: Any) -> bool:
+        return isinstance(item, self._torch.Tensor)
+
+    def _is_there(self, tensor: Any) -> bool:
+        there: bool = tensor.device == self._device or tensor.is_meta  # which has no contents to be moved
+        return there
+
+    def _module(self, module: Any) -> Any:
+        """A copy on the device: the module itself may be somebody's who uses it where it is."""
+        tensors = [*module.parameters(), *module.buffers()]
+        if all(map(self._is_there, tensors)):
+            return module
+        parameter = self._torch.nn.Parameter
+        memo: dict[int, Any] = {}
+        for old in tensors:
+            new = self._leaf(old.detach()) if isinstance(old, parameter) else self._leaf(old)
+            memo[id(old)] = parameter(new, old.requires_grad) if isinstance(old, parameter) else new
+        return copy.deepcopy(module, memo)
+
+    def _record(self, item: Any) -> Any:
+        if isinstance(item, UserDict):
+            changed = {"data": self.value(item.data)}
+        else:
+            changed = {name: self.value(getattr(item, name)) for name in _fields(type(item)) if hasattr(item, name)}
+        changed = {name: new for name, new in changed.items() if new is not getattr(item, name)}
+        if not changed:
+            return item
+        made = copy.copy(item)
+        for name, new in changed.items():
+            object.__setattr__(made, name, new)  # it may be frozen
+        return made
+
+
+def _fields(kind: type) -> tuple[str, ...]:
+    """The names of the fields of a dataclass, or of a class made by attrs; none of others."""
+    if dataclasses.is_dataclass(kind):
+        return tuple(field.name for field in dataclasses.fields(kind))
+    return tuple(field.name for field in attrs.fields(kind)) if attrs.has(kind) else ()
+
+
+@by_type
+def _may_hold_tensors(kind: type) -> bool:
+    torch = imported("torch")
+    return is_collection(kind) or bool(_fields(kind)) or issubclass(kind, (torch.Tensor, torch.nn.Module, UserDict))

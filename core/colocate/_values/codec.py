@@ -1,0 +1,77 @@
+"""How values travel between driver and worker: by value through the wire format, or by reference in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+
+from colocate import wire
+from colocate._values.leaving import ordinary
+from colocate._values.nesting import no_end
+from colocate.errors import SerializationError
+
+
+@attrs.frozen
+class Codec:
+    """A pair of functions: a value to a message's body, and back (the second takes the receiver's device)."""
+
+    name: str
+    pack: Callable[[Any], Any]
+    unpack: Callable[[Any, str | None], Any]
+
+    def pack_named(self, value: Any, name: str, what: str) -> Any:
+        """The body for a value.
+
+        Raises:
+            SerializationError: It can't be serialised; names the value and the path inside it.
+        """
+        try:
+            return self.pack(value)
+        except Exception as error:
+            raise explain(value, name, what, error) from error
+
+    def pack_arguments(self, arguments: dict[str, Any], what: str) -> Any:
+        """The body for a call's arguments, None when there are none."""
+        if not arguments:
+            return None
+        try:
+            return self.pack(arguments)
+        except Exception as error:
+            for name, value in arguments.items():
+                try:
+                    self.pack(value)
+                except Exception as fault:
+                    raise explain(value, name, what, fault) from fault
+            raise explain(arguments, "arguments", what, error) from error
+
+
+def explain(value: Any, name: str, what: str, error: Exception) -> SerializationError:
+    """The error that says which part of a value can't be sent."""
+    if any(isinstance(each, RecursionError) for each in (error, error.__cause__)):
+        endless = no_end({name: value}, what)
+        if endless is not None:
+            return endless
+    found = wire.explain(value, name, error)
+    found.args = (f"{what}: {found.message}",)
+    return found
+
+
+def _by_reference(value: Any) -> Any:
+    return value
+
+
+def _handed_over(value: Any, device: str | None) -> Any:
+    # What a worker gets is detached from autograd on every executor; a graph must not reach from role to driver.
+    return value if device is None else ordinary(value)
+
+
+def _owned(body: Any, device: str | None) -> Any:
+    # In one process the buffers of a packed value are still the sender's memory.
+    return wire.unpack(wire.Packed(body.data, tuple(memoryview(bytearray(b)) for b in body.buffers)), device)
+
+
+BY_VALUE = Codec("value", wire.pack, wire.unpack)
+BY_REFERENCE = Codec("reference", _by_reference, _handed_over)
+STRICT = Codec("strict", wire.pack, _owned)

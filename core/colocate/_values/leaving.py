@@ -1,0 +1,174 @@
+"""What becomes of a value when it leaves a role method, and how a write in place is noticed."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from typing import Any
+
+from colocate._system.by_type import by_type
+from colocate._system.imported import imported
+from colocate._values.leaves import is_collection
+from colocate._values.tree import map_leaves
+
+_PLAIN = (int, float, str, type(None))
+_COMPARED = (*_PLAIN, complex, bytes)
+
+
+def ordinary(value: Any) -> Any:
+    """The value with its tensors detached from autograd, and inference tensors as ordinary ones.
+
+    Shares memory with the value; only an inference tensor is cloned, since nothing but a copy can make it ordinary.
+    """
+    return value if isinstance(value, _PLAIN) else map_leaves(value, _ordinary, _has_memory)
+
+
+def _ordinary(item: Any) -> Any:
+    torch = imported("torch")
+    if torch is not None and isinstance(item, torch.Tensor):
+        if item.is_inference():
+            with torch.inference_mode(False), torch.no_grad():
+                return item.clone()
+        return item.detach() if item.requires_grad or isinstance(item, torch.nn.Parameter) else item
+    kind: type = type(item)
+    return item.apply(_ordinary, filter_empty=False) if is_collection(kind) else item
+
+
+class Watch:
+    """Notices writes into the tensors and arrays of a value.
+
+    Version counters see every write through torch's operators, at no cost; writes through NumPy, `.data` or a
+    detached alias of other counters are seen in the contents only, which takes reading all of it.
+
+    Attributes:
+        nbytes: How many bytes they are.
+    """
+
+    __slots__ = ("_contents", "_seen", "_tensors", "nbytes")
+
+    def __init__(self, value: Any, contents: bool) -> None:
+        found = memories(value)
+        torch = imported("torch")
+        self.nbytes = sum(map(_nbytes, found))
+        self._tensors = [] if torch is None else [item for item in found if isinstance(item, torch.Tensor)]
+        self._contents = (value,) if contents else ()
+        self._seen = self._state()
+
+    def written(self) -> bool:
+        """Whether somebody has written into them since this was last asked, or since they were made."""
+        before, self._seen = self._seen, self._state()
+        return before != self._seen
+
+    def _state(self) -> tuple[list[int], list[bytes]]:
+        return [tensor._version for tensor in self._tensors], [_digest(value) for value in self._contents]
+
+
+def _digest(value: Any) -> bytes:
+    """A digest of a value's structure, of the contents of its tensors and arrays, and of its numbers and strings."""
+    digest = hashlib.blake2b(digest_size=16)
+    _add(digest, value)
+    return digest.digest()
+
+
+def _add(digest: hashlib.blake2b, value: Any) -> None:
+    kind: Any = type(value)
+    if isinstance(value, dict):
+        digest.update(b"{%d" % len(value))
+        for key, item in value.items():
+            _add(digest, key)
+            _add(digest, item)
+    elif isinstance(value, (list, tuple)):
+        digest.update(b"[%d" % len(value))
+        for item in value:
+            _add(digest, item)
+    elif isinstance(value, _COMPARED):
+        digest.update(f"{value!r},".encode(errors="surrogatepass"))
+    elif _has_memory(kind):
+        for item in memories(value):
+            _add_memory(digest, item)
+
+
+def _add_memory(digest: hashlib.blake2b, item: Any) -> None:
+    torch, numpy = imported("torch"), imported("numpy")
+    if torch is not None and isinstance(item, torch.Tensor):
+        dense = item.values() if item.is_nested else item
+        if (parts := _sparse_parts(dense)) is not None:
+            for part in parts:
+                _add_memory(digest, part)
+            return
+        if dense.layout is not torch.strided or dense.is_meta:  # its version has to do
+            return
+        dense = dense.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        # Not reshape(-1): a dimension of size one may have any stride in a contiguous tensor, and would keep it.
+        digest.update(dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy())
+    elif numpy is not None and isinstance(item, numpy.ndarray) and item.dtype != object:
+        digest.update(numpy.ascontiguousarray(item).tobytes())
+
+
+def memories(value: Any) -> list[Any]:
+    """The tensors and arrays in a value, in order."""
+    found: list[Any] = []
+    map_leaves(value, functools.partial(_find, found), _has_memory)
+    return found
+
+
+def _find(found: list[Any], item: Any) -> Any:
+    # No function that refers to itself by its closure: that would be a circle, which holds what was found until the
+    # garbage collector comes.
+    kind: type = type(item)
+    if is_collection(kind):
+        item.apply(functools.partial(_find, found), filter_empty=False)
+    elif _has_memory(kind):
+        found.append(item)
+    return item
+
+
+@by_type
+def _has_memory(kind: type) -> bool:
+    """Whether values of this type are tensors, arrays or collections of tensors."""
+    return hasattr(kind, "nbytes") or is_collection(kind)
+
+
+def _sparse_parts(item: Any) -> list[Any] | None:
+    """What a sparse tensor consists of, None of any other."""
+    layout = str(getattr(item, "layout", ""))
+    if layout == "torch.sparse_coo":
+        return [item._indices(), item._values()]
+    if layout in ("torch.sparse_csr", "torch.sparse_bsr"):
+        return [item.crow_indices(), item.col_indices(), item.values()]
+    if layout in ("torch.sparse_csc", "torch.sparse_bsc"):
+        return [item.ccol_indices(), item.row_indices(), item.values()]
+    return None
+
+
+def _nbytes(item: Any) -> int:
+    if (parts := _sparse_parts(item)) is not None:
+        return sum(map(_nbytes, parts))
+    size = item.nbytes
+    return size if isinstance(size, int) else 0  # a jagged tensor's is a symbol
+
+
+def tensor_bytes(value: Any) -> int:
+    """Bytes of the tensors and arrays in a value (0 when there are none)."""
+    return sum(map(_nbytes, memories(value)))
+
+
+def _shape(item: Any) -> list[Any] | str:
+    torch = imported("torch")
+    if torch is not None and isinstance(item, torch.Tensor) and item.is_nested and item.layout is torch.strided:
+        return "[nested]"  # which has none
+    return [*getattr(item, "shape", ())]
+
+
+def describe(value: Any) -> Any:
+    """The structure of a value with shapes and dtypes instead of contents, as plain data."""
+
+    def leaf(item: Any) -> Any:
+        kind: type = type(item)
+        if not (_has_memory(kind) and hasattr(kind, "dtype")):  # no other value is asked for its attributes
+            return kind.__name__
+        return f"{kind.__name__}{_shape(item)} {str(item.dtype).removeprefix('torch.')}"
+
+    if isinstance(value, list) and len(value) > 8 and not _has_memory(type(value[0])):
+        return f"list[{len(value)}] of {type(value[0]).__name__}"
+    return map_leaves(value, leaf)

@@ -1,0 +1,237 @@
+"""What is wrong with how a value is nested: it has no end, or a resident lies where none is looked for."""
+
+from __future__ import annotations
+
+import copyreg
+import sys
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any, TypeAlias
+
+from colocate._system.by_type import by_type
+from colocate._values.leaves import is_collection
+from colocate.errors import SerializationError
+
+_DEEP = 100  # levels; whatever walks values has room for more of them
+_SHOWN = 4
+_PLAIN = frozenset({int, float, str, bool, bytes, type(None)})
+_USUAL: tuple[Any, ...] = object.__reduce_ex__, object.__reduce__, object.__getstate__
+_BY_NAME = type, types.ModuleType, types.FunctionType
+
+Step: TypeAlias = "tuple[Step | None, str]"
+"""How a part of a value is reached: from where, and how from there."""
+
+
+def no_end(arguments: Mapping[str, Any], what: str) -> SerializationError | None:
+    """The error for a value that can't be walked to its end, since it contains itself or is nested too deeply.
+
+    Args:
+        arguments: The values by name.
+        what: What they are sent to, or come from.
+
+    Returns:
+        The error; None when none of them is so.
+    """
+    for name, value in arguments.items():
+        found = _no_end(value, name)
+        if found is not None:
+            path, why = found
+            return SerializationError(f"{what}: {path} can't be sent: {why}", argument=name, path=path)
+    return None
+
+
+def _no_end(value: Any, name: str) -> tuple[str, str] | None:
+    """Path and words."""
+    done: set[int] = set()
+    on_way: dict[int, int] = {}  # what contains what is looked at, with its level
+    steps: list[str] = [name]
+    walk: list[tuple[Any, Iterator[tuple[str, Any]]]] = [(value, _inside(value))]
+    on_way[id(value)] = 0
+    deepest: tuple[int, str] = 0, ""
+    while walk:
+        item, parts = walk[-1]
+        step, part = next(parts, (None, None))
+        if step is None:
+            walk.pop()
+            steps.pop()
+            del on_way[id(item)]
+            done.add(id(item))
+            continue
+        if type(part) in _PLAIN or id(part) in done:
+            continue
+        level = on_way.get(id(part))
+        if level is not None:
+            if any(not _is_plain(each) for each, _ in walk[level:]):
+                continue  # an object may know itself
+            path = _short([*steps, step])
+            there = _short(steps[: level + 1])
+            return path, f"it is {there} itself, so there is no end to it. Give it without what leads back"
+        steps.append(step)
+        walk.append((part, _inside(part)))
+        on_way[id(part)] = len(walk) - 1
+        if len(walk) > deepest[0]:
+            deepest = len(walk), _short(steps)
+    levels, path = deepest
+    if levels <= _DEEP:
+        return None
+    return path, f"it is nested {levels} levels deep. Give it flat: a list, an array or a tensor of rows, or bytes"
+
+
+def _inside(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        return ((f"[{key!r}]", item) for key, item in value.items())
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        return ((f"[{index}]", item) for index, item in enumerate(value))
+    kind: type = type(value)
+    state = getattr(value, "__dict__", None)
+    if isinstance(state, dict) and not isinstance(value, type) and not is_collection(kind):
+        return ((f".{key}", item) for key, item in state.items())
+    return iter(())
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, dict | list | tuple)
+
+
+def _short(steps: list[str]) -> str:
+    if len(steps) <= 2 * _SHOWN:
+        return "".join(steps)
+    return f"{''.join(steps[:_SHOWN])}…{steps[-1]}"
+
+
+def has_fields(kind: type) -> bool:
+    """Whether values of this type are sets, or of a class that declares its fields."""
+    return _fields(kind) is not None
+
+
+def hides(value: Any, matters: Callable[[type], bool]) -> bool:
+    """Whether something that matters is in a value of which `has_fields` is true, or in the key of a dict."""
+    return _hidden(value, "", matters, type(value).__qualname__, sys.maxsize, declared=True)[0] is not None
+
+
+def refuse_hidden(
+    arguments: Mapping[str, Any],
+    what: str,
+    matters: Callable[[type], bool],
+    why: Callable[[Any, str], str],
+    holder: str = "",
+    looks: int | None = None,
+) -> None:
+    """Refuse what `matters` where nothing replaces it by its value.
+
+    That is everywhere but in lists, tuples and the values of dicts: in sets, keys, the fields of objects of classes
+    that declare them, and the attributes of other objects.
+
+    Args:
+        arguments: The values by name.
+        what: What they are sent to.
+        matters: Whether values of a type are refused.
+        why: Says what is wrong with such a value inside such a holder, and what to do, behind "it is …".
+        holder: What it is in that is in none of those places; without one it may be there.
+        looks: After so many things it is enough, all arguments together; the nearest come first. None looks at all.
+
+    Raises:
+        SerializationError: There is one.
+    """
+    left = sys.maxsize if looks is None else looks
+    for name, value in arguments.items():
+        if type(value) in _PLAIN:
+            continue
+        found, left = _hidden(value, name, matters, holder, left)
+        if found is not None:
+            way, culprit, holds = found
+            path = _path(way)
+            raise SerializationError(
+                f"{what}: {path} can't be sent: it is {culprit!r}, {why(culprit, holds)}", argument=name, path=path
+            )
+
+
+def _hidden(
+    value: Any, name: str, matters: Callable[[type], bool], holder: str, looks: int, declared: bool = False
+) -> tuple[tuple[Step, Any, str] | None, int]:
+    """How it is reached, it, and what kind of thing holds it; and how many looks are left.
+
+    Args:
+        value: Where to look.
+        name: What it is called.
+        matters: Whether a type is looked for.
+        holder: What holds it that is in no set, key or object.
+        looks: How many things to look at.
+        declared: Whether only those attributes count that their class declares.
+    """
+    seen: set[int] = set()
+    near: deque[tuple[Any, Step, str]] = deque([(value, (None, name), holder)])
+    while near and looks > 0:
+        item, way, holder = near.popleft()
+        kind: type = type(item)
+        if matters(kind):
+            if holder:
+                return (way, item, holder), looks
+            continue
+        if kind in _PLAIN or id(item) in seen:
+            continue
+        seen.add(id(item))
+        # Taken at once: on threads somebody may be changing it. Long lists are mostly of plain items, which aren't
+        # worth the words of their way.
+        if isinstance(item, dict):
+            pairs = list(islice(dict.items(item), looks))
+            near.extend(
+                (key, (way, f".keys()[{index}]"), "dict's key")
+                for index, (key, _) in enumerate(pairs)
+                if type(key) not in _PLAIN
+            )
+            near.extend((each, (way, f"[{key!r}]"), holder) for key, each in pairs if type(each) not in _PLAIN)
+            looks -= len(pairs)
+        elif isinstance(item, list | tuple):
+            items = list(islice(item, looks))
+            near.extend(
+                (each, (way, f"[{index}]"), holder) for index, each in enumerate(items) if type(each) not in _PLAIN
+            )
+            looks -= len(items)
+        elif (fields := _fields(kind) or (None if declared else _attributes(kind))) is not None:
+            near.extend(
+                (each, (way, step), kind.__qualname__) for step, each in fields(item, looks) if type(each) not in _PLAIN
+            )
+        looks -= 1
+    return None, looks
+
+
+def _path(way: Step | None) -> str:
+    steps: list[str] = []
+    while way is not None:
+        way, step = way
+        steps.append(step)
+    return "".join(reversed(steps))
+
+
+_Parts: TypeAlias = Callable[[Any, int], Iterable[tuple[str, Any]]]
+
+
+@by_type
+def _fields(kind: type) -> _Parts | None:
+    """What gives the items or fields of values of this type, up to so many, if that is known of it."""
+    if is_collection(kind):
+        return None
+    if issubclass(kind, set | frozenset | deque):
+        return lambda value, most: [(f"[{i}]", each) for i, each in enumerate(list(islice(value, most)))]
+    names = [*getattr(kind, "__dataclass_fields__", ()), *(each.name for each in getattr(kind, "__attrs_attrs__", ()))]
+    if not names:
+        return None
+    return lambda value, most: [(f".{name}", getattr(value, name, None)) for name in names[:most]]
+
+
+@by_type
+def _attributes(kind: type) -> _Parts | None:
+    """What gives the attributes of values of this type, if these are what whoever pickles one sends."""
+    own_way: tuple[Any, ...] = kind.__reduce_ex__, kind.__reduce__, kind.__getstate__
+    if own_way != _USUAL or kind in copyreg.dispatch_table or is_collection(kind) or issubclass(kind, _BY_NAME):
+        return None
+    return _state
+
+
+def _state(value: Any, most: int) -> Iterator[tuple[str, Any]]:
+    state: Any = object.__getstate__(value)
+    for each in state if isinstance(state, tuple) else (state,):  # with slots there are two
+        yield from ((f".{name}", item) for name, item in islice((each or {}).items(), most))

@@ -1,0 +1,1 @@
+"""Sending: views, pipelines, functions."""

@@ -1,0 +1,74 @@
+"""`group.run`: a plain function on every worker, as a method of a role that has no name and lives on all slots."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from colocate._calls.pending import PendingCall
+from colocate._crew.crew import Crew
+from colocate._crew.ship import ship
+from colocate._definitions.names import path_of
+from colocate._kept.handles import Consumer, Reference
+from colocate._role.info import RoleInfo
+from colocate._role.method_spec import MethodSpec
+from colocate._values.dispatch import plan
+from colocate._values.mesh import Mesh
+from colocate._values.nesting import no_end
+from colocate._views.pipeline import recording
+from colocate._views.sending import ready, refuse_inside, start, with_references
+from colocate.worker.build import Shipped
+from colocate.worker.functions import RUN, Functions
+
+
+def run(crew: Crew, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PendingCall:
+    """Send a function to every worker of a group, for who waits for that at once."""
+    if not callable(function):
+        raise TypeError(f"group.run runs a function of the worker's context, not {function!r}")
+    name = getattr(function, "__name__", type(function).__name__)
+    label = f"function {name}"
+    _check_fits(function, name, args, kwargs)
+    if (pipeline := recording(crew)) is not None:
+        pipeline.refuse_call(f"group.run({name})")
+    crew.check()
+    refuse_inside(label, crew.name)
+    role = everyone(crew)
+    uses: list[Reference] = []
+    consumer = Consumer(crew.name, role.slots, role.ranks.mesh)
+    given = {"args": args, "kwargs": dict(kwargs)}
+    shipped = _ship(function, name, crew.services.executor.in_process)
+    try:
+        given = with_references(given, consumer, label, crew.services, uses)
+        planned = plan(RUN.dispatch, {"function": shipped, **given}, role.ranks)
+    except RecursionError:
+        if (error := no_end(given, label)) is not None:
+            raise error from None
+        raise
+    call = PendingCall(label, "", name, role.slots)
+    return start(ready(crew, call, role, RUN, planned, uses, None))
+
+
+def _check_fits(function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some written in C have none: the workers will see
+        return
+    try:
+        signature.bind(None, *args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{name}{signature}: {error}; its first argument is the worker's context") from None
+
+
+def everyone(crew: Crew) -> RoleInfo:
+    """The role that functions run in, on all slots. Workers know it by what its context needs."""
+    slots = range(len(crew.workforce.workers))
+    methods: Mapping[str, MethodSpec] = {RUN.name: RUN}
+    key = len(slots), crew.services.seed
+    return RoleInfo("", Functions, methods, slots, {"": Mesh({"dp": len(slots)})}, Functions.__module__, key=key)
+
+
+def _ship(function: Callable[..., Any], name: str, in_process: bool) -> Shipped:
+    """The function as it travels: by name only where that name leads back to it."""
+    by_name = not in_process and path_of(function) is not None
+    return ship(function, name, in_process=False) if by_name else Shipped(name, cls=function)

@@ -1,0 +1,225 @@
+"""`group.pipeline()`: the calls made in the block are sent when it ends, as one message per worker.
+
+A pipeline belongs to the thread or task that entered it; what others call goes out at once, as ever. Blocks of one
+thread nest, of one group or of several: the outermost sends.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from colocate._crew.crew import Crew
+from colocate._kept.handles import Reference
+from colocate._kept.kept import Kept
+from colocate._owned.owned import forks
+from colocate._protocol.bundle import Memory
+from colocate._system.here import Here
+from colocate._system.lines import caller
+from colocate._system.off_main import off_main
+from colocate._views.drafts import Draft, send
+from colocate.errors import ColocateError, PipelineError
+
+
+class Pipeline:
+    """The calls of one thread's or task's pipelines that are open now."""
+
+    def __init__(self) -> None:
+        self.open = True
+        self.crews: list[Crew] = []
+        self._drafts: list[Draft] = []
+        self._memory = Memory()
+        self._here = Here()
+        self._forks = forks()
+        file, line = caller()
+        self._line = f"{file}:{line}"
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is this thread and task that has it open."""
+        return self.open and self._here.is_current
+
+    def refuse_wait(self, label: str, awaits: bool) -> None:
+        """Raise when waiting for a call would keep the block from ending, with which it is sent."""
+        if self.is_here if awaits else self._here.is_current_thread:
+            raise PipelineError(
+                f"{label} is sent when the block of group.pipeline() at {self._line} ends, and this needs its outcome: "
+                "ask for it after the block (a signal's handler: set a flag, and look at it there)"
+            )
+
+    def refuse_call(self, label: str) -> None:
+        """Refuse a call that blocks."""
+        raise PipelineError(
+            f"{label} would wait for its result, but in the block of group.pipeline() at {self._line} calls are sent "
+            "when it ends: use .submit(...) or .keep(...), or call it before or after the block (a signal's handler: "
+            "set a flag, and look at it there)"
+        )
+
+    # -- recording
+
+    def add(self, draft: Draft, uses: Sequence[Reference]) -> None:
+        """Record a call. What it uses is lent to it from now on."""
+        call = draft.call
+        call.pipeline = self
+        try:
+            draft.lend(uses)
+            snapshots = {id(body): self._memory.snapshot(body) for body in draft.bodies}
+            draft.bodies = [snapshots[id(body)] for body in draft.bodies]
+        except BaseException as error:
+            draft.crew.order.drop(call, error)
+            raise
+        self._drafts.append(draft)
+
+    def keep(self, kept: Kept) -> None:
+        """A call's result is kept. Until the call has been sent, the workers mustn't be told to forget it."""
+        # Mostly the last one, unless a signal's handler has made another call since.
+        draft = next(draft for draft in reversed(self._drafts) if draft.call is kept.call)
+        draft.crew.residents.begin_use(kept)
+        draft.kept = kept
+
+    # -- the block
+
+    def __len__(self) -> int:
+        return len(self._drafts)
+
+    def forget(self, start: int, error: BaseException) -> None:
+        """Calls from the `start`-th on are not to be sent: their block ended by an exception."""
+        drafts, self._drafts[start:] = self._drafts[start:], []
+        text = str(error).partition("\n")[0]
+        for draft in drafts:
+            reason = PipelineError(
+                f"{draft.call.label} of group {draft.crew.name!r} was never sent: the block of group.pipeline() at "
+                f"{self._line} ended with {type(error).__name__}{': ' if text else ''}{text}",
+                group=draft.crew.name,
+                role=draft.call.role or None,
+                method=draft.call.method,
+            )
+            _give_up(draft, reason)
+
+    def end(self) -> None:
+        """Send everything.
+
+        Raises:
+            ColocateError: A group can't be called any more. Its calls, and those of groups after it, have that error.
+        """
+        self.open = False
+        crews = list(dict.fromkeys(draft.crew for draft in self._drafts))
+        lots = [[draft for draft in self._drafts if draft.crew is crew] for crew in crews]
+        sent = 0
+        try:
+            for crew in crews:
+                crew.check()
+            for lot in lots:
+                _send(lot)
+                sent += 1
+        except BaseException as error:
+            for lot in lots[sent:]:
+                for draft in lot:
+                    _give_up(draft, error)
+            raise
+
+    @property
+    def forked(self) -> bool:
+        """Whether this is a forked child, which owns none of the calls."""
+        return self._forks != forks()
+
+
+def _give_up(draft: Draft, error: BaseException) -> None:
+    """A call is never sent, or not to all of its ranks."""
+    draft.crew.order.drop(draft.call, error)
+    kept = draft.kept
+    if kept is not None:
+        draft.kept = None
+        kept.used = True  # who ended the block has been told
+        draft.crew.residents.end_use(kept)
+        reason = error if isinstance(error, ColocateError) else PipelineError(f"{draft.call.label} was never sent")
+        draft.crew.residents.never_made(kept, reason)
+
+
+def _send(drafts: Sequence[Draft]) -> None:
+    """Send the calls of one group, but for those that have failed before."""
+    crew = drafts[0].crew
+    with crew.order.lock:
+        crew.check()
+        ready = [draft for draft in drafts if not _is_lost(draft)]
+        now = time.time()
+        for draft in ready:
+            draft.call.submitted = now
+        if ready:
+            send(ready)
+    for draft in drafts:
+        if draft.kept is not None:
+            crew.residents.end_use(draft.kept)
+            draft.kept = None
+        draft.watch()
+
+
+def _is_lost(draft: Draft) -> bool:
+    """Whether a call has failed before it could be sent: it uses a resident whose call has, or that is gone."""
+    gone = (use._kept.lost for use in draft.call.uses if use._kept.lost is not None)
+    poison = None if draft.call.done() else draft.call.poison() or next(gone, None)
+    if poison is not None:
+        draft.crew.order.drop(draft.call, poison)
+    return draft.call.done()
+
+
+_open: ContextVar[Pipeline | None] = ContextVar("colocate_pipeline", default=None)
+
+
+def recording(crew: Crew) -> Pipeline | None:
+    """The pipeline of this thread and task that takes this group's calls, if there is one."""
+    found = _open.get()
+    return found if found is not None and crew in found.crews and found.is_here else None
+
+
+def refuse_unsent(uses: Sequence[Reference], label: str, own: Pipeline | None) -> None:
+    """A call can use residents that haven't been sent only when it is sent together with them."""
+    for use in uses:
+        pipeline = use._kept.call.pipeline
+        if pipeline is not None and pipeline is not own:
+            raise PipelineError(
+                f"{label} would be sent before {use._kept.source.label}, whose resident it uses and which waits in the "
+                "pipeline of its group: make the call after that block, or open a pipeline of this call's group too"
+            )
+
+
+@contextmanager
+def pipeline(crew: Crew) -> Iterator[None]:
+    """Send the calls made in the block on views of a group when it ends, one message per worker."""
+    outer = _open.get()
+    if outer is not None and outer.is_here:
+        with _nested(outer, crew):
+            yield
+        return
+    found = Pipeline()
+    found.crews.append(crew)
+    try:
+        _open.set(found)
+        yield
+        _open.set(None)
+        if not found.forked:
+            off_main(found.end, waits_s=None)
+    except BaseException as error:
+        if found.open and not found.forked:  # nothing of it has been sent
+            found.open = False
+            failure = error
+            off_main(lambda: found.forget(0, failure), waits_s=None)
+        raise
+    finally:
+        _open.set(None)
+
+
+@contextmanager
+def _nested(outer: Pipeline, crew: Crew) -> Iterator[None]:
+    known, start = list(outer.crews), len(outer)
+    outer.crews.append(crew)
+    try:
+        yield
+    except BaseException as error:
+        if not outer.forked:
+            failure = error
+            off_main(lambda: outer.forget(start, failure), waits_s=None)
+            outer.crews[:] = known
+        raise

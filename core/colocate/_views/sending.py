@@ -1,0 +1,219 @@
+"""Sending a call: it gets its place in the group's order and goes to its ranks, or to none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+import attrs
+
+from colocate._calls.joiner import Joiner
+from colocate._calls.pending import PendingCall
+from colocate._calls.services import Services
+from colocate._crew.crew import Crew
+from colocate._kept.handles import Consumer, KeptResident, Reference
+from colocate._role import context
+from colocate._role.info import RoleInfo
+from colocate._role.method_spec import MethodSpec
+from colocate._role.on_driver import lives_on_driver
+from colocate._role.resident import Resident
+from colocate._system.by_type import by_type
+from colocate._system.lines import caller
+from colocate._system.off_main import hand_over, off_main, on_main
+from colocate._values.dispatch import Plan
+from colocate._values.nesting import has_fields, hides, refuse_hidden
+from colocate._values.tree import map_leaves
+from colocate._views.drafts import Draft, send
+from colocate._views.pipeline import recording, refuse_unsent
+from colocate.errors import ColocateError
+
+# A call's arguments may be millions of things, and on threads sending them costs nothing. What is so far inside them
+# that this many others are nearer isn't refused there; a resident's reference still says what it is when it is used.
+_LOOKS = 500
+
+
+@attrs.frozen(eq=False)
+class Ready:
+    """A call that is ready to be sent: `send` takes locks and changes state, so it isn't called on the main thread."""
+
+    crew: Crew
+    call: PendingCall
+    role: RoleInfo
+    spec: MethodSpec
+    send: Callable[[], None]
+
+
+def ready(
+    crew: Crew,
+    call: PendingCall,
+    role: RoleInfo,
+    spec: MethodSpec,
+    planned: Plan,
+    uses: list[Reference],
+    timeout: float | None,
+) -> Ready:
+    """Have everything ready, on the caller's thread, for users' code runs meanwhile.
+
+    Everything that can't be sent is found out before anything is.
+
+    Args:
+        crew: The group.
+        call: The call.
+        role: Whose method it is.
+        spec: The method.
+        planned: How the arguments reach the ranks.
+        uses: The residents among them.
+        timeout: Seconds until it is given up; None for the runtime's default, `FOREVER_S` for never.
+    """
+    if timeout is None:
+        timeout = crew.services.call_timeout
+    executor = crew.services.executor
+    codec = executor.codec
+    bodies: dict[int, Any] = {}
+    for arguments in planned.arguments:
+        if id(arguments) not in bodies:
+            bodies[id(arguments)] = codec.pack_arguments(cast("dict[str, Any]", arguments), call.label)
+    call.uses = uses
+    call.line = caller()
+    crew.taught.given.compare(call.line)
+    call.canceller = crew.cancellations.cancel
+    call._joiner = Joiner(crew, role, spec)
+    if crew.services.observers or uses:
+        call.on_end = partial(_ended, crew)
+    found = recording(crew)
+    refuse_unsent(uses, call.label, found)
+    packed = [bodies[id(arguments)] for arguments in planned.arguments]
+    draft = Draft(crew, call, role.key, call.method, packed, planned.valid, timeout)
+    if found is not None:
+        crew.check()
+        return Ready(crew, call, role, spec, partial(found.add, draft, uses))
+    return Ready(crew, call, role, spec, partial(_send, draft, uses))
+
+
+def submit(ready: Ready) -> PendingCall:
+    """Send a call to its ranks."""
+    off_main(ready.send, waits_s=None)
+    return ready.call
+
+
+def start(ready: Ready) -> PendingCall:
+    """As `submit`, for who waits for the call at once: that it can't be sent is its error then."""
+    call = ready.call
+    if not on_main():
+        ready.send()
+        return call
+
+    def send_or_fail() -> None:
+        try:
+            ready.send()
+        except BaseException as error:
+            if not call.done():
+                call.uses = ()  # none was lent
+                ready.crew.order.drop(call, error)
+
+    hand_over(send_or_fail)
+    return call
+
+
+def keep(ready: Ready) -> KeptResident[Any]:
+    """As `submit`, with the result staying in the workers. There is a handle from the moment when it is sent."""
+    crew, call = ready.crew, ready.call
+    call.keep = crew.base + crew.services.new_key()
+    found, scopes = recording(crew), crew.residents.here()
+
+    def send_and_keep() -> KeptResident[Any]:
+        ready.send()
+        kept = crew.kept(call, ready.role, ready.spec)
+        crew.residents.keep(kept, scopes)
+        if found is not None:
+            found.keep(kept)
+        return KeptResident(crew.residents, kept)
+
+    return off_main(send_and_keep, waits_s=None)
+
+
+def _send(draft: Draft, uses: list[Reference]) -> None:
+    crew, call = draft.crew, draft.call
+    with crew.order.lock:
+        crew.check()
+        try:
+            draft.lend(uses)
+        except BaseException as error:
+            crew.order.give_up(call, error, sent=False)
+            raise
+        try:
+            send((draft,))
+        except BaseException:
+            if call.keep is not None:
+                crew.residents.end(call.keep)
+            raise
+    draft.watch()
+
+
+def _ended(crew: Crew, call: PendingCall) -> None:
+    """A call is about to be settled."""
+    for use in call.uses:
+        use._residents.give_back(call, use._kept)
+    call.uses = ()
+    if crew.services.observers and call.seq >= 0:  # otherwise it was never sent
+        crew.services.dispatcher.soon(lambda: crew.services.observers.tell_call(crew.name, call))
+
+
+def refuse_inside(label: str, group: str) -> None:
+    """Refuse a call from role code."""
+    if (inside := context.current()) is not None and inside.hosted:
+        who = f"role {inside.role!r}" if inside.role is not None else "a function of group.run"
+        raise ColocateError(
+            f"{who} called {label} of group {group!r} from inside a worker: it would wait for a lane that waits "
+            "for it. Call it from the driver; a role of this slot is ctx.sibling(...)"
+        )
+
+
+def with_references(
+    arguments: dict[str, Any], consumer: Consumer, label: str, services: Services, uses: list[Reference]
+) -> dict[str, Any]:
+    """The arguments with references, bound to their consumer, in place of residents; `uses` gets them."""
+
+    def look_inside(item: Any) -> None:
+        if hides(item, lives_on_driver):
+            refuse_hidden(arguments, label, lives_on_driver, _why_not_inside)
+
+    def leaf(item: Any) -> Any:
+        kind: type = type(item)
+        if not _matters(kind):
+            return item
+        if not lives_on_driver(kind):
+            look_inside(item)
+            return item
+        if isinstance(item, Resident):
+            item = item.ref
+        if isinstance(item, Reference):
+            item._residents.use(item._kept)
+            if item._residents.link.services is not services:
+                raise ColocateError(
+                    f"resident of {item._kept.source.label} belongs to another runtime; fetch() it and pass the value"
+                )
+            item = item.bound(consumer)
+            uses.append(item)
+            return item
+        raise TypeError(f"{label}: {item!r} lives on the driver and can't be an argument")
+
+    made = {name: map_leaves(value, leaf, _matters, look_inside) for name, value in arguments.items()}
+    refuse_hidden(arguments, label, lives_on_driver, _why_not_inside, looks=_LOOKS)
+    return made
+
+
+def _why_not_inside(item: Any, holder: str) -> str:
+    if isinstance(item, Resident | Reference):
+        return (
+            f"inside a {holder}, where nothing puts its value in its place. Residents are found in lists, tuples and "
+            "the values of dicts: pass it so, or as an argument of its own"
+        )
+    return f"inside a {holder}, and lives on the driver. {item._instead}"
+
+
+@by_type
+def _matters(kind: type) -> bool:
+    """Whether a value of this type is, or may hide, something that lives on the driver."""
+    return lives_on_driver(kind) or has_fields(kind)

@@ -1,0 +1,172 @@
+"""Views: the driver's name for one role of one group. A view owns nothing and has no methods but the role's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import attrs
+
+from colocate._calls.pending import PendingCall
+from colocate._crew.crew import Crew
+from colocate._kept.handles import Consumer, Reference
+from colocate._role.call import Call
+from colocate._role.info import RoleInfo
+from colocate._role.method_spec import MethodSpec
+from colocate._role.on_driver import OnDriver
+from colocate._role.resident import Resident
+from colocate._role.role import no_such_method
+from colocate._system.numbers import limit
+from colocate._values.dispatch import Plan, plan
+from colocate._values.nesting import no_end
+from colocate._views.pipeline import recording
+from colocate._views.sending import keep, ready, refuse_inside, start, submit, with_references
+from colocate.errors import ColocateError
+
+
+class RoleView(OnDriver):
+    """The driver's name for one role of one group; `colocate.inspect(view)` tells more."""
+
+    __slots__ = ("__dict__", "__weakref__")
+
+    def __init__(self, crew: Crew, role: RoleInfo) -> None:
+        self.__dict__["_colocate_view"] = crew, role
+
+    def __getattr__(self, name: str) -> ViewCall:
+        crew, role = self.__dict__["_colocate_view"]
+        spec = role.methods.get(name)
+        if spec is None:
+            raise no_such_method(role.name, name, role.methods)
+        call = ViewCall(crew, role, spec)
+        self.__dict__[name] = call  # found directly from now on
+        return call
+
+    def __setattr__(self, name: str, value: Any) -> NoReturn:
+        raise AttributeError(
+            f"a view can't be written to: role {self.__dict__['_colocate_view'][1].name!r} lives in workers"
+        )
+
+    def __dir__(self) -> list[str]:
+        return sorted(self.__dict__["_colocate_view"][1].methods)
+
+    def __repr__(self) -> str:
+        crew, role = self.__dict__["_colocate_view"]
+        return f"<view of role {role.name!r} ({role.cls.__qualname__}) of group {crew.name!r}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"{self!r} lives on the driver and can't be sent; in a worker use ctx.sibling(name, cls)")
+
+
+@attrs.frozen
+class Inspection:
+    """What `colocate.inspect(view)` tells."""
+
+    group: str
+    role: str
+    cls: type
+    ranks: int
+    slots: tuple[int, ...]
+    meshes: Mapping[str, Mapping[str, int]]
+    methods: Mapping[str, str]
+
+
+def inspect(view: Any) -> Inspection:
+    """Group, role, ranks, meshes and methods (with signatures) of a view."""
+    found = getattr(view, "__dict__", {}).get("_colocate_view")
+    if found is None:
+        raise ColocateError(f"{view!r} is no view; views come from group.role(name)")
+    crew, role = found
+    return Inspection(
+        group=crew.name,
+        role=role.name,
+        cls=role.cls,
+        ranks=len(role.slots),
+        slots=tuple(role.slots),
+        meshes={name: mesh.shape for name, mesh in role.meshes.items()},
+        methods={name: f"{name}{spec.signature}" for name, spec in sorted(role.methods.items())},
+    )
+
+
+class ViewCall(OnDriver):
+    """One method of a role, on its ranks."""
+
+    __slots__ = ("_consumer", "_crew", "_label", "_ranks", "_role", "_spec", "_timeout")
+
+    def __init__(
+        self,
+        crew: Crew,
+        role: RoleInfo,
+        spec: MethodSpec,
+        timeout: float | None = None,
+        ranks: Sequence[int] | None = None,
+    ) -> None:
+        self._crew = crew
+        self._role = role
+        self._spec = spec
+        self._timeout = timeout
+        self._ranks = ranks
+        self._label = f"{role.name}.{spec.name}"
+        self._consumer = Consumer(crew.name, role.slots, role.ranks.mesh)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run on the ranks, wait, and return the collected value."""
+        if (pipeline := recording(self._crew)) is not None:
+            pipeline.refuse_call(self._label)
+        return self._send(start, args, kwargs).result()
+
+    def submit(self, *args: Any, **kwargs: Any) -> Call[Any]:
+        """Send it and return at once."""
+        return Call(self._send(submit, args, kwargs))
+
+    def keep(self, *args: Any, **kwargs: Any) -> Resident[Any]:
+        """Send it and return at once; the results stay in the workers."""
+        resident: Resident[Any] = self._send(keep, args, kwargs)
+        return resident
+
+    def options(self, *, timeout: float | None = None, ranks: Sequence[int] | None = None) -> ViewCall:
+        """The same method with a deadline, or on some ranks only.
+
+        Args:
+            timeout: Seconds until the call is given up (`CallTimeout`), `math.inf` for never; None for what was said
+                before, or else the runtime's `call_timeout`.
+            ranks: The ranks to call, in order; None for those that were said before, or else all.
+        """
+        timeout = limit(timeout, "options(timeout)", positive=True)
+        return ViewCall(
+            self._crew,
+            self._role,
+            self._spec,
+            self._timeout if timeout is None else timeout,
+            self._ranks if ranks is None else ranks,
+        )
+
+    def __repr__(self) -> str:
+        return f"<{self._label}{self._spec.signature} of group {self._crew.name!r}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"{self!r} lives on the driver and can't be sent; in a worker use ctx.sibling(name, cls)")
+
+    def _send(self, how: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Send it: `start`, `submit` or `keep`."""
+        crew, spec = self._crew, self._spec
+        crew.check()
+        refuse_inside(self._label, crew.name)
+        arguments = spec.bind(args, kwargs)
+        uses: list[Reference] = []
+        try:
+            if arguments:
+                arguments = with_references(arguments, self._consumer, self._label, crew.services, uses)
+            planned = plan(spec.dispatch, arguments, self._role.ranks, self._ranks)
+        except RecursionError:
+            if (error := no_end(arguments, self._label)) is not None:
+                raise error from None
+            raise
+        return how(ready(crew, self._call(planned), self._role, spec, planned, uses, self._timeout))
+
+    def _call(self, planned: Plan) -> PendingCall:
+        slots = self._role.slots
+        if isinstance(planned.targets, range):  # all ranks in order, as opposed to those that the call names
+            targets: Sequence[int] = slots
+        else:
+            targets = [slots[rank] for rank in planned.targets]
+        return PendingCall(self._label, self._role.name, self._spec.name, targets, planned.targets)
