@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import colocate
-from colocate import RoleStartError
+from colocate import RoleStartError, wire
 from colocate._protocol import versions
 from colocate.testing.probes.plain import Echo
 
@@ -33,3 +33,13 @@ def test_worker_of_another_version(monkeypatch: pytest.MonkeyPatch, changed: dic
         with pytest.raises(RoleStartError, match=r"has (protocol|colocate) .*pip install 'colocate=="):
             pool.spawn({"echo": colocate.role(Echo)}, timeout=60)
         assert not runtime.audit()
+
+
+def test_lane_that_begins_otherwise(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """A driver from before messages had versions, or an executor that sends something else: nobody waits for it."""
+    monkeypatch.setattr("colocate_local.processes.first_message", lambda boot: (("boot",), wire.pack(boot)))
+    with colocate.connect(processes=True) as runtime, runtime.reserve(1) as pool:
+        with pytest.raises(RoleStartError, match="exited with code 1"):
+            pool.spawn({"echo": colocate.role(Echo)}, timeout=60)
+        assert not runtime.audit()
+    assert "the first message on this worker's lane is 'boot'" in capfd.readouterr().err

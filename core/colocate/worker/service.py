@@ -69,7 +69,7 @@ class Service:
         self._host: WorkerHost | None = None
         self._lane: wire.SocketLane | None = None
         self._epoch = 0
-        self._heeds = False  # whether its driver is of the same version
+        self._heeds: bool | None = None  # whether its driver is of the same version; None before it has said so
         self._next: tuple[socket.socket, int] | None = None
         if door is not None:
             door.setblocking(False)
@@ -77,7 +77,7 @@ class Service:
 
     def open(self, sock: socket.socket, epoch: int) -> None:
         """Serve a connected, authenticated socket; the first message on it is the boot."""
-        self._epoch = epoch
+        self._epoch, self._heeds = epoch, None
         if self._host is not None:
             self._host.renew(base_of(epoch))
         self._lane = self.hub.attach(sock, self._received, self._closed)
@@ -100,6 +100,14 @@ class Service:
             if self._heeds:
                 assert self._host is not None
                 self._host.receive(head, body)
+            elif self._heeds is None:
+                print(
+                    f"the first message on this worker's lane is {head[0]!r}; colocate {_boot().version} says Boot "
+                    "first: the driver is of another version, or its executor doesn't send first_message(boot)",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                os._exit(1)
             return
         self._heeds = read(head) == _boot()
         if not self._heeds:
