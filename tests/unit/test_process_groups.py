@@ -32,7 +32,7 @@ class Asking:
     def asking(self) -> int | None:
         return SEQ
 
-    def interruption(self) -> str | None:
+    def why_not(self) -> str | None:
         return None
 
 
@@ -87,10 +87,10 @@ def test_called_back_from_making_one(stuck: threading.Event) -> None:
     groups = ProcessGroups(Asking(), in_process=False)
     asker = Asker(groups)
     assert stuck.wait(PATIENCE_S)
-    groups.interrupt(SEQ + 1, "a later call failed")
+    groups.end_waits(SEQ + 1, "a later call failed")
     assert groups._making is not None
     assert not groups._making[1].done()
-    groups.interrupt(SEQ, "this call failed")
+    groups.end_waits(SEQ, "this call failed")
     asker.join(PATIENCE_S)
     assert asker.left == "this call failed"
     assert asker.canary is not None

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 from colocate._protocol import messages
-from colocate._protocol.consequence import LET_GO, Consequence
 from colocate._protocol.message import Head, Message, read
 from colocate._protocol.unbundle import take_apart
 from colocate._protocol.uses import Peers
@@ -62,7 +61,8 @@ class WorkerHost(Site):
         self._transfer = JobThread(  # waits for residents and sends them, so that the lane never does
             f"colocate-transfer-{boot.worker}", partial(self._thread_failed, "the thread that sends its residents")
         )
-        self.lane = Lane(f"{LANE}{boot.worker}", self._held, partial(self._thread_failed, "its lane"), turns)
+        broken = partial(self._thread_failed, "its lane")
+        self.lane = Lane(f"{LANE}{boot.worker}", self.scope, self._held, broken, turns)
         self._runner = Runner(self)
         self._handlers: dict[type[Message], Callable[[Any, Any], None]] = {
             messages.Define: self.definitions.arrived,
@@ -128,13 +128,12 @@ class WorkerHost(Site):
         self.say(messages.Alive(hold.number))
         self.lane.hold(hold.number, hold.failed)
         what = "a call" if hold.failed else "the constructor of a role on another rank"
-        self._interrupt(hold.failed, f"{what} of group {self.boot.group!r} has failed")
+        self.scope.end(hold.failed, f"{what} of group {self.boot.group!r} has failed")
         if hold.cut and any(running >= hold.failed for running in list(self.lane.running)):  # an earlier call goes on
             self.groups.cut()
 
     def _on_resume(self, resume: messages.Resume, body: None) -> None:
-        if not self.lane.closing:
-            self._interrupted = None
+        self.scope.resume()
         self.lane.resume(resume.number, frozenset(resume.withdrawn))
 
     def _on_cancel(self, message: messages.Cancel, body: None) -> None:
@@ -171,8 +170,8 @@ class WorkerHost(Site):
 
     def close(self, reason: str) -> None:
         """End the lane after what runs now; `on_end` follows. What waits for other workers is told the reason."""
-        self.store.close(reason)
-        self._interrupt(-1, reason)
+        self.scope.close(reason)
+        self.store.close()
         self.groups.cut()
         self.lane.close()
         self._transfer.soon(self._end)
@@ -185,14 +184,10 @@ class WorkerHost(Site):
         Args:
             base: The numbers of the next driver's calls, holds and residents are above this.
         """
-        self.base = base
+        self.scope.renew(base)
         self.definitions.renew()
-        self.store.renew(base)
-        self._interrupted = None
-        self._questions.fail_all(Consequence(LET_GO), for_good=False)
-        self.lane.renew(base)
-        self.peers.abort(LET_GO)
-        self.groups.interrupt(-1, LET_GO)
+        self.store.renew()
+        self.lane.renew()
         self.groups.cut()
 
     def adopt(self, boot: Boot) -> None:

@@ -21,6 +21,7 @@ import attrs
 from colocate._protocol.message import Message
 from colocate._role.context import CallState
 from colocate.wire import SocketLane, Turns
+from colocate.worker.scope import Scope
 
 
 @attrs.define(eq=False)
@@ -75,6 +76,7 @@ class Lane:
     def __init__(
         self,
         name: str,
+        scope: Scope,
         on_held: Callable[[int, int], None],
         on_broken: Callable[[BaseException], None] = lambda error: None,
         turns: Turns | None = None,
@@ -83,6 +85,7 @@ class Lane:
 
         Args:
             name: Name of the thread.
+            scope: Which drivers' calls count, and whether the worker ends.
             on_held: Called on the lane with (hold, highest call begun) once this rank is back.
             on_broken: Called on the lane when it ends by an exception, which no role can cause but a mistake here.
             turns: How the lane receives messages itself while it idles; None where others always bring them.
@@ -91,14 +94,13 @@ class Lane:
         self._waiting: deque[Work] = deque()  # taken from the queue, not begun yet
         self._on_held = on_held
         self._on_broken = on_broken
+        self._scope = scope
         self._turns = turns
         self._held = self._noted = self._resumed = self._reported = 0
         self._limits: dict[int, int] = {}  # by hold that isn't over: only calls before this one begin
         self._held_up: dict[int, int] = {}  # calls that may be withdrawn: they and later ones wait, by question
         self._begun = -1
-        self._base = 0  # calls (but for the construction of roles) and holds up to this are of a driver that has let go
         self._stopped_for = -1  # the base of the driver that wants nothing begun any more
-        self.closing = False
         self.running: dict[int, Work] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wake: asyncio.Event | None = None
@@ -132,11 +134,11 @@ class Lane:
 
     @property
     def _limit_of_holds(self) -> int:
-        return min(list(self._limits.values()), default=_NEVER) if self._stopped_for != self._base else 1
+        return min(list(self._limits.values()), default=_NEVER) if self._stopped_for != self._scope.base else 1
 
     @property
     def _is_limited(self) -> bool:
-        return bool(self._limits or self._held_up) or self._stopped_for == self._base
+        return bool(self._limits or self._held_up) or self._stopped_for == self._scope.base
 
     def hold_up(self, token: int, seq: int) -> bool:
         """Don't begin a call before it is decided whether it is withdrawn; False when it has been begun already."""
@@ -155,7 +157,9 @@ class Lane:
 
     def stop(self) -> None:
         """Begin nothing any more for this driver, which is about to close, and tell what runs that nobody waits."""
-        self._stopped_for = self._base  # before looking: what the lane begins after this it has looked at this for
+        self._stopped_for = (
+            self._scope.base
+        )  # before looking: what the lane begins after this it has looked at this for
         for work in list(self.running.values()):
             work.cancelled = True
 
@@ -163,9 +167,9 @@ class Lane:
         """Go on after a hold, without the withdrawn calls."""
         self._put(_Resume(number, withdrawn))
 
-    def renew(self, base: int) -> None:
-        """Drop what a driver has left behind; the numbers of the next one's calls and holds are above `base`."""
-        self._base = base
+    def renew(self) -> None:
+        """Drop what a driver has left behind; the next one's calls and holds have numbers above the base."""
+        base = self._scope.base
         for work in list(self.running.values()):
             work.cancelled = work.cancelled or work.seq <= base
         self._put(_Renewed(base))
@@ -175,8 +179,7 @@ class Lane:
         self._put(_Turned(lane))
 
     def close(self) -> None:
-        """End the thread after what runs now; queued work is dropped."""
-        self.closing = True
+        """End the thread after what runs now, now that its scope is closed; queued work is dropped."""
         for work in list(self.running.values()):
             work.cancelled = True
         self._put(None)
@@ -216,9 +219,9 @@ class Lane:
                 if isinstance(item, Work):
                     return item
                 self._note(item)
-            if self.closing and not self._tasks:
+            if self._ends and not self._tasks:
                 return None
-            if self._waiting and not self.closing and self._may_begin(self._waiting[0]):
+            if self._waiting and not self._ends and self._may_begin(self._waiting[0]):
                 return self._waiting.popleft()
             if self._is_back():
                 self._reported = self._held
@@ -227,19 +230,19 @@ class Lane:
 
     def _is_plain(self) -> bool:
         """Whether nothing runs, waits or is held, and something has come."""
-        return not (
-            self._waiting or self._tasks or self._is_limited or self.closing or self._reported < self._held
-        ) and (self._turns is None or self._turns.wait(self._has_news))
+        return not (self._waiting or self._tasks or self._is_limited or self._ends or self._reported < self._held) and (
+            self._turns is None or self._turns.wait(self._has_news)
+        )
 
     def _begins(self, work: Work) -> bool:
         """Note that it runs; False when a hold, or the end, has come meanwhile and looked at what runs before this."""
         self.running[work.seq] = work
-        if 0 < work.seq <= self._base:  # its driver has let go, of which the queue will tell
+        if self._scope.let_go(work.seq):  # its driver has let go, of which the queue will tell
             del self.running[work.seq]
             if work.on_drop is not None:
                 work.on_drop()
             return False
-        if not self.closing and self._may_begin(work):
+        if not self._ends and self._may_begin(work):
             self._begun = work.seq
             return True
         del self.running[work.seq]
@@ -270,6 +273,10 @@ class Lane:
 
     def _has_news(self) -> bool:
         return not self._queue.empty()
+
+    @property
+    def _ends(self) -> bool:
+        return self._scope.closed is not None
 
     def _note_all(self) -> None:
         while not self._queue.empty():  # nobody else takes from it
@@ -318,7 +325,7 @@ class Lane:
             del self.running[work.seq]
 
     def _stop(self, work: Work) -> None:
-        if 0 < work.seq <= self._base:  # nobody leads the hold that would follow
+        if self._scope.let_go(work.seq):  # nobody leads the hold that would follow
             return
         # The hold that this failure will lead to is the next one, unless one is under way already.
         self._noted = self._held = max(self._held, self._resumed + 1)

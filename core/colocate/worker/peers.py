@@ -94,7 +94,7 @@ class LocalPeers(Peers):
             raise Consequence(f"group {source.group!r} has been restarted")
         self._waiting = found.store
         try:
-            return self._waiting.wait(source.key, self._host.interruption)
+            return self._waiting.wait(source.key, self._host.why_not)
         finally:
             self._waiting = None
 
@@ -162,7 +162,7 @@ class ChannelPeers(Peers):
         if address is None:
             address = self._addresses[where] = self._host.ask(WhereIs(*where))
         aborts = self._channel.aborts
-        reason = self._host.interruption()
+        reason = self._host.why_not()
         if reason is not None:
             raise Consequence(reason)
         try:

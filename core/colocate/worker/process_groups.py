@@ -49,13 +49,13 @@ class Worker(Protocol):
         """The number of the call that asks; None for none."""
         ...
 
-    def interruption(self) -> str | None:
+    def why_not(self) -> str | None:
         """Why the call that asks mustn't wait for its peers; None when it may."""
         ...
 
 
 class ProcessGroups:
-    """The groups of one worker, by role and axis. Used on the lane; `interrupt` and `cut` from any thread."""
+    """The groups of one worker, by role and axis. Used on the lane; `end_waits` and `cut` from any thread."""
 
     def __init__(self, worker: Worker, in_process: bool, host: str = "127.0.0.1") -> None:
         """Make none yet.
@@ -152,21 +152,21 @@ class ProcessGroups:
             guard(self._hopeless)
         # Not on the lane, which would wait in torch: a peer that a hold has called back may never finish its half.
         threading.Thread(target=make, name="colocate-process-group", daemon=True).start()
-        reason = self._worker.interruption()
+        reason = self._worker.why_not()
         if reason is not None:
-            self.interrupt(-1, reason)
+            self.end_waits(-1, reason)
         reason = left.result()
         if reason is not None:
             raise Consequence(reason)
 
-    def interrupt(self, seq: int, reason: str) -> None:
+    def end_waits(self, seq: int, reason: str) -> None:
         """Free this rank where it waits for its peers to make a group in a call from `seq` on: they may never come."""
         with self._lock:
             if self._making is not None and self._making[0] >= seq and not self._making[1].done():
                 self._making[1].set_result(reason)
 
     def _hopeless(self) -> str | None:
-        reason = self._worker.interruption()
+        reason = self._worker.why_not()
         if reason is None:
             return None
         # A group that this call hasn't asked for may have been cut by a call that has nothing to do with it.

@@ -222,7 +222,7 @@ class Runner:
         site = self._site
         secondary = isinstance(error, Consequence) or site.groups.lost_a_peer()
         told, body = failure.failed(error, site.codec, site.definitions, role, secondary)
-        if not 0 < seq <= site.base:  # otherwise nobody would lead the hold that follows
+        if not site.scope.let_go(seq):  # otherwise nobody would lead the hold that follows
             site.say(messages.Failed(seq, told), body)
         if keep is not None:  # who uses it fails of that in turn, and is to be heard of later than this
             site.store.fail(keep, f"{told.type}: {told.text}")

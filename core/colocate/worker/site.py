@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from colocate._protocol import messages
-from colocate._protocol.consequence import LET_GO, Consequence
+from colocate._protocol.consequence import Consequence
 from colocate._protocol.message import Head, Message
 from colocate._protocol.requests import Requests
 from colocate._protocol.uses import Peers
@@ -20,6 +20,7 @@ from colocate.worker.definitions import Definitions
 from colocate.worker.hosted import HostedRole
 from colocate.worker.lane import Lane
 from colocate.worker.process_groups import ProcessGroups
+from colocate.worker.scope import Scope
 from colocate.worker.store import Store
 
 Send: TypeAlias = Callable[[Head, Any], None]
@@ -36,7 +37,7 @@ class Site:
         store: What it keeps.
         roles: Those of its slot, by what messages call them.
         instances: The same by name, as their contexts know each other.
-        base: Calls up to this are of a driver that has let go.
+        scope: Which calls may wait for others.
         groups: The process groups of its roles.
         definitions: What it and its driver know of each other's classes and functions.
         lane: Where role code runs.
@@ -51,38 +52,29 @@ class Site:
         self.codec = codec
         self._send = send
         self.in_process = in_process
-        self.store = Store(boot.strict)
+        self.scope = Scope()
+        self.store = Store(boot.strict, self.scope)
         self.roles: dict[Any, HostedRole] = {}
         self.instances: dict[str, object] = {}
-        self.base = 0
         self.groups = ProcessGroups(self, in_process, boot.host)
         self.definitions = Definitions(self.ask, self.say, in_process)
         self._questions: Requests[None, Any] = Requests()
-        self._interrupted: tuple[int, str] | None = None
+        self.scope.ends(lambda seq, reason: self._questions.fail_those(seq, lambda: Consequence(reason)))
+        self.scope.ends(self.groups.end_waits)
+        self.scope.ends(self._end_peers)
 
     @property
     def moves_tensors(self) -> bool:
         """Whether tensors that arrive may be elsewhere than on the slot's device."""
         return self.boot.device != "cpu" or (self.in_process and cuda_is_used())
 
-    def _interrupt(self, seq: int, reason: str) -> None:
-        """End the waits of calls from `seq` on, those under way and those to come: what they wait for may never be."""
-        self._interrupted = seq, reason
-        self._questions.fail_those(seq, lambda: Consequence(reason))
-        self.groups.interrupt(seq, reason)
-        if any(running >= seq for running in list(self.lane.running)):
+    def _end_peers(self, seq: int, reason: str) -> None:
+        if seq < 0 or any(running >= seq for running in list(self.lane.running)):
             self.peers.abort(reason)
 
-    def interruption(self) -> str | None:
+    def why_not(self) -> str | None:
         """Why the call that asks mustn't wait for another worker; None when it may."""
-        return self._interruption_of(self.asking())
-
-    def _interruption_of(self, seq: int | None) -> str | None:
-        if seq is not None and 0 < seq <= self.base:
-            return LET_GO
-        if self._interrupted is not None and (seq is None or seq >= self._interrupted[0]):
-            return self._interrupted[1]
-        return None
+        return self.scope.why(self.asking())
 
     def asking(self) -> int | None:
         """The number of the call that asks; a thread that a role has started asks for the one that runs."""
@@ -99,7 +91,7 @@ class Site:
         if seq == 0 and isinstance(question, _OF_CODE):
             seq = -1  # roles are constructed also when another rank's can't be, which has no part in this answer
         request = self._questions.open([None], seq or 0)
-        reason = self._interruption_of(seq)
+        reason = self.scope.why(seq)
         if reason is not None:
             self._questions.drop(request)
             raise Consequence(reason)

@@ -11,6 +11,7 @@ import attrs
 from colocate._protocol.consequence import LET_GO, Consequence, Poisoned
 from colocate._protocol.uses import Written
 from colocate._values.leaving import Watch
+from colocate.worker.scope import Scope
 
 
 @attrs.define(eq=False)
@@ -29,12 +30,12 @@ class Entry:
 class Store:
     """The parts that this worker holds. The lane puts and uses them; transfer threads wait for them and read them."""
 
-    def __init__(self, strict: bool) -> None:
+    def __init__(self, strict: bool, scope: Scope) -> None:
+        """Args: strict: Whether writes in place are noticed. scope: Which driver's parts are of use, and until when."""
         self.strict = strict
+        self._scope = scope
         self._entries: dict[int, Entry] = {}
         self._news = threading.Condition()
-        self._closed: str | None = None
-        self._base = 0  # keys up to this are of a driver that has let go
 
     def expect(self, key: int) -> None:
         """A call is queued here whose result will be kept."""
@@ -74,12 +75,12 @@ class Store:
         """The part as it is, for role code on the lane; None when this worker has no such part."""
         return self._entries.get(key)
 
-    def wait(self, key: int, interruption: Callable[[], str | None] = lambda: None) -> Entry:
+    def wait(self, key: int, why_not: Callable[[], str | None] = lambda: None) -> Entry:
         """The part once its call has run.
 
         Args:
             key: Its id.
-            interruption: Says why whoever waits mustn't; looked at again after `poke`.
+            why_not: Says why whoever waits mustn't; looked at again after `poke`.
 
         Raises:
             ColocateError: It failed, the worker is closing, or the wait was interrupted.
@@ -87,14 +88,14 @@ class Store:
         with self._news:
             while True:
                 entry = self._entries.get(key)
-                if self._closed is not None:
-                    raise Consequence(f"resident {key} isn't to be had any more: {self._closed}")
+                if self._scope.closed is not None:
+                    raise Consequence(f"resident {key} isn't to be had any more: {self._scope.closed}")
                 # A part that isn't known is on its way: it is never freed while a call that uses it is unfinished.
                 if entry is not None and entry.ready:
                     if entry.error is not None:
                         raise Poisoned(entry.error)
                     return entry
-                reason = LET_GO if key <= self._base else interruption()
+                reason = LET_GO if self._scope.let_go(key) else why_not()
                 if reason is not None:
                     raise Consequence(reason)
                 self._news.wait()
@@ -104,18 +105,16 @@ class Store:
         with self._news:
             self._news.notify_all()
 
-    def renew(self, base: int) -> None:
-        """Forget what a driver that has let go has kept; the next one's keys are above `base`."""
+    def renew(self) -> None:
+        """Forget what a driver that has let go has kept."""
         with self._news:
-            self._base = base
-            for key in [key for key in self._entries if key <= base]:
+            for key in [key for key in self._entries if self._scope.let_go(key)]:
                 del self._entries[key]
             self._news.notify_all()
 
-    def close(self, reason: str) -> None:
-        """Forget everything and wake whoever waits."""
+    def close(self) -> None:
+        """Forget everything and wake whoever waits: its scope is closed."""
         with self._news:
-            self._closed = reason
             self._entries.clear()
             self._news.notify_all()
 
