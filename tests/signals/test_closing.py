@@ -80,7 +80,7 @@ def test_at_any_line(action: Callable[[Runtime], None]) -> None:
             assert line > 5 * STRIDE, "nothing was interrupted"
             return
         assert interruption.took_s < BOUND_S, f"line {line}"
-        waiter = threading.Thread(target=runtime._node.wait_closed, daemon=True)
+        waiter = threading.Thread(target=runtime._node.life.wait_closed, daemon=True)
         waiter.start()
         waiter.join(PATIENCE_S)
         assert runtime.state == "closed", f"line {line}"

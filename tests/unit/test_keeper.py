@@ -252,7 +252,7 @@ def test_a_keeper_that_does_not_answer(kept: Kept, keepers: Keepers, monkeypatch
     finally:
         go_on.set()
     assert (found.id, found.doubt) == ("w", "its keeper hasn't answered within 0.05 s")
-    assert kept.slot._questions == {}
+    assert kept.slot._lists._open == {}
     monkeypatch.undo()
     (found,) = keepers.running()
     assert (found.id, found.doubt) == ("w", "")
@@ -372,7 +372,8 @@ def test_what_is_detached_is_listed(keepers: Keepers, monkeypatch: pytest.Monkey
     kept, not_detached = (Kept(keepers, detachable=True) for _ in range(2))
     assert kept.slot.wait_connected() is None
     about = {"slots": 1}
-    assert kept.slot.confirm("detach", Terms("one", 300.0, frozenset(), about=about), within_s=WAIT_S)
+    terms = Terms("one", 300.0, frozenset(), about=about)
+    assert kept.slot.confirm(partial(Detach, terms=terms), within_s=WAIT_S)
     with closing(wire.listen()) as silent:
         there = {
             "one": kept.keeper.address,
