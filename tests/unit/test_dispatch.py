@@ -351,7 +351,7 @@ def test_a_users_split_is_checked() -> None:
 @pytest.mark.parametrize("dispatch", [Scatter("prmpts"), PerRank("prmpts")])
 def test_an_unknown_parameter_is_refused_when_declared(dispatch: Dispatch) -> None:
     with pytest.raises(
-        DispatchError, match=r"names 'prmpts'.*did you mean 'prompts'\?.*'prompts', 'temperature'"
+        DispatchError, match=r"names 'prmpts'.*'prompts', 'temperature'; did you mean 'prompts'\?"
     ) as caught:
         dispatch.declare(["prompts", "temperature"], "Actor.generate")
     assert caught.value.parameter == "prmpts"

@@ -98,7 +98,7 @@ def test_the_mesh_without_a_name_is_the_unnamed_or_only_one() -> None:
     assert Ranks(4, {"train": train, "infer": infer}).mesh("infer") is infer
     with pytest.raises(DispatchError, match=r"several meshes \('train', 'infer'\): say which one with mesh="):
         Ranks(4, {"train": train, "infer": infer}).mesh()
-    with pytest.raises(DispatchError, match=r"no mesh 'trian' \(did you mean 'train'\?\); it has 'train', 'infer'"):
+    with pytest.raises(DispatchError, match=r"no mesh 'trian'; it has 'train', 'infer'; did you mean 'train'\?"):
         Ranks(4, {"train": train, "infer": infer}).mesh("trian")
     with pytest.raises(DispatchError, match="no mesh 'train'; it has no named one"):
         Ranks(4).mesh("train")

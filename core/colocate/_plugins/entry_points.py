@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import re
 import traceback
@@ -14,6 +13,8 @@ from typing import Any
 import attrs
 import pluggy
 
+from colocate._system.lines import is_own_code
+from colocate._system.nearest import did_you_mean, nearest
 from colocate.errors import PluginError
 
 hookspec = pluggy.HookspecMarker("colocate")
@@ -103,8 +104,8 @@ class PluginGroup:
         marked = [name for name in dir(plugin) if self.manager.parse_hookimpl_opts(plugin, name) is not None]
         for name in marked:
             if name not in valid:
-                nearest = difflib.get_close_matches(name, valid, 1, 0)[0]
-                why = f"has a hook {name!r}, which doesn't exist; did you mean {nearest!r}?"
+                near = nearest(name, valid, 0.0)
+                why = f"has a hook {name!r}, which doesn't exist; did you mean {near!r}?"
                 return entry_error(entry, f"{self._plugin(entry)} {why}")
         if error is not None:
             return entry_error(entry, f"{self._plugin(entry)} is not valid: {error}")
@@ -120,7 +121,7 @@ class PluginGroup:
         if name in extras_of("colocate"):
             hint = f"pip install 'colocate[{name}]'"
             message += f"; install it: {hint}"
-        elif not close(name, known):
+        elif not nearest(name, known):
             message += "; install the distribution that has it"
         return PluginError(message, name=name, hint=hint)
 
@@ -207,17 +208,6 @@ def extras_of(owner: Distribution | str) -> Collection[str]:
     return owner.metadata.get_all("Provides-Extra") or ()
 
 
-def close(name: str, names: Collection[str]) -> str | None:
-    """The nearest of the names, if one is near."""
-    return next(iter(difflib.get_close_matches(name, names, 1)), None)
-
-
-def did_you_mean(name: str, names: Collection[str]) -> str:
-    """A question with the nearest name, or nothing."""
-    nearest = close(name, names)
-    return f"; did you mean {nearest!r}?" if nearest else ""
-
-
 def listed(names: Collection[str], last: str = "and") -> str:
     """The names as a sentence lists them."""
     words = list(names)
@@ -235,13 +225,13 @@ def _missing_module(error: BaseException) -> str | None:
 
 
 # Folders of what imports entry points; with the backport installed, that serves them instead of Python's own.
-_IMPORTING = ("importlib", "metadata", "importlib_metadata", "colocate")
+_IMPORTING = ("importlib", "metadata", "importlib_metadata")
 
 
 def _place(error: Exception) -> str:
     """Where it was raised, when that is a file of somebody's and not the import system itself."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<")]
-    frames = [f for f in frames if Path(f.filename).parent.name not in _IMPORTING]
+    frames = [f for f in frames if Path(f.filename).parent.name not in _IMPORTING and not is_own_code(f.filename)]
     return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
 
 

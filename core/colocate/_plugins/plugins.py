@@ -14,7 +14,6 @@ import attrs
 
 from colocate._plugins.entry_points import (
     PluginGroup,
-    did_you_mean,
     distribution_name,
     entry_error,
     hookimpl,
@@ -23,6 +22,7 @@ from colocate._plugins.entry_points import (
     listed,
     origin,
 )
+from colocate._system.nearest import did_you_mean
 from colocate.errors import PluginError
 
 if TYPE_CHECKING:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 from collections.abc import Callable, Mapping
@@ -208,3 +209,10 @@ def need_torch(what: str) -> Any:
         if error.name != "torch":
             raise
         raise ImportError(f"{what} needs torch, which isn't installed: pip install 'colocate[torch]'") from error
+
+
+def attach(instance: Any, ctx: Context) -> None:
+    """Have an object find its context, also in threads that it starts itself."""
+    # A plain class with __slots__ can't: in a worker it has colocate.context() on the lane, outside one for each call.
+    with contextlib.suppress(AttributeError):
+        instance._colocate_ctx = ctx

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
@@ -11,6 +10,7 @@ import attrs
 from colocate._role.context import Context, current, standalone_context
 from colocate._role.method import RoleMethod
 from colocate._role.method_spec import MethodSpec
+from colocate._system.nearest import did_you_mean
 from colocate.errors import ConfigError
 
 P = ParamSpec("P")
@@ -126,8 +126,7 @@ def check_role(name: str, cls: type) -> Mapping[str, MethodSpec]:
 
 def no_such_method(role: str, name: str, methods: Mapping[str, MethodSpec]) -> AttributeError:
     """The error for a method that a role doesn't have, with those it has."""
-    close = difflib.get_close_matches(name, methods, 1)
-    hint = f"; did you mean {close[0]!r}?" if close else "; only methods decorated with @method can be called on a view"
+    hint = did_you_mean(name, methods) or "; only methods decorated with @method can be called on a view"
     return AttributeError(f"role {role!r} has no method {name!r}: it has {', '.join(sorted(methods))}{hint}")
 
 

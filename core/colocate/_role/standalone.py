@@ -11,7 +11,15 @@ from typing import Any
 import attrs
 
 from colocate._role import call
-from colocate._role.context import CallState, Context, reset_current, running_call, set_current, standalone_context
+from colocate._role.context import (
+    CallState,
+    Context,
+    attach,
+    reset_current,
+    running_call,
+    set_current,
+    standalone_context,
+)
 from colocate._role.method_spec import MethodSpec
 from colocate._role.resident import LocalResident, Resident
 from colocate._values.collect import Collect
@@ -91,12 +99,5 @@ def _context_of(instance: Any) -> Context:
     found: Context | None = getattr(instance, "_colocate_ctx", None)
     if found is None:
         found = standalone_context(type(instance).__name__)
-        _attach(instance, found)
+        attach(instance, found)
     return found
-
-
-def _attach(instance: Any, ctx: Context) -> None:
-    try:
-        instance._colocate_ctx = ctx
-    except AttributeError:  # a class with __slots__ gets a new context for each call
-        return

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, NewType, TypeAlias, Union, get_args, get_origin
 
 import attrs
+
+from colocate._system.nearest import nearest
 
 Place: TypeAlias = tuple[str | int, ...]
 """Where in a config something is: keys and indices from its top."""
@@ -105,9 +106,9 @@ def _literal(value: Any, choices: tuple[Any, ...], place: Place) -> Iterator[Pro
     if any(value == choice and type(value) is type(choice) for choice in choices):
         return
     names = [choice for choice in choices if isinstance(choice, str)]
-    close = difflib.get_close_matches(value, names, 1) if isinstance(value, str) else []
+    near = nearest(value, names) if isinstance(value, str) else None
     message = f"must be {' or '.join(repr(choice) for choice in choices)}, not {shown(value)}"
-    yield Problem(place, message, close[0] if close else None)
+    yield Problem(place, message, near)
 
 
 def _union(value: Any, annotation: Any, place: Place) -> Iterator[Problem]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import types
 import typing
@@ -13,6 +12,7 @@ from typing import Any
 import attrs
 
 from colocate._signatures.annotations import Problem, problems
+from colocate._system.nearest import nearest
 from colocate._system.numbers import amount_problem, duration_problem
 
 # Of every executor that has options of these names.
@@ -62,10 +62,10 @@ class Arguments:
                 yield Problem((), f"{self.owner} needs {name!r}{kind}")
 
     def _unknown(self, name: str) -> Problem:
-        close = difflib.get_close_matches(name, self.parameters, 1)
+        near = nearest(name, self.parameters)
         takes = f"it takes {', '.join(self.parameters)}" if self.parameters else "it takes none"
         text = f"{self.owner} has no parameter {name!r}"
-        return Problem((name,), text if close else f"{text}; {takes}", close[0] if close else None)
+        return Problem((name,), text if near else f"{text}; {takes}", near)
 
 
 def arguments_of(target: Callable[..., Any], owner: str, skip: int = 0) -> Arguments:

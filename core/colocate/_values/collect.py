@@ -8,9 +8,10 @@ from typing import Any, ClassVar, Literal
 
 import attrs
 
+from colocate._system.nearest import did_you_mean
 from colocate._values.batch import concat, rows, slice_rows
 from colocate._values.dispatch import Dispatch, Scatter, check_place
-from colocate._values.mesh import Ranks, did_you_mean
+from colocate._values.mesh import Ranks
 from colocate._values.reduce import OPERATIONS, reduce_values
 from colocate.errors import ConfigError, DispatchError
 
@@ -196,7 +197,7 @@ def check_meshes(dispatch: Dispatch, collect: Collect, ranks: Ranks, where: str)
         if axis not in known:
             raise DispatchError(
                 f"{where}: {value!r} names the axis {axis!r}, which none of the role's meshes has"
-                f"{did_you_mean(axis, sorted(known))}; it is no usual axis either"
+                f"; it is no usual axis either{did_you_mean(axis, sorted(known))}"
             )
 
 

@@ -8,8 +8,9 @@ from typing import Any, ClassVar, Literal, overload
 
 import attrs
 
+from colocate._system.nearest import did_you_mean
 from colocate._values.batch import Deferred, resolve
-from colocate._values.mesh import Ranks, did_you_mean
+from colocate._values.mesh import Ranks
 from colocate._values.scatter import lay_out
 from colocate.errors import ConfigError, DispatchError
 
@@ -297,7 +298,7 @@ def _declare(dispatch: Dispatch, named: Sequence[str], parameters: Sequence[str]
             known = ", ".join(map(repr, parameters)) or "none"
             raise DispatchError(
                 f"{method}: {dispatch!r} names {name!r}, but the method has no such parameter"
-                f"{did_you_mean(name, parameters)}; its parameters: {known}",
+                f"; its parameters: {known}{did_you_mean(name, parameters)}",
                 method=method,
                 parameter=name,
             )

@@ -5,13 +5,13 @@ Everything here is arithmetic on a few sizes: nothing is stored or done per rank
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
 
+from colocate._system.nearest import did_you_mean
 from colocate.errors import ConfigError, DispatchError
 
 PIPELINE_AXIS = "pp"
@@ -102,7 +102,7 @@ class Ranks:
         known = ", ".join(map(repr, self.meshes))
         if name:
             has = "no named one" if "" in self.meshes else known
-            raise DispatchError(f"the role has no mesh {name!r}{did_you_mean(name, self.meshes)}; it has {has}")
+            raise DispatchError(f"the role has no mesh {name!r}; it has {has}{did_you_mean(name, self.meshes)}")
         if len(self.meshes) == 1:
             return next(iter(self.meshes.values()))
         raise DispatchError(f"the role has several meshes ({known}): say which one with mesh=")
@@ -170,9 +170,3 @@ def _parse(where: str, axes: Mapping[Any, Any], slots: int) -> Mesh:
             "so that they are equal"
         )
     return Mesh(axes)
-
-
-def did_you_mean(name: str, known: Sequence[str] | Mapping[str, Any]) -> str:
-    """A hint with the close matches, or nothing."""
-    close = difflib.get_close_matches(name, list(known))
-    return f" (did you mean {' or '.join(map(repr, close))}?)" if close else ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -13,6 +12,7 @@ from colocate._plugins.needs import lacks_processes
 from colocate._plugins.plugins import find_executor, find_job, find_role
 from colocate._signatures.annotations import Place, path_text
 from colocate._signatures.arguments import Arguments, arguments_of, options_of
+from colocate._system.nearest import nearest
 from colocate._system.numbers import amount_problem, duration_problem
 from colocate._system.sizes import parse_bytes
 from colocate._values.mesh import parse_meshes
@@ -156,7 +156,7 @@ def _pool_of(pool: str, first: str, place: Place, document: Document) -> None:
         return  # said already, and what it should have been can't be known
     if pool not in declared:
         there = f"there are {', '.join(declared)}" if declared else "there is none"
-        near = next(iter(difflib.get_close_matches(pool, declared, 1)), None)
+        near = nearest(pool, declared)
         document.wrong((*place, "pool"), f"no pool is called {pool!r}; {there}", near)
     elif first != place[-1]:
         text = f"pool {pool!r} has group {first!r} already: a slot takes one group at a time"
@@ -218,6 +218,6 @@ def _with(arguments: Arguments, given: Mapping[str, Any], place: Place, document
     for name in given:
         if name not in founded and name not in arguments.parameters:
             at = (*place, "with", name)
-            near = next(iter(difflib.get_close_matches(name, [*arguments.parameters, *founded], 1)), None)
+            near = nearest(name, [*arguments.parameters, *founded])
             text = f"{arguments.owner} takes any name, and the config doesn't give it this one; to add it, write a +"
             document.wrong(at, f"{text}: --set +{path_text(at)}=...", near)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable
 from typing import Any
 
 from colocate._signatures.annotations import Place, brief, path_text
+from colocate._system.nearest import nearest
 from colocate.config.schema import Config, Shape
 from colocate.config.source import Document, read_value
 from colocate.errors import Mistake
@@ -68,7 +68,7 @@ def _misses(data: Any, place: Place, makes: bool, option: str) -> Mistake | None
         if obstacle := _obstacle(here, key, above or "the config"):
             return Mistake(path_text(place), None, f"{obstacle} (from {option})")
         if shape.named and not makes and key not in here:
-            near = next(iter(difflib.get_close_matches(str(key), here, 1)), None)
+            near = nearest(str(key), here)
             new = f"--set +{option.removeprefix('--set ')}"
             text = f"{above} has no {key!r}; to add one, write {new}"
             return Mistake(path_text(place[: depth + 1]), None, f"{text} (from {option})", near)

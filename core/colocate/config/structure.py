@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 from collections.abc import Callable, Iterator
 from typing import Any, get_args, get_origin
 
@@ -13,6 +12,7 @@ from cattrs.cols import mapping_structure_factory
 from cattrs.gen import make_dict_structure_fn, override
 
 from colocate._signatures.annotations import Place, Problem, path_text, problems, shown
+from colocate._system.nearest import nearest
 from colocate.config.schema import Config, key_of, keys
 from colocate.config.source import Document
 
@@ -99,9 +99,9 @@ def _problems(error: BaseException, place: Place, owner: Any) -> Iterator[Proble
 
 
 def _unknown_key(key: str, valid: list[str], place: Place) -> Problem:
-    close = difflib.get_close_matches(key, valid, 1)
-    known = "" if close else f"; known here: {', '.join(valid)}"
-    return Problem((*place, key), f"unknown key {key!r}{known}", close[0] if close else None)
+    near = nearest(key, valid)
+    known = "" if near else f"; known here: {', '.join(valid)}"
+    return Problem((*place, key), f"unknown key {key!r}{known}", near)
 
 
 def _mapping_of_classes(annotation: Any) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 
 from colocate import wire
-from colocate._role.context import Context, MeshPlace, derive_seed, reset_current, set_current
+from colocate._role.context import Context, MeshPlace, attach, derive_seed, reset_current, set_current
 from colocate._role.role import check_role
 from colocate._system.rebuilding import rebuilding
 from colocate._values.arguments import on_device
@@ -113,7 +113,7 @@ def construct(build: RoleBuild, site: Site) -> HostedRole:
         methods = check_role(build.name, cls)
         args, kwargs = _unpack(site, build.arguments)
         instance = cls(*args, **kwargs)
-        _attach(instance, ctx)
+        attach(instance, ctx)
     finally:
         reset_current(token)
     return HostedRole(build.name, instance, methods, ctx)
@@ -126,11 +126,3 @@ def _unpack(site: Site, body: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     with rebuilding("an argument"):
         args, kwargs = site.codec.unpack(body, "cpu")
     return on_device((args, kwargs), "cpu") if site.moves_tensors else (args, kwargs)
-
-
-def _attach(instance: Any, ctx: Context) -> None:
-    # So that threads which the role starts itself find it too.
-    try:
-        instance._colocate_ctx = ctx
-    except AttributeError:  # a plain class with __slots__: it has colocate.context() on the lane
-        return

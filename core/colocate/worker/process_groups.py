@@ -29,7 +29,7 @@ from colocate._role.torch_groups import (
     lost_a_peer,
     make_default,
 )
-from colocate._values.mesh import did_you_mean
+from colocate._system.nearest import did_you_mean
 from colocate.errors import CapabilityError, ConfigError
 from colocate.worker.collective_waits import bury, guard
 
