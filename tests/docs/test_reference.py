@@ -24,6 +24,7 @@ from colocate.config import Config, ExecutorConfig, GroupConfig, JobConfig, Plug
 from colocate.config.schema import key_of, keys
 
 DOCS = ROOT / "docs"
+CONTRIBUTING, CHANGELOG = ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"
 SECTIONS = {
     "the config": Config,
     "executor": ExecutorConfig,
@@ -107,9 +108,11 @@ def test_every_command_and_option_is_described() -> None:
         for parameter in command.params:
             for option in parameter.opts:
                 assert parameter.param_type_name == "argument" or f"`{option}" in text, f"{name} {option}"
+    for parameter in group.params:
+        assert f"`{parameter.opts[0]}" in text or f"`colocate {parameter.opts[0]}" in text
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, CONTRIBUTING, CHANGELOG], ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
     """Files exist, and so do the headings in them."""
     for target in re.findall(r"\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
@@ -124,6 +127,29 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_the_index_has_every_page() -> None:
     text = (DOCS / "README.md").read_text(encoding="utf-8")
     assert [page.name for page in PAGES if page.parent == DOCS and f"({page.name})" not in text] == ["README.md"]
+
+
+def test_the_changelog_has_this_version() -> None:
+    headings = re.findall(r"^## (.+)$", CHANGELOG.read_text(encoding="utf-8"), re.MULTILINE)
+    assert headings[0] == "Unreleased"
+    assert colocate.__version__ in headings
+
+
+def test_what_contributors_are_told_to_run_is_there() -> None:
+    """The folders and files of tests, the targets of make, the commands, and the names of mechanisms."""
+    named = code(CONTRIBUTING.read_text(encoding="utf-8"))
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "core").rglob("*.py"))
+    for each in named:
+        if each.startswith("make "):
+            assert f"\n{each.removeprefix('make ')}:" in makefile, each
+        elif each.startswith(("tests/", "docs/", ".github/")) and "<" not in each:
+            assert (ROOT / each).exists(), each
+        elif each.startswith("python -m tests."):
+            module = each.split()[2].replace(".", "/")
+            assert (ROOT / f"{module}.py").exists(), each
+        elif each.isidentifier() and each not in ("make",):
+            assert re.search(rf"^(?:def|class) {each}\b|^{each} = |^    def {each}\b", source, re.MULTILINE), each
 
 
 def words(annotation: Any) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from colocate._plugins.plugins import FoundRole, PluginInfo, find_executor, find_job, find_role, plugins
+from colocate._plugins.plugins import FoundRole, PluginInfo, find_executor, find_job, find_role, plugins, plugins_named
 from colocate.errors import PluginError
 
 Put = Callable[..., list[Path]]
@@ -247,3 +247,14 @@ def test_one_broken_plugin_does_not_break_the_next(with_distributions: Put) -> N
     assert find_role("acme.reward").load().__name__ == "Reward"
     with pytest.raises(PluginError, match="colocate_rolls"):
         find_role("misspelt.reward")
+
+
+def test_what_a_plugin_needs_by_its_extra(with_distributions: Put) -> None:
+    """With the version that is installed, or None."""
+    with_distributions("broken", "acme")
+    (needy,) = plugins_named("needy")
+    assert needy.needed() == {"a-missing-library": None}
+    (dask,) = plugins_named("dask")
+    assert list(dask.needed()) == ["distributed"]
+    assert dask.needed()["distributed"]
+    assert plugins_named("local")[0].needed() == {}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 import re
 import traceback
-from collections.abc import Collection
-from importlib.metadata import Distribution, EntryPoint, PackageNotFoundError, distribution, entry_points
+from collections.abc import Collection, Mapping
+from importlib.metadata import Distribution, EntryPoint, PackageNotFoundError, distribution, entry_points, version
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ class PluginGroup:
         entries = self.entries()
         matching = [entry for entry in entries if entry.name == name]
         if not matching:
-            raise self._unknown(name, sorted({entry.name for entry in entries}))
+            raise unknown_plugin(self.noun, name, sorted({entry.name for entry in entries}))
         if len(matching) > 1:
             raise self._claimed_twice(name, matching)
         return matching[0]
@@ -114,17 +114,6 @@ class PluginGroup:
             why = f"has {present[0]}(), but it isn't marked with @colocate.hookimpl"
         return entry_error(entry, f"{self._plugin(entry)} {why}")
 
-    def _unknown(self, name: str, known: list[str]) -> PluginError:
-        there = f"installed: {listed(known)}" if known else "none is installed"
-        message = f"no {self.noun} is called {name!r} ({there}){did_you_mean(name, known)}"
-        hint = None
-        if name in extras_of("colocate"):
-            hint = f"pip install 'colocate[{name}]'"
-            message += f"; install it: {hint}"
-        elif not nearest(name, known):
-            message += "; install the distribution that has it"
-        return PluginError(message, name=name, hint=hint)
-
     def _claimed_twice(self, name: str, entries: list[EntryPoint]) -> PluginError:
         last = entries[-1].dist
         hint = f"pip uninstall {last.name}" if last is not None else None
@@ -141,6 +130,25 @@ def origin(entry: EntryPoint) -> str:
 def distribution_name(entry: EntryPoint | None) -> str | None:
     """The distribution's name, if there is one."""
     return entry.dist.name if entry is not None and entry.dist is not None else None
+
+
+def unknown_plugin(noun: str, name: str, known: Collection[str]) -> PluginError:
+    """The error for a name that no plugin has.
+
+    Args:
+        noun: What such a plugin is called in messages.
+        name: The name.
+        known: Those that there are.
+    """
+    there = f"installed: {listed(known)}" if known else "none is installed"
+    message = f"no {noun} is called {name!r} ({there}){did_you_mean(name, known)}"
+    hint = None
+    if name in extras_of("colocate"):
+        hint = f"pip install 'colocate[{name}]'"
+        message += f"; install it: {hint}"
+    elif not nearest(name, known):
+        message += "; install the distribution that has it"
+    return PluginError(message, name=name, hint=hint)
 
 
 def entry_error(entry: EntryPoint, message: str, hint: str | None = None) -> PluginError:
@@ -193,9 +201,22 @@ def pip_line(entry: EntryPoint, error: BaseException) -> str | None:
         return f"pip install '{entry.dist.name}[{entry.name}]'"
     for requirement in entry.dist.requires or ():
         if _project(requirement) == _normalized(missing):
-            extra = re.search(r"extra\s*==\s*['\"]([^'\"]+)['\"]", requirement)
-            return f"pip install '{entry.dist.name}[{extra[1]}]'" if extra else f"pip install {entry.dist.name}"
+            extra = _extra(requirement)
+            return f"pip install '{entry.dist.name}[{extra}]'" if extra else f"pip install {entry.dist.name}"
     return None
+
+
+def needed_by_extra(owner: str, extra: str) -> Mapping[str, str | None]:
+    """What an extra of a distribution names, with the version that is installed; None where it isn't."""
+    found: dict[str, str | None] = {}
+    for requirement in distribution(owner).requires or ():
+        if _extra(requirement) == extra:
+            name = _project(requirement)
+            try:
+                found[name] = version(name)
+            except PackageNotFoundError:
+                found[name] = None
+    return found
 
 
 def extras_of(owner: Distribution | str) -> Collection[str]:
@@ -233,6 +254,11 @@ def _place(error: Exception) -> str:
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<")]
     frames = [f for f in frames if Path(f.filename).parent.name not in _IMPORTING and not is_own_code(f.filename)]
     return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+
+
+def _extra(requirement: str) -> str | None:
+    found = re.search(r"extra\s*==\s*['\"]([^'\"]+)['\"]", requirement)
+    return found[1] if found else None
 
 
 def _project(requirement: str) -> str:

@@ -28,15 +28,21 @@ def needs(*what: Literal["process_group"]) -> Callable[[C], C]:
         raise ConfigError(f"@colocate.needs({', '.join(map(repr, what))}): what can be needed is {', '.join(_KNOWN)}")
 
     def declare(cls: C) -> C:
-        setattr(cls, _NEEDS, frozenset({*getattr(cls, _NEEDS, ()), *what}))
+        setattr(cls, _NEEDS, needed_by(cls) | {*what})
         return cls
 
     return declare
 
 
+def needed_by(cls: type) -> frozenset[str]:
+    """What a role class says that it needs."""
+    found: frozenset[str] = getattr(cls, _NEEDS, frozenset())
+    return found
+
+
 def lacks_processes(role: str, cls: type, default_group: bool, ranks: int, executor: type[Executor]) -> str | None:
     """Why a role's process groups can't be made on an executor, if they can't."""
-    if ranks < 2 or not executor.in_process or not (default_group or "process_group" in getattr(cls, _NEEDS, ())):
+    if ranks < 2 or not executor.in_process or not (default_group or "process_group" in needed_by(cls)):
         return None
     return (
         f"role {role!r} makes process groups of its {ranks} ranks, which need a process each, but slots of "

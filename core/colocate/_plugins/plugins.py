@@ -20,7 +20,9 @@ from colocate._plugins.entry_points import (
     hookspec,
     import_reference,
     listed,
+    needed_by_extra,
     origin,
+    unknown_plugin,
 )
 from colocate._system.nearest import did_you_mean
 from colocate.errors import PluginError
@@ -37,7 +39,10 @@ __all__ = [
     "find_role",
     "hookimpl",
     "hookspec",
+    "jobs_of",
     "plugins",
+    "plugins_named",
+    "roles_of",
 ]
 
 
@@ -92,6 +97,15 @@ class PluginInfo:
     def origin(self) -> str:
         """The distribution with its version."""
         return f"{self.distribution} {self.version}" if self.distribution else "no distribution"
+
+    @property
+    def brings(self) -> str:
+        """What it brings, in words."""
+        return "executor" if self.kind == "executor" else "roles, jobs"
+
+    def needed(self) -> Mapping[str, str | None]:
+        """The distributions of the extra that is named like it, with the installed version; None where it isn't."""
+        return needed_by_extra(self.distribution, self.name) if self.distribution else {}
 
     def fault(self) -> PluginError | None:
         """Import it, and say what is wrong with it; None when it works."""
@@ -221,6 +235,56 @@ def plugins() -> list[PluginInfo]:
     return [*_listing(_EXECUTORS, "executor"), *_listing(_ROLES, "roles")]
 
 
+def plugins_named(name: str) -> list[PluginInfo]:
+    """The plugins of a name: an executor, one that brings roles and jobs, or one of each.
+
+    Raises:
+        PluginError: There is none.
+    """
+    found = plugins()
+    named = [plugin for plugin in found if plugin.name == name]
+    if not named:
+        raise unknown_plugin("plugin", name, sorted({plugin.name for plugin in found}))
+    return named
+
+
+def roles_of(namespace: str) -> list[FoundRole]:
+    """The roles of a plugin. Imports the plugin, but not yet their modules.
+
+    Raises:
+        PluginError: It is unknown, claimed twice or broken.
+    """
+    return _all_of(namespace, "colocate_roles", FoundRole)
+
+
+def jobs_of(namespace: str) -> list[FoundJob]:
+    """The jobs of a plugin. Imports the plugin, but not yet their modules.
+
+    Raises:
+        PluginError: It is unknown, claimed twice or broken.
+    """
+    return _all_of(namespace, "colocate_jobs", FoundJob)
+
+
+def _all_of(namespace: str, hook: str, kind: type[_F]) -> list[_F]:
+    entry = _ROLES.find(namespace)
+    known = _offered(entry, hook)
+    return [_found(kind, f"{namespace}.{short}", target, entry) for short, target in (known or {}).items()]
+
+
+def _offered(entry: EntryPoint, hook: str) -> Mapping[str, Any] | None:
+    """What a plugin has by name; None when it has no such hook."""
+    known = _ROLES.call(entry, hook)
+    if known is not None:
+        _check_names(entry, hook, known)
+    return known  # type: ignore[no-any-return]
+
+
+def _found(kind: type[_F], name: str, target: Any, entry: EntryPoint) -> _F:
+    version = entry.dist.version if entry.dist is not None else None
+    return kind(name, target, distribution_name(entry), version, entry)
+
+
 def _listing(group: PluginGroup, kind: str) -> list[PluginInfo]:
     entries = group.entries()
     found = []
@@ -246,16 +310,14 @@ def _find(name: str, noun: str, hook: str, kind: type[_F]) -> _F:
             text = f"{error.message}; a class of a module is named with a colon: {module}:{attribute}"
             raise PluginError(text, name=error.name, hint=error.hint) from None
         raise
-    known = _ROLES.call(entry, hook)
+    known = _offered(entry, hook)
     if known is None:
         raise entry_error(entry, f"the role plugin {namespace!r} ({origin(entry)}) has no {noun}s: no hook {hook}()")
-    _check_names(entry, hook, known)
     if short not in known:
         there = f"it has {listed([repr(each) for each in sorted(known)])}" if known else "it has none"
         message = f"{namespace!r} ({origin(entry)}) has no {noun} {short!r}: {there}{did_you_mean(short, known)}"
         raise entry_error(entry, message)
-    version = entry.dist.version if entry.dist is not None else None
-    return kind(name, known[short], distribution_name(entry), version, entry)
+    return _found(kind, name, known[short], entry)
 
 
 def _check_names(entry: EntryPoint, hook: str, found: Any) -> None:

@@ -1,6 +1,6 @@
 """The command line: `colocate run / check / plugins / doctor / audit / groups / close`.
 
-Commands are imported when they are run.
+Commands are imported when they are run, and what completes them when a shell asks.
 """
 
 from __future__ import annotations
@@ -16,19 +16,45 @@ app = typer.Typer(
     name="colocate",
     help="Several roles fused into one process per GPU, on Ray, on Dask or on your own machine.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
-File = Annotated[Path, typer.Argument(help="The config, a YAML file.", show_default=False)]
+
+def _configs(incomplete: str) -> list[str]:
+    from colocate.cli.completion import configs
+
+    return configs(incomplete)
+
+
+def _executors(incomplete: str) -> list[tuple[str, str]]:
+    from colocate.cli.completion import executors
+
+    return executors(incomplete)
+
+
+def _plugins(incomplete: str) -> list[tuple[str, str]]:
+    from colocate.cli.completion import plugin_names
+
+    return plugin_names(incomplete)
+
+
+File = Annotated[Path, typer.Argument(help="The config, a YAML file.", show_default=False, autocompletion=_configs)]
 Executor = Annotated[
-    str | None, typer.Option("--executor", metavar="NAME", help="Another executor; replaces the config's whole entry.")
+    str | None,
+    typer.Option(
+        "--executor",
+        metavar="NAME",
+        help="Another executor; replaces the config's whole entry.",
+        autocompletion=_executors,
+    ),
 ]
 Changes = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="PATH=VALUE", help="Change the config, as in --set pools.main.slots=2."),
 ]
-ClusterOf = Annotated[Path | None, typer.Argument(help="A config, whose cluster is looked at.")]
+ClusterOf = Annotated[
+    Path | None, typer.Argument(help="A config, whose cluster is looked at.", autocompletion=_configs)
+]
 Address = Annotated[
     str | None, typer.Option("--address", metavar="ADDRESS", help="The cluster to join, as the executor names it.")
 ]
@@ -36,6 +62,27 @@ NoImport = Annotated[
     bool, typer.Option("--no-import", help="For a config of others: it may name plugins, but no modules of its own.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from colocate.cli.version import lines
+
+        for line in lines():
+            typer.echo(line)
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Show versions: colocate, Python, the engines."
+        ),
+    ] = False,
+) -> None:
+    """Several roles fused into one process per GPU, on Ray, on Dask or on your own machine."""
 
 
 @app.command()
@@ -68,16 +115,27 @@ def check(
 
 
 @app.command()
-def plugins(json: Json = False) -> None:
-    """List the executors, and the plugins that bring roles and jobs."""
-    from colocate.cli.plugins import show_plugins
+def plugins(
+    name: Annotated[
+        str | None, typer.Argument(help="One of them, to show in detail: it is imported.", autocompletion=_plugins)
+    ] = None,
+    json: Json = False,
+) -> None:
+    """List the executors, and the plugins that bring roles and jobs; or show what one of them offers."""
+    if name is None:
+        from colocate.cli.plugins import show_plugins
 
-    raise typer.Exit(show_plugins(json=json))
+        raise typer.Exit(show_plugins(json=json))
+    from colocate.cli.plugin import show_plugin
+
+    raise typer.Exit(show_plugin(name, json=json))
 
 
 @app.command()
 def doctor(
-    file: Annotated[Path | None, typer.Argument(help="A config to check against this machine.")] = None,
+    file: Annotated[
+        Path | None, typer.Argument(help="A config to check against this machine.", autocompletion=_configs)
+    ] = None,
     executor: Executor = None,
     changes: Changes = None,
     no_import: NoImport = False,

@@ -21,5 +21,9 @@ def show_plugins(*, json: bool) -> int:
 
 def _row(plugin: PluginInfo) -> dict[str, str]:
     rivals = f"; also claimed by {', '.join(plugin.rivals)}: uninstall one" if plugin.rivals else ""
-    kind = "executor" if plugin.kind == "executor" else "roles, jobs"
-    return {"name": plugin.name, "kind": kind, "from": plugin.origin + rivals, "object": plugin.value}
+    return {
+        "name": plugin.name,
+        "kind": plugin.brings,
+        "from": plugin.origin + rivals,
+        "object": plugin.value,
+    }

@@ -1,0 +1,135 @@
+"""What a shell offers at the Tab key, asked as shells ask; and `colocate --version`."""
+
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from tests.cli.conftest import CommandLine
+
+from colocate._protocol.versions import PROTOCOL
+
+COMMAND = Path(sys.executable).with_name("colocate")
+OF_BASH = """\
+eval "$(colocate --show-completion)"
+complete -p colocate >&2
+COMP_WORDS=(colocate {words})
+COMP_CWORD={last}
+_colocate_completion colocate
+printf '%s\\n' "${{COMPREPLY[@]}}"
+"""
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home folder, where completions are installed."""
+    (tmp_path / "home").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("PATH", str(COMMAND.parent), prepend=os.pathsep)
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Where a user works."""
+    for name in (
+        "words.yaml",
+        "notes.md",
+        "configs/ppo.yaml",
+        "configs/deep/er/most.yml",
+        ".hidden/no.yaml",
+        "a b.yaml",
+    ):
+        path = tmp_path / "work" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    return tmp_path / "work"
+
+
+def bash(folder: Path, *words: str) -> list[str]:
+    """What bash completes the last word to, by the very script that it has installed."""
+    shell = shutil.which("bash")
+    assert shell is not None
+    script = OF_BASH.format(words=shlex.join(words), last=len(words))
+    done = subprocess.run([shell, "--norc", "-c", script], cwd=folder, capture_output=True, text=True, check=True)
+    assert done.stderr == "complete -o default -F _colocate_completion colocate\n"
+    return sorted(done.stdout.split("\n")[:-1]) if done.stdout.strip() else []
+
+
+def asked(folder: Path, **variables: str) -> list[str]:
+    """What the command answers to a shell."""
+    environment = os.environ | variables
+    done = subprocess.run([COMMAND], cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+    return done.stdout.splitlines()
+
+
+def test_commands_and_options(home: Path, folder: Path) -> None:
+    assert bash(folder, "pl") == ["plugins"]
+    assert bash(folder, "run", "x.yaml", "--re") == ["--resume"]
+    assert "--version" in bash(folder, "--")
+
+
+def test_configs(home: Path, folder: Path) -> None:
+    """Also those a little below; where none begins so, the shell offers files as ever (`-o default`)."""
+    assert bash(folder, "run", "") == ["a b.yaml", "configs/ppo.yaml", "words.yaml"]
+    assert bash(folder, "check", "con") == ["configs/ppo.yaml"]
+    assert bash(folder, "doctor", "configs/") == ["configs/deep/er/most.yml", "configs/ppo.yaml"]
+    assert bash(folder, "audit", "../work/wo") == ["../work/words.yaml"]
+    assert bash(folder, "run", f"{folder}/w") == [f"{folder}/words.yaml"]
+    assert bash(folder, "run", ".hidden/") == [".hidden/no.yaml"]
+    assert bash(folder, "run", "notes") == []
+    assert bash(folder, "run", "nowhere/") == []
+
+
+def test_executors_and_plugins(home: Path, folder: Path) -> None:
+    assert bash(folder, "run", "words.yaml", "--executor", "") == ["dask", "local", "ray"]
+    assert bash(folder, "groups", "--executor", "d") == ["dask"]
+    assert bash(folder, "plugins", "") == ["dask", "local", "ppo", "ray"]
+
+
+def test_other_shells(home: Path, folder: Path) -> None:
+    """zsh and fish show what each is, too."""
+    zsh = asked(folder, _COLOCATE_COMPLETE="complete_zsh", _TYPER_COMPLETE_ARGS="colocate plugins pp")
+    assert "\n".join(zsh).count('"ppo":"roles, jobs') == 1
+    fish = asked(
+        folder,
+        _COLOCATE_COMPLETE="complete_fish",
+        _TYPER_COMPLETE_ARGS="colocate run wo",
+        _TYPER_COMPLETE_FISH_ACTION="get-args",
+    )
+    assert fish == ["words.yaml"]
+
+
+def test_nothing_is_imported_for_it(home: Path, folder: Path) -> None:
+    code = (
+        "import sys, os; sys.argv = ['colocate']\n"
+        "os.environ |= dict(_COLOCATE_COMPLETE='complete_bash', COMP_WORDS='colocate plugins ', COMP_CWORD='2')\n"
+        "from colocate.cli import main\n"
+        "try: main()\nexcept SystemExit as end: pass\n"
+        "print([m for m in ('torch', 'numpy', 'cattrs', 'ruamel.yaml', 'psutil', 'colocate_ppo') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["dask", "local", "ray", "ppo", "[]"]
+
+
+def test_it_installs_itself(home: Path) -> None:
+    shell = shutil.which("bash")
+    assert shell is not None
+    subprocess.run([shell, "--norc", "-c", "colocate --install-completion; true"], check=True, capture_output=True)
+    assert "_colocate_completion()" in (home / ".bash_completions" / "colocate.sh").read_text()
+    assert ".bash_completions/colocate.sh" in (home / ".bashrc").read_text()
+
+
+def test_version(colocate: CommandLine) -> None:
+    done = colocate("--version")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == [
+        f"colocate {version('colocate')} (protocol {PROTOCOL}), Python {platform.python_version()}",
+        f"executors: dask (distributed {version('distributed')}), local, ray (ray {version('ray')})",
+    ]

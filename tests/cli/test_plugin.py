@@ -1,0 +1,112 @@
+"""`colocate plugins NAME`: one plugin in detail."""
+
+import json
+from typing import Any
+
+from tests.cli.conftest import CommandLine
+
+
+def shown(colocate: CommandLine, name: str, *distributions: str, status: int = 0) -> dict[str, Any]:
+    done = colocate("plugins", name, "--json", distributions=distributions)
+    assert (done.returncode, done.stderr) == (status, "")
+    (plugin,) = json.loads(done.stdout)
+    return dict(plugin)
+
+
+def test_roles_with_options_and_methods_and_jobs(colocate: CommandLine) -> None:
+    done = colocate("plugins", "ppo")
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("ppo: roles, jobs, from colocate ")
+    about = "The value model: the actor's backbone with one output. `load` gives it its model."
+    at = lines.index(f"role ppo.critic: {about} (colocate_ppo.critic:Critic)")
+    assert lines[at + 1 : at + 6] == [
+        "needs process_group",
+        "  load(weights: Weights) -> None",
+        "      Broadcast(), Gather(): Start from the backbone of a language model; every value is 0 at first.",
+        "  values(rollout: Rollout) -> Tensor",
+        "      Scatter('rollout'), Concat(): The value of the state in which each response token was chosen, `[B, R]`.",
+    ]
+    at = lines.index("options of ppo.actor")
+    assert lines[at + 1].split() == ["option", "type", "default", "what", "it", "is"]
+    assert " ".join(lines[at + 2].split()) == (
+        "model str | None None A hub id or a local folder with a causal language model and its tokenizer; None makes a "
+        "small Llama with random weights that reads characters."
+    )
+    assert " ".join(lines[at + 3].split()) == "layers int 2 Layers of the small Llama."
+    assert any(line.startswith("job ppo.train: Train an actor with PPO") for line in lines)
+    assert any(line.split()[:3] == ["warm_up_steps", "int", "500"] for line in lines)
+
+
+def test_as_json(colocate: CommandLine) -> None:
+    ppo = shown(colocate, "ppo")
+    assert list(ppo["roles"]) == ["ppo.actor", "ppo.critic", "ppo.reference", "ppo.reward"]
+    actor = ppo["roles"]["ppo.actor"]
+    assert actor["needs"] == ["process_group"]
+    assert actor["methods"]["weights"] == {
+        "signature": "() -> Weights",
+        "dispatch": "Broadcast()",
+        "collect": "First()",
+        "async": False,
+        "about": "A copy of the model, for other ranks and roles to `load`.",
+    }
+    assert actor["options"]["lr"] == {
+        "type": "float",
+        "default": "0.0001",
+        "required": False,
+        "about": "Learning rate.",
+    }
+    assert ppo["jobs"]["ppo.train"]["function"] == "colocate_ppo.job:train"
+    assert "run" not in ppo["jobs"]["ppo.train"]["options"]  # that is given by who runs it
+
+
+def test_executors(colocate: CommandLine) -> None:
+    local = shown(colocate, "local")
+    assert local["capabilities"] == {"OwnProcess": "local with processes=True"}
+    assert list(local["options"]) == ["processes", "cpus", "gpus", "strict"]
+    assert local["options"]["cpus"]["about"] == "CPUs to hand out; None doesn't count them."
+    dask = shown(colocate, "dask")
+    assert dask["capabilities"] == {"Detachable": "dask with address=…", "OwnProcess": "dask", "MultiNode": "dask"}
+    assert "capabilities: Detachable (dask with address=…), OwnProcess, MultiNode" in colocate("plugins", "dask").stdout
+
+
+def test_any_plugin_that_is_listed(colocate: CommandLine) -> None:
+    """One of somebody's own; and each way in which a plugin can be broken is an error that says which it is."""
+    installed = "acme", "broken", "outpost"
+    listed = json.loads(colocate("plugins", "--json", distributions=installed).stdout)
+    working = {"dask", "local", "ray", "ppo", "outpost"}
+    for name in sorted({each["name"] for each in listed} - working):
+        done = colocate("plugins", name, distributions=installed)
+        assert done.stdout.startswith(f"{name}: ")
+        assert done.returncode == 1, name
+        assert done.stderr.startswith("error: "), name
+        assert "Traceback" not in done.stderr
+        assert repr(name) in done.stderr or f"'{name}." in done.stderr
+    assert colocate("plugins", "outpost", distributions=installed).returncode == 0
+
+
+def test_what_can_be_imported_is_shown_beside_what_can_not(colocate: CommandLine) -> None:
+    done = colocate("plugins", "acme", distributions=("acme",))
+    assert done.returncode == 1
+    assert "role acme.judge: broken, see below" in done.stdout
+    assert "  score(texts: list[str]) -> list[float]\n      Scatter('texts'), Concat()\n" in done.stdout
+    assert "install what it needs: pip install 'acme[acme]'" in done.stderr
+    acme = shown(colocate, "acme", "acme", status=1)
+    assert acme["roles"]["acme.judge"]["error"]["type"] == "PluginError"
+    assert acme["roles"]["acme.reward"]["options"]["wanted"]["default"] == "10"
+
+
+def test_an_unknown_name(colocate: CommandLine) -> None:
+    done = colocate("plugins", "pop")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        "error: no plugin is called 'pop' (installed: dask, local, ppo and ray); did you mean 'ppo'?\n"
+    )
+    (error,) = json.loads(colocate("plugins", "pop", "--json").stdout)["errors"]
+    assert error["type"] == "PluginError"
+
+
+def test_a_name_that_two_claim(colocate: CommandLine) -> None:
+    done = colocate("plugins", "acme", distributions=("acme", "acme_rival"))
+    assert done.returncode == 1
+    assert "is claimed by acme 1.0.0 and acme-rival 0.3" in done.stderr
