@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from colocate._crew.crew import Crew
 from colocate._owned.owned import Owned
+from colocate._system import html
+from colocate._system.jobs import error_text
+from colocate._system.lines import at
+from colocate._system.sizes import size_text
 from colocate.errors import ConfigError
 
 FORMATS = ("tree", "mermaid", "dot", "json")
@@ -40,6 +44,9 @@ class Graph:
 
     def __repr__(self) -> str:
         return self.render("tree")
+
+    def _repr_html_(self) -> str:
+        return shown(self._root)
 
 
 def _node(node: Owned) -> dict[str, Any]:
@@ -78,15 +85,12 @@ def _residents(crew: Crew) -> Iterator[dict[str, Any]]:
     for kept in list(crew.residents.kept.values()):
         if kept.freed_by is not None:
             continue
-        call = kept.call
-        state = "pending" if not call.done() else "poisoned" if call._error is not None else "kept"
-        sizes = [size[0] for size in call.bodies if size is not None]
         yield {
             "kind": "resident",
             "name": kept.source.label,
-            "state": state,
-            "bytes": sum(sizes),
-            "line": f"{kept.line[0]}:{kept.line[1]}",
+            "state": crew.residents.state_of(kept)[0],
+            "bytes": sum(size for size, _ in kept.known_sizes()),
+            "line": at(kept.line),
             "children": [],
         }
 
@@ -98,29 +102,42 @@ def _calls(crew: Crew) -> Iterator[dict[str, Any]]:
             "kind": "call",
             "name": call.label,
             "state": f"waits for rank {', '.join(map(str, missing[:8]))}",
-            "line": f"{call.line[0]}:{call.line[1]}",
+            "line": at(call.line),
             "children": [],
         }
 
 
 def _label(data: dict[str, Any]) -> str:
-    extra = [data["state"]]
-    extra += [f"{key} {data[key]}" for key in ("pid", "node", "device") if data.get(key) is not None]
+    return f"{data['kind']} {data['name']} ({', '.join([data['state'], *_known(data)])})"
+
+
+def _known(data: Mapping[str, Any]) -> list[str]:
+    """What is known of a node besides its state."""
+    found = [f"{key} {data[key]}" for key in ("pid", "node", "device") if data.get(key) is not None]
     if data.get("bytes"):
-        extra.append(_size(data["bytes"]))
+        found.append(size_text(data["bytes"]))
     if "age_s" in data:
-        extra.append(f"{data['age_s']:.0f} s")
+        found.append(f"{data['age_s']:.0f} s")
     if "line" in data:
-        extra.append(data["line"].rpartition("/")[2])
-    return f"{data['kind']} {data['name']} ({', '.join(extra)})"
+        found.append(data["line"].rpartition("/")[2])
+    return found
 
 
-def _size(count: float) -> str:
-    units = ["B", "KiB", "MiB", "GiB"]
-    while count >= 1024 and len(units) > 1:
-        count /= 1024
-        del units[0]
-    return f"{count:.0f} B" if units[0] == "B" else f"{count:.1f} {units[0]}"
+def shown(root: Owned, *more: str) -> str:
+    """A node as a notebook shows it: why it can't be used if so, what more is given, and what it owns."""
+    data = Graph(root).data()
+    why = [] if root.closed_by is None else [html.reason(f"closed by {root.closed_by}")]
+    if root.life.failure is not None:
+        why.append(html.reason(error_text(root.life.failure), "bad"))
+    if root.forked:
+        why.append(html.reason("it belongs to the process that forked this one, which can't use it"))
+    below = data["children"] if root.closed_by is None else ()
+    return html.page(
+        html.heading(root.kind, root.name, root.state, ", ".join(_known(data))),
+        *why,
+        *more,
+        html.tree(below, lambda node: ", ".join(_known(node))),
+    )
 
 
 def _tree(data: dict[str, Any], lead: str, branch: str) -> Iterator[str]:

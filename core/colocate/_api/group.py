@@ -8,10 +8,12 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec, TypeVar, overload
 
+from colocate._api.graph import shown
 from colocate._api.held import Held
 from colocate._crew.crew import Crew
 from colocate._role.context import Context
 from colocate._role.info import RoleInfo
+from colocate._system.html import table
 from colocate._system.numbers import limit, seconds
 from colocate._system.off_main import off_main
 from colocate._views import checkpoint, functions
@@ -65,6 +67,21 @@ class ColocatedGroup(Held[Crew], node=Crew):
         if view is None:
             view = self._views[name] = RoleView(self._node, info)
         return view
+
+    def _repr_html_(self) -> str:
+        roles = [
+            {
+                "role": info.name,
+                "class": info.cls.__qualname__,
+                "ranks": len(info.slots),
+                "mesh": ", ".join(
+                    " ".join(f"{axis}={size}" for axis, size in mesh.axes) for mesh in info.meshes.values()
+                ),
+                "methods": ", ".join(info.methods),
+            }
+            for info in self._node.roles.values()
+        ]
+        return shown(self._node, table(roles))
 
     def _is_of(self, info: RoleInfo, cls: type) -> bool:
         """Whether a role's class is the one of that name here: that of an attached pool may have come by value."""

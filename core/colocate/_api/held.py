@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Any, Generic, NoReturn, Self, TypeVar
 
+from colocate._api.graph import shown
 from colocate._owned.owned import Owned
 from colocate._role.on_driver import OnDriver
 
@@ -55,6 +56,9 @@ class Held(OnDriver, Generic[N]):
 
     def __repr__(self) -> str:
         return repr(self._node)
+
+    def _repr_html_(self) -> str:
+        return shown(self._node)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(f"{self!r} lives on the driver and can't be sent to a worker or pickled")

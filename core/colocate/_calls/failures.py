@@ -11,7 +11,7 @@ from colocate._calls.pending import PendingCall
 from colocate._protocol.consequence import Consequence, Poisoned
 from colocate._protocol.messages import Failure
 from colocate._system.jobs import error_text
-from colocate._system.lines import at
+from colocate._system.lines import at, with_cells
 from colocate._system.off_main import off_main
 from colocate._system.rebuilding import NotRebuilt, rebuilding
 from colocate.errors import (
@@ -63,7 +63,7 @@ def failure_error(link: Link, call: PendingCall, slot: int, failure: Failure, bo
         method=call.method,
         rank=rank,
         node=link.node(slot),
-        remote_traceback=failure.traceback,
+        remote_traceback=with_cells(failure.traceback),
         called_at=_line(call),
     )
     if not follows:  # unpickled later, not on this thread, which reads all connections

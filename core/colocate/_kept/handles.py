@@ -16,8 +16,11 @@ from colocate._kept.residents import Residents
 from colocate._protocol.uses import Item, Own, Part, Rows, Use
 from colocate._role.on_driver import OnDriver
 from colocate._role.resident import INSTEAD_OF_RESIDENT, Resident, ResidentSpec
+from colocate._system import html
+from colocate._system.lines import at
 from colocate._system.numbers import limit
 from colocate._system.off_main import off_main
+from colocate._system.sizes import size_text
 from colocate._values.batch import Deferred, even_sizes
 from colocate._values.collect import Concat, Gather
 from colocate._values.dispatch import check_items
@@ -149,6 +152,19 @@ class KeptResident(Resident[T_co]):
 
     def __repr__(self) -> str:
         return f"<Resident of {self._kept.source.label} in group {self._kept.source.group!r}>"
+
+    def _repr_html_(self) -> str:
+        kept = self._kept
+        state, why = self._residents.state_of(kept)
+        parts = [
+            {"rank": rank, "rows": "" if size[1] is None else size[1], "bytes": size_text(size[0])}
+            for rank, size in zip(kept.call.ranks, kept.call.bodies, strict=False)
+            if size is not None
+        ]
+        return html.page(
+            html.heading("resident of", kept.source.label, state, f"group {kept.source.group}, {at(kept.line)}"),
+            html.reason(why, "" if state == "freed" else "bad") if why else html.table(parts),
+        )
 
     @property
     def ref(self) -> T_co:

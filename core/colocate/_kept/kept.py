@@ -64,6 +64,10 @@ class Kept:
         """Why there is none: its call has failed, or its workers are gone."""
         return self.call._error or self.lost
 
+    def known_sizes(self) -> list[tuple[int, int | None]]:
+        """Bytes and rows of the parts that are there."""
+        return [size for size in self.call.bodies if size is not None]
+
     def sizes(self) -> list[int]:
         """Rows of each part in the order in which they are joined, once its call is done and if they are rows."""
         source = self.source

@@ -23,6 +23,7 @@ from colocate._owned.owned import Owned
 from colocate._protocol.messages import Fetched, Free
 from colocate._role.resident import ResidentSpec
 from colocate._system.here import Here
+from colocate._system.jobs import error_text
 from colocate._system.lines import caller
 from colocate._system.numbers import FOREVER_S
 from colocate._system.off_main import off_main
@@ -280,6 +281,18 @@ class Residents(Leases):
             raise failure_error(self.link, kept.call, refused.slot, refused.failure, refused.body) from None
         finally:
             self.end_use(kept)
+
+    def state_of(self, kept: Kept) -> tuple[str, str]:
+        """What a resident is, in a word, and why it can't be used, if so; nobody is asked."""
+        if kept.freed_by is not None:
+            return "freed", f"freed by {kept.freed_by}"
+        if kept.call._error is not None:
+            return "poisoned", error_text(kept.call._error)
+        if self.link.closed_by is not None:
+            return "lost", f"its group was closed by {self.link.closed_by}"
+        if (lost := kept.lost or self.link.failure) is not None:
+            return "lost", error_text(lost)
+        return "kept" if kept.call.done() else "pending", ""
 
     def spec_of(self, kept: Kept) -> ResidentSpec:
         """What a resident holds."""

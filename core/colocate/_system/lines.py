@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import linecache
 import os
+import re
+import sys
 from collections.abc import Iterator
 from contextvars import ContextVar
 
@@ -18,8 +21,34 @@ def caller() -> tuple[str, int]:
     for frame in frames():
         name = frame.f_code.co_filename
         if "contextlib" not in name and not is_own_code(name):
-            return name, frame.f_lineno
+            return cell(name) or name, frame.f_lineno
     return "?", 0
+
+
+def cell(file: str) -> str | None:
+    """What IPython calls a cell, which it runs as a file of a name that tells nobody anything: "Cell In[3]"."""
+    running = getattr(sys.modules.get("IPython"), "get_ipython", None)
+    shell = None if running is None else running()
+    name = None if shell is None else shell.compile.format_code_name(file)
+    return None if name is None else " ".join(name)
+
+
+def with_cells(trace: str) -> str:
+    """A worker's traceback, with cells as their user knows them, and their source, which isn't a file there."""
+    return _FRAME.sub(_of_cell, trace) if "IPython" in sys.modules else trace
+
+
+_FRAME = re.compile(r'^  File "([^"\n]+)", line (\d+)(.*\n)((?:    .*\n)*)', re.MULTILINE)
+
+
+def _of_cell(frame: re.Match[str]) -> str:
+    file, number, rest, source = frame.groups()
+    name = cell(file)
+    if name is None:
+        return frame[0]
+    if not source and (line := linecache.getline(file, int(number)).strip()):
+        source = f"    {line}\n"
+    return f'  File "{name}", line {number}{rest}{source}'
 
 
 def at(line: tuple[str, int]) -> str:

@@ -25,3 +25,12 @@ def parse_bytes(value: str | int, what: str) -> int:
     if not 0 <= size <= _MOST:
         raise ConfigError(f"{what}={shown(value)} is no size; write it like '20GiB', '512MB' or a number of bytes")
     return int(size)
+
+
+def size_text(count: float) -> str:
+    """A number of bytes as people read it."""
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    while count >= 1024 and len(units) > 1:
+        count /= 1024
+        del units[0]
+    return f"{count:.1f}".removesuffix(".0") + f" {units[0]}"

@@ -10,6 +10,7 @@ from typing import Any
 
 import attrs
 
+from colocate._system.sizes import size_text
 from colocate.report.scale import duration, plural
 
 PER_OWNER = 24  # nodes of one kind under one owner
@@ -86,16 +87,8 @@ def _facts(data: Mapping[str, Any], hosts: dict[str, str]) -> Iterator[str]:
     if data.get("device") is not None:
         yield str(data["device"])
     if data.get("bytes"):
-        yield _size(data["bytes"])
+        yield size_text(data["bytes"])
     if data.get("age_s") is not None:
         yield duration(data["age_s"])
     if data.get("line"):
         yield PurePath(data["line"]).name
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.3g} {unit}"
-        count /= 1024
-    return f"{count:.3g} TiB"

@@ -1,0 +1,106 @@
+"""Things as a notebook shows them: html that needs nothing from elsewhere and is read in light and in dark.
+
+It has no colours of its own but for the dot of a state: text, and the lines around it, are as those of the page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+# The class is said twice, so that it counts more than what notebooks say of tables in outputs.
+_STYLE = """
+<style>
+.colocate.colocate{font:13px/1.5 system-ui,sans-serif;color:inherit;max-width:100%;overflow-x:auto}
+.colocate.colocate b{font-weight:600}
+.colocate.colocate small,.colocate.colocate th{font-size:12px;opacity:.72}
+.colocate.colocate i{display:inline-block;width:.6em;height:.6em;border-radius:50%;
+ margin:0 .3em 0 .5em;background:#8c959f}
+.colocate.colocate i.good{background:#2da44e}
+.colocate.colocate i.busy{background:#bf8700}
+.colocate.colocate i.bad{background:#e5534b}
+.colocate.colocate pre{font:12px/1.45 ui-monospace,monospace;white-space:pre-wrap;overflow-wrap:anywhere;margin:.3em 0;
+ padding:.1em .7em;border-left:3px solid #8c959f;background:none;color:inherit}
+.colocate.colocate pre.bad{border-color:#e5534b}
+.colocate.colocate table{border-collapse:collapse;table-layout:auto;margin:.4em 0;background:none;color:inherit}
+.colocate.colocate tr{background:none}
+.colocate.colocate th,.colocate.colocate td{text-align:left;vertical-align:top;padding:.15em 1.1em .15em 0;
+ border:0;border-bottom:1px solid rgba(128,128,128,.35);font-weight:400;overflow-wrap:anywhere}
+.colocate.colocate th{white-space:nowrap}
+.colocate.colocate ul{list-style:none;margin:0;padding:0 0 0 .9em;border-left:1px solid rgba(128,128,128,.35)}
+.colocate.colocate li,.colocate.colocate summary{margin:0;padding:.05em 0;overflow-wrap:anywhere}
+.colocate.colocate li>span{padding-left:1em}
+.colocate.colocate summary{cursor:pointer}
+</style>
+"""
+_LOOKS = {
+    "good": ("ready", "running", "kept"),
+    "busy": ("starting", "restarting", "closing", "pending"),
+    "bad": ("failed", "poisoned", "lost"),
+    "over": ("closed", "exited", "freed"),
+}
+_LOOK_OF = {state: look for look, states in _LOOKS.items() for state in states}
+MOST = 64  # rows, or children: more than that nobody reads
+
+
+# Not `html.escape`: it takes little, and a user's own html.py would stand in its place.
+_ESCAPES = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;", "'": "&#x27;"})
+
+
+def page(*parts: str) -> str:
+    """Some parts as one thing that can be shown."""
+    return f'{_STYLE}<div class="colocate">{"".join(parts)}</div>'
+
+
+def heading(kind: str, name: object, state: str, more: str = "") -> str:
+    """What it is, and what it is doing."""
+    look = _LOOK_OF.get(state)
+    dot = f'<i class="{look}"></i>' if look else " "
+    rest = f" <small>{_text(more)}</small>" if more else ""
+    return f"{_text(kind)} <b>{_text(name)}</b>{dot}{_text(state)}{rest}"
+
+
+def reason(text: str, look: str = "") -> str:
+    """Why it can't be used; "bad" if that is an error."""
+    return f'<pre class="{look}">{_text(text)}</pre>'
+
+
+def table(rows: Sequence[Mapping[str, object]]) -> str:
+    """The keys of the first row are the columns; no rows are no table."""
+    if not rows:
+        return ""
+    head = _row("th", rows[0])
+    body = "".join(_row("td", row.values()) for row in rows[:MOST])
+    return f"<table>{head}{body}</table>{_left_out(rows)}"
+
+
+def tree(children: Sequence[Mapping[str, Any]], known: Callable[[Mapping[str, Any]], str]) -> str:
+    """Nodes of the graph with what is below them, which folds; below workers it is folded at first.
+
+    Args:
+        children: The nodes, as `Graph.data` has them.
+        known: What is known of one besides its state.
+    """
+    if not children:
+        return ""
+    return f"<ul>{''.join(_item(each, known) for each in children[:MOST])}</ul>{_left_out(children)}"
+
+
+def _item(node: Mapping[str, Any], known: Callable[[Mapping[str, Any]], str]) -> str:
+    shown = heading(node["kind"], node["name"], node["state"], known(node))
+    if not node["children"]:
+        return f"<li><span>{shown}</span></li>"
+    opened = "" if node["kind"] == "worker" else " open"
+    return f"<li><details{opened}><summary>{shown}</summary>{tree(node['children'], known)}</details></li>"
+
+
+def _row(cell: str, values: Iterable[object]) -> str:
+    return f"<tr>{''.join(f'<{cell}>{_text(value)}</{cell}>' for value in values)}</tr>"
+
+
+def _left_out(shown: Sequence[object]) -> str:
+    return f"<small>and {len(shown) - MOST} more</small>" if len(shown) > MOST else ""
+
+
+def _text(value: object) -> str:
+    return str(value).translate(_ESCAPES)

@@ -1,0 +1,152 @@
+"""What users do in notebooks: an event loop runs in the main thread, classes are in cells, Ctrl-C is a button."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from tests.notebooks.kernel import WITHIN_S, Kernel, html_of, kernel
+
+CELL = """\
+import asyncio, os, time
+from pathlib import Path
+import colocate
+from colocate import Concat, Role, Scatter, method
+
+class Writer(Role):
+    @method(dispatch=Scatter("words"), collect=Concat())
+    def write(self, words):
+        return [word.upper() for word in words]
+
+    @method
+    def hold(self):
+        Path("began").touch()
+        while not Path("over").exists():
+            time.sleep(0.01)
+
+    @method
+    def fail(self):
+        raise ValueError("on purpose")
+
+    @method
+    def pid(self):
+        return os.getpid()
+
+runtime = colocate.connect("local", processes={processes}, replace=True)
+pool = runtime.reserve(slots=2)
+group = pool.spawn({{"writer": colocate.role(Writer)}}, name="demo")
+writer = group.role("writer", Writer)
+"""
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["threads", "processes"])
+def session(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Kernel, str]]:
+    with kernel(tmp_path_factory.mktemp("notebook")) as running:
+        yield running, CELL.format(processes=request.param)
+
+
+@pytest.fixture
+def started(session: tuple[Kernel, str]) -> Iterator[Kernel]:
+    """A kernel in which the first cell has been run, perhaps once more."""
+    running, cell = session
+    for name in ("began", "over"):
+        (running.folder / name).unlink(missing_ok=True)
+    assert running.shows(cell) == ""
+    yield running
+    assert running.shows("runtime.close()") == ""
+
+
+def interrupt_when_it_has_begun(running: Kernel) -> threading.Thread:
+    """Press the button when a rank is in `hold`; then, when that has reached the cell, let it go on."""
+
+    def press() -> None:
+        deadline = time.monotonic() + WITHIN_S
+        while not (running.folder / "began").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        running.interrupt()
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    return thread
+
+
+def test_calls_are_awaited_on_the_loop_that_runs(started: Kernel) -> None:
+    assert started.shows("await writer.write.submit(['a', 'b', 'c'])") == "['A', 'B', 'C']"
+    several = "await asyncio.gather(*(writer.write.submit([word, 'x']) for word in 'ab'))"
+    assert started.shows(several) == "[['A', 'X'], ['B', 'X']]"
+    meanwhile = (
+        "call = writer.hold.submit()\n"
+        "async def end():\n"
+        "    Path('over').touch()\n"
+        "    return 'ended by another task'\n"
+        "task = asyncio.create_task(end())\n"
+        "print(await call, await task)"
+    )
+    assert started.shows(meanwhile) == "[None, None] ended by another task\n"
+    assert started.shows("writer.write(['a', 'b'])") == "['A', 'B']"  # and those that aren't awaited
+
+
+def test_a_class_that_is_changed_in_a_later_cell(started: Kernel) -> None:
+    changed = (
+        "class Writer(Role):\n    @method\n    def shout(self):\n        return 'new'\n"
+        "group.close()\npool.spawn({'writer': colocate.role(Writer)}, name='demo')['writer'].shout()"
+    )
+    assert started.shows(changed) == "['new', 'new']"
+    assert started.shows(CELL.format(processes=False) + "writer.write(['a', 'b'])") == "['A', 'B']"  # run again
+
+
+def test_the_button_ends_a_wait(started: Kernel) -> None:
+    """What was begun goes on, as after Ctrl-C anywhere; the group is as it was."""
+    button = interrupt_when_it_has_begun(started)
+    shown = started.shows("writer.hold()")
+    button.join()
+    assert "KeyboardInterrupt" in shown
+    (started.folder / "over").touch()
+    assert started.shows("writer.write(['a', 'b'])") == "['A', 'B']"
+
+
+def test_the_button_ends_an_await(started: Kernel) -> None:
+    button = interrupt_when_it_has_begun(started)
+    # The kernel cancels the cell's task when its loop turns next, which a second task sees to.
+    shown = started.shows("ticks = asyncio.create_task(asyncio.sleep(0))\n"
+                          "async def tick():\n    while True: await asyncio.sleep(0.05)\n"
+                          "ticks = asyncio.create_task(tick())\nawait writer.hold.submit()")  # fmt: skip
+    button.join()
+    assert "CancelledError" in shown
+    (started.folder / "over").touch()
+    assert started.shows("ticks.cancel()\nawait writer.write.submit(['a', 'b'])") == "['A', 'B']"
+
+
+def test_cells_are_called_by_their_numbers(started: Kernel) -> None:
+    """In the graph, and in errors with the line as it is there."""
+    first = int(started.shows("len(In)")) - 2
+    assert re.search(rf"group demo \(ready, \d+ s, Cell In\[{first}\]:27\)", started.shows("print(runtime.graph)"))
+    shown = started.shows("writer.fail()")
+    assert f"The call was made at Cell In[{first + 3}]:1\n" in shown
+    assert f'  File "Cell In[{first}]", line 19, in fail\n    raise ValueError("on purpose")\n' in shown
+    shown = started.shows("group.close(); writer.pid()")
+    assert f"group 'demo' was closed by group.close() at Cell In[{first + 4}]:1" in shown
+
+
+def test_what_is_evaluated_is_shown_as_html(started: Kernel) -> None:
+    for name in ("runtime", "runtime.graph", "pool", "group", "writer.write.keep(['a', 'b'])"):
+        (output,) = started.run(name).outputs
+        assert 'class="colocate"' in html_of(output)
+        assert output.data["text/plain"]
+
+
+def test_a_kernel_that_ends_leaves_no_worker(tmp_path: Path) -> None:
+    """Nothing was closed: "Restart" is what a user does then."""
+    with kernel(tmp_path) as running:
+        running.run(CELL.format(processes=True))
+        pids = [int(pid) for pid in running.shows("print(*writer.pid())").split()]
+        workers = [psutil.Process(pid) for pid in pids]
+        assert len(workers) == 2
+    _, alive = psutil.wait_procs(workers, timeout=10)
+    assert not alive

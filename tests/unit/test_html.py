@@ -1,0 +1,202 @@
+"""What notebooks show of a runtime, a pool, a group, a graph and a resident."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+
+import colocate
+from colocate import ColocatedGroup, Concat, Role, Runtime, Scatter, method
+from colocate.errors import RoleError, WorkerDied
+
+
+class Writer(Role):
+    @method(dispatch=Scatter("words"), collect=Concat())
+    def write(self, words: list[str]) -> list[str]:
+        return [word.upper() for word in words]
+
+    @method
+    def hold(self, over: threading.Event) -> None:
+        over.wait(30)
+
+    @method
+    def fail(self, text: str) -> None:
+        raise ValueError(text)
+
+    @method
+    def die(self) -> None:
+        os._exit(3)
+
+
+class Critic(Role):
+    @method
+    def score(self) -> float:
+        return 0.0
+
+
+class Page(HTMLParser):
+    """The text of html, of which every element has to end, and what the states look like."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.words: list[str] = []
+        self.looks: list[str | None] = []
+        self._open: list[str] = []
+        self.feed(html)
+        self.close()
+        assert not self._open
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        assert tag not in ("script", "link", "img", "iframe")
+        self._open.append(tag)
+        for name, value in attributes:
+            assert name in ("class", "open"), f"nothing is loaded from anywhere: {name}={value}"
+            if tag == "i":
+                self.looks.append(value)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if "style" not in self._open:
+            self.words += data.split()
+
+    @property
+    def text(self) -> str:
+        return " ".join(self.words)
+
+
+def page(thing: Any) -> Page:
+    html = thing._repr_html_()
+    style = re.search(r"<style>(.*?)</style>", html, re.DOTALL)
+    assert style is not None
+    assert "url(" not in style[1]
+    assert "@import" not in style[1]
+    return Page(html)
+
+
+@pytest.fixture
+def runtime() -> Iterator[Runtime]:
+    with colocate.connect() as runtime:
+        yield runtime
+
+
+@pytest.fixture
+def group(runtime: Runtime) -> ColocatedGroup:
+    roles = {"writer": colocate.role(Writer), "critic": colocate.role(Critic).on(slots=[0])}
+    return runtime.reserve(slots=2, name="main").spawn(roles, name="<b>demo</b> & 'co'")
+
+
+def test_a_group_shows_its_roles_and_what_it_owns(group: ColocatedGroup) -> None:
+    kept = group["writer"].write.keep(["a", "b", "c"])
+    kept.fetch()
+    shown = page(group)
+    assert shown.text.startswith("group <b>demo</b> & 'co' ready 0 s, test_html.py:")
+    assert "role class ranks mesh methods writer Writer 2 dp=2 write, hold, fail, die critic Critic 1 dp=1 score" in (
+        shown.text
+    )
+    assert "worker 0 running" in shown.text
+    assert "role critic rank 0/1 Critic" in shown.text
+    assert "resident writer.write kept test_html.py:" in shown.text
+    assert set(shown.looks) == {"good"}
+
+
+def test_users_text_is_text(group: ColocatedGroup) -> None:
+    """A group's name above, and here what a role raises."""
+    kept = group["writer"].fail.keep("<script>alert('x')</script>")
+    with pytest.raises(RoleError):
+        kept.fetch()
+    assert "<script>" not in kept._repr_html_()
+    assert "ValueError: <script>alert('x')</script>" in page(kept).text
+
+
+def test_pool_runtime_and_graph_show_all_that_is_below(runtime: Runtime, group: ColocatedGroup) -> None:
+    for thing in (runtime, runtime.graph, group.owner):
+        text = page(thing).text
+        assert "pool main ready" in text
+        assert "group <b>demo</b> & 'co' ready" in text
+    assert page(runtime).text == page(runtime.graph).text
+
+
+def test_a_resident_shows_rows_and_bytes_of_each_rank(group: ColocatedGroup) -> None:
+    kept = group["writer"].write.keep(["a", "b", "c"])
+    kept.fetch()
+    text = page(kept).text
+    assert re.fullmatch(
+        r"resident of writer\.write kept group <b>demo</b> & 'co', \S+:\d+ rank rows bytes 0 2 0 B 1 1 0 B",
+        text,
+    )
+    kept.free()
+    assert page(kept).text.endswith("freed by free()")
+
+
+def test_nobody_is_asked_and_nothing_is_waited_for(runtime: Runtime, group: ColocatedGroup) -> None:
+    """The lanes are busy, and the locks of the group are held."""
+    over = threading.Event()
+    call = group["writer"].hold.submit(over)
+    kept = group["writer"].write.keep(["a", "b"])
+    with group._node.order.lock, group.owner._node.lock:
+        shown: list[Page] = []
+        thread = threading.Thread(target=lambda: shown.extend(page(each) for each in (runtime, group, kept)))
+        thread.start()
+        thread.join(10)
+        assert not thread.is_alive()
+    assert "call writer.hold waits for rank 0, 1" in shown[1].text
+    assert shown[2].text.startswith("resident of writer.write pending")
+    assert shown[2].looks == ["busy"]
+    over.set()
+    call.result()
+
+
+def test_what_is_closed_says_by_what(runtime: Runtime, group: ColocatedGroup) -> None:
+    kept = group["writer"].write.keep(["a", "b"])
+    kept.fetch()
+    pool = group.owner
+    group.close()
+    assert re.search(
+        r"closed \d s, test_html.py:\d+ closed by group\.close\(\) at \S+test_html.py:\d+", page(group).text
+    )
+    assert re.search(r"lost .* its group was closed by group\.close\(\) at \S+test_html.py:\d+", page(kept).text)
+    runtime.close()
+    assert "closed by closing runtime 'local' (runtime.close() at " in page(pool).text
+    assert "closed by runtime.close() at " in page(runtime).text
+    assert page(runtime).looks == ["over"]
+
+
+def test_what_has_failed_says_why() -> None:
+    with colocate.connect(processes=True) as runtime:
+        group = runtime.reserve(slots=1).spawn({"writer": colocate.role(Writer)}, name="demo")
+        kept = group["writer"].write.keep(["a"])
+        kept.fetch()
+        with pytest.raises(WorkerDied):
+            group["writer"].die()
+        for each in (group, kept):
+            shown = page(each)
+            assert re.search(r"WorkerDied: worker 0 of group 'demo' .*exited with code 3", shown.text)
+            assert shown.looks[0] == "bad"
+
+
+def test_many_children_are_cut_short(runtime: Runtime) -> None:
+    group = runtime.reserve(slots=70).spawn({"critic": colocate.role(Critic)}, name="many")
+    text = page(group).text
+    assert text.count("worker ") == 64
+    assert text.endswith("and 6 more")
+
+
+def test_a_forked_child_is_told(group: ColocatedGroup) -> None:
+    read, write = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            os.write(write, page(group).text.encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    os.waitpid(child, 0)
+    with os.fdopen(read) as answer:
+        assert "it belongs to the process that forked this one" in answer.read()
