@@ -47,9 +47,7 @@ versions: $(OLDEST)/.installed  ## Dask's tests and the suite on the oldest vers
 check: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy core/colocate executors plugins/colocate_ppo
-	$(BIN)/mypy -p tests.chaos
-	$(BIN)/pyright
+	$(BIN)/python -m tests.checkers
 
 $(VERL)/.installed: $(INSTALLED)  # verl beside everything that .venv has, for a comparison in the bench only
 	$(PYTHON) -m venv $(VERL)
