@@ -10,6 +10,8 @@ PURELIB := -c "import sysconfig; print(sysconfig.get_path('purelib'))"
 BESIDE = site=$$($(BIN)/python $(PURELIB)); (echo $$site; grep -h '^/' $$site/*.pth) > "$$($(1)/bin/python $(PURELIB))/base.pth"
 export PYRIGHT_PYTHON_CACHE_DIR := $(CURDIR)/.venv/pyright
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
+# Tests start Python hundreds of times: a third of each start would be compiling what was compiled before.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: install demo test suites versions check bench chaos gpu-wheels gpu format clean
 install: $(INSTALLED)
@@ -33,6 +35,7 @@ test: install $(BARE)/.installed
 suites: install  ## the whole executor suite on every executor, and what else `make test` leaves out; half an hour
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/conformance
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m long --ignore tests/conformance
+	COLOCATE_LAWS=3 $(BIN)/python -m pytest -n 2 --dist loadfile tests/laws
 
 $(OLDEST)/.installed: $(INSTALLED)  # the oldest Dask of the declared range, beside everything else that .venv has
 	$(PYTHON) -m venv $(OLDEST)

@@ -16,6 +16,7 @@ SPARING = {
     "RAY_prestart_worker_first_driver": "0",  # otherwise as many as it has CPUs, for each driver
     "RAY_enable_worker_prestart": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_worker_niceness": "0",  # otherwise its workers starve as long as other tests keep the machine busy
 }
 # Nor does it keep those that nobody uses any more.
 NONE_IDLE = {

@@ -7,7 +7,16 @@ import pytest
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # With two processes the longest files go first, so that neither waits for the other in the end.
-LONGEST = ("conformance/test_ray.py", "laws/", "conformance/", "ppo/", "ray/", "engines/", "dask/")
+LONGEST = (
+    "conformance/test_processes.py",
+    "conformance/test_ray.py",
+    "laws/",
+    "conformance/",
+    "ppo/",
+    "ray/",
+    "engines/",
+    "dask/",
+)
 HERE = Path(__file__).parent
 
 

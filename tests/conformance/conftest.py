@@ -1,44 +1,81 @@
-"""Which tests of the suite `make test` leaves out: on engines, most of those that take long and whose laws are core's.
+"""Which tests of the suite `make test` leaves out; `make suites` runs everything everywhere.
 
-On `local` nearly all of them run, and on each engine a few of each area; `make suites` runs everything everywhere.
+What the suite proves of core needs proving once: on threads, and on processes. Where values travel by value is proved
+once more, on threads. Of an engine, `make test` asks what it does itself, and can break.
 """
 
 from __future__ import annotations
 
 import pytest
 
-LONG = ("attaching", "auditing", "converging", "detaching", "drivers", "endings", "restarting")
-CORE = (
-    *("borrows", "cancelling", "closing", "context", "deaths", "dispatch", "failures", "forks", "functions", "meshes"),
-    *("order", "pipelines", "process_groups", "residents", "startup"),
+# What there is to prove of values that travel by value.
+BY_VALUE = (
+    *("borrows", "calls", "checkpoints", "definitions", "dispatch", "failures", "functions", "kept_failures"),
+    *("meshes", "mixing", "pipelines", "residents", "tensors"),
 )
-ENGINES = {
-    # Each test has Ray start processes of its own. The keepers in them are those that Dask has, which runs all of it.
-    "test_ray": (*LONG, *CORE),
-    "test_dask": LONG,
-    "test_strict": LONG,  # how messages travel makes no difference there
-    # It stands for all executors that others write on the keepers.
-    "test_outpost": (*LONG, *CORE),
+# The engine starts workers, where and with what they were asked for, and tells of those that don't come.
+STARTS = {
+    *("test_by_name", "test_dying_constructor", "test_hanging_constructor", "test_environment", "test_facts"),
+    *("test_device", "test_threads_of_torch", "test_slots_of_a_pool"),
 }
-KEPT = (
-    *("test_claimed_worker", "test_forgotten_group", "test_taken_from_a_live_driver", "test_goes_on"),
-    *("test_expired_frees_its_slots", "test_while_it_reserves", "test_killed", "test_killed_with_a_fork_alive"),
-    *("test_killed_while[calling]", "test_interrupted", "test_it_goes_on_from_its_checkpoint"),
-    *("test_by_name", "test_hanging_constructor", "test_killed_in_a_call", "test_hung_process", "test_every_error"),
-    *("test_hold_in_a_collective", "test_between_slots", "test_between_groups", "test_scatter_then_concat"),
-    *("test_role_error", "test_later_call_begun", "test_run_context", "test_pipeline_as_without", "test_facts"),
-    *("test_cancel_running", "test_broken_borrow", "test_named_residents_between_meshes"),
-)
+# It brings messages and values to them, and to each other.
+BRINGS = {
+    *("test_plain_call", "test_lane", "test_async_overlap", "test_cancel_running", "test_later_call_begun"),
+    *("test_role_error", "test_scatter_then_concat", "test_run_context", "test_pipeline_as_without", "test_values"),
+    *("test_class_of_the_script", "test_round_trip", "test_large", "test_shared_storage", "test_no_copy"),
+    *("test_strict_contents", "test_between_slots", "test_between_groups", "test_broken_borrow"),
+    *("test_named_residents_between_meshes", "test_all_ranks", "test_default_group", "test_hold_in_a_collective"),
+}
+# It notices that a worker has died, or doesn't answer, and ends what is left of it.
+NOTICES = {
+    *("test_killed_in_a_call", "test_the_pool_lives", "test_children_of_a_worker[kill]", "test_hung_process"),
+    *("test_every_error", "test_it_goes_on_from_its_checkpoint"),
+}
+# Drivers end in any way, and leave nothing; what it says there is can be compared with what there is.
+LEAVES = {
+    *("test_killed", "test_killed_with_a_fork_alive", "test_interrupted", "test_while_it_reserves"),
+    *("test_executor_is_called_off_the_main_thread", "test_clean_at_each_stage", "test_claimed_worker"),
+    *("test_claimed_pool", "test_forgotten_group"),
+}
+# It keeps slots without a driver.
+DETACHES = {"test_goes_on", "test_expired_frees_its_slots", "test_taken_from_a_live_driver"}
+# It has slots to give, and GPUs.
+RESERVES = {
+    *("test_never_fits", "test_does_not_fit_now", "test_waits", "test_close_frees", "test_a_slot_larger_than_a_node"),
+    *("test_gpus", "test_visible_gpus", "test_parts_of_a_gpu"),
+}
+# What is dear on Ray, where each slot is a process of Ray's too, and is the same on Dask.
+ON_DASK = {
+    *("test_killed_while[calling]", "test_interrupted_spawn", "test_interrupted_reserve"),
+    *("test_slots_after_a_hung_rank", "test_gpus_of_the_job[7,5, 3,9,1]", "test_more_gpus_than_the_job_has"),
+}
+ENGINES = {
+    "test_ray": STARTS | BRINGS | NOTICES | LEAVES | DETACHES | RESERVES,
+    "test_dask": STARTS | BRINGS | NOTICES | LEAVES | DETACHES | RESERVES | ON_DASK,
+    # It stands for all executors that others write on core's keepers and ledger.
+    "test_outpost": STARTS | BRINGS | NOTICES | LEAVES,
+}
+# Threads and processes have no detached pools: Dask stands for core here.
+DETACHED = {"successors"}
 # SIGTERM and SIGINT at each of six stages; `make test` has SIGKILL at each, and these two at one.
 STAGED = "test_ended_while"
 KEPT_STAGES = ("test_ended_while[interrupted-calling]", "test_ended_while[terminated-transferring]")
 
 
+def _is_long(module: str, area: str, name: str) -> bool:
+    if name.startswith(STAGED) and name not in KEPT_STAGES:
+        return True
+    if module == "test_strict":
+        return area not in BY_VALUE
+    if module == "test_dask" and area in DETACHED:
+        return False
+    return module in ENGINES and name not in ENGINES[module]
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark them."""
     for item in items:
-        area = getattr(item, "function", item).__module__.rpartition(".")[2]
-        of_core = area in ENGINES.get(item.path.stem, ()) and item.name not in KEPT
-        staged = item.name.startswith(STAGED) and item.name not in KEPT_STAGES
-        if of_core or staged:
+        function = getattr(item, "function", None)
+        is_of_suite = function is not None and function.__module__.startswith("colocate.testing.executors.")
+        if is_of_suite and _is_long(item.path.stem, function.__module__.rpartition(".")[2], item.name):
             item.add_marker("long")

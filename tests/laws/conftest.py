@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-# For a longer search: COLOCATE_LAWS=10 tries ten times as many examples, other ones each time.
+# For a longer search: COLOCATE_LAWS=10 tries ten times as many examples, other ones each time; `make suites` takes 3.
 TIMES = int(os.environ.get("COLOCATE_LAWS", "1"))
 settings.register_profile(
     "laws",
@@ -44,4 +44,4 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture
 def examples() -> dict[str, int]:
     """How many examples are tried on which executor."""
-    return {"threads": 100 * TIMES, "strict": 60 * TIMES, "processes": 30 * TIMES}
+    return {"threads": 40 * TIMES, "strict": 20 * TIMES, "processes": 10 * TIMES}

@@ -403,7 +403,7 @@ def test_ownership(machine: type[Ownership], examples: dict[str, int]) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=examples["threads" if threads else "processes"] // (2 if threads else 5),
+            max_examples=examples["threads" if threads else "processes"] // (2 if threads else 3),
             stateful_step_count=30 if threads else 15,
         ),
     )

@@ -18,7 +18,6 @@ CHANGES = [
     "job.with={task_options: {min_word_len: 3, max_word_len: 5}, warm_up_steps: 2, warm_up_batch: 9, steps: 6,"
     " batch: 16, minibatch: 8, critic_only_steps: 0, actor_ramp: 1, eval_every: 2, eval_problems: 8,"
     " checkpoint_every: 2}",
-    "pools.main.slots=2",
     "executor={use: local, with: {processes: true}}",
     "groups.policy.on_failure=restart",
 ]
@@ -37,14 +36,16 @@ class Killer:
         if (record.role, record.method) == ("critic", "update"):
             self.updates += 1
             if self.updates == self.at:
-                os.kill(self.pids[1], signal.SIGKILL)
+                os.kill(self.pids[-1], signal.SIGKILL)
 
 
-def metrics(folder: Path, monkeypatch: pytest.MonkeyPatch, at: int | None) -> tuple[list[dict[str, Any]], int, int]:
+def metrics(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, slots: int, at: int | None
+) -> tuple[list[dict[str, Any]], int, int]:
     """What a run logs, without its times; the generation in which it ends; how often the critic was updated."""
     folder.mkdir()
     monkeypatch.chdir(folder)
-    with colocate.launch(colocate.load_config(EXAMPLE, set=CHANGES)) as job:
+    with colocate.launch(colocate.load_config(EXAMPLE, set=[*CHANGES, f"pools.main.slots={slots}"])) as job:
         group = job.groups["policy"]
         killer = Killer(group, at)
         job.runtime.observe(killer)
@@ -53,15 +54,16 @@ def metrics(folder: Path, monkeypatch: pytest.MonkeyPatch, at: int | None) -> tu
         return rows, group.generation, killer.updates
 
 
-def test_a_killed_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("slots", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_a_killed_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slots: int) -> None:
     """In step 3, after the checkpoint of step 2: from there it goes on, and does nothing else again."""
-    undisturbed, generation, updates = metrics(tmp_path / "undisturbed", monkeypatch, None)
+    undisturbed, generation, updates = metrics(tmp_path / "undisturbed", monkeypatch, slots, None)
     assert generation == 0
     assert [row["step"] for row in undisturbed] == [0, 1, 2, 3, 4, 5, 6]
     each = updates // 6
     assert updates == 6 * each > 0
     at = 2 * each + 1
-    found, generation, updates = metrics(tmp_path / "killed", monkeypatch, at)
+    found, generation, updates = metrics(tmp_path / "killed", monkeypatch, slots, at)
     assert generation == 1
     assert found == undisturbed
     assert updates == at + 4 * each

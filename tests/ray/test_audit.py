@@ -73,6 +73,7 @@ def left(cluster: Any) -> Iterator[tuple[str, int]]:
         stranger(cluster, "take", f"colocate/{name}")
 
 
+@pytest.mark.long
 def test_names(runtime: Runtime) -> None:
     """Placement groups and actors have names that tell whose they are, also in Ray's own tables."""
     with runtime.reserve(2, name="named") as pool:
@@ -145,6 +146,7 @@ def test_keeper_that_does_not_answer(runtime: Runtime) -> None:
         assert not runtime.audit()
 
 
+@pytest.mark.long
 def test_lost_slot(runtime: Runtime) -> None:
     """A pool that has lost the actor of a slot claims what Ray has no longer."""
     with runtime.reserve(2) as pool:

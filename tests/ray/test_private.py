@@ -97,6 +97,7 @@ def test_clean_end(tmp_path: Path) -> None:
     assert list(home.iterdir()) == []
 
 
+@pytest.mark.long
 def test_killed_driver() -> None:
     """Nothing is left behind, even if a forked child of the driver's lives on."""
     fork = "child = os.fork()\nif child == 0:\n    sys.stdin.read(); os._exit(0)\n"
@@ -112,7 +113,7 @@ def test_killed_driver() -> None:
         assert child.is_running()
 
 
-@pytest.mark.parametrize("victim", ["driver", "envoy"])
+@pytest.mark.parametrize("victim", ["driver", pytest.param("envoy", marks=pytest.mark.long)])
 def test_shared_memory(victim: str) -> None:
     """What roles leave there is removed by Python's trackers: whoever ends the rest gives these the time."""
     text = """
@@ -252,7 +253,7 @@ def test_stuck_keeper(runtime: Runtime) -> None:
     assert [process for process in both if process.is_running()] == []
 
 
-@pytest.mark.parametrize("told", ["", "1"])
+@pytest.mark.parametrize("told", [pytest.param("", marks=pytest.mark.long), "1"])
 def test_gpus_when_ray_leaves_them_to_others(monkeypatch: pytest.MonkeyPatch, told: str) -> None:
     """Each rank has a GPU of its own, of those that the job was given, also where Ray is told not to show it."""
     monkeypatch.setattr(gpus, "machine_gpus", lambda: ())
@@ -264,6 +265,7 @@ def test_gpus_when_ray_leaves_them_to_others(monkeypatch: pytest.MonkeyPatch, to
         assert said == ["5", "3"]
 
 
+@pytest.mark.long
 def test_hidden_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """What CUDA takes for no GPU, Ray would count as one."""
     monkeypatch.setattr(gpus, "machine_gpus", lambda: ("",))

@@ -90,6 +90,7 @@ def test_that_are_none(cluster: dict[str, Any], folder: Path, monkeypatch: pytes
         colocate.connect("ray", **cluster)
 
 
+@pytest.mark.long
 def test_a_cluster_without(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with running("ray") as options:
         tls(monkeypatch, folder)
