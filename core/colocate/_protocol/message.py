@@ -40,9 +40,14 @@ def values(message: Message) -> Head:
     return _values[type(message)](message)
 
 
+def kind_of(head: Head) -> object:
+    """What a head says that it is, whatever version has made it."""
+    return head[0]
+
+
 def is_a(head: Head, kind: type[Message]) -> bool:
     """Whether a head is of such a message, whatever version has made it."""
-    return bool(head[0] == kind.__name__)
+    return kind_of(head) == kind.__name__
 
 
 def read(head: Head) -> Message:

@@ -15,7 +15,7 @@ from typing import Any
 
 from colocate import wire
 from colocate._protocol import messages, versions
-from colocate._protocol.message import Head, is_a, read
+from colocate._protocol.message import Head, is_a, kind_of, read
 from colocate._system.epochs import base_of
 from colocate.executor import Boot
 from colocate.worker.host import WorkerHost
@@ -102,8 +102,8 @@ class Service:
                 self._host.receive(head, body)
             elif self._heeds is None:
                 print(
-                    f"the first message on this worker's lane is {head[0]!r}; colocate {_boot().version} says Boot "
-                    "first: the driver is of another version, or its executor doesn't send first_message(boot)",
+                    f"the first message on this worker's lane is {kind_of(head)!r}; colocate {_boot().version} says "
+                    "Boot first: the driver is of another version, or its executor doesn't send first_message(boot)",
                     file=sys.stderr,
                     flush=True,
                 )
