@@ -35,13 +35,13 @@ def test_an_observer_that_hangs_does_not_keep_the_record(monkeypatch: pytest.Mon
         try:
             echo.noop()
             assert observer.hangs.wait(PATIENCE_S)
-            monkeypatch.setattr(run, "_TOLD_WITHIN_S", 0.2)
+            monkeypatch.setattr(run, "TOLD_WITHIN_S", 0.2)
             settling = threading.Thread(target=run._settle, args=(runtime,), daemon=True)
             settling.start()
             settling.join(PATIENCE_S)
             assert not settling.is_alive()
             assert not observer.told
-            monkeypatch.setattr(run, "_TOLD_WITHIN_S", PATIENCE_S)
+            monkeypatch.setattr(run, "TOLD_WITHIN_S", PATIENCE_S)
             threading.Timer(0.2, observer.returns.set).start()
             run._settle(runtime)
             assert len(observer.told) == 1

@@ -179,7 +179,7 @@ def test_silent_strangers_hold_up_nobody(server: Server) -> None:
 
 
 def test_a_silent_stranger_is_dropped_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_module, "_HANDSHAKE_S", 0.05)
+    monkeypatch.setattr(hub_module, "HANDSHAKE_S", 0.05)
     with Server("unix") as server, dial(server.address, WAIT_S) as first, dial(server.address, WAIT_S) as second:
         assert is_turned_away(first)
         assert is_turned_away(second)

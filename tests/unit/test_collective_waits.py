@@ -114,7 +114,7 @@ def test_torch_is_given_a_moment(looks: Looks, wait: Any) -> None:
 
 def test_hope_comes_back(looks: Looks, wait: Any) -> None:
     """A moment without hope isn't added to another one much later."""
-    work, enough = Work(), 2 + round(collective_waits._PATIENCE_S / SLICE.total_seconds())
+    work, enough = Work(), 2 + round(collective_waits.COLLECTIVE_PATIENCE_S / SLICE.total_seconds())
 
     def toggle() -> None:
         looks.reason = None if looks.count % 2 else "for a moment"

@@ -86,7 +86,7 @@ def test_close_in_callback() -> None:
 
 def test_close_with_a_callback_that_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Closing doesn't wait for it for ever, and says where it is."""
-    monkeypatch.setattr(jobs, "_ENDS_WITHIN_S", 0.1)
+    monkeypatch.setattr(jobs, "THREAD_ENDS_WITHIN_S", 0.1)
     begun, over = threading.Event(), threading.Event()
 
     def never_return(call: Any) -> None:

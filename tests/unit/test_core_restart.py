@@ -67,7 +67,7 @@ def restarted(group: ColocatedGroup) -> None:
 
 def test_each_attempt_waits_longer(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first comes at once; what doesn't come back isn't tried again and again without a pause."""
-    monkeypatch.setattr("colocate._crew.restart._LONGEST_BACKOFF_S", 2.0)
+    monkeypatch.setattr("colocate._crew.restart.LONGEST_BACKOFF_S", 2.0)
     roles = {"lasting": colocate.role(Lasting, breaks=9)}
     group = pool.spawn(roles, on_failure="restart", restarts=5)
     waited: list[float] = []
@@ -277,7 +277,7 @@ def test_closing_while_slots_are_lost(
     pool: Pool, group: ColocatedGroup, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who waits for slots finds soon that nobody wants them any more."""
-    monkeypatch.setattr(slots, "_WAITS_S", 0.05)
+    monkeypatch.setattr(slots, "REPLACED_EVERY_S", 0.05)
     engine, over = Engine(runtime, monkeypatch), threading.Event()
 
     def full(request: Request) -> Reservation:

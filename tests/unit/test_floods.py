@@ -177,7 +177,7 @@ def test_a_flooding_stranger_displaces_nobody_who_knows_the_key(way: Way) -> Non
 
 def test_who_has_knocked_is_kept(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many strangers come before its proof does, or its certificate."""
-    monkeypatch.setattr(hub_module, "_UNDISTURBED_S", 0.0)
+    monkeypatch.setattr(hub_module, "UNDISTURBED_S", 0.0)
     with Server(way) as server, contextlib.ExitStack() as crowd:
         after_the_first_knock(monkeypatch, lambda: crowded(server, crowd))
         with server.connect() as sock:

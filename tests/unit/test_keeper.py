@@ -176,7 +176,7 @@ def test_nobody_listens(keepers: Keepers) -> None:
 
 def test_a_keeper_that_answers_nothing_is_reported(keepers: Keepers, monkeypatch: pytest.MonkeyPatch) -> None:
     """It accepts and stays silent, as a stopped process would: the kill isn't confirmed, and the engine is asked."""
-    monkeypatch.setattr("colocate.keeper.kept_host._KILLED_WITHIN_S", 0.05)
+    monkeypatch.setattr("colocate.keeper.kept_host.KEEPER_KILLS_WITHIN_S", 0.05)
     hub = wire.Hub("silent")
     listener = wire.listen("unix")
     held: list[socket.socket] = []
@@ -238,7 +238,7 @@ def test_a_keeper_that_does_not_answer(kept: Kept, keepers: Keepers, monkeypatch
     """The list comes in time all the same: with the workers that ought to be there, and that doubt."""
     _host, heard = kept.launch()
     heard.messages.get(timeout=WAIT_S)
-    monkeypatch.setattr("colocate.keeper.slots._LISTED_WITHIN_S", 0.05)
+    monkeypatch.setattr("colocate.keeper.slots.LISTED_WITHIN_S", 0.05)
     begun, go_on = threading.Event(), threading.Event()
 
     def stick() -> None:
@@ -269,7 +269,7 @@ def test_a_keeper_that_is_gone_is_asked_nothing(kept: Kept, keepers: Keepers) ->
 
 
 def test_nobody_dials(keepers: Keepers, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("colocate.keeper.keeper._DIALLED_WITHIN_S", 0.05)
+    monkeypatch.setattr("colocate.keeper.keeper.DIALLED_WITHIN_S", 0.05)
     ended = threading.Event()
     keeper = Keeper(keepers.key, on_end=ended.set)
     assert ended.wait(WAIT_S)
@@ -312,7 +312,7 @@ def test_a_worker_that_cannot_be_started(kept: Kept, monkeypatch: pytest.MonkeyP
 
 def test_taken_from_oneself(keepers: Keepers, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who has a worker by two claims hears of its end by the one that holds, though the other one ends later."""
-    monkeypatch.setattr("colocate.keeper.kept_host._LAST_WORDS_S", WAIT_S)
+    monkeypatch.setattr("colocate.keeper.kept_host.LANE_ENDS_WITHIN_S", WAIT_S)
     kept = Kept(keepers, detachable=True)
     host, heard = kept.launch()
     pid = heard.hello()["pid"]
@@ -367,7 +367,7 @@ def test_a_slot_after_all_are_closed(keepers: Keepers) -> None:
 
 def test_what_is_detached_is_listed(keepers: Keepers, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever answers, as he says; who doesn't, as known; who is gone, or has detached nothing, not at all."""
-    monkeypatch.setattr("colocate.keeper.slots._DIAL_S", 0.2)
+    monkeypatch.setattr("colocate.keeper.slots.KEEPER_CONNECTS_WITHIN_S", 0.2)
     monkeypatch.setattr("colocate.wire.auth.REOPENS_WITHIN_S", 0.0)
     kept, not_detached = (Kept(keepers, detachable=True) for _ in range(2))
     assert kept.slot.wait_connected() is None

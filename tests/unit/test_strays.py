@@ -131,7 +131,7 @@ def test_what_goes_by_itself_is_nothing(gone: int) -> None:
 
 def test_the_command(gone: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Exit status 1 and a line for each stray; 0 when there is none; JSON on demand."""
-    monkeypatch.setattr("colocate._api.audit.SETTLES_S", 0.1)
+    monkeypatch.setattr("colocate._api.audit.AUDIT_SETTLES_S", 0.1)
     with pretending(*worker(gone, "left")) as process:
         monkeypatch.setattr(
             "colocate.cli.audit.of_this_machine",

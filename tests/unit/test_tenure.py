@@ -12,9 +12,10 @@ import pytest
 
 from colocate import wire
 from colocate._protocol.commands import Detach, GiveUp, Keep, Retain
+from colocate._system.limits import LEAD_SLACK_S
 from colocate.errors import BorrowedError, EngineError
 from colocate.keeper import Claim, ClaimedSlot, Keeper, Keepers, KeptSlot, Terms, Title, claim_lead, listed
-from colocate.keeper.tenure import SLACK_S, Tenure
+from colocate.keeper.tenure import Tenure
 from colocate.testing.waiting import PATIENCE_S, wait_until
 
 TERMS = Terms("name", 300.0, record=b"the record")
@@ -178,7 +179,7 @@ def test_the_clock() -> None:
     assert tenure.seen()["left_s"] == pytest.approx(TERMS.ttl, abs=PATIENCE_S)
     tenure.grant(0, "first", False)
     assert tenure.seen()["left_s"] is None
-    assert Tenure(terms=attrs.evolve(TERMS, record=b"")).vacate() == TERMS.ttl + SLACK_S
+    assert Tenure(terms=attrs.evolve(TERMS, record=b"")).vacate() == TERMS.ttl + LEAD_SLACK_S
 
 
 def test_time_is_over(side: Side) -> None:

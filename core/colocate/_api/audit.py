@@ -13,6 +13,7 @@ import attrs
 from colocate._api.slots import Slots
 from colocate._crew.crew import Crew
 from colocate._owned.lifecycle import State
+from colocate._system.limits import AUDIT_SETTLES_S
 from colocate._system.lines import at
 from colocate.worker.processes import OF_A_ROLE
 
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
     from colocate._owned.owned import Owned
     from colocate.executor import Running
 
-# What is on its way out may be seen for a moment: what is reported is still there after this time, at each look.
-SETTLES_S = 2.0
 _STEP_S = 0.05
 
 _Key: TypeAlias = tuple[str, str]  # kind and id
@@ -118,7 +117,7 @@ def audit_strays(strays: Callable[[], Iterable[Running]]) -> Audit:
 
 def _settled(look: Callable[[], Audit]) -> Audit:
     """Look until nothing is found, or for a while: what has been there at every look."""
-    deadline = time.monotonic() + SETTLES_S
+    deadline = time.monotonic() + AUDIT_SETTLES_S
     pause = threading.Event()
     found = look()
     while found and time.monotonic() < deadline:

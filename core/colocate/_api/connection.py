@@ -20,13 +20,13 @@ from colocate._owned.owned import Owned, raise_together
 from colocate._plugins.plugins import find_executor, plugins
 from colocate._system import off_main
 from colocate._system.jobs import JobThread, error_text, report_exception
+from colocate._system.limits import SETTLES_AT_EXIT_S
 from colocate._system.lines import at
 from colocate._system.numbers import FOREVER_S
 from colocate._system.printer import Printer
 from colocate.errors import CapabilityError, ColocateError, ConfigError
 from colocate.executor import Executor
 
-_SETTLES_S = 5.0  # at interpreter exit, for a checkpoint, say, for which nobody has waited to its end
 _numbers = itertools.count(1)
 live: dict[int, Connection] = {}
 """Those of this process that aren't closed."""
@@ -166,4 +166,4 @@ def _close_what_is_left() -> None:
                 connection.close_here("interpreter exit", 2.0, True)
         except BaseException as error:
             sys.excepthook(type(error), error, error.__traceback__)
-    off_main.settle(_SETTLES_S)
+    off_main.settle(SETTLES_AT_EXIT_S)

@@ -15,10 +15,9 @@ from colocate._crew.spawn import Declared
 from colocate._crew.tenancy import Tenancy
 from colocate._owned.owned import raise_together
 from colocate._system.epochs import base_of
+from colocate._system.limits import REPLACED_EVERY_S
 from colocate.errors import ColocateError, PlacementError, PlacementTimeout
 from colocate.executor import Place, Request, Reservation
-
-_WAITS_S = 2.0  # at a time, for slots in place of lost ones: who closes the pool meanwhile waits for that
 
 
 class Slots(Home):
@@ -143,9 +142,9 @@ class Slots(Home):
             self.check()  # whoever closes it doesn't wait for all of that time
             left = max(0.0, deadline - time.monotonic())
             try:
-                self.hold(executor.reserve(attrs.evolve(self.request, timeout=min(left, _WAITS_S))))
+                self.hold(executor.reserve(attrs.evolve(self.request, timeout=min(left, REPLACED_EVERY_S))))
             except PlacementTimeout as error:
-                if left <= _WAITS_S:
+                if left <= REPLACED_EVERY_S:
                     error.add_note(f"that was tried for {self.request.timeout:g} s, since slot {gone} was lost")
                     raise
 

@@ -14,9 +14,8 @@ from colocate._calls.services import Services
 from colocate._calls.stacks import Stacks
 from colocate._crew.crew import Crew
 from colocate._crew.workforce import Workforce
+from colocate._system.limits import SLOW_EVERY_S, SLOW_S
 
-SLOW_S = 60.0
-_LOOK_EVERY_S = 5.0
 _log = logging.getLogger("colocate")
 
 
@@ -28,7 +27,7 @@ class SlowCalls:
         self._crews = crews
         self._warned: weakref.WeakKeyDictionary[Crew, int] = weakref.WeakKeyDictionary()
         self._unbuilt: weakref.WeakSet[Workforce] = weakref.WeakSet()
-        self._timer = services.timers.after(_LOOK_EVERY_S, self._look)
+        self._timer = services.timers.after(SLOW_EVERY_S, self._look)
 
     def close(self) -> None:
         """Look no more."""
@@ -45,7 +44,7 @@ class SlowCalls:
             if workforce not in self._unbuilt and (slots := workforce.constructing(SLOW_S)):
                 self._unbuilt.add(workforce)
                 self._warn(crew, f"the roles of group {crew.name!r} have been under construction", slots)
-        self._timer = self._services.timers.after(_LOOK_EVERY_S, self._look)
+        self._timer = self._services.timers.after(SLOW_EVERY_S, self._look)
 
     def _warn(self, crew: Crew, what: str, slots: list[int]) -> None:
         def tell(stacks: Stacks) -> None:

@@ -11,9 +11,8 @@ from colocate._calls.order import CallOrder
 from colocate._calls.pending import PendingCall
 from colocate._protocol.messages import CanWithdraw, Decided, Withdraw
 from colocate._protocol.requests import Requests
+from colocate._system.limits import WITHDRAWN_WITHIN_S
 from colocate.errors import CallCancelled, ColocateError
-
-_ANSWER_WITHIN_S = 1.0  # a rank answers at once, unless it holds the GIL or is stopped: then it has begun something
 
 
 class Cancellations:
@@ -36,7 +35,7 @@ class Cancellations:
             slots = [slot for slot in call.targets if slot in live]
             request = self._requests.open(slots)
         order.link.send(slots, Withdraw(request.token, call.seq))
-        request.wait(_ANSWER_WITHIN_S)
+        request.wait(WITHDRAWN_WITHIN_S)
         self._requests.drop(request)
         with order.lock:
             can = request.error is None and not request.owing and all(request.answers.values())

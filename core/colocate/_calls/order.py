@@ -19,9 +19,8 @@ from colocate._calls.stacks import StackQuestions, Stacks
 from colocate._protocol import messages
 from colocate._protocol.consequence import POISONED
 from colocate._system.jobs import Timer
+from colocate._system.limits import ALIVE_WITHIN_S
 from colocate.errors import ColocateError, RoleError
-
-_ALIVE_WITHIN_S = 1.0
 
 
 @attrs.define(eq=False)
@@ -234,7 +233,7 @@ class CallOrder:
             hold.later.append((call, error, True))
             return
         hold.suspected = call, error
-        self._timers.after(_ALIVE_WITHIN_S, lambda: self._settle_suspicion(hold))
+        self._timers.after(ALIVE_WITHIN_S, lambda: self._settle_suspicion(hold))
         self._check_suspicion(hold)
 
     def _check_suspicion(self, hold: _Hold) -> None:

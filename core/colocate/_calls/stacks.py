@@ -12,9 +12,7 @@ from colocate._calls.link import Link
 from colocate._protocol.messages import AskStack, Stack
 from colocate._protocol.requests import Request, Requests
 from colocate._system.jobs import JobThread
-
-WITHIN_S = 0.5
-_SILENT_AFTER_S = 0.1  # then a rank is looked at from outside; it may still answer
+from colocate._system.limits import SILENT_AFTER_S, STACKS_WITHIN_S
 
 NO_ANSWER = "no answer (C code may hold the GIL, or it is stopped)"
 """What stands where a rank's stack would, if neither the rank nor its machine tells it."""
@@ -63,8 +61,8 @@ class StackQuestions:
             request = self._requests.open(asked)
             request.then(over)
             if asked:
-                self._timers.after(_SILENT_AFTER_S, lambda: self._look_at(request, found))
-                self._timers.after(WITHIN_S, lambda: self._requests.drop(request))
+                self._timers.after(SILENT_AFTER_S, lambda: self._look_at(request, found))
+                self._timers.after(STACKS_WITHIN_S, lambda: self._requests.drop(request))
                 self._link.send(asked, AskStack(request.token))
 
     def answered(self, slot: int, answer: Stack) -> None:

@@ -20,14 +20,12 @@ from colocate._calls.order import CallOrder
 from colocate._crew.saved import Checkpoint, Tag
 from colocate._crew.workforce import Workforce
 from colocate._system.jobs import message_of, report_exception
+from colocate._system.limits import BACKOFF_S, LONGEST_BACKOFF_S, RESTART_ENDS_WITHIN_S
 from colocate.errors import ClosedError, ColocateError, GroupRestarted, WorkerDied
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-_BACKOFF_S = 0.5
-_LONGEST_BACKOFF_S = 30.0
-_ENDS_WITHIN_S = 5.0
 _log = logging.getLogger("colocate")
 
 
@@ -149,7 +147,7 @@ class Restarts:
     def join(self) -> None:
         """Wait until nothing is rebuilt any more, after the workers have been ended."""
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(_ENDS_WITHIN_S)
+            self._thread.join(RESTART_ENDS_WITHIN_S)
 
     # -- on its thread
 
@@ -177,7 +175,7 @@ class Restarts:
         self._used += 1
         if not group.begin_again():
             return None
-        if self._stopping.wait(min(_BACKOFF_S * (2 ** (self._used - 1) - 1), _LONGEST_BACKOFF_S)):
+        if self._stopping.wait(min(BACKOFF_S * (2 ** (self._used - 1) - 1), LONGEST_BACKOFF_S)):
             return None
         checkpoint = self.checkpoint
         try:

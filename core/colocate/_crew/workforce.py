@@ -13,7 +13,7 @@ from colocate._calls.failures import broken_error, death_error, failure_error, w
 from colocate._calls.link import Link
 from colocate._calls.order import CallOrder
 from colocate._calls.pending import PendingCall
-from colocate._calls.stacks import WITHIN_S, Stacks
+from colocate._calls.stacks import Stacks
 from colocate._crew.spawn import BuildErrors, Declared, builds
 from colocate._crew.stages import Stage, Stages
 from colocate._crew.worker import NOT_LAUNCHED, Worker, WorkerEvents
@@ -21,14 +21,9 @@ from colocate._owned.lifecycle import State
 from colocate._protocol import messages, versions
 from colocate._protocol.message import Message
 from colocate._system.jobs import Timer
+from colocate._system.limits import AFTER_END_S, AFTER_FORCE_S, AFTER_KILL_S, IDLE_S, LOOKS_FOR_S, STACKS_WITHIN_S
 from colocate.errors import ColocateError, WorkerDied
 from colocate.executor import Boot, Detachable, Host, Place, Request
-
-_LOOKS_FOR_S = 0.5
-_AFTER_END_S = 5.0  # a worker whose lane has ended leaves by itself, unless a role's thread or exit handler keeps it
-_AFTER_FORCE_S = 0.25  # the same where others had to be ended: by then the grace is over for all of them
-_AFTER_KILL_S = 10.0
-_IDLE_S = 0.5  # what a lane that runs nothing has to end, however short the grace: its message is on its way
 
 
 class Workforce:
@@ -142,7 +137,7 @@ class Workforce:
         """Wait until all workers have said hello, or have ended; the slots of those that haven't in time."""
         if not self._reached(Stage.RUNNING, time.monotonic() + grace):
             # This process may have been stopped: what has come meanwhile is taken first.
-            self._reached(Stage.RUNNING, time.monotonic() + _LOOKS_FOR_S)
+            self._reached(Stage.RUNNING, time.monotonic() + LOOKS_FOR_S)
         return sorted(self._stages.short_of(Stage.RUNNING))
 
     def _launched(self, worker: Worker, place: Place) -> Host:
@@ -264,7 +259,7 @@ class Workforce:
     def wait_gone(self) -> bool:
         """Wait until all of them are gone, after `kill`; whether they are."""
         self._note_unlaunched()
-        return self._reached(Stage.GONE, time.monotonic() + _AFTER_KILL_S)
+        return self._reached(Stage.GONE, time.monotonic() + AFTER_KILL_S)
 
     def _note_unlaunched(self) -> None:
         """The start of some was given up: nothing will come of them."""
@@ -291,13 +286,13 @@ class Workforce:
             hung = self._stages.short_of(Stage.LEAVING)
             for slot in hung:  # first: others may wait for it, or for the processor that it keeps busy
                 self.workers[slot].host.kill()
-            within = _AFTER_FORCE_S if hung else _AFTER_END_S
+            within = AFTER_FORCE_S if hung else AFTER_END_S
             self._stages.wait(lambda: not self._stages.any_in(Stage.LEAVING), time.monotonic() + within)
         finally:
             for timer in self._timers:
                 timer.cancel()
             self.kill()
-            self._reached(Stage.GONE, time.monotonic() + _AFTER_KILL_S)
+            self._reached(Stage.GONE, time.monotonic() + AFTER_KILL_S)
         errors += [
             ColocateError(f"worker {slot} of group {link.name!r} (pid {self.workers[slot].pid}) did not go when killed")
             for slot in sorted(self._stages.short_of(Stage.GONE))
@@ -310,22 +305,22 @@ class Workforce:
         The grace is for what they run: one that runs nothing has the moment that it takes to end in any case.
         """
         deadline = time.monotonic() + grace
-        idle_until = max(deadline, time.monotonic() + _IDLE_S)
+        idle_until = max(deadline, time.monotonic() + IDLE_S)
         first = min(deadline, self._overdue_at)
         early = self._asked  # for its owner, before it was told to end
-        if self._wait_or_hurry(self._idle, first - WITHIN_S):
+        if self._wait_or_hurry(self._idle, first - STACKS_WITHIN_S):
             return []
         self._look()  # now: a rank that is stopped or holds the GIL never answers, and isn't waited for at the deadline
         if self._wait_or_hurry(self._idle, first):
             return []
         hung = self._hung(deadline)
         if early and self._stacks is not None:
-            self._look_again(hung, deadline - WITHIN_S / 2)
+            self._look_again(hung, deadline - STACKS_WITHIN_S / 2)
         if self._wait_or_hurry(lambda: self._busy() <= hung, idle_until) and self._idle():
             return []
         if self._link.failure is not None or self._link.hurried:  # what went wrong has been said, or nobody waits
             return []
-        self._stages.wait(lambda: self._stacks is not None, time.monotonic() + 2 * WITHIN_S)
+        self._stages.wait(lambda: self._stacks is not None, time.monotonic() + 2 * STACKS_WITHIN_S)
         stacks, allowed = self._stacks or Stacks(), self._granted or grace
         return [
             worker_error(
@@ -349,7 +344,7 @@ class Workforce:
         """The grace period of its owner is over at `deadline`, whenever this group's turn comes."""
         self._granted = max(self._granted, grace)
         self._overdue_at = min(self._overdue_at, deadline)
-        wait_s = max(0.0, deadline - WITHIN_S - time.monotonic())
+        wait_s = max(0.0, deadline - STACKS_WITHIN_S - time.monotonic())
         self._timers.append(self._link.services.timers.after(wait_s, self._look))
 
     def _look_again(self, hung: set[int], at: float) -> None:

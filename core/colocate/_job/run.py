@@ -23,6 +23,7 @@ from colocate._job.log import RunLog, tail_of
 from colocate._plugins.plugins import find_job
 from colocate._runs.calls import CallLog
 from colocate._runs.record import Row, RunRecord
+from colocate._system.limits import TOLD_WITHIN_S
 from colocate._system.off_main import Flag, off_main
 from colocate._system.tracebacks import told
 from colocate.config.schema import Config
@@ -32,9 +33,6 @@ if TYPE_CHECKING:
     from colocate._api.group import ColocatedGroup
     from colocate._api.runtime import Runtime
     from colocate._job.screen import Screen
-
-
-_TOLD_WITHIN_S = 5.0  # as the dispatcher has for that when it is closed
 
 
 @attrs.define(eq=False)
@@ -360,7 +358,7 @@ def _settle(runtime: Runtime) -> None:
         return
     told = Flag()
     off_main(lambda: runtime._node.services.dispatcher.soon(told.set))
-    told.wait(_TOLD_WITHIN_S)  # the close tells who is in the way
+    told.wait(TOLD_WITHIN_S)  # the close tells who is in the way
 
 
 def _report(record: RunRecord, error: str | None = None) -> Path | None:

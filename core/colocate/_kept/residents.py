@@ -24,6 +24,7 @@ from colocate._protocol.messages import Fetched, Free
 from colocate._role.resident import ResidentSpec
 from colocate._system.here import Here
 from colocate._system.jobs import error_text
+from colocate._system.limits import RELEASED_AFTER_S
 from colocate._system.lines import caller
 from colocate._system.numbers import FOREVER_S
 from colocate._system.off_main import off_main
@@ -33,7 +34,6 @@ from colocate._values.mesh import Ranks
 from colocate.errors import ClosedError, ColocateError
 
 _log = logging.getLogger("colocate")
-_QUIET_S = 0.1  # a dropped resident's release waits this long for a message to ride on
 
 
 @attrs.frozen(eq=False)
@@ -235,7 +235,7 @@ class Residents(Leases):
         with self.order.lock:
             if not self._flushing and (self.kept or self.news) and self.link.alive:
                 self._flushing = True
-                self.link.services.timers.after(_QUIET_S, self._flush)
+                self.link.services.timers.after(RELEASED_AFTER_S, self._flush)
 
     def _flush(self) -> None:
         """After a while of quiet: release what no message has carried."""

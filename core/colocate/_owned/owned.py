@@ -13,12 +13,11 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 from colocate._owned.lifecycle import Lifecycle, State
 from colocate._role.on_driver import OnDriver
+from colocate._system.limits import GIVEN_UP_WITHIN_S, LEAST_GRACE_S
 from colocate._system.lines import at, caller, origin
 from colocate._system.off_main import off_main
 from colocate.errors import BorrowedError, ClosedError, ForkedError
 
-_GIVEN_UP_WITHIN_S = 15.0  # a start that was interrupted: its workers are killed, and take ten seconds at most to go
-_LEAST_GRACE_S = 0.5
 N = TypeVar("N", bound="Owned")
 H = TypeVar("H")
 _forks = 0
@@ -78,7 +77,7 @@ class Making(Generic[N]):
 
     def run(self, work: Callable[[], N], name: Callable[[N], H]) -> H:
         """Do the work, which says `made`, and wait for it; what users hold of the node is made there, too."""
-        return off_main(lambda: name(work()), self.give_up, _GIVEN_UP_WITHIN_S)
+        return off_main(lambda: name(work()), self.give_up, GIVEN_UP_WITHIN_S)
 
 
 class Owned(OnDriver):
@@ -301,4 +300,4 @@ class Owned(OnDriver):
 
 def _least(grace: float) -> float:
     """Seconds that what is idle needs to end, also when others have used the grace up."""
-    return min(grace, _LEAST_GRACE_S)
+    return min(grace, LEAST_GRACE_S)

@@ -19,9 +19,10 @@ from contextlib import suppress
 
 import attrs
 
+from colocate._system.limits import THREAD_ENDS_WITHIN_S
+
 _SWEEP = 1000
 _LOOKS_EVERY_S = 3600.0  # a wait may not be as long as a timer
-_ENDS_WITHIN_S = 5.0
 
 
 @attrs.define(eq=False)
@@ -118,7 +119,7 @@ class JobThread:
             self._unstarted.pop()
         except IndexError:
             if not self.is_current:
-                self._thread.join(_ENDS_WITHIN_S if within_s is None else within_s)
+                self._thread.join(THREAD_ENDS_WITHIN_S if within_s is None else within_s)
             return not self._thread.is_alive() or self.is_current
         self._finish()
         return True

@@ -10,11 +10,11 @@ from collections import deque
 from collections.abc import Callable
 
 from colocate._system.jobs import JobThread, error_text, report_exception
+from colocate._system.limits import PRINTED_WITHIN_S
 
 _BUFFER_CHARS = 1 << 20  # what waits for a reader that is late; what comes beyond that is dropped
 _CHUNK = 4096  # what a pipe takes whole when it says that it takes something (PIPE_BUF)
 _LOOK_MS = 50
-_FLUSHED_WITHIN_S = 1.0
 
 
 class Printer:
@@ -57,7 +57,7 @@ class Printer:
 
     def close(self) -> None:
         """Print what is left, for a moment at most: what isn't taken by then is lost, and so is what comes later."""
-        self._jobs.close(_FLUSHED_WITHIN_S)
+        self._jobs.close(PRINTED_WITHIN_S)
         self._given_up = True  # the thread looks at this now and then, unless it is in a stream of the user's own
 
     # -- with the lock held

@@ -14,14 +14,13 @@ from colocate import wire
 from colocate._protocol.commands import Attach, Detach, Fenced, GiveUp, Granted, Keep, Look, Refused, Retain, Seen
 from colocate._protocol.message import Head, Message, read
 from colocate._protocol.requests import Requests
+from colocate._system.limits import CLAIMED_WITHIN_S, LEFT_WITHIN_S
 from colocate.errors import BorrowedError, ClosedError, ColocateError, ConfigError, EngineError
 from colocate.executor import Terms
 from colocate.keeper.greeting import NEWCOMER
 from colocate.keeper.slots import Keepers, KeptSlot
 
-_ANSWER_S = 10.0
 _AT_ONCE = 16
-_LEAVE_S = 2.0
 
 
 @attrs.frozen
@@ -133,7 +132,7 @@ class ClaimedSlot(KeptSlot):
         lane = self._commands = keepers.dial(self.address, NEWCOMER, self._received, self._disconnected, self.key)
         lane.send(Attach(claim.epoch, claim.who, claim.own).head())
         try:
-            self._asked.result(time.monotonic() + _ANSWER_S)
+            self._asked.result(time.monotonic() + CLAIMED_WITHIN_S)
         except TimeoutError:
             _let_it_go_on(lane)
             raise EngineError(f"the keeper at {self.address} doesn't answer") from None
@@ -198,7 +197,7 @@ class Estate:
         for slot in [*(slot for slot in self.slots if slot is not self.lead), self.lead]:
             its = terms if slot is self.lead else attrs.evolve(terms, record=b"", about={})
             lost = slot.wait_connected()
-            if lost is not None or not slot.confirm(partial(Detach, terms=its), within_s=_ANSWER_S):
+            if lost is not None or not slot.confirm(partial(Detach, terms=its), within_s=CLAIMED_WITHIN_S):
                 raise EngineError(f"the keeper at {slot.address} doesn't confirm that the pool is detached")
 
     def keep(self, terms: Terms) -> None:
@@ -211,7 +210,7 @@ class Estate:
 
         The lead's word is enough: nobody gets at the others without.
         """
-        if self.lead.wait_connected() is None and not self.lead.confirm(Retain, within_s=_ANSWER_S):
+        if self.lead.wait_connected() is None and not self.lead.confirm(Retain, within_s=CLAIMED_WITHIN_S):
             return not self.lead.fenced  # a lead that is gone, or stuck, has granted it to nobody
         for slot in self._all():
             slot.command(Retain(None))
@@ -219,7 +218,7 @@ class Estate:
 
     def give_up(self) -> None:
         """Let go; the pool goes on."""
-        deadline = time.monotonic() + _LEAVE_S
+        deadline = time.monotonic() + LEFT_WITHIN_S
         for slot in self._all():
             slot.leave()
         for slot in self._all():
@@ -257,7 +256,7 @@ def _look(keepers: Keepers, title: Title) -> Mapping[str, Any] | None:
         return None
     lane.send(Look().head())
     try:
-        (facts,) = asked.result(time.monotonic() + _ANSWER_S)
+        (facts,) = asked.result(time.monotonic() + CLAIMED_WITHIN_S)
     except TimeoutError:
         return title.unseen()
     except EngineError:  # it has ended

@@ -23,6 +23,7 @@ import colocate
 from colocate import wire
 from colocate._protocol import commands
 from colocate._protocol.message import Head, Message, read
+from colocate._system.limits import DIALLED_WITHIN_S
 from colocate.errors import ClosedError
 from colocate.executor import Running, Terms
 from colocate.keeper.greeting import COMMANDS, NEWCOMER, Greeting
@@ -30,9 +31,6 @@ from colocate.keeper.hired import Hired, Spare
 from colocate.keeper.launcher import Launcher
 from colocate.keeper.tenure import Tenure
 from colocate.worker import processes
-
-# A driver that reserves a slot dials its keeper at once; one that doesn't has gone meanwhile.
-_DIALLED_WITHIN_S = 60.0
 
 
 class Keeper:
@@ -85,7 +83,7 @@ class Keeper:
         self.address = ",".join(listener.address for listener in listeners)
         for listener in listeners:
             self.hub.listen(listener, key, self._greet)
-        self.hub.later(dialled_within_s or _DIALLED_WITHIN_S, self._check_dialled)
+        self.hub.later(dialled_within_s or DIALLED_WITHIN_S, self._check_dialled)
         if env is not None:
             self._launcher.soon(self._warm)
 

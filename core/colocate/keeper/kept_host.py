@@ -13,15 +13,13 @@ from colocate._protocol import commands
 from colocate._protocol.message import Message
 from colocate._protocol.requests import Requests
 from colocate._system.jobs import error_text, report_exception
+from colocate._system.limits import KEEPER_KILLS_WITHIN_S, LANE_ENDS_WITHIN_S
 from colocate.errors import ClosedError, EngineError
 from colocate.executor import Boot, Exit, Host, HostEvents
 from colocate.keeper.greeting import TOKEN_BYTES
 from colocate.keeper.process import AFTER_LANE_S
 from colocate.worker.service import first_message
 
-# After its end, a worker's lane may still hold what it has sent; a child that it forked may keep the lane open.
-_LAST_WORDS_S = 0.2
-_KILLED_WITHIN_S = 4.0  # generous: a slot is of no use after its keeper has been ended
 _LOOK_S = 0.05
 
 
@@ -106,7 +104,7 @@ class KeptHost(Host):
             return
         self._killed = True
         self.slot.command(commands.Kill(self.token, astray))
-        self.slot.keepers.hub.later(_KILLED_WITHIN_S, self._check_killed)
+        self.slot.keepers.hub.later(KEEPER_KILLS_WITHIN_S, self._check_killed)
 
     # -- on a dialling thread
 
@@ -166,7 +164,7 @@ class KeptHost(Host):
         if self._lane is None or self._lane.finished:
             self._finish()
         else:
-            self.slot.keepers.hub.later(_LAST_WORDS_S, self._finish)
+            self.slot.keepers.hub.later(LANE_ENDS_WITHIN_S, self._finish)
 
     def lost(self, reason: str) -> None:
         """The driver hears nothing of it any more."""

@@ -12,11 +12,10 @@ from typing import Any
 
 import psutil
 
+from colocate._system.limits import LOOKED_AT_WITHIN_S
 from colocate.worker import processes
 from colocate.worker.failure import role_code_of
 from colocate.worker.host import LANE
-
-_WITHIN_S = 2.0  # whoever asks has stopped waiting by then
 
 
 def seen(started: int) -> str | None:
@@ -48,7 +47,9 @@ def _lane_of(worker: int) -> dict[str, Any]:
         return {}
     command = [program, "dump", "--nonblocking", "--json", "--pid", str(worker)]
     try:
-        shown = subprocess.run(command, capture_output=True, timeout=_WITHIN_S, check=True, stdin=subprocess.DEVNULL)
+        shown = subprocess.run(
+            command, capture_output=True, timeout=LOOKED_AT_WITHIN_S, check=True, stdin=subprocess.DEVNULL
+        )
         threads: list[dict[str, Any]] = json.loads(shown.stdout)
     except (OSError, subprocess.SubprocessError, ValueError):
         return {}

@@ -15,15 +15,11 @@ from colocate._protocol import commands
 from colocate._protocol.message import Head, Message, read
 from colocate._protocol.requests import Request, Requests
 from colocate._system.jobs import report_exception
+from colocate._system.limits import KEEPER_CONNECTS_WITHIN_S, LAST_WORDS_S, LISTED_WITHIN_S
 from colocate.errors import ClosedError, EngineError
 from colocate.executor import Boot, Exit, Host, HostEvents, Running
 from colocate.keeper.greeting import COMMANDS
 from colocate.keeper.kept_host import KeptHost
-
-_DIAL_S = 10.0
-# How long the engine's own words about a lost keeper are waited for: they come by another way.
-_WORDS_S = 0.3
-_LISTED_WITHIN_S = 2.0
 
 
 class Keepers:
@@ -75,7 +71,7 @@ class Keepers:
 
     def running(self) -> list[Running]:
         """The workers (for `Executor.running`), as the keepers on their machines find them. Takes a bounded time."""
-        deadline = time.monotonic() + _LISTED_WITHIN_S
+        deadline = time.monotonic() + LISTED_WITHIN_S
         slots = list(self._slots)
         answers = [(slot, slot.ask(deadline)) for slot in slots]
         return [each for slot, answer in answers for each in slot.listed(answer, deadline)]
@@ -121,7 +117,7 @@ class Keepers:
             OSError: It can't be reached.
             ClosedError: All of it was closed meanwhile.
         """
-        sock = wire.connect(address, key or self.key, _DIAL_S, self.tls)
+        sock = wire.connect(address, key or self.key, KEEPER_CONNECTS_WITHIN_S, self.tls)
         try:
             sock.sendall(token)
             return self.hub.attach(sock, on_message, on_closed)
@@ -282,7 +278,7 @@ class KeptSlot:
             return []
         except TimeoutError:
             self._lists.drop(asked)
-            doubt = f"its keeper hasn't answered within {_LISTED_WITHIN_S:g} s"
+            doubt = f"its keeper hasn't answered within {LISTED_WITHIN_S:g} s"
             return [Running("worker", boot.worker, node=boot.node, doubt=doubt) for boot in hosts]
         return [attrs.evolve(Running(*each), node=node) for each in found]
 
@@ -320,7 +316,7 @@ class KeptSlot:
         if self._closed:
             self._over("its keeper was let go")
         else:
-            self.keepers.hub.later(_WORDS_S, partial(self._over, f"the connection to its keeper ended: {reason}"))
+            self.keepers.hub.later(LAST_WORDS_S, partial(self._over, f"the connection to its keeper ended: {reason}"))
 
     def hub_ended(self, reason: str) -> None:
         """It won't be heard of any more."""

@@ -12,10 +12,8 @@ from typing import Any
 
 import attrs
 
+from colocate._system.limits import LEAD_SLACK_S
 from colocate.executor import Terms
-
-# The other keepers of a pool outlive the lead a little, lest somebody be granted a pool that is about to go.
-SLACK_S = 5.0
 
 
 @attrs.define(eq=False)
@@ -67,7 +65,7 @@ class Tenure:
     def vacate(self) -> float:
         """Nobody has it from now on; how long it lives like that."""
         assert self.terms is not None
-        left = self.terms.ttl if self.terms.lead else self.terms.ttl + SLACK_S
+        left = self.terms.ttl if self.terms.lead else self.terms.ttl + LEAD_SLACK_S
         self.vacancies += 1
         self.who, self.since, self.ends = "", time.time(), time.monotonic() + left
         return left

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from functools import partial
 
 from colocate._system.jobs import error_text, report_exception
+from colocate._system.limits import HANDSHAKE_S, UNDISTURBED_S
 from colocate.errors import ClosedError
 from colocate.wire._forks import track, track_socket
 from colocate.wire._listening import NO_ROOM, REOPEN_EVERY_S
@@ -23,12 +24,9 @@ from colocate.wire.framing import SCRATCH_BYTES
 from colocate.wire.handshake import Handshake, tune
 from colocate.wire.lane import OnClosed, OnMessage, SocketLane
 
-# A stranger that says nothing is dropped after this time.
-_HANDSHAKE_S = 10.0
-# When so many of them wait, the oldest go earlier; each has this time, in which a knock comes from far away, unless
-# there are very many, or too many for the descriptors of this process.
+# When so many strangers wait, the oldest go earlier; each has UNDISTURBED_S, unless there are very many, or too many
+# for the descriptors of this process.
 _HANDSHAKES = 64
-_UNDISTURBED_S = 0.1
 _MOST_STRANGERS = 512
 # Those that have knocked are kept; so many at once, then the next one has to come again.
 _MOST_KNOWN = 1024
@@ -399,7 +397,7 @@ class _Door:
 
     def _sweep(self) -> None:
         """Drop those that have been silent too long; come back while there are others."""
-        oldest_allowed = time.monotonic() - _HANDSHAKE_S
+        oldest_allowed = time.monotonic() - HANDSHAKE_S
         for waiting in (self._strangers, self._known):
             for handshake in list(waiting.values()):
                 if handshake.since > oldest_allowed:
@@ -407,18 +405,18 @@ class _Door:
                 self._drop(handshake)
         self._sweeping = bool(self._strangers or self._known)
         if self._sweeping:
-            self._hub.later(_HANDSHAKE_S / 4, self._sweep)
+            self._hub.later(HANDSHAKE_S / 4, self._sweep)
 
     def _thin(self) -> None:
         """Turn away the oldest strangers of too many that have had their time; come back while there are too many."""
         while self._thinning and len(self._strangers) > _HANDSHAKES:
             oldest = next(iter(self._strangers.values()))
-            if oldest.since > time.monotonic() - _UNDISTURBED_S:
+            if oldest.since > time.monotonic() - UNDISTURBED_S:
                 break
             self._turn_away(oldest)
         self._thinning = len(self._strangers) > _HANDSHAKES
         if self._thinning:
-            self._hub.later(_UNDISTURBED_S / 4, self._thin)
+            self._hub.later(UNDISTURBED_S / 4, self._thin)
 
     def _make_room(self) -> None:
         """No descriptor is free: drop the oldest stranger, or let those that dial wait a moment."""

@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 from colocate._definitions.packed import Packed
 from colocate._system.jobs import error_text, report_exception
+from colocate._system.limits import PEER_CONNECTS_WITHIN_S
 from colocate.errors import ClosedError, ForkedError
 from colocate.wire._forks import track
 from colocate.wire.auth import Patience, TurnedAway, dial, listen_widely, prove
@@ -21,7 +22,6 @@ from colocate.wire.tls import Tls
 
 Handler: TypeAlias = Callable[[Head], tuple[Head, Packed | None]]
 
-_CONNECT_S = 10.0
 _SCRATCH_BYTES = 16 << 10
 
 
@@ -183,7 +183,7 @@ class PeerChannel:
                     self._busy.add(connection)
                     return connection
                 connection.close()
-        patience = Patience(_CONNECT_S)
+        patience = Patience(PEER_CONNECTS_WITHIN_S)
         while True:
             try:
                 connection = self._dial(address, aborts, patience)

@@ -20,9 +20,9 @@ from collections.abc import Callable
 from typing import Any
 
 from colocate._protocol.consequence import Consequence
+from colocate._system.limits import COLLECTIVE_PATIENCE_S
 
 _SLICE = datetime.timedelta(milliseconds=20)
-_PATIENCE_S = 0.1
 _hopeless: Callable[[], str | None] | None = None  # of this process's worker
 
 
@@ -59,7 +59,7 @@ def _guarded(original: Callable[..., bool]) -> Callable[..., bool]:
             reason = _hopeless() if _hopeless is not None else None
             if reason is None:
                 since = math.inf
-            elif now > (since := min(since, now)) + _PATIENCE_S:
+            elif now > (since := min(since, now)) + COLLECTIVE_PATIENCE_S:
                 raise Consequence(reason)
         return original(work, max(_SLICE, datetime.timedelta(seconds=deadline - now)))
 

@@ -29,14 +29,13 @@ from colocate._role.torch_groups import (
     lost_a_peer,
     make_default,
 )
+from colocate._system.limits import GROUPS_CLOSE_WITHIN_S
 from colocate._system.nearest import did_you_mean
 from colocate.errors import CapabilityError, ConfigError
 from colocate.worker.collective_waits import bury, guard
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-_CLOSES_WITHIN_S = 1.0
 
 
 class Worker(Protocol):
@@ -211,7 +210,7 @@ class ProcessGroups:
     def close(self) -> None:
         """Drop all groups: the worker ends."""
         self.cut()
-        bury([*forget_all(self._made), *forget_all(self._alone)], _CLOSES_WITHIN_S)
+        bury([*forget_all(self._made), *forget_all(self._alone)], GROUPS_CLOSE_WITHIN_S)
 
 
 def axis_free(name: str) -> bool:

@@ -140,7 +140,7 @@ class Converging(ExecutorCase):
     @needs(OwnProcess)
     def test_who_leaves_slowly_beside_a_hung_rank(self, spawn: Spawn, monkeypatch: pytest.MonkeyPatch) -> None:
         """When the grace is over, an exit handler that doesn't end has no more time than what hangs in a call."""
-        monkeypatch.setattr(workforce, "_AFTER_END_S", 100 * PATIENCE_S)
+        monkeypatch.setattr(workforce, "AFTER_END_S", 100 * PATIENCE_S)
         group = spawn(ROLES)
         processes = Processes(pids_of(group))
         with Gate() as gate, Gate() as exit_gate:
@@ -156,7 +156,7 @@ class Converging(ExecutorCase):
         self, spawn: Spawn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """What hangs is ended first: others, which are about to leave, may wait for just that."""
-        monkeypatch.setattr(workforce, "_AFTER_FORCE_S", PATIENCE_S)
+        monkeypatch.setattr(workforce, "AFTER_FORCE_S", PATIENCE_S)
         group = spawn(ROLES)
         file = tmp_path / "has left"
         with Gate() as gate:

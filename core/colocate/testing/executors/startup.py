@@ -100,8 +100,8 @@ class Startup(ExecutorCase):
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         """Without a timeout it is told once, with the stacks of the ranks that hang."""
-        monkeypatch.setattr("colocate._api.slow._LOOK_EVERY_S", 0.05)
-        monkeypatch.setattr("colocate._calls.stacks.WITHIN_S", PATIENCE_S)  # however busy the machine is
+        monkeypatch.setattr("colocate._api.slow.SLOW_EVERY_S", 0.05)
+        monkeypatch.setattr("colocate._calls.stacks.STACKS_WITHIN_S", PATIENCE_S)  # however busy the machine is
         with self.connect() as runtime, runtime.reserve(2, cpus=0) as pool, ThreadPoolExecutor(1) as other:
             with Gate() as gate:
                 roles = {"slow": colocate.role(HangsAtStart, gate.address, (1,))}
