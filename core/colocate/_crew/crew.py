@@ -112,7 +112,7 @@ class Crew(Restartable):
 
     def check(self) -> None:
         """Raise unless it can be called: it is closed, or has failed, or nobody has noted that it was restarted."""
-        if self.alive and (failure := self.life.told()) is not None:
+        if self.life.failure is not None and self.alive and (failure := self.life.told()) is not None:
             raise failure.with_traceback(None)  # of who was told before
         super().check()
         self.restarts.check()

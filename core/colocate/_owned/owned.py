@@ -145,8 +145,8 @@ class Owned(OnDriver):
                 f"{self.kind} {self.name!r} belongs to the process that made it; a forked child can't use it. "
                 "Start the child with the spawn method and connect there"
             )
-        if self.closed_by is not None:
-            raise ClosedError(f"{self.kind} {self.name!r} was closed by {self.closed_by}", closed_by=self.closed_by)
+        if (closed_by := self.life.closed_by) is not None:
+            raise ClosedError(f"{self.kind} {self.name!r} was closed by {closed_by}", closed_by=closed_by)
 
     @property
     def forked(self) -> bool:

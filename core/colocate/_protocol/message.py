@@ -14,7 +14,7 @@ import attrs
 
 Head: TypeAlias = tuple[Any, ...]
 
-_kinds: dict[str, type[Message]] = {}
+_kinds: dict[str, Callable[..., Message]] = {}  # what makes one of the values that travel
 _values: dict[type[Message], Callable[[Message], Head]] = {}
 
 _M = TypeVar("_M", bound="type[Message]")
@@ -27,11 +27,11 @@ class Message:
 
     def head(self) -> Head:
         """What travels of it."""
-        return type(self).__name__, *values(self)
+        return type(self).__name__, *_values[type(self)](self)
 
     @classmethod
     def of(cls, *values: Any) -> Message:
-        """The message of such values, in the order in which they travel."""
+        """The message of such values, in the order in which they travel; where they aren't the very fields."""
         return cls(*values)
 
 
@@ -52,18 +52,18 @@ def is_a(head: Head, kind: type[Message]) -> bool:
 
 def read(head: Head) -> Message:
     """The message of a head."""
-    return _kinds[head[0]].of(*head[1:])
+    return _kinds[head[0]](*head[1:])
 
 
 @dataclass_transform(frozen_default=True)
 def message(cls: _M) -> _M:
     """Make a class of fields one of messages; its name is what its heads begin with."""
-    made: Any = attrs.frozen(cls)
+    made: Any = attrs.define(cls)  # not frozen but for type checkers: that takes a microsecond more for each
     names = [field.name for field in attrs.fields(made)]
     if len(names) > 1:
         _values[made] = operator.attrgetter(*names)
     else:
         _values[made] = lambda message: tuple(getattr(message, name) for name in names)
     assert made.__name__ not in _kinds, f"two messages are called {made.__name__}"
-    _kinds[made.__name__] = made
+    _kinds[made.__name__] = made.of if "of" in vars(made) else made
     return cast("_M", made)

@@ -219,9 +219,9 @@ class Lane:
                 if isinstance(item, Work):
                     return item
                 self._note(item)
-            if self._ends and not self._tasks:
+            if self._scope.closed is not None and not self._tasks:
                 return None
-            if self._waiting and not self._ends and self._may_begin(self._waiting[0]):
+            if self._waiting and self._scope.closed is None and self._may_begin(self._waiting[0]):
                 return self._waiting.popleft()
             if self._is_back():
                 self._reported = self._held
@@ -230,9 +230,13 @@ class Lane:
 
     def _is_plain(self) -> bool:
         """Whether nothing runs, waits or is held, and something has come."""
-        return not (self._waiting or self._tasks or self._is_limited or self._ends or self._reported < self._held) and (
-            self._turns is None or self._turns.wait(self._has_news)
-        )
+        return not (
+            self._waiting
+            or self._tasks
+            or self._is_limited
+            or self._scope.closed is not None
+            or self._reported < self._held
+        ) and (self._turns is None or self._turns.wait(self._has_news))
 
     def _begins(self, work: Work) -> bool:
         """Note that it runs; False when a hold, or the end, has come meanwhile and looked at what runs before this."""
@@ -242,7 +246,7 @@ class Lane:
             if work.on_drop is not None:
                 work.on_drop()
             return False
-        if not self._ends and self._may_begin(work):
+        if self._scope.closed is None and self._may_begin(work):
             self._begun = work.seq
             return True
         del self.running[work.seq]
@@ -273,10 +277,6 @@ class Lane:
 
     def _has_news(self) -> bool:
         return not self._queue.empty()
-
-    @property
-    def _ends(self) -> bool:
-        return self._scope.closed is not None
 
     def _note_all(self) -> None:
         while not self._queue.empty():  # nobody else takes from it
