@@ -1,3 +1,4 @@
+import gc
 import signal
 from pathlib import Path
 
@@ -26,6 +27,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return next((i for i, start in enumerate(LONGEST) if path.startswith(start)), len(LONGEST))
 
     items.sort(key=turn)
+
+
+def pytest_collection_finish() -> None:
+    """Garbage is collected often in these tests; what was imported for them needs no looking at each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
