@@ -73,9 +73,11 @@ CASES = [
     ("unresolved_future", "kill", with_calls_pending, "ended with CallTimeout"),
     ("stale_pairing", "kill", with_a_collective_after_a_failed_one, "ended with RoleError"),
 ]
+# All of them but one when the chaos suite has changed: `make suites`.
+SAMPLED = [case if case[0] == "unresolved_future" else pytest.param(*case, marks=pytest.mark.long) for case in CASES]
 
 
-@pytest.mark.parametrize(("mutant", "kind", "wanted", "words"), CASES, ids=[case[0] for case in CASES])
+@pytest.mark.parametrize(("mutant", "kind", "wanted", "words"), SAMPLED, ids=[case[0] for case in CASES])
 def test_caught(mutant: str, kind: str, wanted: Wanted, words: str) -> None:
     """It is, and for what is wrong with it."""
     torch = mutant == "stale_pairing"

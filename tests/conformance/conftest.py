@@ -13,6 +13,12 @@ BY_VALUE = (
     *("borrows", "calls", "checkpoints", "definitions", "dispatch", "failures", "functions", "kept_failures"),
     *("meshes", "mixing", "pipelines", "residents", "tensors"),
 )
+# What processes of this machine can't break where threads don't, but for these tests.
+ON_THREADS = ("borrows", "checkpoints", "devices", "ownership")
+ON_PROCESSES = {
+    *("test_borrowed", "test_broken_borrow", "test_a_checkpoint_is_whole_or_not_there", "test_several_at_once"),
+    "test_arguments_arrive_on_the_device",
+}
 # The engine starts workers, where and with what they were asked for, and tells of those that don't come.
 STARTS = {
     *("test_by_name", "test_dying_constructor", "test_hanging_constructor", "test_environment", "test_facts"),
@@ -65,6 +71,8 @@ KEPT_STAGES = ("test_ended_while[interrupted-calling]", "test_ended_while[termin
 def _is_long(module: str, area: str, name: str) -> bool:
     if name.startswith(STAGED) and name not in KEPT_STAGES:
         return True
+    if module == "test_processes":
+        return area in ON_THREADS and name not in ON_PROCESSES
     if module == "test_strict":
         return area not in BY_VALUE
     if module == "test_dask" and area in DETACHED:

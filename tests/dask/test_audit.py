@@ -60,6 +60,7 @@ def planted(client: Any, label: str) -> Iterator[str]:
         client.run_on_scheduler(pull_out)
 
 
+@pytest.mark.long
 def test_hold_of_a_client_that_is_gone(
     cluster: str, runtime: Runtime, client: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -81,6 +82,7 @@ def test_hold_of_a_client_that_is_gone(
     assert "elsewhere-7-1/lost" not in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_a_config_names_the_cluster(
     cluster: str, client: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,6 +108,7 @@ def test_a_config_names_the_cluster(
     assert capsys.readouterr().out.splitlines()[1] == "no cluster of dask was looked at: that needs its --address"
 
 
+@pytest.mark.long
 def test_other_drivers_are_nobodys_strays(cluster: str, runtime: Runtime) -> None:
     """What living drivers hold is theirs, and in nobody else's audit."""
     with colocate.connect("dask", address=cluster) as other, other.reserve(2, cpus=0, name="theirs") as pool:
@@ -117,6 +120,7 @@ def test_other_drivers_are_nobodys_strays(cluster: str, runtime: Runtime) -> Non
         assert held.detail.startswith("2 Dask workers held for client ")
 
 
+@pytest.mark.long
 def test_lost_slot(runtime: Runtime, client: Any) -> None:
     """A pool that has lost a Dask worker claims what the scheduler has no longer."""
     with leaks.shared(), runtime.reserve(2, cpus=2, strategy="pack") as pool:

@@ -20,6 +20,7 @@ from tests.engines.conftest import ENGINES, PACKAGES
 from colocate.testing.waiting import wait_until
 
 LOUD = "[policy/loud 0] here I am\n"
+LONG_INTERRUPTED = (("ray", "all"), ("ray", "driver"), ("dask", "driver"))
 
 
 @pytest.fixture(params=ENGINES)
@@ -109,7 +110,11 @@ def test_doctor(colocate: CommandLine, engine: str, fits: bool) -> None:
     assert ("can never fit" in done.stderr) is not fits
 
 
-@pytest.mark.parametrize("whom", ["all", pytest.param("driver", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("engine", "whom"),
+    [("dask", "all"), *(pytest.param(*each, marks=pytest.mark.long) for each in LONG_INTERRUPTED)],
+    indirect=["engine"],
+)
 def test_interrupted(colocate: CommandLine, engine: str, whom: str) -> None:
     """Ctrl-C, which a terminal sends to the driver and all its processes, or SIGINT to the driver alone.
 

@@ -16,14 +16,14 @@ EXECUTORS = {
     "ray": "colocate.connect('ray', cpus=2)",
     "dask": "colocate.connect('dask', cpus=2)",
 }
-BUILT_IN = ("threads", "strict", "processes")
+BUILT_IN = ("threads", "processes")
 
 HEAD = "import colocate\nfrom colocate import Role, method\n"
 
 Program = Callable[..., str]
 
 
-@pytest.fixture(params=[*BUILT_IN, *(pytest.param(name, marks=pytest.mark.long) for name in ("ray", "dask"))])
+@pytest.fixture(params=[*BUILT_IN, *(pytest.param(name, marks=pytest.mark.long) for name in ("strict", "ray", "dask"))])
 def executor(request: pytest.FixtureRequest) -> str:
     """The name of one."""
     name: str = request.param

@@ -201,7 +201,7 @@ def agrees(drawn: Sequence[Drawn], executor: str) -> None:
         assert done.stdout == "agreed\n", f"{drawn}\n{done.stderr[-6000:]}"
 
 
-@pytest.mark.parametrize("executor", BUILT_IN)
+@pytest.mark.parametrize("executor", [*BUILT_IN, pytest.param("strict", marks=pytest.mark.long)])
 @hypothesis.settings(max_examples=4, deadline=None, database=None, derandomize=True)
 @given(
     drawn=st.lists(

@@ -65,7 +65,7 @@ def test_nodes(runtime: Runtime) -> None:
     assert len({node.name for node in nodes}) == 2
 
 
-@pytest.mark.parametrize("ids", [("0", "1"), ("5", "3")])
+@pytest.mark.parametrize("ids", [pytest.param(("0", "1"), marks=pytest.mark.long), ("5", "3")])
 def test_gpus_when_ray_does_not_show_them(cluster: Any, ids: tuple[str, str]) -> None:
     """Each rank sees the one that Ray has given its actor, by the name that it has there."""
     variables = {f"RAY_EXPERIMENTAL_NOSET_{VARIABLE}": "1"}
@@ -162,6 +162,7 @@ def test_two_drivers(cluster: Any, runtime: Runtime) -> None:
     everything_is_free(runtime)
 
 
+@pytest.mark.long
 def test_killed_driver(cluster: Any, runtime: Runtime) -> None:
     """What it held is free at once, and its workers are gone."""
     driver = script(

@@ -51,6 +51,7 @@ def everything_is_free(runtime: Runtime) -> None:
         pass
 
 
+@pytest.mark.long
 def test_detached_in_vain(runtime: Runtime, other: Runtime, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A detach that fails in its last step leaves the pool to its driver, and to nobody else."""
     titles: list[Any] = []
@@ -68,6 +69,7 @@ def test_detached_in_vain(runtime: Runtime, other: Runtime, name: str, monkeypat
     everything_is_free(other)
 
 
+@pytest.mark.long
 def test_attached_while_detached_in_vain(
     runtime: Runtime, other: Runtime, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,6 +91,7 @@ def test_attached_while_detached_in_vain(
     everything_is_free(other)
 
 
+@pytest.mark.long
 def test_worker_dies_while_detached_in_vain(runtime: Runtime, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it hasn't been told of because the pool was as good as detached, the driver is told of then."""
     pool, view = new(runtime)
@@ -108,6 +111,7 @@ def test_worker_dies_while_detached_in_vain(runtime: Runtime, name: str, monkeyp
     pool.close()
 
 
+@pytest.mark.long
 def test_taken_before_the_owner_hears_of_it(
     runtime: Runtime, other: Runtime, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
