@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from colocate._system.printer import Printer
+from colocate._system.printer import _BUFFER_CHARS, Printer
 from colocate.testing.waiting import PATIENCE_S, wait_until
 
 _LINE = "x" * 1000
@@ -77,7 +77,7 @@ def test_lines_after_a_gap() -> None:
         printer = Printer("test-output")
         for number in range(2000):
             printer.line(f"{number} {_LINE}")
-        while printer._waiting > printer._BUFFER_CHARS // 4:
+        while printer._waiting > _BUFFER_CHARS // 4:
             os.read(pipe, 1 << 16)
         printer.line("after")
         *_, told, after = read_all(pipe, printer)
