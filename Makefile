@@ -13,7 +13,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 # Tests start Python hundreds of times: a third of each start would be compiling what was compiled before.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo test suites versions check bench chaos gpu-wheels gpu format clean
+.PHONY: install demo test suites versions docs check bench chaos gpu-wheels gpu format clean
 install: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt
@@ -47,7 +47,16 @@ versions: $(OLDEST)/.installed  ## Dask's tests and the suite on the oldest vers
 	$(OLDEST)/bin/python -c "import distributed; assert distributed.__version__ == '2025.4.0'"
 	$(OLDEST)/bin/python -m pytest -n 2 --dist loadfile tests/dask tests/conformance/test_dask.py
 
-check: install
+SITE := build/site/.built
+# Folders too: they change when a file goes.
+SITE_FROM := mkdocs.yml $(shell find $(addprefix $(CURDIR)/,docs core executors plugins) \( -name __pycache__ -prune \) -o -print)
+$(SITE): $(INSTALLED) $(SITE_FROM)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	touch $@
+
+docs: $(SITE)  ## the site of docs/, in build/site; fails on a warning, a dead link or a missing anchor
+
+check: install $(SITE)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m tests.checkers

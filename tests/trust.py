@@ -1,4 +1,4 @@
-"""What listens while two slots work: measured on each executor, for docs/trust.md and the test that compares them.
+"""What listens while two slots work: for docs/reference/trust.md and the test that compares them.
 
 `python -m tests.trust` prints the table.
 """

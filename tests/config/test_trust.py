@@ -18,7 +18,7 @@ from colocate.config.trust import HARMLESS_VARIABLES
 from colocate.errors import ConfigError
 from colocate.executor import Executor
 
-TRUST_PAGE = Path(__file__).resolve().parents[2] / "docs" / "trust.md"
+TRUST_PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "trust.md"
 
 Write = Callable[[str], Path]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import attrs
 
 ROOT = Path(__file__).parents[2]
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 
 _FENCE = re.compile(r"^```(\w*)$")
 _FILE = re.compile(r"^# ([\w./-]+\.(?:py|yaml|toml))$")

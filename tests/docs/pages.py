@@ -86,10 +86,6 @@ def _steps(block: Block, output: Block | None) -> list[Step]:
     if block.file and block.file.startswith("docs/examples/"):
         assert block.text == (ROOT / block.file).read_text(), f"line {block.line} is not what {block.file} has"
         return []  # such files are there already
-    if block.file and block.file.startswith("outpost/"):
-        first, _, rest = block.text.partition("\n")
-        quoted = ROOT / "tests" / "distributions" / first.removeprefix("# ")
-        assert rest == quoted.read_text(), f"line {block.line} is not what {quoted} has"
     do = {"yaml": "config", "toml": "write"}.get(block.language)
     if block.language == "python":
         do = "write" if block.file else "python"

@@ -1,4 +1,4 @@
-"""docs/trust.md says what is listened on; and strangers get nowhere at any of our sockets."""
+"""docs/reference/trust.md says what is listened on; and strangers get nowhere at any of our sockets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from colocate.testing.probes.plain import Echo
 from colocate.wire import connect, encode, new_key
 from colocate.wire.handshake import KNOCK_BYTES
 
-PAGE = Path(__file__).parents[2] / "docs" / "trust.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "trust.md"
 WAIT_S = 20.0
 
 

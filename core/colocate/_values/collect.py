@@ -117,7 +117,7 @@ class Reduce(Collect):
 
     Each place along the axis counts once. A rank that worked on no rows doesn't count at all.
 
-    Args:
+    Attributes:
         operation: "mean", "sum", "max" or "min".
         weight: "rows" weighs the ranks of a mean by the rows they worked on (where the call has rows), None equally.
         axis: The axis along which the ranks did different work.

@@ -15,8 +15,8 @@ class ExecutorConfig:
     """The engine that runs the workers.
 
     Attributes:
-        use: Its name: an entry point of the group `colocate.executors`.
-        with_: Options of `colocate.connect`.
+        use: Its name: `local`, `ray`, `dask`, or another entry point of the group `colocate.executors`.
+        with_: Options of `colocate.connect` for it.
     """
 
     use: str = "local"
@@ -25,7 +25,17 @@ class ExecutorConfig:
 
 @attrs.frozen
 class PoolConfig:
-    """Slots reserved together; the fields are the parameters of `Runtime.reserve`."""
+    """Slots reserved together; the fields are the parameters of `Runtime.reserve`.
+
+    Attributes:
+        slots: How many, all or none.
+        gpus: GPUs of each slot.
+        cpus: CPUs of each slot. Workers that are processes set torch's threads from it.
+        host_memory: Memory of each slot, in bytes or as "8GiB", where the executor counts it.
+        strategy: As few nodes as possible, or as many.
+        timeout: Seconds to wait for slots that could fit but don't now.
+        env: Environment variables, set in the worker before torch or a role is imported. Needs processes.
+    """
 
     slots: int
     gpus: int = 0
@@ -41,11 +51,11 @@ class RoleConfig:
     """A role of a group.
 
     Attributes:
-        use: A plugin's role ("acme.reward"), or "module:Class".
-        with_: Arguments of its constructor.
-        slots: Indices of the slots it lives on; None for all.
+        use: A plugin's role as in `ppo.actor`, or `module:Class`.
+        with_: Arguments of its constructor, checked against its signature.
+        slots: Indices of the slots it lives on; null for all.
         mesh: Axes over its ranks, or several such by name.
-        default_group: Whether torch's default process group is this role's.
+        default_group: Whether torch's default process group is this role's. One role of a group can have it.
     """
 
     use: str
@@ -57,7 +67,16 @@ class RoleConfig:
 
 @attrs.frozen
 class GroupConfig:
-    """Roles fused over the slots of a pool; the fields are the parameters of `Pool.spawn`."""
+    """Roles fused over the slots of a pool; the fields are the parameters of `Pool.spawn`.
+
+    Attributes:
+        pool: The name of its pool.
+        roles: The roles, constructed in this order in each worker.
+        mesh: Axes over the ranks, as in `{dp: 2, tp: 4}`, for roles that live on all slots and name no mesh.
+        on_failure: Whether a group that fails ends with an error, or is rebuilt in its pool, and the job goes on from
+            its last checkpoint.
+        restarts: How often it is rebuilt without a new checkpoint in between.
+    """
 
     pool: str
     roles: dict[str, RoleConfig]
@@ -71,8 +90,8 @@ class JobConfig:
     """The function that does the work.
 
     Attributes:
-        use: A plugin's job ("ppo.train"), or "module:function".
-        with_: Its options.
+        use: A plugin's job as in `ppo.train`, or `module:function`.
+        with_: Its options, checked against the function's signature.
     """
 
     use: str
@@ -84,7 +103,7 @@ class PluginsConfig:
     """Which plugins this config may use.
 
     Attributes:
-        allow: Their names: executors, and namespaces of roles and jobs. None for all that are installed; colocate's own
+        allow: Their names: executors, and namespaces of roles and jobs. Null for all that are installed; colocate's own
             may always be used.
     """
 
@@ -96,13 +115,14 @@ class Config:
     """A whole config, checked.
 
     Attributes:
-        name: What the run is called; its folder is runs/<name>.
-        seed: The runtime's seed.
-        call_timeout: Seconds after which a call is given up; None for never.
-        executor: The engine.
-        pools: Slots to reserve, by name, in order.
-        groups: Groups to spawn, by name, in order.
-        job: What to run; None for a config that is only launched.
+        name: What the run is called; its folder is `runs/<name>`. Letters, digits, `-`, `_` and `.`. In a file, its
+            stem if nothing is said.
+        seed: The seed from which every `ctx.generator` is derived.
+        call_timeout: Seconds after which a call is given up that names no deadline of its own; null for never.
+        executor: The engine that runs the workers.
+        pools: Slots to reserve, by name, in this order.
+        groups: Groups to spawn, by name, in this order.
+        job: What `colocate run` runs; null for a config that is only launched.
         plugins: Which plugins may be used.
         origins: File and line of each pool and group, and of the executor ("pools.main"), for the ownership graph; an
             option of the command line, with line 0, where that has made it.

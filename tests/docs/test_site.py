@@ -1,0 +1,85 @@
+"""The site has every public name, and can be read without a network."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import subprocess
+import zlib
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+from tests.docs.blocks import ROOT
+from tests.unit.test_surface import SURFACE
+
+import colocate
+from colocate import Context, errors
+from colocate.config import schema
+from colocate.config.schema import key_of, keys
+
+SITE = ROOT / "build" / "site"
+CLASSES = {
+    "runtime": "Runtime",
+    "pool": "Pool",
+    "group": "ColocatedGroup",
+    "method": "RoleCall",
+    "call": "Call",
+    "resident": "Resident",
+    "graph": get_type_hints(inspect.getattr_static(colocate.Runtime, "graph").fget)["return"],
+}
+
+
+@pytest.fixture(scope="module")
+def site() -> Path:
+    """Built as `make docs` does, if anything has changed since."""
+    made = subprocess.run(["make", "docs"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert made.returncode == 0, made.stdout + made.stderr
+    return SITE
+
+
+@pytest.fixture(scope="module")
+def entries(site: Path) -> set[str]:
+    """The names that have an entry in the reference."""
+    listed = zlib.decompress((site / "objects.inv").read_bytes().split(b"\n", 4)[4]).decode()
+    return {line.split(" ", 1)[0] for line in listed.splitlines()}
+
+
+def test_every_public_name_has_an_entry(entries: set[str]) -> None:
+    assert {f"colocate.{name}" for name in colocate.__all__} <= entries
+    raised = {
+        name for name, cls in vars(errors).items() if isinstance(cls, type) and issubclass(cls, errors.ColocateError)
+    }
+    assert {f"colocate.errors.{name}" for name in raised} <= entries
+
+
+@pytest.mark.parametrize("kind", SURFACE)
+def test_what_users_may_use_has_an_entry(entries: set[str], kind: str) -> None:
+    cls = CLASSES[kind]
+    home = f"colocate.{cls}" if isinstance(cls, str) else f"{cls.__module__}.{cls.__qualname__}"
+    assert {f"{home}.{name}" for name in SURFACE[kind]} <= entries
+
+
+def test_every_attribute_of_the_context_is_listed(site: Path) -> None:
+    page = (site / "reference" / "context.html").read_text(encoding="utf-8")
+    shown = [
+        name for name in dir(Context) if not name.startswith("_") and name not in ("hosted", "last_call")
+    ]  # core's
+    assert [name for name in shown if f">{name}<" not in page] == []
+
+
+def test_every_key_is_listed(site: Path) -> None:
+    page = (site / "reference" / "config.html").read_text(encoding="utf-8")
+    kinds = [cls for name, cls in vars(schema).items() if name.endswith("Config")]
+    assert [key_of(f.name) for cls in kinds for f in keys(cls) if f"<code>{key_of(f.name)}</code>" not in page] == []
+
+
+def test_nothing_is_fetched(site: Path) -> None:
+    """No page asks another machine for anything."""
+    loads = re.compile(r"<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=\"?(?:https?:)?//|url\(\"?(?:https?:)?//")
+    asked = {
+        file.relative_to(site).as_posix(): found[0]
+        for file in site.rglob("*")
+        if file.suffix in (".html", ".css") and (found := loads.search(file.read_text(encoding="utf-8")))
+    }
+    assert asked == {}
