@@ -16,8 +16,7 @@ import colocate
 from colocate import Call, ColocatedGroup, ColocateError, PipelineError, Resident
 from colocate._crew.crew import Crew
 from colocate._protocol import messages
-from colocate._protocol.bundle import Memory, together
-from colocate._protocol.unbundle import take_apart
+from colocate._protocol.bundle import Memory, take_apart, together
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
 from colocate.testing.probes.plain import Echo

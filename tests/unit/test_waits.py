@@ -41,18 +41,6 @@ def test_what_can_wait() -> None:
     assert KNOWN.keys() - found == set()
 
 
-def test_messages_are_read_by_name() -> None:
-    """Only in `_protocol` a head's items are known by their places."""
-    found = {
-        f"{name}:{node.lineno}"
-        for name, path in layers.modules().items()
-        if layers.layer_of(name) != "_protocol"
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and node.value.id in {"head", "message"}
-    }
-    assert found == set()
-
-
 def _called(function: ast.expr) -> str | None:
     if isinstance(function, ast.Subscript):
         function = function.value

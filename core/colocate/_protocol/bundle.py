@@ -1,11 +1,11 @@
-"""The bodies of several calls as one (`unbundle.py` takes them apart): what they share is there once."""
+"""The bodies of several calls as one, in which what they share is there once."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from colocate._protocol.messages import Where
+from colocate._protocol.messages import Call, Where
 from colocate.wire import Packed
 
 _EDGE_BYTES = 64
@@ -32,6 +32,19 @@ def together(bodies: Sequence[Any]) -> tuple[list[Where], Any]:
         wheres.append(None if body is None else known[id(body)])
     needs = tuple({id(need): need for body in given for need in body.needs}.values())
     return wheres, Packed(b"".join(data), tuple(buffer for _, buffer in buffers.values()), needs)
+
+
+def take_apart(calls: Sequence[tuple[Call, Where]], body: Any) -> Iterator[tuple[Call, Any]]:
+    """Each call with its body, in order."""
+    for call, where in calls:
+        if where is None:
+            yield call, None
+        elif isinstance(where, int):
+            yield call, body[where]
+        else:
+            start, end, places = where
+            # What the whole needs, each does: within one process nobody else holds it when the whole is gone.
+            yield call, Packed(body.data[start:end], tuple(body.buffers[place] for place in places), body.needs)
 
 
 class Memory:

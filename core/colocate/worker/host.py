@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any
 
 from colocate._protocol import messages
+from colocate._protocol.bundle import take_apart
 from colocate._protocol.message import Head, Message, read
-from colocate._protocol.unbundle import take_apart
 from colocate._protocol.uses import Peers
 from colocate._system.jobs import JobThread, error_text, report_exception
 from colocate._values.codec import Codec
