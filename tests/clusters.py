@@ -24,6 +24,13 @@ NONE_IDLE = {
     "RAY_idle_worker_killing_time_threshold_ms": "100",
     "RAY_kill_idle_workers_interval_ms": "100",
 }
+# How Dask's workers look less often at what they do, and their processes are forks of one that has imported Dask.
+QUIET = {
+    "DASK_DISTRIBUTED__WORKER__PROFILE__ENABLED": "False",
+    "DASK_DISTRIBUTED__ADMIN__TICK__INTERVAL": "500ms",
+    "DASK_DISTRIBUTED__ADMIN__SYSTEM_MONITOR__INTERVAL": "10s",
+    "DASK_DISTRIBUTED__WORKER__MULTIPROCESSING_METHOD": "forkserver",
+}
 
 
 @contextmanager
@@ -54,6 +61,8 @@ def started(
             token_file.write_text(token)
             more |= {"RAY_TMPDIR": folder, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token_file)}
             options["token_file"] = str(token_file)
+        else:
+            more |= QUIET
         process = subprocess.Popen(
             command,
             env={**os.environ, **more, **(env or {})},

@@ -1,8 +1,14 @@
 import gc
+import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.distributions.install import Installed
+from tests.forked import Forks
+
+from colocate.testing import leaks
 
 # A shell has its background jobs ignore SIGINT, and whatever they start: the tests of Ctrl-C wouldn't work there.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -33,6 +39,24 @@ def pytest_collection_finish() -> None:
     """Garbage is collected often in these tests; what was imported for them needs no looking at each time."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    """The distributions under tests/distributions, installed by pip into throwaway folders."""
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "installed"  # once for all processes
+    folder.mkdir(exist_ok=True)
+    return Installed(folder)
+
+
+@pytest.fixture(scope="session")
+def forks() -> Iterator[Forks]:
+    """What commands are forked from."""
+    with leaks.shared():
+        forks = Forks()
+    yield forks
+    forks.close()
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-import reasoning_gym
 import torch
 from torch import Tensor
 
@@ -55,4 +54,6 @@ class Reward(Role):
 
 @cache
 def _scorer(task: str) -> Any:
+    import reasoning_gym  # it takes a second: who only imports this class does without
+
     return reasoning_gym.get_score_answer_fn(task)

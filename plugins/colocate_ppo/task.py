@@ -10,8 +10,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import attrs
-import reasoning_gym
-from reasoning_gym.factory import DATASETS
 
 from colocate import ConfigError
 
@@ -58,6 +56,9 @@ class Task:
         return self._dataset(self.seed * _ITEMS)
 
     def _dataset(self, seed: int) -> Any:
+        import reasoning_gym  # it takes a second, which most ranks can do without
+        from reasoning_gym.factory import DATASETS
+
         if self.name not in DATASETS:
             close = difflib.get_close_matches(self.name, DATASETS, 1)
             raise ConfigError(

@@ -7,12 +7,7 @@ from pathlib import Path
 import attrs
 import pytest
 from tests.distributions.install import Installed
-
-
-@pytest.fixture(scope="session")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
-    """The distributions under tests/distributions, installed by pip into throwaway folders."""
-    return Installed(tmp_path_factory.mktemp("installed"))
+from tests.forked import Forks
 
 
 @attrs.frozen
@@ -21,12 +16,15 @@ class CommandLine:
 
     folder: Path
     installed: Installed
+    forks: Forks
 
     def __call__(
         self, *args: str, distributions: tuple[str, ...] = (), **variables: str
     ) -> "subprocess.CompletedProcess[str]":
-        """Run it to its end."""
+        """Run it to its end; with `variables`, in an interpreter that begins with them."""
         command, environment = self.command(*args, distributions=distributions)
+        if not variables:
+            return self.forks.run(args, self.folder, environment)
         environment |= variables
         return subprocess.run(
             command, cwd=self.folder, env=environment, capture_output=True, text=True, errors="replace", check=False
@@ -63,5 +61,5 @@ class CommandLine:
 
 
 @pytest.fixture
-def colocate(tmp_path: Path, installed: Installed) -> CommandLine:
-    return CommandLine(tmp_path, installed)
+def colocate(tmp_path: Path, installed: Installed, forks: Forks) -> CommandLine:
+    return CommandLine(tmp_path, installed, forks)

@@ -37,14 +37,9 @@ MODULES = """
 """
 
 
-@pytest.fixture(scope="module")
-def acme(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return Installed(tmp_path_factory.mktemp("installed"))("acme")
-
-
 @pytest.fixture
-def with_acme(acme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(acme))
+def with_acme(installed: Installed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(installed("acme")))
 
 
 def forget(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,8 +72,8 @@ def test_what_is_not_allowed_is_not_imported(write: Write, monkeypatch: pytest.M
     assert "acme" not in sys.modules
 
 
-def test_executors_are_asked_for_too(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Installed(tmp_path)("outpost")))
+def test_executors_are_asked_for_too(write: Write, installed: Installed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(installed("outpost")))
     forget("outpost", monkeypatch)
     (found,) = mistakes(write("    executor: outpost\n    plugins: {allow: [acme]}\n"))
     assert "executor.use: plugin 'outpost' (" in found

@@ -12,9 +12,9 @@ from colocate.testing.executors import ExecutorSuite
 
 
 @pytest.fixture(scope="module", autouse=True)
-def outpost(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def outpost(installed: Installed) -> Iterator[Path]:
     """Install it, as pip would have put it on the path of this process and of those that it starts."""
-    folder = Installed(tmp_path_factory.mktemp("installed"))("outpost")
+    folder = installed("outpost")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(folder))
         patch.setenv("PYTHONPATH", str(folder), prepend=":")

@@ -1,5 +1,6 @@
 """Really installing the distributions beside this file, each into a folder of its own."""
 
+import fcntl
 import subprocess
 import sys
 from pathlib import Path
@@ -8,15 +9,17 @@ HERE = Path(__file__).parent
 
 
 class Installed:
-    """Folders with an installed distribution each: `installed("acme")`. Made when first asked for."""
+    """Folders with an installed distribution each: `installed("acme")`. Made when first asked for, by any process."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def __call__(self, name: str) -> Path:
         target = self._folder / name
-        if not target.exists():
-            command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-            command += ["--no-deps", "--no-build-isolation", "--no-index", "--target", str(target), str(HERE / name)]
-            subprocess.run(command, check=True, capture_output=True, text=True)
+        with (self._folder / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not target.exists():
+                options = ("--quiet", "--disable-pip-version-check", "--no-deps", "--no-build-isolation", "--no-index")
+                command = [sys.executable, "-m", "pip", "install", *options, "--target", str(target), str(HERE / name)]
+                subprocess.run(command, check=True, capture_output=True, text=True)
         return target

@@ -5,21 +5,16 @@ from pathlib import Path
 import pytest
 from tests.cli.conftest import CommandLine
 from tests.distributions.install import Installed
+from tests.forked import Forks
 
 ENGINES = ["ray", "dask"]
 PACKAGES = {"ray": "ray", "dask": "distributed"}
 
 
-@pytest.fixture(scope="session")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
-    """The distributions under tests/distributions, installed by pip into throwaway folders."""
-    return Installed(tmp_path_factory.mktemp("installed"))
-
-
 @pytest.fixture
-def colocate(tmp_path: Path, installed: Installed) -> CommandLine:
+def colocate(tmp_path: Path, installed: Installed, forks: Forks) -> CommandLine:
     """The command in a folder of its own, with a config of a third party's role and one from beside it."""
-    command = CommandLine(tmp_path, installed)
+    command = CommandLine(tmp_path, installed, forks)
     command.write("demo.yaml", CONFIG)
     command.write("beside.py", BESIDE)
     return command

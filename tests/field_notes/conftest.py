@@ -66,7 +66,7 @@ def on_ray(ray_options: dict[str, Any]) -> Iterator[Runtime]:
         yield runtime
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def on_dask() -> Iterator[Runtime]:
     pytest.importorskip("distributed")
     with shared(lambda: cluster("dask")) as options, shared(lambda: colocate.connect("dask", **options)) as runtime:

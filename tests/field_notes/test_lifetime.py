@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -236,12 +235,12 @@ def test_the_default_deadline_is_none() -> None:
         gate.open()
 
 
-def test_the_backend_registry_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_backend_registry_is_private(installed: Installed, monkeypatch: pytest.MonkeyPatch) -> None:
     """ "The backend registry is private": of the same.
 
     An executor from a distribution of its own is connected to by its name.
     """
-    folder = Installed(tmp_path)("outpost")
+    folder = installed("outpost")
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
     with colocate.connect("outpost") as runtime, runtime.reserve(1) as pool:

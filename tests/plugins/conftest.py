@@ -6,12 +6,6 @@ import pytest
 from tests.distributions.install import Installed
 
 
-@pytest.fixture(scope="session")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
-    """The distributions under tests/distributions, installed by pip into throwaway folders."""
-    return Installed(tmp_path_factory.mktemp("installed"))
-
-
 @pytest.fixture
 def with_distributions(installed: Installed, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Path]]:
     """Put installed distributions on sys.path, as if they had been there when Python started."""

@@ -1,0 +1,125 @@
+"""The `colocate` command in a process of its own, forked from one that has imported already what commands import.
+
+From its first line to its exit handlers it is what a shell would start. What an interpreter takes from the environment
+when it begins, it has from the process that forks: who gives it such variables starts a new one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import importlib
+import json
+import os
+import runpy
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+_ROOT = Path(__file__).parents[1]
+_IMPORTED = (
+    *("colocate.cli.check", "colocate.cli.doctor", "colocate.cli.plugin", "colocate.cli.plugins", "colocate.cli.run"),
+    *("colocate.report.page", "colocate_local.plugin", "jinja2", "rich.table"),
+)
+_IMPORTED_FOR = {"doctor": "torch", "ppo": "colocate_ppo.team"}  # seconds each
+# A library that computes in parallel starts threads when it is imported, which a fork would be without.
+_ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+class Forks:
+    """What forks them, one after the other."""
+
+    def __init__(self) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._process = subprocess.Popen(
+            [sys.executable, "-W", "error", "-m", "tests.forked", str(theirs.fileno())],
+            cwd=_ROOT,
+            env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | _ONE_THREAD,
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+        )
+        theirs.close()
+
+    def close(self) -> None:
+        """End it."""
+        self._socket.close()
+        self._process.wait()
+
+    def run(
+        self, args: Sequence[str], folder: Path, environment: Mapping[str, str]
+    ) -> subprocess.CompletedProcess[str]:
+        """Run one to its end."""
+        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+            asked = json.dumps({"args": args, "folder": str(folder), "environment": dict(environment)}).encode()
+            socket.send_fds(self._socket, [asked], [out.fileno(), err.fileno()])
+            status = json.loads(self._socket.recv(64))
+            texts = []
+            for file in (out, err):
+                file.seek(0)
+                texts.append(file.read().decode(errors="replace"))
+        return subprocess.CompletedProcess(list(args), status, *texts)
+
+
+def _serve(number: int) -> dict[str, Any]:
+    """Fork for each that is asked for, and tell how it ended. Comes back in the fork, with what to run."""
+    for name in _IMPORTED:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # or a fork's collections would copy every page
+    with socket.socket(fileno=number) as connection:
+        while True:
+            asked, files, *_ = socket.recv_fds(connection, 1 << 20, 2)
+            if not asked:
+                os._exit(0)
+            told = dict(json.loads(asked))
+            for name in filter(None, map(_IMPORTED_FOR.get, told["args"])):
+                importlib.import_module(name)
+            assert len(os.listdir("/proc/self/task")) == 1, "a fork would be without the other threads"
+            child = os.fork()
+            if child == 0:
+                for standard, file in enumerate(files, 1):
+                    os.dup2(file, standard)
+                    os.close(file)
+                return told
+            for file in files:
+                os.close(file)
+            _, status = os.waitpid(child, 0)
+            connection.send(json.dumps(os.waitstatus_to_exitcode(status)).encode())
+
+
+def _become(args: Sequence[str], folder: str, environment: Mapping[str, str]) -> int:
+    """Be what `python -m colocate.cli` is there; its status."""
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[:1] = [folder, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+    sys.argv = ["colocate", *args]
+    try:
+        runpy.run_module("colocate.cli", run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    else:
+        return 0
+    return 1
+
+
+def _end(status: int) -> NoReturn:
+    """As an interpreter ends, but that it doesn't take half a second to let go of all modules."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    _end(_become(**_serve(int(sys.argv[1]))))
