@@ -55,3 +55,26 @@ def script(text: str, *arguments: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         text=True,
     )
+
+
+@contextmanager
+def planted(client: Any, label: str) -> Iterator[str]:
+    """A block in which a Dask worker is held for a client that there isn't; its address."""
+
+    from colocate_dask import reservations, undocumented
+    from colocate_dask.offers import Wanted
+
+    async def plant(label: str, dask_scheduler: Any) -> str:  # inside, so that it goes to the scheduler by value
+        table = undocumented.plugin_of(dask_scheduler, reservations.NAME)
+        wanted = Wanted("planted", "Client-that-is-gone", "lost", 1, label=label)
+        free = next(offer for offer in await table.offers() if not offer.taken)
+        return str(table._hold(wanted, free).worker)
+
+    async def pull_out(dask_scheduler: Any) -> None:
+        await undocumented.plugin_of(dask_scheduler, reservations.NAME).release("planted")
+
+    worker: str = client.run_on_scheduler(plant, label)
+    try:
+        yield worker
+    finally:
+        client.run_on_scheduler(pull_out)

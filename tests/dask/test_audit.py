@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from distributed import Client
+from tests.dask.conftest import planted
 
 import colocate
 from colocate import Runtime, WorkerDied
@@ -20,8 +19,7 @@ from colocate.cli.cluster import Cluster
 from colocate.testing import leaks
 from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import PATIENCE_S, wait_until
-from colocate_dask import reservations, undocumented
-from colocate_dask.offers import Wanted
+from colocate_dask import undocumented
 
 
 @pytest.fixture(scope="module")
@@ -38,48 +36,6 @@ def client(cluster: str) -> Iterator[Any]:
     with made(cluster, set_as_default=False) as client:
         undocumented.ask_for_nothing(client)
         yield client
-
-
-@contextmanager
-def planted(client: Any, label: str) -> Iterator[str]:
-    """A block in which a Dask worker is held for a client that there isn't; its address."""
-
-    async def plant(label: str, dask_scheduler: Any) -> str:  # inside, so that it goes to the scheduler by value
-        table = undocumented.plugin_of(dask_scheduler, reservations.NAME)
-        wanted = Wanted("planted", "Client-that-is-gone", "lost", 1, label=label)
-        free = next(offer for offer in await table.offers() if not offer.taken)
-        return str(table._hold(wanted, free).worker)
-
-    async def pull_out(dask_scheduler: Any) -> None:
-        await undocumented.plugin_of(dask_scheduler, reservations.NAME).release("planted")
-
-    worker: str = client.run_on_scheduler(plant, label)
-    try:
-        yield worker
-    finally:
-        client.run_on_scheduler(pull_out)
-
-
-@pytest.mark.long
-def test_hold_of_a_client_that_is_gone(
-    cluster: str, runtime: Runtime, client: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It is found by every driver's audit, and by the command, with the Dask worker that it holds."""
-    with planted(client, "elsewhere-7-1/lost") as worker:
-        audit = runtime.audit()
-        assert audit.missing == ()
-        (leaked,) = audit.leaked
-        assert (leaked.kind, leaked.id) == ("reservation", "elsewhere-7-1/lost")
-        assert "Client-that-is-gone" in leaked.what
-        assert worker in leaked.what
-        assert leaked.since is not None
-        assert find_strays(Cluster(executor="dask", address=cluster), json=True) == 1
-        data = json.loads(capsys.readouterr().out)
-        assert data["looked_at"] == ["this machine", f"dask at {cluster}"]
-        assert "elsewhere-7-1/lost" in {each["id"] for each in data["leaked"]}
-    assert not runtime.audit()
-    find_strays(Cluster(executor="dask", address=cluster), json=True)
-    assert "elsewhere-7-1/lost" not in capsys.readouterr().out
 
 
 @pytest.mark.long

@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 from distributed import Client
-from tests.dask.conftest import script
+from tests.dask.conftest import planted, script
 
 import colocate
 from colocate import Pool, Runtime, WorkerDied
+from colocate.cli.audit import find_strays
+from colocate.cli.cluster import Cluster
 from colocate.errors import ColocateError, PlacementError, PlacementTimeout
 from colocate.testing import leaks
 from colocate.testing.probes.lasting import Lasting
@@ -357,3 +359,24 @@ def test_other_versions(runtime: Runtime) -> None:
     assert isinstance(answer, Refusal)
     assert answer.never
     assert "with Python 3" in answer.rows[0]["why"]
+
+
+def test_hold_of_a_client_that_is_gone(
+    cluster: str, runtime: Runtime, other: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is found by every driver's audit, and by the command, with the Dask worker that it holds."""
+    with planted(other, "elsewhere-7-1/lost") as worker:
+        audit = runtime.audit()
+        assert audit.missing == ()
+        (leaked,) = audit.leaked
+        assert (leaked.kind, leaked.id) == ("reservation", "elsewhere-7-1/lost")
+        assert "Client-that-is-gone" in leaked.what
+        assert worker in leaked.what
+        assert leaked.since is not None
+        assert find_strays(Cluster(executor="dask", address=cluster), json=True) == 1
+        data = json.loads(capsys.readouterr().out)
+        assert data["looked_at"] == ["this machine", f"dask at {cluster}"]
+        assert "elsewhere-7-1/lost" in {each["id"] for each in data["leaked"]}
+    assert not runtime.audit()
+    find_strays(Cluster(executor="dask", address=cluster), json=True)
+    assert "elsewhere-7-1/lost" not in capsys.readouterr().out

@@ -56,6 +56,7 @@ def run(colocate: CommandLine, *args: str) -> Left:
     )
 
 
+@pytest.mark.parametrize("engine", [pytest.param("ray", marks=pytest.mark.long), "dask"], indirect=True)
 def test_the_same_results_everywhere(colocate: CommandLine, tmp_path: Path, engine: str) -> None:
     """Numbers, tables and checkpoints; on the way nothing is printed by an engine."""
     here = run(attrs.evolve(colocate, folder=_copy(colocate, "here")), "--set", "executor.with.processes=true")

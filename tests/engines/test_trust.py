@@ -72,7 +72,7 @@ def ours() -> list[str]:
     return sorted(found)
 
 
-@pytest.mark.parametrize("executor", ["local", "ray", "dask"])
+@pytest.mark.parametrize("executor", ["local", pytest.param("ray", marks=pytest.mark.long), "dask"])
 def test_strangers(executor: str, tmp_path: Path) -> None:
     """A stranger of this very user says nothing, sends a pickle, or has another key: it gets nowhere, nobody waits."""
     pytest.importorskip({"local": "psutil", "ray": "ray", "dask": "distributed"}[executor])

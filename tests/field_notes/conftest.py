@@ -32,6 +32,9 @@ def say(what):
     print(json.dumps(what), flush=True)
 """
 
+PROCESSES: dict[str, Any] = {"executor": "local", "processes": True, "cpus": 8}
+ENGINES = ["processes", pytest.param("ray", marks=pytest.mark.long)]
+
 Script = Callable[..., "subprocess.Popen[str]"]
 
 
@@ -75,8 +78,22 @@ def on_dask() -> Iterator[Runtime]:
 
 @pytest.fixture(scope="session")
 def on_processes() -> Iterator[Runtime]:
-    with shared(lambda: colocate.connect(processes=True)) as runtime:
+    """Processes of this machine, with 8 CPUs."""
+    with shared(lambda: colocate.connect(**PROCESSES)) as runtime:
         yield runtime
+
+
+@pytest.fixture(params=ENGINES)
+def runtime(request: pytest.FixtureRequest) -> Runtime:
+    """Where the note's trouble could be; on Ray, which it was on, in `make suites`."""
+    found: Runtime = request.getfixturevalue(f"on_{request.param}")
+    return found
+
+
+@pytest.fixture(params=ENGINES)
+def options(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """What a driver of its own connects with there."""
+    return {"executor": "ray", **request.getfixturevalue("ray_options")} if request.param == "ray" else PROCESSES
 
 
 @pytest.fixture

@@ -41,12 +41,12 @@ def test_the_root_cause_is_swallowed_or_the_job_hangs_after_one_rank_failed(on_p
         assert ring.sum(2.0) == [4.0, 4.0]
 
 
-def test_a_ray_call_on_a_hung_actor_waits_for_ever(on_ray: Runtime) -> None:
+def test_a_ray_call_on_a_hung_actor_waits_for_ever(runtime: Runtime) -> None:
     """ "A Ray call on a hung actor waits for ever".
 
     A call with a timeout ends, says where the rank hangs, and whoever waits for a later one is told too.
     """
-    check_hung(on_ray)
+    check_hung(runtime)
 
 
 def test_dask_may_wait_minutes(on_dask: Runtime) -> None:
@@ -85,13 +85,11 @@ def pid_of(group: ColocatedGroup) -> int:
     return pid
 
 
-@pytest.mark.parametrize("engine", ["on_ray", "on_dask"])
-def test_constructor_failures_surface_at_the_first_method_call(engine: str, request: pytest.FixtureRequest) -> None:
+def test_constructor_failures_surface_at_the_first_method_call(runtime: Runtime) -> None:
     """ "Constructor failures surface at the first method call".
 
     `spawn` raises them, all ranks' together, with type and traceback, and nothing is left running.
     """
-    runtime: Runtime = request.getfixturevalue(engine)
     with runtime.reserve(2, cpus=0) as pool:
         with pytest.raises(RoleStartError) as caught:
             pool.spawn({"faulty": colocate.role(FailsToStart, (0, 1))})

@@ -29,13 +29,11 @@ def view_of_a_temporary_group(runtime: Runtime) -> tuple[Echo, str]:
     return group.role("echo", Echo), group.name
 
 
-@pytest.mark.parametrize("engine", ["on_processes", "on_ray"])
-def test_actors_vanish_because_a_temporary_group_was_collected(engine: str, request: pytest.FixtureRequest) -> None:
+def test_actors_vanish_because_a_temporary_group_was_collected(runtime: Runtime) -> None:
     """ "Actors vanish because a temporary worker group was garbage collected; the fix was to keep an extra reference".
 
     #46, #1365, pull request 1443. The pool owns the group, and the runtime the pool: no variable has to.
     """
-    runtime: Runtime = request.getfixturevalue(engine)
     echo, name = view_of_a_temporary_group(runtime)
     gc.collect()
     assert echo.echo(1) == [1]
@@ -47,7 +45,7 @@ def test_actors_vanish_because_a_temporary_group_was_collected(engine: str, requ
 
 
 @pytest.mark.parametrize("closing", ["with", "nobody"])
-def test_shutting_down_is_noisy_or_hangs(closing: str, script: Script, ray_options: dict[str, Any]) -> None:
+def test_shutting_down_is_noisy_or_hangs(closing: str, script: Script, options: dict[str, Any]) -> None:
     """ "Shutting down is noisy or hangs": #1299, #1664, #1986.
 
     The end of a driver is silent and bounded, whether it closes by a with block, or leaves a hung role to the exit,
@@ -57,17 +55,17 @@ def test_shutting_down_is_noisy_or_hangs(closing: str, script: Script, ray_optio
         driver = script(
             """
             if CLOSING == "with":
-                with colocate.connect("ray", **OPTIONS) as runtime, runtime.reserve(1, cpus=0) as pool:
+                with colocate.connect(**OPTIONS) as runtime, runtime.reserve(1, cpus=0) as pool:
                     pool.spawn(ROLES).role("echo").noop()
             else:
-                runtime = colocate.connect("ray", **OPTIONS)
+                runtime = colocate.connect(**OPTIONS)
                 group = runtime.reserve(1, cpus=0).spawn(ROLES)
                 call = group.role("faulty").wait.submit(GATE)
                 threading.Thread(target=call.exception, daemon=True).start()
                 sys.stdin.readline()
             """,
             CLOSING=closing,
-            OPTIONS=ray_options,
+            OPTIONS=options,
             GATE=gate.address,
         )
         if closing == "nobody":
@@ -108,6 +106,7 @@ def test_orphans_after_a_crash(script: Script) -> None:
         family.close()
 
 
+@pytest.mark.long  # tests/ray and tests/dask have what it needs of each
 def test_a_placement_group_left_from_an_earlier_run_blocks_the_next_one(
     script: Script, ray_options: dict[str, Any], on_ray: Runtime
 ) -> None:
@@ -147,29 +146,29 @@ def test_a_name_clash_hides_the_real_error(on_processes: Runtime) -> None:
             other.spawn(ROLES, name="policy")
 
 
-def test_pending_for_ever_without_a_word(on_ray: Runtime) -> None:
+def test_pending_for_ever_without_a_word(runtime: Runtime) -> None:
     """ "Pending for ever without a word": #503, pull request 6663.
 
     What can never fit is refused at once, what doesn't fit now after its time, both with a table; nothing stays
     pending.
     """
     with pytest.raises(PlacementError) as never:
-        on_ray.reserve(1, cpus=9)
+        runtime.reserve(1, cpus=9)
     ((wanted, total),) = [(row["wanted"], row["total"]) for row in never.value.nodes]
     assert ("9 CPU" in wanted, "8 CPU" in total) == (True, True)
-    with on_ray.reserve(1, cpus=7):
+    with runtime.reserve(1, cpus=7):
         with pytest.raises(PlacementTimeout, match="free"):
-            on_ray.reserve(1, cpus=2, timeout=0.1)
-        on_ray.reserve(1, cpus=1, timeout=PATIENCE_S).close()  # nothing has got in before
+            runtime.reserve(1, cpus=2, timeout=0.1)
+        runtime.reserve(1, cpus=1, timeout=PATIENCE_S).close()  # nothing has got in before
 
 
-def test_close_does_not_end_a_hung_rank(on_ray: Runtime) -> None:
+def test_close_does_not_end_a_hung_rank(runtime: Runtime) -> None:
     """ "close() does not end a hung rank": of verl's own redesign, RFC #7839, pull request #7840.
 
     It does, within its grace period, even when the rank holds the interpreter's lock.
     """
     with Gate() as hung, Gate() as holding:
-        pool = on_ray.reserve(2, cpus=0)
+        pool = runtime.reserve(2, cpus=0)
         group = pool.spawn(ROLES)
         workers = Processes(pid for pid, _, _ in group.role("echo", Echo).place())
         faulty: Any = group.role("faulty")
@@ -184,17 +183,17 @@ def test_close_does_not_end_a_hung_rank(on_ray: Runtime) -> None:
         workers.close()
 
 
-def test_a_dead_rank_stops_the_placement_from_being_released(on_ray: Runtime) -> None:
+def test_a_dead_rank_stops_the_placement_from_being_released(runtime: Runtime) -> None:
     """ "A dead rank stops the placement from being released": of the same.
 
     A dead rank counts as closed: all CPUs of the cluster can be had again at once.
     """
-    pool = on_ray.reserve(2, cpus=4)
+    pool = runtime.reserve(2, cpus=4)
     group = pool.spawn(ROLES)
     with pytest.raises(WorkerDied):
         group.role("faulty", Faulty).kill()
     pool.close()
-    on_ray.reserve(2, cpus=4, timeout=PATIENCE_S).close()
+    runtime.reserve(2, cpus=4, timeout=PATIENCE_S).close()
 
 
 def test_the_ownership_cannot_be_looked_at(on_processes: Runtime) -> None:

@@ -72,7 +72,9 @@ def local(run: Run) -> Callable[[int], Update]:
     return functools.cache(lambda slots: run("local" if slots == 1 else PROCESSES, slots))
 
 
-@pytest.fixture(scope="module", params=[pytest.param("processes", marks=pytest.mark.long), "ray", "dask"])
+@pytest.fixture(
+    scope="module", params=[*(pytest.param(name, marks=pytest.mark.long) for name in ("processes", "ray")), "dask"]
+)
 def executor(request: pytest.FixtureRequest) -> Iterator[Any]:
     """The executor's entry in a config."""
     if request.param == "processes":

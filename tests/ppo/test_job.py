@@ -88,6 +88,7 @@ def test_ppo_improves(warmed: Recorder, tmp_path: Path) -> None:
     assert sum(better) > sum(row["before"] == row["right"] for row in table)
 
 
+@pytest.mark.long
 def test_with_shuffled_rewards_it_does_not(warmed: Recorder, tmp_path: Path) -> None:
     """The rise is the reward's doing."""
     changes = ["job.with.steps=25", "job.with.eval_every=25", "job.with.shuffle_rewards=true"]
@@ -117,9 +118,12 @@ def test_a_curve_goes_on_where_it_was_left(tmp_path: Path) -> None:
     assert third.tables == whole.tables
 
 
-def test_another_seed_gives_another_curve(tmp_path: Path) -> None:
-    one, other = (run("ppo-small.yaml", [*TINY, f"seed={seed}"], tmp_path) for seed in (1, 2))
-    assert one.rows != other.rows
+def test_another_seed_gives_another_curve_and_so_do_shuffled_rewards(tmp_path: Path) -> None:
+    one, *others = (
+        run("ppo-small.yaml", [*TINY, change], tmp_path)
+        for change in ("seed=0", "seed=1", "+job.with.shuffle_rewards=true")
+    )
+    assert all(one.rows != other.rows for other in others)
 
 
 def test_a_group_that_is_not_there_is_refused_with_those_that_are(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ CHANGES = [
     "job.with={task_options: {min_word_len: 3, max_word_len: 5}, warm_up_steps: 2, warm_up_batch: 9, steps: 6,"
     " batch: 16, minibatch: 8, critic_only_steps: 0, actor_ramp: 1, eval_every: 2, eval_problems: 8,"
     " checkpoint_every: 2}",
-    "executor={use: local, with: {processes: true}}",
     "groups.policy.on_failure=restart",
 ]
 
@@ -45,7 +44,10 @@ def metrics(
     """What a run logs, without its times; the generation in which it ends; how often the critic was updated."""
     folder.mkdir()
     monkeypatch.chdir(folder)
-    with colocate.launch(colocate.load_config(EXAMPLE, set=[*CHANGES, f"pools.main.slots={slots}"])) as job:
+    # What nothing happens to needs a process only for torch's process groups.
+    processes = str(at is not None or slots > 1).lower()
+    changes = [f"pools.main.slots={slots}", f"executor={{use: local, with: {{processes: {processes}}}}}"]
+    with colocate.launch(colocate.load_config(EXAMPLE, set=[*CHANGES, *changes])) as job:
         group = job.groups["policy"]
         killer = Killer(group, at)
         job.runtime.observe(killer)

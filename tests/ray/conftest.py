@@ -7,6 +7,7 @@ from pathlib import Path
 
 import attrs
 import pytest
+import trustme
 from tests.clusters import NONE_IDLE, SPARING, started
 
 pytest.importorskip("ray", reason="Ray is not installed")
@@ -40,3 +41,26 @@ def cluster() -> Iterator[RunningCluster]:
     command = [sys.executable, str(Path(__file__).with_name("clusters.py"))]
     with started("ray", command, {**SPARING, **NONE_IDLE}) as (process, options):
         yield RunningCluster(process, options)
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Certificates of the cluster, `good-…`, and those of another authority, `bad-…`."""
+    import ray
+
+    folder = tmp_path_factory.mktemp("certificates")
+    for whose in ("good", "bad"):
+        authority = trustme.CA()
+        one = authority.issue_cert(ray.util.get_node_ip_address(), "127.0.0.1", "localhost")
+        authority.cert_pem.write_to_path(str(folder / f"{whose}-ca.pem"))
+        one.cert_chain_pems[0].write_to_path(str(folder / f"{whose}-cert.pem"))
+        one.private_key_pem.write_to_path(str(folder / f"{whose}-key.pem"))
+    return folder
+
+
+def tls(patch: pytest.MonkeyPatch, folder: Path, authority: str = "good", own: str = "good") -> None:
+    """Say to Ray, by the environment, which certificates to use."""
+    patch.setenv("RAY_USE_TLS", "1")
+    patch.setenv("RAY_TLS_CA_CERT", str(folder / f"{authority}-ca.pem"))
+    patch.setenv("RAY_TLS_SERVER_CERT", str(folder / f"{own}-cert.pem"))
+    patch.setenv("RAY_TLS_SERVER_KEY", str(folder / f"{own}-key.pem"))

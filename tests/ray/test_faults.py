@@ -21,11 +21,18 @@ from colocate.testing.waiting import Processes, send, starter_of, wait_until
 
 DRIVER = """
 import sys, colocate
-from colocate.testing.probes.plain import Echo
+from multiprocessing import shared_memory
+
+class Sharing(colocate.Role):
+    @colocate.method
+    def share(self):
+        self.memory = shared_memory.SharedMemory(create=True, size=4096)
+        return self.memory.name
+
 runtime = colocate.connect("ray", cpus=2)
-runtime.reserve(2).spawn({"echo": colocate.role(Echo)})
+names = runtime.reserve(2).spawn({"sharing": colocate.role(Sharing)}).role("sharing", Sharing).share()
 envoy = runtime._node.services.executor._envoy
-print(envoy._process.pid, envoy.folder, flush=True)
+print(envoy._process.pid, envoy.folder, *names, flush=True)
 sys.stdin.read()
 """
 
@@ -97,18 +104,25 @@ def test_stopped_envoy_of_a_closed_runtime() -> None:
     "number", [pytest.param(signal.SIGSTOP, marks=pytest.mark.long), signal.SIGKILL], ids=["stopped", "killed"]
 )
 def test_driver_and_envoy(number: signal.Signals) -> None:
-    """A driver that is killed together with its envoy, or while that is stopped, leaves nothing either."""
+    """A driver that is killed together with its envoy, or while that is stopped, leaves nothing: nor do its roles."""
     with subprocess.Popen(
-        [sys.executable, "-c", DRIVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", DRIVER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,  # Python's trackers tell what they remove
+        text=True,
     ) as driver:
         assert driver.stdout is not None
-        pid, folder = driver.stdout.readline().split()
+        pid, folder, *names = driver.stdout.readline().split()
+        memory = [Path("/dev/shm", name) for name in names]
+        assert [path.exists() for path in memory] == [True, True]
         processes = Processes(child.pid for child in psutil.Process(driver.pid).children(recursive=True))
         send(int(pid), number)
         driver.kill()
         processes.wait()
         processes.close()
     wait_until(lambda: not Path(folder).exists(), "the folder is gone")
+    wait_until(lambda: not any(path.exists() for path in memory), "shared memory is removed")
 
 
 @pytest.fixture

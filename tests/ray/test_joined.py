@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.ray.conftest import tls
 from tests.ray.deaths import death_of
 
 import colocate
 from colocate import Runtime
-from colocate.errors import ColocateError, ConfigError, PlacementError, PlacementTimeout, WorkerDied
+from colocate.errors import ColocateError, ConfigError, EngineError, PlacementError, PlacementTimeout, WorkerDied
 from colocate.gpus import VARIABLE
 from colocate.testing.probes.faulty import Parent
 from colocate.testing.probes.lasting import Lasting
@@ -280,6 +281,13 @@ def test_wrong_token(cluster: Any, tmp_path: Path) -> None:
     with pytest.raises(ConnectionError, match=r"refuses this driver's token.*token_file") as caught:
         colocate.connect("ray", address=cluster.address, token_file=str(wrong))
     assert isinstance(caught.value, ColocateError)
+
+
+def test_a_cluster_without_tls(cluster: Any, certificates: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who comes with certificates is told that it has none; tests/ray/test_tls.py has one that does."""
+    tls(monkeypatch, certificates)
+    with pytest.raises(EngineError, match=r"doesn't talk TLS with this driver .*unset RAY_USE_TLS"):
+        colocate.connect("ray", **cluster.options)
 
 
 def test_unreachable() -> None:

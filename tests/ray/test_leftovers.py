@@ -81,6 +81,7 @@ def test_folder_that_nobody_uses() -> None:
         folder.rmdir()
 
 
+@pytest.mark.long
 def test_living_private_ray() -> None:
     """Nothing of one is found, while it starts, while it runs and when it has ended."""
     before = {each.id for each in RayExecutor.left_here()}

@@ -24,6 +24,7 @@ from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty, Parent
 from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import Processes, send, starter_of, wait_until
+from colocate_ray.executor import RayExecutor
 from colocate_ray.private import _STORE_BYTES
 
 SCRIPT = """
@@ -43,10 +44,19 @@ say(runtime._node.services.executor._envoy.folder)
 
 @pytest.fixture(scope="module")
 def runtime() -> Iterator[Runtime]:
-    with colocate.connect("ray", cpus=2, gpus=2) as runtime:
-        with runtime.reserve(1) as pool:  # what a runtime makes for its first group is there from now on
-            pool.spawn({"echo": colocate.role(Echo)})
-        yield runtime
+    """One of a job that was given two of a machine's GPUs, where Ray is told to leave them to others."""
+    with pytest.MonkeyPatch.context() as patch:
+        given(patch, "1")
+        with colocate.connect("ray", cpus=2, gpus=2) as runtime:
+            with runtime.reserve(1) as pool:  # what a runtime makes for its first group is there from now on
+                pool.spawn({"echo": colocate.role(Echo)})
+            yield runtime
+
+
+def given(patch: pytest.MonkeyPatch, told: str) -> None:
+    patch.setattr(gpus, "machine_gpus", lambda: ())
+    patch.setenv(gpus.VARIABLE, "5, 3,-1,7")
+    patch.setenv("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES", told)
 
 
 def driver(text: str, **options: Any) -> subprocess.Popen[str]:
@@ -113,7 +123,8 @@ def test_killed_driver() -> None:
         assert child.is_running()
 
 
-@pytest.mark.parametrize("victim", ["driver", pytest.param("envoy", marks=pytest.mark.long)])
+@pytest.mark.long  # tests/ray/test_faults.py has the end of both
+@pytest.mark.parametrize("victim", ["driver", "envoy"])
 def test_shared_memory(victim: str) -> None:
     """What roles leave there is removed by Python's trackers: whoever ends the rest gives these the time."""
     text = """
@@ -253,16 +264,31 @@ def test_stuck_keeper(runtime: Runtime) -> None:
     assert [process for process in both if process.is_running()] == []
 
 
-@pytest.mark.parametrize("told", [pytest.param("", marks=pytest.mark.long), "1"])
-def test_gpus_when_ray_leaves_them_to_others(monkeypatch: pytest.MonkeyPatch, told: str) -> None:
-    """Each rank has a GPU of its own, of those that the job was given, also where Ray is told not to show it."""
-    monkeypatch.setattr(gpus, "machine_gpus", lambda: ())
-    monkeypatch.setenv(gpus.VARIABLE, "5, 3,-1,7")
-    monkeypatch.setenv("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES", told)
-    with colocate.connect("ray", cpus=2, gpus=2) as runtime, runtime.reserve(2, gpus=1) as pool:
+def each_its_own(runtime: Runtime) -> None:
+    with runtime.reserve(2, gpus=1) as pool:
         assert [slot.devices for slot in pool.slots] == [(0,), (1,)]
         said: Any = pool.spawn({"echo": colocate.role(Echo)}).role("echo", Echo).env(gpus.VARIABLE)
         assert said == ["5", "3"]
+
+
+def test_gpus_when_ray_leaves_them_to_others(runtime: Runtime) -> None:
+    """Each rank has a GPU of its own, of those that the job was given, also where Ray is told not to show it."""
+    each_its_own(runtime)
+
+
+@pytest.mark.long
+def test_gpus_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And where it isn't."""
+    given(monkeypatch, "")
+    with colocate.connect("ray", cpus=2, gpus=2) as runtime:
+        each_its_own(runtime)
+
+
+def test_nothing_of_it_is_taken_for_a_leftover(runtime: Runtime) -> None:
+    """While it runs; tests/ray/test_leftovers.py has what is."""
+    ours = {str(each.pid) for each in psutil.Process(envoy(runtime)._process.pid).children(recursive=True)}
+    ours |= {str(envoy(runtime)._process.pid), envoy(runtime).folder}
+    assert not ours & {text for each in RayExecutor.left_here() for text in (each.id, str(each.pid))}
 
 
 @pytest.mark.long

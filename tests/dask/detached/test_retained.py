@@ -51,7 +51,6 @@ def everything_is_free(runtime: Runtime) -> None:
         pass
 
 
-@pytest.mark.long
 def test_detached_in_vain(runtime: Runtime, other: Runtime, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A detach that fails in its last step leaves the pool to its driver, and to nobody else."""
     titles: list[Any] = []
