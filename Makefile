@@ -4,6 +4,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 BARE := .venv/bare
 VERL := .venv/verl
+MONARCH := .venv/monarch
 OLDEST := .venv/oldest
 # Have an environment see the packages of .venv, after its own.
 PURELIB := -c "import sysconfig; print(sysconfig.get_path('purelib'))"
@@ -67,8 +68,14 @@ $(VERL)/.installed: $(INSTALLED)  # verl beside everything that .venv has, for a
 	$(VERL)/bin/python -m pip install --quiet --no-deps verl==0.9.1 omegaconf==2.4.0 antlr4-python3-runtime==4.9.3
 	touch $@
 
-bench: install $(VERL)/.installed  ## one table; ratios are of things measured side by side in this run
-	VERL_PYTHON=$(CURDIR)/$(VERL)/bin/python $(BIN)/python -m tests.bench
+$(MONARCH)/.installed: $(INSTALLED)  # Monarch beside what .venv has, for a comparison in the bench only
+	$(PYTHON) -m venv $(MONARCH)
+	$(call BESIDE,$(MONARCH))
+	$(MONARCH)/bin/python -m pip install --quiet torchmonarch==0.7.0
+	touch $@
+
+bench: install $(VERL)/.installed $(MONARCH)/.installed  ## one table; ratios are of things measured side by side in this run
+	VERL_PYTHON=$(CURDIR)/$(VERL)/bin/python MONARCH_PYTHON=$(CURDIR)/$(MONARCH)/bin/python $(BIN)/python -m tests.bench
 
 COUNT ?= 250
 MINUTES ?= 60

@@ -104,6 +104,8 @@ class Boot:
         host: Address under which other workers reach this one's machine.
         strict: Whether contents of residents are checked for writes.
         generation: How often the group has been restarted.
+        imports: Modules that the roles need, take long to import, and are no user's: a worker that is a fork finds them
+            imported. None: it is to be none, for the driver has modules of its own in place of Python's.
     """
 
     worker: str
@@ -118,6 +120,7 @@ class Boot:
     host: str = "127.0.0.1"
     strict: bool = False
     generation: int = 0
+    imports: tuple[str, ...] | None = ()
 
 
 @attrs.frozen

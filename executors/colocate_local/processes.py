@@ -10,7 +10,7 @@ from typing import Any
 from colocate import wire
 from colocate.executor import Boot, Exit, Host, HostEvents, Node, OwnProcess, Place, Running
 from colocate.gpus import shown
-from colocate.keeper import AFTER_LANE_S, Launcher, WorkerProcess, below_this, first_message, left_by
+from colocate.keeper import AFTER_LANE_S, Launcher, WorkerProcess, below_this, first_message, forks, left_by
 from colocate_local.local import Local
 
 
@@ -22,6 +22,7 @@ class LocalProcesses(Local, OwnProcess):
         super().__init__(node)
         self.hub = wire.Hub("local", on_death=self._hub_ended)
         self._launcher = Launcher()
+        forks.hold(os.environ)
         self.hosts: dict[str, ProcessHost] = {}
 
     @staticmethod
@@ -30,7 +31,7 @@ class LocalProcesses(Local, OwnProcess):
 
     def launch(self, place: Place, boot: Boot, events: HostEvents) -> Host:
         """Start a worker as a process."""
-        env = {**os.environ, **boot.env, **shown(self._gpus, place.devices)}
+        env = {**boot.env, **shown(self._gpus, place.devices)}
         host = ProcessHost(self, boot, events)
         self.hosts[boot.worker] = host
         try:
@@ -58,7 +59,10 @@ class LocalProcesses(Local, OwnProcess):
             host.lost(reason)
 
     def close(self) -> None:
-        """End the threads that serve the workers."""
+        """End the threads that serve the workers, and what should be left of those."""
+        forks.let_go()
+        for host in list(self.hosts.values()):
+            host.kill()
         self.hub.close()
         self._launcher.close()
 
@@ -76,12 +80,13 @@ class ProcessHost(Host):
         self._reason: str | None = None
 
     def start(self, env: dict[str, str]) -> None:
-        """Start the process, on the launching thread."""
+        """Start the process, on the launching thread, with what its environment has on top of this one's."""
         ours, theirs = socket.socketpair()
         try:
             self._lane = self._executor.hub.attach(ours, self._events.received, self._lane_closed)
             with theirs:
-                self._process.start(env, theirs, label=self.boot.worker)
+                base = dict(os.environ)
+                self._process.start({**base, **env}, base, theirs, label=self.boot.worker, imports=self.boot.imports)
         except BaseException:
             if self._lane is not None:
                 self._lane.close()

@@ -11,7 +11,19 @@ from pathlib import Path
 from rich.console import Console
 from tests.bench.rows import Row, show
 
-PARTS = ("calls", "definitions", "residents", "scale", "memory", "ppo", "engines", "chain", "faults")
+PARTS = (
+    "calls",
+    "definitions",
+    "residents",
+    "scale",
+    "memory",
+    "ppo",
+    "engines",
+    "fast_paths",
+    "starts",
+    "chain",
+    "faults",
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -12,6 +12,8 @@ import psutil
 import pytest
 from tests.cli.conftest import CommandLine
 
+from colocate.worker.template import MODE
+
 CONFIG = """
     executor: {use: local, with: {processes: true}}
     pools:
@@ -69,9 +71,9 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def a_worker(pid: int) -> psutil.Process:
-    """One of a driver's workers: itself, not a supervisor, whose end it would survive for a moment."""
+    """One of a driver's workers: itself, not the template, nor a supervisor, whose end it would survive."""
     processes = (p for p in psutil.Process(pid).children(recursive=True) if "colocate.worker" in p.cmdline())
-    return next(p for p in processes if not p.children())
+    return next(p for p in processes if MODE not in p.cmdline() and not p.children())
 
 
 @pytest.mark.parametrize("after", [1, 3, 5])

@@ -23,7 +23,8 @@ from colocate._protocol.message import Message, read
 from colocate._protocol.messages import Address, Hello, Listen
 from colocate.executor import Boot, Exit, Host
 from colocate.keeper import Claim, Keeper, Keepers, KeptSlot, Terms, Title, claim_lead, listed
-from colocate.keeper.hired import Spare
+from colocate.keeper.forks import NoFork
+from colocate.keeper.hired import DoorProcess
 from colocate.keeper.launcher import Launcher
 from colocate.testing.waiting import starter_of, wait_until
 
@@ -122,14 +123,14 @@ def test_killed_before_it_has_its_process(kept: Kept, monkeypatch: pytest.Monkey
     """The process that was to be its own is waited for, though the worker is forgotten by then."""
     given: queue.SimpleQueue[int] = queue.SimpleQueue()
     killed = threading.Event()
-    give = Spare.give
+    give = DoorProcess.give
 
-    def late(spare: Spare, *what: Any) -> None:
-        given.put(spare.pid)
+    def late(process: DoorProcess, *what: Any) -> None:
+        given.put(process.pid)
         killed.wait(WAIT_S)
-        give(spare, *what)
+        give(process, *what)
 
-    monkeypatch.setattr(Spare, "give", late)
+    monkeypatch.setattr(DoorProcess, "give", late)
     host, heard = kept.launch()
     pid = given.get(timeout=WAIT_S)
     host.kill()
@@ -221,7 +222,7 @@ def test_a_stranger_and_a_second_driver_are_turned_away(kept: Kept, keepers: Kee
 
 
 def test_processes_that_nobody_knows_are_listed(kept: Kept, keepers: Keepers) -> None:
-    """What runs below a keeper under its name is told, also what the keeper has lost sight of; its spare isn't."""
+    """What runs below a keeper under its name is told, also what the keeper has lost sight of; its template isn't."""
     assert keepers.running() == []
     words = ["-m", "colocate.worker", "3", str(os.getpid()), "waits", kept.keeper.label]
     with subprocess.Popen([sys.executable, "-c", "input()", *words], stdin=subprocess.PIPE) as process:
@@ -301,9 +302,13 @@ def test_a_worker_that_cannot_be_started(kept: Kept, monkeypatch: pytest.MonkeyP
     host.kill()
     heard.exits.get(timeout=WAIT_S)
 
+    def no_fork(*args: Any, **options: Any) -> Any:
+        raise NoFork("it can't")
+
     def fail(*args: Any, **options: Any) -> Any:
         raise OSError(12, "Cannot allocate memory")
 
+    monkeypatch.setattr("colocate.keeper.process.fork", no_fork)
     monkeypatch.setattr("colocate.keeper.process.subprocess.Popen", fail)
     _host, heard = kept.launch()
     exit = heard.exits.get(timeout=WAIT_S)

@@ -147,7 +147,9 @@ class Runtime(Held[Connection], node=Connection):
             host_memory: Memory of each ("8GiB" or bytes), where the executor counts it.
             strategy: "pack" on as few nodes as possible, or "spread" over as many.
             timeout: Seconds to wait while they could fit but don't now; `math.inf` waits for ever.
-            env: Environment variables, set in the workers before torch or a role is imported.
+            env: Environment variables, set in the workers before torch or a role is imported. With one that is read
+                before that (`LD_*`, `PYTHON*`, `OMP_*`, `CUDA_*` ...) a worker is no fork but gets an interpreter of
+                its own.
             detachable: Whether the pool may be given to the cluster later.
             name: Name of the pool.
 

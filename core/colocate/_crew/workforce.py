@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
+
 from colocate._calls.failures import broken_error, death_error, failure_error, worker_error
 from colocate._calls.link import Link
 from colocate._calls.order import CallOrder
@@ -18,6 +20,7 @@ from colocate._crew.spawn import BuildErrors, Declared, builds
 from colocate._crew.stages import Stage, Stages
 from colocate._crew.worker import NOT_LAUNCHED, Worker, WorkerEvents
 from colocate._owned.lifecycle import State
+from colocate._plugins.needs import imports_of
 from colocate._protocol import messages, versions
 from colocate._protocol.message import Message
 from colocate._system.jobs import Timer
@@ -88,7 +91,9 @@ class Workforce:
         deadline = None if timeout is None else time.monotonic() + timeout
         executor = link.services.executor
         body = builds(declared, executor.codec, link.name, seed, link.generation, executor.in_process)
+        imports = () if executor.in_process else imports_of(info.cls for info in declared.infos.values())
         for worker, place in zip(self.workers, self._places, strict=True):
+            worker.boot = attrs.evolve(worker.boot, imports=imports)
             worker.host = self._launched(worker, place)
             if link.closed_by is not None:  # by another thread, which has no longer waited for this one
                 worker.host.kill()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from types import FunctionType, ModuleType
 from typing import Any, Literal, TypeVar
 
+from colocate._definitions.names import MAINS, is_installed_file
+from colocate._definitions.sources import is_shipped_with_python, shadowing
 from colocate.errors import CapabilityError, ConfigError
 from colocate.executor import Executor
 
@@ -59,3 +63,37 @@ def check_needs(role: str, cls: type, default_group: bool, ranks: int, executor:
     """
     if (why := lacks_processes(role, cls, default_group, ranks, executor)) is not None:
         raise CapabilityError(why, capability="OwnProcess", executors=("local with processes=True",), role=role)
+
+
+_LONG = ("torch",)  # to import; workers find it imported where a role needs it
+
+
+def imports_of(classes: Iterable[type]) -> tuple[str, ...] | None:
+    """What role classes need that takes long to import (`Boot.imports`), as the modules tell where they are defined."""
+    if shadowing():
+        return None
+    present = [name for name in _LONG if name in sys.modules]
+    if not present:
+        return ()
+    seen: set[str] = set()
+    todo = [base.__module__ for cls in classes for base in cls.__mro__]
+    tops = {name.partition(".")[0] for name in todo}
+    while todo:
+        name = todo.pop()
+        if name in seen or (is_shipped_with_python(name) and name not in MAINS):
+            continue
+        seen.add(name)
+        module = sys.modules.get(name)
+        file = getattr(module, "__file__", None)
+        if module is not None and (name.partition(".")[0] in tops or not file or not is_installed_file(file)):
+            todo += _used_by(module)
+    return tuple(name for name in present if any(each.partition(".")[0] == name for each in seen))
+
+
+def _used_by(module: ModuleType) -> Iterator[str]:
+    """The modules whose own, classes or functions a module has under some name."""
+    for value in list(vars(module).values()):
+        if isinstance(value, ModuleType):
+            yield value.__name__
+        elif isinstance(value, FunctionType) or type(value) is type:
+            yield str(value.__module__)

@@ -19,11 +19,13 @@ class Start(Message):
         token: The worker's.
         env: What is different in its environment.
         name: Its id.
+        imports: What its roles need (`Boot.imports`).
     """
 
     token: bytes
     env: Mapping[str, str]
     name: str
+    imports: tuple[str, ...] | None = ()
 
 
 @message

@@ -8,6 +8,7 @@ known, it is killed in milliseconds whatever it does, and it dies with the keepe
 
 from colocate._system.parent import die_with
 from colocate.executor import Terms
+from colocate.keeper import forks
 from colocate.keeper.estate import Claim, ClaimedSlot, Estate, Title, claim_lead, listed, title_of
 from colocate.keeper.keeper import Keeper
 from colocate.keeper.launcher import Launcher
@@ -34,6 +35,7 @@ __all__ = [
     "claim_lead",
     "die_with",
     "first_message",
+    "forks",
     "left_by",
     "listed",
     "title_of",

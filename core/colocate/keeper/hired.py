@@ -7,7 +7,7 @@ import json
 import socket
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import attrs
@@ -51,14 +51,17 @@ NO_PROCESS = _NoProcess()
 class Hired:
     """One worker of a keeper, from the driver's command to its end."""
 
-    def __init__(self, keeper: Teller, token: bytes, env: Mapping[str, str], name: str) -> None:
+    def __init__(
+        self, keeper: Teller, token: bytes, env: Mapping[str, str], name: str, imports: Sequence[str] | None = ()
+    ) -> None:
         self.token = token
         self.name = name
         self.env = env
+        self.imports = imports
         self.killed = False
         self.gone = False
         self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
-        self.spare: Spare | None = None
+        self.door_process: DoorProcess | None = None
         self._keeper = keeper
         self.process: WorkerProcess = NO_PROCESS
 
@@ -79,8 +82,8 @@ class Hired:
 
     def cut(self) -> None:
         """The driver at the other end of its lane no longer commands. On the launching thread."""
-        if self.spare is not None:
-            self.spare.cut()
+        if self.door_process is not None:
+            self.door_process.cut()
 
     def said(self, line: str) -> None:
         """A line of its output."""
@@ -102,10 +105,12 @@ class Hired:
             self.gone = True
 
 
-class Spare:
-    """A process that waits for its lane: the interpreter and what a worker imports take a while."""
+class DoorProcess:
+    """The process of a worker, to which lanes are handed through a door: one, or those of drivers that follow."""
 
-    def __init__(self, hub: wire.Hub, env: Mapping[str, str], label: str) -> None:
+    def __init__(
+        self, hub: wire.Hub, env: Mapping[str, str], base: Mapping[str, str], label: str, imports: Sequence[str] | None
+    ) -> None:
         self._worker: Hired | None = None
         self._ended: tuple[int | None, str | None, str | None] | None = None
         self._said: list[str] = []
@@ -115,7 +120,7 @@ class Spare:
         self._door, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
         try:
             with theirs:
-                self._process.start(env, theirs, waits=True, label=label)
+                self._process.start(env, base, theirs, waits=True, label=label, imports=imports)
         except BaseException:
             self._door.close()
             raise
@@ -136,7 +141,7 @@ class Spare:
         if not epoch:
             self._door.close()
         with self._lock:
-            worker.process, worker.spare = self._process, self
+            worker.process, worker.door_process = self._process, self
             self._worker, ended = worker, self._ended
         for line in self._said:
             worker.said(line)

@@ -26,8 +26,9 @@ from colocate._protocol.message import Head, Message, read
 from colocate._system.limits import DIALLED_WITHIN_S
 from colocate.errors import ClosedError
 from colocate.executor import Running, Terms
+from colocate.keeper import forks
 from colocate.keeper.greeting import COMMANDS, NEWCOMER, Greeting
-from colocate.keeper.hired import Hired, Spare
+from colocate.keeper.hired import DoorProcess, Hired
 from colocate.keeper.launcher import Launcher
 from colocate.keeper.tenure import Tenure
 from colocate.worker import processes
@@ -39,8 +40,7 @@ class Keeper:
     Args:
         key: The secret that the driver knows (`Keepers.key`).
         host: Address under which other machines reach this one; None when the driver is on this machine.
-        env: Environment of the workers on top of this process's own. A first one is started at once with it; None
-            when there will be no workers.
+        env: Environment of the workers on top of this process's own; None when there will be no workers.
         tls: What connections with other machines are encrypted with; None leaves them in clear text.
         name: Whose it is (`Request.id`), for whoever looks at the processes of its machine.
         detachable: Whether other drivers may follow the first one, once that has said so.
@@ -62,7 +62,9 @@ class Keeper:
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
         self.label = f"{name}#{secrets.token_hex(4)}"  # there may be several of one name in a process
-        self._env = {**os.environ, **_importable(), **(env or {})}
+        self._base = {**os.environ, **_importable()}
+        self._env = {**self._base, **(env or {})}
+        self._starts = env is not None
         self._tls = tls
         self._on_end = on_end
         listeners = wire.listen_widely(host, tls)  # first: it may raise, and there is nothing to be undone yet
@@ -76,16 +78,15 @@ class Keeper:
         self._tickets: dict[bytes, bytes] = {}  # of lanes to workers that run: the workers' tokens
         self._departed: dict[bytes, tuple[list[str], tuple[Any, ...]]] = {}  # last words and ends, for newcomers
         self._greetings: set[socket.socket] = set()
-        self._spare: Spare | None = None
-        self._started: list[Spare] = []  # the launching thread's: all that may still be there
+        self._started: list[DoorProcess] = []  # the launching thread's: all that may still be there
         self._lock = threading.Lock()
         self._over = False
         self.address = ",".join(listener.address for listener in listeners)
         for listener in listeners:
             self.hub.listen(listener, key, self._greet)
         self.hub.later(dialled_within_s or DIALLED_WITHIN_S, self._check_dialled)
-        if env is not None:
-            self._launcher.soon(self._warm)
+        if self._starts:
+            forks.hold(self._base)
 
     def close(self) -> None:
         """End the workers and close everything. Idempotent; from any thread but the hub's."""
@@ -95,16 +96,18 @@ class Keeper:
             self._over = True
         self._launcher.run(self._end)
         self._launcher.close()
+        if self._starts:
+            forks.let_go()
         self.hub.close()
         for sock in (*self._lanes.values(), *self._greetings):
             sock.close()
 
     def _end(self) -> None:
         """On the launching thread, so that nothing is started afterwards."""
-        for spare in self._started:  # also those of workers that were killed, and forgotten, before they had theirs
-            spare.drop()
-        for spare in self._started:
-            spare.gone.wait()
+        for process in self._started:  # also those of workers that were killed, and forgotten, before they had theirs
+            process.drop()
+        for process in self._started:
+            process.gone.wait()
 
     # -- on the hub's thread
 
@@ -145,7 +148,7 @@ class Keeper:
         self._launcher.soon(partial(self._list, asked.token))  # there, so that nothing is being started meanwhile
 
     def _start(self, start: commands.Start) -> None:
-        self._workers[start.token] = worker = Hired(self, start.token, start.env, start.name)
+        self._workers[start.token] = worker = Hired(self, start.token, start.env, start.name, start.imports)
         if start.token in self._lanes:
             self._launcher.soon(partial(self._hand_over, worker, start.token))
 
@@ -161,8 +164,8 @@ class Keeper:
         threading.Thread(target=self._leave, name="colocate-keeper-end", daemon=True).start()
 
     def _hub_ended(self, reason: str) -> None:
-        for spare in list(self._started):
-            spare.reap()
+        for process in list(self._started):
+            process.reap()
         self._let_go()
 
     def _leave(self) -> None:
@@ -274,26 +277,13 @@ class Keeper:
     def _list(self, token: int) -> None:
         """What the operating system says of the processes started here: known to the driver, or not."""
         workers = {worker.process.pid: worker.name for worker in list(self._workers.values())}
-        spare = self._spare.pid if self._spare is not None else 0
         found = [
             Running("worker", workers.get(child.started) or f"process {child.pid}", pid=child.pid, since=child.since)
             for child in processes.below_this()
-            if child.started != spare and (child.started in workers or child.label == self.label)
+            if child.started in workers or child.label == self.label
         ]
         found += [each.running() for each in processes.left_by(os.getpid()) if each.label in ("", self.label)]
         self.tell(commands.Listed(token, [attrs.astuple(each) for each in found]))
-
-    def _warm(self) -> None:
-        if not self._over:
-            try:
-                self._spare = self._start_process(self._env)
-            except (OSError, ValueError):  # `start` will say why
-                self._spare = None
-
-    def _start_process(self, env: Mapping[str, str]) -> Spare:
-        self._started = [spare for spare in self._started if not spare.gone.is_set()]
-        self._started.append(Spare(self.hub, env, self.label))
-        return self._started[-1]
 
     def _hand_over(self, worker: Hired, token: bytes) -> None:
         lane = self._lanes.pop(token, None)
@@ -302,22 +292,19 @@ class Keeper:
         if self._over:
             lane.close()
             return
-        if worker.spare is not None:
-            worker.spare.pass_on(lane, self._epoch, self._tls)
+        if worker.door_process is not None:
+            worker.door_process.pass_on(lane, self._epoch, self._tls)
             return
-        spare, self._spare = self._spare, None
+        self._started = [each for each in self._started if not each.gone.is_set()]
         env = {**self._env, **worker.env}
-        if spare is not None and (env != self._env or not spare.waits):
-            spare.drop()
-            spare = None
         try:
-            if spare is None:
-                spare = self._start_process(env)
+            process = DoorProcess(self.hub, env, self._base, self.label, worker.imports)
         except (OSError, ValueError) as error:  # no descriptor is left, or a variable can't be one
             lane.close()
             self.hub.later(0.0, partial(worker.failed, f"{type(error).__name__}: {error}"))
             return
-        spare.give(worker, lane, self._epoch, self._tls)
+        self._started.append(process)
+        process.give(worker, lane, self._epoch, self._tls)
 
     @property
     def _epoch(self) -> int:

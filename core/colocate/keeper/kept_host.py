@@ -129,7 +129,7 @@ class KeptHost(Host):
             ticket = secrets.token_bytes(TOKEN_BYTES)
             slot.command(commands.Adopt(ticket, self.token, self.boot.worker))
         else:
-            slot.command(commands.Start(self.token, self._env, self.boot.worker))
+            slot.command(commands.Start(self.token, self._env, self.boot.worker, self.boot.imports))
         try:
             # Nothing comes before the boot.
             lane = slot.keepers.dial(slot.address, ticket, self.events.received, self._lane_closed, slot.key)

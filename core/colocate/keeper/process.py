@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from colocate import wire
+from colocate.keeper.forks import Fork, NoFork, fork
 from colocate.worker import processes
 from colocate.worker.supervisor import CLOSES_OTHERS, ENDS, MARK, program_of
 
@@ -22,6 +24,8 @@ _LAST_READS = 16
 AFTER_LANE_S = 1.0
 _NO_LANE = f"it had closed its connection to the driver and gone on, and was ended; {CLOSES_OTHERS}"
 _BY_EXEC = "a role had put another program in its place, by exec ({!r}){}; start programs with subprocess"
+
+_logger = logging.getLogger("colocate")
 
 
 class ProcessEvents(Protocol):
@@ -46,7 +50,7 @@ class WorkerProcess:
     def __init__(self, hub: wire.Hub, events: ProcessEvents) -> None:
         self._hub = hub
         self._events = events
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | Fork | None = None
         self._pidfd = -1
         self._lock = threading.Lock()  # a descriptor that is closed may be another process's at once
         self._log = -1
@@ -63,32 +67,38 @@ class WorkerProcess:
         """Whether it is known to have ended."""
         return self._process is not None and self._process.returncode is not None
 
-    def start(self, env: Mapping[str, str], sock: socket.socket, waits: bool = False, label: str = "") -> None:
-        """Start it. On a launcher's thread, with which it ends.
+    def start(
+        self,
+        env: Mapping[str, str],
+        base: Mapping[str, str],
+        sock: socket.socket,
+        *,
+        waits: bool = False,
+        label: str = "",
+        imports: Sequence[str] | None = (),
+    ) -> None:
+        """Start it: fork it, or where that can't be, by itself. On a launcher's thread, with which it ends then.
 
         Args:
             env: All of its environment.
+            base: What that would be if nobody had asked for another.
             sock: The other end of its lane (its own to close), or of a socket on which that end will come (`waits`).
             waits: Whether it waits for its lane.
             label: Whose it is, for whoever looks at the processes of this machine.
+            imports: What its roles need (`Boot.imports`).
 
         Raises:
             OSError: It couldn't be started; nothing is left.
         """
         self._log, output = os.pipe()
         try:
-            self._process = subprocess.Popen(
-                [
-                    *(sys.executable, "-P", "-m", "colocate.worker", str(sock.fileno()), str(os.getpid())),
-                    *("waits" if waits else "serves", label.replace("\0", "")),
-                ],
-                env={**env, MARK: f"{os.getpid()} {label}".replace("\0", "")},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                pass_fds=[sock.fileno()],
-                process_group=0,
-            )
+            arguments = [str(os.getpid()), "waits" if waits else "serves", label.replace("\0", "")]
+            env = {**env, MARK: f"{os.getpid()} {label}".replace("\0", "")}
+            try:
+                self._process = fork(arguments, env, base, sock, output, imports)
+            except NoFork as why:
+                _logger.info("worker %s is started by itself, not forked: %s", label, why)
+                self._process = _started(arguments, env, sock, output)
         except BaseException:
             os.close(self._log)
             raise
@@ -191,3 +201,18 @@ class WorkerProcess:
         self._hub.unwatch(self._log)
         for line in self._partial.splitlines():
             self._events.said(line.decode(errors="replace"))
+
+
+def _started(
+    arguments: Sequence[str], env: Mapping[str, str], sock: socket.socket, output: int
+) -> subprocess.Popen[bytes]:
+    """A worker with an interpreter of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "colocate.worker", str(sock.fileno()), *arguments],
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        pass_fds=[sock.fileno()],
+        process_group=0,
+    )

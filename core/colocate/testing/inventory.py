@@ -18,7 +18,10 @@ import attrs
 import psutil
 
 from colocate._system.off_main import COURIER
+from colocate.keeper import forks
 from colocate.testing import origins
+from colocate.worker.processes import MODULE, arguments_of
+from colocate.worker.template import MODE
 
 if TYPE_CHECKING:
     from colocate._crew.crew import Crew
@@ -162,6 +165,8 @@ def _processes() -> dict[str, Thing]:
             process = psutil.Process(pid)
             key = f"process {pid} {process.create_time()}"
             zombie = process.status() == psutil.STATUS_ZOMBIE
+            if not zombie and (arguments_of(process, MODULE) or [""])[0] == MODE:  # a template, which ends by itself
+                continue
             what = "a zombie" if zombie else " ".join(process.cmdline())[:200]
             parent = process.ppid()
         except psutil.NoSuchProcess:
@@ -234,7 +239,8 @@ def _threads() -> dict[str, Thing]:
             of_colocate=lambda thread=thread: origins.is_of_colocate(thread),  # type: ignore[misc]
         )
         for thread in threading.enumerate()
-        if not thread.name.startswith(COURIER)  # they are the process's, and stay
+        # They are the process's, and stay.
+        if not thread.name.startswith(COURIER) and not forks.own_thread(thread.name)
     }
 
 
@@ -247,7 +253,9 @@ def _descriptors() -> dict[str, Thing]:
             target = os.readlink(f"/proc/self/fd/{name}")
         except FileNotFoundError:  # that of the listing itself
             continue
-        if number != helper and number > 2:  # pytest's capture changes those of input and output
+        if (
+            number != helper and not forks.own_descriptor(number) and number > 2
+        ):  # pytest's capture changes those of input and output
             found[f"descriptor {name} {target}"] = Thing(
                 f"file descriptor {name} ({target})",
                 "opened",

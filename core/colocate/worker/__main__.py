@@ -1,8 +1,13 @@
-"""Entry point of worker processes."""
+"""Entry point of worker processes, and of the template that workers are forks of."""
 
 import sys
 
 from colocate.worker.supervisor import supervise
+
+if sys.argv[1] == "forks":
+    from colocate.worker.template import serve
+
+    serve()  # it returns in each worker, with the worker's arguments
 
 supervise(int(sys.argv[2]))  # first: whatever is imported before is in the supervisors' memory too
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -181,8 +182,12 @@ def refuse_others(shadowing: Mapping[str, tuple[str, str]]) -> None:
             raise ColocateError(in_the_way(name, file, there))
 
 
+@functools.cache
 def imported_already() -> dict[str, tuple[str, str]]:
-    """The modules that this process has imported so far and that aren't in the standard library: file and digest."""
+    """The modules that this process had imported when it first asked, and that aren't Python's: file and digest.
+
+    A template asks for its forks: whoever looks at all modules writes into their memory, by counting references.
+    """
     found: dict[str, tuple[str, str]] = {}
     for name, module in list(sys.modules.items()):
         file: Any = getattr(module, "__file__", None)

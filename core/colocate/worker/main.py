@@ -22,11 +22,14 @@ from colocate.worker.host import WorkerHost
 from colocate.worker.output import label_output
 from colocate.worker.peers import ChannelPeers
 from colocate.worker.service import Service, given
+from colocate.worker.template import renew
+from colocate.worker.thread_counts import raise_thread_counts
 
 
 def main() -> None:
     """Serve one lane until it is closed."""
     fd = int(sys.argv[1])
+    renew()
     _leave_signals_to_the_driver()
     label_output()
     faulthandler.enable()
@@ -96,8 +99,9 @@ def start(boot: Boot, service: Service, lane: wire.SocketLane) -> WorkerHost:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
     sys.path.extend(entry for entry in boot.path if entry not in sys.path)
     if boot.cpus is not None and "OMP_NUM_THREADS" not in boot.env:
-        # torch and its libraries read this when they are first imported, which is after now.
+        # torch and its libraries read this when they are first imported, unless they are.
         os.environ["OMP_NUM_THREADS"] = str(max(1, int(boot.cpus)))
+    raise_thread_counts()
 
     def leave() -> None:
         service.drain(1.0)

@@ -17,7 +17,7 @@ _SHOWN = 200
 
 @attrs.frozen
 class WorkerFound:
-    """A process that runs `colocate.worker`.
+    """A process that runs `colocate.worker`: a worker, one of its supervisors, or a template.
 
     Attributes:
         pid: Its process id.
@@ -90,7 +90,7 @@ def below_this() -> list[Child]:
     for process in below.get(this.pid, []):
         try:
             told = arguments_of(process, MODULE)
-            label = "".join((told or [])[3:4])
+            label = "".join((told or [])[3:4]).strip()  # a template has none
             shown = process if told is None else _worker_below(process, below)
             found.append(Child(process.pid, shown.pid, shown.create_time(), label))
         except psutil.Error:  # gone
@@ -179,7 +179,7 @@ def _found(processes: Iterable[psutil.Process]) -> Iterator[WorkerFound]:
                 continue
             starter = int(told[1])
             orphan = starter not in {parent.pid for parent in process.parents()}
-            yield WorkerFound(process.pid, starter, orphan, "".join(told[3:4]), process.create_time())
+            yield WorkerFound(process.pid, starter, orphan, "".join(told[3:4]).strip(), process.create_time())
         except (psutil.Error, OSError):  # gone, or somebody else's
             continue
 

@@ -25,6 +25,7 @@ from colocate.worker.hosted import HostedRole
 from colocate.worker.lane import Work
 from colocate.worker.results import counts, rows_to_join, without_padding
 from colocate.worker.site import Site
+from colocate.worker.template import tell_imports
 
 
 class Runner:
@@ -64,6 +65,7 @@ class Runner:
                 except BaseException as error:
                     self._failed(0, None, role.name, error)
                     return False
+        tell_imports()
         site.say(messages.Done(0, None, start, time.time(), None))
         return True
 

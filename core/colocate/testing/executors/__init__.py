@@ -45,6 +45,7 @@ from colocate.testing.executors.restarting import Restarting
 from colocate.testing.executors.signals import Signals
 from colocate.testing.executors.startup import Startup
 from colocate.testing.executors.successors import Successors
+from colocate.testing.executors.templates import Templates
 from colocate.testing.executors.tensors import Memory, TensorResidents
 from colocate.testing.executors.threads import Undisturbed
 
@@ -69,6 +70,7 @@ class ExecutorSuite(
     Serialization,
     Signals,
     Startup,
+    Templates,
     Deaths,
     Restarting,
     Checkpoints,
@@ -127,6 +129,7 @@ __all__ = [
     "Spawn",
     "Startup",
     "Successors",
+    "Templates",
     "TensorResidents",
     "Undisturbed",
     "needs",

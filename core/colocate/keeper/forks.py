@@ -1,0 +1,286 @@
+"""Workers as forks of a template (`worker/template.py`), for whoever starts workers on this machine: one per process.
+
+A fork is up in milliseconds and shares the template's memory, but comes too late for what is read when a process, a
+library or the interpreter starts. So an environment is the template's in all of that (`differs`), or the worker gets an
+interpreter of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pickle
+import re
+import resource
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+
+from colocate._system.jobs import JobThread, report_exception
+from colocate.worker.template import ARGUMENTS_BYTES, MODE, ROOM, TOLD_BYTES, Idle, Wanted
+
+THREAD = "colocate-template"
+
+_ANSWERS_WITHIN_S = 30.0  # torch may be imported meanwhile
+_IDLE_S = 60.0
+_ROOM_BYTES = 1 << 14
+_LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
+
+_TOO_EARLY = re.compile(
+    "LD_|GLIBC_|MALLOC_|LANG$|LANGUAGE$|LC_|TZ$|OPENSSL_|SSL_"  # read by the loader, the C library and OpenSSL
+    "|PYTHON|COVERAGE_|COV_CORE_"  # by Python, and what is imported at its start
+    "|OMP_|GOMP_|KMP_|MKL_|OPENBLAS_|GOTO_|BLIS_|NPY_|NUMPY_|NUMEXPR_"  # by numerical libraries
+    "|CUDA_|CUBLAS_|CUDNN_|NVIDIA_|HIP_|ROCR_|HSA_|TORCH|PYTORCH_|ATEN_|C10_|KINETO_"  # by torch, and below it
+)
+_IN_TIME = {"CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"}  # read when they are first used
+
+_logger = logging.getLogger("colocate")
+
+
+class NoFork(Exception):
+    """A worker has to be started by itself; why."""
+
+
+class Fork:
+    """A worker that was forked, as `subprocess.Popen` shows one that was started: a child of this process."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def wait(self) -> int:
+        """Wait for its end; the exit code, or a signal below zero."""
+        if self.returncode is None:
+            try:
+                _, status = os.waitpid(self.pid, 0)
+            except ChildProcessError:  # somebody else has waited for it, or nobody is to
+                status = 0
+            self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def kill(self) -> None:
+        """End it."""
+        if self.returncode is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+def differs(env: Mapping[str, str], base: Mapping[str, str]) -> str | None:
+    """The first variable that a fork comes too late for; None when there is none.
+
+    Args:
+        env: What the worker is to have.
+        base: What the template was started with.
+    """
+    for name in sorted(env.keys() | base.keys()):
+        if env.get(name) != base.get(name) and _TOO_EARLY.match(name) and name not in _IN_TIME:
+            return name
+    return None
+
+
+def hold(base: Mapping[str, str]) -> None:
+    """Workers will be started: have a template ready for them, in the background. Until as many `let_go`.
+
+    Args:
+        base: The environment of workers for which nobody asks for another.
+    """
+    _forks.hold(dict(base))
+
+
+def let_go() -> None:
+    """Whoever has called `hold` starts none any more."""
+    _forks.let_go()
+
+
+def fork(
+    arguments: Sequence[str],
+    env: Mapping[str, str],
+    base: Mapping[str, str],
+    sock: socket.socket,
+    output: int,
+    imports: Sequence[str] | None = (),
+) -> Fork:
+    """Have a worker forked.
+
+    Args:
+        arguments: What follows the descriptor of its socket on its command line.
+        env: All of its environment.
+        base: That of workers for which nobody asks for another.
+        sock: Its socket.
+        output: Where its output goes.
+        imports: What its roles need (`Boot.imports`).
+
+    Raises:
+        NoFork: It can't be one.
+    """
+    if imports is None:
+        raise NoFork("the driver has modules of its own in place of Python's, which the template may have imported")
+    if any("=" in name or "\0" in name + value for name, value in env.items()):
+        raise NoFork("no process can have its environment")
+    if (name := differs(env, base)) is not None:
+        raise NoFork(f"env has {name}, which is read when an interpreter or a library starts")
+    data = pickle.dumps(
+        Wanted(
+            tuple(arguments),
+            dict(env),
+            tuple(imports),
+            _umask(),
+            {limit: resource.getrlimit(limit) for limit in _LIMITS},
+            frozenset(os.sched_getaffinity(0)),
+        )
+    )
+    if len(data) > TOLD_BYTES // 2:  # the kernel wants room for itself
+        raise NoFork("its environment is too long")
+    return _forks.template(dict(base)).fork(data, sock, output)
+
+
+def own_thread(name: str) -> bool:
+    """Whether a thread of this name is the one that starts templates. It stays: the kernel ties their lives to it."""
+    return name == THREAD
+
+
+def own_descriptor(number: int) -> bool:
+    """Whether a descriptor leads to the template."""
+    return (template := _forks.current) is not None and template.sock.fileno() == number
+
+
+class _Template:
+    """The process, and the socket on which it is asked."""
+
+    def __init__(self, base: Mapping[str, str]) -> None:
+        """Start it. On a thread with which it and all its forks end."""
+        self.base = base
+        self.sock, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        env = {**base, "OPENBLAS_NUM_THREADS": "1"}  # it starts threads when it is loaded
+        room = _ROOM_BYTES + 2 * sum(len(name) + len(value) + 2 for name, value in env.items())
+        command = [sys.executable, "-P", "-m", "colocate.worker", MODE, str(os.getpid()), str(theirs.fileno())]
+        try:
+            with theirs:
+                process = subprocess.Popen(
+                    [*command, " " * ARGUMENTS_BYTES],
+                    env={**env, ROOM: " " * room},
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                    process_group=0,
+                )
+        except BaseException:
+            self.sock.close()
+            raise
+        self.pid = process.pid
+        process.returncode = 0  # it is waited for here, and may well outlive the object
+        self._gone = Fork(process.pid)
+
+    def fork(self, data: bytes, sock: socket.socket, output: int) -> Fork:
+        """Ask for a worker; from any thread."""
+        answer, theirs = os.pipe()
+        try:
+            try:
+                folder = os.open(".", os.O_PATH)  # of one that has been removed, too
+                try:
+                    socket.send_fds(self.sock, [data], [output, sock.fileno(), theirs, folder])
+                finally:
+                    os.close(folder)
+            finally:
+                os.close(theirs)
+            if not select.select([answer], [], [], _ANSWERS_WITHIN_S)[0]:
+                self.end()
+                raise NoFork(f"the template hasn't answered for {_ANSWERS_WITHIN_S:g} s, and was ended")
+            pid, _, why = os.read(answer, 4096).decode(errors="replace").partition(" ")
+        except OSError as error:
+            self.end()
+            raise NoFork(f"the template can't be asked: {error}") from None
+        finally:
+            os.close(answer)
+        if not pid:
+            self.end()
+            raise NoFork("the template has ended meanwhile")
+        worker = Fork(int(pid))
+        if why:
+            if worker.pid:
+                worker.wait()
+            raise NoFork(f"the template can't: {why}")
+        return worker
+
+    def idle(self) -> None:
+        """Nobody needs it any more, for now."""
+        with contextlib.suppress(OSError):  # it has ended
+            self.sock.send(pickle.dumps(Idle(_IDLE_S)), socket.MSG_DONTWAIT)
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has ended: nothing is ever said by it, so whatever can be read is its end."""
+        return self.sock.fileno() < 0 or bool(select.select([self.sock], [], [], 0)[0])
+
+    def end(self) -> None:
+        """End it, if it hasn't, and wait for that. What it has forked goes on."""
+        self.sock.close()
+        with contextlib.suppress(OSError):
+            self._gone.kill()
+        self._gone.wait()
+
+
+class _Forks:
+    """The template of this process, and who needs it."""
+
+    def __init__(self) -> None:
+        self.current: _Template | None = None
+        self._holders = 0
+        self._lock = threading.Lock()
+        self._thread = JobThread(THREAD, lambda error: report_exception())
+
+    def hold(self, base: dict[str, str]) -> None:
+        with self._lock:
+            self._holders += 1
+
+        def warm() -> None:
+            with contextlib.suppress(NoFork):  # whoever wants a worker hears of it
+                self._here(base)
+
+        self._thread.soon(warm)
+
+    def let_go(self) -> None:
+        with self._lock:
+            self._holders -= 1
+            if not self._holders and self.current is not None:
+                self.current.idle()
+
+    def template(self, base: dict[str, str]) -> _Template:
+        """The template for an environment, which lives."""
+        found: list[_Template] = []
+        self._thread.run(lambda: found.append(self._here(base)))
+        return found[0]
+
+    def _here(self, base: dict[str, str]) -> _Template:
+        """On the thread with which it ends."""
+        present = self.current
+        if present is not None and not present.ended and differs(base, present.base) is None:
+            return present
+        if present is not None:
+            present.end()
+        self.current = None
+        try:
+            self.current = _Template(base)
+        except (OSError, ValueError) as error:
+            raise NoFork(f"no template can be started: {error}") from None
+        return self.current
+
+    def forget(self) -> None:
+        """In a forked child: a copy of the socket would keep the template, and whoever is asked here isn't its own."""
+        if self.current is not None:
+            self.current.sock.close()
+        self.__init__()  # type: ignore[misc]
+
+
+_forks = _Forks()
+os.register_at_fork(after_in_child=_forks.forget)
+
+
+def _umask() -> int:
+    """That of this process, which the kernel tells without changing it."""
+    with open("/proc/self/status") as file:
+        return int(file.read().partition("Umask:")[2].split()[0], 8)

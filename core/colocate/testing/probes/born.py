@@ -1,0 +1,61 @@
+"""A role that tells how its process began."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from typing import Any
+
+import numpy as np
+
+from colocate import Role, method
+
+
+class Born(Role):
+    """Tells what a process has of the one that has started it, or has not."""
+
+    def __init__(self) -> None:
+        """Import torch, which a fork may find imported."""
+        import torch
+
+        self._torch = torch
+
+    @method
+    def drawn(self) -> list[float]:
+        """What the generators of the whole process draw, which nobody has seeded."""
+        return [random.random(), float(np.random.rand())]
+
+    @method
+    def threads(self) -> tuple[int, float]:
+        """Torch's number of threads here, on the lane, and a sum for which it needs them."""
+        return self._torch.get_num_threads(), float(self._torch.ones(1 << 22).sum())
+
+    @method
+    def shown(self, name: str) -> tuple[str | None, bool, str]:
+        """A variable of the environment as Python has it, whether the kernel shows the same, and a flag."""
+        value = os.environ.get(name)
+        with open("/proc/self/environ", "rb") as file:
+            found = os.fsencode(f"{name}={value}") in file.read().split(b"\0")
+        return value, found, str(hash("colocate"))
+
+    @method
+    def process(self) -> dict[str, Any]:
+        """What a process has from its parent."""
+        mask = os.umask(0)
+        os.umask(mask)
+        import resource
+
+        return {
+            "folder": os.stat(".").st_ino,
+            "umask": mask,
+            "limit": resource.getrlimit(resource.RLIMIT_NOFILE),
+            "cpus": os.sched_getaffinity(0),
+            "pid": os.getpid(),
+            "arguments": sys.argv,
+            "descriptors": {int(name): os.readlink(f"/proc/self/fd/{name}") for name in _descriptors()},
+        }
+
+
+def _descriptors() -> list[str]:
+    return [name for name in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{name}")]

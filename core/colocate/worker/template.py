@@ -1,0 +1,254 @@
+"""The template: a process with one thread and no role, of which workers are forks. They share what it has imported.
+
+    starter → template
+            → supervisor → supervisor → worker → whatever roles start
+
+It is its starter's child, and so are the processes that it forks, its siblings (`CLONE_PARENT`). So a worker is below
+its starter as one that was started by itself is: whoever waits for it, kills it, or ends with it does so in the same
+way, and the end of the template is the end of nothing else. Such a fork has the template's command line and environment
+in its memory, from which the kernel shows them; it writes its own there, so that the machine's processes show whose it
+is.
+
+A fork has one thread, and of other threads only the locks that they held. So the template never starts one, and forks
+only while the kernel says that it has one: it imports what workers import first and, once a role needs it, torch, but
+nothing of a user's and no engine; it computes nothing, and asks CUDA nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import gc
+import importlib
+import os
+import pickle
+import platform
+import resource
+import select
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from colocate._system.parent import die_with
+from colocate.worker.imports import imported_already
+
+MODE = "forks"
+"""What a template's command line has in the place of a worker's descriptor."""
+
+ROOM = "COLOCATE_ROOM"
+"""The variable that a template is started with so that the environments of its forks have room."""
+
+ARGUMENTS_BYTES = 512
+"""How much room there is for what follows the module on a command line."""
+
+TOLD_BYTES = 1 << 18
+"""The longest request. An environment that is longer starts an interpreter of its own."""
+
+_CLONE = {"x86_64": 56, "aarch64": 220}
+_CLONE_PARENT = 0x8000
+
+
+@attrs.frozen
+class Wanted:
+    """A worker to be forked. With it come its output, its socket, where to answer, and its folder, as descriptors.
+
+    Attributes:
+        arguments: What follows the module on its command line, with its socket's descriptor left out.
+        env: All of its environment.
+        imports: What the template imports before, if it hasn't.
+        umask: For the files that it makes.
+        limits: Of its resources.
+        cpus: Those that it may run on.
+    """
+
+    arguments: tuple[str, ...]
+    env: Mapping[str, str]
+    imports: tuple[str, ...]
+    umask: int
+    limits: Mapping[int, tuple[int, int]]
+    cpus: frozenset[int]
+
+
+@attrs.frozen
+class Idle:
+    """Nobody needs it: it ends after so many seconds in which nobody says otherwise."""
+
+    seconds: float
+
+
+def serve() -> None:
+    """Fork workers until the starter is gone, and return in each of them, as in one that was started by itself."""
+    _, _, starter, sock, *_ = sys.argv
+    die_with(int(starter))
+    for number in (signal.SIGINT, signal.SIGTERM):  # the driver decides what a terminal's or batch system's mean
+        signal.signal(number, signal.SIG_IGN)
+    _Template(socket.socket(fileno=int(sock))).run()
+
+
+class _Template:
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        sock.set_inheritable(False)
+        self._shown = _Shown()
+        self._reads, self._writes = os.pipe()  # the names of what its forks have imported
+        _import(["colocate.worker.main"])
+
+    def run(self) -> None:
+        """Do what is asked for; return in a fork."""
+        gc.disable()
+        idle: float | None = None
+        while True:
+            gc.freeze()  # what is here is never garbage, and a collector that looked at it would write into it
+            ready = select.select([self._sock.fileno(), self._reads], [], [], idle)[0]
+            if not ready:
+                os._exit(0)
+            if self._reads in ready:
+                _import(os.read(self._reads, select.PIPE_BUF).decode().split())
+                continue
+            data, descriptors, _, _ = socket.recv_fds(self._sock, TOLD_BYTES, 4)
+            if not data:
+                os._exit(0)
+            asked: Wanted | Idle | None = pickle.loads(data)
+            idle = asked.seconds if isinstance(asked, Idle) else None
+            if isinstance(asked, Wanted) and self._fork(asked, descriptors):
+                return
+
+    def _fork(self, wanted: Wanted, descriptors: Sequence[int]) -> bool:
+        """Whether this is the fork, ready to be a worker. Otherwise its starter has been answered, or will be by it."""
+        output, lane, answer, folder = descriptors
+        fork = False
+        try:
+            _import(wanted.imports)
+            if (threads := len(os.listdir("/proc/self/task"))) != 1:
+                raise OSError(f"it has {threads} threads, of which a fork would have one")
+            fork = _clone() == 0
+            if fork:
+                self._become(wanted, output, lane, folder)
+        except BaseException as error:
+            os.write(answer, f"{os.getpid() if fork else 0} {type(error).__name__}: {error}".encode())
+            if fork:
+                os._exit(1)
+        finally:
+            if fork:
+                os.write(answer, str(os.getpid()).encode())
+            for descriptor in (output, answer, folder, *(() if fork else (lane,))):
+                os.close(descriptor)
+        return fork
+
+    def _become(self, wanted: Wanted, output: int, lane: int, folder: int) -> None:
+        os.setpgid(0, 0)
+        os.set_inheritable(lane, False)
+        arguments = [str(lane), *wanted.arguments]
+        self._shown.write(arguments, wanted.env)
+        sys.argv[1:] = arguments
+        os.environ.clear()
+        os.environ.update(wanted.env)
+        os.fchdir(folder)
+        os.umask(wanted.umask)
+        for limit, values in wanted.limits.items():
+            if resource.getrlimit(limit) != values:
+                resource.setrlimit(limit, values)
+        os.sched_setaffinity(0, wanted.cpus)
+        for number, name in ((1, "stdout"), (2, "stderr")):
+            os.dup2(output, number)
+            setattr(sys, name, open(number, "w", closefd=False))  # noqa: SIM115  # the template's is for another kind
+        self._sock.close()
+        os.close(self._reads)
+        global _writes
+        _writes = self._writes
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+class _Shown:
+    """The memory from which the kernel shows a process's command line and environment (`proc_pid_cmdline(5)`)."""
+
+    def __init__(self) -> None:
+        with open("/proc/self/stat", "rb") as file:
+            found = file.read().rpartition(b")")[2].split()[45:49]
+        self._arguments, self._end, self._env, self._env_end = map(int, found)
+        # Then nothing of this process's reads that memory any more.
+        os.environ.pop(ROOM)
+        for name, value in os.environb.items():
+            os.putenv(name, value)
+        words = ctypes.string_at(self._arguments, self._end - self._arguments).split(b"\0")
+        self._before = words[: words.index(b"colocate.worker") + 1]
+
+    def write(self, arguments: Sequence[str], env: Mapping[str, str]) -> None:
+        """Show others.
+
+        Raises:
+            OSError: They have no room.
+        """
+        words = [*self._before, *map(os.fsencode, arguments), b""]
+        words[-1] = b" " * (self._end - self._arguments - sum(len(word) + 1 for word in words))
+        self._put(self._arguments, self._end, words, "command line")
+        self._put(self._env, self._env_end, [os.fsencode(f"{name}={env[name]}") for name in env], "environment")
+
+    @staticmethod
+    def _put(start: int, end: int, words: Sequence[bytes], what: str) -> None:
+        data = b"".join(word + b"\0" for word in words)
+        if len(data) > end - start:
+            raise OSError(errno.E2BIG, f"there is no room for its {what}")
+        ctypes.memmove(start, data.ljust(end - start, b"\0"), end - start)
+
+
+def _import(names: Sequence[str]) -> None:
+    if all(name in sys.modules for name in names):
+        return
+    for name in names:
+        with contextlib.suppress(ImportError):  # not here: the role that needs it will say so
+            importlib.import_module(name)
+    imported_already.cache_clear()
+    imported_already()
+
+
+def _clone() -> int:
+    """Fork a sibling: like `os.fork`, but the child is that of this one's parent. Its first fork puts right the rest.
+
+    Raises:
+        OSError: The kernel doesn't.
+    """
+    number = _CLONE.get(platform.machine())
+    if number is None:
+        raise OSError(errno.ENOSYS, f"the number of clone(2) isn't known on {platform.machine()}")
+    libc: Any = ctypes.PyDLL(None, use_errno=True)
+    libc.syscall.restype = ctypes.c_long
+    pid: int = libc.syscall(
+        ctypes.c_long(number), ctypes.c_long(_CLONE_PARENT | signal.SIGCHLD), *[ctypes.c_long(0)] * 4
+    )
+    if pid < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return pid
+
+
+_writes: int | None = None
+
+
+def tell_imports() -> None:
+    """Have the workers after this one find imported what the roles of this one have imported."""
+    global _writes
+    if _writes is not None and "torch" in sys.modules:
+        with contextlib.suppress(OSError):  # the template has ended
+            os.write(_writes, b"torch ")
+        os.close(_writes)
+        _writes = None
+
+
+def renew() -> None:
+    """Make a worker's own what forks of one process have alike: the state of random numbers, and a key."""
+    if _writes is None:  # it was started by itself
+        return
+    gc.enable()  # `random` sees to itself, when it is forked
+    if (numbers := sys.modules.get("numpy.random")) is not None:
+        numbers.seed()
+    if (processes := sys.modules.get("multiprocessing.process")) is not None:
+        processes.current_process().authkey = os.urandom(32)
+    tempfile.tempdir = None

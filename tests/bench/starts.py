@@ -1,0 +1,94 @@
+"""How long workers take to start, beside the commit before they were forks, and beside Monarch.
+
+Each measurement has a driver of its own. The commit before is taken out of this repository's history. Monarch lives in
+an environment of its own (`make bench` makes it; MONARCH_PYTHON names its interpreter): without that it isn't measured.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from tests.bench.rows import Row
+
+_BEFORE = "79a192f"
+_ROOT = Path(__file__).parents[2]
+_STARTS = 5
+_BARS = {"local": ("local processes", 60.0), "ray": ("Ray", 120.0), "dask": ("Dask", 80.0)}
+_PART = "spawn of 2 workers"
+_MONARCH = """
+import json, time
+import torch
+from monarch.actor import Actor, endpoint, this_host
+class Probe(Actor):
+    def __init__(self):
+        self.layer = torch.nn.Linear(8, 8)
+    @endpoint
+    def noop(self):
+        pass
+times = []
+for number in range(%d):
+    began = time.perf_counter()
+    processes = this_host().spawn_procs(per_host={"gpus": 2})
+    processes.spawn(f"probe{number}", Probe).noop.call().get()
+    times.append(time.perf_counter() - began)
+    processes.stop().get()
+print(json.dumps(times))
+"""
+
+
+def rows() -> Iterator[Row]:
+    """Light roles on all executors, then roles that need torch."""
+    ours: dict[str, list[dict[str, float]]] = {executor: [] for executor in _BARS}
+    before: list[dict[str, float]] = []
+    with tempfile.TemporaryDirectory(prefix="colocate-") as folder:
+        there = _take_out(Path(folder))
+        for _ in range(_STARTS):
+            if there:
+                before.append(_run("local", "light", {"PYTHONPATH": os.pathsep.join(there)}))
+            for executor, found in ours.items():
+                found.append(_run(executor, "light"))
+        for executor, (title, bar) in _BARS.items():
+            name = f"{title}, light roles, directly after the reserve of a second pool"
+            yield Row(_PART, name, _median(ours[executor], "second") * 1e3, "ms", bar)
+        first = [each["first of all"] for each in ours["local"]]
+        yield Row(_PART, "connect, reserve and spawn, local processes", statistics.median(first) * 1e3, "ms")
+        if before:
+            ratio = statistics.median(mine / its["first of all"] for mine, its in zip(first, before, strict=True))
+            yield Row(_PART, f"the same, to commit {_BEFORE}", ratio, "x", 0.8)
+    torch = [_run("local", "memory") for _ in range(_STARTS)]
+    second = _median(torch, "second")
+    yield Row(_PART, "local processes, roles that need torch, a second group", second * 1e3, "ms", 100.0)
+    if (python := os.environ.get("MONARCH_PYTHON")) is not None:
+        done = subprocess.run([python, "-c", _MONARCH % _STARTS], capture_output=True, text=True, check=True)
+        theirs = statistics.median(json.loads(done.stdout.splitlines()[-1]))
+        yield Row(_PART, "Monarch, an actor that needs torch", theirs * 1e3, "ms")
+        yield Row(_PART, "ours to that", second / theirs, "x", 0.5)
+    yield Row(_PART, "one more empty torch worker, summed PSS", _median(torch, "one more"), "MiB", 20.0)
+
+
+def _run(executor: str, what: str, env: Mapping[str, str] | None = None) -> dict[str, float]:
+    command = [sys.executable, "-P", str(Path(__file__).with_name("starting.py")), executor, what]
+    done = subprocess.run(command, env={**os.environ, **(env or {})}, stdout=subprocess.PIPE, text=True, check=True)
+    steps: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return steps
+
+
+def _median(steps: list[dict[str, float]], name: str) -> float:
+    return statistics.median(each[name] for each in steps)
+
+
+def _take_out(folder: Path) -> list[str]:
+    """The import path of the commit before; empty where its history isn't here."""
+    command = ["git", "-C", str(_ROOT), "archive", _BEFORE, "core", "executors"]
+    packed = subprocess.run(command, capture_output=True, check=False)
+    if packed.returncode:
+        return []
+    subprocess.run(["tar", "-x", "-C", str(folder)], input=packed.stdout, check=True)
+    return [str(folder / name) for name in ("core", "executors")]

@@ -1,0 +1,210 @@
+"""Workers as forks: which environment may be one, what a fork has of its starter, and what a template refuses."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import resource
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+
+import colocate
+from colocate import Runtime
+from colocate.keeper import forks
+from colocate.testing.forking import exit_code, fork
+from colocate.testing.probes.born import Born
+from colocate.testing.probes.plain import Echo
+from colocate.testing.waiting import wait_until
+from colocate.worker.template import MODE, ROOM, Wanted
+
+ROLES = {"born": colocate.role(Born)}
+
+
+@pytest.fixture
+def runtime() -> Iterator[Runtime]:
+    with colocate.connect("local", processes=True) as runtime:
+        yield runtime
+
+
+@pytest.mark.parametrize(
+    ("changed", "late"),
+    [
+        ({}, None),
+        ({"COLOCATE_PROBE": "1", "NCCL_DEBUG": "INFO", "GLOO_SOCKET_IFNAME": "lo", "HF_HOME": "/models"}, None),
+        ({"CUDA_VISIBLE_DEVICES": "1"}, None),
+        ({"LD_PRELOAD": "libjemalloc.so"}, "LD_PRELOAD"),
+        ({"OMP_NUM_THREADS": "3"}, "OMP_NUM_THREADS"),
+        ({"KMP_AFFINITY": "compact"}, "KMP_AFFINITY"),
+        ({"MKL_NUM_THREADS": "3"}, "MKL_NUM_THREADS"),
+        ({"OPENBLAS_NUM_THREADS": "3"}, "OPENBLAS_NUM_THREADS"),
+        ({"CUDA_MODULE_LOADING": "EAGER"}, "CUDA_MODULE_LOADING"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, "PYTORCH_CUDA_ALLOC_CONF"),
+        ({"TORCH_LOGS": "+dynamo"}, "TORCH_LOGS"),
+        ({"PYTHONHASHSEED": "0"}, "PYTHONHASHSEED"),
+        ({"MALLOC_ARENA_MAX": "1"}, "MALLOC_ARENA_MAX"),
+        ({"GLIBC_TUNABLES": "glibc.malloc.check=3"}, "GLIBC_TUNABLES"),
+        ({"LANG": "C"}, "LANG"),
+        ({"LANGLEY": "x", "TZDATA": "x"}, None),
+    ],
+)
+def test_which_environment_comes_too_late(changed: dict[str, str], late: str | None) -> None:
+    """What the loader, Python, OpenMP and CUDA read before an import; removed is changed, too."""
+    base = {"HOME": "/", "PATH": "/bin"}
+    assert forks.differs({**base, **changed}, base) == late
+    assert forks.differs(base, {**base, **changed}) == late
+
+
+def test_a_template_with_two_threads_refuses() -> None:
+    """A fork would have one of them, and the locks of both; the worker is started by itself, and that is logged."""
+    code = """if True:
+        import sys, threading
+        from colocate.worker import template
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+        sys.argv[1:] = sys.argv[2:]
+        template.serve()
+    """
+    ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+    command = [sys.executable, "-c", code, "colocate.worker", MODE, str(os.getpid()), str(theirs.fileno()), ""]
+    env = {**os.environ, ROOM: " " * 100}
+    with ours, theirs, subprocess.Popen(command, env=env, pass_fds=[theirs.fileno()]) as process:
+        theirs.close()
+        template = object.__new__(forks._Template)
+        template.base, template.sock, template.pid, template._gone = env, ours, process.pid, forks.Fork(process.pid)
+        with pytest.raises(forks.NoFork, match="it has 2 threads, of which a fork would have one"):
+            template.fork(pickle.dumps(Wanted((), {}, (), 0, {}, frozenset())), ours, 2)
+        template.end()
+
+
+def test_what_a_fork_has_of_its_starter(runtime: Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folder, umask, limits and CPUs as they are now, not as they were when the template was started."""
+    monkeypatch.chdir(tmp_path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    mask, cpus = os.umask(0o27), os.sched_getaffinity(0)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 1, hard))
+    try:
+        with runtime.reserve(1) as pool, pool.spawn(ROLES) as group:
+            (facts,) = group.role("born", Born).process()
+    finally:
+        os.umask(mask)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert (facts["folder"], facts["umask"], facts["limit"]) == (tmp_path.stat().st_ino, 0o27, (soft - 1, hard))
+    assert facts["cpus"] == cpus
+    assert facts["arguments"][2:4] == [str(os.getpid()), "serves"]
+
+
+@pytest.mark.parametrize("cpus", [1, 2])
+def test_its_threads(runtime: Runtime, cpus: int) -> None:
+    """Torch has as many as the slot has CPUs, in a fork that finds torch imported too; and they work on its lane."""
+    with runtime.reserve(1, cpus=cpus) as pool:
+        for _ in range(2):
+            with pool.spawn(ROLES) as group:
+                assert group.role("born", Born).threads() == [(cpus, float(1 << 22))]
+
+
+def test_a_folder_that_was_removed(tmp_path: Path) -> None:
+    """The driver is still in it, and so is the fork."""
+    code = """if True:
+        import os, sys
+        import colocate
+        from colocate.testing.probes.plain import Echo
+        def folder(context):
+            return os.stat(".").st_ino
+        with colocate.connect("local", processes=True) as runtime, runtime.reserve(1) as pool:
+            os.chdir(sys.argv[1])
+            os.rmdir(sys.argv[1])
+            with pool.spawn({"echo": colocate.role(Echo)}) as group:
+                print(*group.run(folder))
+    """
+    inode = tmp_path.stat().st_ino
+    done = subprocess.run([sys.executable, "-P", "-c", code, str(tmp_path)], check=True, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == (f"{inode}\n", "")
+
+
+def test_many_one_after_the_other(runtime: Runtime) -> None:
+    """Neither the template nor this process keeps anything of a worker that has ended."""
+
+    def kept(pid: int) -> int:
+        return len(os.listdir(f"/proc/{pid}/fd"))
+
+    with runtime.reserve(1) as pool:
+        pool.spawn({"echo": colocate.role(Echo)}).close()
+        template = forks._forks.current
+        assert template is not None
+        before = kept(template.pid), kept(os.getpid())
+        below = {child.pid for child in psutil.Process().children(recursive=True)}
+        for _ in range(50):
+            pool.spawn({"echo": colocate.role(Echo)}).close()
+        assert forks._forks.current is template
+        assert (kept(template.pid), kept(os.getpid())) == before
+        assert {child.pid for child in psutil.Process().children(recursive=True)} == below
+
+
+def test_several_at_once(runtime: Runtime) -> None:
+    """Each gets the answer to its own question."""
+
+    def drawn(_: int) -> int:
+        with runtime.reserve(1) as pool, pool.spawn(ROLES) as group:
+            return int(group.role("born", Born).process()[0]["pid"])
+
+    with ThreadPoolExecutor(4) as threads:
+        assert len(set(threads.map(drawn, range(8)))) == 8
+
+
+def test_what_roles_have_imported(runtime: Runtime) -> None:
+    """A role has imported torch when it was constructed: the workers after it find that done."""
+    with runtime.reserve(1) as pool:
+        pool.spawn(ROLES).close()
+        template = forks._forks.current
+        assert template is not None
+        maps = Path(f"/proc/{template.pid}/maps")
+        wait_until(lambda: "libtorch" in maps.read_text(), "the template has imported torch")
+        assert len(os.listdir(f"/proc/{template.pid}/task")) == 1
+
+
+def test_one_that_does_not_answer(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A template that is stopped is ended, and its worker started by itself."""
+    with runtime.reserve(1) as pool:
+        pool.spawn({"echo": colocate.role(Echo)}).close()
+        template = forks._forks.current
+        assert template is not None
+        monkeypatch.setattr(forks, "_ANSWERS_WITHIN_S", 0.1)
+        os.kill(template.pid, signal.SIGSTOP)
+        pool.spawn({"echo": colocate.role(Echo)}).close()
+        assert not psutil.pid_exists(template.pid)
+
+
+def test_it_ends_when_nobody_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a while; who comes before that finds it."""
+    monkeypatch.setattr(forks, "_IDLE_S", 0.2)
+    own = forks._Forks()
+    own.hold(dict(os.environ))
+    template = own.template(dict(os.environ))
+    own.let_go()
+    wait_until(lambda: template.ended, "it has ended")
+    own.hold(dict(os.environ))
+    other = own.template(dict(os.environ))
+    assert other is not template
+    assert not psutil.pid_exists(template.pid)
+    other.end()
+    own._thread.close()
+
+
+def test_a_driver_that_forks(runtime: Runtime) -> None:
+    """The child has a template of its own, and leaves the parent's alone."""
+    with runtime.reserve(1) as pool:
+        pool.spawn({"echo": colocate.role(Echo)}).close()
+    template = forks._forks.current
+    assert template is not None
+    child = fork()
+    if not child:
+        os._exit(0 if forks._forks.current is None and template.sock.fileno() < 0 else 1)
+    assert exit_code(child) == 0
+    assert not template.ended
