@@ -143,7 +143,7 @@ class Running:
     Attributes:
         kind: "worker", "reservation", or the executor's own word for what else it keeps ("Ray actor").
         id: That of the worker (`Boot.worker`) or of the reservation (`Request.id`); else what tells it apart.
-        owner: Id of the reservation to which it belongs, for what is neither.
+        owner: Id of the reservation, or of the runtime, to which it belongs, for what is neither.
         node: Name of the machine, where it lies on one.
         pid: Its process, where it has one.
         since: When it began, in seconds of time.time(), where that is known.

@@ -80,6 +80,7 @@ class Custodian:
             names.forget(self._name)
             if self._placing is not None:
                 self._placing.release(_NUMBER)
+                self._placing.end()
 
     def _leave(self) -> None:
         """Its keeper has ended. On a thread of that one's."""

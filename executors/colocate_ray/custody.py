@@ -103,6 +103,10 @@ class Custody(Placing):
         """The pool isn't detached after all."""
         names.forget(custodian)
 
+    def _owner(self, request: Request) -> str:
+        """The runtime: its holders outlive its reservations."""
+        return request.id.rpartition("/")[0]
+
     def titles(self) -> list[Title]:
         """See `names.titles`."""
         return names.titles()

@@ -1,4 +1,4 @@
-"""The Ray actor of a slot: it holds a keeper, and nothing else happens in it."""
+"""The Ray actor of a machine: it holds keepers, and nothing else happens in it."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import attrs
 import psutil
 import ray
 
 import colocate
 from colocate.executor import Request
-from colocate.gpus import indices
 from colocate.keeper import Keeper, die_with
 from colocate.wire import LOOPBACK
 from colocate_ray.certificates import tls_of_environment
@@ -30,47 +29,82 @@ _NOT_SET_BY_RAY = {
 }
 
 
+@attrs.frozen
+class Gpus:
+    """Those of one slot.
+
+    Attributes:
+        names: As Ray calls them, in the order of the ranks.
+        env: What shows them, and no others, to its workers.
+    """
+
+    names: tuple[str, ...] = ()
+    env: Mapping[str, str] = attrs.field(factory=dict)
+
+
+def gpus_here(cluster: Cluster) -> Gpus:
+    """Those that Ray has given to the bundle in which this runs, as a task."""
+    found = ray.get_runtime_context().get_accelerator_ids().get("GPU", ())
+    names = _in_order(found, cluster.gpus or ())
+    return Gpus(tuple(names), _shown(names))
+
+
 class Holder:
-    """One per slot. Roles don't run in its process but in the workers that its keeper starts."""
+    """One on each machine for a driver, or for a custodian. Roles don't run in its process but in the workers.
+
+    They are forks of one template, its child, whatever reservation they belong to.
+    """
 
     def __init__(self) -> None:
         """Nothing that could fail: what a constructor raises reaches nobody but as text."""
-        self._keeper: Keeper | None = None
+        self._keepers: dict[int, list[Keeper]] = {}
+        self._ended: set[int] = set()  # perhaps before they were opened
+        self._lock = threading.Lock()
 
-    def open(self, version: str, key: bytes, request: Request, cluster: Cluster) -> dict[str, Any] | str:
-        """Make the keeper.
+    def open(
+        self, version: str, number: int, key: bytes, request: Request, slots: Mapping[int, Gpus], cluster: Cluster
+    ) -> dict[str, Any] | str:
+        """Make the keepers of a reservation's slots on this machine.
 
         Args:
             version: The driver's version of colocate.
+            number: Of the reservation.
             key: The key of the driver's keepers.
-            request: What the slot was reserved by.
+            request: What the slots were reserved by.
+            slots: By the index of the bundle.
             cluster: Which Ray this is.
 
         Returns:
-            Where it is; or, as text, why it can't be.
+            Where they are; or, as text, why they can't be.
         """
         if version != colocate.__version__:
             return f"it has colocate {colocate.__version__}, the driver has {version}; install the same on all"
         die_with(os.getppid())  # a raylet that is killed would leave it behind
-        if not request.cpus:
-            os.environ.pop("OMP_NUM_THREADS", None)  # Ray's guess for an actor without CPUs of its own
+        os.environ.pop("OMP_NUM_THREADS", None)  # Ray's guess for an actor without CPUs of its own
         address_of_node: Callable[[], str] = ray.util.get_node_ip_address
         host = None if cluster.private else address_of_node()
         tls = None if cluster.private else tls_of_environment()
-        end = partial(os._exit, 0)
-        context = ray.get_runtime_context()
-        gpus = _in_order(context.get_accelerator_ids().get("GPU", ()), cluster.gpus or ())
-        env = {**_shown(gpus), **request.env}
-        self._keeper = Keeper(
-            key, host=host, env=env, tls=tls, name=request.id, detachable=request.detachable, on_end=end
-        )
+        with self._lock:
+            if number in self._ended:
+                return "the reservation was withdrawn"
+            keepers = self._keepers[number] = []
+            for gpus in slots.values():
+                env = {**gpus.env, **request.env}
+                keepers.append(Keeper(key, host=host, env=env, tls=tls, name=request.id, detachable=request.detachable))
         return {
-            "node": context.get_node_id(),
             "process": (os.getpid(), psutil.Process().create_time()),
-            "devices": indices(gpus, cluster.gpus or ()),
             "host": host or LOOPBACK,
-            "address": self._keeper.address,
+            "addresses": {index: keeper.address for index, keeper in zip(slots, keepers, strict=True)},
         }
+
+    @ray.method(concurrency_group="ends")
+    def end(self, number: int) -> None:
+        """End the keepers of a reservation; nothing of theirs is left when this returns."""
+        with self._lock:
+            self._ended.add(number)
+            keepers = self._keepers.pop(number, [])
+        for keeper in keepers:
+            keeper.close()
 
     @ray.method(concurrency_group="watch")
     def watch(self) -> None:

@@ -14,6 +14,7 @@ from colocate_ray.nodes import Nodes
 
 PREFIX = "colocate/"  # of the names that placement groups and actors have in Ray's listings
 CUSTODIAN = "/custodian-"  # in the names of those actors that own a pool whatever becomes of its driver
+KEEPERS = "/keepers-"  # in those of the ones that hold keepers
 _ACTOR = "Ray actor"
 _JOB_DIGITS = 8  # with which the id of a placement group ends; Ray's table has no column for its job
 
@@ -34,7 +35,7 @@ def of_this_job(nodes: Nodes, held: Collection[str] = ()) -> list[Running]:
 
     groups = [group for group in _groups() if is_own(_id_of(group), group["job"])]
     actors = [actor for actor in everyone if is_own(_reservation_of(actor), actor["JobID"])]
-    there = {actor["Name"] for actor in actors}
+    there = {(_reservation_of(actor), actor["Address"]["NodeID"]) for actor in actors if KEEPERS in actor["Name"]}
     found = [_doubted(_reservation(group, nodes, None), group, there) for group in groups]
     return found + [_actor(actor, nodes) for actor in actors]
 
@@ -77,14 +78,16 @@ def _reservation(group: Mapping[str, Any], nodes: Nodes, job: Mapping[str, Any] 
     return Running("reservation", group["name"].removeprefix(PREFIX), node=", ".join(names), detail=detail)
 
 
-def _doubted(found: Running, group: Mapping[str, Any], actors: set[str]) -> Running:
+def _doubted(found: Running, group: Mapping[str, Any], holders: set[tuple[str, str]]) -> Running:
     """A reservation of this driver, with what makes it less than whole."""
-    lost = [str(index) for index in group["bundles"] if f"{group['name']}/{index}" not in actors]
+    owners = {found.id, found.id.rpartition("/")[0]}  # a custodian's are the reservation's, a driver's the runtime's
+    held = {node for owner, node in holders if owner in owners}
+    lost = [str(index) for index, node in group["bundles_to_node_id"].items() if node not in held]
     doubt = ""
     if group["state"] != "CREATED":
         doubt = f"its placement group is {group['state']}"
     elif lost:
-        doubt = f"of its placement group's bundles, {', '.join(lost)} have lost the Ray actors that keep their slots"
+        doubt = f"of its placement group's bundles, {', '.join(lost)} have lost the Ray actor that holds their keepers"
     return attrs.evolve(found, doubt=doubt)
 
 

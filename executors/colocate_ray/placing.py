@@ -1,4 +1,4 @@
-"""Placement groups and the actors in them: slots that are held, all or none. In the envoy's process."""
+"""Placement groups, and the actors beside them: slots that are held, all or none. In the envoy's process."""
 
 from __future__ import annotations
 
@@ -7,26 +7,29 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import attrs
 import ray
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 import colocate
 from colocate.errors import ColocateError, PlacementTimeout
 from colocate.executor import Node, Request, Running
+from colocate.gpus import indices
 from colocate.placement import words
 from colocate_ray import listing
-from colocate_ray.holder import Holder, end_process
+from colocate_ray.holder import Gpus, gpus_here
+from colocate_ray.holders import Holders, Holding
 from colocate_ray.nodes import Nodes, natural
 from colocate_ray.terms import Cluster, Slot
 
 _ACTORS_START_WITHIN_S = 120.0
 _RELEASED_WITHIN_S = 10.0
+_KEEPERS_END_WITHIN_S = 5.0
+_SHOWN_WITHIN_S = 1.0  # nodes report every tenth of a second
 _DOUBT_AFTER_S = 0.5
 # Ray comes to know with a delay what is free: what would fit by its own account is waited for even without patience.
 _SETTLES_WITHIN_S = 5.0
@@ -41,29 +44,18 @@ class Held:
 
     request: Request
     group: PlacementGroup | None = None
-    actors: list[Any] = attrs.field(factory=list)
-    watches: list[Any] = attrs.field(factory=list)
-    nodes: list[str] = attrs.field(factory=list)  # of the actors, by Ray's ids
-    processes: list[tuple[int, float]] = attrs.field(factory=list)  # of the actors, by pid and time of creation
+    placed: dict[int, str] = attrs.field(factory=dict)  # the nodes of its bundles, by Ray's ids
+    holders: list[Holding] = attrs.field(factory=list)  # by the index of the bundle
     released: threading.Event = attrs.field(factory=threading.Event)
     _making: threading.Lock = attrs.field(factory=threading.Lock)
 
-    def make_group(self, make: Callable[[], PlacementGroup]) -> None:
-        """Have Ray make the placement group.
+    @contextmanager
+    def making(self) -> Iterator[None]:
+        """A block in which Ray is told to make something.
 
         Raises:
             ColocateError: It has been withdrawn.
         """
-        with self._open():
-            self.group = make()
-
-    def make_actor(self, make: Callable[[], Any]) -> None:
-        """Have Ray make an actor; see `make_group`."""
-        with self._open():
-            self.actors.append(make())
-
-    @contextmanager
-    def _open(self) -> Iterator[None]:
         with self._making:
             if self.released.is_set():
                 raise ColocateError(_WITHDRAWN)
@@ -74,14 +66,6 @@ class Held:
         self.released.set()
         with self._making:
             pass
-
-    def end(self) -> None:
-        """Stop, and tell Ray to take it all back."""
-        self.stop()
-        for actor in self.actors:
-            ray.kill(actor, no_restart=True)
-        if self.group is not None:
-            remove_placement_group(self.group)
 
 
 class Placing:
@@ -97,6 +81,7 @@ class Placing:
         self.nodes = Nodes()
         self.cluster = cluster
         self._lost = lost
+        self._holders = Holders(self._ended)
         self._held: dict[int, Held] = {}
         self._withdrawn: set[int] = set()  # what was given back, perhaps before it was noted here
         self._abandoned = False
@@ -133,10 +118,10 @@ class Placing:
         try:
             bundles, strategy = [_bundle(request)] * request.slots, request.strategy.upper()
             name = f"{listing.PREFIX}{request.id}"
-            held.make_group(lambda: placement_group(bundles, strategy, name=name))
+            with held.making():
+                held.group = placement_group(bundles, strategy, name=name)
             placed = _wait_placed(held, max(request.timeout, _SETTLES_WITHIN_S) if fits else request.timeout)
-            slots = self._start(held, key) if placed else []
-            self._watch(number, held)
+            slots = self._open(number, held, key) if placed else []
         except Exception:
             withdrawn = held.released.is_set()  # it then failed because of that, in one of several ways
             self.release(number)
@@ -150,17 +135,10 @@ class Placing:
         return slots
 
     def end_slot(self, number: int, index: int) -> None:
-        """End the process of a keeper that doesn't answer, by a task on its machine; returns when it is gone."""
+        """End the process of a keeper that doesn't answer; returns when it is gone."""
         held = self._held.get(number)
-        if held is None or index >= len(held.processes):
-            return
-        there = NodeAffinitySchedulingStrategy(held.nodes[index], soft=False)
-        task: Any = ray.remote(end_process)
-        try:
-            options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": there}
-            ray.get(task.options(**options).remote(*held.processes[index]), timeout=_RELEASED_WITHIN_S)
-        except RayError:  # the node is gone, or as stuck as the keeper: Ray will do what it can
-            ray.kill(held.actors[index], no_restart=True)
+        if held is not None and index < len(held.holders):
+            held.holders[index].kill()
 
     def release(self, number: int) -> None:
         """Give slots back, also those that are only being waited for. When it returns they can be reserved again.
@@ -173,8 +151,11 @@ class Placing:
             held = self._held.pop(number, None)
         if held is None:
             return
-        held.end()
+        held.stop()
+        self._end_keepers(number, held)
         if held.group is not None:
+            self._wait_shown(held, held.group)
+            remove_placement_group(held.group)
             self._confirm(held, held.group)
 
     def abandon(self) -> None:
@@ -189,11 +170,35 @@ class Placing:
             self._held.clear()
         for held in everything:
             held.stop()
+        self._holders.stop()
+
+    def end(self) -> None:
+        """End what is left on the machines when everything has been released."""
+        self._holders.end()
+
+    def _end_keepers(self, number: int, held: Held) -> None:
+        """End what is below the slots. A holder that doesn't do so is stuck, and ended with all that it has."""
+        ends = {holder.actor.end.remote(number): holder for holder in set(held.holders)}
+        pending, deadline = list(ends), time.monotonic() + _KEEPERS_END_WITHIN_S
+        while pending:
+            _, pending = ray.wait(pending, num_returns=len(pending), timeout=_DOUBT_AFTER_S, fetch_local=False)
+            gone = self.nodes.gone({ends[each].node for each in pending}) if pending else set()
+            pending = [each for each in pending if ends[each].node not in gone]
+            if pending and time.monotonic() > deadline:
+                for each in pending:
+                    ends[each].kill()
+                return
+
+    def _wait_shown(self, held: Held, group: PlacementGroup) -> None:
+        """Wait until Ray's account shows it, which may have just begun: then its end can be seen there."""
+        deadline, nodes = time.monotonic() + _SHOWN_WITHIN_S, set(held.placed.values())
+        while not nodes <= self.nodes.holding(group.id.hex()) and time.monotonic() < deadline:
+            self._pause.wait(_STEP_S)
 
     def _confirm(self, held: Held, group: PlacementGroup) -> None:
         """Wait until Ray has everything back from the nodes that there still are."""
         began = time.monotonic()
-        while nodes := self._holding(held, group):
+        while nodes := self.nodes.holding(group.id.hex()):
             waited = time.monotonic() - began
             if waited > _DOUBT_AFTER_S and nodes <= self.nodes.gone(nodes):
                 return
@@ -204,73 +209,84 @@ class Placing:
                 )
             self._pause.wait(_STEP_S)
 
-    def _holding(self, held: Held, group: PlacementGroup) -> set[str]:
-        """The nodes on which an actor still lives, or something is still set aside."""
-        running = ray.wait(held.watches, num_returns=len(held.watches), timeout=0)[1] if held.watches else []
-        return {held.nodes[held.watches.index(watch)] for watch in running} | self.nodes.holding(group.id.hex())
+    def _open(self, number: int, held: Held, key: bytes) -> list[Slot]:
+        """Have keepers made."""
+        request, placed = held.request, held.placed
+        with held.making():
+            holders = {node: self._holders.at(node, self._owner(request)) for node in set(placed.values())}
+            held.holders = [holders[placed[index]] for index in range(request.slots)]
+        gpus = self._gpus(held)
+        with held.making():
+            opened = {}
+            for node, holder in holders.items():
+                slots = {index: gpus[index] for index in placed if placed[index] == node}
+                opened[node] = holder.actor.open.remote(colocate.__version__, number, key, request, slots, self.cluster)
+        ray.wait(list(opened.values()), num_returns=len(opened), timeout=_ACTORS_START_WITHIN_S, fetch_local=False)
+        answers = self._answers(opened)
+        for node, answer in answers.items():
+            holders[node].process = answer["process"]
+        found = [
+            Slot(
+                index,
+                self.nodes.name(node),
+                indices(gpus[index].names, self.cluster.gpus or ()),
+                answers[node]["host"],
+                answers[node]["addresses"][index],
+            )
+            for index, node in placed.items()
+        ]
+        return sorted(found, key=lambda slot: (natural(slot.node), slot.devices, slot.index))
 
-    def _start(self, held: Held, key: bytes) -> list[Slot]:
+    def _gpus(self, held: Held) -> list[Gpus]:
+        """Those of the bundles, which Ray tells only to what runs in them."""
         request, group = held.request, held.group
+        if not request.gpus:
+            return [Gpus()] * request.slots
         assert group is not None
-        remote: Any = ray.remote  # its stubs lack the groups
-        actor_class = remote(concurrency_groups={"watch": 1})(Holder)
-        options: dict[str, Any] = {
-            "num_cpus": request.cpus,  # explicit: one with GPUs would otherwise take a CPU of its own
-            "num_gpus": request.gpus,
-            "max_restarts": 0,
-            "max_task_retries": 0,
-        }
+        task: Any = ray.remote(gpus_here)
+        options = {"num_cpus": 0, "num_gpus": request.gpus, "max_retries": 0}
+        asked = []
         for index in range(request.slots):
             strategy = PlacementGroupSchedulingStrategy(group, index, placement_group_capture_child_tasks=False)
-            name = f"{listing.PREFIX}{request.id}/{index}"
-            held.make_actor(actor_class.options(name=name, **options, scheduling_strategy=strategy).remote)
-        opened = [actor.open.remote(colocate.__version__, key, request, self.cluster) for actor in held.actors]
-        ray.wait(opened, num_returns=len(opened), timeout=_ACTORS_START_WITHIN_S, fetch_local=False)
-        answers = self._answers(group, opened)
-        held.nodes = [answer["node"] for answer in answers]
-        held.processes = [answer["process"] for answer in answers]
-        slots = [self._slot(index, answer) for index, answer in enumerate(answers)]
-        return sorted(slots, key=lambda slot: (natural(slot.node), slot.devices, slot.index))
+            asked.append(task.options(**options, scheduling_strategy=strategy).remote(self.cluster))
+        try:
+            found: list[Gpus] = ray.get(asked, timeout=_ACTORS_START_WITHIN_S)
+        except Exception as error:
+            raise ColocateError(f"Ray doesn't tell the slots' GPUs: {_start_words(str(error))}") from None
+        return found
 
-    def _answers(self, group: PlacementGroup, opened: list[Any]) -> list[Mapping[str, Any]]:
-        """What the actors said of themselves; an error that names the nodes of those that couldn't."""
-        answers, faults = [], []
-        for index, ref in enumerate(opened):
+    def _owner(self, request: Request) -> str:
+        """Whose its holders are: the reservation's alone."""
+        return request.id
+
+    def _answers(self, opened: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+        """What the holders said, by node; an error that names the nodes of those that couldn't."""
+        answers, faults = {}, []
+        for node, ref in opened.items():
             fault: object
             try:
                 fault = answer = ray.get(ref, timeout=0)
                 if isinstance(answer, Mapping):
-                    answers.append(answer)
+                    answers[node] = answer
                     continue
             except GetTimeoutError:
                 fault = f"it isn't there after {_ACTORS_START_WITHIN_S:g} s; Ray's logs on that machine may say why"
             except Exception as error:
                 fault = _start_words(str(error))
-            faults.append(f"on {self._node_of(group, index)}: {fault}")
+            faults.append(f"on {self.nodes.name(node)}: {fault}")
         if faults:
-            text = "\n  ".join(dict.fromkeys(faults))
-            raise ColocateError(f"the Ray actors that hold the slots could not be started:\n  {text}")
+            text = "\n  ".join(faults)
+            raise ColocateError(f"the Ray actors that hold the keepers could not be started:\n  {text}")
         return answers
 
-    def _node_of(self, group: PlacementGroup, index: int) -> str:
-        found = placement_group_table(group).get("bundles_to_node_id", {}).get(index, "")
-        return self.nodes.name(found) if found else "a node"
-
-    def _slot(self, index: int, found: Mapping[str, Any]) -> Slot:
-        return Slot(index, self.nodes.name(found["node"]), found["devices"], found["host"], found["address"])
-
-    def _watch(self, number: int, held: Held) -> None:
-        held.watches = [actor.watch.remote() for actor in held.actors]
-        for index, watch in enumerate(held.watches):
-            watch.future().add_done_callback(partial(self._ended, number, index))
-
-    def _ended(self, number: int, index: int, future: Any) -> None:
-        """An actor is gone. On a thread of Ray's."""
-        held = self._held.get(number)
-        if held is None:  # it was released
-            return
-        self._lost(number, index, _brief(str(future.exception())))
-        threading.Thread(target=self._look_after, args=(held,), name="colocate-ray-loss", daemon=True).start()
+    def _ended(self, holder: Holding, words: str) -> None:
+        """A holder is gone. On a thread of Ray's."""
+        for number, held in list(self._held.items()):
+            lost = [index for index, each in enumerate(held.holders) if each is holder]
+            for index in lost:
+                self._lost(number, index, words)
+            if lost:
+                threading.Thread(target=self._look_after, args=(held,), name="colocate-ray-loss", daemon=True).start()
 
     def _look_after(self, held: Held) -> None:
         """If it went with its node, withdraw the whole: Ray would reserve a slot elsewhere, for nobody."""
@@ -279,12 +295,6 @@ class Placing:
             if held.group is not None and _state(held.group) != "CREATED":
                 remove_placement_group(held.group)
                 return
-
-
-def _brief(text: str) -> str:
-    """Ray's words without the table of ids in them."""
-    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("\t")]
-    return " ".join(lines)
 
 
 def _bundle(request: Request) -> dict[str, float]:
@@ -302,6 +312,7 @@ def _wait_placed(held: Held, patience: float) -> bool:
             raise ColocateError(_WITHDRAWN)
         if time.monotonic() > deadline:
             return False
+    held.placed = dict(sorted(placement_group_table(held.group)["bundles_to_node_id"].items()))
     return True
 
 

@@ -26,6 +26,7 @@ from tests.chaos.steps import HANG_S
 
 import colocate
 from colocate import Pool, Runtime
+from colocate.keeper import forks
 
 RESERVE_S = 5.0
 STARTS_S = 60.0
@@ -118,10 +119,11 @@ class Stage:
         return []
 
     def own(self) -> set[int]:
-        """The processes that a runtime itself consists of."""
+        """The processes that this one and its runtime consist of."""
         executor: Any = None if self.runtime is None else self.runtime._node.services.executor
         envoy = getattr(executor, "_envoy", None)
-        return {os.getpid(), *(() if envoy is None else (envoy._process.pid, envoy._janitor.pid))}
+        found = {os.getpid(), *(() if envoy is None else (envoy._process.pid, envoy._janitor.pid))}
+        return found if (template := forks.own_process()) is None else {*found, template}
 
 
 def play(stage: Stage, played: Program, episodes: int | None) -> None:

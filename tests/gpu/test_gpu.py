@@ -22,8 +22,10 @@ torch = pytest.importorskip("torch")
 
 import colocate  # noqa: E402
 from colocate import Broadcast, ColocatedGroup, Concat, Gather, Role, Runtime, Scatter, gpus, method  # noqa: E402
+from colocate._api.connection import Connection  # noqa: E402
 from colocate.errors import PlacementError, RoleError, WorkerDied  # noqa: E402
 from colocate.executor import Node  # noqa: E402
+from colocate.keeper import forks  # noqa: E402
 from colocate.placement import Ledger  # noqa: E402
 from colocate.testing.executors import Calls, Contexts, Dispatching, Failures, Residents, TensorResidents  # noqa: E402
 from colocate.testing.waiting import wait_until  # noqa: E402
@@ -71,7 +73,8 @@ class GpuRuntime(Runtime):
 
 
 def connect(seed: int = 0, strict: bool = False, threads: bool = False) -> Runtime:
-    return GpuRuntime("local", OneGpuOfThreads() if threads else OneGpu(), seed, strict)
+    executor = OneGpuOfThreads() if threads else OneGpu()
+    return GpuRuntime._of(Connection("local", executor, seed, strict, None))
 
 
 class TestCore(Calls, Dispatching, Contexts, Residents, TensorResidents, Failures):
@@ -239,6 +242,29 @@ class TestDevices:
             first, second = (call.result().cpu() for call in calls)
             assert torch.allclose(first, second)
             assert torch.allclose(makers[1].chain(makers[0].chain(x, 1), 1).cpu(), makers[0].chain(x, 2).cpu())
+
+    def test_forks_of_a_template_that_has_torch(self) -> None:
+        """They use the GPU, one after the other, and two at the same time; the template has never asked for it."""
+        x = torch.eye(64) * 0.5
+        with connect() as runtime:
+            for slots in (1, 1, 2):
+                with runtime.reserve(slots) as pool, pool.spawn({"maker": colocate.role(Maker)}) as group:
+                    made = group.role("maker", Maker).chain(x, 1).cpu()
+                    assert torch.allclose(made, torch.tanh(x @ x).repeat(slots, 1))
+                    pids = [row.pid for row in group._node.workforce.workers]
+                    template = forks.own_process()
+                    assert template is not None
+                    assert {_begin_of_code(pid) for pid in pids} == {_begin_of_code(template)}
+        with open(f"/proc/{template}/maps") as maps:
+            mapped = maps.read()
+        assert "libtorch" in mapped
+        assert "/dev/nvidia" not in mapped
+
+
+def _begin_of_code(pid: int) -> str:
+    """The same in a fork, and another in a process that was started by itself."""
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()[23]
 
 
 class TestChoice:

@@ -10,6 +10,8 @@ import pytest
 import trustme
 from tests.clusters import NONE_IDLE, SPARING, started
 
+from colocate.testing.leaks import Watch
+
 pytest.importorskip("ray", reason="Ray is not installed")
 
 
@@ -64,3 +66,9 @@ def tls(patch: pytest.MonkeyPatch, folder: Path, authority: str = "good", own: s
     patch.setenv("RAY_TLS_CA_CERT", str(folder / f"{authority}-ca.pem"))
     patch.setenv("RAY_TLS_SERVER_CERT", str(folder / f"{own}-cert.pem"))
     patch.setenv("RAY_TLS_SERVER_KEY", str(folder / f"{own}-key.pem"))
+
+
+@pytest.fixture(autouse=True)
+def may_start_what_it_needs_later(_colocate_watch: Watch) -> None:
+    """A runtime that tests share has Ray start the actors that hold its keepers when it needs them, on each machine."""
+    _colocate_watch.shares_engines = True

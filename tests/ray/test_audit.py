@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import colocate
-from colocate import Runtime, WorkerDied
+from colocate import Pool, Runtime, WorkerDied
 from colocate.cli.audit import find_strays
 from colocate.cli.cluster import Cluster
 from colocate.testing.probes.plain import Echo
@@ -77,13 +77,24 @@ def left(cluster: Any) -> Iterator[tuple[str, int]]:
 def test_names(runtime: Runtime) -> None:
     """Placement groups and actors have names that tell whose they are, also in Ray's own tables."""
     with runtime.reserve(2, name="named") as pool:
-        told = {(each.kind, each.id, each.owner) for each in runtime._node.services.executor.running()}
-        owner = f"{runtime._node.services.id}/named"
-        actors = {("Ray actor", f"{owner}/{index}", owner) for index in range(2)}
-        assert told == {("reservation", owner, ""), *actors}
-        pids = {each.pid for each in runtime._node.services.executor.running() if each.kind == "Ray actor"}
-        assert all(pid is not None and "ray::" in _command(pid) for pid in pids)
-        assert len(pool.slots) == 2
+        owner = runtime._node.services.id
+        running = runtime._node.services.executor.running()
+        actors = [each for each in running if each.kind == "Ray actor"]
+        assert {each.id for each in running if each.kind == "reservation"} == {f"{owner}/named"}
+        assert all(each.owner == owner and each.id.startswith(f"{owner}/keepers-") for each in actors)
+        assert {each.node for each in actors} >= {slot.node for slot in pool.slots}
+        assert all(each.pid is not None and "ray::" in _command(each.pid) for each in actors)
+
+
+def _holder_of(runtime: Runtime, pool: Pool) -> int:
+    """The process of the Ray actor on the machine of a pool's first slot."""
+    (pid,) = (
+        each.pid
+        for each in runtime._node.services.executor.running()
+        if each.kind == "Ray actor" and each.node == pool.slots[0].node
+    )
+    assert pid is not None
+    return pid
 
 
 def _command(pid: int) -> str:
@@ -131,13 +142,12 @@ def test_keeper_that_does_not_answer(runtime: Runtime) -> None:
     """An audit ends all the same, and says which workers can't be asked for."""
     with runtime.reserve(1) as pool:
         group = pool.spawn({"echo": colocate.role(Echo)})
-        (actor,) = (each for each in runtime._node.services.executor.running() if each.kind == "Ray actor")
-        assert actor.pid is not None
-        send(actor.pid, signal.SIGSTOP)
+        actor = _holder_of(runtime, pool)
+        send(actor, signal.SIGSTOP)
         try:
             audit = runtime.audit()
         finally:
-            os.kill(actor.pid, signal.SIGCONT)
+            os.kill(actor, signal.SIGCONT)
         assert audit.leaked == ()
         (missing,) = audit.missing
         assert missing.id == group._node.workforce.workers[0].boot.worker
@@ -148,18 +158,15 @@ def test_keeper_that_does_not_answer(runtime: Runtime) -> None:
 
 @pytest.mark.long
 def test_lost_slot(runtime: Runtime) -> None:
-    """A pool that has lost the actor of a slot claims what Ray has no longer."""
-    with runtime.reserve(2) as pool:
+    """A pool that has lost the actor of its keepers claims what Ray has no longer."""
+    with runtime.reserve(1) as pool:
         group = pool.spawn({"echo": colocate.role(Echo)})
-        actor = next(each for each in runtime._node.services.executor.running() if each.kind == "Ray actor")
-        assert actor.pid is not None
-        os.kill(actor.pid, signal.SIGKILL)
+        os.kill(_holder_of(runtime, pool), signal.SIGKILL)
         wait_until(lambda: group._node.failure, "the group fails")
         with pytest.raises(WorkerDied):
             group.role("echo", Echo).noop()
         audit = runtime.audit()
         assert audit.leaked == ()
         assert [(each.kind, each.id) for each in audit.missing] == [("reservation", pool._node.request.id)]
-        bundle = actor.id.rpartition("/")[2]
-        assert f"bundles, {bundle} have lost the Ray actors" in audit.missing[0].what
+        assert "bundles, 0 have lost the Ray actor that holds their keepers" in audit.missing[0].what
     assert not runtime.audit()

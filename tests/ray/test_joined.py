@@ -93,12 +93,12 @@ def test_killed_by_ray(runtime: Runtime, cluster: Any) -> None:
         text = """
         import ray
         ray.init(address=OPTIONS["address"], log_to_driver=False, logging_level="ERROR")
-        actors = ray.util.list_named_actors(all_namespaces=True)
-        (found,) = (each for each in actors if each["name"].endswith("/killed/0"))
-        ray.kill(ray.get_actor(**found))
+        for found in ray.util.list_named_actors(all_namespaces=True):
+            if os.environ["KEEPERS"] in found["name"]:
+                ray.kill(ray.get_actor(**found))
         """
         token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": cluster.options["token_file"]}
-        with script(text, cluster, **token) as stranger:
+        with script(text, cluster, **token, KEEPERS=f"{runtime._node.services.id}/keepers-") as stranger:
             assert stranger.wait(PATIENCE_S) == 0
         family.wait()
         family.close()

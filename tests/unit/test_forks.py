@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,6 +18,7 @@ import pytest
 
 import colocate
 from colocate import Runtime
+from colocate._plugins.needs import imports_of
 from colocate.keeper import forks
 from colocate.testing.forking import exit_code, fork
 from colocate.testing.probes.born import Born
@@ -60,6 +61,56 @@ def test_which_environment_comes_too_late(changed: dict[str, str], late: str | N
     base = {"HOME": "/", "PATH": "/bin"}
     assert forks.differs({**base, **changed}, base) == late
     assert forks.differs(base, {**base, **changed}) == late
+
+
+def _imports_when_called() -> type:
+    class Trains(colocate.Role):
+        """Imports where it needs it."""
+
+        def __init__(self) -> None:
+            from torch.nn import Linear
+
+            self.layer = Linear(2, 2)
+
+    return Trains
+
+
+def _has_it_from_around() -> type:
+    import torch
+
+    def layer() -> torch.nn.Linear:
+        return torch.nn.Linear(2, 2)
+
+    class Trains(colocate.Role):
+        """Has a function of the function around it."""
+
+        @staticmethod
+        def train() -> None:
+            """Train."""
+            layer()
+
+    return Trains
+
+
+def _needs_nothing() -> type:
+    class Counts(colocate.Role):
+        """Counts."""
+
+        def count(self) -> int:
+            """Count."""
+            return 1
+
+    return Counts
+
+
+@pytest.mark.parametrize(
+    ("make", "needs"),
+    [(_imports_when_called, ("torch",)), (_has_it_from_around, ("torch",)), (_needs_nothing, ()), (lambda: Born, ())],
+)
+def test_what_roles_need(make: Callable[[], type], needs: tuple[str, ...]) -> None:
+    """It is foreseen from what a class's functions import and have from around them; a library's isn't looked into."""
+    pytest.importorskip("torch")
+    assert imports_of([make()]) == needs
 
 
 def test_a_template_with_two_threads_refuses() -> None:
@@ -175,7 +226,7 @@ def test_one_that_does_not_answer(runtime: Runtime, monkeypatch: pytest.MonkeyPa
         pool.spawn({"echo": colocate.role(Echo)}).close()
         template = forks._forks.current
         assert template is not None
-        monkeypatch.setattr(forks, "_ANSWERS_WITHIN_S", 0.1)
+        monkeypatch.setattr(forks, "FORKS_WITHIN_S", 0.1)
         os.kill(template.pid, signal.SIGSTOP)
         pool.spawn({"echo": colocate.role(Echo)}).close()
         assert not psutil.pid_exists(template.pid)
@@ -183,17 +234,16 @@ def test_one_that_does_not_answer(runtime: Runtime, monkeypatch: pytest.MonkeyPa
 
 def test_it_ends_when_nobody_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a while; who comes before that finds it."""
-    monkeypatch.setattr(forks, "_IDLE_S", 0.2)
+    monkeypatch.setattr(forks, "TEMPLATE_IDLE_S", 0.2)
     own = forks._Forks()
     own.hold(dict(os.environ))
     template = own.template(dict(os.environ))
     own.let_go()
-    wait_until(lambda: template.ended, "it has ended")
     own.hold(dict(os.environ))
-    other = own.template(dict(os.environ))
-    assert other is not template
-    assert not psutil.pid_exists(template.pid)
-    other.end()
+    assert own.template(dict(os.environ)) is template
+    own.let_go()
+    wait_until(lambda: not psutil.pid_exists(template.pid), "it has ended, and was waited for")
+    assert own.current is None
     own._thread.close()
 
 

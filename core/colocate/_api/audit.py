@@ -151,12 +151,14 @@ def _look(connection: Connection) -> Audit:
 
 
 def _is_known(each: Running, known: set[_Key]) -> bool:
-    key = (each.kind, each.id) if each.kind in ("worker", "reservation") else ("reservation", each.owner)
-    return key in known
+    if each.kind in ("worker", "reservation"):
+        return (each.kind, each.id) in known
+    return ("reservation", each.owner) in known or ("runtime", each.owner) in known
 
 
 def _known(connection: Connection) -> Iterator[_Key]:
     """All that the graph has, whatever it is doing."""
+    yield "runtime", connection.services.id
     for pool in _pools(connection):
         yield "reservation", pool.request.id
         for group in _crews(pool):

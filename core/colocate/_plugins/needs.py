@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from types import FunctionType, ModuleType
@@ -69,15 +70,17 @@ _LONG = ("torch",)  # to import; workers find it imported where a role needs it
 
 
 def imports_of(classes: Iterable[type]) -> tuple[str, ...] | None:
-    """What role classes need that takes long to import (`Boot.imports`), as the modules tell where they are defined."""
+    """What role classes need that takes long to import (`Boot.imports`), as they and their modules tell."""
     if shadowing():
         return None
     present = [name for name in _LONG if name in sys.modules]
     if not present:
         return ()
     seen: set[str] = set()
-    todo = [base.__module__ for cls in classes for base in cls.__mro__]
+    bases = [base for cls in classes for base in cls.__mro__]
+    todo = [base.__module__ for base in bases]
     tops = {name.partition(".")[0] for name in todo}
+    todo += [name for base in bases if base.__module__ in MAINS or not _is_installed(base) for name in _used_in(base)]
     while todo:
         name = todo.pop()
         if name in seen or (is_shipped_with_python(name) and name not in MAINS):
@@ -88,6 +91,26 @@ def imports_of(classes: Iterable[type]) -> tuple[str, ...] | None:
         if module is not None and (name.partition(".")[0] in tops or not file or not is_installed_file(file)):
             todo += _used_by(module)
     return tuple(name for name in present if any(each.partition(".")[0] == name for each in seen))
+
+
+def _is_installed(cls: type) -> bool:
+    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    return cls.__module__ == "builtins" or (file is not None and is_installed_file(file))
+
+
+def _used_in(cls: type) -> Iterator[str]:
+    """The modules that a class's functions import when they are called, or have from the function around them."""
+    todo: list[Any] = list(vars(cls).values())
+    for value in todo:  # which grows
+        function = getattr(value, "__func__", value)
+        if isinstance(function, ModuleType):
+            yield function.__name__
+        elif isinstance(function, FunctionType):
+            yield from function.__code__.co_names
+            for cell in function.__closure__ or ():
+                with contextlib.suppress(ValueError):  # it is empty
+                    if not any(cell.cell_contents is each for each in todo):
+                        todo.append(cell.cell_contents)
 
 
 def _used_by(module: ModuleType) -> Iterator[str]:

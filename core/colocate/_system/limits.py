@@ -73,6 +73,13 @@ UNDISTURBED_S = 0.1
 PEER_CONNECTS_WITHIN_S = 10.0
 """Another worker takes a connection."""
 
+# -- the template
+
+FORKS_WITHIN_S = 30.0
+"""A template answers; it may be importing torch meanwhile."""
+TEMPLATE_IDLE_S = 60.0
+"""Nobody has needed the template for so long: it ends."""
+
 # -- keepers
 
 KEEPER_CONNECTS_WITHIN_S = 10.0

@@ -34,7 +34,8 @@ class PoolConfig:
         host_memory: Memory of each slot, in bytes or as "8GiB", where the executor counts it.
         strategy: As few nodes as possible, or as many.
         timeout: Seconds to wait for slots that could fit but don't now.
-        env: Environment variables, set in the worker before torch or a role is imported. Needs processes.
+        env: Environment variables, set in the worker before torch or a role is imported. With one that is read before
+            that (`LD_*`, `PYTHON*`, `OMP_*`, `CUDA_*` ...) it gets an interpreter of its own. Needs processes.
     """
 
     slots: int

@@ -21,13 +21,12 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 
-from colocate._system.jobs import JobThread, report_exception
-from colocate.worker.template import ARGUMENTS_BYTES, MODE, ROOM, TOLD_BYTES, Idle, Wanted
+from colocate._system.jobs import JobThread, Timer, report_exception
+from colocate._system.limits import FORKS_WITHIN_S, TEMPLATE_IDLE_S
+from colocate.worker.template import ARGUMENTS_BYTES, MODE, ROOM, TOLD_BYTES, Wanted
 
 THREAD = "colocate-template"
 
-_ANSWERS_WITHIN_S = 30.0  # torch may be imported meanwhile
-_IDLE_S = 60.0
 _ROOM_BYTES = 1 << 14
 _LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
 
@@ -143,6 +142,11 @@ def own_thread(name: str) -> bool:
     return name == THREAD
 
 
+def own_process() -> int | None:
+    """The process id of this one's template; None when it has none."""
+    return None if _forks.current is None else _forks.current.pid
+
+
 def own_descriptor(number: int) -> bool:
     """Whether a descriptor leads to the template."""
     return (template := _forks.current) is not None and template.sock.fileno() == number
@@ -187,9 +191,9 @@ class _Template:
                     os.close(folder)
             finally:
                 os.close(theirs)
-            if not select.select([answer], [], [], _ANSWERS_WITHIN_S)[0]:
+            if not select.select([answer], [], [], FORKS_WITHIN_S)[0]:
                 self.end()
-                raise NoFork(f"the template hasn't answered for {_ANSWERS_WITHIN_S:g} s, and was ended")
+                raise NoFork(f"the template hasn't answered for {FORKS_WITHIN_S:g} s, and was ended")
             pid, _, why = os.read(answer, 4096).decode(errors="replace").partition(" ")
         except OSError as error:
             self.end()
@@ -205,11 +209,6 @@ class _Template:
                 worker.wait()
             raise NoFork(f"the template can't: {why}")
         return worker
-
-    def idle(self) -> None:
-        """Nobody needs it any more, for now."""
-        with contextlib.suppress(OSError):  # it has ended
-            self.sock.send(pickle.dumps(Idle(_IDLE_S)), socket.MSG_DONTWAIT)
 
     @property
     def ended(self) -> bool:
@@ -230,12 +229,15 @@ class _Forks:
     def __init__(self) -> None:
         self.current: _Template | None = None
         self._holders = 0
+        self._ends: Timer | None = None
         self._lock = threading.Lock()
         self._thread = JobThread(THREAD, lambda error: report_exception())
 
     def hold(self, base: dict[str, str]) -> None:
         with self._lock:
             self._holders += 1
+            if self._ends is not None:
+                self._ends.cancel()
 
         def warm() -> None:
             with contextlib.suppress(NoFork):  # whoever wants a worker hears of it
@@ -246,8 +248,8 @@ class _Forks:
     def let_go(self) -> None:
         with self._lock:
             self._holders -= 1
-            if not self._holders and self.current is not None:
-                self.current.idle()
+            if not self._holders:
+                self._ends = self._thread.after(TEMPLATE_IDLE_S, self._end)
 
     def template(self, base: dict[str, str]) -> _Template:
         """The template for an environment, which lives."""
@@ -255,8 +257,17 @@ class _Forks:
         self._thread.run(lambda: found.append(self._here(base)))
         return found[0]
 
+    # -- on the thread with which it ends
+
+    def _end(self) -> None:
+        """Unless somebody has begun to need it meanwhile."""
+        with self._lock:
+            needed = self._holders
+        if not needed and self.current is not None:
+            self.current.end()
+            self.current = None
+
     def _here(self, base: dict[str, str]) -> _Template:
-        """On the thread with which it ends."""
         present = self.current
         if present is not None and not present.ended and differs(base, present.base) is None:
             return present

@@ -81,6 +81,7 @@ class Keeper:
         self._started: list[DoorProcess] = []  # the launching thread's: all that may still be there
         self._lock = threading.Lock()
         self._over = False
+        self._closed = threading.Event()
         self.address = ",".join(listener.address for listener in listeners)
         for listener in listeners:
             self.hub.listen(listener, key, self._greet)
@@ -89,18 +90,22 @@ class Keeper:
             forks.hold(self._base)
 
     def close(self) -> None:
-        """End the workers and close everything. Idempotent; from any thread but the hub's."""
+        """End the workers and close everything; all is gone when this returns. From any thread but the hub's."""
         with self._lock:
-            if self._over:
-                return
-            self._over = True
-        self._launcher.run(self._end)
-        self._launcher.close()
-        if self._starts:
-            forks.let_go()
-        self.hub.close()
-        for sock in (*self._lanes.values(), *self._greetings):
-            sock.close()
+            first, self._over = not self._over, True
+        if not first:
+            self._closed.wait()
+            return
+        try:
+            self._launcher.run(self._end)
+            self._launcher.close()
+            if self._starts:
+                forks.let_go()
+            self.hub.close()
+            for sock in (*self._lanes.values(), *self._greetings):
+                sock.close()
+        finally:
+            self._closed.set()
 
     def _end(self) -> None:
         """On the launching thread, so that nothing is started afterwards."""

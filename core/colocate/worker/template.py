@@ -75,13 +75,6 @@ class Wanted:
     cpus: frozenset[int]
 
 
-@attrs.frozen
-class Idle:
-    """Nobody needs it: it ends after so many seconds in which nobody says otherwise."""
-
-    seconds: float
-
-
 def serve() -> None:
     """Fork workers until the starter is gone, and return in each of them, as in one that was started by itself."""
     _, _, starter, sock, *_ = sys.argv
@@ -102,21 +95,16 @@ class _Template:
     def run(self) -> None:
         """Do what is asked for; return in a fork."""
         gc.disable()
-        idle: float | None = None
         while True:
             gc.freeze()  # what is here is never garbage, and a collector that looked at it would write into it
-            ready = select.select([self._sock.fileno(), self._reads], [], [], idle)[0]
-            if not ready:
-                os._exit(0)
+            ready = select.select([self._sock.fileno(), self._reads], [], [])[0]
             if self._reads in ready:
                 _import(os.read(self._reads, select.PIPE_BUF).decode().split())
                 continue
             data, descriptors, _, _ = socket.recv_fds(self._sock, TOLD_BYTES, 4)
             if not data:
                 os._exit(0)
-            asked: Wanted | Idle | None = pickle.loads(data)
-            idle = asked.seconds if isinstance(asked, Idle) else None
-            if isinstance(asked, Wanted) and self._fork(asked, descriptors):
+            if self._fork(pickle.loads(data), descriptors):
                 return
 
     def _fork(self, wanted: Wanted, descriptors: Sequence[int]) -> bool:

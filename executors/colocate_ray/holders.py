@@ -1,0 +1,123 @@
+"""The holders of a driver, or custodian, in its process: Ray actors, one on each machine on which it has slots."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import attrs
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from colocate.errors import ColocateError
+from colocate_ray.holder import Holder, end_process
+from colocate_ray.listing import KEEPERS, PREFIX
+
+_ENDED_WITHIN_S = 10.0
+
+
+@attrs.define(eq=False)
+class Holding:
+    """A holder, as it is known here.
+
+    Attributes:
+        node: The node, by Ray's id.
+        actor: The actor.
+        watch: The call that ends with it.
+        process: Its process id, and when that was made, once it has said so.
+    """
+
+    node: str
+    actor: Any
+    watch: Any
+    process: tuple[int, float] | None = None
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it has ended."""
+        return bool(ray.wait([self.watch], timeout=0)[0])
+
+    def kill(self) -> None:
+        """End its process, which doesn't answer, by a task on its machine; it is gone when this returns."""
+        there = NodeAffinitySchedulingStrategy(self.node, soft=False)
+        task: Any = ray.remote(end_process)
+        try:
+            if self.process is not None:
+                options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": there}
+                ray.get(task.options(**options).remote(*self.process), timeout=_ENDED_WITHIN_S)
+                return
+        except RayError:  # the node is gone, or as stuck as the holder: Ray will do what it can
+            pass
+        ray.kill(self.actor, no_restart=True)
+
+
+class Holders:
+    """All holders of one process. Thread-safe."""
+
+    def __init__(self, lost: Callable[[Holding, str], None]) -> None:
+        """Have none yet.
+
+        Args:
+            lost: Told when one is gone, in Ray's words, on a thread of Ray's.
+        """
+        self._lost = lost
+        self._at: dict[str, Holding] = {}
+        self._over = False
+        self._lock = threading.Lock()
+
+    def at(self, node: str, owner: str) -> Holding:
+        """The one on a node; made, if there is none.
+
+        Args:
+            node: The node, by Ray's id.
+            owner: Whose it is, for its name in Ray's tables.
+
+        Raises:
+            ColocateError: None are made any more.
+        """
+        with self._lock:
+            present = self._at.get(node)
+            if present is not None and not present.is_gone:
+                return present
+            if self._over:
+                raise ColocateError("its driver has let go")
+            self._at[node] = made = _made(node, f"{PREFIX}{owner}{KEEPERS}{secrets.token_hex(4)}")
+        made.watch.future().add_done_callback(partial(self._ended, made))
+        return made
+
+    def stop(self) -> None:
+        """Have no more made, and wait for what Ray is just making."""
+        with self._lock:
+            self._over = True
+
+    def end(self) -> None:
+        """End them all."""
+        self.stop()
+        for holder in self._at.values():
+            ray.kill(holder.actor, no_restart=True)
+
+    def _ended(self, holder: Holding, future: Any) -> None:
+        self._lost(holder, _brief(str(future.exception())))
+
+
+def _made(node: str, name: str) -> Holding:
+    remote: Any = ray.remote  # its stubs lack the groups
+    actor_class = remote(concurrency_groups={"watch": 1, "ends": 8})(Holder)
+    actor = actor_class.options(
+        name=name,
+        num_cpus=0,
+        max_restarts=0,
+        max_task_retries=0,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+    ).remote()
+    return Holding(node, actor, actor.watch.remote())
+
+
+def _brief(text: str) -> str:
+    """Ray's words without the table of ids in them."""
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("\t")]
+    return " ".join(lines)
