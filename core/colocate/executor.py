@@ -311,26 +311,26 @@ class MultiNode:
 
 
 @attrs.frozen
-class Terms:
-    """On what terms a pool was given to the cluster.
+class Lease:
+    """The lease on which a pool was given to the cluster.
 
     Attributes:
         name: What it is called there.
         ttl: Seconds that it lives without a driver.
-        kept: The tokens of the workers that belong to it; others end with the driver that started them.
+        workers: The tokens of the workers that belong to it; others end with the driver that started them.
         record: What a driver needs to take it up; empty but for the lead.
         about: What listings show of it.
     """
 
     name: str
     ttl: float
-    kept: frozenset[bytes] = frozenset()
+    workers: frozenset[bytes] = frozenset()
     record: bytes = attrs.field(default=b"", repr=False)
     about: dict[str, Any] = attrs.field(factory=dict)
 
     @property
     def lead(self) -> bool:
-        """Whether these are the lead's."""
+        """Whether it is the lead's."""
         return bool(self.record)
 
 
@@ -352,12 +352,12 @@ class Adopted:
 class Detachable(abc.ABC):
     """Capability: a pool can outlive its driver, and be commanded by others after it, one at a time.
 
-    What `colocate.keeper` has for it (`Estate`, `ClaimedSlot`) does all of this but for two things, which are the
+    What `colocate.keeper` has for it (`PoolKeepers`, `AdoptedSlot`) does all of this but for two things, which are the
     engine's: a registry of names, and that what a pool holds is freed when its lead keeper ends by itself.
     """
 
     @abc.abstractmethod
-    def publish(self, reservation: Reservation, terms: Terms) -> None:
+    def publish(self, reservation: Reservation, lease: Lease) -> None:
         """Give a reservation that was made `detachable` to the cluster. Nothing has changed when it raises.
 
         Raises:
@@ -399,7 +399,7 @@ class Detachable(abc.ABC):
         """Take up a worker that runs in an adopted reservation; its first message is `hello`, as after `launch`."""
 
     @abc.abstractmethod
-    def keep(self, reservation: Reservation, terms: Terms) -> None:
+    def renew(self, reservation: Reservation, lease: Lease) -> None:
         """The record, or the workers that belong to the pool, have changed."""
 
     @abc.abstractmethod

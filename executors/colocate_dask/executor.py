@@ -30,7 +30,7 @@ from colocate.executor import (
     Running,
 )
 from colocate.gpus import VARIABLE, count_gpus, indices, names
-from colocate.keeper import Estate, Keepers, KeptSlot
+from colocate.keeper import Keepers, KeptSlot, PoolKeepers
 from colocate.placement import Ledger, words
 from colocate_dask import far, reservations
 from colocate_dask.certificates import security_of
@@ -55,7 +55,7 @@ class Lot:
     slots: dict[str, KeptSlot] = attrs.field(factory=dict)
     workers: tuple[str, ...] = ()
     taken: Reservation | None = None
-    estate: Estate | None = None
+    keepers: PoolKeepers | None = None
 
 
 class DaskExecutor(Executor, OwnProcess, MultiNode):
@@ -230,7 +230,7 @@ class DaskExecutor(Executor, OwnProcess, MultiNode):
             places.append(Place(self._node(grant), devices, _device(devices), _reached(grant), slot))
         if key is not None:
             slots = list(held.slots.values())
-            held.estate = Estate(key, slots[0], slots)
+            held.keepers = PoolKeepers(key, slots[0], slots)
         return tuple(places)
 
     def _node(self, grant: Grant) -> str:

@@ -54,14 +54,14 @@ class Plan:
 
 
 @attrs.define(eq=False)
-class _Tenancy:
+class _OnWorker:
     """The keepers of one Dask worker, by reservation, and the reservations that are over."""
 
     keepers: dict[str, Keeper] = attrs.field(factory=dict)
     over: list[str] = attrs.field(factory=list)
 
 
-_tenancies: weakref.WeakKeyDictionary[Any, _Tenancy] = weakref.WeakKeyDictionary()
+_on_workers: weakref.WeakKeyDictionary[Any, _OnWorker] = weakref.WeakKeyDictionary()
 
 
 def describe() -> Facts:
@@ -81,14 +81,14 @@ async def start(plans: Mapping[str, Plan], dask_worker: Any) -> str:
         The keeper's address.
     """
     plan = plans[dask_worker.address]
-    tenancy = _tenancies.setdefault(dask_worker, _Tenancy())
-    for reservation in list(tenancy.keepers):  # the scheduler has freed the slot, so nobody has a right to it
+    here = _on_workers.setdefault(dask_worker, _OnWorker())
+    for reservation in list(here.keepers):  # the scheduler has freed the slot, so nobody has a right to it
         await end(reservation, dask_worker)
-    if plan.reservation in tenancy.over:
+    if plan.reservation in here.over:
         raise RuntimeError(f"reservation {plan.reservation} is over: its driver has gone")
 
     def forget() -> None:
-        tenancy.keepers.pop(plan.reservation, None)
+        here.keepers.pop(plan.reservation, None)
         if plan.detachable:  # with the driver, a detached pool may have no other way to say that it is over
             dask_worker.loop.add_callback(dask_worker.log_event, TOPIC, {"over": plan.reservation})
 
@@ -102,15 +102,15 @@ async def start(plans: Mapping[str, Plan], dask_worker: Any) -> str:
         detachable=plan.detachable,
         on_end=forget,
     )
-    tenancy.keepers[plan.reservation] = keeper
+    here.keepers[plan.reservation] = keeper
     return keeper.address
 
 
 async def end(reservation: str, dask_worker: Any) -> None:
     """End the keeper of a reservation, now or when it should come yet; returns when its worker is gone."""
-    tenancy = _tenancies.setdefault(dask_worker, _Tenancy())
-    tenancy.over = [*tenancy.over, reservation][-_REMEMBERED:]
-    if (keeper := tenancy.keepers.pop(reservation, None)) is not None:
+    here = _on_workers.setdefault(dask_worker, _OnWorker())
+    here.over = [*here.over, reservation][-_REMEMBERED:]
+    if (keeper := here.keepers.pop(reservation, None)) is not None:
         await _on_a_thread(keeper)
 
 

@@ -10,7 +10,17 @@ import attrs
 
 from colocate.errors import ConfigError
 from colocate.executor import Adopted, Boot, Detachable, Host, HostEvents, Place, Reservation
-from colocate.keeper import Claim, ClaimedSlot, Estate, KeptSlot, Terms, Title, claim_lead, listed, title_of
+from colocate.keeper import (
+    AdoptedSlot,
+    Adoption,
+    KeptSlot,
+    Lease,
+    PoolKeepers,
+    Registration,
+    adopt_lead,
+    listed,
+    registration_of,
+)
 from colocate_dask import reservations
 from colocate_dask.executor import ANSWER_S, DaskExecutor, Lot
 
@@ -18,56 +28,58 @@ from colocate_dask.executor import ANSWER_S, DaskExecutor, Lot
 class JoinedDaskExecutor(DaskExecutor, Detachable):
     """A cluster that others use too. The scheduler's plugin has the names; the first slot's keeper is the lead."""
 
-    def publish(self, reservation: Reservation, terms: Terms) -> None:
+    def publish(self, reservation: Reservation, lease: Lease) -> None:
         """Register the name; then have the keepers go on."""
         held: Lot = reservation.handle
-        assert held.estate is not None
+        assert held.keepers is not None
         rows = [
             (worker, slot.address, attrs.evolve(place, handle=None))
             for (worker, slot), place in zip(held.slots.items(), reservation.places, strict=True)
         ]
-        title = held.estate.title(terms, (held.id, rows))
+        registration = held.keepers.registration(lease, (held.id, rows))
         scheduler = self._connection.on_scheduler
-        other = scheduler(reservations.publish, held.id, rows[0][0], title, within_s=ANSWER_S)
+        other = scheduler(reservations.publish, held.id, rows[0][0], registration, within_s=ANSWER_S)
         if other is not None:
             raise ConfigError(
-                f"there is a detached pool {terms.name!r} in this cluster already: {self._words(terms.name)}; names "
-                f"are unique (colocate close {terms.name} ends that one)"
+                f"there is a detached pool {lease.name!r} in this cluster already: {self._words(lease.name)}; names "
+                f"are unique (colocate close {lease.name} ends that one)"
             )
         try:
-            held.estate.detach(terms)
+            held.keepers.detach(lease)
         except BaseException:
-            if held.estate.retain():
+            if held.keepers.retain():
                 scheduler(reservations.withdraw, held.id, self._connection.id, within_s=ANSWER_S)
             raise
 
     def published(self) -> Sequence[Mapping[str, Any]]:
         """Ask the lead of each."""
-        return listed(self._keepers, self._titles().values())
+        return listed(self._keepers, self._registrations().values())
 
     def adopt(self, name: str, who: str, own: bool, fenced: Callable[[str], None]) -> Adopted:
-        """Claim the lead, and by its leave the others."""
-        title = title_of(self._titles(), name)
-        id, rows = title.facts
+        """Adopt the lead, and by its leave the others."""
+        registration = registration_of(self._registrations(), name)
+        id, rows = registration.facts
         held = Lot(id)
-        claim = Claim(who, own, fenced)
-        lead = claim_lead(self._keepers, title, claim, partial(self._kill, held, rows[0][0]))
+        adoption = Adoption(who, own, fenced)
+        lead = adopt_lead(self._keepers, registration, adoption, partial(self._kill, held, rows[0][0]))
         self._held[id] = held
-        claim = attrs.evolve(claim, epoch=lead.epoch)
+        adoption = attrs.evolve(adoption, epoch=lead.epoch)
         places = []
         for worker, address, place in rows:
             slot: KeptSlot = lead
             if address != lead.address:
-                slot = ClaimedSlot(self._keepers, address, title.key, claim, partial(self._kill, held, worker))
+                slot = AdoptedSlot(
+                    self._keepers, address, registration.key, adoption, partial(self._kill, held, worker)
+                )
                 self._keepers.add(slot)
             held.slots[worker] = slot
             places.append(attrs.evolve(place, handle=slot))
-        held.estate = Estate(title.key, lead, list(held.slots.values()))
+        held.keepers = PoolKeepers(registration.key, lead, list(held.slots.values()))
         return Adopted(Reservation(tuple(places), held), lead.epoch, lead.record)
 
     def end(self, name: str) -> None:
         """Have the scheduler free it."""
-        id, _ = title_of(self._titles(), name).facts
+        id, _ = registration_of(self._registrations(), name).facts
         self._connection.on_scheduler(reservations.release, id, within_s=ANSWER_S)
 
     def take(self, place: Place, boot: Boot, events: HostEvents, token: bytes) -> Host:
@@ -75,27 +87,27 @@ class JoinedDaskExecutor(DaskExecutor, Detachable):
         slot: KeptSlot = place.handle
         return slot.take(boot, events, token)
 
-    def keep(self, reservation: Reservation, terms: Terms) -> None:
+    def renew(self, reservation: Reservation, lease: Lease) -> None:
         """Tell the keepers."""
-        if (estate := reservation.handle.estate) is not None:
-            estate.keep(terms)
+        if (keepers := reservation.handle.keepers) is not None:
+            keepers.renew(lease)
 
     def retain(self, reservation: Reservation) -> bool:
         """Ask the lead."""
         held: Lot = reservation.handle
-        return held.estate is not None and held.estate.retain()
+        return held.keepers is not None and held.keepers.retain()
 
     def let_go(self, reservation: Reservation) -> None:
         """Close the connections to its keepers, once they know."""
         held: Lot = reservation.handle
         if self._held.get(held.id) is held:
             del self._held[held.id]
-        if held.estate is not None:
-            held.estate.give_up()
+        if held.keepers is not None:
+            held.keepers.give_up()
 
-    def _titles(self) -> dict[str, Title]:
-        found = self._connection.on_scheduler(reservations.titles, within_s=ANSWER_S)
-        return {title.name: title for title in found}
+    def _registrations(self) -> dict[str, Registration]:
+        found = self._connection.on_scheduler(reservations.registrations, within_s=ANSWER_S)
+        return {registration.name: registration for registration in found}
 
     def _words(self, name: str) -> str:
         seen = next((each for each in self.published() if each["name"] == name), None)

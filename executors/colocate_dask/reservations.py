@@ -15,7 +15,7 @@ from typing import Any
 import attrs
 from distributed.diagnostics.plugin import SchedulerPlugin
 
-from colocate.keeper import Title
+from colocate.keeper import Registration
 from colocate_dask import far, undocumented
 from colocate_dask.far import TOPIC
 from colocate_dask.offers import Facts, Grant, Held, Offer, Refusal, Wanted, choose, grant, table
@@ -61,8 +61,8 @@ class Reservations(SchedulerPlugin):
         self._seen: dict[str, tuple[str, Offer]] = {}  # by worker: its nanny, and what it offered when last looked at
         self._replaced: dict[str, Offer] = {}  # by nanny: what the worker offered that it is replacing
         self._waiting: dict[str, str] = {}  # reservations to be, with their clients
-        self._titles: dict[
-            str, tuple[str, str, Title]
+        self._registrations: dict[
+            str, tuple[str, str, Registration]
         ] = {}  # detached: by name the reservation, its lead, and the rest
 
     async def start(self, scheduler: Any) -> None:
@@ -134,16 +134,16 @@ class Reservations(SchedulerPlugin):
             for holds in by_reservation.values()
         ]
 
-    def publish(self, reservation: str, lead: str, title: Title) -> str | None:
+    def publish(self, reservation: str, lead: str, registration: Registration) -> str | None:
         """Give a reservation to the cluster by a name; who has that name, if somebody else has it.
 
         From now on it isn't freed when its driver's client goes, but when its keepers say that it is over.
         """
-        other = self._titles.get(title.name)
+        other = self._registrations.get(registration.name)
         if other is not None and other[0] != reservation:
             return f"reservation {other[0]}"
         self._forget(reservation)
-        self._titles[title.name] = reservation, lead, title
+        self._registrations[registration.name] = reservation, lead, registration
         for hold in self._holds.values():
             if hold.reservation == reservation:
                 hold.client = ""
@@ -156,12 +156,14 @@ class Reservations(SchedulerPlugin):
             if hold.reservation == reservation:
                 hold.client = client
 
-    def titles(self) -> list[Title]:
+    def registrations(self) -> list[Registration]:
         """What is detached."""
-        return [title for _, _, title in self._titles.values()]
+        return [registration for _, _, registration in self._registrations.values()]
 
     def _forget(self, reservation: str) -> None:
-        self._titles = {name: title for name, title in self._titles.items() if title[0] != reservation}
+        self._registrations = {
+            name: registration for name, registration in self._registrations.items() if registration[0] != reservation
+        }
 
     async def offers(self) -> list[Offer]:
         """Every worker, as it is now."""
@@ -187,7 +189,7 @@ class Reservations(SchedulerPlugin):
             hold.gone.set()
             words = f"Dask worker {worker} has left the cluster: its process ended, or lost its scheduler"
             scheduler.log_event(TOPIC, {"lost": worker, "reservation": hold.reservation, "words": words})
-            if any(lead == worker for _, lead, _ in self._titles.values()):
+            if any(lead == worker for _, lead, _ in self._registrations.values()):
                 self._background(self.release(hold.reservation))  # nobody can have it without its lead
         self._news()
 
@@ -357,9 +359,9 @@ async def held(*, dask_scheduler: Any) -> list[Held]:
     return _table(dask_scheduler).held()
 
 
-def publish(reservation: str, lead: str, title: Title, *, dask_scheduler: Any) -> str | None:
+def publish(reservation: str, lead: str, registration: Registration, *, dask_scheduler: Any) -> str | None:
     """See `Reservations.publish`."""
-    return _table(dask_scheduler).publish(reservation, lead, title)
+    return _table(dask_scheduler).publish(reservation, lead, registration)
 
 
 def withdraw(reservation: str, client: str, *, dask_scheduler: Any) -> None:
@@ -367,9 +369,9 @@ def withdraw(reservation: str, client: str, *, dask_scheduler: Any) -> None:
     _table(dask_scheduler).withdraw(reservation, client)
 
 
-def titles(*, dask_scheduler: Any) -> list[Title]:
-    """See `Reservations.titles`."""
-    return _table(dask_scheduler).titles()
+def registrations(*, dask_scheduler: Any) -> list[Registration]:
+    """See `Reservations.registrations`."""
+    return _table(dask_scheduler).registrations()
 
 
 def _table(scheduler: Any) -> Reservations:

@@ -50,7 +50,7 @@ def gpus_here(cluster: Cluster) -> Gpus:
 
 
 class Holder:
-    """One on each machine for a driver, or for a custodian. Roles don't run in its process but in the workers.
+    """One on each machine for a driver, or for an owner. Roles don't run in its process but in the workers.
 
     They are forks of one template, its child, whatever reservation they belong to.
     """

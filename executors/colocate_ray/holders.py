@@ -1,4 +1,4 @@
-"""The holders of a driver, or custodian, in its process: Ray actors, one on each machine on which it has slots."""
+"""The holders of a driver, or owner, in its process: Ray actors, one on each machine on which it has slots."""
 
 from __future__ import annotations
 

@@ -12,152 +12,164 @@ import attrs
 from colocate import wire
 from colocate.errors import ColocateError, ConfigError, EngineError
 from colocate.executor import Adopted, Boot, Detachable, Host, HostEvents, Place, Request, Reservation, Running
-from colocate.keeper import Claim, ClaimedSlot, Estate, KeptSlot, Terms, Title, claim_lead, listed, title_of
+from colocate.keeper import (
+    AdoptedSlot,
+    Adoption,
+    KeptSlot,
+    Lease,
+    PoolKeepers,
+    Registration,
+    adopt_lead,
+    listed,
+    registration_of,
+)
 from colocate_ray.executor import LISTED_WITHIN_S, RELEASED_WITHIN_S, RayExecutor, place_of
 from colocate_ray.terms import Cluster, Slot
 
 
 @attrs.define(eq=False)
-class _Custody:
-    """A reservation that a custodian holds."""
+class _Owned:
+    """A reservation that an owner holds."""
 
     name: str
     request: str  # the reservation's id
-    estate: Estate
+    keepers: PoolKeepers
 
 
 class JoinedRayExecutor(RayExecutor, Detachable):
-    """A cluster that others use too. Ray's store has the names; a custodian has the lead keeper, and owns the slots."""
+    """A cluster that others use too. Ray's store has the names; an owner has the lead keeper, and owns the slots."""
 
     def __init__(self, cluster: Cluster) -> None:
         """Use `RayExecutor.connect`."""
         super().__init__(cluster)
-        self._custody: dict[int, _Custody] = {}
+        self._owned: dict[int, _Owned] = {}
 
     def reserve(self, request: Request) -> Reservation:
-        """By a custodian, if the pool may be detached."""
+        """By an owner, if the pool may be detached."""
         if not request.detachable:
             return super().reserve(request)
         number, key = next(self._numbers), wire.new_key()
-        name, address = self._envoy.call("open_custodian", request, key)
+        name, address = self._envoy.call("open_owner", request, key)
         lead = self._keepers.slot(address, key=key)
         try:
             if (lost := lead.wait_connected()) is not None:
                 raise EngineError(f"the Ray actor that owns pool {request.owner!r} can't be reached: {lost}")
-            slots: list[Slot] = self._envoy.call("reserve_in_custody", name, key, request)
-            places = tuple(self._in_custody(number, name, slot, self._kept(slot, key, number, name)) for slot in slots)
+            slots: list[Slot] = self._envoy.call("reserve_by_owner", name, key, request)
+            places = tuple(self._by_owner(number, name, slot, self._kept(slot, key, number, name)) for slot in slots)
         except BaseException:  # Ctrl-C too
-            self._envoy.post("release_in_custody", name)
+            self._envoy.post("release_by_owner", name)
             lead.close()
             raise
         kept = [self._slots[place.handle] for place in places]
-        self._custody[number] = _Custody(name, request.id, Estate(key, lead, kept))
+        self._owned[number] = _Owned(name, request.id, PoolKeepers(key, lead, kept))
         return Reservation(places, number)
 
     def release(self, reservation: Reservation) -> None:
-        """Have the custodian give everything back."""
-        custody = self._custody.pop(reservation.handle, None)
-        if custody is None:
+        """Have the owner give everything back."""
+        owned = self._owned.pop(reservation.handle, None)
+        if owned is None:
             super().release(reservation)
             return
         try:
-            self._envoy.call("release_in_custody", custody.name, within_s=RELEASED_WITHIN_S)
-        except EngineError:  # the custodian finds out that its driver has gone
+            self._envoy.call("release_by_owner", owned.name, within_s=RELEASED_WITHIN_S)
+        except EngineError:  # the owner finds out that its driver has gone
             pass
         finally:
-            for slot in (*custody.estate.slots, custody.estate.lead):
+            for slot in (*owned.keepers.slots, owned.keepers.lead):
                 slot.close()
             self._forget(reservation)
 
     def running(self) -> Sequence[Running]:
         """What Ray's tables have for this driver, and the workers as their keepers find them."""
-        held = [custody.request for custody in self._custody.values()]
+        held = [owned.request for owned in self._owned.values()]
         return [*self._keepers.running(), *self._envoy.call("list_running", held, within_s=LISTED_WITHIN_S)]
 
-    def publish(self, reservation: Reservation, terms: Terms) -> None:
+    def publish(self, reservation: Reservation, lease: Lease) -> None:
         """Register the name; then have the keepers go on."""
-        custody = self._custody[reservation.handle]
+        owned = self._owned[reservation.handle]
         rows = [
             (self._slots[place.handle].address, place.handle[1], attrs.evolve(place, handle=None))
             for place in reservation.places
         ]
-        title = custody.estate.title(terms, (custody.name, custody.request, rows))
-        if not self._envoy.call("publish", title):
+        registration = owned.keepers.registration(lease, (owned.name, owned.request, rows))
+        if not self._envoy.call("publish", registration):
             raise ConfigError(
-                f"there is a detached pool {terms.name!r} in this cluster already: {self._words(terms.name)}; names "
-                f"are unique (colocate close {terms.name} ends that one)"
+                f"there is a detached pool {lease.name!r} in this cluster already: {self._words(lease.name)}; names "
+                f"are unique (colocate close {lease.name} ends that one)"
             )
         try:
-            custody.estate.detach(terms)
+            owned.keepers.detach(lease)
         except BaseException:
-            if custody.estate.retain():
-                self._envoy.call("withdraw", custody.name)
+            if owned.keepers.retain():
+                self._envoy.call("withdraw", owned.name)
             raise
 
     def published(self) -> Sequence[Mapping[str, Any]]:
         """Ask the lead of each."""
-        return listed(self._keepers, self._titles().values())
+        return listed(self._keepers, self._registrations().values())
 
     def adopt(self, name: str, who: str, own: bool, fenced: Callable[[str], None]) -> Adopted:
-        """Claim the lead, and by its leave the others."""
-        title = title_of(self._titles(), name)
-        custodian, request, rows = title.facts
-        claim = Claim(who, own, fenced)
-        lead = claim_lead(self._keepers, title, claim)
-        claim = attrs.evolve(claim, epoch=lead.epoch)
+        """Adopt the lead, and by its leave the others."""
+        registration = registration_of(self._registrations(), name)
+        owner, request, rows = registration.facts
+        adoption = Adoption(who, own, fenced)
+        lead = adopt_lead(self._keepers, registration, adoption)
+        adoption = attrs.evolve(adoption, epoch=lead.epoch)
         number = next(self._numbers)
         places = []
         for address, index, place in rows:
             key = number, index
-            kept = ClaimedSlot(self._keepers, address, title.key, claim, partial(self._end_in_custody, key, custodian))
+            kept = AdoptedSlot(
+                self._keepers, address, registration.key, adoption, partial(self._end_by_owner, key, owner)
+            )
             self._keepers.add(kept)
             self._slots[key] = kept
             places.append(attrs.evolve(place, handle=key))
         slots = [self._slots[place.handle] for place in places]
-        self._custody[number] = _Custody(custodian, request, Estate(title.key, lead, slots))
+        self._owned[number] = _Owned(owner, request, PoolKeepers(registration.key, lead, slots))
         return Adopted(Reservation(tuple(places), number), lead.epoch, lead.record)
 
     def end(self, name: str) -> None:
-        """End the custodian; Ray frees what it has held."""
-        custodian, *_ = title_of(self._titles(), name).facts
-        self._envoy.call("end_custodian", custodian, within_s=RELEASED_WITHIN_S)
+        """End the owner; Ray frees what it has held."""
+        owner, *_ = registration_of(self._registrations(), name).facts
+        self._envoy.call("end_owner", owner, within_s=RELEASED_WITHIN_S)
 
     def take(self, place: Place, boot: Boot, events: HostEvents, token: bytes) -> Host:
         """By the slot's keeper."""
         return self._slots[place.handle].take(boot, events, token)
 
-    def keep(self, reservation: Reservation, terms: Terms) -> None:
+    def renew(self, reservation: Reservation, lease: Lease) -> None:
         """Tell the keepers."""
-        if (custody := self._custody.get(reservation.handle)) is not None:
-            custody.estate.keep(terms)
+        if (owned := self._owned.get(reservation.handle)) is not None:
+            owned.keepers.renew(lease)
 
     def retain(self, reservation: Reservation) -> bool:
         """Ask the lead."""
-        custody = self._custody.get(reservation.handle)
-        return custody is not None and custody.estate.retain()
+        owned = self._owned.get(reservation.handle)
+        return owned is not None and owned.keepers.retain()
 
     def let_go(self, reservation: Reservation) -> None:
         """Close the connections to its keepers, once they know."""
-        custody = self._custody.pop(reservation.handle, None)
-        if custody is not None:
-            custody.estate.give_up()
+        owned = self._owned.pop(reservation.handle, None)
+        if owned is not None:
+            owned.keepers.give_up()
             self._forget(reservation)
 
-    def _kept(self, slot: Slot, key: bytes, number: int, custodian: str) -> KeptSlot:
-        ends = partial(self._end_in_custody, (number, slot.index), custodian)
+    def _kept(self, slot: Slot, key: bytes, number: int, owner: str) -> KeptSlot:
+        ends = partial(self._end_by_owner, (number, slot.index), owner)
         return self._keepers.slot(slot.address, on_stuck=ends, key=key)
 
-    def _in_custody(self, number: int, custodian: str, slot: Slot, kept: KeptSlot) -> Place:
+    def _by_owner(self, number: int, owner: str, slot: Slot, kept: KeptSlot) -> Place:
         self._slots[number, slot.index] = kept
         return place_of(slot, (number, slot.index))
 
-    def _end_in_custody(self, key: tuple[int, int], custodian: str) -> None:
+    def _end_by_owner(self, key: tuple[int, int], owner: str) -> None:
         with contextlib.suppress(ColocateError):  # it has gone, or the connection to Ray: so has the slot
-            self._envoy.call("end_slot_in_custody", custodian, key[1], within_s=RELEASED_WITHIN_S)
+            self._envoy.call("end_slot_by_owner", owner, key[1], within_s=RELEASED_WITHIN_S)
 
-    def _titles(self) -> dict[str, Title]:
-        found: list[Title] = self._envoy.call("titles", within_s=LISTED_WITHIN_S)
-        return {title.name: title for title in found}
+    def _registrations(self) -> dict[str, Registration]:
+        found: list[Registration] = self._envoy.call("registrations", within_s=LISTED_WITHIN_S)
+        return {registration.name: registration for registration in found}
 
     def _words(self, name: str) -> str:
         seen = next((each for each in self.published() if each["name"] == name), None)

@@ -13,7 +13,7 @@ from colocate.executor import Running
 from colocate_ray.nodes import Nodes
 
 PREFIX = "colocate/"  # of the names that placement groups and actors have in Ray's listings
-CUSTODIAN = "/custodian-"  # in the names of those actors that own a pool whatever becomes of its driver
+OWNER = "/owner-"  # in the names of those actors that own a pool whatever becomes of its driver
 KEEPERS = "/keepers-"  # in those of the ones that hold keepers
 _ACTOR = "Ray actor"
 _JOB_DIGITS = 8  # with which the id of a placement group ends; Ray's table has no column for its job
@@ -24,11 +24,11 @@ def of_this_job(nodes: Nodes, held: Collection[str] = ()) -> list[Running]:
 
     Args:
         nodes: The nodes.
-        held: Ids of the reservations that it commands and a custodian owns, perhaps one that another job has made.
+        held: Ids of the reservations that it commands and an owner owns, perhaps one that another job has made.
     """
     own: str = ray.get_runtime_context().get_job_id()
     everyone = _actors()
-    owned = _in_custody(everyone)
+    owned = _by_owner(everyone)
 
     def is_own(name: str, job: str) -> bool:
         return name in held if name in owned else job == own
@@ -45,16 +45,16 @@ def of_ended_jobs(nodes: Nodes) -> list[Running]:
     jobs = {job["JobID"]: job for job in _jobs()}
     living = {name for name, job in jobs.items() if not job["IsDead"]}
     everyone = _actors()
-    owned = _in_custody(everyone)
+    owned = _by_owner(everyone)
     groups = [group for group in _groups() if group["job"] not in living]
     actors = [actor for actor in everyone if actor["JobID"] not in living and _reservation_of(actor) not in owned]
     found = [_reservation(each, nodes, jobs.get(each["job"])) for each in groups if _id_of(each) not in owned]
     return found + [_actor(actor, nodes) for actor in actors]
 
 
-def _in_custody(actors: Iterable[Mapping[str, Any]]) -> set[str]:
-    """The ids of the reservations that belong to custodians, not to drivers."""
-    return {_reservation_of(actor) for actor in actors if CUSTODIAN in actor["Name"]}
+def _by_owner(actors: Iterable[Mapping[str, Any]]) -> set[str]:
+    """The ids of the reservations that belong to owners, not to drivers."""
+    return {_reservation_of(actor) for actor in actors if OWNER in actor["Name"]}
 
 
 def _reservation_of(actor: Mapping[str, Any]) -> str:
@@ -80,7 +80,7 @@ def _reservation(group: Mapping[str, Any], nodes: Nodes, job: Mapping[str, Any] 
 
 def _doubted(found: Running, group: Mapping[str, Any], holders: set[tuple[str, str]]) -> Running:
     """A reservation of this driver, with what makes it less than whole."""
-    owners = {found.id, found.id.rpartition("/")[0]}  # a custodian's are the reservation's, a driver's the runtime's
+    owners = {found.id, found.id.rpartition("/")[0]}  # an owner's are the reservation's, a driver's the runtime's
     held = {node for owner, node in holders if owner in owners}
     lost = [str(index) for index, node in group["bundles_to_node_id"].items() if node not in held]
     doubt = ""

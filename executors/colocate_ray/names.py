@@ -1,6 +1,6 @@
 """The names of detached pools in a Ray cluster: a table in Ray's own store. Nobody needs it to free anything.
 
-All that is used of Ray's internal store is here; tests/ray/test_detached.py guards it. An entry whose custodian is gone
+All that is used of Ray's internal store is here; tests/ray/test_detached.py guards it. An entry whose owner is gone
 is stale, and nobody's.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 import ray
 from ray.experimental import internal_kv
 
-from colocate.keeper import Title
+from colocate.keeper import Registration
 
 NAMESPACE = "colocate"
 _PREFIX = b"colocate/detached/"
@@ -24,52 +24,52 @@ _list: Callable[..., list[bytes]] = internal_kv._internal_kv_list
 _delete: Callable[..., int] = internal_kv._internal_kv_del
 
 
-def publish(title: Title) -> bool:
-    """Enter a title; False when another pool has that name. One pool has one name."""
-    key, value = _PREFIX + title.name.encode(), pickle.dumps(title)
-    custodian = title.facts[0]
+def publish(registration: Registration) -> bool:
+    """Enter a registration; False when another pool has that name. One pool has one name."""
+    key, value = _PREFIX + registration.name.encode(), pickle.dumps(registration)
+    owner = registration.facts[0]
     while True:
         if not _put(key, value, overwrite=False):
             break
         there = _read(key)
-        if there is not None and there.facts[0] == custodian:
+        if there is not None and there.facts[0] == owner:
             _put(key, value, overwrite=True)
             break
-        if there is not None and custodian_of(there.facts[0]) is not None:
+        if there is not None and owner_of(there.facts[0]) is not None:
             return False
         _delete(key)
-    for other in _titles():
-        if other.facts[0] == custodian and other.name != title.name:
+    for other in _registrations():
+        if other.facts[0] == owner and other.name != registration.name:
             _delete(_PREFIX + other.name.encode())
     return True
 
 
-def titles() -> list[Title]:
+def registrations() -> list[Registration]:
     """Those of the pools that there are."""
-    return [title for title in _titles() if custodian_of(title.facts[0]) is not None]
+    return [registration for registration in _registrations() if owner_of(registration.facts[0]) is not None]
 
 
-def forget(custodian: str) -> None:
-    """A custodian's pool is over, or isn't detached after all."""
-    for title in _titles():
-        if title.facts[0] == custodian:
-            _delete(_PREFIX + title.name.encode())
+def forget(owner: str) -> None:
+    """An owner's pool is over, or isn't detached after all."""
+    for registration in _registrations():
+        if registration.facts[0] == owner:
+            _delete(_PREFIX + registration.name.encode())
 
 
-def custodian_of(name: str) -> Any:
-    """The custodian of a name; None when it is gone."""
+def owner_of(name: str) -> Any:
+    """The owner of a name; None when it is gone."""
     try:
         return ray.get_actor(name, namespace=NAMESPACE)
     except ValueError:
         return None
 
 
-def _titles() -> Iterator[Title]:
+def _registrations() -> Iterator[Registration]:
     for key in _list(_PREFIX):
-        if (title := _read(key)) is not None:
-            yield title
+        if (registration := _read(key)) is not None:
+            yield registration
 
 
-def _read(key: bytes) -> Title | None:
+def _read(key: bytes) -> Registration | None:
     value = _get(key)
     return None if value is None else pickle.loads(value)

@@ -19,7 +19,7 @@ from colocate_ray.private import PrivateFolder, adopt_orphans, end_children, rea
 from colocate_ray.terms import PING, Cluster, Failure
 
 if TYPE_CHECKING:
-    from colocate_ray.custody import Custody
+    from colocate_ray.owners import OwnedPlacing
 
 _LEAVES_WITHIN_S = 5.0
 _TRIES = "3"  # to join, of a second each, where Ray makes twenty
@@ -35,7 +35,7 @@ class Service:
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._opened = threading.Event()
         self._folder: PrivateFolder | None = None
-        self._placing: Custody | None = None
+        self._placing: OwnedPlacing | None = None
         self._joined = False
 
     def run(self) -> None:
@@ -55,7 +55,7 @@ class Service:
             _keep_no_workers()
         _prepare_environment(cluster.token_file if self._folder is None else str(self._folder.token))
         from colocate_ray import joining
-        from colocate_ray.custody import Custody
+        from colocate_ray.owners import OwnedPlacing
 
         if self._folder is not None:
             joining.start(cluster, self._folder)
@@ -64,7 +64,7 @@ class Service:
             joining.join(cluster)
             self._joined = True
 
-        self._placing = Custody(cluster, lambda *what: self._answers.put((None, *what)))
+        self._placing = OwnedPlacing(cluster, lambda *what: self._answers.put((None, *what)))
         self._opened.set()
         self._answers.put((0, None))
 

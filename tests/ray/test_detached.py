@@ -1,4 +1,4 @@
-"""What only Ray has of detached pools: the custodian that owns them, and the table of names in Ray's own store."""
+"""What only Ray has of detached pools: the owner that owns them, and the table of names in Ray's own store."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import colocate
 from colocate import Pool, Runtime
 from colocate._api.detached import close_detached
 from colocate.errors import ClosedError, ConfigError, EngineError
-from colocate.keeper import Estate, Terms
+from colocate.keeper import Lease, PoolKeepers
 from colocate.testing.probes.counting import Counting
 from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import PATIENCE_S, Processes, wait_until
@@ -45,28 +45,28 @@ def new(runtime: Runtime) -> tuple[Pool, Counting]:
     return pool, pool.spawn({"counting": colocate.role(Counting)}, name="counting").role("counting", Counting)
 
 
-def custodians(cluster: Any) -> list[psutil.Process]:
+def owners(cluster: Any) -> list[psutil.Process]:
     """Their processes in a cluster."""
     found = []
     for each in psutil.Process(cluster.process.pid).children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
-            if each.cmdline()[:1] and each.cmdline()[0].startswith("ray::Custodian"):
+            if each.cmdline()[:1] and each.cmdline()[0].startswith("ray::Owner"):
                 found.append(each)
     return found
 
 
 def detached(runtime: Runtime, cluster: Any, name: str) -> tuple[list[int], psutil.Process]:
-    """Its workers and its custodian."""
+    """Its workers and its owner."""
     pool, view = new(runtime)
     pids: list[int] = view.pid()
     pool.detach(name, ttl=300)
-    (custodian,) = custodians(cluster)
-    return pids, custodian
+    (owner,) = owners(cluster)
+    return pids, owner
 
 
 def test_all_of_the_driver_is_killed(runtime: Runtime, cluster: Any) -> None:
-    """SIGKILL of the driver and its envoy together, before detach: its custodian gives everything back."""
-    assert custodians(cluster) == []
+    """SIGKILL of the driver and its envoy together, before detach: its owner gives everything back."""
+    assert owners(cluster) == []
     driver = script(
         """
         from colocate.testing.probes.counting import Counting
@@ -81,8 +81,8 @@ def test_all_of_the_driver_is_killed(runtime: Runtime, cluster: Any) -> None:
     )
     assert driver.stdout is not None
     pids, envoy = json.loads(driver.stdout.readline())
-    (custodian,) = custodians(cluster)
-    gone = Processes([*pids, custodian.pid])
+    (owner,) = owners(cluster)
+    gone = Processes([*pids, owner.pid])
     os.kill(envoy, signal.SIGKILL)
     driver.kill()
     gone.wait()
@@ -93,32 +93,32 @@ def test_all_of_the_driver_is_killed(runtime: Runtime, cluster: Any) -> None:
 
 
 @pytest.mark.long
-def test_driver_is_killed_before_it_knows_its_custodian(cluster: Any) -> None:
+def test_driver_is_killed_before_it_knows_its_owner(cluster: Any) -> None:
     """The envoy ends what its driver hasn't dialled."""
-    assert custodians(cluster) == []
+    assert owners(cluster) == []
     driver = script(
         """
         from colocate.executor import Request
         runtime = colocate.connect("ray", **OPTIONS)
         envoy = runtime._node.services.executor._envoy
-        print(envoy.call("open_custodian", Request(1, id="a/b"), b"k" * 32)[0], flush=True)
+        print(envoy.call("open_owner", Request(1, id="a/b"), b"k" * 32)[0], flush=True)
         sys.stdin.read()
         """,
         cluster,
     )
     assert driver.stdout is not None
     assert driver.stdout.readline()
-    assert len(custodians(cluster)) == 1
+    assert len(owners(cluster)) == 1
     driver.kill()
-    wait_until(lambda: not custodians(cluster), "the custodian has gone")
+    wait_until(lambda: not owners(cluster), "the owner has gone")
     driver.communicate()
 
 
-def test_custodian_is_killed(runtime: Runtime, cluster: Any, name: str) -> None:
-    """Without its custodian a pool is over: nothing of it is left, and its name is free."""
-    pids, custodian = detached(runtime, cluster, name)
+def test_owner_is_killed(runtime: Runtime, cluster: Any, name: str) -> None:
+    """Without its owner a pool is over: nothing of it is left, and its name is free."""
+    pids, owner = detached(runtime, cluster, name)
     workers = Processes(pids)
-    custodian.kill()
+    owner.kill()
     workers.wait()
     workers.close()
     wait_until(lambda: not runtime.detached(), "it isn't listed any more")
@@ -127,10 +127,10 @@ def test_custodian_is_killed(runtime: Runtime, cluster: Any, name: str) -> None:
 
 
 @pytest.mark.long
-def test_custodian_is_stopped(runtime: Runtime, cluster: Any, name: str) -> None:
-    """A pool whose custodian doesn't answer can be closed by force."""
-    _, custodian = detached(runtime, cluster, name)
-    custodian.suspend()
+def test_owner_is_stopped(runtime: Runtime, cluster: Any, name: str) -> None:
+    """A pool whose owner doesn't answer can be closed by force."""
+    _, owner = detached(runtime, cluster, name)
+    owner.suspend()
     with pytest.raises(EngineError, match=f"colocate close {name} --force"):
         close_detached(runtime._node, name, force=False)
     close_detached(runtime._node, name, force=True)
@@ -139,9 +139,9 @@ def test_custodian_is_stopped(runtime: Runtime, cluster: Any, name: str) -> None
 
 @pytest.mark.long
 def test_name_of_one_that_is_gone(runtime: Runtime, cluster: Any, name: str) -> None:
-    """A name that a dead custodian has left in the table is nobody's."""
-    _, custodian = detached(runtime, cluster, name)
-    custodian.kill()
+    """A name that a dead owner has left in the table is nobody's."""
+    _, owner = detached(runtime, cluster, name)
+    owner.kill()
     wait_until(lambda: not runtime.detached(), "it isn't listed any more")
     again, view = new(runtime)
     view.add()
@@ -157,16 +157,16 @@ def test_attached_while_detached_in_vain(
     runtime: Runtime, cluster: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A detach that fails when another driver has got the pool already leaves it to that one, with its name."""
-    detach = Estate.detach
+    detach = PoolKeepers.detach
     with colocate.connect("ray", **cluster.options) as other:
 
-        def fail(estate: Estate, terms: Terms) -> None:
+        def fail(keepers: PoolKeepers, lease: Lease) -> None:
             monkeypatch.undo()
-            detach(estate, terms)
+            detach(keepers, lease)
             other.attach(name)
             raise EngineError("it was told to")
 
-        monkeypatch.setattr(Estate, "detach", fail)
+        monkeypatch.setattr(PoolKeepers, "detach", fail)
         pool, view = new(runtime)
         with pytest.raises(EngineError, match="it was told to"):
             pool.detach(name, ttl=300)
@@ -181,13 +181,13 @@ def test_attached_while_detached_in_vain(
 @pytest.mark.long
 def test_detached_in_vain(runtime: Runtime, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that fails otherwise leaves it to its driver, and to nobody else."""
-    detach = Estate.detach
+    detach = PoolKeepers.detach
 
-    def fail(estate: Estate, terms: Terms) -> None:
-        detach(estate, terms)
+    def fail(keepers: PoolKeepers, lease: Lease) -> None:
+        detach(keepers, lease)
         raise EngineError("it was told to")
 
-    monkeypatch.setattr(Estate, "detach", fail)
+    monkeypatch.setattr(PoolKeepers, "detach", fail)
     pool, view = new(runtime)
     with pytest.raises(EngineError, match="it was told to"):
         pool.detach(name, ttl=300)
@@ -208,7 +208,7 @@ def test_store(cluster: Any) -> None:
     key = b"colocate/test"
     print([names._put(key, b"1", overwrite=False), names._put(key, b"2", overwrite=False), names._get(key)])
     print([names._put(key, b"3", overwrite=True), names._get(key), names._list(b"colocate/te")])
-    print([names._delete(key), names._get(key), names._list(b"colocate/te"), names.custodian_of("nobody")])
+    print([names._delete(key), names._get(key), names._list(b"colocate/te"), names.owner_of("nobody")])
     """
     env = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": cluster.options["token_file"]}
     run = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(text), cluster.address]

@@ -22,10 +22,10 @@ from colocate._protocol.commands import Detach
 from colocate._protocol.message import Message, read
 from colocate._protocol.messages import Address, Hello, Listen
 from colocate.executor import Boot, Exit, Host
-from colocate.keeper import Claim, Keeper, Keepers, KeptSlot, Terms, Title, claim_lead, listed
+from colocate.keeper import Adoption, Keeper, Keepers, KeptSlot, Lease, Registration, adopt_lead, listed
 from colocate.keeper.forks import NoFork
-from colocate.keeper.hired import DoorProcess
 from colocate.keeper.launcher import Launcher
+from colocate.keeper.started import DoorProcess
 from colocate.testing.waiting import starter_of, wait_until
 
 WAIT_S = 20
@@ -316,18 +316,20 @@ def test_a_worker_that_cannot_be_started(kept: Kept, monkeypatch: pytest.MonkeyP
 
 
 def test_taken_from_oneself(keepers: Keepers, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who has a worker by two claims hears of its end by the one that holds, though the other one ends later."""
+    """Who has adopted a worker twice hears of its end by the one that holds, though the other one ends later."""
     monkeypatch.setattr("colocate.keeper.kept_host.LANE_ENDS_WITHIN_S", WAIT_S)
     kept = Kept(keepers, detachable=True)
     host, heard = kept.launch()
     pid = heard.hello()["pid"]
-    terms = Terms("name", 300.0, frozenset({host.token}), record=b"the record")
-    assert kept.slot.confirm(partial(Detach, terms=terms), within_s=WAIT_S)
+    lease = Lease("name", 300.0, frozenset({host.token}), record=b"the record")
+    assert kept.slot.confirm(partial(Detach, lease=lease), within_s=WAIT_S)
     kept.slot.leave()
     kept.slot.left(WAIT_S)
-    title = Title("name", kept.keeper.address, keepers.key)
+    registration = Registration("name", kept.keeper.address, keepers.key)
     boot, borrowed, owned = Boot("w", "g", 0, "here"), Heard(), Heard()
-    before: Any = claim_lead(keepers, title, Claim("one", False, lambda by: None)).take(boot, borrowed, host.token)
+    before: Any = adopt_lead(keepers, registration, Adoption("one", False, lambda by: None)).take(
+        boot, borrowed, host.token
+    )
     assert borrowed.hello()
     go_on = threading.Event()
 
@@ -335,7 +337,7 @@ def test_taken_from_oneself(keepers: Keepers, monkeypatch: pytest.MonkeyPatch) -
         go_on.wait(WAIT_S)
 
     kept.keeper._launcher.soon(stick)
-    owner = claim_lead(keepers, title, Claim("one", True, lambda by: None))
+    owner = adopt_lead(keepers, registration, Adoption("one", True, lambda by: None))
     wait_until(lambda: before._exit is not None, "the borrow is over but for its last words")
     owner.take(boot, owned, host.token)
     go_on.set()
@@ -377,8 +379,8 @@ def test_what_is_detached_is_listed(keepers: Keepers, monkeypatch: pytest.Monkey
     kept, not_detached = (Kept(keepers, detachable=True) for _ in range(2))
     assert kept.slot.wait_connected() is None
     about = {"slots": 1}
-    terms = Terms("one", 300.0, frozenset(), about=about)
-    assert kept.slot.confirm(partial(Detach, terms=terms), within_s=WAIT_S)
+    lease = Lease("one", 300.0, frozenset(), about=about)
+    assert kept.slot.confirm(partial(Detach, lease=lease), within_s=WAIT_S)
     with closing(wire.listen()) as silent:
         there = {
             "one": kept.keeper.address,
@@ -386,7 +388,7 @@ def test_what_is_detached_is_listed(keepers: Keepers, monkeypatch: pytest.Monkey
             "three": silent.address,
             "four": "unix:@nobody",
         }
-        one, three = listed(keepers, [Title(name, at, keepers.key, about=about) for name, at in there.items()])
+        one, three = listed(keepers, [Registration(name, at, keepers.key, about=about) for name, at in there.items()])
     assert (one["name"], one["answers"], one["epoch"], one["slots"]) == ("one", True, 1, 1)
     assert (three["name"], three["answers"], three["epoch"], three["slots"]) == ("three", False, None, 1)
     assert one.keys() == three.keys()

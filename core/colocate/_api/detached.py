@@ -1,4 +1,4 @@
-"""Detaching and attaching: a pool changes its driver. What a driver does; `keeper/tenure.py` has the other half.
+"""Detaching and attaching: a pool changes its driver. What a driver does; `keeper/leased.py` has the other half.
 
 Whoever detaches a pool is through with it. Whoever attaches it borrows it: the end of that, however it comes, leaves
 the pool as it is; or owns it (`own=True`), and then it ends with its driver as any other. One driver commands a pool at
@@ -22,22 +22,22 @@ from colocate._api.pool_record import GroupRecord
 from colocate._api.slots import Slots
 from colocate._calls.failures import hung_error
 from colocate._calls.stacks import NO_ANSWER
+from colocate._crew.attachment import Attachment
 from colocate._crew.crew import Crew
-from colocate._crew.tenancy import Tenancy
 from colocate._owned.lifecycle import State
 from colocate._owned.owned import raise_together
 from colocate._system.lines import caller
 from colocate._system.numbers import FOREVER_S, duration_problem
 from colocate._system.off_main import off_main
 from colocate.errors import BorrowedError, ColocateError, ConfigError, EngineError
-from colocate.executor import Detachable, Terms
+from colocate.executor import Detachable, Lease
 
 # -- detach
 
 
 def detach(pool: Slots, name: str, ttl: float) -> None:
     """See `Pool.detach`."""
-    _check_terms(name, ttl)
+    _check_lease(name, ttl)
     pool.check()
     pool.connection.require(Detachable, f"detach pool {pool.name!r}")
     executor = cast("Detachable", pool.connection.services.executor)
@@ -45,17 +45,17 @@ def detach(pool: Slots, name: str, ttl: float) -> None:
         raise ConfigError(
             f"pool {pool.name!r} was reserved without detachable=True: runtime.reserve(..., detachable=True)"
         )
-    if pool.tenancy is not None and not pool.tenancy.own:
+    if pool.attachment is not None and not pool.attachment.own:
         raise ConfigError(
-            f"pool {pool.name!r} is borrowed, and stays detached as {pool.tenancy.name!r} when this borrow is closed; "
-            f"runtime.attach({pool.tenancy.name!r}, own=True) takes it, and may detach it again"
+            f"pool {pool.name!r} is borrowed, and stays detached as {pool.attachment.name!r} when this borrow is closed"
+            f"; runtime.attach({pool.attachment.name!r}, own=True) takes it, and may detach it again"
         )
     file, number = caller()
     by = f"detaching pool {pool.name!r} as {name!r} at {file}:{number}; runtime.attach({name!r}) takes it up"
     groups = _close_all(pool, by)
     assert pool.reservation is not None
     try:
-        executor.publish(pool.reservation, _terms(pool, groups, name, ttl))
+        executor.publish(pool.reservation, _lease(pool, groups, name, ttl))
     except BaseException:
         _reopen(pool, groups)
         raise
@@ -65,7 +65,7 @@ def detach(pool: Slots, name: str, ttl: float) -> None:
     raise_together(f"pool {pool.name!r} was detached, and this had gone wrong", failed)
 
 
-def _check_terms(name: str, ttl: Any) -> None:
+def _check_lease(name: str, ttl: Any) -> None:
     if not isinstance(name, str) or not name or any(not (each.isalnum() or each in "-_.") for each in name):
         raise ConfigError(f"a pool can't be detached as {name!r}: use letters, digits, '-', '_' and '.'")
     if duration_problem(ttl, positive=True) is not None or ttl >= FOREVER_S:
@@ -118,23 +118,23 @@ def _reopen(pool: Slots, groups: Sequence[Crew]) -> None:
         group.workforce.look()
 
 
-def _terms(pool: Slots, groups: Sequence[Crew], name: str, ttl: float) -> Terms:
+def _lease(pool: Slots, groups: Sequence[Crew], name: str, ttl: float) -> Lease:
     kept = frozenset(worker.host.token for group in groups for worker in group.workforce.workers)
-    return Terms(
+    return Lease(
         name, float(ttl), kept, pool_record.record_of(pool, groups, float(ttl)), pool_record.about(pool, groups)
     )
 
 
 def _changed(pool: Slots) -> None:
     """Groups of the pool have come, gone or been restarted: those after this driver are to find what there is."""
-    tenancy = pool.tenancy
+    attachment = pool.attachment
     executor = pool.connection.services.executor
-    if tenancy is None or pool.reservation is None or pool.closed_by is not None:
+    if attachment is None or pool.reservation is None or pool.closed_by is not None:
         return
-    with tenancy.lock:
-        groups = [group for group in pool.crews if tenancy.own or group.name in tenancy.kept]
-        tenancy.kept = {group.name for group in groups}
-        cast("Detachable", executor).keep(pool.reservation, _terms(pool, groups, tenancy.name, tenancy.ttl))
+    with attachment.lock:
+        groups = [group for group in pool.crews if attachment.own or group.name in attachment.groups]
+        attachment.groups = {group.name for group in groups}
+        cast("Detachable", executor).renew(pool.reservation, _lease(pool, groups, attachment.name, attachment.ttl))
 
 
 # -- attach
@@ -152,7 +152,7 @@ def attach(connection: Connection, name: str, own: bool) -> Slots:
     except BaseException:
         executor.let_go(adopted.reservation)
         raise
-    pool.tenancy = Tenancy(
+    pool.attachment = Attachment(
         name, own, record.ttl, {group.name for group in record.groups}, changed=lambda: _changed(pool)
     )
     pool.epoch = adopted.epoch
@@ -165,7 +165,7 @@ def attach(connection: Connection, name: str, own: bool) -> Slots:
         for group in taken:
             _greet(group)
     except BaseException as error:
-        pool.tenancy.own = False  # it goes on
+        pool.attachment.own = False  # it goes on
         pool.close_after(error, "its failed attachment", 0.0)
         raise
     return pool

@@ -86,7 +86,7 @@ class ColocatedGroup(Held[Crew], node=Crew):
     def _is_of(self, info: RoleInfo, cls: type) -> bool:
         """Whether a role's class is the one of that name here: that of an attached pool may have come by value."""
         names = [(each.__module__, each.__qualname__) for each in info.cls.__mro__]
-        return self._node.home.tenancy is not None and (cls.__module__, cls.__qualname__) in names
+        return self._node.home.attachment is not None and (cls.__module__, cls.__qualname__) in names
 
     @overload
     def __getitem__(self, key: str) -> Any: ...

@@ -10,9 +10,9 @@ from typing import Any
 import attrs
 
 from colocate._api.connection import Connection
+from colocate._crew.attachment import Attachment
 from colocate._crew.crew import Crew, Home
 from colocate._crew.spawn import Declared
-from colocate._crew.tenancy import Tenancy
 from colocate._owned.owned import raise_together
 from colocate._system.epochs import base_of
 from colocate._system.limits import REPLACED_EVERY_S
@@ -30,7 +30,7 @@ class Slots(Home):
         places: Where its slots lie.
         taken: The crew on each that isn't free; replaced by another mapping when one goes.
         epoch: How many drivers have commanded it.
-        tenancy: How this driver has it, if it was detached once.
+        attachment: How this driver has it, if it was detached once.
         lock: Held while any of these changes.
     """
 
@@ -40,7 +40,7 @@ class Slots(Home):
         self.request = request
         self.reservation: Reservation | None = None
         self.epoch = 1
-        self.tenancy: Tenancy | None = None
+        self.attachment: Attachment | None = None
         self.places: tuple[Place, ...] = ()
         self.taken: dict[int, Crew] = {}
         self.lock = threading.RLock()
@@ -122,9 +122,9 @@ class Slots(Home):
         with self.lock:
             self.check()
             gone = ", ".join(f"{index} on {self.places[index].node}" for index in lost)
-            if self.tenancy is not None:
+            if self.attachment is not None:
                 raise PlacementError(
-                    f"pool {self.name!r} has lost slot {gone}; it was detached as {self.tenancy.name!r}, and such a "
+                    f"pool {self.name!r} has lost slot {gone}; it was detached as {self.attachment.name!r}, and such a "
                     "pool isn't reserved anew"
                 )
             others = {other.name for other in self.taken.values() if other is not crew}
@@ -167,17 +167,17 @@ class Slots(Home):
 
     def goes_on(self, crew: Crew) -> bool:
         """Whether a group lives on when this driver lets go of it."""
-        return self.tenancy is not None and not self.tenancy.own and crew.name in self.tenancy.kept
+        return self.attachment is not None and not self.attachment.own and crew.name in self.attachment.groups
 
     def changed(self) -> None:
         """Its groups aren't the ones that they were; drivers after this one are to know."""
-        if self.tenancy is not None:
-            self.tenancy.changed()
+        if self.attachment is not None:
+            self.attachment.changed()
 
     @property
     def borrowed(self) -> bool:
         """Whether closing it ends this driver's borrow only."""
-        return self.tenancy is not None and not self.tenancy.own
+        return self.attachment is not None and not self.attachment.own
 
     def close_for(self, by: str | None, grace: float, force: bool) -> None:
         """Close it on behalf of `by` (None: of its caller)."""
@@ -205,15 +205,15 @@ class Slots(Home):
 
     def give_up(self, by: str) -> None:
         """Close it at once: who was making it has been interrupted. One that was to be attached goes on."""
-        if self.tenancy is not None:
-            self.tenancy.own = False
+        if self.attachment is not None:
+            self.attachment.own = False
         elif self.reservation is None:
             self.connection.services.executor.withdraw(self.request)
         super().give_up(by)
 
     def _give_back(self, reservation: Reservation) -> None:
         executor: Any = self.connection.services.executor
-        if self.tenancy is None or (self.tenancy.own and executor.retain(reservation)):
+        if self.attachment is None or (self.attachment.own and executor.retain(reservation)):
             executor.release(reservation)
         else:  # it goes on: it is borrowed, or another driver has taken it while it was being closed here
             executor.let_go(reservation)

@@ -11,12 +11,12 @@ from colocate._calls.cancel import Cancellations
 from colocate._calls.order import CallOrder
 from colocate._calls.pending import PendingCall
 from colocate._calls.services import Services
+from colocate._crew.attachment import Attachment
 from colocate._crew.questions import Questions, Tell
 from colocate._crew.restart import Restartable, Restarts
 from colocate._crew.saved import Checkpoint
 from colocate._crew.spawn import Declared, warn_of_rebound
 from colocate._crew.taught import Taught
-from colocate._crew.tenancy import Tenancy
 from colocate._crew.worker import Worker
 from colocate._crew.workforce import Workforce
 from colocate._kept.kept import Kept
@@ -38,7 +38,7 @@ class Home(Owned, abc.ABC):
     """What a crew needs of the pool whose slots it has."""
 
     request: Request
-    tenancy: Tenancy | None
+    attachment: Attachment | None
 
     @abc.abstractmethod
     def others(self) -> Mapping[str, Crew]:

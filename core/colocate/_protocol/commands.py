@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from colocate._protocol.message import Message, message
-from colocate.executor import Terms
+from colocate.executor import Lease
 
 # -- to the keeper
 
@@ -86,22 +86,22 @@ class Detach(Message):
 
     Attributes:
         token: The question's number.
-        terms: On which terms.
+        lease: The one on which it goes on.
     """
 
     token: int
-    terms: Terms
+    lease: Lease
 
 
 @message
-class Keep(Message):
-    """The terms have changed.
+class Renew(Message):
+    """The lease has changed.
 
     Attributes:
-        terms: What they are now.
+        lease: The new one.
     """
 
-    terms: Terms
+    lease: Lease
 
 
 @message

@@ -98,7 +98,7 @@ DIALLED_WITHIN_S = 60.0
 """A driver that reserves a slot dials its keeper at once; one that doesn't has gone meanwhile."""
 LEAD_SLACK_S = 5.0
 """The other keepers of a pool outlive the lead so long, lest somebody be granted a pool that is about to go."""
-CLAIMED_WITHIN_S = 10.0
-"""A keeper answers who claims it."""
+ADOPTED_WITHIN_S = 10.0
+"""A keeper answers who wants it."""
 LEFT_WITHIN_S = 2.0
 """A keeper that goes on without this driver has heard so."""

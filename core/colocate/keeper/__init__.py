@@ -7,9 +7,17 @@ known, it is killed in milliseconds whatever it does, and it dies with the keepe
 """
 
 from colocate._system.parent import die_with
-from colocate.executor import Terms
+from colocate.executor import Lease
 from colocate.keeper import forks
-from colocate.keeper.estate import Claim, ClaimedSlot, Estate, Title, claim_lead, listed, title_of
+from colocate.keeper.adoption import (
+    AdoptedSlot,
+    Adoption,
+    PoolKeepers,
+    Registration,
+    adopt_lead,
+    listed,
+    registration_of,
+)
 from colocate.keeper.keeper import Keeper
 from colocate.keeper.launcher import Launcher
 from colocate.keeper.process import AFTER_LANE_S, ProcessEvents, WorkerProcess
@@ -19,24 +27,24 @@ from colocate.worker.service import first_message
 
 __all__ = [
     "AFTER_LANE_S",
-    "Claim",
-    "ClaimedSlot",
-    "Estate",
+    "AdoptedSlot",
+    "Adoption",
     "Keeper",
     "Keepers",
     "KeptSlot",
     "Launcher",
+    "Lease",
+    "PoolKeepers",
     "ProcessEvents",
-    "Terms",
-    "Title",
+    "Registration",
     "WorkerProcess",
+    "adopt_lead",
     "arguments_of",
     "below_this",
-    "claim_lead",
     "die_with",
     "first_message",
     "forks",
     "left_by",
     "listed",
-    "title_of",
+    "registration_of",
 ]

@@ -2,7 +2,7 @@
 
 The driver dials it and says by a token what the connection is: its commands (`_protocol.commands`), or the lane of a
 worker, which is handed to that worker as it is. When the connection of the commands ends, the driver has let go of the
-keeper or is gone: the workers are killed. One whose pool may be detached (`tenure.py`) has one driver after the other.
+keeper or is gone: the workers are killed. One whose pool may be detached (`leased.py`) has one driver after the other.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from colocate._protocol import commands
 from colocate._protocol.message import Head, Message, read
 from colocate._system.limits import DIALLED_WITHIN_S
 from colocate.errors import ClosedError
-from colocate.executor import Running, Terms
+from colocate.executor import Lease, Running
 from colocate.keeper import forks
 from colocate.keeper.greeting import COMMANDS, NEWCOMER, Greeting
-from colocate.keeper.hired import DoorProcess, Hired
 from colocate.keeper.launcher import Launcher
-from colocate.keeper.tenure import Tenure
+from colocate.keeper.leased import Leased
+from colocate.keeper.started import DoorProcess, StartedWorker
 from colocate.worker import processes
 
 
@@ -70,10 +70,10 @@ class Keeper:
         listeners = wire.listen_widely(host, tls)  # first: it may raise, and there is nothing to be undone yet
         self.hub = wire.Hub("keeper", on_death=self._hub_ended)
         self._launcher = Launcher()
-        self._tenure = Tenure() if detachable else None
+        self._leased = Leased() if detachable else None
         self._driver: _Driver | None = None
         self._dialled = False
-        self._workers: dict[bytes, Hired] = {}
+        self._workers: dict[bytes, StartedWorker] = {}
         self._lanes: dict[bytes, socket.socket] = {}  # those whose worker hasn't been asked for yet
         self._tickets: dict[bytes, bytes] = {}  # of lanes to workers that run: the workers' tokens
         self._departed: dict[bytes, tuple[list[str], tuple[Any, ...]]] = {}  # last words and ends, for newcomers
@@ -129,7 +129,7 @@ class Keeper:
             self._lanes[token] = sock
             if (worker := self._workers.get(self._tickets.get(token, token))) is not None:
                 self._launcher.soon(partial(self._hand_over, worker, token))
-        elif self._over or (token == COMMANDS and self._dialled) or (token == NEWCOMER and self._tenure is None):
+        elif self._over or (token == COMMANDS and self._dialled) or (token == NEWCOMER and self._leased is None):
             sock.close()  # it is another driver's
         else:
             try:
@@ -144,16 +144,16 @@ class Keeper:
         """Somebody has said something."""
         if by is self._driver:
             _COMMANDS[type(message)](self, message)
-        elif self._tenure is not None and isinstance(message, commands.Attach):
-            self._attach(by, self._tenure, message)
-        elif self._tenure is not None and isinstance(message, commands.Look):
-            by.say(commands.Seen(None if self._tenure.terms is None else self._tenure.seen()))
+        elif self._leased is not None and isinstance(message, commands.Attach):
+            self._attach(by, self._leased, message)
+        elif self._leased is not None and isinstance(message, commands.Look):
+            by.say(commands.Seen(None if self._leased.lease is None else self._leased.seen()))
 
     def _told_to_list(self, asked: commands.List) -> None:
         self._launcher.soon(partial(self._list, asked.token))  # there, so that nothing is being started meanwhile
 
     def _start(self, start: commands.Start) -> None:
-        self._workers[start.token] = worker = Hired(self, start.token, start.env, start.name, start.imports)
+        self._workers[start.token] = worker = StartedWorker(self, start.token, start.env, start.name, start.imports)
         if start.token in self._lanes:
             self._launcher.soon(partial(self._hand_over, worker, start.token))
 
@@ -186,10 +186,10 @@ class Keeper:
         if self._driver is not None:
             self._driver.say(message)
 
-    def forget(self, worker: Hired, exit: tuple[Any, ...]) -> None:
+    def forget(self, worker: StartedWorker, exit: tuple[Any, ...]) -> None:
         """A worker has ended."""
         self._workers.pop(worker.token, None)
-        if self._tenure is not None and self._tenure.terms is not None and worker.token in self._tenure.terms.kept:
+        if self._leased is not None and self._leased.lease is not None and worker.token in self._leased.lease.workers:
             self._departed[worker.token] = list(worker.tail), exit
         if (sock := self._lanes.pop(worker.token, None)) is not None:
             sock.close()
@@ -201,64 +201,64 @@ class Keeper:
         if driver is not self._driver:
             return
         self._driver = None
-        tenure = self._tenure
-        if tenure is None or tenure.terms is None or tenure.owned:
+        leased = self._leased
+        if leased is None or leased.lease is None or leased.owned:
             self._let_go()
             return
-        self._cut(tenure.terms)
-        self.hub.later(tenure.vacate(), partial(self._expire, tenure.vacancies))
+        self._cut(leased.lease)
+        self.hub.later(leased.vacate(), partial(self._expire, leased.vacancies))
 
-    def _cut(self, terms: Terms) -> None:
+    def _cut(self, lease: Lease) -> None:
         """End what a driver has here that no longer commands, but for the workers that stay."""
         for sock in list(self._lanes.values()):  # the launching thread takes from them
             sock.close()
         self._lanes.clear()
         self._tickets.clear()
         for token, worker in list(self._workers.items()):
-            if token in terms.kept:
+            if token in lease.workers:
                 self._launcher.soon(worker.cut)
             else:
                 worker.kill()
 
     def _expire(self, vacancies: int) -> None:
-        tenure = self._tenure
-        if self._driver is None and tenure is not None and tenure.vacancies == vacancies:
+        leased = self._leased
+        if self._driver is None and leased is not None and leased.vacancies == vacancies:
             self._let_go()
 
-    def _attach(self, newcomer: _Driver, tenure: Tenure, asked: commands.Attach) -> None:
-        refusal = tenure.refusal(asked.epoch, asked.own)
+    def _attach(self, newcomer: _Driver, leased: Leased, asked: commands.Attach) -> None:
+        refusal = leased.refusal(asked.epoch, asked.own)
         if refusal is not None:
             newcomer.say(commands.Refused(*refusal))
             return
-        assert tenure.terms is not None
+        assert leased.lease is not None
         former, self._driver = self._driver, newcomer
-        tenure.grant(asked.epoch, asked.who, asked.own)
+        leased.grant(asked.epoch, asked.who, asked.own)
         if former is not None:
-            former.say(commands.Fenced(f"{asked.who} (epoch {tenure.epoch})"))
+            former.say(commands.Fenced(f"{asked.who} (epoch {leased.epoch})"))
             former.lane.close("another driver has it now")
-        self._cut(tenure.terms)
-        newcomer.say(commands.Granted(tenure.epoch, tenure.terms.record))
+        self._cut(leased.lease)
+        newcomer.say(commands.Granted(leased.epoch, leased.lease.record))
 
     def _detach(self, command: commands.Detach) -> None:
-        if self._tenure is not None:
-            self._tenure.terms, self._tenure.owned = command.terms, False
+        if self._leased is not None:
+            self._leased.lease, self._leased.owned = command.lease, False
             self.tell(commands.Confirmed(command.token))
 
     def _retain(self, command: commands.Retain) -> None:
-        if self._tenure is not None:
-            self._tenure.terms, self._tenure.owned = None, True
+        if self._leased is not None:
+            self._leased.lease, self._leased.owned = None, True
             if command.token is not None:
                 self.tell(commands.Confirmed(command.token))
 
-    def _keep(self, command: commands.Keep) -> None:
-        if self._tenure is not None and self._tenure.terms is not None:
-            self._tenure.terms = command.terms
+    def _renew(self, command: commands.Renew) -> None:
+        if self._leased is not None and self._leased.lease is not None:
+            self._leased.lease = command.lease
 
     def _give_up(self, command: commands.GiveUp) -> None:
-        driver, tenure = self._driver, self._tenure
+        driver, leased = self._driver, self._leased
         assert driver is not None
-        if tenure is not None and tenure.terms is not None:
-            tenure.owned = False  # one that took it lets it go on
+        if leased is not None and leased.lease is not None:
+            leased.owned = False  # one that took it lets it go on
         self.left(driver)
         driver.lane.close("it has let go")
 
@@ -290,7 +290,7 @@ class Keeper:
         found += [each.running() for each in processes.left_by(os.getpid()) if each.label in ("", self.label)]
         self.tell(commands.Listed(token, [attrs.astuple(each) for each in found]))
 
-    def _hand_over(self, worker: Hired, token: bytes) -> None:
+    def _hand_over(self, worker: StartedWorker, token: bytes) -> None:
         lane = self._lanes.pop(token, None)
         if lane is None:  # it has been killed meanwhile
             return
@@ -314,7 +314,7 @@ class Keeper:
     @property
     def _epoch(self) -> int:
         """That of the driver; 0 when none can follow it."""
-        return self._tenure.epoch if self._tenure is not None else 0
+        return self._leased.epoch if self._leased is not None else 0
 
 
 _COMMANDS: dict[type[Message], Callable[[Keeper, Any], None]] = {
@@ -324,7 +324,7 @@ _COMMANDS: dict[type[Message], Callable[[Keeper, Any], None]] = {
     commands.List: Keeper._told_to_list,
     commands.Adopt: Keeper._adopt,
     commands.Detach: Keeper._detach,
-    commands.Keep: Keeper._keep,
+    commands.Renew: Keeper._renew,
     commands.Retain: Keeper._retain,
     commands.GiveUp: Keeper._give_up,
 }

@@ -13,7 +13,7 @@ import pytest
 import colocate
 from colocate import ColocatedGroup, Pool, Runtime
 from colocate.errors import ClosedError, ConfigError, EngineError, WorkerDied
-from colocate.keeper import Estate, Terms, listed
+from colocate.keeper import Lease, PoolKeepers, listed
 from colocate.testing.probes.counting import Counting
 from colocate.testing.waiting import PATIENCE_S, wait_until
 
@@ -35,15 +35,15 @@ def counting(pool: Pool) -> Counting:
 
 def failing(monkeypatch: pytest.MonkeyPatch, then: Callable[[], object]) -> None:
     """Have the next detach fail when all keepers have agreed to it, after something else."""
-    detach = Estate.detach
+    detach = PoolKeepers.detach
 
-    def fail(estate: Estate, terms: Terms) -> None:
+    def fail(keepers: PoolKeepers, lease: Lease) -> None:
         monkeypatch.undo()
-        detach(estate, terms)
+        detach(keepers, lease)
         then()
         raise EngineError("it was told to")
 
-    monkeypatch.setattr(Estate, "detach", fail)
+    monkeypatch.setattr(PoolKeepers, "detach", fail)
 
 
 def everything_is_free(runtime: Runtime) -> None:
@@ -53,16 +53,16 @@ def everything_is_free(runtime: Runtime) -> None:
 
 def test_detached_in_vain(runtime: Runtime, other: Runtime, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A detach that fails in its last step leaves the pool to its driver, and to nobody else."""
-    titles: list[Any] = []
+    registrations: list[Any] = []
     executor: Any = other._node.services.executor
-    failing(monkeypatch, lambda: titles.append(executor._titles()[name]))
+    failing(monkeypatch, lambda: registrations.append(executor._registrations()[name]))
     pool, view = new(runtime)
     with pytest.raises(EngineError, match="it was told to"):
         pool.detach(name, ttl=300)
     assert view.add() == [1, 1]
     with pytest.raises(ConfigError, match=f"no pool '{name}' is detached"):
         other.attach(name, own=True)
-    assert listed(executor._keepers, [titles[0]]) == []  # also for who knows it from before
+    assert listed(executor._keepers, [registrations[0]]) == []  # also for who knows it from before
     assert view.add() == [2, 2]
     runtime.close()
     everything_is_free(other)

@@ -1,4 +1,4 @@
-"""What the envoy does for pools that may be detached: it has custodians made, and asks them. In the envoy's process."""
+"""What the envoy does for pools that may be detached: it has owners made, and asks them. In the envoy's process."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 import colocate
 from colocate.errors import ColocateError, EngineError
 from colocate.executor import Request, Running
-from colocate.keeper import Title
+from colocate.keeper import Registration
 from colocate_ray import listing, names
-from colocate_ray.custodian import Custodian
+from colocate_ray.owner import Owner
 from colocate_ray.placing import Placing
 from colocate_ray.terms import Cluster, Slot
 
@@ -22,22 +22,22 @@ _OPENS_WITHIN_S = 120.0
 _RELEASES_WITHIN_S = 15.0
 
 
-class Custody(Placing):
-    """All that this driver holds by itself, and by custodians."""
+class OwnedPlacing(Placing):
+    """All that this driver holds by itself, and by owners."""
 
     def __init__(self, cluster: Cluster, lost: Callable[[int, int, str], None]) -> None:
         """As `Placing`."""
         super().__init__(cluster, lost)
-        self._unclaimed: dict[str, Any] = {}  # custodians that the driver hasn't dialled yet, by name
+        self._undialled: dict[str, Any] = {}  # owners that the driver hasn't dialled yet, by name
 
-    def open_custodian(self, request: Request, key: bytes) -> tuple[str, str]:
-        """Have a custodian made.
+    def open_owner(self, request: Request, key: bytes) -> tuple[str, str]:
+        """Have an owner made.
 
         Returns:
             Its name, and the address of the lead keeper.
         """
-        name = f"{listing.PREFIX}{request.id}{listing.CUSTODIAN}{secrets.token_hex(4)}"
-        actor_class: Any = ray.remote(Custodian)
+        name = f"{listing.PREFIX}{request.id}{listing.OWNER}{secrets.token_hex(4)}"
+        actor_class: Any = ray.remote(Owner)
         actor = actor_class.options(
             name=name,
             namespace=names.NAMESPACE,
@@ -47,7 +47,7 @@ class Custody(Placing):
             max_task_retries=0,
             max_concurrency=8,
         ).remote()
-        self._unclaimed[name] = actor
+        self._undialled[name] = actor
         address: Any
         try:
             address = ray.get(actor.open.remote(colocate.__version__, key, name, self.cluster), timeout=_OPENS_WITHIN_S)
@@ -59,25 +59,25 @@ class Custody(Placing):
             raise ColocateError("another version of colocate is installed in the cluster; install the same on all")
         return name, address
 
-    def reserve_in_custody(self, custodian: str, key: bytes, request: Request) -> list[Slot]:
-        """Have a custodian hold slots; see `Placing.reserve`."""
-        self._unclaimed.pop(custodian, None)  # it is its driver's, and ends with it
-        found: list[Slot] = self._ask(custodian, "reserve", key, request, within_s=request.timeout + _OPENS_WITHIN_S)
+    def reserve_by_owner(self, owner: str, key: bytes, request: Request) -> list[Slot]:
+        """Have an owner hold slots; see `Placing.reserve`."""
+        self._undialled.pop(owner, None)  # it is its driver's, and ends with it
+        found: list[Slot] = self._ask(owner, "reserve", key, request, within_s=request.timeout + _OPENS_WITHIN_S)
         return found
 
     def abandon(self) -> None:
-        """As `Placing.abandon`; and end the custodians that don't know the driver yet, and so wouldn't notice."""
+        """As `Placing.abandon`; and end the owners that don't know the driver yet, and so wouldn't notice."""
         super().abandon()
-        for actor in list(self._unclaimed.values()):
+        for actor in list(self._undialled.values()):
             ray.kill(actor, no_restart=True)
 
-    def end_slot_in_custody(self, custodian: str, index: int) -> None:
+    def end_slot_by_owner(self, owner: str, index: int) -> None:
         """See `Placing.end_slot`."""
-        self._ask(custodian, "end_slot", index, within_s=_RELEASES_WITHIN_S)
+        self._ask(owner, "end_slot", index, within_s=_RELEASES_WITHIN_S)
 
-    def release_in_custody(self, custodian: str) -> None:
-        """Have a custodian give everything back, and go."""
-        actor = names.custodian_of(custodian)
+    def release_by_owner(self, owner: str) -> None:
+        """Have an owner give everything back, and go."""
+        actor = names.owner_of(owner)
         if actor is None:
             return
         try:
@@ -89,34 +89,34 @@ class Custody(Placing):
         finally:
             ray.kill(actor, no_restart=True)
 
-    def end_custodian(self, custodian: str) -> None:
+    def end_owner(self, owner: str) -> None:
         """End one that doesn't answer."""
-        if (actor := names.custodian_of(custodian)) is not None:
+        if (actor := names.owner_of(owner)) is not None:
             ray.kill(actor, no_restart=True)
-        names.forget(custodian)
+        names.forget(owner)
 
-    def publish(self, title: Title) -> bool:
+    def publish(self, registration: Registration) -> bool:
         """See `names.publish`."""
-        return names.publish(title)
+        return names.publish(registration)
 
-    def withdraw(self, custodian: str) -> None:
+    def withdraw(self, owner: str) -> None:
         """The pool isn't detached after all."""
-        names.forget(custodian)
+        names.forget(owner)
 
     def _owner(self, request: Request) -> str:
         """The runtime: its holders outlive its reservations."""
         return request.id.rpartition("/")[0]
 
-    def titles(self) -> list[Title]:
-        """See `names.titles`."""
-        return names.titles()
+    def registrations(self) -> list[Registration]:
+        """See `names.registrations`."""
+        return names.registrations()
 
     def list_running(self, held: Sequence[str] = ()) -> list[Running]:
-        """What Ray has for this driver: by itself, and of custodians those of the reservations that it commands."""
+        """What Ray has for this driver: by itself, and of owners those of the reservations that it commands."""
         return listing.of_this_job(self.nodes, held)
 
-    def _ask(self, custodian: str, method: str, *arguments: Any, within_s: float) -> Any:
-        actor = names.custodian_of(custodian)
+    def _ask(self, owner: str, method: str, *arguments: Any, within_s: float) -> Any:
+        actor = names.owner_of(owner)
         if actor is None:
             raise EngineError("the Ray actor that owns the pool is gone")
         try:

@@ -11,14 +11,14 @@ import attrs
 import pytest
 
 from colocate import wire
-from colocate._protocol.commands import Detach, GiveUp, Keep, Retain
+from colocate._protocol.commands import Detach, GiveUp, Renew, Retain
 from colocate._system.limits import LEAD_SLACK_S
 from colocate.errors import BorrowedError, EngineError
-from colocate.keeper import Claim, ClaimedSlot, Keeper, Keepers, KeptSlot, Terms, Title, claim_lead, listed
-from colocate.keeper.tenure import Tenure
+from colocate.keeper import AdoptedSlot, Adoption, Keeper, Keepers, KeptSlot, Lease, Registration, adopt_lead, listed
+from colocate.keeper.leased import Leased
 from colocate.testing.waiting import PATIENCE_S, wait_until
 
-TERMS = Terms("name", 300.0, record=b"the record")
+LEASE = Lease("name", 300.0, record=b"the record")
 
 
 @attrs.define(eq=False)
@@ -32,12 +32,12 @@ class Side:
     ended: threading.Event
 
     @property
-    def title(self) -> Title:
-        return Title("name", self.keeper.address, self.key)
+    def registration(self) -> Registration:
+        return Registration("name", self.keeper.address, self.key)
 
-    def claim(self, who: str, own: bool = False, epoch: int = 0) -> ClaimedSlot:
+    def adoption(self, who: str, own: bool = False, epoch: int = 0) -> AdoptedSlot:
         """Attach, as the driver of that name."""
-        return claim_lead(self.keepers, self.title, Claim(who, own, lambda by: None, epoch))
+        return adopt_lead(self.keepers, self.registration, Adoption(who, own, lambda by: None, epoch))
 
 
 @pytest.fixture
@@ -55,8 +55,8 @@ def side() -> Iterator[Side]:
 def test_not_detached(side: Side) -> None:
     """Until it is detached nobody else gets in, and its end is its driver's."""
     with pytest.raises(EngineError, match="hasn't been detached"):
-        side.claim("second", own=True)
-    assert listed(side.keepers, [side.title]) == []
+        side.adoption("second", own=True)
+    assert listed(side.keepers, [side.registration]) == []
     side.owner.close()
     assert side.ended.wait(PATIENCE_S)
 
@@ -67,48 +67,50 @@ def test_plain_keepers_know_no_newcomers() -> None:
     keeper, keepers = Keeper(key), Keepers("test")
     assert keepers.slot(keeper.address, key=key).wait_connected() is None
     with pytest.raises(EngineError):
-        claim_lead(keepers, Title("name", keeper.address, key), Claim("second", True, lambda by: None))
+        adopt_lead(keepers, Registration("name", keeper.address, key), Adoption("second", True, lambda by: None))
     keepers.close()
     keeper.close()
 
 
 def test_a_stranger_is_turned_away(side: Side) -> None:
     """Who doesn't know the pool's key is nobody, though it knows that of the driver's other keepers."""
-    assert side.owner.confirm(partial(Detach, terms=TERMS), within_s=PATIENCE_S)
+    assert side.owner.confirm(partial(Detach, lease=LEASE), within_s=PATIENCE_S)
     with pytest.raises(EngineError):
-        claim_lead(side.keepers, attrs.evolve(side.title, key=side.keepers.key), Claim("x", True, lambda by: None))
+        adopt_lead(
+            side.keepers, attrs.evolve(side.registration, key=side.keepers.key), Adoption("x", True, lambda by: None)
+        )
 
 
 def test_one_after_the_other(side: Side) -> None:
     """Each gets a higher epoch and the record; who comes while another is there is told of it."""
-    assert side.owner.confirm(partial(Detach, terms=TERMS), within_s=PATIENCE_S)
+    assert side.owner.confirm(partial(Detach, lease=LEASE), within_s=PATIENCE_S)
     side.owner.leave()
     side.owner.left(PATIENCE_S)
-    first = side.claim("first")
+    first = side.adoption("first")
     assert (first.epoch, first.record) == (2, b"the record")
     with pytest.raises(BorrowedError, match="first, since"):
-        side.claim("second")
-    (seen,) = listed(side.keepers, [side.title])
+        side.adoption("second")
+    (seen,) = listed(side.keepers, [side.registration])
     assert (seen["driver"], seen["left_s"], seen["owned"]) == ("first", None, False)
     first.leave()
     first.left(PATIENCE_S)
-    assert side.claim("second").epoch == 3
+    assert side.adoption("second").epoch == 3
     assert not side.ended.is_set()
 
 
 def test_taken_by_force(side: Side) -> None:
     """Who takes it fences the one before, whose commands have no effect any more; it then ends with its new owner."""
-    assert side.owner.confirm(partial(Detach, terms=TERMS), within_s=PATIENCE_S)
+    assert side.owner.confirm(partial(Detach, lease=LEASE), within_s=PATIENCE_S)
     side.owner.leave()
     side.owner.left(PATIENCE_S)
     fenced: list[str] = []
-    first = claim_lead(side.keepers, side.title, Claim("first", False, fenced.append))
-    second = side.claim("second", own=True)
+    first = adopt_lead(side.keepers, side.registration, Adoption("first", False, fenced.append))
+    second = side.adoption("second", own=True)
     wait_until(lambda: fenced, "the first is told")
     assert fenced == ["second (epoch 3)"]
-    first.command(Keep(attrs.evolve(TERMS, name="changed")))
+    first.command(Renew(attrs.evolve(LEASE, name="changed")))
     first.command(GiveUp())
-    (seen,) = listed(side.keepers, [side.title])
+    (seen,) = listed(side.keepers, [side.registration])
     assert (seen["name"], seen["driver"], seen["owned"]) == ("name", "second", True)
     second.close()
     assert side.ended.wait(PATIENCE_S)
@@ -123,22 +125,22 @@ def test_a_keeper_that_is_gone_confirms_nothing(side: Side) -> None:
 
 def test_detached_in_vain(side: Side) -> None:
     """What its driver retains is that driver's alone, as before."""
-    assert side.owner.confirm(partial(Detach, terms=TERMS), within_s=PATIENCE_S)
+    assert side.owner.confirm(partial(Detach, lease=LEASE), within_s=PATIENCE_S)
     assert side.owner.confirm(Retain, within_s=PATIENCE_S)
     with pytest.raises(EngineError, match="hasn't been detached"):
-        side.claim("second", own=True)
-    assert listed(side.keepers, [side.title]) == []
+        side.adoption("second", own=True)
+    assert listed(side.keepers, [side.registration]) == []
     side.owner.close()
     assert side.ended.wait(PATIENCE_S)
 
 
 @pytest.mark.parametrize("interrupted", [True, False])
-def test_a_claim_that_is_given_up(side: Side, monkeypatch: pytest.MonkeyPatch, interrupted: bool) -> None:
+def test_an_adoption_that_is_given_up(side: Side, monkeypatch: pytest.MonkeyPatch, interrupted: bool) -> None:
     """An owner who has gone before hearing of the grant, or is interrupted in waiting, doesn't take it along."""
-    assert side.owner.confirm(partial(Detach, terms=TERMS), within_s=PATIENCE_S)
+    assert side.owner.confirm(partial(Detach, lease=LEASE), within_s=PATIENCE_S)
     side.owner.leave()
     side.owner.left(PATIENCE_S)
-    slot = ClaimedSlot(side.keepers, side.keeper.address, side.key, Claim("second", True, lambda by: None))
+    slot = AdoptedSlot(side.keepers, side.keeper.address, side.key, Adoption("second", True, lambda by: None))
     answered = slot._asked.result
 
     def interrupt(deadline: float) -> list[None]:
@@ -148,46 +150,46 @@ def test_a_claim_that_is_given_up(side: Side, monkeypatch: pytest.MonkeyPatch, i
     if interrupted:
         monkeypatch.setattr(slot._asked, "result", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            slot.claim()
+            slot.adopt()
     else:
         slot.close()
-        slot.claim()
+        slot.adopt()
     assert slot.epoch == 2
     assert slot._gone.wait(PATIENCE_S)
-    assert side.claim("third").epoch == 3
+    assert side.adoption("third").epoch == 3
     assert not side.ended.is_set()
 
 
 def test_lower_epochs_are_refused(side: Side) -> None:
     """A keeper that isn't the lead goes by the lead's word, and only up."""
-    assert side.owner.confirm(partial(Detach, terms=attrs.evolve(TERMS, record=b"")), within_s=PATIENCE_S)
+    assert side.owner.confirm(partial(Detach, lease=attrs.evolve(LEASE, record=b"")), within_s=PATIENCE_S)
     side.owner.leave()
     side.owner.left(PATIENCE_S)
     with pytest.raises(EngineError, match="its lead keeper isn't here"):
-        side.claim("first")
-    assert side.claim("third", epoch=4).epoch == 4
+        side.adoption("first")
+    assert side.adoption("third", epoch=4).epoch == 4
     for late in (1, 3, 4):
         with pytest.raises(EngineError, match=r"third has it \(epoch 4\)"):
-            side.claim("late", own=True, epoch=late)
-    assert side.claim("fourth", epoch=5).epoch == 5
+            side.adoption("late", own=True, epoch=late)
+    assert side.adoption("fourth", epoch=5).epoch == 5
 
 
 def test_the_clock() -> None:
     """It runs while nobody has it, and the lead's time is the shortest."""
-    tenure = Tenure(terms=TERMS)
-    assert tenure.vacate() == TERMS.ttl
-    assert tenure.seen()["left_s"] == pytest.approx(TERMS.ttl, abs=PATIENCE_S)
-    tenure.grant(0, "first", False)
-    assert tenure.seen()["left_s"] is None
-    assert Tenure(terms=attrs.evolve(TERMS, record=b"")).vacate() == TERMS.ttl + LEAD_SLACK_S
+    leased = Leased(lease=LEASE)
+    assert leased.vacate() == LEASE.ttl
+    assert leased.seen()["left_s"] == pytest.approx(LEASE.ttl, abs=PATIENCE_S)
+    leased.grant(0, "first", False)
+    assert leased.seen()["left_s"] is None
+    assert Leased(lease=attrs.evolve(LEASE, record=b"")).vacate() == LEASE.ttl + LEAD_SLACK_S
 
 
 def test_time_is_over(side: Side) -> None:
     """It ends by itself, and not by a clock of an earlier vacancy."""
-    assert side.owner.confirm(partial(Detach, terms=attrs.evolve(TERMS, ttl=0.2)), within_s=PATIENCE_S)
+    assert side.owner.confirm(partial(Detach, lease=attrs.evolve(LEASE, ttl=0.2)), within_s=PATIENCE_S)
     side.owner.leave()
     side.owner.left(PATIENCE_S)
-    first = side.claim("first")
+    first = side.adoption("first")
     assert not side.ended.wait(0.5)
     first.leave()
     first.left(PATIENCE_S)

@@ -26,7 +26,7 @@ class Teller(Protocol):
     def tell(self, message: Message) -> None:
         """Tell the driver something."""
 
-    def forget(self, worker: Hired, exit: tuple[Any, ...]) -> None:
+    def forget(self, worker: StartedWorker, exit: tuple[Any, ...]) -> None:
         """A worker has ended."""
 
 
@@ -48,7 +48,7 @@ class _NoProcess(WorkerProcess):
 NO_PROCESS = _NoProcess()
 
 
-class Hired:
+class StartedWorker:
     """One worker of a keeper, from the driver's command to its end."""
 
     def __init__(
@@ -111,7 +111,7 @@ class DoorProcess:
     def __init__(
         self, hub: wire.Hub, env: Mapping[str, str], base: Mapping[str, str], label: str, imports: Sequence[str] | None
     ) -> None:
-        self._worker: Hired | None = None
+        self._worker: StartedWorker | None = None
         self._ended: tuple[int | None, str | None, str | None] | None = None
         self._said: list[str] = []
         self._lock = threading.Lock()
@@ -135,7 +135,7 @@ class DoorProcess:
         """Whether it can still be given a lane."""
         return self._ended is None
 
-    def give(self, worker: Hired, lane: socket.socket, epoch: int, tls: wire.Tls | None) -> None:
+    def give(self, worker: StartedWorker, lane: socket.socket, epoch: int, tls: wire.Tls | None) -> None:
         """Make it a worker. It may be given another lane later, if it is told an epoch."""
         self.pass_on(lane, epoch, tls)
         if not epoch:

@@ -11,12 +11,12 @@ from typing import Any
 import attrs
 
 from colocate import wire
-from colocate._protocol.commands import Attach, Detach, Fenced, GiveUp, Granted, Keep, Look, Refused, Retain, Seen
+from colocate._protocol.commands import Attach, Detach, Fenced, GiveUp, Granted, Look, Refused, Renew, Retain, Seen
 from colocate._protocol.message import Head, Message, read
 from colocate._protocol.requests import Requests
-from colocate._system.limits import CLAIMED_WITHIN_S, LEFT_WITHIN_S
+from colocate._system.limits import ADOPTED_WITHIN_S, LEFT_WITHIN_S
 from colocate.errors import BorrowedError, ClosedError, ColocateError, ConfigError, EngineError
-from colocate.executor import Terms
+from colocate.executor import Lease
 from colocate.keeper.greeting import NEWCOMER
 from colocate.keeper.slots import Keepers, KeptSlot
 
@@ -24,7 +24,7 @@ _AT_ONCE = 16
 
 
 @attrs.frozen
-class Title:
+class Registration:
     """What a registry of the engine has of a detached pool: enough to find it and to prove that one may.
 
     Attributes:
@@ -48,21 +48,21 @@ class Title:
         return {"name": self.name, "answers": False, **unknown, "since": self.since, **self.about}
 
 
-def title_of(titles: Mapping[str, Title], name: str) -> Title:
-    """The title of a pool.
+def registration_of(registrations: Mapping[str, Registration], name: str) -> Registration:
+    """The registration of a pool.
 
     Raises:
         ConfigError: There is none of that name.
     """
-    found = titles.get(name)
+    found = registrations.get(name)
     if found is None:
-        known = ", ".join(map(repr, sorted(titles))) or "none"
+        known = ", ".join(map(repr, sorted(registrations))) or "none"
         raise ConfigError(f"no pool {name!r} is detached in this cluster; there are: {known}")
     return found
 
 
 @attrs.frozen
-class Claim:
+class Adoption:
     """What a newcomer says.
 
     Attributes:
@@ -78,36 +78,41 @@ class Claim:
     epoch: int = 0
 
 
-class ClaimedSlot(KeptSlot):
+class AdoptedSlot(KeptSlot):
     """A slot whose keeper another driver has started."""
 
     def __init__(
-        self, keepers: Keepers, address: str, key: bytes, claim: Claim, on_stuck: Callable[[], None] = lambda: None
+        self,
+        keepers: Keepers,
+        address: str,
+        key: bytes,
+        adoption: Adoption,
+        on_stuck: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(keepers, address, on_stuck, key)
         self.record = b""
         self.epoch = 0
-        self._claim = claim
+        self._adoption = adoption
         self._refusal: Refused | None = None
         self._answers: Requests[None, None] = Requests()
         self._asked = self._answers.open([None])
 
     def connect(self) -> None:
-        """Claim it, after the lead has been granted."""
+        """Adopt it, after the lead has been granted."""
         try:
             if not self._closed:
                 self._dial()
         except (OSError, ColocateError) as error:
             if self._refusal is not None:  # a later driver was here first: the lead's word of it is on its way
                 self._closed = True
-                self._claim.fenced(self._refusal.words)
+                self._adoption.fenced(self._refusal.words)
             self._lost = f"its keeper can't be had: {error}"
             self.keepers.hub.later(0.0, partial(self._over, self._lost))
         finally:
             self._connected.set()
 
-    def claim(self) -> None:
-        """Claim it as the lead.
+    def adopt(self) -> None:
+        """Adopt it as the lead.
 
         Raises:
             BorrowedError: Another driver has it.
@@ -121,18 +126,18 @@ class ClaimedSlot(KeptSlot):
             self._connected.set()
 
     def _dial(self) -> None:
-        """Claim it.
+        """Adopt it.
 
         Raises:
             BorrowedError: Another driver has it.
             ClosedError: A later driver has it, or it isn't detached any more.
             EngineError: No answer.
         """
-        keepers, claim = self.keepers, self._claim
+        keepers, adoption = self.keepers, self._adoption
         lane = self._commands = keepers.dial(self.address, NEWCOMER, self._received, self._disconnected, self.key)
-        lane.send(Attach(claim.epoch, claim.who, claim.own).head())
+        lane.send(Attach(adoption.epoch, adoption.who, adoption.own).head())
         try:
-            self._asked.result(time.monotonic() + CLAIMED_WITHIN_S)
+            self._asked.result(time.monotonic() + ADOPTED_WITHIN_S)
         except TimeoutError:
             _let_it_go_on(lane)
             raise EngineError(f"the keeper at {self.address} doesn't answer") from None
@@ -153,7 +158,7 @@ class ClaimedSlot(KeptSlot):
                 self._answers.refused(self._asked.token, error)
             case Fenced():
                 self._closed = self.fenced = True
-                self._claim.fenced(message.who)
+                self._adoption.fenced(message.who)
             case _:
                 super()._told(message)
 
@@ -163,12 +168,12 @@ class ClaimedSlot(KeptSlot):
 
 
 def _let_it_go_on(lane: wire.SocketLane) -> None:
-    """Nothing comes of a claim, which may be granted all the same: as an owner's, its end would be the pool's."""
+    """Nothing comes of an adoption, which may be granted all the same: as an owner's, its end would be the pool's."""
     lane.send(GiveUp().head())
     lane.close()
 
 
-class Estate:
+class PoolKeepers:
     """The keepers of one pool that may be detached.
 
     Attributes:
@@ -183,11 +188,11 @@ class Estate:
         self.lead = lead
         self.slots = slots
 
-    def title(self, terms: Terms, facts: Any) -> Title:
+    def registration(self, lease: Lease, facts: Any) -> Registration:
         """What the engine's registry is to know."""
-        return Title(terms.name, self.lead.address, self.key, facts, terms.about)
+        return Registration(lease.name, self.lead.address, self.key, facts, lease.about)
 
-    def detach(self, terms: Terms) -> None:
+    def detach(self, lease: Lease) -> None:
         """Have every keeper go on without this driver, when that lets go.
 
         Raises:
@@ -195,22 +200,22 @@ class Estate:
         """
         # The lead last: until it agrees nobody can attach, and what goes wrong before ends with the driver.
         for slot in [*(slot for slot in self.slots if slot is not self.lead), self.lead]:
-            its = terms if slot is self.lead else attrs.evolve(terms, record=b"", about={})
+            its = lease if slot is self.lead else attrs.evolve(lease, record=b"", about={})
             lost = slot.wait_connected()
-            if lost is not None or not slot.confirm(partial(Detach, terms=its), within_s=CLAIMED_WITHIN_S):
+            if lost is not None or not slot.confirm(partial(Detach, lease=its), within_s=ADOPTED_WITHIN_S):
                 raise EngineError(f"the keeper at {slot.address} doesn't confirm that the pool is detached")
 
-    def keep(self, terms: Terms) -> None:
+    def renew(self, lease: Lease) -> None:
         """The record has changed."""
         for slot in self._all():
-            slot.command(Keep(terms if slot is self.lead else attrs.evolve(terms, record=b"", about={})))
+            slot.command(Renew(lease if slot is self.lead else attrs.evolve(lease, record=b"", about={})))
 
     def retain(self) -> bool:
         """Have it to oneself, until it is detached again; False when another driver has it.
 
         The lead's word is enough: nobody gets at the others without.
         """
-        if self.lead.wait_connected() is None and not self.lead.confirm(Retain, within_s=CLAIMED_WITHIN_S):
+        if self.lead.wait_connected() is None and not self.lead.confirm(Retain, within_s=ADOPTED_WITHIN_S):
             return not self.lead.fenced  # a lead that is gone, or stuck, has granted it to nobody
         for slot in self._all():
             slot.command(Retain(None))
@@ -228,15 +233,15 @@ class Estate:
         return [*(slot for slot in self.slots if slot is not self.lead), self.lead]
 
 
-def listed(keepers: Keepers, titles: Collection[Title]) -> list[Mapping[str, Any]]:
+def listed(keepers: Keepers, registrations: Collection[Registration]) -> list[Mapping[str, Any]]:
     """What the leads of detached pools say of them, all asked at once, without those that are gone by now."""
-    if not titles:
+    if not registrations:
         return []
-    with ThreadPoolExecutor(min(len(titles), _AT_ONCE), "colocate-listing") as pool:
-        return [each for each in pool.map(partial(_look, keepers), titles) if each is not None]
+    with ThreadPoolExecutor(min(len(registrations), _AT_ONCE), "colocate-listing") as pool:
+        return [each for each in pool.map(partial(_look, keepers), registrations) if each is not None]
 
 
-def _look(keepers: Keepers, title: Title) -> Mapping[str, Any] | None:
+def _look(keepers: Keepers, registration: Registration) -> Mapping[str, Any] | None:
     looks: Requests[None, Mapping[str, Any] | None] = Requests()
     asked = looks.open([None])
 
@@ -249,16 +254,16 @@ def _look(keepers: Keepers, title: Title) -> Mapping[str, Any] | None:
         looks.fail_all(EngineError(reason))
 
     try:
-        lane = keepers.dial(title.lead, NEWCOMER, told, closed, title.key)
+        lane = keepers.dial(registration.lead, NEWCOMER, told, closed, registration.key)
     except TimeoutError:  # a machine that is overloaded, or cut off; a process that is stopped
-        return title.unseen()
+        return registration.unseen()
     except (OSError, ClosedError):
         return None
     lane.send(Look().head())
     try:
-        (facts,) = asked.result(time.monotonic() + CLAIMED_WITHIN_S)
+        (facts,) = asked.result(time.monotonic() + ADOPTED_WITHIN_S)
     except TimeoutError:
-        return title.unseen()
+        return registration.unseen()
     except EngineError:  # it has ended
         return None
     finally:
@@ -266,29 +271,29 @@ def _look(keepers: Keepers, title: Title) -> Mapping[str, Any] | None:
     return facts
 
 
-def claim_lead(
-    keepers: Keepers, title: Title, claim: Claim, on_stuck: Callable[[], None] = lambda: None
-) -> ClaimedSlot:
-    """Claim a pool: its lead decides.
+def adopt_lead(
+    keepers: Keepers, registration: Registration, adoption: Adoption, on_stuck: Callable[[], None] = lambda: None
+) -> AdoptedSlot:
+    """Adopt a pool: its lead decides.
 
     Raises:
         BorrowedError: Another driver has it.
         EngineError: It is gone.
     """
-    lead = ClaimedSlot(keepers, title.lead, title.key, claim, on_stuck)
+    lead = AdoptedSlot(keepers, registration.lead, registration.key, adoption, on_stuck)
     keepers.track(lead)
     try:
-        lead.claim()
+        lead.adopt()
     except BorrowedError as error:
         lead.close()
         raise BorrowedError(
-            f"pool {title.name!r} is attached by {error.message}. Wait for that to end, or take it: "
-            f"runtime.attach({title.name!r}, own=True)",
+            f"pool {registration.name!r} is attached by {error.message}. Wait for that to end, or take it: "
+            f"runtime.attach({registration.name!r}, own=True)",
             borrowers=error.borrowers,
         ) from None
     except (ClosedError, EngineError) as error:
         lead.close()
-        raise EngineError(f"pool {title.name!r} can't be attached: {error.message}") from error
+        raise EngineError(f"pool {registration.name!r} can't be attached: {error.message}") from error
     except BaseException:
         lead.close()
         raise

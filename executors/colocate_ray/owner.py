@@ -1,8 +1,8 @@
 """Who owns a pool that may be detached: a Ray actor of its own, which outlives drivers. Nothing else does that in Ray.
 
-A placement group and the actors in it belong to the process that made them, and go with it. So the custodian makes them
+A placement group and the actors in it belong to the process that made them, and go with it. So the owner makes them
 for its one pool. It holds the pool's lead keeper, which has no workers: the driver's connection to that one is what
-ties the pool to the driver until it is detached. When that keeper ends, the custodian gives everything back, and goes.
+ties the pool to the driver until it is detached. When that keeper ends, the owner gives everything back, and goes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _DIALLED_WITHIN_S = 10.0
 _NUMBER = 1  # of its one reservation
 
 
-class Custodian:
+class Owner:
     """One per pool."""
 
     def __init__(self) -> None:

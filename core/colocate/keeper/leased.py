@@ -13,17 +13,17 @@ from typing import Any
 import attrs
 
 from colocate._system.limits import LEAD_SLACK_S
-from colocate.executor import Terms
+from colocate.executor import Lease
 
 
 @attrs.define(eq=False)
-class Tenure:
+class Leased:
     """The state of one keeper.
 
     Attributes:
         epoch: That of the driver that commands it, or did last.
         owned: Whether the end of that driver is the end of all.
-        terms: Those of the last detach; None before the first.
+        lease: That of the last detach; None before the first.
         who: Who commands it, in words; empty when nobody does.
         since: Since when, in seconds of time.time().
         vacancies: How often it has been without a driver.
@@ -32,7 +32,7 @@ class Tenure:
 
     epoch: int = 1
     owned: bool = True
-    terms: Terms | None = None
+    lease: Lease | None = None
     who: str = ""
     since: float = attrs.field(factory=time.time)
     vacancies: int = 0
@@ -45,13 +45,13 @@ class Tenure:
             epoch: What the lead has granted; 0 when this is the lead, and asked to grant one.
             own: Whether it takes the pool from whoever has it.
         """
-        if self.terms is None:
+        if self.lease is None:
             return "closed", "it hasn't been detached"
         if epoch:
             return (
                 None if epoch > self.epoch else ("late", f"{self.who or 'another driver'} has it (epoch {self.epoch})")
             )
-        if not self.terms.lead:
+        if not self.lease.lead:
             return "closed", "its lead keeper isn't here"
         if self.who and not own:
             return "borrowed", f"{self.who}, since {time.strftime('%F %T', time.localtime(self.since))}"
@@ -64,24 +64,24 @@ class Tenure:
 
     def vacate(self) -> float:
         """Nobody has it from now on; how long it lives like that."""
-        assert self.terms is not None
-        left = self.terms.ttl if self.terms.lead else self.terms.ttl + LEAD_SLACK_S
+        assert self.lease is not None
+        left = self.lease.ttl if self.lease.lead else self.lease.ttl + LEAD_SLACK_S
         self.vacancies += 1
         self.who, self.since, self.ends = "", time.time(), time.monotonic() + left
         return left
 
     def seen(self) -> dict[str, Any]:
         """What listings show."""
-        assert self.terms is not None
+        assert self.lease is not None
         left = None if self.ends is None else max(0.0, self.ends - time.monotonic())
         return {
-            "name": self.terms.name,
+            "name": self.lease.name,
             "answers": True,
             "epoch": self.epoch,
             "driver": self.who or None,
             "owned": self.owned,
-            "ttl_s": self.terms.ttl,
+            "ttl_s": self.lease.ttl,
             "left_s": left,
             "since": self.since,
-            **self.terms.about,
+            **self.lease.about,
         }

@@ -1,4 +1,4 @@
-"""`Tenancy`: how a driver has a pool that was detached once."""
+"""`Attachment`: how a driver has a pool that was detached once."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import attrs
 
 
 @attrs.define(eq=False)
-class Tenancy:
+class Attachment:
     """How this driver has a pool that was detached once.
 
     Attributes:
         name: What it is called in the cluster.
         own: Whether it ends with this driver.
         ttl: Seconds that it lives without any.
-        kept: The groups that belong to it, by name; others end with this driver.
+        groups: The groups that belong to it, by name; others end with this driver.
         changed: Tells those after this driver which groups there are.
     """
 
     name: str
     own: bool
     ttl: float
-    kept: set[str]
+    groups: set[str]
     changed: Callable[[], None]
     lock: threading.Lock = attrs.field(factory=threading.Lock)  # what its keepers are told is told in order
