@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import attrs
 
+from colocate._system.deadline import Deadline
 from colocate.errors import PlacementError, PlacementTimeout
 from colocate.executor import Node, Place, Request, Reservation, Running
 
@@ -75,7 +76,7 @@ class Ledger:
         """
         if not can_ever_fit(self._nodes, request):
             raise PlacementError(words(request, "can never fit"), nodes=self._table(request))
-        deadline = time.monotonic() + request.timeout
+        deadline = Deadline(request.timeout)
         with self._news:
             while True:
                 chosen = _assign(self._accounts, request)
@@ -85,10 +86,9 @@ class Ledger:
                     held = Reservation(tuple(sorted(places, key=lambda p: (order[p.node], p.devices))), request)
                     self._held[id(held)] = held, time.time()
                     return held
-                left = deadline - time.monotonic()
                 if request.id in self._withdrawn:
                     raise PlacementTimeout(words(request, "was withdrawn while it was waited for"))
-                if left <= 0 or not self._news.wait(left):
+                if deadline.is_over or not self._news.wait(deadline.left):
                     raise PlacementTimeout(
                         words(request, f"did not become free within {request.timeout:g} s"),
                         nodes=self._table(request),

@@ -21,6 +21,7 @@ from colocate import wire
 from colocate._protocol.commands import Detach
 from colocate._protocol.message import Message, read
 from colocate._protocol.messages import Address, Hello, Listen
+from colocate._system.deadline import Deadline
 from colocate.executor import Boot, Exit, Host
 from colocate.keeper import Adoption, Keeper, Keepers, KeptSlot, Lease, Registration, adopt_lead, listed
 from colocate.keeper.forks import NoFork
@@ -324,7 +325,7 @@ def test_taken_from_oneself(keepers: Keepers, monkeypatch: pytest.MonkeyPatch) -
     lease = Lease("name", 300.0, frozenset({host.token}), record=b"the record")
     assert kept.slot.confirm(partial(Detach, lease=lease), within_s=WAIT_S)
     kept.slot.leave()
-    kept.slot.left(WAIT_S)
+    kept.slot.left(Deadline(WAIT_S))
     registration = Registration("name", kept.keeper.address, keepers.key)
     boot, borrowed, owned = Boot("w", "g", 0, "here"), Heard(), Heard()
     before: Any = adopt_lead(keepers, registration, Adoption("one", False, lambda by: None)).take(

@@ -12,6 +12,7 @@ import pytest
 
 from colocate import wire
 from colocate._protocol.commands import Detach, GiveUp, Renew, Retain
+from colocate._system.deadline import Deadline
 from colocate._system.limits import LEAD_SLACK_S
 from colocate.errors import BorrowedError, EngineError
 from colocate.keeper import AdoptedSlot, Adoption, Keeper, Keepers, KeptSlot, Lease, Registration, adopt_lead, listed
@@ -85,7 +86,7 @@ def test_one_after_the_other(side: Side) -> None:
     """Each gets a higher epoch and the record; who comes while another is there is told of it."""
     assert side.owner.confirm(partial(Detach, lease=LEASE), within_s=PATIENCE_S)
     side.owner.leave()
-    side.owner.left(PATIENCE_S)
+    side.owner.left(Deadline(PATIENCE_S))
     first = side.adoption("first")
     assert (first.epoch, first.record) == (2, b"the record")
     with pytest.raises(BorrowedError, match="first, since"):
@@ -93,7 +94,7 @@ def test_one_after_the_other(side: Side) -> None:
     (seen,) = listed(side.keepers, [side.registration])
     assert (seen["driver"], seen["left_s"], seen["owned"]) == ("first", None, False)
     first.leave()
-    first.left(PATIENCE_S)
+    first.left(Deadline(PATIENCE_S))
     assert side.adoption("second").epoch == 3
     assert not side.ended.is_set()
 
@@ -102,7 +103,7 @@ def test_taken_by_force(side: Side) -> None:
     """Who takes it fences the one before, whose commands have no effect any more; it then ends with its new owner."""
     assert side.owner.confirm(partial(Detach, lease=LEASE), within_s=PATIENCE_S)
     side.owner.leave()
-    side.owner.left(PATIENCE_S)
+    side.owner.left(Deadline(PATIENCE_S))
     fenced: list[str] = []
     first = adopt_lead(side.keepers, side.registration, Adoption("first", False, fenced.append))
     second = side.adoption("second", own=True)
@@ -139,7 +140,7 @@ def test_an_adoption_that_is_given_up(side: Side, monkeypatch: pytest.MonkeyPatc
     """An owner who has gone before hearing of the grant, or is interrupted in waiting, doesn't take it along."""
     assert side.owner.confirm(partial(Detach, lease=LEASE), within_s=PATIENCE_S)
     side.owner.leave()
-    side.owner.left(PATIENCE_S)
+    side.owner.left(Deadline(PATIENCE_S))
     slot = AdoptedSlot(side.keepers, side.keeper.address, side.key, Adoption("second", True, lambda by: None))
     answered = slot._asked.result
 
@@ -164,7 +165,7 @@ def test_lower_epochs_are_refused(side: Side) -> None:
     """A keeper that isn't the lead goes by the lead's word, and only up."""
     assert side.owner.confirm(partial(Detach, lease=attrs.evolve(LEASE, record=b"")), within_s=PATIENCE_S)
     side.owner.leave()
-    side.owner.left(PATIENCE_S)
+    side.owner.left(Deadline(PATIENCE_S))
     with pytest.raises(EngineError, match="its lead keeper isn't here"):
         side.adoption("first")
     assert side.adoption("third", epoch=4).epoch == 4
@@ -188,9 +189,9 @@ def test_time_is_over(side: Side) -> None:
     """It ends by itself, and not by a clock of an earlier vacancy."""
     assert side.owner.confirm(partial(Detach, lease=attrs.evolve(LEASE, ttl=0.2)), within_s=PATIENCE_S)
     side.owner.leave()
-    side.owner.left(PATIENCE_S)
+    side.owner.left(Deadline(PATIENCE_S))
     first = side.adoption("first")
     assert not side.ended.wait(0.5)
     first.leave()
-    first.left(PATIENCE_S)
+    first.left(Deadline(PATIENCE_S))
     assert side.ended.wait(PATIENCE_S)

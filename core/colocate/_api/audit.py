@@ -13,6 +13,7 @@ import attrs
 from colocate._api.slots import Slots
 from colocate._crew.crew import Crew
 from colocate._owned.lifecycle import State
+from colocate._system.deadline import Deadline
 from colocate._system.limits import AUDIT_SETTLES_S
 from colocate._system.lines import at
 from colocate.worker.processes import OF_A_ROLE
@@ -117,10 +118,10 @@ def audit_strays(strays: Callable[[], Iterable[Running]]) -> Audit:
 
 def _settled(look: Callable[[], Audit]) -> Audit:
     """Look until nothing is found, or for a while: what has been there at every look."""
-    deadline = time.monotonic() + AUDIT_SETTLES_S
+    deadline = Deadline(AUDIT_SETTLES_S)
     pause = threading.Event()
     found = look()
-    while found and time.monotonic() < deadline:
+    while found and not deadline.is_over:
         pause.wait(_STEP_S)
         again = look()
         found = Audit(_still(found.leaked, again.leaked), _still(found.missing, again.missing))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from colocate._crew.attachment import Attachment
 from colocate._crew.crew import Crew, Home
 from colocate._crew.spawn import Declared
 from colocate._owned.owned import raise_together
+from colocate._system.deadline import Deadline
 from colocate._system.epochs import base_of
 from colocate._system.limits import REPLACED_EVERY_S
 from colocate.errors import ColocateError, PlacementError, PlacementTimeout
@@ -137,14 +137,14 @@ class Slots(Home):
         executor = self.connection.services.executor
         if reservation is not None:
             executor.release(reservation)
-        deadline = time.monotonic() + self.request.timeout
+        deadline = Deadline(self.request.timeout)
         while self.reservation is None:
             self.check()  # whoever closes it doesn't wait for all of that time
-            left = max(0.0, deadline - time.monotonic())
+            within = deadline.at_most(REPLACED_EVERY_S)
             try:
-                self.hold(executor.reserve(attrs.evolve(self.request, timeout=min(left, REPLACED_EVERY_S))))
+                self.hold(executor.reserve(attrs.evolve(self.request, timeout=within)))
             except PlacementTimeout as error:
-                if left <= REPLACED_EVERY_S:
+                if within < REPLACED_EVERY_S:
                     error.add_note(f"that was tried for {self.request.timeout:g} s, since slot {gone} was lost")
                     raise
 

@@ -28,6 +28,7 @@ from colocate._protocol.message import Message
 from colocate._protocol.uses import Source
 from colocate._role.info import RoleInfo
 from colocate._role.method_spec import MethodSpec
+from colocate._system.deadline import Deadline
 from colocate._system.jobs import error_text
 from colocate._values.mesh import Ranks
 from colocate.errors import ClosedError, ColocateError
@@ -322,7 +323,7 @@ class Crew(Restartable):
 
     # -- its end
 
-    def wind_down(self, grace: float, deadline: float) -> None:
+    def wind_down(self, grace: float, deadline: Deadline) -> None:
         """Have its workers begin nothing any more, and tell the calls that run that nobody waits for them."""
         if self.life.state is State.READY:
             self.send(self.live(), messages.Stop())

@@ -10,7 +10,6 @@ from __future__ import annotations
 import abc
 import logging
 import threading
-import time
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -19,6 +18,7 @@ from colocate._calls.link import Link
 from colocate._calls.order import CallOrder
 from colocate._crew.saved import Checkpoint, Tag
 from colocate._crew.workforce import Workforce
+from colocate._system.deadline import Deadline
 from colocate._system.jobs import message_of, report_exception
 from colocate._system.limits import BACKOFF_S, LONGEST_BACKOFF_S, RESTART_ENDS_WITHIN_S
 from colocate.errors import ClosedError, ColocateError, GroupRestarted, WorkerDied
@@ -94,10 +94,9 @@ class Restarts:
         """
         group = self._group
         group.refuse_closed()  # also in a forked child, where nothing is under way any more
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = Deadline(timeout)
         while True:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            if not group.life.wait_settled(left):
+            if not group.life.wait_settled(deadline.left):
                 raise TimeoutError(f"group {group.name!r} isn't ready after {timeout} s: it is {group.state}")
             with group.order.lock:
                 if not group.life.is_settled:  # it has failed again just now

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import enum
 import threading
-import time
 from collections.abc import Callable
+
+from colocate._system.deadline import Deadline
 
 
 class Stage(enum.IntEnum):
@@ -61,7 +62,7 @@ class Stages:
         with self._news:
             self._news.notify_all()
 
-    def wait(self, ready: Callable[[], bool], deadline: float | None = None) -> bool:
-        """Wait until something is so, at most until a point of the monotonic clock; whether it is."""
+    def wait(self, ready: Callable[[], bool], deadline: Deadline) -> bool:
+        """Wait until something is so; whether it is."""
         with self._news:
-            return self._news.wait_for(ready, None if deadline is None else max(0.0, deadline - time.monotonic()))
+            return self._news.wait_for(ready, deadline.left)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +22,7 @@ from colocate._owned.lifecycle import State
 from colocate._plugins.needs import imports_of
 from colocate._protocol import messages, versions
 from colocate._protocol.message import Message
+from colocate._system.deadline import NEVER, Deadline
 from colocate._system.jobs import Timer
 from colocate._system.limits import AFTER_END_S, AFTER_FORCE_S, AFTER_KILL_S, IDLE_S, LOOKS_FOR_S, STACKS_WITHIN_S
 from colocate.errors import ColocateError, WorkerDied
@@ -41,7 +41,7 @@ class Workforce:
         self._lock = threading.Lock()  # the innermost one
         self._built: dict[int, ColocateError | None] = {}
         self._build_failed = False
-        self._granted, self._overdue_at = 0.0, math.inf
+        self._granted, self._overdue = 0.0, NEVER
         self._asked = False  # what the ranks are doing, and their answer
         self._stacks: Stacks | None = None
         self._timers: list[Timer] = []
@@ -88,7 +88,7 @@ class Workforce:
             RoleStartError: A worker didn't start, or a role wasn't constructed; everything is ended.
         """
         link = self._link
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = Deadline(timeout)
         executor = link.services.executor
         body = builds(declared, executor.codec, link.name, seed, link.generation, executor.in_process)
         imports = () if executor.in_process else imports_of(info.cls for info in declared.infos.values())
@@ -110,7 +110,7 @@ class Workforce:
                 # The others are told by a hold, and have as long as after any failed call.
                 if link.closed_by is None:
                     self._granted = link.grace
-                self._reached(Stage.BUILT, time.monotonic() + link.grace)
+                self._reached(Stage.BUILT, Deadline(link.grace))
         if link.closed_by is not None:
             link.check()
         errors = BuildErrors(link.name)
@@ -140,9 +140,9 @@ class Workforce:
 
     def wait_hello(self, grace: float) -> list[int]:
         """Wait until all workers have said hello, or have ended; the slots of those that haven't in time."""
-        if not self._reached(Stage.RUNNING, time.monotonic() + grace):
+        if not self._reached(Stage.RUNNING, Deadline(grace)):
             # This process may have been stopped: what has come meanwhile is taken first.
-            self._reached(Stage.RUNNING, time.monotonic() + LOOKS_FOR_S)
+            self._reached(Stage.RUNNING, Deadline(LOOKS_FOR_S))
         return sorted(self._stages.short_of(Stage.RUNNING))
 
     def _launched(self, worker: Worker, place: Place) -> Host:
@@ -193,11 +193,11 @@ class Workforce:
             if (words := versions.difference(here, worker.hello or here)) is not None:
                 self.built(worker.slot, worker_error(self._link, worker.slot, worker.pid, words))
 
-    def _reached(self, stage: Stage, deadline: float | None) -> bool:
+    def _reached(self, stage: Stage, deadline: Deadline) -> bool:
         """Wait until all workers have come so far; whether they have."""
         return self._stages.wait(lambda: self._stages.all_reached(stage), deadline)
 
-    def _wait_or_hurry(self, ready: Callable[[], bool], deadline: float) -> bool:
+    def _wait_or_hurry(self, ready: Callable[[], bool], deadline: Deadline) -> bool:
         """Wait as long as somebody waits for the group's end; whether it is so."""
         self._stages.wait(lambda: self._link.hurried or ready(), deadline)
         return ready()
@@ -264,7 +264,7 @@ class Workforce:
     def wait_gone(self) -> bool:
         """Wait until all of them are gone, after `kill`; whether they are."""
         self._note_unlaunched()
-        return self._reached(Stage.GONE, time.monotonic() + AFTER_KILL_S)
+        return self._reached(Stage.GONE, Deadline(AFTER_KILL_S))
 
     def _note_unlaunched(self) -> None:
         """The start of some was given up: nothing will come of them."""
@@ -292,12 +292,12 @@ class Workforce:
             for slot in hung:  # first: others may wait for it, or for the processor that it keeps busy
                 self.workers[slot].host.kill()
             within = AFTER_FORCE_S if hung else AFTER_END_S
-            self._stages.wait(lambda: not self._stages.any_in(Stage.LEAVING), time.monotonic() + within)
+            self._stages.wait(lambda: not self._stages.any_in(Stage.LEAVING), Deadline(within))
         finally:
             for timer in self._timers:
                 timer.cancel()
             self.kill()
-            self._reached(Stage.GONE, time.monotonic() + AFTER_KILL_S)
+            self._reached(Stage.GONE, Deadline(AFTER_KILL_S))
         errors += [
             ColocateError(f"worker {slot} of group {link.name!r} (pid {self.workers[slot].pid}) did not go when killed")
             for slot in sorted(self._stages.short_of(Stage.GONE))
@@ -309,23 +309,22 @@ class Workforce:
 
         The grace is for what they run: one that runs nothing has the moment that it takes to end in any case.
         """
-        deadline = time.monotonic() + grace
-        idle_until = max(deadline, time.monotonic() + IDLE_S)
-        first = min(deadline, self._overdue_at)
+        deadline = Deadline(grace)
+        first = deadline.or_sooner(self._overdue)
         early = self._asked  # for its owner, before it was told to end
-        if self._wait_or_hurry(self._idle, first - STACKS_WITHIN_S):
+        if self._wait_or_hurry(self._idle, first.before(STACKS_WITHIN_S)):
             return []
         self._look()  # now: a rank that is stopped or holds the GIL never answers, and isn't waited for at the deadline
         if self._wait_or_hurry(self._idle, first):
             return []
         hung = self._hung(deadline)
         if early and self._stacks is not None:
-            self._look_again(hung, deadline - STACKS_WITHIN_S / 2)
-        if self._wait_or_hurry(lambda: self._busy() <= hung, idle_until) and self._idle():
+            self._look_again(hung, deadline.before(STACKS_WITHIN_S / 2))
+        if self._wait_or_hurry(lambda: self._busy() <= hung, Deadline(max(grace, IDLE_S))) and self._idle():
             return []
         if self._link.failure is not None or self._link.hurried:  # what went wrong has been said, or nobody waits
             return []
-        self._stages.wait(lambda: self._stacks is not None, time.monotonic() + 2 * STACKS_WITHIN_S)
+        self._stages.wait(lambda: self._stacks is not None, Deadline(2 * STACKS_WITHIN_S))
         stacks, allowed = self._stacks or Stacks(), self._granted or grace
         return [
             worker_error(
@@ -345,14 +344,14 @@ class Workforce:
     def _idle(self) -> bool:
         return self._stages.all_reached(Stage.LEAVING)
 
-    def wind_down(self, grace: float, deadline: float) -> None:
+    def wind_down(self, grace: float, deadline: Deadline) -> None:
         """The grace period of its owner is over at `deadline`, whenever this group's turn comes."""
         self._granted = max(self._granted, grace)
-        self._overdue_at = min(self._overdue_at, deadline)
-        wait_s = max(0.0, deadline - STACKS_WITHIN_S - time.monotonic())
+        self._overdue = self._overdue.or_sooner(deadline)
+        wait_s = deadline.before(STACKS_WITHIN_S).left or 0.0
         self._timers.append(self._link.services.timers.after(wait_s, self._look))
 
-    def _look_again(self, hung: set[int], at: float) -> None:
+    def _look_again(self, hung: set[int], at: Deadline) -> None:
         """Ask once more what the ranks are doing that were idle when they were asked, and haven't ended since."""
         if not self._wait_or_hurry(lambda: self._busy() <= hung, at):
             with self._lock:
@@ -370,7 +369,7 @@ class Workforce:
         self._stacks = stacks
         self._stages.wake()
 
-    def _hung(self, deadline: float) -> set[int]:
+    def _hung(self, deadline: Deadline) -> set[int]:
         """The slots that still run what they ran, or don't answer, when the owner's grace was over: they have had it.
 
         Others, which are idle, have longer. Where nobody has had the time to say, those count that owe an answer.

@@ -8,6 +8,7 @@ from typing import Any
 from colocate._protocol import messages
 from colocate._protocol.message import Message
 from colocate._protocol.requests import Requests
+from colocate._system.deadline import Deadline
 from colocate.errors import ColocateError
 
 
@@ -27,14 +28,14 @@ class Fetches:
         self._ask = ask
         self._requests: Requests[int, tuple[int | None, Any]] = Requests(base)
 
-    def get(self, slots: Sequence[int], key: int, contents: bool, deadline: float) -> list[tuple[int | None, Any]]:
+    def get(self, slots: Sequence[int], key: int, contents: bool, deadline: Deadline) -> list[tuple[int | None, Any]]:
         """The answers of some slots, in their order; each is its rows and a body.
 
         Args:
             slots: The slots.
             key: The resident.
             contents: Whether the parts themselves are wanted, or their structure.
-            deadline: Until when it waits, by `time.monotonic()`.
+            deadline: Until when it waits.
 
         Raises:
             TimeoutError: They haven't come in time.

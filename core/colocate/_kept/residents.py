@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-import time
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, cast
@@ -22,6 +21,7 @@ from colocate._kept.leases import Leases
 from colocate._owned.owned import Owned
 from colocate._protocol.messages import Fetched, Free
 from colocate._role.resident import ResidentSpec
+from colocate._system.deadline import Deadline
 from colocate._system.here import Here
 from colocate._system.jobs import error_text
 from colocate._system.limits import RELEASED_AFTER_S
@@ -257,7 +257,7 @@ class Residents(Leases):
         Raises:
             TimeoutError: It isn't there after so many seconds (None: after the runtime's `call_timeout`).
         """
-        deadline = time.monotonic() + (self.link.services.call_timeout if timeout is None else timeout)
+        deadline = Deadline(self.link.services.call_timeout if timeout is None else timeout)
         self._made(kept, deadline)
         source = kept.source
         wanted = list(source.collect.sources(source.ranks))
@@ -269,11 +269,11 @@ class Residents(Leases):
         ranks = Ranks(source.ranks.world_size, source.ranks.meshes, kept.call.rows, None, source.ranks.targets)
         return source.collect.join(parts, ranks)
 
-    def _ask(self, kept: Kept, ranks: Sequence[int], contents: bool, deadline: float) -> list[Any]:
+    def _ask(self, kept: Kept, ranks: Sequence[int], contents: bool, deadline: Deadline) -> list[Any]:
         """What some ranks say of their parts."""
         return off_main(lambda: self._asked(kept, ranks, contents, deadline))
 
-    def _asked(self, kept: Kept, ranks: Sequence[int], contents: bool, deadline: float) -> list[Any]:
+    def _asked(self, kept: Kept, ranks: Sequence[int], contents: bool, deadline: Deadline) -> list[Any]:
         self.begin_use(kept)
         try:
             return self._fetches.get([kept.source.slot(rank) for rank in ranks], kept.source.key, contents, deadline)
@@ -296,7 +296,7 @@ class Residents(Leases):
 
     def spec_of(self, kept: Kept) -> ResidentSpec:
         """What a resident holds."""
-        deadline = time.monotonic() + self.link.services.call_timeout
+        deadline = Deadline(self.link.services.call_timeout)
         self._made(kept, deadline)
         source = kept.source
         counted = source.collect.sources(source.ranks) or source.holders
@@ -307,7 +307,7 @@ class Residents(Leases):
 
     def rows_of(self, kept: Kept) -> list[int]:
         """Rows of each part of a resident, in the order in which they are joined; waits for them."""
-        self._made(kept, time.monotonic() + FOREVER_S)
+        self._made(kept, Deadline(FOREVER_S))
         source = kept.source
         if not isinstance(source.collect, Concat):
             # It is no sequence of parts: only the value itself tells.
@@ -327,7 +327,7 @@ class Residents(Leases):
         self.forget(error)
         self._fetches = Fetches(self.link.teller(), self.link.base)
 
-    def _made(self, kept: Kept, deadline: float) -> None:
+    def _made(self, kept: Kept, deadline: Deadline) -> None:
         """Wait until it is there."""
-        kept.call._wait(max(0.0, deadline - time.monotonic()))
+        kept.call._wait(deadline.left)
         self.check(kept)

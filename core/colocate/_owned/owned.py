@@ -13,6 +13,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 from colocate._owned.lifecycle import Lifecycle, State
 from colocate._role.on_driver import OnDriver
+from colocate._system.deadline import Deadline
 from colocate._system.limits import GIVEN_UP_WITHIN_S, LEAST_GRACE_S
 from colocate._system.lines import at, caller, origin
 from colocate._system.off_main import off_main
@@ -191,11 +192,10 @@ class Owned(OnDriver):
                 borrowers=tuple(found),
             )
 
-    def wind_down(self, grace: float, deadline: float) -> None:
+    def wind_down(self, grace: float, deadline: Deadline) -> None:
         """Begin nothing any more in it or below it, and tell the calls that run that nobody waits for them.
 
-        Its owner is being closed, with a grace period of `grace` seconds that is over at `deadline`, of the monotonic
-        clock.
+        Its owner is being closed, with a grace period of `grace` seconds that is over at `deadline`.
         """
         for child in list(self.children.values()):
             child.wind_down(grace, deadline)
@@ -208,13 +208,13 @@ class Owned(OnDriver):
         """
         errors: list[BaseException] = []
         children = list(self.children.values())
-        deadline = time.monotonic() + grace
+        deadline = Deadline(grace)
         for child in children:
             child.wind_down(grace, deadline)
         for child in reversed(children):
             if self.hurried:  # Ctrl-C: the others are closed too, but nobody waits any more
-                grace = deadline = 0.0
-            left = grace if child is children[-1] else max(deadline - time.monotonic(), _least(grace))
+                grace, deadline = 0.0, Deadline(0.0)
+            left = grace if child is children[-1] else max(deadline.left or 0.0, _least(grace))
             try:
                 child.close_for(f"closing {self.kind} {self.name!r} ({self.closed_by})", left, force=True)
             except BaseExceptionGroup as group:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
-import time
 from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
+from colocate._system.deadline import NEVER, Deadline
 from colocate._system.off_main import Flag
 
 Party = TypeVar("Party")
@@ -48,17 +47,17 @@ class Request(Generic[Party, Answer]):
         """Wait until it is over, at most so many seconds; whether it is."""
         return self._over.wait(timeout)
 
-    def result(self, deadline: float = math.inf) -> list[Answer]:
+    def result(self, deadline: Deadline = NEVER) -> list[Answer]:
         """All answers, in the order of the parties.
 
         Args:
-            deadline: Until when to wait for them, by `time.monotonic()`.
+            deadline: Until when to wait for them.
 
         Raises:
             TimeoutError: They haven't come in time.
             BaseException: It has failed, by this.
         """
-        if not self.wait(None if deadline == math.inf else max(0.0, deadline - time.monotonic())):
+        if not self.wait(deadline.left):
             raise TimeoutError(f"no answer in time from {', '.join(map(str, self.owing))}")
         if self.error is not None:
             raise self.error.with_traceback(None)

@@ -6,12 +6,12 @@ import asyncio
 import contextlib
 import queue
 import threading
-import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from types import TracebackType
 from typing import Any, Generic, NoReturn, TypeAlias, TypeVar
 
 from colocate._role.on_driver import OnDriver
+from colocate._system.deadline import Deadline
 from colocate._system.numbers import limit
 from colocate._system.off_main import SLICE_S, Flag, on_main
 
@@ -268,10 +268,10 @@ def wait(calls: Iterable[Call[Any]], timeout: float | None = None) -> tuple[set[
     """
     timeout = limit(timeout, "wait(timeout)")
     everything = list(calls)
-    deadline = None if timeout is None else time.monotonic() + timeout
+    deadline = Deadline(timeout)
     for call in everything:
         try:
-            call._underway._wait(None if deadline is None else deadline - time.monotonic())
+            call._underway._wait(deadline.left)
         except TimeoutError:
             break
     return {c for c in everything if c.done()}, {c for c in everything if not c.done()}
@@ -300,13 +300,12 @@ def _as_completed(calls: Iterable[Call[C]], timeout: float | None) -> Iterator[C
     for call in pending:
         call._underway._check_unsent()
         tell(call)
-    deadline = None if timeout is None else time.monotonic() + timeout
+    deadline = Deadline(timeout)
     while pending:
-        left = SLICE_S if deadline is None else deadline - time.monotonic()
         try:
-            call = finished.get(timeout=max(0.0, min(left, SLICE_S)))
+            call = finished.get(timeout=deadline.at_most(SLICE_S))
         except queue.Empty:
-            if left <= 0:
+            if deadline.is_over:
                 raise TimeoutError(f"{len(pending)} calls aren't done after {timeout} s; they go on") from None
             continue
         pending.discard(call)

@@ -14,6 +14,7 @@ from colocate import wire
 from colocate._protocol.commands import Attach, Detach, Fenced, GiveUp, Granted, Look, Refused, Renew, Retain, Seen
 from colocate._protocol.message import Head, Message, read
 from colocate._protocol.requests import Requests
+from colocate._system.deadline import Deadline
 from colocate._system.limits import ADOPTED_WITHIN_S, LEFT_WITHIN_S
 from colocate.errors import BorrowedError, ClosedError, ColocateError, ConfigError, EngineError
 from colocate.executor import Lease
@@ -137,7 +138,7 @@ class AdoptedSlot(KeptSlot):
         lane = self._commands = keepers.dial(self.address, NEWCOMER, self._received, self._disconnected, self.key)
         lane.send(Attach(adoption.epoch, adoption.who, adoption.own).head())
         try:
-            self._asked.result(time.monotonic() + ADOPTED_WITHIN_S)
+            self._asked.result(Deadline(ADOPTED_WITHIN_S))
         except TimeoutError:
             _let_it_go_on(lane)
             raise EngineError(f"the keeper at {self.address} doesn't answer") from None
@@ -223,11 +224,11 @@ class PoolKeepers:
 
     def give_up(self) -> None:
         """Let go; the pool goes on."""
-        deadline = time.monotonic() + LEFT_WITHIN_S
+        deadline = Deadline(LEFT_WITHIN_S)
         for slot in self._all():
             slot.leave()
         for slot in self._all():
-            slot.left(max(0.0, deadline - time.monotonic()))
+            slot.left(deadline)
 
     def _all(self) -> list[KeptSlot]:
         return [*(slot for slot in self.slots if slot is not self.lead), self.lead]
@@ -261,7 +262,7 @@ def _look(keepers: Keepers, registration: Registration) -> Mapping[str, Any] | N
         return None
     lane.send(Look().head())
     try:
-        (facts,) = asked.result(time.monotonic() + ADOPTED_WITHIN_S)
+        (facts,) = asked.result(Deadline(ADOPTED_WITHIN_S))
     except TimeoutError:
         return registration.unseen()
     except EngineError:  # it has ended

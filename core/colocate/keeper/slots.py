@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -14,6 +13,7 @@ from colocate import wire
 from colocate._protocol import commands
 from colocate._protocol.message import Head, Message, read
 from colocate._protocol.requests import Request, Requests
+from colocate._system.deadline import Deadline
 from colocate._system.jobs import report_exception
 from colocate._system.limits import KEEPER_CONNECTS_WITHIN_S, LAST_WORDS_S, LISTED_WITHIN_S
 from colocate.errors import ClosedError, EngineError
@@ -71,7 +71,7 @@ class Keepers:
 
     def running(self) -> list[Running]:
         """The workers (for `Executor.running`), as the keepers on their machines find them. Takes a bounded time."""
-        deadline = time.monotonic() + LISTED_WITHIN_S
+        deadline = Deadline(LISTED_WITHIN_S)
         slots = list(self._slots)
         answers = [(slot, slot.ask(deadline)) for slot in slots]
         return [each for slot, answer in answers for each in slot.listed(answer, deadline)]
@@ -210,10 +210,10 @@ class KeptSlot:
         self._closed = True
         self.command(commands.GiveUp())
 
-    def left(self, within_s: float) -> None:
+    def left(self, deadline: Deadline) -> None:
         """Wait until it knows, and let go."""
         if self._commands is not None:
-            self._gone.wait(within_s)
+            self._gone.wait(deadline.left)
             self._commands.close()
         self.keepers.forget(self)
 
@@ -257,16 +257,16 @@ class KeptSlot:
 
     # -- from any thread
 
-    def ask(self, deadline: float) -> Request[None, Sequence[Any]] | None:
+    def ask(self, deadline: Deadline) -> Request[None, Sequence[Any]] | None:
         """Ask the keeper what it runs; None when there is no keeper to ask."""
-        self._connected.wait(max(0.0, deadline - time.monotonic()))
+        self._connected.wait(deadline.left)
         if self._closed or self._lost is not None:
             return None
         request = self._lists.open([None])
         self.command(commands.List(request.token))
         return request
 
-    def listed(self, asked: Request[None, Sequence[Any]] | None, deadline: float) -> list[Running]:
+    def listed(self, asked: Request[None, Sequence[Any]] | None, deadline: Deadline) -> list[Running]:
         """What it has answered; if it doesn't, what ought to run there, with that doubt."""
         hosts = [host.boot for host in list(self.hosts.values())]
         node = hosts[0].node if hosts else ""

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 from colocate._protocol.consequence import Consequence
+from colocate._system.deadline import Deadline
 from colocate._system.limits import COLLECTIVE_PATIENCE_S
 
 _SLICE = datetime.timedelta(milliseconds=20)
@@ -91,6 +92,6 @@ def bury(backends: list[Any], within_s: float = 0.0) -> None:
         threads.append(threading.Thread(target=grave.clear, name="colocate-bury", daemon=True))
         del grave
         threads[-1].start()
-    deadline = time.monotonic() + within_s
+    deadline = Deadline(within_s)
     for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
+        thread.join(deadline.left)
