@@ -13,16 +13,23 @@ from colocate.testing import leaks
 # A shell has its background jobs ignore SIGINT, and whatever they start: the tests of Ctrl-C wouldn't work there.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# With two processes the longest files go first, so that neither waits for the other in the end.
+# The longest files go first, so that no process has one for itself in the end.
 LONGEST = (
     "conformance/test_processes.py",
+    "docs/test_pages.py",
+    "conformance/test_dask.py",
     "conformance/test_ray.py",
-    "laws/",
-    "conformance/",
     "ppo/",
     "ray/",
-    "engines/",
+    "laws/",
+    "conformance/",
     "dask/",
+    "cli/",
+    "signals/",
+    "field_notes/",
+    "engines/",
+    "chaos/",
+    "typing/",
 )
 HERE = Path(__file__).parent
 
