@@ -23,6 +23,7 @@ ON_PROCESSES = {
 STARTS = {
     *("test_by_name", "test_dying_constructor", "test_hanging_constructor", "test_environment", "test_facts"),
     *("test_device", "test_threads_of_torch", "test_slots_of_a_pool"),
+    *("test_environment_of_a_fork", "test_the_template_is_killed"),
 }
 # It brings messages and values to them, and to each other.
 BRINGS = {
@@ -50,7 +51,7 @@ RESERVES = {
     *("test_never_fits", "test_does_not_fit_now", "test_waits", "test_close_frees", "test_a_slot_larger_than_a_node"),
     *("test_gpus", "test_visible_gpus", "test_parts_of_a_gpu"),
 }
-# What is dear on Ray, where each slot is a process of Ray's too, and is the same on Dask.
+# What is dear on Ray, and is the same on Dask.
 ON_DASK = {
     *("test_killed_while[calling]", "test_interrupted_spawn", "test_interrupted_reserve"),
     *("test_slots_after_a_hung_rank", "test_gpus_of_the_job[7,5, 3,9,1]", "test_more_gpus_than_the_job_has"),
