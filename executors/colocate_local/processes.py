@@ -85,8 +85,8 @@ class ProcessHost(Host):
         try:
             self._lane = self._executor.hub.attach(ours, self._events.received, self._lane_closed)
             with theirs:
-                base = dict(os.environ)
-                self._process.start({**base, **env}, base, theirs, label=self.boot.worker, imports=self.boot.imports)
+                env = {**os.environ, **env}
+                self._process.start(env, theirs, label=self.boot.worker, imports=self.boot.imports)
         except BaseException:
             if self._lane is not None:
                 self._lane.close()

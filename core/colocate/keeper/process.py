@@ -70,9 +70,9 @@ class WorkerProcess:
     def start(
         self,
         env: Mapping[str, str],
-        base: Mapping[str, str],
         sock: socket.socket,
         *,
+        base: Mapping[str, str] | None = None,
         waits: bool = False,
         label: str = "",
         imports: Sequence[str] | None = (),
@@ -81,8 +81,8 @@ class WorkerProcess:
 
         Args:
             env: All of its environment.
-            base: What that would be if nobody had asked for another.
             sock: The other end of its lane (its own to close), or of a socket on which that end will come (`waits`).
+            base: What its environment would be if nobody had asked for another; None for this process's.
             waits: Whether it waits for its lane.
             label: Whose it is, for whoever looks at the processes of this machine.
             imports: What its roles need (`Boot.imports`).
@@ -95,7 +95,7 @@ class WorkerProcess:
             arguments = [str(os.getpid()), "waits" if waits else "serves", label.replace("\0", "")]
             env = {**env, MARK: f"{os.getpid()} {label}".replace("\0", "")}
             try:
-                self._process = fork(arguments, env, base, sock, output, imports)
+                self._process = fork(arguments, env, os.environ if base is None else base, sock, output, imports)
             except NoFork as why:
                 _logger.info("worker %s is started by itself, not forked: %s", label, why)
                 self._process = _started(arguments, env, sock, output)

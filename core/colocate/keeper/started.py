@@ -120,7 +120,7 @@ class DoorProcess:
         self._door, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
         try:
             with theirs:
-                self._process.start(env, base, theirs, waits=True, label=label, imports=imports)
+                self._process.start(env, theirs, base=base, waits=True, label=label, imports=imports)
         except BaseException:
             self._door.close()
             raise
