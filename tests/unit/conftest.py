@@ -5,13 +5,15 @@ from __future__ import annotations
 import gc
 import socket
 import threading
+import time
 from collections.abc import Iterable, Iterator
 
 import pytest
 import trustme
-from tests.unit.lanes import KINDS, WAIT_S, End, left_behind, socket_pair
+from tests.unit.lanes import KINDS, WAIT_S, End, left_behind, socket_pair, tls_pair
 
 from colocate.wire import Hub, Tls
+from colocate.wire.tls import Secured
 
 
 def certificates(names: Iterable[str] = ("colocate.test",), authority: trustme.CA | None = None) -> Tls:
@@ -55,15 +57,26 @@ def hub() -> Iterator[Hub]:
     assert hub.close(WAIT_S)
 
 
-@pytest.fixture(params=KINDS)
-def ends(request: pytest.FixtureRequest, hub: Hub) -> tuple[End, End]:
-    one, other = socket_pair(request.param)
+@pytest.fixture(params=[*KINDS, "tls"])
+def connected(request: pytest.FixtureRequest) -> tuple[socket.socket, socket.socket]:
+    if request.param == "tls":
+        return tls_pair(request.getfixturevalue("cluster"))
+    return socket_pair(request.param)
+
+
+@pytest.fixture
+def ends(connected: tuple[socket.socket, socket.socket], hub: Hub) -> tuple[End, End]:
+    one, other = connected
     return End(hub, one), End(hub, other)
 
 
-@pytest.fixture(params=KINDS)
-def half(request: pytest.FixtureRequest, hub: Hub) -> Iterator[tuple[End, socket.socket]]:
+@pytest.fixture
+def half(connected: tuple[socket.socket, socket.socket], hub: Hub) -> Iterator[tuple[End, socket.socket]]:
     """An end, and the bare socket of the other side, which a test can neglect."""
-    one, other = socket_pair(request.param)
+    one, other = connected
     with other:
-        yield End(hub, one), other
+        end = End(hub, one)
+        if isinstance(other, Secured):
+            other.set_up(time.monotonic() + WAIT_S)
+            other.settimeout(None)
+        yield end, other

@@ -7,8 +7,9 @@ import queue
 import socket
 from typing import Any
 
-from colocate.wire import Hub, Packed, SocketLane, unpack
+from colocate.wire import Hub, Packed, SocketLane, Tls, unpack
 from colocate.wire.framing import FILE_BYTES
+from colocate.wire.tls import Secured
 
 WAIT_S = 20  # How long a test waits for what should come at once.
 KINDS = ["unix", "tcp"]
@@ -27,6 +28,15 @@ def socket_pair(kind: str) -> tuple[socket.socket, socket.socket]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         one = socket.create_connection(server.getsockname())
         return one, server.accept()[0]
+
+
+def tls_pair(tls: Tls, secrets: tuple[bytes, bytes] = (b"", b"")) -> tuple[Secured, Secured]:
+    """Two ends that have yet to set TLS up."""
+    one, other = socket_pair("tcp")
+    return (
+        Secured(one, tls.context(server=False), server=False, secret=secrets[0]),
+        Secured(other, tls.context(server=True), server=True, secret=secrets[1]),
+    )
 
 
 class End:

@@ -70,7 +70,8 @@ class Kept:
         self.ended = threading.Event()
         self.stuck = threading.Event()
         self.keeper = Keeper(keepers.key, on_end=self.ended.set, **options)
-        self.slot: KeptSlot = keepers.slot(self.keeper.address, on_stuck=self.stuck.set)
+        self.address = self.keeper.address.rpartition(",")[2]  # with a host: as other machines reach it
+        self.slot: KeptSlot = keepers.slot(self.address, on_stuck=self.stuck.set)
 
     def launch(self, **boot: Any) -> tuple[Host, Heard]:
         heard = Heard()
@@ -297,6 +298,26 @@ def test_from_other_machines(keepers: Keepers) -> None:
     kept.keeper.close()
 
 
+def test_encrypted(keepers: Keepers, cluster: wire.Tls) -> None:
+    """A worker has TLS of its own with the driver: its keeper hands the connection on, and sees nothing of it."""
+    keepers.tls = cluster
+    kept = Kept(keepers, host="127.0.0.1", tls=cluster)
+    host, heard = kept.launch()
+    with wire.encode(Listen().head()) as frame:
+        host.send(frame)
+    assert heard.hello()["pid"] != os.getpid()
+    assert isinstance(address := heard.messages.get(timeout=WAIT_S), Address)
+    assert str(address.address).startswith("unix:")  # the boot says that all of it is on this machine
+
+    def connections() -> int:
+        return sum(each.status == "ESTABLISHED" for each in psutil.Process().net_connections("tcp"))
+
+    wait_until(lambda: connections() == 3, "left are both ends of the commands, and the driver's of the lane")
+    host.kill()
+    assert heard.exits.get(timeout=WAIT_S) == Exit(signal="SIGKILL")
+    kept.keeper.close()
+
+
 def test_a_worker_that_cannot_be_started(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
     host, heard = kept.launch()
     heard.messages.get(timeout=WAIT_S)
@@ -316,17 +337,24 @@ def test_a_worker_that_cannot_be_started(kept: Kept, monkeypatch: pytest.MonkeyP
     assert exit.detail == "it could not be started: OSError: [Errno 12] Cannot allocate memory"
 
 
-def test_taken_from_oneself(keepers: Keepers, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_taken_from_oneself(
+    keepers: Keepers, cluster: wire.Tls, monkeypatch: pytest.MonkeyPatch, encrypted: bool
+) -> None:
     """Who has adopted a worker twice hears of its end by the one that holds, though the other one ends later."""
     monkeypatch.setattr("colocate.keeper.kept_host.LANE_ENDS_WITHIN_S", WAIT_S)
-    kept = Kept(keepers, detachable=True)
+    if encrypted:
+        keepers.tls = cluster
+        kept = Kept(keepers, detachable=True, host="127.0.0.1", tls=cluster)
+    else:
+        kept = Kept(keepers, detachable=True)
     host, heard = kept.launch()
     pid = heard.hello()["pid"]
     lease = Lease("name", 300.0, frozenset({host.token}), record=b"the record")
     assert kept.slot.confirm(partial(Detach, lease=lease), within_s=WAIT_S)
     kept.slot.leave()
     kept.slot.left(Deadline(WAIT_S))
-    registration = Registration("name", kept.keeper.address, keepers.key)
+    registration = Registration("name", kept.address, keepers.key)
     boot, borrowed, owned = Boot("w", "g", 0, "here"), Heard(), Heard()
     before: Any = adopt_lead(keepers, registration, Adoption("one", False, lambda by: None)).take(
         boot, borrowed, host.token

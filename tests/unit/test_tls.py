@@ -1,4 +1,4 @@
-"""Tunnels: what goes in comes out, encrypted in between, and only for those whom the cluster's authority has signed."""
+"""TLS: what goes in comes out, encrypted in between, and only for those whom the cluster's authority has signed."""
 
 from __future__ import annotations
 
@@ -15,9 +15,22 @@ from collections.abc import Iterator
 
 import pytest
 from tests.unit.conftest import certificates
+from tests.unit.lanes import End, tls_pair
 
 from colocate.testing.waiting import becomes_true
-from colocate.wire import Hub, Listener, Tls, auth, connect, listen, listen_widely, new_key, pack, unpack
+from colocate.wire import (
+    Hub,
+    SocketLane,
+    Tls,
+    auth,
+    connect,
+    listen,
+    listen_widely,
+    new_key,
+    pack,
+    track_socket,
+    unpack,
+)
 from colocate.wire.auth import dial
 from colocate.wire.framing import encode
 from colocate.wire.handshake import SecureHandshake
@@ -152,14 +165,13 @@ def test_a_certificate_that_is_larger_than_what_fits(monkeypatch: pytest.MonkeyP
     large = certificates(f"{'long.' * 40}{number}.test" for number in range(300))
     assert len(large.certificate) > 1 << 16
 
-    def narrow(listener: Listener) -> socket.socket | None:
-        sock = accept(listener)
-        if sock is not None and sock.family != socket.AF_UNIX:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        return sock
+    def narrow(sock: socket.socket) -> socket.socket:
+        if sock.family != socket.AF_UNIX:
+            for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+                sock.setsockopt(socket.SOL_SOCKET, buffer, 4096)
+        return track_socket(sock)
 
-    accept = Listener.accept
-    monkeypatch.setattr(Listener, "accept", narrow)
+    monkeypatch.setattr(auth, "track_socket", narrow)
     waited: list[int] = []
     advance = SecureHandshake.advance
 
@@ -174,6 +186,37 @@ def test_a_certificate_that_is_larger_than_what_fits(monkeypatch: pytest.MonkeyP
     connect(server.address, KEY, tls=large).close()
     assert select.EPOLLOUT in waited
     server.hub.close()
+
+
+def test_the_secret_of_one_connection(hub: Hub, cluster: Tls) -> None:
+    """Who has a certificate, but not what both sides know, is told nothing, and is not listened to."""
+    near, far = (End(hub, sock) for sock in tls_pair(cluster, (b"one", b"another")))
+    near.lane.send(("said",))
+    for end in (near, far):
+        assert "the other side" in end.end()
+        assert end.messages.empty()
+    near, far = (End(hub, sock) for sock in tls_pair(cluster, (b"one", b"one")))
+    near.lane.send(("said",))
+    assert far.get() == (("said",), None)
+
+
+def test_a_hub_sleeps_while_tls_is_set_up(hub: Hub, cluster: Tls, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is room in the socket for what waits: a hub that looked for that would find it again and again."""
+    events: list[int] = []
+    on_events = SocketLane._on_events
+
+    def counted(lane: SocketLane, found: int) -> None:
+        events.append(found)
+        on_events(lane, found)
+
+    monkeypatch.setattr(SocketLane, "_on_events", counted)
+    one, other = tls_pair(cluster)
+    near = End(hub, one)
+    near.lane.send(("said",))
+    assert not near.lane.drain(0.2)
+    assert len(events) < 3
+    assert End(hub, other).get() == (("said",), None)
+    assert near.lane.drain(WAIT_S)
 
 
 def test_without_certificates(server: Server) -> None:

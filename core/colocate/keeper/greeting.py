@@ -21,6 +21,7 @@ class Greeting:
         self._sock = sock
         self._token = b""
         hub.watch(sock.fileno(), self._read)
+        self._read()  # through TLS it may have come already, which the kernel doesn't know
 
     def _read(self) -> None:
         try:

@@ -298,7 +298,7 @@ class Keeper:
             lane.close()
             return
         if worker.door_process is not None:
-            worker.door_process.pass_on(lane, self._epoch, self._tls)
+            worker.door_process.pass_on(lane, self._epoch, self._tls, token)
             return
         self._started = [each for each in self._started if not each.gone.is_set()]
         env = {**self._env, **worker.env}
@@ -309,7 +309,7 @@ class Keeper:
             self.hub.later(0.0, partial(worker.failed, f"{type(error).__name__}: {error}"))
             return
         self._started.append(process)
-        process.give(worker, lane, self._epoch, self._tls)
+        process.give(worker, lane, self._epoch, self._tls, token)
 
     @property
     def _epoch(self) -> int:

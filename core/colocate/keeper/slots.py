@@ -18,7 +18,7 @@ from colocate._system.jobs import report_exception
 from colocate._system.limits import KEEPER_CONNECTS_WITHIN_S, LAST_WORDS_S, LISTED_WITHIN_S
 from colocate.errors import ClosedError, EngineError
 from colocate.executor import Boot, Exit, Host, HostEvents, Running
-from colocate.keeper.greeting import COMMANDS
+from colocate.keeper.greeting import COMMANDS, NEWCOMER
 from colocate.keeper.kept_host import KeptHost
 
 
@@ -120,6 +120,8 @@ class Keepers:
         sock = wire.connect(address, key or self.key, KEEPER_CONNECTS_WITHIN_S, self.tls)
         try:
             sock.sendall(token)
+            if token not in (COMMANDS, NEWCOMER):  # it is handed on to the worker
+                sock = wire.anew(sock, self.tls, token)
             return self.hub.attach(sock, on_message, on_closed)
         except BaseException:
             sock.close()

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import socket
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-import attrs
-
 from colocate import wire
 from colocate._protocol.commands import Ended, Inspected, Said
 from colocate._protocol.message import Message
 from colocate.keeper.process import WorkerProcess
+from colocate.worker.service import CUT
 
 _TAIL_LINES = 20
 
@@ -135,9 +133,9 @@ class DoorProcess:
         """Whether it can still be given a lane."""
         return self._ended is None
 
-    def give(self, worker: StartedWorker, lane: socket.socket, epoch: int, tls: wire.Tls | None) -> None:
+    def give(self, worker: StartedWorker, lane: socket.socket, epoch: int, tls: wire.Tls | None, token: bytes) -> None:
         """Make it a worker. It may be given another lane later, if it is told an epoch."""
-        self.pass_on(lane, epoch, tls)
+        self.pass_on(lane, epoch, tls, token)
         if not epoch:
             self._door.close()
         with self._lock:
@@ -150,17 +148,16 @@ class DoorProcess:
         elif worker.killed:
             self._process.kill()
 
-    def pass_on(self, lane: socket.socket, epoch: int, tls: wire.Tls | None) -> None:
-        """Give it a lane."""
+    def pass_on(self, lane: socket.socket, epoch: int, tls: wire.Tls | None, token: bytes) -> None:
+        """Give it a lane: by its token it and the driver know each other, where they make TLS anew."""
         # When it has just died, its end is told as the worker's.
         with lane, contextlib.suppress(OSError):
-            told = wire.NO_TLS if tls is None else json.dumps(attrs.asdict(tls)).encode()
-            socket.send_fds(self._door, [b"%d " % epoch + told], [lane.fileno()])
+            socket.send_fds(self._door, [b"%d " % epoch + wire.hand_on(lane, tls, token)], [lane.fileno()])
 
     def cut(self) -> None:
         """Have it let go of the lane that it has."""
         with contextlib.suppress(OSError):  # it has just died
-            self._door.send(wire.CUT)
+            self._door.send(CUT)
 
     def drop(self) -> None:
         """It isn't needed."""

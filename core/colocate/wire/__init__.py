@@ -10,14 +10,12 @@ from colocate.wire.handshake import KEY_BYTES
 from colocate.wire.hub import Hub
 from colocate.wire.lane import OnClosed, OnMessage, SocketLane
 from colocate.wire.peer import PeerChannel
-from colocate.wire.tls import CUT, NO_TLS, Tls
+from colocate.wire.tls import Tls, anew, hand_on, take_over
 from colocate.wire.turns import Turns
 
 __all__ = [
-    "CUT",
     "KEY_BYTES",
     "LOOPBACK",
-    "NO_TLS",
     "Frame",
     "Head",
     "Hub",
@@ -30,14 +28,17 @@ __all__ = [
     "SocketLane",
     "Tls",
     "Turns",
+    "anew",
     "connect",
     "encode",
     "explain",
+    "hand_on",
     "listen",
     "listen_widely",
     "new_key",
     "own_descriptors",
     "pack",
+    "take_over",
     "track",
     "track_socket",
     "unpack",

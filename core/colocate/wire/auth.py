@@ -237,8 +237,7 @@ def dial(address: str, timeout: float, tls: Tls | None = None, key: bytes = b"")
         deadline = time.monotonic() + timeout
         with _explained(dialled):
             _knock(sock, dialled, key, deadline)
-        sock.settimeout(max(deadline - time.monotonic(), 0.001))
-        return secure(sock, tls, dialled)
+        return secure(sock, tls, dialled, deadline)
     except BaseException:
         sock.close()
         raise
@@ -323,6 +322,8 @@ def _explained(address: str) -> Iterator[None]:
         yield
     except TimeoutError as error:
         raise TimeoutError(f"{address} accepted the connection but didn't answer in time") from error
+    except ConnectionAbortedError as error:
+        raise ConnectionRefusedError(f"{address} isn't trusted, or doesn't trust this side: {error}") from error
     except (EOFError, ConnectionResetError, BrokenPipeError) as error:
         raise ConnectionRefusedError(
             f"{address} closed the connection before it was authenticated: the keys differ, or the process ended"

@@ -21,6 +21,7 @@ from typing import Any, TypeAlias
 
 from colocate._definitions.packed import Buffer, Packed
 from colocate.wire.memory import NONE_FREE, map_private, memory_file
+from colocate.wire.tls import send_file
 
 Head: TypeAlias = tuple[Any, ...]
 Message: TypeAlias = tuple[Head, Packed | None]
@@ -182,7 +183,7 @@ class Sending:
             return True
         until = min(frame.payload_bytes, self._from + _STRIDE_BYTES)
         while self._from < until:
-            self._from += os.sendfile(sock.fileno(), frame._file, self._from, until - self._from)
+            self._from += send_file(sock, frame._file, self._from, until - self._from)
         return self._from == frame.payload_bytes
 
     def _pass_file(self, sock: socket.socket) -> None:

@@ -19,8 +19,7 @@ import socket
 import time
 from typing import TYPE_CHECKING
 
-from colocate.wire._forks import track_socket
-from colocate.wire.tls import tune_tcp, tunnel
+from colocate.wire.tls import Secured, tune_tcp
 
 if TYPE_CHECKING:
     import ssl  # at run time it is imported where it is used: most workers never need it
@@ -78,7 +77,7 @@ class Handshake:
         """Read what has come.
 
         Returns:
-            Whether the other side is authenticated (`connection` is ready for messages).
+            Whether the other side is authenticated (`sock` is ready for messages).
 
         Raises:
             BlockingIOError: Nothing has come.
@@ -92,15 +91,6 @@ class Handshake:
         if not hmac.compare_digest(self._heard, proof(self._key, b"dialler", self._nonces)):
             raise ConnectionRefusedError("the other side doesn't know the key")
         return True
-
-    def connection(self) -> socket.socket:
-        """What messages go through, once the other side is authenticated.
-
-        Raises:
-            OSError: No descriptor is free.
-            RuntimeError: No thread is to be had.
-        """
-        return self.sock
 
     def turn_away(self) -> None:
         """Say that there was no room for it. It is to be closed then."""
@@ -134,39 +124,30 @@ class Handshake:
         return self.sock.recv(count)
 
     def _say(self, data: bytes) -> None:
-        self.sock.send(data)
+        self.sock.sendall(data)
 
 
 class SecureHandshake(Handshake):
     """A knock in the open, then TLS, then a handshake as any other inside."""
 
     def __init__(self, sock: socket.socket, key: bytes, context: ssl.SSLContext) -> None:
-        # Now, when it is nobody's yet: the descriptor moves to another object, and may be lost on the way.
-        self._secured = track_socket(context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False))
-        super().__init__(self._secured, key)
+        super().__init__(sock, key)
+        self.sock = self._secured = Secured(sock, context, server=True)
         self._inside: Handshake | None = None
 
     def advance(self) -> bool:
         """See `Handshake`."""
-        import ssl
-
         if not self.knocked:
             self._hear_knock()
             return False
+        self._inside = self._inside or Handshake(self._secured, self._key)
         try:
-            if self._inside is None:
-                self._secured.do_handshake()
-                self._inside = Handshake(self._secured, self._key)
             while not self._inside.advance():  # what has been decrypted shows to no epoll
                 pass
-        except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
-            self.waits_for = select.EPOLLIN if isinstance(error, ssl.SSLWantReadError) else select.EPOLLOUT
-            raise BlockingIOError from error
+        except BlockingIOError:
+            self.waits_for = select.EPOLLOUT if self._secured.unsent else select.EPOLLIN
+            raise
         return True
-
-    def connection(self) -> socket.socket:
-        """A local connection that leads through TLS to the other side."""
-        return tunnel(self._secured)
 
     def _answer(self, nonce: bytes) -> None:
         self._say(GREETING)

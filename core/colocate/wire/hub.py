@@ -23,6 +23,7 @@ from colocate.wire.auth import Listener
 from colocate.wire.framing import SCRATCH_BYTES
 from colocate.wire.handshake import Handshake, tune
 from colocate.wire.lane import OnClosed, OnMessage, SocketLane
+from colocate.wire.tls import Secured
 
 # When so many strangers wait, the oldest go earlier; each has UNDISTURBED_S, unless there are very many, or too many
 # for the descriptors of this process.
@@ -94,6 +95,8 @@ class Hub:
         with self._lock:
             self._register(sock.fileno(), lane._on_events)
             self._lanes[sock.fileno()] = lane
+        if isinstance(sock, Secured):  # it may have more than the kernel knows of
+            self.later(0.0, partial(lane.receive, self.scratch))
         return lane
 
     def listen(self, listener: Listener, key: bytes, on_accept: Callable[[socket.socket], None]) -> None:
@@ -370,14 +373,9 @@ class _Door:
         del self._known[sock.fileno()]
         self._hub.drop(sock)
         try:
-            connection = handshake.connection()
-        except (OSError, RuntimeError):  # the process has no room for it
-            sock.close()
-            return
-        try:
-            self._on_accept(connection)
+            self._on_accept(sock)
         except Exception:
-            connection.close()
+            sock.close()
             if not self._hub._stopping:  # nothing is attached to a hub that is being closed
                 report_exception()
 

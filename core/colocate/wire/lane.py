@@ -13,6 +13,7 @@ from typing import Protocol, TypeAlias
 from colocate._definitions.packed import Packed
 from colocate._system.jobs import report_exception
 from colocate.wire.framing import Frame, Head, Reader, Sending, encode
+from colocate.wire.tls import Secured
 
 OnMessage: TypeAlias = Callable[[Head, Packed | None], None]
 OnClosed: TypeAlias = Callable[[str], None]
@@ -39,6 +40,8 @@ class SocketLane:
     def __init__(self, hub: Server, sock: socket.socket, on_message: OnMessage, on_closed: OnClosed) -> None:
         self._hub = hub
         self._sock = sock
+        self._secured = sock if isinstance(sock, Secured) else None
+        self._settled = self._secured is None
         self._on_message = on_message
         self._on_closed = on_closed
         self._passes_files = sock.family == socket.AF_UNIX
@@ -165,6 +168,18 @@ class SocketLane:
         with self._reading:
             if not self._finished:
                 self._receive(scratch)
+                if self._secured is not None:
+                    self._settle(self._secured, scratch)
+
+    def _settle(self, secured: Secured, scratch: memoryview) -> None:
+        """Receive what TLS has and the kernel doesn't show; see to it that sending goes on once TLS is set up."""
+        while secured.has_more and not (self._finished or self._closing):
+            self._receive(scratch)
+        if not self._settled:
+            with self._lock:
+                self._settled = secured.is_open and not secured.unsent
+                if not self._finished:
+                    self._show_interest()
 
     def _lend(self, lent: bool) -> bool:
         with self._lock:
@@ -188,12 +203,15 @@ class SocketLane:
     def _flush(self) -> None:
         with self._lock:
             try:
+                if self._secured is not None:
+                    self._secured.flush()
                 while self._queue:
                     if not self._queue[0].write(self._sock):
                         return
                     self._queue.popleft().frame.close()
             except BlockingIOError:
-                return
+                if self._settled:
+                    return
             except OSError as error:
                 self._break(error)
             if not self._finished:
@@ -244,7 +262,8 @@ class SocketLane:
 
     def _show_interest(self) -> None:
         """Tell the hub what to look for."""
-        self._hub.look_for(self._sock, (0 if self._lent else select.EPOLLIN) | (select.EPOLLOUT if self._queue else 0))
+        sends = self._queue if self._secured is None else self._secured.sends(bool(self._queue))
+        self._hub.look_for(self._sock, (0 if self._lent else select.EPOLLIN) | (select.EPOLLOUT if sends else 0))
 
     def _break(self, error: OSError) -> None:
         """Sending failed. What the other side sent before is still read; then its end is found, and the lane ends."""

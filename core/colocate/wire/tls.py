@@ -1,17 +1,18 @@
-"""TLS around connections between machines: a tunnel at each end, through which the plain bytes of a lane go.
+"""TLS: a socket that encrypts what goes through it, for connections between machines.
 
-Lanes know nothing of it: each side has a local connection whose other end a thread encrypts. Who may talk is decided
-twice: by certificates of one authority, as in the cluster, and by the key inside, end to end. Used where the engine's
-own connections are encrypted.
+Lanes and peer channels use it as any other socket. Who may talk is decided twice: by certificates of one authority, as
+in the cluster, and by the key inside, end to end. Used where the engine's own connections are encrypted.
 """
 
 from __future__ import annotations
 
+import errno
+import hmac
 import os
-import select
 import socket
 import threading
-from typing import TYPE_CHECKING
+import time
+from typing import TYPE_CHECKING, Any, cast
 
 import attrs
 
@@ -20,9 +21,8 @@ from colocate.wire._forks import track_socket
 if TYPE_CHECKING:
     import ssl  # at run time it is imported where it is used: most workers never need it
 
-NO_TLS = b"-"  # what a worker is handed in the place of certificates
-CUT = b"cut"  # and in the place of a lane: the one that it has is over
-_CHUNK_BYTES = 1 << 18
+_NO_TLS = b"-"
+_CHUNK_BYTES = 1 << 17
 _PROBE_EVERY_S, _PROBES = 2, 3
 
 
@@ -47,6 +47,7 @@ class Tls:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname = False
         context.verify_mode = ssl.CERT_REQUIRED
+        context.options |= ssl.OP_NO_RENEGOTIATION  # sending never waits for something to be received
         if server:  # nobody resumes; and tickets, which hold certificates, may leave no room for what follows
             context.num_tickets = 0
         context.load_verify_locations(cadata=self.authority)
@@ -59,92 +60,261 @@ class Tls:
         return context
 
 
-def secure(sock: socket.socket, tls: Tls, where: str) -> socket.socket:
+class Secured(socket.socket):
+    """A connection with TLS on it: what is sent and received is the plain bytes. It blocks as the socket under it does.
+
+    TLS is set up by whatever is received; nothing goes out before. An end of the connection is an end of file,
+    announced or not: a process that is killed announces nothing, and messages show whether they are complete.
+
+    Attributes:
+        is_open: Whether TLS is set up, and the other side has proved the secret.
+        has_more: Whether there may be something to receive that the kernel knows nothing of.
+    """
+
+    def __init__(
+        self, sock: socket.socket, context: ssl.SSLContext, server: bool, heard: bytes = b"", secret: bytes = b""
+    ) -> None:
+        """Take a connection over.
+
+        Args:
+            sock: The connection; it is detached.
+            context: `Tls.context`.
+            server: The side of this one.
+            heard: What has already been received of TLS.
+            secret: What both sides prove to know, first of all, if anything; for this one connection.
+        """
+        import ssl
+
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._incoming, self._outgoing, server)
+        self._incoming.write(heard)
+        self._error, self._wants = ssl.SSLError, ssl.SSLWantReadError
+        self._unsent = memoryview(b"")  # encrypted
+        self._owed = 0  # how much of what is to be sent that is, with what is in `_outgoing`
+        self._ended = False
+        self._shaken = False
+        self._to_prove = _proof(secret, not server) if secret else b""
+        self._to_hear = _proof(secret, server) if secret else b""
+        self.is_open = False
+        self.has_more = True
+        self._lock = threading.Lock()  # one TLS mustn't be read and written at the same time
+        timeout = sock.gettimeout()
+        super().__init__(sock.family, sock.type, sock.proto, sock.detach())
+        self.settimeout(timeout)
+        track_socket(self)
+
+    @property
+    def unsent(self) -> bool:
+        """Whether something encrypted waits for room in the socket."""
+        return bool(self._unsent)
+
+    def sends(self, wanted: bool) -> bool:
+        """Whether something would go out if there were room for it, given whether something is to be sent."""
+        return bool(self._unsent) or (wanted and self.is_open)
+
+    def set_up(self, deadline: float) -> None:
+        """Set TLS up on a connection that blocks.
+
+        Raises:
+            OSError: It is nobody of the cluster, or late.
+        """
+        while True:
+            with self._lock:
+                self._open()
+            if self.is_open:
+                return
+            if self._ended:
+                raise ConnectionAbortedError("it closed the connection")
+            self.settimeout(max(deadline - time.monotonic(), 0.001))
+            self._hear()
+
+    def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
+        """See `socket`; all that has come, if there is room for it."""
+        while True:
+            with self._lock:
+                if (count := self._decrypt(buffer) if self.has_more else 0) or self._ended:
+                    return count
+                self._flush_some()
+            self._hear()
+
+    def recv(self, bufsize: int, flags: int = 0) -> bytes:
+        """See `socket`. With flags: of what is there encrypted."""
+        if flags:
+            return super().recv(bufsize, flags)
+        data = bytearray(bufsize)
+        return bytes(data[: self.recv_into(memoryview(data))])
+
+    def send(self, data: Any, flags: int = 0) -> int:
+        """See `socket`; after BlockingIOError it is to be called again with the same data, as OpenSSL has it."""
+        with self._lock:
+            self._open()
+            if not self.is_open:
+                raise BlockingIOError(errno.EAGAIN, "TLS isn't set up yet")
+            self._flush()
+            if not self._owed:
+                self._owed = self._encrypt(memoryview(data)[:_CHUNK_BYTES])
+                self._flush()
+            count, self._owed = self._owed, 0
+            return count
+
+    def send_file(self, file: int, offset: int, count: int) -> int:
+        """See `os.sendfile`, and `send`."""
+        return self.send(b"" if self._owed else os.pread(file, min(count, _CHUNK_BYTES), offset))
+
+    def sendall(self, data: Any, flags: int = 0) -> None:
+        """See `socket`, once TLS is set up; what the socket has no room for goes out with what is done next."""
+        with self._lock:
+            self._encrypt(data)
+            self._flush_some()
+
+    def flush(self) -> None:
+        """Send what is encrypted; BlockingIOError when the socket has no room for it."""
+        with self._lock:
+            self._flush()
+
+    def leave(self) -> bytes:
+        """Use this TLS no more. What has been received after it, of what is next on the connection."""
+        return self._incoming.read()
+
+    def _hear(self) -> None:
+        """Receive once."""
+        data = super().recv(_CHUNK_BYTES)
+        with self._lock:
+            self._incoming.write(data)
+            self._ended = not data
+            self.has_more = True
+
+    # With the lock held:
+
+    def _open(self) -> None:
+        """Go on setting TLS up, with what has come."""
+        if self.is_open:
+            return
+        try:
+            if not self._shaken:
+                self._tls.do_handshake()
+                self._shaken = True
+                self._encrypt(self._to_prove)
+            while self._to_hear:
+                part = self._tls.read(len(self._to_hear))
+                if not part:
+                    self._ended = True
+                    return
+                if not hmac.compare_digest(part, self._to_hear[: len(part)]):
+                    raise ConnectionAbortedError(errno.ECONNABORTED, "the other side doesn't know the secret")
+                self._to_hear = self._to_hear[len(part) :]
+            self.is_open = True
+        except self._wants:
+            self.has_more = False
+        except self._error as error:
+            raise _aborted(error) from error
+        finally:
+            self._flush_some()  # what the other side has done wrong is among it
+
+    def _decrypt(self, buffer: Any) -> int:
+        """Decrypt what has come, as far as there is room for it."""
+        self._open()
+        view, filled = memoryview(buffer), 0
+        try:
+            while self.is_open and filled < len(view):
+                count = cast(int, self._tls.read(len(view) - filled, view[filled:]))
+                filled += count
+                if not count:
+                    self._ended = True
+                if not count or not (self._tls.pending() or self._incoming.pending):
+                    self.has_more = False
+                    break
+        except self._wants:
+            self.has_more = False
+        except self._error as error:
+            if not filled:  # otherwise it is found again
+                raise _aborted(error) from error
+        return filled
+
+    def _encrypt(self, data: Any) -> int:
+        if not len(data):
+            return 0
+        try:
+            return self._tls.write(data)
+        except self._error as error:
+            raise _aborted(error) from error
+
+    def _flush(self) -> None:
+        while self._unsent or self._outgoing.pending:
+            if not self._unsent:
+                self._unsent = memoryview(self._outgoing.read())
+            self._unsent = self._unsent[super().send(self._unsent) :]
+
+    def _flush_some(self) -> None:
+        try:
+            self._flush()
+        except OSError:  # no room; or the connection is broken, which shows when all that came before has been received
+            pass
+
+
+def send_file(sock: socket.socket, file: int, offset: int, count: int) -> int:
+    """See `os.sendfile`; through TLS if there is one."""
+    if isinstance(sock, Secured):
+        return sock.send_file(file, offset, count)
+    return os.sendfile(sock.fileno(), file, offset, count)
+
+
+def secure(sock: socket.socket, tls: Tls, where: str, deadline: float) -> Secured:
     """Make a dialled connection an encrypted one, and prove both sides by their certificates; it is owned from now on.
 
     Args:
-        sock: The connection, with the time that this may take.
+        sock: The connection, which blocks.
         tls: This side's certificates.
         where: What the error calls it.
-
-    Returns:
-        A local connection that leads through it.
+        deadline: When it has to be done, in monotonic time.
 
     Raises:
         ConnectionRefusedError: It is nobody of the cluster.
     """
     try:
-        secured = track_socket(tls.context(server=False).wrap_socket(sock))
-        # A listener that refuses our certificate says so only after the handshake, when something is read.
+        sock = secured = Secured(sock, tls.context(server=False), server=False)
+        secured.set_up(deadline)
+        return secured
+    # A listener that refuses our certificate says so only after that, when something is read.
     except (OSError, ValueError) as error:
         sock.close()
         raise ConnectionRefusedError(f"{where} isn't trusted, or doesn't trust this side: {error}") from error
-    try:
-        return tunnel(secured)
-    except BaseException:
-        secured.close()
-        raise
 
 
-def tunnel(secured: ssl.SSLSocket) -> socket.socket:
-    """Carry what goes through an encrypted connection, on a thread of its own that ends with it.
+def anew(sock: socket.socket, tls: Tls | None, secret: bytes) -> socket.socket:
+    """Begin TLS anew on a dialled connection that is handed on at its other end: to who knows a secret of both sides.
 
     Returns:
-        A local connection that leads through it.
-
-    Raises:
-        OSError: No descriptor is free.
-        RuntimeError: No thread is to be had.
+        What leads there, without waiting for it. A connection without TLS is the same as before.
     """
-    ours, theirs = _local_pair()
-    try:
-        threading.Thread(target=_Tunnel(secured, theirs).run, name="colocate-tls", daemon=True).start()
-    except BaseException:
-        ours.close()
-        theirs.close()
-        raise
-    return ours
+    if not isinstance(sock, Secured):
+        return sock
+    assert tls is not None
+    return Secured(sock, tls.context(server=False), server=False, secret=secret)
 
 
-class _Tunnel:
-    """Carries bytes between an encrypted and a plain connection until one of them ends."""
+def hand_on(sock: socket.socket, tls: Tls | None, secret: bytes) -> bytes:
+    """What the process that is handed a connection is told of it: the certificates, and how TLS begins anew on it."""
+    import json
 
-    def __init__(self, secured: ssl.SSLSocket, plain: socket.socket) -> None:
-        self._secured = secured
-        self._plain = plain
-        secured.setblocking(False)
-        plain.setblocking(False)
-        tune_tcp(secured)
-        tune_tcp(plain)
+    if tls is None:
+        return _NO_TLS
+    heard = sock.leave().hex() if isinstance(sock, Secured) else None
+    return json.dumps([*attrs.astuple(tls), secret.hex(), heard]).encode()
 
-    def run(self) -> None:
-        """Carry. TLS is used by this thread alone: one connection mustn't be read and written at the same time."""
-        outward, inward = memoryview(b""), memoryview(b"")
-        try:
-            while True:
-                moved = False
-                if not outward:
-                    outward = memoryview(_read(self._plain))
-                if not inward:
-                    inward = memoryview(_read(self._secured))
-                if outward and (count := _write(self._secured, outward)):
-                    outward, moved = outward[count:], True
-                if inward and (count := _write(self._plain, inward)):
-                    inward, moved = inward[count:], True
-                if moved or self._secured.pending():
-                    continue
-                poll = select.poll()
-                # A side from which nothing is wanted isn't looked at, or its end would be found again and again.
-                if events := (0 if inward else select.POLLIN) | (select.POLLOUT if outward else 0):
-                    poll.register(self._secured, events)
-                if events := (0 if outward else select.POLLIN) | (select.POLLOUT if inward else 0):
-                    poll.register(self._plain, events)
-                poll.poll()
-        except (OSError, EOFError):  # one of them has ended: so does the other
-            pass
-        finally:
-            self._secured.close()
-            self._plain.close()
+
+def take_over(sock: socket.socket, told: bytes) -> tuple[socket.socket, Tls | None]:
+    """What goes through a connection that was handed on, and the certificates of this machine."""
+    import json
+
+    if told == _NO_TLS:
+        return sock, None
+    *parts, secret, heard = json.loads(told)
+    tls = Tls(*parts)
+    if heard is None:
+        return sock, tls
+    secured = Secured(sock, tls.context(server=True), True, bytes.fromhex(heard), bytes.fromhex(secret))
+    return secured, tls
 
 
 def tune_tcp(sock: socket.socket) -> None:
@@ -160,34 +330,10 @@ def tune_tcp(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _PROBE_EVERY_S * (_PROBES + 1) * 1000)
 
 
-def _read(sock: socket.socket) -> bytes:
-    """What there is; nothing when there is nothing."""
-    import ssl
-
-    try:
-        data = sock.recv(_CHUNK_BYTES)
-    except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
-        return b""
-    if not data:
-        raise EOFError
-    return data
+def _proof(secret: bytes, server: bool) -> bytes:
+    """What the server's side of a connection, or the other one, proves itself with."""
+    return hmac.digest(secret, b"taken over" if server else b"handed on", "sha256")
 
 
-def _write(sock: socket.socket, data: memoryview) -> int:
-    import ssl
-
-    try:
-        return sock.send(data)
-    except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
-        return 0
-
-
-def _local_pair() -> tuple[socket.socket, socket.socket]:
-    """Two ends of a loopback connection: over Unix sockets a lane would pass files, which no tunnel carries."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        ours = socket.create_connection(server.getsockname())
-        while True:
-            theirs, peer = server.accept()
-            if peer == ours.getsockname():  # nobody else's
-                return track_socket(ours), track_socket(theirs)
-            theirs.close()
+def _aborted(error: ssl.SSLError) -> ConnectionAbortedError:
+    return ConnectionAbortedError(errno.ECONNABORTED, f"TLS: {error}")

@@ -22,6 +22,7 @@ from colocate.worker.host import WorkerHost
 from colocate.worker.supervisor import CLOSES_OTHERS
 
 GIVEN_BYTES = 1 << 20
+CUT = b"cut"  # comes through the door in the place of a lane: the one that there is is over
 
 
 Start = Callable[[Boot, "Service", wire.SocketLane], WorkerHost]
@@ -36,18 +37,14 @@ def given(door: socket.socket) -> tuple[socket.socket, int, wire.Tls | None] | N
         EOFError: The keeper is gone, or has no use for a worker.
     """
     data, fds, _, _ = socket.recv_fds(door, GIVEN_BYTES, 1)
-    if data == wire.CUT:
+    if data == CUT:
         return None
     if not fds:
         raise EOFError
     os.set_inheritable(fds[0], False)  # not by a flag: Python 3.11's recv_fds passes none on
-    epoch, _, certificates = data.partition(b" ")
-    sock = socket.socket(fileno=fds[0])
-    if certificates == wire.NO_TLS:
-        return sock, int(epoch), None
-    import json
-
-    return sock, int(epoch), wire.Tls(**json.loads(certificates))
+    epoch, _, told = data.partition(b" ")
+    sock, tls = wire.take_over(socket.socket(fileno=fds[0]), told)
+    return sock, int(epoch), tls
 
 
 class Service:
