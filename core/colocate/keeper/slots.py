@@ -121,7 +121,7 @@ class Keepers:
         try:
             sock.sendall(token)
             if token not in (COMMANDS, NEWCOMER):  # it is handed on to the worker
-                sock = wire.anew(sock, self.tls, token)
+                sock = wire.anew(sock, token)
             return self.hub.attach(sock, on_message, on_closed)
         except BaseException:
             sock.close()

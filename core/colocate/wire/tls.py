@@ -7,6 +7,7 @@ in the cluster, and by the key inside, end to end. Used where the engine's own c
 from __future__ import annotations
 
 import errno
+import functools
 import hmac
 import os
 import socket
@@ -41,23 +42,28 @@ class Tls:
     key: str = attrs.field(repr=False)
 
     def context(self, server: bool) -> ssl.SSLContext:
-        """What a connection is made with. Names aren't checked: the authority signs for the cluster alone."""
-        import ssl
+        """What connections are made with. Names aren't checked: the authority signs for the cluster alone."""
+        return _context(self, server)
 
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_REQUIRED
-        context.options |= ssl.OP_NO_RENEGOTIATION  # sending never waits for something to be received
-        if server:  # nobody resumes; and tickets, which hold certificates, may leave no room for what follows
-            context.num_tickets = 0
-        context.load_verify_locations(cadata=self.authority)
-        memory = os.memfd_create("colocate-tls", os.MFD_CLOEXEC)  # it is loaded from a path, and from nothing else
-        try:
-            os.write(memory, f"{self.certificate}\n{self.key}\n".encode())
-            context.load_cert_chain(f"/proc/self/fd/{memory}")
-        finally:
-            os.close(memory)
-        return context
+
+@functools.lru_cache(maxsize=4)  # a process has those of one side, and reading them takes 2 ms
+def _context(tls: Tls, server: bool) -> ssl.SSLContext:
+    import ssl
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.options |= ssl.OP_NO_RENEGOTIATION  # sending never waits for something to be received
+    if server:  # nobody resumes; and tickets, which hold certificates, may leave no room for what follows
+        context.num_tickets = 0
+    context.load_verify_locations(cadata=tls.authority)
+    memory = os.memfd_create("colocate-tls", os.MFD_CLOEXEC)  # it is loaded from a path, and from nothing else
+    try:
+        os.write(memory, f"{tls.certificate}\n{tls.key}\n".encode())
+        context.load_cert_chain(f"/proc/self/fd/{memory}")
+    finally:
+        os.close(memory)
+    return context
 
 
 class Secured(socket.socket):
@@ -67,6 +73,7 @@ class Secured(socket.socket):
     announced or not: a process that is killed announces nothing, and messages show whether they are complete.
 
     Attributes:
+        context: What it is made with.
         is_open: Whether TLS is set up, and the other side has proved the secret.
         has_more: Whether there may be something to receive that the kernel knows nothing of.
     """
@@ -87,6 +94,7 @@ class Secured(socket.socket):
 
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server)
+        self.context = context
         self._incoming.write(heard)
         self._error, self._wants = ssl.SSLError, ssl.SSLWantReadError
         self._unsent = memoryview(b"")  # encrypted
@@ -281,16 +289,13 @@ def secure(sock: socket.socket, tls: Tls, where: str, deadline: float) -> Secure
         raise ConnectionRefusedError(f"{where} isn't trusted, or doesn't trust this side: {error}") from error
 
 
-def anew(sock: socket.socket, tls: Tls | None, secret: bytes) -> socket.socket:
+def anew(sock: socket.socket, secret: bytes) -> socket.socket:
     """Begin TLS anew on a dialled connection that is handed on at its other end: to who knows a secret of both sides.
 
     Returns:
         What leads there, without waiting for it. A connection without TLS is the same as before.
     """
-    if not isinstance(sock, Secured):
-        return sock
-    assert tls is not None
-    return Secured(sock, tls.context(server=False), server=False, secret=secret)
+    return Secured(sock, sock.context, server=False, secret=secret) if isinstance(sock, Secured) else sock
 
 
 def hand_on(sock: socket.socket, tls: Tls | None, secret: bytes) -> bytes:
