@@ -49,6 +49,7 @@ def runtime() -> Iterator[Runtime]:
         ({"CUDA_MODULE_LOADING": "EAGER"}, "CUDA_MODULE_LOADING"),
         ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, "PYTORCH_CUDA_ALLOC_CONF"),
         ({"TORCH_LOGS": "+dynamo"}, "TORCH_LOGS"),
+        ({"TD_GET_DEFAULTS_TO_NONE": "1"}, "TD_GET_DEFAULTS_TO_NONE"),
         ({"PYTHONHASHSEED": "0"}, "PYTHONHASHSEED"),
         ({"MALLOC_ARENA_MAX": "1"}, "MALLOC_ARENA_MAX"),
         ({"GLIBC_TUNABLES": "glibc.malloc.check=3"}, "GLIBC_TUNABLES"),
@@ -218,6 +219,26 @@ def test_what_roles_have_imported(runtime: Runtime) -> None:
         maps = Path(f"/proc/{template.pid}/maps")
         wait_until(lambda: "libtorch" in maps.read_text(), "the template has imported torch")
         assert len(os.listdir(f"/proc/{template.pid}/task")) == 1
+
+
+def test_what_values_needed(runtime: Runtime) -> None:
+    """A worker that imported something for a value says so when it ends."""
+    tensordict = pytest.importorskip("tensordict")
+    import torch
+
+    table = tensordict.TensorDict({"a": torch.ones(2)}, [2])
+    with runtime.reserve(1) as pool:
+        with pool.spawn({"echo": colocate.role(Echo)}) as group:
+            group.role("echo", Echo).first(table)
+        with pool.spawn(ROLES) as group:
+            assert group.run(_has, "tensordict") == [True]
+        template = forks._forks.current
+        assert template is not None
+        assert len(os.listdir(f"/proc/{template.pid}/task")) == 1
+
+
+def _has(context: colocate.Context, name: str) -> bool:
+    return name in sys.modules
 
 
 def test_one_that_does_not_answer(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:

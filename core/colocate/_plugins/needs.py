@@ -12,6 +12,7 @@ from colocate._definitions.names import MAINS, is_installed_file
 from colocate._definitions.sources import is_shipped_with_python, shadowing
 from colocate.errors import CapabilityError, ConfigError
 from colocate.executor import Executor
+from colocate.worker.template import LONG
 
 C = TypeVar("C", bound=type[Any])
 
@@ -66,14 +67,11 @@ def check_needs(role: str, cls: type, default_group: bool, ranks: int, executor:
         raise CapabilityError(why, capability="OwnProcess", executors=("local with processes=True",), role=role)
 
 
-_LONG = ("torch",)  # to import; workers find it imported where a role needs it
-
-
 def imports_of(classes: Iterable[type]) -> tuple[str, ...] | None:
     """What role classes need that takes long to import (`Boot.imports`), as they and their modules tell."""
     if shadowing():
         return None
-    present = [name for name in _LONG if name in sys.modules]
+    present = [name for name in LONG if name in sys.modules]
     if not present:
         return ()
     seen: set[str] = set()

@@ -34,6 +34,7 @@ _TOO_EARLY = re.compile(
     "LD_|GLIBC_|MALLOC_|LANG$|LANGUAGE$|LC_|TZ$|OPENSSL_|SSL_"  # read by the loader, the C library and OpenSSL
     "|PYTHON|COVERAGE_|COV_CORE_"  # by Python, and what is imported at its start
     "|OMP_|GOMP_|KMP_|MKL_|OPENBLAS_|GOTO_|BLIS_|NPY_|NUMPY_|NUMEXPR_"  # by numerical libraries
+    "|TD_|EXCLUDE_TD_|DISPATCH_TDNN|LIST_TO_STACK$|CAPTURE_NONTENSOR_STACK$|LAZY_LEGACY_OP$"  # by tensordict
     "|CUDA_|CUBLAS_|CUDNN_|NVIDIA_|HIP_|ROCR_|HSA_|TORCH|PYTORCH_|ATEN_|C10_|KINETO_"  # by torch, and below it
 )
 _IN_TIME = {"CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"}  # read when they are first used

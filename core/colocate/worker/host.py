@@ -25,6 +25,7 @@ from colocate.worker.hosted import HostedRole
 from colocate.worker.lane import Lane, Work
 from colocate.worker.runner import Runner
 from colocate.worker.site import Send, Site
+from colocate.worker.template import tell_imports
 
 LANE = "colocate-lane-"  # names of lanes begin with it, and go on with the id of their worker
 
@@ -213,6 +214,7 @@ class WorkerHost(Site):
         self.groups.close()
         self._transfer.close()
         self.peers.close()
+        tell_imports()  # what values needed, too
         self.ended = True
         if self.in_process:  # a process takes its roles with it; here the driver may hold the group for long
             self.roles.clear()

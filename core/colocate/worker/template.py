@@ -150,6 +150,7 @@ class _Template:
         os.close(self._reads)
         global _writes
         _writes = self._writes
+        _told.update(name for name in LONG if name in sys.modules)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
@@ -217,17 +218,19 @@ def _clone() -> int:
     return pid
 
 
+LONG = ("torch", "tensordict")
+"""What takes long to import, and starts no thread then: workers find it imported when roles before them needed it."""
+
 _writes: int | None = None
+_told: set[str] = set()
 
 
 def tell_imports() -> None:
     """Have the workers after this one find imported what the roles of this one have imported."""
-    global _writes
-    if _writes is not None and "torch" in sys.modules:
+    if _writes is not None and (names := {name for name in LONG if name in sys.modules} - _told):
+        _told.update(names)
         with contextlib.suppress(OSError):  # the template has ended
-            os.write(_writes, b"torch ")
-        os.close(_writes)
-        _writes = None
+            os.write(_writes, " ".join([*sorted(names), ""]).encode())
 
 
 def renew() -> None:
