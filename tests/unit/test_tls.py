@@ -17,7 +17,7 @@ import pytest
 from tests.unit.conftest import certificates
 from tests.unit.lanes import End, tls_pair
 
-from colocate.testing.waiting import becomes_true
+from colocate.testing.waiting import becomes_true, wait_until
 from colocate.wire import (
     Hub,
     SocketLane,
@@ -34,6 +34,7 @@ from colocate.wire import (
 from colocate.wire.auth import dial
 from colocate.wire.framing import encode
 from colocate.wire.handshake import SecureHandshake
+from colocate.wire.tls import Secured
 
 KEY = new_key()
 WAIT_S = 20
@@ -183,8 +184,10 @@ def test_a_certificate_that_is_larger_than_what_fits(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(SecureHandshake, "advance", seen)
     server = Server(large)
-    connect(server.address, KEY, tls=large).close()
-    assert select.EPOLLOUT in waited
+    with raw(server) as sock, Secured(sock, large.context(server=False), server=False) as secured:
+        secured._open()  # it says hello, and doesn't read yet
+        wait_until(lambda: select.EPOLLOUT in waited, "the listener has no room")
+        secured.set_up(time.monotonic() + WAIT_S)
     server.hub.close()
 
 
