@@ -235,6 +235,21 @@ def test_actor_dies(runtime: Runtime) -> None:
         pass
 
 
+def test_one_actor_has_the_keepers_of_all_pools(runtime: Runtime) -> None:
+    """It stays from one reservation to the next, and the end of one is the end of nothing else."""
+    starters = []
+    with runtime.reserve(1) as other:
+        echo = other.spawn({"echo": colocate.role(Echo)}).role("echo", Echo)
+        starters.append(starter_of(echo.place()[0][0]))
+        for _ in range(2):
+            with runtime.reserve(1) as pool:
+                ((pid, *_),) = pool.spawn({"echo": colocate.role(Echo)}).role("echo", Echo).place()
+                starters.append(starter_of(pid))
+            assert not psutil.pid_exists(pid)
+            assert echo.echo(1) == [1]
+    assert len(set(starters)) == 1
+
+
 def test_not_installed() -> None:
     """The error has the line that installs it."""
     text = """
