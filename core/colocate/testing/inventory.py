@@ -65,15 +65,16 @@ class Thing:
 
 def everything() -> dict[str, Thing]:
     """All of it, by keys that are never those of something else later."""
-    return {
-        **live_objects(),
-        **_processes(),
-        **_threads(),
-        **_descriptors(),
-        **_memory(),
-        **_named_memory(),
-        **_files(),
-    }
+    with origins.looking():
+        return {
+            **live_objects(),
+            **_processes(),
+            **_threads(),
+            **_descriptors(),
+            **_memory(),
+            **_named_memory(),
+            **_files(),
+        }
 
 
 def without_engines(left: dict[str, Thing], now: dict[str, Thing]) -> dict[str, Thing]:
@@ -163,12 +164,13 @@ def _processes() -> dict[str, Thing]:
             continue
         try:
             process = psutil.Process(pid)
-            key = f"process {pid} {process.create_time()}"
-            zombie = process.status() == psutil.STATUS_ZOMBIE
-            if not zombie and (arguments_of(process, MODULE) or [""])[0] == MODE:  # a template, which ends by itself
-                continue
-            what = "a zombie" if zombie else " ".join(process.cmdline())[:200]
-            parent = process.ppid()
+            with process.oneshot():
+                key = f"process {pid} {process.create_time()}"
+                zombie = process.status() == psutil.STATUS_ZOMBIE
+                if not zombie and (arguments_of(process, MODULE) or [""])[0] == MODE:  # a template: ends by itself
+                    continue
+                what = "a zombie" if zombie else " ".join(process.cmdline())[:200]
+                parent = process.ppid()
         except psutil.NoSuchProcess:
             continue
         found[key] = Thing(

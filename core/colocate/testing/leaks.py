@@ -72,6 +72,7 @@ class Watch:
         Raises:
             AssertionError: Says what is left, and which line made it.
         """
+        told: list[str] | None = None
         try:
             self.settle()
             left = self._left()
@@ -89,7 +90,7 @@ class Watch:
             for thing in left.values():
                 told += _closed(thing)
         finally:
-            self._end()
+            self._end(clean=told == [])
         if told:
             raise AssertionError("\n".join([_FIRST + told[0], *(_MORE + words for words in told[1:]), _LAST_WORDS]))
 
@@ -107,10 +108,12 @@ class Watch:
         left = {key: thing for key, thing in now.items() if key not in self._before}
         return without_engines(left, now) if self.shares_engines else left
 
-    def _end(self) -> None:
+    def _end(self, clean: bool = False) -> None:
         _watches.remove(self)
-        for outer in _watches:  # what has been told isn't told again
-            outer.adopt(self._left())
+        if _watches and not clean:  # what has been told isn't told again
+            left = self._left()
+            for outer in _watches:
+                outer.adopt(left)
         origins.end()
 
 

@@ -7,6 +7,7 @@ library makes in C) has no line.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import multiprocessing.process as multiprocessing_process
 import os
@@ -16,7 +17,7 @@ import sys
 import sysconfig
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -29,18 +30,22 @@ _OF_COLOCATE = ("colocate_local", "colocate_ray", "colocate_dask")
 _LIBRARIES = tuple({sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _SITE = tuple({sysconfig.get_paths()[name] + os.sep for name in ("purelib", "platlib")})
 
+_Line = tuple[str, int]
+
 _lock = threading.RLock()  # a finalizer that opens a file may run while it is held
 _users = 0
 _installed = False
 _restore: list[Callable[[], None]] = []
-_threads: weakref.WeakKeyDictionary[threading.Thread, str] = weakref.WeakKeyDictionary()
-_sockets: weakref.WeakKeyDictionary[socket.socket, str] = weakref.WeakKeyDictionary()
+_threads: weakref.WeakKeyDictionary[threading.Thread, _Line] = weakref.WeakKeyDictionary()
+_sockets: weakref.WeakKeyDictionary[socket.socket, _Line] = weakref.WeakKeyDictionary()
 _popens: weakref.WeakSet[subprocess.Popen[Any]] = weakref.WeakSet()
-_processes: dict[int, str] = {}
-_paths: dict[str, str] = {}
-_descriptors: dict[int, tuple[str, str]] = {}  # what it led to then, and the line
+_processes: dict[int, _Line] = {}
+_paths: dict[str, _Line] = {}
+_descriptors: dict[int, tuple[str, _Line]] = {}  # what it led to then, and the line
 _by_colocate: weakref.WeakSet[object] = weakref.WeakSet()
-_mapped: dict[str, str] = {}
+_mapped: dict[str, _Line | None] = {}
+_kinds: dict[str, str] = {}  # whose code a file is
+_looks: set[int] = set()  # threads whose own files nobody asks for
 
 
 def begin() -> None:
@@ -71,23 +76,34 @@ def end() -> None:
         _by_colocate.clear()
 
 
+@contextlib.contextmanager
+def looking() -> Iterator[None]:
+    """Whoever looks at what there is opens hundreds of files, and leaves none."""
+    me = threading.get_ident()
+    _looks.add(me)
+    try:
+        yield
+    finally:
+        _looks.discard(me)
+
+
 def of_thread(thread: threading.Thread) -> str | None:
     """The line that started it."""
-    return _threads.get(thread)
+    return at(_threads.get(thread))
 
 
 def of_process(pid: int) -> str | None:
     """The line that started it."""
-    return _processes.get(pid)
+    return at(_processes.get(pid))
 
 
 def of_descriptor(number: int, target: str) -> str | None:
     """The line that opened it."""
     owner = socket_of(number)
     if owner is not None:
-        return _sockets.get(owner)
-    led_to, line = _descriptors.get(number, ("", ""))
-    return line if led_to == target else _paths.get(target)
+        return at(_sockets.get(owner))
+    led_to, line = _descriptors.get(number, ("", None))
+    return at(line) if led_to == target else of_path(target)
 
 
 def is_of_colocate(thing: object) -> bool:
@@ -97,12 +113,13 @@ def is_of_colocate(thing: object) -> bool:
 
 def of_path(path: str) -> str | None:
     """The line that made a file or a folder."""
-    return _paths.get(os.path.realpath(path))
+    path = os.path.realpath(path)
+    return at(next((line for made, line in reversed(list(_paths.items())) if os.path.realpath(made) == path), None))
 
 
 def mapped() -> dict[str, str]:
     """Shared memory that has a name and was mapped here, with the line."""
-    return dict(_mapped)
+    return {path: at(line) or "an unknown line" for path, line in list(_mapped.items())}
 
 
 def socket_of(number: int) -> socket.socket | None:
@@ -115,32 +132,40 @@ def popen_of(pid: int) -> subprocess.Popen[Any] | None:
     return next((popen for popen in list(_popens) if popen.pid == pid), None)
 
 
-def at(line: tuple[str, int]) -> str:
+def at(line: tuple[str, int] | None) -> str | None:
     """A line as messages have it."""
+    if line is None:
+        return None
     path, number = line
     here = os.getcwd() + os.sep
     return as_text((path.removeprefix(here), number))
 
 
-def _line(thing: object = None) -> str | None:
+def _line(thing: object = None) -> _Line | None:
     """The innermost line that is no library's; failing that, of a library that isn't Python's."""
-    second: str | None = None
+    second: _Line | None = None
     for frame in frames():
         name = frame.f_code.co_filename
-        if name.startswith("<") or name == __file__:
-            pass
-        elif _is_colocate(frame, name):
-            if thing is not None:
-                _by_colocate.add(thing)
-        elif not name.startswith(_LIBRARIES):
-            return at((name, frame.f_lineno))
-        elif second is None and name.startswith(_SITE):
-            second = at((name, frame.f_lineno))
+        kind = _kinds.get(name)
+        if kind is None:
+            kind = _kinds[name] = _kind(frame, name)
+        if kind == "the user's":
+            return name, frame.f_lineno
+        if kind == "colocate's" and thing is not None:
+            _by_colocate.add(thing)
+        elif kind == "a library's" and second is None:
+            second = name, frame.f_lineno
     return second
 
 
-def _is_colocate(frame: FrameType, name: str) -> bool:
-    return name.startswith(_COLOCATE) or str(frame.f_globals.get("__name__")).partition(".")[0] in _OF_COLOCATE
+def _kind(frame: FrameType, name: str) -> str:
+    if name.startswith("<") or name == __file__:
+        return "nobody's"
+    if name.startswith(_COLOCATE) or str(frame.f_globals.get("__name__")).partition(".")[0] in _OF_COLOCATE:
+        return "colocate's"
+    if name.startswith(_SITE):
+        return "a library's"
+    return "Python's" if name.startswith(_LIBRARIES) else "the user's"
 
 
 # -- audit events: called for every event of the process, so the way out is short
@@ -155,8 +180,12 @@ def _opened(args: tuple[Any, ...]) -> None:
     path = args[0]
     if isinstance(path, str) and path.endswith(".pyc"):  # imports open many
         return
+    if threading.get_ident() in _looks:
+        return
     if isinstance(path, (str, bytes)) and (line := _line()) is not None:
-        _paths[os.path.realpath(os.fsdecode(path))] = line
+        path = os.path.abspath(os.fsdecode(path))
+        _paths.pop(path, None)  # the last one is the last
+        _paths[path] = line
 
 
 def _made_socket(args: tuple[Any, ...]) -> None:
@@ -169,7 +198,7 @@ def _made_mapping(args: tuple[Any, ...]) -> None:
     descriptor = args[0]
     target = _target(descriptor)  # none: it isn't open, which whoever maps it will be told
     if target.startswith(("/dev/shm/", "/memfd:")):
-        _mapped.setdefault(target, _line() or "an unknown line")
+        _mapped.setdefault(target, _line())
 
 
 _EVENTS: dict[str, Callable[[tuple[Any, ...]], None]] = {
