@@ -17,7 +17,7 @@ import pytest
 from colocate.errors import ClosedError
 from colocate.wire import Hub, Listener, connect, listen, new_key
 from colocate.wire import auth as auth_module
-from colocate.wire import hub as hub_module
+from colocate.wire import door as door_module
 from colocate.wire.auth import Kind, dial
 from colocate.wire.handshake import GREETING
 
@@ -169,17 +169,17 @@ class Spy:
 
 
 def test_silent_strangers_hold_up_nobody(server: Server) -> None:
-    crowd = strangers(server, 3 * hub_module._HANDSHAKES)
+    crowd = strangers(server, 3 * door_module._HANDSHAKES)
     assert server.works()
     # Only so many are kept; the oldest had to go.
-    assert all(is_turned_away(sock) for sock in crowd[: hub_module._HANDSHAKES])
+    assert all(is_turned_away(sock) for sock in crowd[: door_module._HANDSHAKES])
     for sock in crowd:
         sock.close()
     assert server.works()
 
 
 def test_a_silent_stranger_is_dropped_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_module, "HANDSHAKE_S", 0.05)
+    monkeypatch.setattr(door_module, "HANDSHAKE_S", 0.05)
     with Server("unix") as server, dial(server.address, WAIT_S) as first, dial(server.address, WAIT_S) as second:
         assert is_turned_away(first)
         assert is_turned_away(second)
@@ -196,7 +196,7 @@ def test_no_free_descriptor_only_delays(monkeypatch: pytest.MonkeyPatch) -> None
                 raise OSError(errno.EMFILE, "Too many open files")
             return super().accept()
 
-    monkeypatch.setattr(hub_module, "_PAUSE_S", 0.01)
+    monkeypatch.setattr(door_module, "_PAUSE_S", 0.01)
     listener = listen("unix")
     with Server("unix", Starved(listener._sock, listener.address)) as server:
         assert server.works()
@@ -312,7 +312,7 @@ def test_a_listener_whose_address_is_taken_is_given_up(monkeypatch: pytest.Monke
     listener = listen("unix")
     reported: queue.Queue[object] = queue.Queue()
     monkeypatch.setattr(threading, "excepthook", lambda told: reported.put(told.exc_type))
-    monkeypatch.setattr(hub_module, "REOPEN_EVERY_S", 0.0)
+    monkeypatch.setattr(door_module, "REOPEN_EVERY_S", 0.0)
     with Server("unix", listener) as server, socket.socket(fileno=os.dup(listener.fileno())) as copy:
         copy.shutdown(socket.SHUT_RDWR)
         assert reported.get(timeout=WAIT_S) is OSError

@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 
 from colocate import SerializationError, connect, wire
+from colocate._definitions.inbox import Inbox
 from colocate._definitions.known import Definition, also, definition_of, find, known, new_id
-from colocate._definitions.lots import Inbox, Lot, Receiver, pack_whole, unpack_whole
+from colocate._definitions.lots import Lot, Receiver
 from colocate._definitions.names import path_of
 from colocate._definitions.sources import Refused, Source, answer, other_content
+from colocate._definitions.whole import pack_whole, unpack_whole
 from colocate._protocol.message import Message
 from colocate._protocol.messages import Define, HeardAll
 from colocate.worker.definitions import Definitions

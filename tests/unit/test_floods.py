@@ -17,7 +17,7 @@ import pytest
 
 from colocate import wire
 from colocate.wire import Tls, auth, connect, listen, new_key
-from colocate.wire import hub as hub_module
+from colocate.wire import door as door_module
 from colocate.wire.auth import Kind, dial
 from colocate.wire.handshake import TURNED_AWAY, Handshake, proof
 
@@ -157,12 +157,12 @@ class Flood:
 def test_a_flooding_stranger_displaces_nobody_who_knows_the_key(way: Way) -> None:
     """224 connections from 20 ms away, while one stranger dials as fast as it can: all of them get in."""
     with Server(way) as server, Far(server.address) as far, Flood(server.open_address) as flood:
-        while flood.dialled < 2 * hub_module._MOST_STRANGERS:  # it is full of them
+        while flood.dialled < 2 * door_module._MOST_STRANGERS:  # it is full of them
             time.sleep(0.001)
         with ThreadPoolExecutor(16) as threads:
             connected = list(threads.map(lambda _: connect(far.address, KEY, tls=server.tls), range(224)))
         before = flood.dialled
-        while flood.dialled < before + hub_module._HANDSHAKES:  # it goes on
+        while flood.dialled < before + door_module._HANDSHAKES:  # it goes on
             time.sleep(0.001)
         for number, sock in enumerate(connected):
             sock.sendall(number.to_bytes(4, "big"))
@@ -177,7 +177,7 @@ def test_a_flooding_stranger_displaces_nobody_who_knows_the_key(way: Way) -> Non
 
 def test_who_has_knocked_is_kept(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many strangers come before its proof does, or its certificate."""
-    monkeypatch.setattr(hub_module, "UNDISTURBED_S", 0.0)
+    monkeypatch.setattr(door_module, "UNDISTURBED_S", 0.0)
     with Server(way) as server, contextlib.ExitStack() as crowd:
         after_the_first_knock(monkeypatch, lambda: crowded(server, crowd))
         with server.connect() as sock:
@@ -196,8 +196,8 @@ def test_strangers_hold_up_nobody(way: Way) -> None:
 
 
 def crowded(server: Server, crowd: contextlib.ExitStack) -> None:
-    strangers = [crowd.enter_context(dial(server.open_address, WAIT_S)) for _ in range(3 * hub_module._HANDSHAKES)]
-    for sock in strangers[: hub_module._HANDSHAKES]:
+    strangers = [crowd.enter_context(dial(server.open_address, WAIT_S)) for _ in range(3 * door_module._HANDSHAKES)]
+    for sock in strangers[: door_module._HANDSHAKES]:
         sock.settimeout(WAIT_S)
         assert sock.recv(100) == TURNED_AWAY
 
@@ -217,7 +217,7 @@ def after_the_first_knock(monkeypatch: pytest.MonkeyPatch, action: Callable[[], 
 
 def test_who_is_turned_away_comes_again(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until there is room, or its time is over; then the error says why."""
-    monkeypatch.setattr(hub_module, "_MOST_KNOWN", 1)
+    monkeypatch.setattr(door_module, "_MOST_KNOWN", 1)
     turned = threading.Event()
     turn_away = Handshake.turn_away
 

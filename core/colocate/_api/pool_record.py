@@ -14,7 +14,7 @@ from colocate._api.slots import Slots
 from colocate._crew.crew import Crew
 from colocate._crew.saved import Checkpoint, Tag
 from colocate._crew.spawn import Declared
-from colocate._definitions.lots import pack_whole, unpack_whole
+from colocate._definitions.whole import pack_whole, unpack_whole
 from colocate._role.info import RoleInfo
 from colocate._role.role import check_role
 from colocate.errors import ColocateError

@@ -22,7 +22,7 @@ from colocate.errors import ColocateError, ConfigError, Mistake, RoleError, Role
 from colocate.worker.build import RoleBuild
 
 if TYPE_CHECKING:
-    from colocate._definitions.lots import Inbox
+    from colocate._definitions.inbox import Inbox
     from colocate._values.codec import Codec
 
 

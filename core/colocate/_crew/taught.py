@@ -13,8 +13,9 @@ from colocate._crew.worker import Worker
 from colocate._definitions import known, sources, subclasses
 from colocate._definitions.codec import pack
 from colocate._definitions.given import Given
+from colocate._definitions.inbox import Inbox
 from colocate._definitions.known import Definition, Global, Need
-from colocate._definitions.lots import Inbox, Lot, Receiver
+from colocate._definitions.lots import Lot, Receiver
 from colocate._definitions.reached import reached
 from colocate._protocol import messages
 from colocate._protocol.message import Message

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from colocate._definitions import known
-from colocate._definitions.lots import Inbox, Receiver
+from colocate._definitions.inbox import Inbox
+from colocate._definitions.lots import Receiver
 from colocate._definitions.sources import Refused, Source
 from colocate._protocol import messages
 from colocate._protocol.message import Message
