@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import io
 import os
 import signal
 import subprocess
 import sys
-import threading
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -120,23 +117,6 @@ def test_last_words(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(WorkerDied) as caught:
         talker.leave()
     assert caught.value.log_tail == "my last words"
-
-
-def test_its_end(runtime: Runtime, tmp_path: Path) -> None:
-    """A closed worker ends as an interpreter does: threads end, then its exit handlers are called."""
-    file = tmp_path / "done"
-
-    def prepare(ctx: colocate.Context) -> None:
-        def wait() -> None:
-            threading.main_thread().join()
-            file.write_text("the thread, ")
-
-        threading.Thread(target=wait, daemon=False).start()
-        atexit.register(lambda: file.write_text(f"{file.read_text()}the handler"))
-
-    with runtime.reserve(1) as pool, pool.spawn({"talker": colocate.role(Talker)}) as group:
-        group.run(prepare)
-    assert file.read_text() == "the thread, the handler"
 
 
 def test_closed_stderr(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,12 +106,12 @@ def _needs_nothing() -> type:
 
 @pytest.mark.parametrize(
     ("make", "needs"),
-    [(_imports_when_called, ("torch",)), (_has_it_from_around, ("torch",)), (_needs_nothing, ()), (lambda: Born, ())],
+    [(_imports_when_called, True), (_has_it_from_around, True), (_needs_nothing, False), (lambda: Born, False)],
 )
-def test_what_roles_need(make: Callable[[], type], needs: tuple[str, ...]) -> None:
+def test_what_roles_need(make: Callable[[], type], needs: bool) -> None:
     """It is foreseen from what a class's functions import and have from around them; a library's isn't looked into."""
     pytest.importorskip("torch")
-    assert imports_of([make()]) == needs
+    assert ("torch" in imports_of([make()])) == needs
 
 
 def test_a_template_with_two_threads_refuses() -> None:

@@ -11,7 +11,8 @@ if sys.argv[1] == "forks":
 
 supervise(int(sys.argv[2]))  # first: whatever is imported before is in the supervisors' memory too
 
-from colocate.worker.main import end, main  # noqa: E402
+from colocate.worker.ending import end  # noqa: E402
+from colocate.worker.main import main  # noqa: E402
 
 main()
 end()

@@ -216,9 +216,8 @@ class WorkerHost(Site):
         self.peers.close()
         tell_imports()  # what values needed, too
         self.ended = True
-        if self.in_process:  # a process takes its roles with it; here the driver may hold the group for long
-            self.roles.clear()
-            self.instances.clear()  # by which the roles' contexts know each other
+        self.roles.clear()  # on threads the driver may hold the group for long
+        self.instances.clear()  # by which the roles' contexts know each other
         self.say(messages.Closed())
         self._on_end()
 

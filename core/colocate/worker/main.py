@@ -8,15 +8,12 @@ kill it when the launching thread ends, even while role code holds the GIL.
 
 from __future__ import annotations
 
-import atexit
 import faulthandler
 import os
 import signal
 import socket
 import sys
-import threading
 from functools import partial
-from typing import NoReturn
 
 from colocate import wire
 from colocate._values.codec import BY_VALUE
@@ -42,22 +39,6 @@ def main() -> None:
         _wait_for_lane(sock)
     else:
         serve(sock)
-
-
-def end() -> NoReturn:
-    """End as an interpreter does, but for taking all modules apart: with torch's that is 0.2 s of a core.
-
-    Threads that aren't daemons have ended, and exit handlers have run. Only what a module holds isn't finalized.
-    """
-    threading._shutdown()  # type: ignore[attr-defined]  # as multiprocessing's processes end
-    atexit._run_exitfuncs()
-    status = 0
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (OSError, ValueError):  # nobody reads it, or a role has closed it
-            status = 120  # an interpreter's
-    os._exit(status)
 
 
 def _wait_for_lane(door: socket.socket) -> None:

@@ -30,6 +30,7 @@ import signal
 import socket
 import sys
 import tempfile
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -196,6 +197,9 @@ def _import(names: Sequence[str]) -> None:
             importlib.import_module(name)
     imported_already.cache_clear()
     imported_already()
+    # What libraries would take apart at the end of an interpreter is this one's, and its forks end without.
+    for finalizer in list(getattr(weakref.finalize, "_registry", ())):
+        finalizer.atexit = False
 
 
 def _clone() -> int:
@@ -218,7 +222,7 @@ def _clone() -> int:
     return pid
 
 
-LONG = ("torch", "tensordict")
+LONG = ("torch", "tensordict", "numpy", "psutil", "importlib.metadata")
 """What takes long to import, and starts no thread then: workers find it imported when roles before them needed it."""
 
 _writes: int | None = None

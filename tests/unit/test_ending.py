@@ -1,0 +1,64 @@
+"""How a worker's process ends: what Python does at the end of a script is done, in a fork and in one of its own."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import threading
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import colocate
+from colocate import Runtime
+
+FILES: list[Any] = []
+
+
+class Deleted:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.cycle = self
+
+    def __del__(self) -> None:
+        self.path.write_text("deleted")
+
+
+class Role(colocate.Role):
+    @colocate.method
+    def leave(self, folder: Path) -> None:
+        """Have much to do at the end."""
+        self.deleted = Deleted(folder / "of a role")
+        for mode in ("w", "wb"):
+            file: Any = open(folder / f"not closed, {mode}", mode)  # noqa: SIM115
+            file.write("x" if mode == "w" else b"x")
+            FILES.append(file)
+        atexit.register((folder / "handler").write_text, "called")
+        weakref.finalize(Role, (folder / "finalizer").write_text, "called")
+        ctypes.CDLL(None).printf(b"printed by a library\n")
+        threading.Thread(target=self.outlive, args=(folder / "thread",)).start()
+
+    @staticmethod
+    def outlive(path: Path) -> None:
+        threading.main_thread().join()
+        path.write_text("ended")
+
+
+@pytest.mark.parametrize("env", [{}, {"PYTHONHASHSEED": "0"}], ids=["fork", "interpreter"])
+def test_what_an_interpreter_does(
+    env: dict[str, str], colocate_processes: Runtime, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Threads are waited for, handlers called, and what is in files' buffers is written."""
+    with colocate_processes.reserve(1, env=env) as pool:
+        pool.spawn({"role": colocate.role(Role)}).role("role", Role).leave(tmp_path)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
+        "of a role": "deleted",
+        "not closed, w": "x",
+        "not closed, wb": "x",
+        "handler": "called",
+        "finalizer": "called",
+        "thread": "ended",
+    }
+    assert "printed by a library" in capfd.readouterr().err
