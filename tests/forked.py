@@ -24,7 +24,9 @@ from typing import Any, NoReturn
 _ROOT = Path(__file__).parents[1]
 _IMPORTED = (
     *("colocate.cli.check", "colocate.cli.doctor", "colocate.cli.plugin", "colocate.cli.plugins", "colocate.cli.run"),
-    *("colocate.report.page", "colocate_local.plugin", "jinja2", "rich.table"),
+    *("colocate._api.runtime", "colocate.config.structure", "colocate.report.page", "jinja2", "rich.table"),
+    *("colocate_local.plugin", "colocate_local.processes", "colocate_local.threads"),
+    "pydantic.types",  # typer does, where it is installed
 )
 _IMPORTED_FOR = {"doctor": "torch", "ppo": "colocate_ppo.team"}  # seconds each
 # A library that computes in parallel starts threads when it is imported, which a fork would be without.

@@ -13,15 +13,18 @@ import pytest
 from tests.cli.conftest import CommandLine
 
 from colocate._protocol.versions import PROTOCOL
+from colocate.cli.completion import configs
 
 COMMAND = Path(sys.executable).with_name("colocate")
-OF_BASH = """\
+BEGIN = """\
 eval "$(colocate --show-completion)"
 complete -p colocate >&2
+"""
+ASK = """\
 COMP_WORDS=(colocate {words})
 COMP_CWORD={last}
 _colocate_completion colocate
-printf '%s\\n' "${{COMPREPLY[@]}}"
+printf '%s\\n' "${{COMPREPLY[@]}}" ,
 """
 
 
@@ -51,14 +54,14 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "work"
 
 
-def bash(folder: Path, *words: str) -> list[str]:
-    """What bash completes the last word to, by the very script that it has installed."""
+def bash(folder: Path, *lines: list[str]) -> list[list[str]]:
+    """What bash completes the last word of each to, by the very script that it has installed."""
     shell = shutil.which("bash")
     assert shell is not None
-    script = OF_BASH.format(words=shlex.join(words), last=len(words))
+    script = BEGIN + "".join(ASK.format(words=shlex.join(words), last=len(words)) for words in lines)
     done = subprocess.run([shell, "--norc", "-c", script], cwd=folder, capture_output=True, text=True, check=True)
     assert done.stderr == "complete -o default -F _colocate_completion colocate\n"
-    return sorted(done.stdout.split("\n")[:-1]) if done.stdout.strip() else []
+    return [sorted(filter(None, offered.split("\n"))) for offered in done.stdout.split(",\n")[:-1]]
 
 
 def asked(folder: Path, **variables: str) -> list[str]:
@@ -70,27 +73,32 @@ def asked(folder: Path, **variables: str) -> list[str]:
 
 
 def test_commands_and_options(home: Path, folder: Path) -> None:
-    assert bash(folder, "pl") == ["plugins"]
-    assert bash(folder, "run", "x.yaml", "--re") == ["--resume"]
-    assert "--version" in bash(folder, "--")
+    command, option, options = bash(folder, ["pl"], ["run", "x.yaml", "--re"], ["--"])
+    assert command == ["plugins"]
+    assert option == ["--resume"]
+    assert "--version" in options
 
 
-def test_configs(home: Path, folder: Path) -> None:
+def test_configs(home: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those a little below; where none begins so, the shell offers files as ever (`-o default`)."""
-    assert bash(folder, "run", "") == ["a b.yaml", "configs/ppo.yaml", "words.yaml"]
-    assert bash(folder, "check", "con") == ["configs/ppo.yaml"]
-    assert bash(folder, "doctor", "configs/") == ["configs/deep/er/most.yml", "configs/ppo.yaml"]
-    assert bash(folder, "audit", "../work/wo") == ["../work/words.yaml"]
-    assert bash(folder, "run", f"{folder}/w") == [f"{folder}/words.yaml"]
-    assert bash(folder, "run", ".hidden/") == [".hidden/no.yaml"]
-    assert bash(folder, "run", "notes") == []
-    assert bash(folder, "run", "nowhere/") == []
+    assert bash(folder, ["run", ""], ["check", "con"], ["doctor", "configs/"], ["audit", "../work/wo"]) == [
+        ["a b.yaml", "configs/ppo.yaml", "words.yaml"],
+        ["configs/ppo.yaml"],
+        ["configs/deep/er/most.yml", "configs/ppo.yaml"],
+        ["../work/words.yaml"],
+    ]
+    monkeypatch.chdir(folder)
+    assert configs(f"{folder}/w") == [f"{folder}/words.yaml"]
+    assert configs(".hidden/") == [".hidden/no.yaml"]
+    assert configs("notes") == configs("nowhere/") == []
 
 
 def test_executors_and_plugins(home: Path, folder: Path) -> None:
-    assert bash(folder, "run", "words.yaml", "--executor", "") == ["dask", "local", "ray"]
-    assert bash(folder, "groups", "--executor", "d") == ["dask"]
-    assert bash(folder, "plugins", "") == ["dask", "local", "ppo", "ray"]
+    assert bash(folder, ["run", "words.yaml", "--executor", ""], ["groups", "--executor", "d"], ["plugins", ""]) == [
+        ["dask", "local", "ray"],
+        ["dask"],
+        ["dask", "local", "ppo", "ray"],
+    ]
 
 
 def test_other_shells(home: Path, folder: Path) -> None:

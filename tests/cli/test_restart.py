@@ -76,7 +76,7 @@ def a_worker(pid: int) -> psutil.Process:
     return next(p for p in processes if MODE not in p.cmdline() and not p.children())
 
 
-@pytest.mark.parametrize("after", [1, 3, 5])
+@pytest.mark.parametrize("after", [1, 3, pytest.param(5, marks=pytest.mark.long)])
 def test_a_killed_worker(colocate: CommandLine, after: int) -> None:
     """Before the first checkpoint, after it, and after another one; the metrics are those of an undisturbed run."""
     colocate.write("counting.py", COUNTING)

@@ -236,8 +236,15 @@ def test_nothing_to_resume(colocate: CommandLine) -> None:
     assert done.stderr.startswith("error: nothing to resume: no complete checkpoint of 'demo' in ")
 
 
-@pytest.mark.parametrize("processes", ["false", "true"])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("number", "processes"),
+    [
+        (signal.SIGINT, "true"),
+        (signal.SIGTERM, "false"),
+        pytest.param(signal.SIGINT, "false", marks=pytest.mark.long),
+        pytest.param(signal.SIGTERM, "true", marks=pytest.mark.long),
+    ],
+)
 def test_a_signal_ends_it_with_a_checkpoint(colocate: CommandLine, number: signal.Signals, processes: str) -> None:
     colocate.write("demo.yaml", ACME)
     changes = ("--set", "job.with.steps=1000000", "--set", f"executor.with.processes={processes}")

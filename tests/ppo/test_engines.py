@@ -1,4 +1,8 @@
-"""The job on every executor from the same file, only `executor:` changed: its first update is the local one."""
+"""The job on every executor from the same file, only `executor:` changed: its first update is the local one.
+
+In `make test` its parts: `test_parallel.py` has the update in processes, and `tests/conformance` what it takes from an
+executor: seeds, arguments and residents that arrive unchanged.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,9 @@ ONE_UPDATE = [
 ]
 PROCESSES = {"use": "local", "with": {"processes": True}}
 NUMBERS = {"policy_loss", "value_loss", "policy_grad_norm", "value_grad_norm", "reward", "kl", "entropy", "eval_score"}
-SLOTS = pytest.mark.parametrize("slots", [1, pytest.param(2, marks=pytest.mark.long)])
+SLOTS = pytest.mark.parametrize("slots", [1, 2])
+
+pytestmark = pytest.mark.long
 
 
 @attrs.frozen(eq=False)
@@ -72,9 +78,7 @@ def local(run: Run) -> Callable[[int], Update]:
     return functools.cache(lambda slots: run("local" if slots == 1 else PROCESSES, slots))
 
 
-@pytest.fixture(
-    scope="module", params=[*(pytest.param(name, marks=pytest.mark.long) for name in ("processes", "ray")), "dask"]
-)
+@pytest.fixture(scope="module", params=["processes", "ray", "dask"])
 def executor(request: pytest.FixtureRequest) -> Iterator[Any]:
     """The executor's entry in a config."""
     if request.param == "processes":
@@ -106,6 +110,5 @@ def test_the_update_is_one(local: Callable[[int], Update], slots: int) -> None:
     assert max((new - old).abs().max().item() for old, new in zip(before, after, strict=True)) > 1e-3
 
 
-@pytest.mark.long
 def test_other_ranks_give_other_answers(local: Callable[[int], Update]) -> None:
     assert local(1).numbers["reward"] != local(2).numbers["reward"]

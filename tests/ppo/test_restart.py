@@ -1,4 +1,8 @@
-"""The PPO job survives a worker's SIGKILL, and ends with the metrics of a run that nothing has happened to."""
+"""The PPO job survives a worker's SIGKILL, and ends with the metrics of a run that nothing has happened to.
+
+In `make test` its parts: `test_job.py` has the job go on from a checkpoint, and `tests/cli/test_restart.py` a job whose
+worker is killed.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +60,8 @@ def metrics(
         return rows, group.generation, killer.updates
 
 
-@pytest.mark.parametrize("slots", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("slots", [1, 2])
 def test_a_killed_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slots: int) -> None:
     """In step 3, after the checkpoint of step 2: from there it goes on, and does nothing else again."""
     undisturbed, generation, updates = metrics(tmp_path / "undisturbed", monkeypatch, slots, None)

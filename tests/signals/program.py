@@ -1,7 +1,7 @@
 """Raises a signal at each place of the framework's own frames on the main thread, one after the other.
 
-`python -m tests.signals.program OPERATION ENGINE HANDLER SHARE OF` runs an operation again and again, each time with a
-signal at a place (a code object and an offset in it) where there was none before: at every OF-th place, from the
+`python -m tests.signals.program OPERATION,… ENGINE HANDLER SHARE OF` runs each operation again and again, each time
+with a signal at a place (a code object and an offset in it) where there was none before: at every OF-th place, from the
 SHARE-th on. After each one later calls are tried, everything is closed, and it is looked for what is left. Prints how
 many places there were; ends with an error, and the stacks of all threads, at the first one where something is wrong.
 """
@@ -322,29 +322,34 @@ def nothing_more_than(before: dict[str, list[str]]) -> None:
     assert now == before, f"left behind: {now}\nbefore: {before}"
 
 
+def run_all(operation: Callable[[Stage], None], engine: str, handler: str, places: Places, folder: str) -> None:
+    """A run for each place, and one that finds none left."""
+    none = Places(0, 1 << 60)
+    for _ in range(2):  # what is made once and stays
+        run(operation, engine, handler, none, folder)
+    before = what_is_there()
+    more = True
+    while more:
+        faulthandler.dump_traceback_later(HANGS_AFTER_S, exit=True)
+        try:
+            more = run(operation, engine, handler, places, folder)
+            nothing_more_than(before)
+        except BaseException as error:
+            error.add_note(f"{operation.__name__} with a signal at {places.fired}")
+            raise
+    faulthandler.cancel_dump_traceback_later()
+    assert places.count, f"there was no place in {operation.__name__}"
+
+
 def main() -> None:
     """See above."""
-    operation, engine, handler, share, of = sys.argv[1:]
+    operations, engine, handler, share, of = sys.argv[1:]
     faulthandler.enable()
-    places = Places(int(share), int(of))
-    none = Places(0, 1 << 60)
-    with tempfile.TemporaryDirectory(prefix="colocate-signals-") as folder:
-        for _ in range(2):  # what is made once and stays
-            run(OPERATIONS[operation], engine, handler, none, folder)
-        before = what_is_there()
-        while True:
-            faulthandler.dump_traceback_later(HANGS_AFTER_S, exit=True)
-            try:
-                more = run(OPERATIONS[operation], engine, handler, places, folder)
-                nothing_more_than(before)
-            except BaseException as error:
-                error.add_note(f"with a signal at {places.fired}")
-                raise
-            if not more:
-                break
-    faulthandler.cancel_dump_traceback_later()
-    assert places.count, "there was no place"
-    print(places.count)
+    for operation in operations.split(","):
+        places = Places(int(share), int(of))
+        with tempfile.TemporaryDirectory(prefix="colocate-signals-") as folder:
+            run_all(OPERATIONS[operation], engine, handler, places, folder)
+        print(places.count)
 
 
 if __name__ == "__main__":

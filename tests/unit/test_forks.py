@@ -192,7 +192,7 @@ def test_many_one_after_the_other(runtime: Runtime) -> None:
         assert template is not None
         before = kept(template.pid), kept(os.getpid())
         below = {child.pid for child in psutil.Process().children(recursive=True)}
-        for _ in range(50):
+        for _ in range(10):
             pool.spawn({"echo": colocate.role(Echo)}).close()
         assert forks._forks.current is template
         assert (kept(template.pid), kept(os.getpid())) == before
