@@ -14,7 +14,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 # Tests start Python hundreds of times: a third of each start would be compiling what was compiled before.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo test suites versions docs check bench chaos gpu-wheels gpu format clean
+.PHONY: install demo test suites versions docs check bench chaos gpu-wheels gpu format clean FORCE
 install: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt
@@ -49,9 +49,12 @@ versions: $(OLDEST)/.installed  ## Dask's tests and the suite on the oldest vers
 	$(OLDEST)/bin/python -m pytest -n 2 --dist loadfile tests/dask tests/conformance/test_dask.py
 
 SITE := build/site/.built
-# Folders too: they change when a file goes.
-SITE_FROM := mkdocs.yml $(shell find $(addprefix $(CURDIR)/,docs core executors plugins) \( -name __pycache__ -prune \) -o -print)
-$(SITE): $(INSTALLED) $(SITE_FROM)
+SITE_FROM := mkdocs.yml $(sort $(shell find docs core executors plugins -name __pycache__ -prune -o -type f -print))
+build/site.from: FORCE  # their names: it changes when a file goes. A folder changes when Python is first run there, too
+	@mkdir -p build
+	@echo $(SITE_FROM) | cmp -s - $@ || echo $(SITE_FROM) > $@
+
+$(SITE): $(INSTALLED) $(SITE_FROM) build/site.from
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 	touch $@
 
