@@ -71,8 +71,6 @@ def _serve(number: int) -> dict[str, Any]:
     """Fork for each that is asked for, and tell how it ended. Comes back in the fork, with what to run."""
     for name in _IMPORTED:
         importlib.import_module(name)
-    gc.collect()
-    gc.freeze()  # or a fork's collections would copy every page
     with socket.socket(fileno=number) as connection:
         while True:
             asked, files, *_ = socket.recv_fds(connection, 1 << 20, 2)
@@ -81,6 +79,7 @@ def _serve(number: int) -> dict[str, Any]:
             told = dict(json.loads(asked))
             for name in filter(None, map(_IMPORTED_FOR.get, told["args"])):
                 importlib.import_module(name)
+            gc.freeze()  # or a fork's collections would copy every page
             assert len(os.listdir("/proc/self/task")) == 1, "a fork would be without the other threads"
             child = os.fork()
             if child == 0:
