@@ -21,6 +21,7 @@ PARTS = (
     "engines",
     "fast_paths",
     "starts",
+    "beside_monarch",
     "chain",
     "faults",
 )

@@ -1,7 +1,6 @@
-"""How long workers take to start, beside the commit before they were forks, and beside Monarch.
+"""How long workers take to start, beside the commit before they were forks.
 
-Each measurement has a driver of its own. The commit before is taken out of this repository's history. Monarch lives in
-an environment of its own (`make bench` makes it; MONARCH_PYTHON names its interpreter): without that it isn't measured.
+Each measurement has a driver of its own. The commit before is taken out of this repository's history.
 """
 
 from __future__ import annotations
@@ -22,25 +21,6 @@ _ROOT = Path(__file__).parents[2]
 _STARTS = 5
 _BARS = {"local": ("local processes", 60.0), "ray": ("Ray", 120.0), "dask": ("Dask", 80.0)}
 _PART = "spawn of 2 workers"
-_MONARCH = """
-import json, time
-import torch
-from monarch.actor import Actor, endpoint, this_host
-class Probe(Actor):
-    def __init__(self):
-        self.layer = torch.nn.Linear(8, 8)
-    @endpoint
-    def noop(self):
-        pass
-times = []
-for number in range(%d):
-    began = time.perf_counter()
-    processes = this_host().spawn_procs(per_host={"gpus": 2})
-    processes.spawn(f"probe{number}", Probe).noop.call().get()
-    times.append(time.perf_counter() - began)
-    processes.stop().get()
-print(json.dumps(times))
-"""
 
 
 def rows() -> Iterator[Row]:
@@ -65,11 +45,6 @@ def rows() -> Iterator[Row]:
     torch = [_run("local", "memory") for _ in range(_STARTS)]
     second = _median(torch, "second")
     yield Row(_PART, "local processes, roles that need torch, a second group", second * 1e3, "ms", 100.0)
-    if (python := os.environ.get("MONARCH_PYTHON")) is not None:
-        done = subprocess.run([python, "-c", _MONARCH % _STARTS], capture_output=True, text=True, check=True)
-        theirs = statistics.median(json.loads(done.stdout.splitlines()[-1]))
-        yield Row(_PART, "Monarch, an actor that needs torch", theirs * 1e3, "ms")
-        yield Row(_PART, "ours to that", second / theirs, "x", 0.5)
     yield Row(_PART, "one more empty torch worker, summed PSS", _median(torch, "one more"), "MiB", 20.0)
 
 
