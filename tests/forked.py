@@ -1,4 +1,4 @@
-"""The `colocate` command in a process of its own, forked from one that has imported already what commands import.
+"""The `colocate` command, or a script, in a process of its own, forked from one that has imported what these import.
 
 From its first line to its exit handlers it is what a shell would start. What an interpreter takes from the environment
 when it begins, it has from the process that forks: who gives it such variables starts a new one.
@@ -28,7 +28,7 @@ _IMPORTED = (
     *("colocate_local.plugin", "colocate_local.processes", "colocate_local.threads"),
     "pydantic.types",  # typer does, where it is installed
 )
-_IMPORTED_FOR = {"doctor": "torch", "ppo": "colocate_ppo.team"}  # seconds each
+_IMPORTED_FOR = {"doctor": "torch", "session.py": "torch", "ppo": "colocate_ppo.team"}  # seconds each
 # A library that computes in parallel starts threads when it is imported, which a fork would be without.
 _ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
@@ -53,12 +53,13 @@ class Forks:
         self._process.wait()
 
     def run(
-        self, args: Sequence[str], folder: Path, environment: Mapping[str, str]
+        self, args: Sequence[str], folder: Path, environment: Mapping[str, str], script: Path | None = None
     ) -> subprocess.CompletedProcess[str]:
-        """Run one to its end."""
+        """Run one to its end: the command, or a script."""
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-            asked = json.dumps({"args": args, "folder": str(folder), "environment": dict(environment)}).encode()
-            socket.send_fds(self._socket, [asked], [out.fileno(), err.fileno()])
+            asked = {"args": args, "folder": str(folder), "environment": dict(environment)}
+            told = json.dumps({**asked, "script": None if script is None else str(script)}).encode()
+            socket.send_fds(self._socket, [told], [out.fileno(), err.fileno()])
             status = json.loads(self._socket.recv(64))
             texts = []
             for file in (out, err):
@@ -77,8 +78,9 @@ def _serve(number: int) -> dict[str, Any]:
             if not asked:
                 os._exit(0)
             told = dict(json.loads(asked))
-            for name in filter(None, map(_IMPORTED_FOR.get, told["args"])):
-                importlib.import_module(name)
+            for word in (*told["args"], os.path.basename(told["script"] or "")):
+                if word in _IMPORTED_FOR:
+                    importlib.import_module(_IMPORTED_FOR[word])
             gc.freeze()  # or a fork's collections would copy every page
             assert len(os.listdir("/proc/self/task")) == 1, "a fork would be without the other threads"
             child = os.fork()
@@ -93,15 +95,18 @@ def _serve(number: int) -> dict[str, Any]:
             connection.send(json.dumps(os.waitstatus_to_exitcode(status)).encode())
 
 
-def _become(args: Sequence[str], folder: str, environment: Mapping[str, str]) -> int:
-    """Be what `python -m colocate.cli` is there; its status."""
+def _become(args: Sequence[str], folder: str, environment: Mapping[str, str], script: str | None) -> int:
+    """Be what `python -m colocate.cli`, or `python SCRIPT`, is there; its status."""
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
     sys.path[:1] = [folder, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
-    sys.argv = ["colocate", *args]
+    sys.argv = [script or "colocate", *args]
     try:
-        runpy.run_module("colocate.cli", run_name="__main__", alter_sys=True)
+        if script is None:
+            runpy.run_module("colocate.cli", run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(script, run_name="__main__")
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):
             return end.code or 0

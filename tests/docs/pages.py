@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import attrs
 from tests.docs.blocks import ROOT, Block, blocks_of
 from tests.docs.outputs import matches
+from tests.forked import Forks
 
 
 @attrs.frozen
@@ -49,7 +49,7 @@ def steps_of(page: Path) -> list[Step]:
     return steps
 
 
-def run(page: Path, folder: Path) -> list[tuple[Step, str]]:
+def run(page: Path, folder: Path, forks: Forks) -> list[tuple[Step, str]]:
     """Do what a page says, and give what each step printed.
 
     Raises:
@@ -62,8 +62,8 @@ def run(page: Path, folder: Path) -> list[tuple[Step, str]]:
     (folder / "docs" / "examples").symlink_to(ROOT / "docs" / "examples")
     plan, results = folder / ".steps.json", folder / ".results.json"
     plan.write_text(json.dumps([attrs.asdict(step) for step in steps]))
-    command = [sys.executable, "-W", "error", str(Path(__file__).with_name("session.py")), str(plan), str(results)]
-    done = subprocess.run(command, cwd=folder, env=_environment(folder), capture_output=True, text=True, check=False)
+    session = Path(__file__).with_name("session.py")
+    done = forks.run([str(plan), str(results)], folder, _environment(folder), session)
     assert results.exists(), f"{page.name}: the session ended early\n{done.stderr}"
     found: list[dict[str, Any]] = json.loads(results.read_text())
     for step, result in zip(steps, found, strict=False):
@@ -73,9 +73,9 @@ def run(page: Path, folder: Path) -> list[tuple[Step, str]]:
     return [(step, result["output"].replace(f"{folder}/", "")) for step, result in zip(steps, found, strict=True)]
 
 
-def untrue(page: Path, folder: Path) -> Iterator[str]:
+def untrue(page: Path, folder: Path, forks: Forks) -> Iterator[str]:
     """Every place where a page shows something else than what comes out."""
-    for step, output in run(page, folder):
+    for step, output in run(page, folder, forks):
         if not matches(step.shown or "", output):
             yield f"{page.name}, line {step.line} shows\n{step.shown}\nbut this comes out:\n{output}"
 

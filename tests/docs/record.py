@@ -14,13 +14,15 @@ from pathlib import Path
 from tests.docs import pages
 from tests.docs.blocks import PAGES
 from tests.docs.outputs import NODE, matches
+from tests.forked import Forks
 
 
 def main(names: list[str], fresh: bool) -> None:
     """Refresh the outputs of some pages."""
+    forks = Forks()
     for page in [page for page in PAGES if not names or page.name in {Path(name).name for name in names}]:
         with tempfile.TemporaryDirectory() as folder:
-            results = pages.run(page, Path(folder) / "page")
+            results = pages.run(page, Path(folder) / "page", forks)
         lines = page.read_text(encoding="utf-8").splitlines()
         changed = 0
         for step, output in reversed(results):
@@ -33,6 +35,7 @@ def main(names: list[str], fresh: bool) -> None:
             changed += 1
         page.write_text("\n".join([*lines, ""]), encoding="utf-8")
         sys.stdout.write(f"{page}: {changed} outputs written\n")
+    forks.close()
 
 
 def _tidy(output: str) -> str:

@@ -22,6 +22,7 @@ PATIENCE_S = 120  # nobody measures it: a page that hangs only has to end, and s
 
 def main() -> None:
     """Take the steps, write what each gave."""
+    sys.dont_write_bytecode = True  # as the environment says to whatever it starts
     faulthandler.dump_traceback_later(PATIENCE_S, exit=True)
     steps, results = map(Path, sys.argv[1:])
     module = types.ModuleType("__main__")
