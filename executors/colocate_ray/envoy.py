@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import pickle
 import secrets
 import socket
 import subprocess
@@ -26,7 +25,7 @@ from colocate.errors import ColocateError, EngineError
 from colocate.gpus import VARIABLE, listed
 from colocate_ray import janitor
 from colocate_ray.private import new_folder
-from colocate_ray.terms import PING, Cluster, Failure
+from colocate_ray.terms import LOST, OPEN, PING, Cluster, Failure
 
 _STARTS_WITHIN_S = 120.0
 _JOINS_WITHIN_S = 60.0
@@ -61,28 +60,25 @@ class Envoy:
         self.folder = new_folder() if cluster.private else None
         self._lost = lost
         self._numbers = itertools.count(1)
-        self._pending: dict[int, Future[Any]] = {0: Future()}
+        self._pending: dict[int, Future[Any]] = {}
         self._lock = threading.Lock()
         self._over: str | None = None
         self._closing = False
         self._log = tempfile.TemporaryFile(prefix="colocate-")  # noqa: SIM115  # until `close`
-        self._sock, theirs = socket.socketpair()
+        ours, theirs = socket.socketpair()
         try:
             with theirs:
                 mark = f"{MARK}={secrets.token_hex(8)}"
                 self._process = _started(cluster, theirs, self._log.fileno(), mark)
             self._janitor = _watched(self._process, mark, self.folder)
         except BaseException:
-            self._sock.close()
+            ours.close()
             self._log.close()
             raise
-        wire.track(self)
-        self._reader = threading.Thread(target=self._read, name="colocate-ray-envoy", daemon=True)
-        opened = self._pending[0]
-        self._reader.start()
+        self._hub = wire.Hub("ray-envoy")
+        self._lane = self._hub.attach(ours, self._heard, self._gone)
         try:
-            self._write((cluster, self.folder))
-            opened.result(_STARTS_WITHIN_S if cluster.private else _JOINS_WITHIN_S)
+            self.post(OPEN, cluster, self.folder).result(_STARTS_WITHIN_S if cluster.private else _JOINS_WITHIN_S)
         except TimeoutError:
             words = self._last_words()
             self.close()
@@ -117,6 +113,7 @@ class Envoy:
 
     def post(self, name: str, *arguments: Any) -> Future[Any]:
         """Have it do something."""
+        body = wire.pack(arguments)
         future: Future[Any] = Future()
         with self._lock:
             number, over = next(self._numbers), self._over
@@ -124,30 +121,16 @@ class Envoy:
                 self._pending[number] = future
         if over is not None:
             future.set_exception(EngineError(over))
-            return future
-        try:
-            self._write((number, name, arguments))
-        except OSError:  # it is gone: whoever reads will say so, to all that is pending
-            pass
+        else:  # if it is gone, all that is pending is about to be told
+            self._lane.send((number, name), body)
         return future
 
     def close(self) -> None:
         """End it: it leaves its cluster, or ends its own. Idempotent."""
         self._closing = True
-        try:
-            self._sock.shutdown(socket.SHUT_RDWR)
-        except OSError:  # it has gone by itself
-            pass
+        self._hub.close()
         self._end()
-        self._reader.join()
-        self._sock.close()
         self._log.close()
-
-    def forget(self) -> None:
-        """In a forked child: a copy of the socket would keep the envoy alive after the driver."""
-        descriptor = self._sock.detach()
-        if descriptor >= 0:
-            os.close(descriptor)
 
     def _end(self) -> None:
         deadline = time.monotonic() + _ENDS_WITHIN_S
@@ -158,34 +141,21 @@ class Envoy:
             self._janitor.kill()
             self._janitor.wait()
 
-    def _write(self, message: Any) -> None:
-        data = pickle.dumps(message)
-        with self._lock:
-            self._sock.sendall(data)
-
-    def _read(self) -> None:
-        try:
-            with self._sock.makefile("rb") as answers:
-                while True:
-                    number, *what = pickle.load(answers)
-                    if number is None:
-                        self._lost(*what)
-                    else:
-                        self._answered(number, *what)
-        except (EOFError, OSError):  # it is gone, or we have let go of it
-            pass
-        finally:
-            self._gone()
-
-    def _answered(self, number: int, answer: Any) -> None:
+    def _heard(self, head: wire.Head, body: wire.Packed | None) -> None:
+        what, number = head
+        assert body is not None
+        said = wire.unpack(body)
+        if what == LOST:
+            self._lost(*said)
+            return
         with self._lock:
             future = self._pending.pop(number)
-        if isinstance(answer, Failure):
-            future.set_exception(answer.error())
+        if isinstance(said, Failure):
+            future.set_exception(said.error())
         else:
-            future.set_result(answer)
+            future.set_result(said)
 
-    def _gone(self) -> None:
+    def _gone(self, _reason: str) -> None:
         why = "it was closed" if self._closing else self._post_mortem()
         with self._lock:
             self._over = f"the connection to Ray has ended: {why}"

@@ -6,7 +6,6 @@ It ends with the driver, whose process id is there for whoever looks at the proc
 from __future__ import annotations
 
 import os
-import pickle
 import queue
 import signal
 import socket
@@ -14,9 +13,10 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
+from colocate import wire
 from colocate.errors import ColocateError
 from colocate_ray.private import PrivateFolder, adopt_orphans, end_children, reap_orphans
-from colocate_ray.terms import PING, Cluster, Failure
+from colocate_ray.terms import ANSWER, LOST, OPEN, PING, Cluster, Failure
 
 if TYPE_CHECKING:
     from colocate_ray.owners import OwnedPlacing
@@ -31,22 +31,21 @@ class Service:
     def __init__(self, sock: socket.socket) -> None:
         """Serve one driver."""
         self._sock = sock
-        self._requests = sock.makefile("rb")
-        self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._opened = threading.Event()
+        self._to_open: queue.SimpleQueue[tuple[int, Cluster, str | None]] = queue.SimpleQueue()
         self._folder: PrivateFolder | None = None
         self._placing: OwnedPlacing | None = None
         self._joined = False
 
     def run(self) -> None:
         """Serve. On the main thread: the kernel ties the lives of Ray's processes to the thread that starts them."""
-        threading.Thread(target=self._send, name="answers", daemon=True).start()
-        cluster, folder = pickle.load(self._requests)
-        threading.Thread(target=self._receive, name="requests", daemon=True).start()
+        self._lane = wire.Hub("driver").attach(self._sock, self._heard, self._leave)
+        number, cluster, folder = self._to_open.get()
         try:
             self._open(cluster, folder)
         except BaseException as error:
-            self._answers.put((0, _portable(error)))
+            self._answer(number, _portable(error))
+        else:
+            self._answer(number, None)
         threading.Event().wait()
 
     def _open(self, cluster: Cluster, folder: str | None) -> None:
@@ -64,38 +63,34 @@ class Service:
             joining.join(cluster)
             self._joined = True
 
-        self._placing = OwnedPlacing(cluster, lambda *what: self._answers.put((None, *what)))
-        self._opened.set()
-        self._answers.put((0, None))
+        self._placing = OwnedPlacing(cluster, lambda *what: self._say(LOST, 0, what))
 
-    def _receive(self) -> None:
-        try:
-            while True:
-                number, name, arguments = pickle.load(self._requests)
-                if name == PING:
-                    self._answers.put((number, None))
-                    continue
-                threading.Thread(target=self._do, args=(number, name, arguments), name=name, daemon=True).start()
-        except (EOFError, OSError):  # the driver has let go, or is gone
-            self._leave()
+    def _heard(self, head: wire.Head, body: wire.Packed | None) -> None:
+        number, name = head
+        assert body is not None
+        arguments = wire.unpack(body)
+        if name == PING:
+            self._answer(number, None)
+        elif name == OPEN:
+            self._to_open.put((number, *arguments))
+        else:
+            threading.Thread(target=self._do, args=(number, name, arguments), name=name, daemon=True).start()
 
     def _do(self, number: int, name: str, arguments: tuple[Any, ...]) -> None:
         assert self._placing is not None
         try:
-            self._answers.put((number, getattr(self._placing, name)(*arguments)))
+            self._answer(number, getattr(self._placing, name)(*arguments))
         except BaseException as error:
-            self._answers.put((number, _portable(error)))
+            self._answer(number, _portable(error))
 
-    def _send(self) -> None:
-        while True:
-            message = self._answers.get()
-            try:
-                self._sock.sendall(pickle.dumps(message))
-            except OSError:  # nobody listens any more; the other thread is about to find out
-                return
+    def _answer(self, number: int, answer: Any) -> None:
+        self._say(ANSWER, number, answer)
 
-    def _leave(self) -> None:
-        """End all that is ours, and this process."""
+    def _say(self, what: str, number: int, value: Any) -> None:
+        self._lane.send((what, number), wire.pack(value))  # if nobody listens, `_leave` is about to be called
+
+    def _leave(self, _reason: str) -> None:
+        """The driver has let go, or is gone: end all that is ours, and this process."""
         if self._joined:
             import ray
 

@@ -9,7 +9,12 @@ import attrs
 
 from colocate.errors import ColocateError
 
-PING = "ping"  # the request that is answered at once, whatever else goes on
+# Requests that the envoy itself does; all others are what its side of Ray can do.
+OPEN = "open"
+PING = "ping"  # answered at once, whatever else goes on
+# What it says: the answer to a request, and that an actor is gone.
+ANSWER = "answer"
+LOST = "lost"
 
 
 @attrs.frozen
