@@ -8,7 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.report.sample import Page, graph, record, totals
 
@@ -62,6 +62,7 @@ class TestNumbers:
     def test_names_for_people(self, name: str, text: str) -> None:
         assert words(name) == text
 
+    @example(-989999989749.0, -988999999988.0, 2)
     @given(FLOATS, FLOATS, st.integers(2, 10))
     def test_an_axis_around_holds_both_ends_with_round_ticks(self, one: float, other: float, count: int) -> None:
         low, high = sorted((one, other))

@@ -58,8 +58,9 @@ class Axis:
         """The ticks' numbers, all with the same number of decimals."""
         step = self.ticks[1] - self.ticks[0] if len(self.ticks) > 1 else abs(self.ticks[0] if self.ticks else 1) or 1
         largest = max(map(abs, self.ticks), default=0.0)
-        if largest >= 1e6 or 0 < largest < 1e-3:
-            return tuple(_minus(f"{tick:.3g}") for tick in self.ticks)
+        if largest >= 1e6 or 0 < largest < 1e-3:  # with the digits that tell one from the next
+            digits = max(3, 1 + math.floor(math.log10(largest)) - math.floor(math.log10(step) + 1e-9))
+            return tuple(_minus(f"{tick:.{digits}g}") for tick in self.ticks)
         decimals = max(0, -math.floor(math.log10(step) + 1e-9))
         return tuple(_minus(f"{tick + 0.0:.{decimals}f}") for tick in self.ticks)  # + 0.0: no -0 for a reader
 
