@@ -66,11 +66,14 @@ OF_RAY = {"test_killed", "test_while_it_reserves", "test_gpus", "test_visible_gp
 OF_KEEPERS = {"test_hanging_constructor", "test_claimed_worker", "test_forgotten_group", "test_every_error"}
 OF_KEEPERS |= {"test_it_goes_on_from_its_checkpoint"}
 ON_KEEPERS = (STARTS | REACHES | NOTICES | LEAVES) - OF_KEEPERS
+# What is core's on any keeper, and takes a torch for each worker: Ray, Dask and processes show how a template's forks
+# start and end, and that tensors of every kind come back as they went.
+OF_TORCH = {"test_environment_of_a_fork", "test_the_template_is_killed", "test_round_trip"}
 ENGINES = {
     "test_ray": (ON_KEEPERS | DETACHES | RESERVES | {"test_all_ranks"}) - OF_RAY,
     "test_dask": STARTS | BRINGS | NOTICES | LEAVES | DETACHES | RESERVES | ON_DASK,
     # It stands for all executors that others write on core's keepers and ledger.
-    "test_outpost": ON_KEEPERS,
+    "test_outpost": ON_KEEPERS - OF_TORCH,
 }
 # Threads and processes have no detached pools: Dask stands for core here.
 DETACHED = {"successors"}
