@@ -31,7 +31,7 @@ $(BARE)/.installed: $(INSTALLED)  # an environment without any extra, in which s
 	touch $@
 
 test: install $(BARE)/.installed
-	COLOCATE_BASE_PYTHON=$(CURDIR)/$(BARE)/bin/python $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not long" -rfE
+	COLOCATE_BASE_PYTHON=$(CURDIR)/$(BARE)/bin/python $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m "not long" -rfE
 
 suites: install  ## the whole executor suite on every executor, and what else `make test` leaves out; half an hour
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/conformance

@@ -66,14 +66,17 @@ OF_RAY = {"test_killed", "test_while_it_reserves", "test_gpus", "test_visible_gp
 OF_KEEPERS = {"test_hanging_constructor", "test_claimed_worker", "test_forgotten_group", "test_every_error"}
 OF_KEEPERS |= {"test_it_goes_on_from_its_checkpoint"}
 ON_KEEPERS = (STARTS | REACHES | NOTICES | LEAVES) - OF_KEEPERS
-# What is core's on any keeper, and takes a torch for each worker: Ray, Dask and processes show how a template's forks
-# start and end, and that tensors of every kind come back as they went.
+# What is core's on any keeper, and takes a torch for each worker: Dask and processes show how a template's forks start
+# and end, and that tensors of every kind come back as they went.
 OF_TORCH = {"test_environment_of_a_fork", "test_the_template_is_killed", "test_round_trip"}
+# What a driver does itself before its engine hears of it, as on Dask; that one which is killed leaves nothing is asked
+# everywhere.
+OF_DRIVERS = {"test_interrupted", "test_executor_is_called_off_the_main_thread"}
 ENGINES = {
-    "test_ray": (ON_KEEPERS | DETACHES | RESERVES | {"test_all_ranks"}) - OF_RAY,
+    "test_ray": (ON_KEEPERS | DETACHES | RESERVES | {"test_all_ranks"}) - OF_RAY - OF_TORCH - OF_DRIVERS,
     "test_dask": STARTS | BRINGS | NOTICES | LEAVES | DETACHES | RESERVES | ON_DASK,
     # It stands for all executors that others write on core's keepers and ledger.
-    "test_outpost": ON_KEEPERS - OF_TORCH,
+    "test_outpost": ON_KEEPERS - OF_TORCH - OF_DRIVERS,
 }
 # Threads and processes have no detached pools: Dask stands for core here.
 DETACHED = {"successors"}

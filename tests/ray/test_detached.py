@@ -26,6 +26,9 @@ from colocate.testing.probes.counting import Counting
 from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import PATIENCE_S, Processes, wait_until
 
+# A cluster of their own; `make test` has what the suite asks of detached pools on Ray.
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def runtime(cluster: Any) -> Iterator[Runtime]:
@@ -92,7 +95,6 @@ def test_all_of_the_driver_is_killed(runtime: Runtime, cluster: Any) -> None:
         pass
 
 
-@pytest.mark.long
 def test_driver_is_killed_before_it_knows_its_owner(cluster: Any) -> None:
     """The envoy ends what its driver hasn't dialled."""
     assert owners(cluster) == []
@@ -126,7 +128,6 @@ def test_owner_is_killed(runtime: Runtime, cluster: Any, name: str) -> None:
         runtime.attach(name)
 
 
-@pytest.mark.long
 def test_owner_is_stopped(runtime: Runtime, cluster: Any, name: str) -> None:
     """A pool whose owner doesn't answer can be closed by force."""
     _, owner = detached(runtime, cluster, name)
@@ -137,7 +138,6 @@ def test_owner_is_stopped(runtime: Runtime, cluster: Any, name: str) -> None:
     everything_is_free(runtime)
 
 
-@pytest.mark.long
 def test_name_of_one_that_is_gone(runtime: Runtime, cluster: Any, name: str) -> None:
     """A name that a dead owner has left in the table is nobody's."""
     _, owner = detached(runtime, cluster, name)
@@ -152,7 +152,6 @@ def test_name_of_one_that_is_gone(runtime: Runtime, cluster: Any, name: str) -> 
     everything_is_free(runtime)
 
 
-@pytest.mark.long
 def test_attached_while_detached_in_vain(
     runtime: Runtime, cluster: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,7 +177,6 @@ def test_attached_while_detached_in_vain(
     everything_is_free(runtime)
 
 
-@pytest.mark.long
 def test_detached_in_vain(runtime: Runtime, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that fails otherwise leaves it to its driver, and to nobody else."""
     detach = PoolKeepers.detach
