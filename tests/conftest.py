@@ -42,10 +42,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=turn)
 
 
+def pytest_collection() -> None:
+    """What is imported and collected stays: looking for garbage among it takes a fifth of the time."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """Garbage is collected often in these tests; what was imported for them needs no looking at each time."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

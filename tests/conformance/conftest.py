@@ -13,11 +13,16 @@ BY_VALUE = (
     *("borrows", "calls", "checkpoints", "definitions", "dispatch", "failures", "functions", "kept_failures"),
     *("meshes", "mixing", "pipelines", "residents", "tensors"),
 )
-# What processes of this machine can't break where threads don't, but for these tests.
-ON_THREADS = ("borrows", "checkpoints", "devices", "ownership")
+# What processes of this machine can't break where threads don't, but for these tests, and those of every engine.
+ON_THREADS = ("borrows", "checkpoints", "closing", "converging", "devices", "ownership", "restarting", "startup")
 ON_PROCESSES = {
-    *("test_borrowed", "test_broken_borrow", "test_a_checkpoint_is_whole_or_not_there", "test_several_at_once"),
+    *("test_borrowed", "test_a_checkpoint_is_whole_or_not_there", "test_several_at_once"),
     *("test_arguments_arrive_on_the_device", "test_graph", "test_dropping_closes_nothing"),
+    # They end in their own way, by themselves or because somebody sees to it, and new ones take their places.
+    *("test_hung_rank", "test_slots_after_a_hung_rank", "test_where_a_silent_rank_is", "test_newest_first"),
+    *("test_faulty_ranks", "test_several_that_hang", "test_one_that_hangs_as_it_ends"),
+    *("test_who_leaves_slowly_beside_a_hung_rank", "test_a_hung_rank", "test_what_was_pending_is_told_once"),
+    *("test_random_numbers_go_on", "test_nothing_is_left", "test_every_failure_of_its_own", "test_odd_failures[exit]"),
 }
 # The engine starts workers, where and with what they were asked for, and tells of those that don't come.
 STARTS = {
@@ -78,8 +83,10 @@ ENGINES = {
     # It stands for all executors that others write on core's keepers and ledger.
     "test_outpost": ON_KEEPERS - OF_TORCH - OF_DRIVERS,
 }
-# Threads and processes have no detached pools: Dask stands for core here.
+# Threads and processes have no detached pools: Dask stands for core here. A module of other content is
+# asked for as one that is imported late.
 DETACHED = {"successors"}
+BEFORE = "test_a_module_of_other_content"
 # SIGTERM and SIGINT at each of six stages; `make test` has SIGKILL at each, and these two at one.
 STAGED = "test_ended_while"
 KEPT_STAGES = ("test_ended_while[interrupted-calling]", "test_ended_while[terminated-transferring]")
@@ -89,11 +96,11 @@ def _is_long(module: str, area: str, name: str) -> bool:
     if name.startswith(STAGED) and name not in KEPT_STAGES:
         return True
     if module == "test_processes":
-        return area in ON_THREADS and name not in ON_PROCESSES
+        return area in ON_THREADS and name not in ON_PROCESSES | STARTS | BRINGS | NOTICES
     if module == "test_strict":
         return area not in BY_VALUE
     if module == "test_dask" and area in DETACHED:
-        return False
+        return name == BEFORE
     return module in ENGINES and name not in ENGINES[module]
 
 

@@ -192,7 +192,8 @@ class _Shown:
 def _import(names: Sequence[str]) -> None:
     if all(name in sys.modules for name in names):
         return
-    for name in names:
+    # The last is what torch's compiler imports in an exit handler: each fork would do so for itself.
+    for name in (*names, *(["tabulate"] if "tensordict" in names else [])):
         with contextlib.suppress(ImportError):  # not here: the role that needs it will say so
             importlib.import_module(name)
     imported_already.cache_clear()
