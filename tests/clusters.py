@@ -61,11 +61,10 @@ def started(
             token_file.write_text(token)
             more |= {"RAY_TMPDIR": folder, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token_file)}
             options["token_file"] = str(token_file)
-        else:
-            more |= QUIET
+        usual = QUIET if engine == "dask" else {}
         process = subprocess.Popen(
             command,
-            env={**os.environ, **more, **(env or {})},
+            env={**usual, **os.environ, **more, **(env or {})},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=stderr,

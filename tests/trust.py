@@ -40,7 +40,6 @@ _COMMANDS = (
     ("monitor.py", "Ray's monitors"),
     ("ray::", "a Ray actor, with a keeper"),
     ("default_worker.py", "a Ray actor, with a keeper"),
-    ("conformance/clusters.py", "a driver of the cluster itself"),
     ("dask/clusters.py", "the Dask scheduler, its nannies"),
     ("multiprocessing", "a Dask worker, with a keeper"),
 )
@@ -129,7 +128,12 @@ def _joined_dask(encrypted: bool) -> set[Listening]:
     before = listening(psutil.Process())
     host = own_address() if encrypted else "127.0.0.1"
     workers = [{"host": host, "nthreads": 1}] * 2
-    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, DASK_TEMPORARY_DIRECTORY=folder):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.dict(
+            os.environ, DASK_TEMPORARY_DIRECTORY=folder, DASK_DISTRIBUTED__WORKER__MULTIPROCESSING_METHOD="spawn"
+        ),
+    ):  # as Dask does by itself: a fork server listens, too
         if encrypted:
             make_certificates(Path(folder))
         with running(workers, *([folder] if encrypted else [])) as address:

@@ -39,6 +39,7 @@ def client(cluster: str) -> Iterator[Any]:
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("runtime")  # what a first driver puts into the scheduler, is there
 def test_a_config_names_the_cluster(
     cluster: str, client: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
