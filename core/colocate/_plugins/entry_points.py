@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
+import sys
 import traceback
 from collections.abc import Collection, Mapping
 from importlib.metadata import Distribution, EntryPoint, PackageNotFoundError, distribution, entry_points, version
@@ -35,6 +37,7 @@ class PluginGroup:
     noun: str
     hooks: type
     manager: pluggy.PluginManager = attrs.field(init=False)
+    _read: tuple[object, list[EntryPoint]] = attrs.field(default=(None, []), init=False)
 
     def __attrs_post_init__(self) -> None:
         self.manager = pluggy.PluginManager("colocate")
@@ -42,7 +45,11 @@ class PluginGroup:
 
     def entries(self) -> list[EntryPoint]:
         """The entry points there are now, imported or not, by name."""
-        return sorted(entry_points(group=self.entry_group), key=lambda entry: (entry.name, origin(entry)))
+        installed = _installed()
+        if self._read[0] != installed:
+            found = sorted(entry_points(group=self.entry_group), key=lambda entry: (entry.name, origin(entry)))
+            self._read = installed, found
+        return list(self._read[1])
 
     def find(self, name: str) -> EntryPoint:
         """The one entry of this name.
@@ -120,6 +127,19 @@ class PluginGroup:
         message = f"the {self.noun} {name!r} is claimed by {listed([origin(entry) for entry in entries])}"
         message += f"; keep one, for example: {hint}" if hint else "; keep one"
         return PluginError(message, name=name, distribution=distribution_name(entries[0]), hint=hint)
+
+
+def _installed() -> object:
+    """Equal as long as no distribution comes or goes: that writes to a folder of the path, as a listing of it knows."""
+    folders = []
+    for path in sys.path:
+        try:
+            found = os.stat(path or ".")
+        except OSError:
+            folders.append((path, 0, 0))
+        else:
+            folders.append((path, found.st_ino, found.st_mtime_ns))
+    return folders, [id(finder) for finder in sys.meta_path]
 
 
 def origin(entry: EntryPoint) -> str:
