@@ -93,23 +93,40 @@ def _has_it_from_around() -> type:
     return Trains
 
 
+def _asks_its_context() -> type:
+    class Placed(colocate.Role):
+        """Is on a device."""
+
+        def where(self) -> str:
+            """Its name."""
+            return str(self.ctx.device)
+
+    return Placed
+
+
 def _needs_nothing() -> type:
     class Counts(colocate.Role):
         """Counts."""
 
         def count(self) -> int:
             """Count."""
-            return 1
+            return self.ctx.rank
 
     return Counts
 
 
 @pytest.mark.parametrize(
     ("make", "needs"),
-    [(_imports_when_called, True), (_has_it_from_around, True), (_needs_nothing, False), (lambda: Born, False)],
+    [
+        (_imports_when_called, True),
+        (_has_it_from_around, True),
+        (_asks_its_context, True),
+        (_needs_nothing, False),
+        (lambda: Born, False),
+    ],
 )
 def test_what_roles_need(make: Callable[[], type], needs: bool) -> None:
-    """It is foreseen from what a class's functions import and have from around them; a library's isn't looked into."""
+    """It is foreseen from what a class's functions import, ask for and have from around them; not from a library's."""
     pytest.importorskip("torch")
     assert ("torch" in imports_of([make()])) == needs
 

@@ -18,6 +18,7 @@ C = TypeVar("C", bound=type[Any])
 
 _NEEDS = "__colocate_needs__"
 _KNOWN = ("process_group",)
+_OF_TORCH = {"device", "generator", "process_group"}  # what a role asks its context for, and is torch's
 
 
 def needs(*what: Literal["process_group"]) -> Callable[[C], C]:
@@ -71,9 +72,6 @@ def imports_of(classes: Iterable[type]) -> tuple[str, ...] | None:
     """What role classes need that takes long to import (`Boot.imports`), as they and their modules tell."""
     if shadowing():
         return None
-    present = [name for name in LONG if name in sys.modules]
-    if not present:
-        return ()
     seen: set[str] = set()
     bases = [base for cls in classes for base in cls.__mro__]
     todo = [base.__module__ for base in bases]
@@ -88,7 +86,7 @@ def imports_of(classes: Iterable[type]) -> tuple[str, ...] | None:
         file = getattr(module, "__file__", None)
         if module is not None and (name.partition(".")[0] in tops or not file or not is_installed_file(file)):
             todo += _used_by(module)
-    return tuple(name for name in present if any(each.partition(".")[0] == name for each in seen))
+    return tuple(name for name in LONG if any(each.partition(".")[0] == name for each in seen))
 
 
 def _is_installed(cls: type) -> bool:
@@ -104,7 +102,10 @@ def _used_in(cls: type) -> Iterator[str]:
         if isinstance(function, ModuleType):
             yield function.__name__
         elif isinstance(function, FunctionType):
-            yield from function.__code__.co_names
+            names = function.__code__.co_names
+            yield from names
+            if "ctx" in names and not _OF_TORCH.isdisjoint(names):
+                yield "torch"
             for cell in function.__closure__ or ():
                 with contextlib.suppress(ValueError):  # it is empty
                     if not any(cell.cell_contents is each for each in todo):
