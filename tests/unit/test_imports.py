@@ -28,10 +28,22 @@ def test_import_loads_nothing_heavy() -> None:
     assert run(sys.executable, code).strip() == "[]"
 
 
-def test_threads_load_no_torch() -> None:
-    """Nor do roles that don't need it: torch comes in when a tensor or a role needs it."""
-    code = "import colocate, sys\nwith colocate.connect() as r, r.reserve() as p: pass\nprint('torch' in sys.modules)"
-    assert run(sys.executable, code).strip() == "False"
+def test_threads_load_only_what_is_needed() -> None:
+    """torch comes in when a tensor or a role needs it, a loop when there is something to await."""
+    code = """
+import sys
+import colocate
+
+class Echo(colocate.Role):
+    @colocate.method
+    def echo(self, word: str) -> str:
+        return word
+
+with colocate.connect() as runtime, runtime.reserve() as pool:
+    pool.spawn({"echo": colocate.role(Echo)}).role("echo", Echo).echo("a")
+print([name for name in ("torch", "asyncio") if name in sys.modules])
+"""
+    assert run(sys.executable, code).strip() == "[]"
 
 
 @pytest.fixture(scope="module")

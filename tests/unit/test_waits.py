@@ -26,6 +26,7 @@ KNOWN = {
     "keeper.slots": "the connection to a keeper, and its end",
     "keeper.started": "the end of a keeper's worker",
     "worker.lane": "work",
+    "worker.tasks": "async calls, while nothing else comes",
     "worker.store": "residents that are being made here",
     "worker.process_groups": "the thread in which torch makes a group",
 }

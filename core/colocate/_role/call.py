@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import queue
 import threading
@@ -221,6 +220,8 @@ class Call(OnDriver, Generic[C_co]):
         self._underway._then(lambda _: callback(self), own=False)
 
     def __await__(self) -> Generator[Any, None, C_co]:
+        import asyncio  # takes a tenth of a driver's start, and most await nothing
+
         underway = self._underway
         underway._check_unsent(awaits=True)
         loop = asyncio.get_running_loop()

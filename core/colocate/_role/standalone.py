@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextvars
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -69,14 +68,16 @@ class StandaloneCall:
         token, call_token = set_current(ctx), running_call.set(state)
         try:
             result = self._spec.call(self._instance, dict(planned.arguments[0]))
-            return _awaited(result) if self._spec.is_async else result
+            return awaited(result) if self._spec.is_async else result
         finally:
             running_call.reset(call_token)
             reset_current(token)
 
 
-def _awaited(coroutine: Coroutine[Any, Any, Any]) -> Any:
+def awaited(coroutine: Coroutine[Any, Any, Any]) -> Any:
     """The result of a coroutine; also where a loop runs already, as in a notebook, which then waits."""
+    import asyncio  # takes a tenth of a driver's start, and most have none
+
     try:
         asyncio.get_running_loop()
     except RuntimeError:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
+import sys
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
+if TYPE_CHECKING:
+    import asyncio
+
 
 def _task() -> asyncio.Task[Any] | None:
+    imported = sys.modules.get("asyncio")  # there are no tasks without it
     try:
-        return asyncio.current_task()
+        return imported.current_task() if imported is not None else None
     except RuntimeError:  # no loop runs on this thread
         return None
 

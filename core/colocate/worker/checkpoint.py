@@ -5,13 +5,13 @@ Each role has a folder of its own, the same for all of its ranks; colocate's fil
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from colocate._role.context import reset_current, set_current
+from colocate._role.standalone import awaited
 from colocate.errors import ColocateError
 from colocate.worker.hosted import HostedRole
 
@@ -83,7 +83,7 @@ def _call(role: HostedRole, name: str, folder: Path) -> None:
     try:
         result = method(str(role_folder(folder, role.name)))
         if inspect.iscoroutine(result):
-            asyncio.run(result)
+            awaited(result)
     finally:
         reset_current(token)
 

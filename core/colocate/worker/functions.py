@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from colocate._role.context import Context, MeshPlace, current, derive_seed
 from colocate._role.method import RoleMethod, method
 from colocate._role.method_spec import MethodSpec
+from colocate._role.standalone import awaited
 from colocate._values.mesh import Mesh
 from colocate.worker import checkpoint
 from colocate.worker.build import Shipped
@@ -27,7 +27,7 @@ class Functions:
     def run(self, function: Shipped, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a function with the worker's context; one that is async is run to its end."""
         result = function.load()(current(), *args, **kwargs)
-        return asyncio.run(result) if inspect.iscoroutine(result) else result
+        return awaited(result) if inspect.iscoroutine(result) else result
 
     @method
     def save(self, directory: str) -> None:

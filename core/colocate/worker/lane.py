@@ -7,14 +7,12 @@ failed elsewhere. Holds are numbered; the lane is held while the highest hold th
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import queue
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import attrs
 
@@ -22,6 +20,9 @@ from colocate._protocol.message import Message
 from colocate._role.context import CallState
 from colocate.wire import SocketLane, Turns
 from colocate.worker.scope import Scope
+
+if TYPE_CHECKING:
+    from colocate.worker.tasks import Tasks
 
 
 @attrs.define(eq=False)
@@ -102,9 +103,7 @@ class Lane:
         self._begun = -1
         self._stopped_for = -1  # the base of the driver that wants nothing begun any more
         self.running: dict[int, Work] = {}
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._wake: asyncio.Event | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: Tasks | None = None
         self.thread = threading.Thread(target=self._main, name=name, daemon=True)
         self.thread.start()
 
@@ -188,10 +187,8 @@ class Lane:
         self._queue.put(item)
         if self._turns is not None:
             self._turns.wake()
-        loop, wake = self._loop, self._wake
-        if self._tasks and loop is not None and wake is not None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: the lane has just ended
-                loop.call_soon_threadsafe(wake.set)
+        if (tasks := self._tasks) is not None:
+            tasks.wake()
 
     # -- on the lane
 
@@ -208,8 +205,8 @@ class Lane:
             self._on_broken(error)
             raise
         finally:
-            if self._loop is not None:
-                self._loop.close()
+            if self._tasks is not None:
+                self._tasks.close()
 
     def _next(self) -> Work | None:
         """The next call to begin, or None to end."""
@@ -257,7 +254,7 @@ class Lane:
         if self._is_limited and work.seq >= self._limit:
             return False
         # Async methods overlap up to their own limit; a sync one is a barrier, whose turn comes when nothing runs.
-        return len(self._tasks) < max(1, work.concurrency)
+        return len(self._tasks or ()) < max(1, work.concurrency)
 
     def _is_back(self) -> bool:
         """Whether a hold is to be reported: nothing runs, and nothing that came before the failed call waits."""
@@ -268,7 +265,8 @@ class Lane:
     def _take(self) -> None:
         """Wait for something to happen and take note of it."""
         if self._tasks:
-            self._pump()
+            self._tasks.wait()
+            self._note_all()
             return
         if self._turns is not None:
             self._turns.wait(self._has_news)
@@ -334,19 +332,17 @@ class Lane:
     # -- async methods
 
     def _start(self, work: Work) -> None:
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            self._wake = asyncio.Event()
         coroutine = work.run(work)
         if isinstance(coroutine, bool):  # it failed before there was anything to await
             del self.running[work.seq]
             if not coroutine:
                 self._stop(work)
             return
-        task = self._loop.create_task(self._await(work, coroutine))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        self._turn(self._loop, asyncio.sleep(0))  # up to its first await: async calls start in order
+        if self._tasks is None:
+            from colocate.worker.tasks import Tasks
+
+            self._tasks = Tasks(self._has_news)
+        self._tasks.begin(self._await(work, coroutine))
 
     async def _await(self, work: Work, coroutine: Coroutine[Any, Any, bool]) -> None:
         try:
@@ -354,28 +350,3 @@ class Lane:
                 self._stop(work)
         finally:
             del self.running[work.seq]
-
-    def _pump(self) -> None:
-        """Run the tasks until one is done or something is in the queue; then take what is there."""
-        assert self._loop is not None
-        self._turn(self._loop, self._until_news())
-        self._note_all()
-
-    def _turn(self, loop: asyncio.AbstractEventLoop, job: Coroutine[Any, Any, None]) -> None:
-        """Run the loop until a job of the lane's own is done."""
-        task = loop.create_task(job)
-        while not task.done():
-            # SystemExit in a task that role code has made goes to whoever awaits that, and stops the loop as well; so
-            # does what was to stop it then.
-            with contextlib.suppress(SystemExit, KeyboardInterrupt, RuntimeError):
-                loop.run_until_complete(task)
-
-    async def _until_news(self) -> None:
-        assert self._wake is not None
-        self._wake.clear()
-        if not self._tasks or not self._queue.empty():
-            return
-        wake = asyncio.ensure_future(self._wake.wait())
-        await asyncio.wait([*self._tasks, wake], return_when=asyncio.FIRST_COMPLETED)
-        wake.cancel()
-        await asyncio.wait([wake])

@@ -223,7 +223,7 @@ def _clone() -> int:
     return pid
 
 
-LONG = ("torch", "tensordict", "numpy", "psutil", "importlib.metadata")
+LONG = ("torch", "tensordict", "numpy", "psutil", "importlib.metadata", "asyncio")
 """What takes long to import, and starts no thread then: workers find it imported when roles before them needed it."""
 
 _writes: int | None = None
