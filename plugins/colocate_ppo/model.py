@@ -1,15 +1,20 @@
-"""The networks: a causal language model as policy and reference, and the same backbone with one output as critic."""
+"""The networks: a causal language model as policy and reference, and the same backbone with one output as critic.
+
+transformers is imported by what makes one: it takes a second, which whoever checks a config doesn't wait for.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 from colocate_ppo.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 
 class Weights(TypedDict):
@@ -21,6 +26,8 @@ class Weights(TypedDict):
 
 def small_llama(tokenizer: Tokenizer, layers: int, hidden: int, heads: int, feed_forward: int) -> PreTrainedConfig:
     """The architecture of a small Llama for the tokens of a tokenizer."""
+    from transformers import LlamaConfig
+
     return LlamaConfig(
         vocab_size=tokenizer.size,
         pad_token_id=tokenizer.pad,
@@ -37,6 +44,8 @@ def small_llama(tokenizer: Tokenizer, layers: int, hidden: int, heads: int, feed
 
 def scratch_model(config: PreTrainedConfig, generator: torch.Generator, device: torch.device) -> PreTrainedModel:
     """A causal language model with random weights, all of which come from `generator`."""
+    from transformers import AutoModelForCausalLM
+
     model = _empty(AutoModelForCausalLM, config)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -48,6 +57,8 @@ def scratch_model(config: PreTrainedConfig, generator: torch.Generator, device: 
 
 def pretrained_model(name: str, device: torch.device) -> PreTrainedModel:
     """The causal language model of a hub id or a local folder, in float32."""
+    from transformers import AutoModelForCausalLM
+
     return _ready(AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32), device)
 
 
@@ -59,6 +70,8 @@ def weights_of(model: PreTrainedModel) -> Weights:
 
 def model_from(weights: Weights, device: torch.device) -> PreTrainedModel:
     """A model with a copy of these weights."""
+    from transformers import AutoModelForCausalLM
+
     model = _empty(AutoModelForCausalLM, config_from(weights["config"]))
     model.load_state_dict(weights["state"])
     return _ready(model, device)
@@ -68,6 +81,8 @@ class ValueModel(nn.Module):
     """The backbone of a language model with one output per token, which is zero at first."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
+        from transformers import AutoModel
+
         super().__init__()
         self.backbone = _empty(AutoModel, config)
         self.head = nn.Linear(config.hidden_size, 1, bias=False)
@@ -91,6 +106,8 @@ def value_model_from(weights: Weights) -> ValueModel:
 
 def config_from(fields: Mapping[str, Any]) -> PreTrainedConfig:
     """The config that `to_dict` made these fields of."""
+    from transformers import AutoConfig
+
     others = dict(fields)
     return AutoConfig.for_model(others.pop("model_type"), **others)
 

@@ -11,7 +11,6 @@ import torch
 from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as Backend
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 _SPECIAL = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}
 _CHARACTERS = "\n" + " " + string.ascii_letters + string.digits + string.punctuation
@@ -73,6 +72,8 @@ def character_tokenizer(phrases: Sequence[str] = ()) -> Tokenizer:
     Args:
         phrases: Texts that are one token each. A beginning that all questions share makes sequences much shorter.
     """
+    from transformers import PreTrainedTokenizerFast  # as in the networks, by what makes one
+
     vocabulary = {token: index for index, token in enumerate([*_SPECIAL.values(), *_CHARACTERS])}
     backend = Backend(models.BPE(vocab=vocabulary, merges=[], unk_token=_SPECIAL["unk_token"]))
     backend.decoder = decoders.Fuse()
@@ -84,4 +85,6 @@ def character_tokenizer(phrases: Sequence[str] = ()) -> Tokenizer:
 
 def pretrained_tokenizer(name: str) -> Tokenizer:
     """The tokenizer of a hub id or a local folder."""
+    from transformers import AutoTokenizer
+
     return Tokenizer.of(AutoTokenizer.from_pretrained(name))

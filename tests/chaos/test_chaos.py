@@ -18,7 +18,7 @@ PLAYED = 5  # so often at most: on a busy machine a fault's moment may come when
 NEEDS = {"ray": "ray", "dask": "distributed"}
 
 
-@pytest.mark.parametrize("executor", ["dask", "local", pytest.param("ray", marks=pytest.mark.long)])
+@pytest.mark.parametrize("executor", ["local", *(pytest.param(each, marks=pytest.mark.long) for each in NEEDS)])
 def test_slice(executor: str) -> None:
     """Each fault is survived: nothing hangs, nothing is left, no result is wrong."""
     if executor in NEEDS:

@@ -11,8 +11,6 @@ import attrs
 import pytest
 import torch
 from torch import Tensor
-from transformers import Qwen2Config, Qwen2ForCausalLM
-from transformers.utils import logging
 
 from colocate_ppo import maths
 from colocate_ppo.actor import Actor
@@ -207,6 +205,8 @@ def test_roles_go_on_where_they_were_saved(case: Case, tmp_path: Path) -> None:
 @pytest.fixture
 def no_progress_bars() -> Iterator[None]:
     """They would leave a thread and a semaphore."""
+    from transformers.utils import logging  # here, as in the roles: all tests are collected by all workers
+
     bars: Any = logging
     bars.disable_progress_bar()
     yield
@@ -219,6 +219,8 @@ def test_a_model_from_a_folder(tmp_path: Path, problems: list[Problem]) -> None:
     tokenizer = character_tokenizer()
     sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
     heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
     model = Qwen2ForCausalLM(Qwen2Config(vocab_size=tokenizer.size, tie_word_embeddings=True, **sizes, **heads))
     model.save_pretrained(tmp_path)
     tokenizer.inner.save_pretrained(tmp_path)
