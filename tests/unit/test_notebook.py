@@ -37,12 +37,17 @@ def test_a_cell_that_is_run_again_replaces_what_it_made() -> None:
     second.owner.owner.close()
 
 
+def _nothing(context: colocate.Context) -> None:
+    """Come after what was asked for before."""
+
+
 def test_what_was_wrong_before_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     """A cell is run again because it had failed."""
     pool = colocate.connect("local", cpus=2).reserve(slots=2)
     with pytest.raises(RoleError):
         pool.spawn({"wrong": colocate.role(Wrong)})["wrong"].fail.keep().fetch()
     pool.groups["group-1"].role("wrong", Wrong).fail.keep()
+    pool.groups["group-1"].run(_nothing)  # which is over after it
     with colocate.connect("local", cpus=2, replace=True) as second:
         assert second.reserve(slots=2).spawn({"echo": colocate.role(Echo)})["echo"].noop() == [None, None]
     assert "RoleError: wrong.fail raised ValueError on rank" in caplog.text
