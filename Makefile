@@ -33,7 +33,7 @@ $(BARE)/.installed: $(INSTALLED)  # an environment without any extra, in which s
 test: install $(BARE)/.installed
 	COLOCATE_BASE_PYTHON=$(CURDIR)/$(BARE)/bin/python $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m "not long" -rfE
 
-suites: install  ## the whole executor suite on every executor, and what else `make test` leaves out; half an hour
+suites: install  ## the whole executor suite on every executor, and what else `make test` leaves out; forty minutes
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/conformance
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m long --ignore tests/conformance
 	COLOCATE_LAWS=3 $(BIN)/python -m pytest -n 2 --dist loadfile tests/laws
