@@ -128,14 +128,18 @@ def _names_all(text: str, gpus: list[str]) -> bool:
     return sorted(text.split(",")) == sorted(gpus)
 
 
-def end_process(pid: int, created: float) -> None:
-    """End the process of a holder that doesn't answer, on its machine. Ray itself asks kindly, for seconds.
+def end_process(pid: int, created: float | None) -> None:
+    """End the process of an actor that doesn't answer, on its machine. Ray itself asks kindly, and may do no more.
 
     What is below it ends with it, a moment later; that is waited for too.
+
+    Args:
+        pid: Its process id.
+        created: When it was made; None for one that Ray's table of actors has now, whose processes have Ray's titles.
     """
     try:
         process = psutil.Process(pid)
-        if process.create_time() != created:
+        if not process.cmdline()[0].startswith("ray::") if created is None else process.create_time() != created:
             return
         with contextlib.ExitStack() as ends:
             below = [_held(each.pid, ends) for each in process.children(recursive=True)]

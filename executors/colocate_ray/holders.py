@@ -42,17 +42,28 @@ class Holding:
         return bool(ray.wait([self.watch], timeout=0)[0])
 
     def kill(self) -> None:
-        """End its process, which doesn't answer, by a task on its machine; it is gone when this returns."""
-        there = NodeAffinitySchedulingStrategy(self.node, soft=False)
-        task: Any = ray.remote(end_process)
-        try:
-            if self.process is not None:
-                options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": there}
-                ray.get(task.options(**options).remote(*self.process), timeout=_ENDED_WITHIN_S)
-                return
-        except RayError:  # the node is gone, or as stuck as the holder: Ray will do what it can
-            pass
-        ray.kill(self.actor, no_restart=True)
+        """End its process, which doesn't answer; it is gone when this returns."""
+        kill(self.actor, self.node, self.process)
+
+
+def kill(actor: Any, node: str, process: tuple[int, float | None] | None) -> None:
+    """End an actor that doesn't answer, by a task on its machine; it is gone when this returns.
+
+    Args:
+        actor: It.
+        node: Where it is.
+        process: See `end_process`; None when it isn't known, or there is none.
+    """
+    there = NodeAffinitySchedulingStrategy(node, soft=False)
+    task: Any = ray.remote(end_process)
+    try:
+        if process is not None:
+            options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": there}
+            ray.get(task.options(**options).remote(*process), timeout=_ENDED_WITHIN_S)
+            return
+    except RayError:  # the node is gone, or as stuck as the actor: Ray will do what it can
+        pass
+    ray.kill(actor, no_restart=True)
 
 
 class Holders:

@@ -132,7 +132,7 @@ class JoinedRayExecutor(RayExecutor, Detachable):
     def end(self, name: str) -> None:
         """End the owner; Ray frees what it has held."""
         owner, *_ = registration_of(self._registrations(), name).facts
-        self._envoy.call("end_owner", owner, within_s=RELEASED_WITHIN_S)
+        self._envoy.call("end_owner", owner, within_s=2 * RELEASED_WITHIN_S)  # it is ended, then Ray takes things back
 
     def take(self, place: Place, boot: Boot, events: HostEvents, token: bytes) -> Host:
         """By the slot's keeper."""

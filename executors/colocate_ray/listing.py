@@ -52,6 +52,17 @@ def of_ended_jobs(nodes: Nodes) -> list[Running]:
     return found + [_actor(actor, nodes) for actor in actors]
 
 
+def owner_of(name: str) -> tuple[str, int] | None:
+    """The node and process id of an owner; None when Ray has it no more."""
+    found = [(actor["Address"]["NodeID"], actor["Pid"]) for actor in _actors() if actor["Name"] == name]
+    return found[0] if found else None
+
+
+def groups_of(owner: str) -> list[str]:
+    """The ids of the placement groups that an owner has."""
+    return [group["placement_group_id"] for group in _groups() if _id_of(group) == _reservation_of({"Name": owner})]
+
+
 def _by_owner(actors: Iterable[Mapping[str, Any]]) -> set[str]:
     """The ids of the reservations that belong to owners, not to drivers."""
     return {_reservation_of(actor) for actor in actors if OWNER in actor["Name"]}

@@ -14,6 +14,7 @@ from colocate.errors import ColocateError, EngineError
 from colocate.executor import Request, Running
 from colocate.keeper import Registration
 from colocate_ray import listing, names
+from colocate_ray.holders import kill
 from colocate_ray.owner import Owner
 from colocate_ray.placing import Placing
 from colocate_ray.terms import Cluster, Slot
@@ -90,10 +91,14 @@ class OwnedPlacing(Placing):
             ray.kill(actor, no_restart=True)
 
     def end_owner(self, owner: str) -> None:
-        """End one that doesn't answer."""
-        if (actor := names.owner_of(owner)) is not None:
-            ray.kill(actor, no_restart=True)
+        """End one that doesn't answer; when this returns its slots can be reserved again."""
+        groups, found, actor = listing.groups_of(owner), listing.owner_of(owner), names.owner_of(owner)
+        if actor is not None and found is not None:
+            node, pid = found
+            kill(actor, node, (pid, None))
         names.forget(owner)
+        for group in groups:
+            self._confirm(group, "a detached pool")
 
     def publish(self, registration: Registration) -> bool:
         """See `names.publish`."""

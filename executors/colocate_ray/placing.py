@@ -156,7 +156,7 @@ class Placing:
         if held.group is not None:
             self._wait_shown(held, held.group)
             remove_placement_group(held.group)
-            self._confirm(held, held.group)
+            self._confirm(held.group.id.hex(), held.request.owner or "a pool")
 
     def abandon(self) -> None:
         """The driver is gone: have nothing more made, and wait for what Ray is just making.
@@ -195,16 +195,16 @@ class Placing:
         while not nodes <= self.nodes.holding(group.id.hex()) and time.monotonic() < deadline:
             self._pause.wait(_STEP_S)
 
-    def _confirm(self, held: Held, group: PlacementGroup) -> None:
-        """Wait until Ray has everything back from the nodes that there still are."""
+    def _confirm(self, group: str, whose: str) -> None:
+        """Wait until Ray has a placement group's resources back from the nodes that there still are."""
         began = time.monotonic()
-        while nodes := self.nodes.holding(group.id.hex()):
+        while nodes := self.nodes.holding(group):
             waited = time.monotonic() - began
             if waited > _DOUBT_AFTER_S and nodes <= self.nodes.gone(nodes):
                 return
             if waited > _RELEASED_WITHIN_S:
                 raise ColocateError(
-                    f"Ray was told to take {held.request.owner or 'a pool'}'s slots back, and hasn't confirmed it in "
+                    f"Ray was told to take {whose}'s slots back, and hasn't confirmed it in "
                     f"{_RELEASED_WITHIN_S:g} s for {', '.join(map(self.nodes.name, sorted(nodes)))}"
                 )
             self._pause.wait(_STEP_S)

@@ -135,6 +135,7 @@ def test_owner_is_stopped(runtime: Runtime, cluster: Any, name: str) -> None:
     with pytest.raises(EngineError, match=f"colocate close {name} --force"):
         close_detached(runtime._node, name, force=False)
     close_detached(runtime._node, name, force=True)
+    assert not owner.is_running()
     everything_is_free(runtime)
 
 
