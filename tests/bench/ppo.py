@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import pickle
 import statistics
 import tempfile
 import time
@@ -39,7 +40,7 @@ _SMALL = [f"groups.policy.roles.actor.with.{size}" for size in ("hidden=32", "fe
 # One evaluation at the beginning, of as many answers as a step has: a recorded score fits both.
 _JOB = {"warm_up_steps": 0, "batch": 256, "eval_problems": 256, "eval_every": 10**6, "checkpoint_every": 10**6}
 
-_recorded: dict[tuple[str, str, int], Any] = {}  # goes to worker processes with the roles, whose bodies use it
+_recorded: dict[tuple[str, str, int], Any] = {}
 
 
 def _rows_asked(arguments: dict[str, Any]) -> int:
@@ -59,18 +60,26 @@ def _record(cls: type, spec: MethodSpec) -> Callable[..., Any]:
 def _replay(cls: type, spec: MethodSpec) -> Callable[..., Any]:
     @functools.wraps(spec.function)
     def body(self: Any, **arguments: Any) -> Any:
-        return _recorded[cls.__name__, spec.name, _rows_asked(arguments)]
+        return self.recorded[cls.__name__, spec.name, _rows_asked(arguments)]
 
     return body
 
 
-def _with_bodies(cls: type, make: Callable[[type, MethodSpec], Callable[..., Any]]) -> type:
+def _with_bodies(cls: type, make: Callable[[type, MethodSpec], Callable[..., Any]], **more: Any) -> type:
     """The same role with other method bodies."""
     methods = {
         name: colocate.method(dispatch=spec.dispatch, collect=spec.collect)(make(cls, spec))
         for name, spec in methods_of(cls).items()
     }
-    return type(cls.__name__, (cls,), {**methods, "__module__": __name__})
+    return type(cls.__name__, (cls,), {**methods, **more, "__module__": __name__})
+
+
+def _replaying(cls: type) -> type:
+    def __init__(self: Any, recorded: str, **options: Any) -> None:
+        cls.__init__(self, **options)  # type: ignore[misc]
+        self.recorded = pickle.loads(Path(recorded).read_bytes())
+
+    return _with_bodies(cls, _replay, __init__=__init__)
 
 
 class Recording:
@@ -85,10 +94,10 @@ class Recording:
 class Replaying:
     """The roles, which return what was noted."""
 
-    Actor = _with_bodies(Actor, _replay)
-    Critic = _with_bodies(Critic, _replay)
-    Reference = _with_bodies(Reference, _replay)
-    Reward = _with_bodies(Reward, _replay)
+    Actor = _replaying(Actor)
+    Critic = _replaying(Critic)
+    Reference = _replaying(Reference)
+    Reward = _replaying(Reward)
 
 
 def rows() -> Iterator[Row]:
@@ -102,11 +111,13 @@ def rows() -> Iterator[Row]:
         begun.append(time.perf_counter())
         return problems[:count]
 
-    with mock.patch.object(Task, "draw", drawn):
+    with mock.patch.object(Task, "draw", drawn), tempfile.NamedTemporaryFile() as recorded:
         _train("local", "Recording", 1)
+        recorded.write(pickle.dumps(_recorded))
+        recorded.flush()
         for executor, bar_ms in _BARS_MS.items():
             begun.clear()
-            _train(executor, "Replaying", _STEPS)
+            _train(executor, "Replaying", _STEPS, recorded=recorded.name)
             name = "threads" if executor == "local" else executor
             yield Row(_PART, f"{name}, 1 slot", _least_median_s(begun) * 1e3, "ms", bar_ms)
 
@@ -117,9 +128,11 @@ def _least_median_s(begun: list[float]) -> float:
     return Rounds(rounds).least
 
 
-def _train(executor: str, roles: str, steps: int) -> None:
+def _train(executor: str, roles: str, steps: int, **options: str) -> None:
     """Run the demo's job on other roles, in a folder that goes away, without a screen."""
     changes = [f"groups.policy.roles.{name.lower()}.use={__name__}:{roles}.{name}" for name in _NAMES]
+    given = options.items()
+    changes += [f"groups.policy.roles.{name.lower()}.with.{key}={value}" for name in _NAMES for key, value in given]
     changes += [*_SMALL, *(f"job.with.{name}={value}" for name, value in _JOB.items()), f"job.with.steps={steps}"]
     config = colocate.load_config(_CONFIG, executor=executor, set=changes)
     with tempfile.TemporaryDirectory() as directory, contextlib.chdir(directory), colocate.launch(config) as launched:

@@ -309,7 +309,7 @@ class Workforce:
 
         The grace is for what they run: one that runs nothing has the moment that it takes to end in any case.
         """
-        deadline = Deadline(grace)
+        deadline, idle_until = Deadline(grace), Deadline(max(grace, IDLE_S))
         first = deadline.or_sooner(self._overdue)
         early = self._asked  # for its owner, before it was told to end
         if self._wait_or_hurry(self._idle, first.before(STACKS_WITHIN_S)):
@@ -320,7 +320,7 @@ class Workforce:
         hung = self._hung(deadline)
         if early and self._stacks is not None:
             self._look_again(hung, deadline.before(STACKS_WITHIN_S / 2))
-        if self._wait_or_hurry(lambda: self._busy() <= hung, Deadline(max(grace, IDLE_S))) and self._idle():
+        if self._wait_or_hurry(lambda: self._busy() <= hung, idle_until) and self._idle():
             return []
         if self._link.failure is not None or self._link.hurried:  # what went wrong has been said, or nobody waits
             return []

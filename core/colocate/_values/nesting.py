@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copyreg
+import gc
 import sys
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import islice
+from itertools import compress, islice
 from typing import Any, TypeAlias
 
 from colocate._system.by_type import by_type
@@ -99,6 +100,38 @@ def _short(steps: list[str]) -> str:
     if len(steps) <= 2 * _SHOWN:
         return "".join(steps)
     return f"{''.join(steps[:_SHOWN])}…{steps[-1]}"
+
+
+def kinds_inside(value: Any) -> set[type]:
+    """The types of all that lies in a value: in its lists, tuples, dicts, sets and declared fields, however deep.
+
+    There may be more: the interpreter knows what objects refer to, fields or not. It knows that so fast that a batch of
+    objects is looked through here first, and one by one only where something of a type that matters has been found.
+    """
+    kinds: set[type] = set()
+    seen: set[int] = set()
+    level = [value]
+    while level:
+        found = set(map(type, level))
+        kinds |= found
+        opened = {kind for kind in found if _opens(kind)}
+        if not opened:
+            break
+        fresh = {id(item): item for item in compress(level, map(opened.__contains__, map(type, level)))}
+        level = gc.get_referents(*(item for key, item in fresh.items() if key not in seen))
+        seen.update(fresh)
+    return kinds
+
+
+@by_type
+def has_attributes(kind: type) -> bool:
+    """Whether `refuse_hidden` looks at attributes of values of this type that their class doesn't declare."""
+    return not (kind in _PLAIN or _opens(kind)) and _attributes(kind) is not None
+
+
+@by_type
+def _opens(kind: type) -> bool:
+    return issubclass(kind, dict | list | tuple) or has_fields(kind)
 
 
 def has_fields(kind: type) -> bool:

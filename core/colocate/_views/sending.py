@@ -22,7 +22,7 @@ from colocate._system.by_type import by_type
 from colocate._system.lines import caller
 from colocate._system.off_main import hand_over, off_main, on_main
 from colocate._values.dispatch import Plan
-from colocate._values.nesting import has_fields, hides, refuse_hidden
+from colocate._values.nesting import has_attributes, has_fields, hides, kinds_inside, refuse_hidden
 from colocate._values.tree import map_leaves
 from colocate._views.drafts import Draft, send
 from colocate._views.pipeline import recording, refuse_unsent
@@ -199,8 +199,14 @@ def with_references(
             return item
         raise TypeError(f"{label}: {item!r} lives on the driver and can't be an argument")
 
-    made = {name: map_leaves(value, leaf, _matters, look_inside) for name, value in arguments.items()}
-    refuse_hidden(arguments, label, lives_on_driver, _why_not_inside, looks=_LOOKS)
+    made, odd = {}, {}
+    for name, value in arguments.items():
+        kinds = kinds_inside(value)
+        matters = _matters if any(map(lives_on_driver, kinds)) else lives_on_driver
+        made[name] = map_leaves(value, leaf, matters, look_inside)
+        if any(map(has_attributes, kinds)):
+            odd[name] = value
+    refuse_hidden(odd, label, lives_on_driver, _why_not_inside, looks=_LOOKS)
     return made
 
 
