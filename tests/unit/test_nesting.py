@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
+from collections import deque
 from typing import Any
 
+import attrs
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import colocate
 from colocate import method
+from colocate._values.nesting import has_attributes, hides, kinds_inside
 from colocate._views.sending import _LOOKS
 from colocate.errors import RoleError, SerializationError
 
@@ -76,3 +82,58 @@ def test_looking_has_a_bound() -> None:
         wide = Thing([Thing([Thing(number)]) for number in range(300_000)])
         deep = Thing({number: Thing({number: {1, 2}}) for number in range(100_000)})
         assert max(fastest(wide), fastest(deep)) < fastest(Thing(1)) + 0.01
+
+
+class Wanted:
+    """What is looked for."""
+
+
+@attrs.frozen(eq=False)
+class WithSlots:
+    """Declares a field, and has no dict."""
+
+    held: Any
+
+
+@attrs.frozen(eq=False, slots=False)
+class WithDict:
+    """Declares a field."""
+
+    held: Any
+
+
+@dataclasses.dataclass(eq=False)
+class Data:
+    """As the standard library's."""
+
+    held: Any
+
+
+atoms = st.one_of(st.integers(), st.text(max_size=2), st.builds(Wanted), st.builds(object), st.none())
+holders = st.sampled_from(
+    [
+        *(WithSlots, WithDict, Data, lambda held: [held, 1], lambda held: (held,), lambda held: {"a": held}),
+        *(lambda held: deque([held]), lambda held: {WithSlots(held)}, lambda held: {Data(held): 2}),
+    ]
+)
+values = st.recursive(atoms, lambda inner: st.builds(lambda make, held: make(held), holders, inner), max_leaves=6)
+
+
+@given(st.lists(values, max_size=4))
+def test_what_is_hidden_is_known_by_its_type(several: list[Any]) -> None:
+    """The quick look finds whatever the thorough one does, in fields, dicts, keys and sets, in all that is given."""
+    hidden = any(hides(Data(value), lambda kind: kind is Wanted) for value in several)
+    assert not hidden or Wanted in kinds_inside(several)
+
+
+def test_a_value_that_contains_itself_has_an_end_for_the_quick_look() -> None:
+    endless: list[Any] = [Data(1)]
+    endless.append(Data(endless))
+    assert Data in kinds_inside(endless)
+
+
+@pytest.mark.parametrize(
+    ("value", "looked_at"), [(Thing(1), True), (Data(1), False), ([1], False), (1, False), (torch.zeros(1), False)]
+)
+def test_whose_attributes_are_looked_at(value: Any, looked_at: bool) -> None:
+    assert has_attributes(type(value)) is looked_at
