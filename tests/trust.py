@@ -54,17 +54,21 @@ class Listening:
     where: str
 
 
-def listening(root: psutil.Process) -> set[Listening]:
+Found = set[tuple[int, Listening]]
+"""By process: others of the same kind may be there already, which are another test's."""
+
+
+def listening(root: psutil.Process) -> Found:
     """All sockets that a process and those below it listen on."""
-    found: set[Listening] = set()
+    found: Found = set()
     names = _unix_names()
     for process in [root, *root.children(recursive=True)]:
         with contextlib.suppress(psutil.NoSuchProcess):
             who = "the driver" if process.pid == os.getpid() else _who(process)
             for each in process.net_connections("inet"):
                 if each.status == psutil.CONN_LISTEN:
-                    found.add(Listening(who, "TCP", _where(each.laddr.ip)))
-            found |= {Listening(who, what, "this machine") for what in _unix(process, names)}
+                    found.add((process.pid, Listening(who, "TCP", _where(each.laddr.ip))))
+            found |= {(process.pid, Listening(who, what, "this machine")) for what in _unix(process, names)}
     return found
 
 
@@ -104,14 +108,14 @@ def work(runtime: colocate.Runtime) -> None:
     group.role("all", Collective).sum(1.0)
 
 
-def measure(executor: str, before: set[Listening], **options: Any) -> set[Listening]:
+def measure(executor: str, before: Found, **options: Any) -> set[Listening]:
     """What is listened on while an executor's slots work, and wasn't before."""
     with colocate.connect(executor, **options) as runtime:
         if executor == "local" and not options:
             runtime.reserve(2).spawn({"echo": colocate.role(Echo)}).role("echo", Echo).noop()
         else:
             work(runtime)
-        return listening(psutil.Process()) - before
+        return {each for _, each in listening(psutil.Process()) - before}
 
 
 def _private(executor: str, **options: Any) -> set[Listening]:
