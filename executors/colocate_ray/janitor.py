@@ -80,12 +80,13 @@ def _is(pid: int, session: int, mark: bytes) -> bool:
 
 
 def _tracks(pid: int) -> bool:
-    """Whether it is one of Python's trackers, which end by themselves when those that they track for have."""
+    """Whether it is, or may become, one of Python's trackers: they end by themselves when whose memory it is has."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
-            return _TRACKER in file.read()
+            line = file.read()
     except OSError:
         return False
+    return not line or _TRACKER in line  # without a line it is just being executed
 
 
 if __name__ == "__main__":

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from multiprocessing import util
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ from colocate import Runtime
 from colocate.errors import ColocateError
 from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import Processes, send, starter_of, wait_until
+from colocate.worker import supervisor
+from colocate_ray import janitor
 
 DRIVER = """
 import sys, colocate
@@ -123,6 +127,28 @@ def test_driver_and_envoy(number: signal.Signals) -> None:
         processes.close()
     wait_until(lambda: not Path(folder).exists(), "the folder is gone")
     wait_until(lambda: not any(path.exists() for path in memory), "shared memory is removed")
+
+
+@pytest.mark.parametrize("tracks", [supervisor.tracks, janitor._tracks], ids=["supervisor", "janitor"])
+def test_trackers_are_known_from_their_start(tracks: Callable[[int], bool]) -> None:
+    """Whoever has started one goes on while the kernel still executes it: on one processor, nearly always."""
+    processors = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(processors)})
+    try:
+        for _ in range(50):
+            reads, writes = os.pipe()
+            code = f"from multiprocessing.resource_tracker import main;main({reads})"
+            command = [each.encode() for each in (sys.executable, "-I", "-S", "-c", code)]
+            pid: int = util.spawnv_passfds(command[0], command, [reads])  # as Python starts them
+            known = tracks(pid)
+            os.close(reads)
+            os.close(writes)
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            assert known
+            assert not tracks(pid)
+    finally:
+        os.sched_setaffinity(0, processors)
 
 
 @pytest.fixture

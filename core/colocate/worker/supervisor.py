@@ -97,12 +97,16 @@ def program_of(supervisor: int) -> str | None:
 
 
 def tracks(pid: int) -> bool:
-    """Whether it is the process that removes the shared memory which Python's processes have left."""
+    """Whether it is the process that removes the shared memory which Python's processes have left, or may become it.
+
+    Its starter, and so a role, goes on while the kernel still executes it: it has no command line then.
+    """
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
-            return _TRACKER in file.read()
+            line = file.read()
     except OSError:
         return False
+    return not line or _TRACKER in line
 
 
 def _mark_by_limit(starter: int) -> None:
