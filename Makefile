@@ -46,7 +46,7 @@ $(OLDEST)/.installed: $(INSTALLED)  # the oldest Dask of the declared range, bes
 
 versions: $(OLDEST)/.installed  ## Dask's tests and the suite on the oldest version that colocate supports
 	$(OLDEST)/bin/python -c "import distributed; assert distributed.__version__ == '2025.4.0'"
-	$(OLDEST)/bin/python -m pytest -n 2 --dist loadfile tests/dask tests/conformance/test_dask.py
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(OLDEST)/bin/python -m pytest -n 2 --dist loadfile tests/dask tests/conformance/test_dask.py
 
 SITE := build/site/.built
 SITE_FROM := mkdocs.yml $(sort $(shell find docs core executors plugins -name __pycache__ -prune -o -type f -print))

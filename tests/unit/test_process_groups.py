@@ -13,10 +13,11 @@ import colocate
 from colocate import Role, RoleError, method
 from colocate._protocol.consequence import Consequence
 from colocate._role.context import Context
-from colocate._role.torch_groups import Plan
+from colocate._role.torch_groups import Made, Plan
 from colocate.testing.gate import Address, Gate, pass_gate
-from colocate.testing.waiting import PATIENCE_S, wait_until
+from colocate.testing.waiting import PATIENCE_S, becomes_true, wait_until
 from colocate.worker import process_groups
+from colocate.worker.failure import LOOKING
 from colocate.worker.process_groups import ProcessGroups
 
 CTX = Context(1, 2, 1, "here", "actor", "policy", 0, 0, {})
@@ -95,6 +96,26 @@ def test_called_back_from_making_one(stuck: threading.Event) -> None:
     assert asker.left == "this call failed"
     assert asker.canary is not None
     assert asker.canary() is None
+
+
+class Group:
+    """A process group: what torch has of it is taken out of torch's books elsewhere."""
+
+
+def test_who_looks_at_stacks_holds_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The frames of a call that has been left keep its groups while somebody reads them: no role does."""
+    monkeypatch.setattr(process_groups, "forget_all", lambda groups: groups.clear() or [])
+    groups = ProcessGroups(Asking(), in_process=False)
+    groups._made["actor", "all"] = Made(Group(), "actor", [], default=False)  # type: ignore[arg-type]
+    seen = [made.group for made in groups._made.values()]  # as a frame has it
+    holders: list[list[str]] = []
+    renewing = threading.Thread(target=lambda: holders.append(groups.renew(1)))
+    with LOOKING:
+        renewing.start()
+        assert not becomes_true(lambda: holders, 0.1)
+        seen.clear()
+    renewing.join(PATIENCE_S)
+    assert holders == [[]]
 
 
 class Threads(Role):

@@ -27,6 +27,9 @@ _OWN = tuple(str(Path(__file__).parents[1] / package) for package in ("worker", 
 _HOST_ERRORS = (DispatchError, RoleError, SerializationError)
 _CALLS_ROLES = {("build.py", "construct"), ("method_spec.py", "call")}
 
+LOOKING = threading.Lock()
+"""Held in a worker by who looks at the lane's frames, and so keeps what is in them, though the lane has left them."""
+
 
 def failed(
     error: BaseException, codec: Codec, definitions: Definitions, role: str | None, secondary: bool

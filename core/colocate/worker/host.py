@@ -223,7 +223,8 @@ class WorkerHost(Site):
 
     def stack(self) -> str:
         """What the lane is doing, as a Python stack."""
-        stack = "".join(failure.stack_of_role_code(self.lane.thread))
+        with failure.LOOKING:
+            stack = "".join(failure.stack_of_role_code(self.lane.thread))
         running = ", ".join(work.label for work in list(self.lane.running.values())) or "nothing"
         return f"running {running}\n{stack}" if stack else f"running {running}; its lane has ended"
 

@@ -33,6 +33,7 @@ from colocate._system.limits import GROUPS_CLOSE_WITHIN_S
 from colocate._system.nearest import did_you_mean
 from colocate.errors import CapabilityError, ConfigError
 from colocate.worker.collective_waits import bury, guard
+from colocate.worker.failure import LOOKING
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -202,6 +203,8 @@ class ProcessGroups:
         if any(made.default for made in groups.values()):
             forget_all(self._alone)  # with the default group torch forgets all others
         left = forget_all(groups)
+        with LOOKING:  # whoever looked at the lane's frames before has let go of them
+            pass
         gc.collect()  # a role's frames may be part of cycles
         holders = sorted({role or "group.run" for group, role in old if group() is not None})
         bury(left)
