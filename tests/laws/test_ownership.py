@@ -24,6 +24,7 @@ from hypothesis.stateful import (
 import colocate
 from colocate import (
     BorrowedError,
+    Call,
     ClosedError,
     ColocateError,
     PlacementError,
@@ -138,7 +139,7 @@ class Ownership(Lawful):
         group.residents.append(kept)
         group.unseen += fails
         if group.calls:
-            group.calls.append(OneCall(group, resident._kept.call, label, None))  # type: ignore[attr-defined]
+            group.calls.append(OneCall(group, Call(resident._kept.call), label, None))  # type: ignore[attr-defined]
         else:
             group.tenant.echo()  # it comes after, so that one is over
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 import colocate
-from colocate import ClosedError, ColocatedGroup, Concat, First, Role, RoleError, method
+from colocate import CallTimeout, ClosedError, ColocatedGroup, Concat, First, Role, RoleError, method
+from colocate._protocol.messages import Done
 from colocate.testing.gate import Address, Gate, pass_gate
 from colocate.testing.waiting import PATIENCE_S, wait_until
 
@@ -52,6 +53,31 @@ def test_free_with_queued_use(group: ColocatedGroup) -> None:
         waiting.result(PATIENCE_S)
     with pytest.raises(ClosedError, match=r"freed by free\(\)"):
         maker.use(kept.ref)
+
+
+def test_use_of_what_was_given_up_when_it_was_made(group: ColocatedGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call whose resident's call has failed fails of that, though all ranks had the value already."""
+    maker, order = group.role("maker", Maker), group._node.order
+    done = order.done
+
+    def just_before(slot: int, message: Done, body: Any) -> None:
+        call = order.pending.get(message.seq)
+        if call is not None and call.method == "make" and call.keep is not None and call.remaining == 1:
+            order.break_off(call, CallTimeout("too late"))
+        done(slot, message, body)
+
+    monkeypatch.setattr(order, "done", just_before)
+    with Gate() as gate:
+        waiting = maker.wait.submit(gate.address)
+        kept = maker.make.keep(2)
+        used = maker.use.submit(kept.ref)
+        again = maker.use.keep(kept.ref)
+        gate.open()
+        for call in (used.result, again.fetch):
+            with pytest.raises(CallTimeout, match="too late"):
+                call(PATIENCE_S)
+        waiting.result(PATIENCE_S)
+    assert maker.make(1) == [0, 1]
 
 
 def test_scope_with_queued_use(group: ColocatedGroup) -> None:

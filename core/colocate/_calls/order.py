@@ -118,8 +118,13 @@ class CallOrder:
             call.spans.append((index, done.start, done.end))
             call.remaining -= 1
             if call.remaining == 0:
+                # What it used was given up, though the ranks had it: nothing was made, for whoever looks.
+                poison = call.poison() if call.uses else None
                 self._end(call)
-                call._settle(call.bodies, call._joiner)
+                if poison is None:
+                    call._settle(call.bodies, call._joiner)
+                else:
+                    call._fail(poison)
 
     def failed(self, slot: int, failed: messages.Failed, body: Any) -> None:
         """A call has raised on a rank, which has stopped itself."""
