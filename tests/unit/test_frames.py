@@ -83,6 +83,29 @@ def test_memory_files_are_written_whole_however_little_a_write_takes(monkeypatch
     assert bytes(mapped) == b"".join(pieces)
 
 
+@pytest.mark.parametrize("busy", [1, 3, 4])
+def test_memory_that_the_kernel_is_busy_with(busy: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It refuses to seal pages that it moves just then. What goes on for long is an error, and leaves no file."""
+    refusals = [OSError(errno.EBUSY, os.strerror(errno.EBUSY)) for _ in range(busy)]
+    real = fcntl.fcntl
+
+    def seal(file: int, command: int, *rest: int) -> int:
+        if command == memory._F_ADD_SEALS and refusals:
+            raise refusals.pop()
+        return real(file, command, *rest)
+
+    before = set(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(fcntl, "fcntl", seal)
+    if busy == 4:
+        with pytest.raises(OSError, match="busy"):
+            memory.memory_file([b"sealed"])
+    else:
+        file = memory.memory_file([b"sealed"])
+        assert bytes(memory.map_private(file, 6)) == b"sealed"
+        os.close(file)
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
 def test_memory_that_could_change_or_is_short_is_refused() -> None:
     file = os.memfd_create("open", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.truncate(file, 100)

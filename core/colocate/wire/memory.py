@@ -54,11 +54,27 @@ def memory_file(pieces: Iterable[Buffer]) -> int:
         views, at = iter([memoryview(piece) for piece in pieces if len(piece)]), 0
         while batch := list(islice(views, _VECTORS)):
             at = _write(file, batch, at)
-        fcntl.fcntl(file, _F_ADD_SEALS, _ALL_SEALS)
+        _seal(file)
     except BaseException:
         os.close(file)
         raise
     return file
+
+
+def _seal(file: int) -> None:
+    """Have nobody change it any more.
+
+    The kernel refuses as long as it refers to one of the pages itself, which it moves and joins as it likes
+    (mm/memfd.c, `memfd_wait_for_pins`): it waits for that for 0.15 s, and may have come to the next page by then. Nobody
+    else has the file yet, so there is nothing else that could refer to one.
+    """
+    for last in (False, False, False, True):
+        try:
+            fcntl.fcntl(file, _F_ADD_SEALS, _ALL_SEALS)
+            return
+        except OSError as error:
+            if last or error.errno != errno.EBUSY:
+                raise
 
 
 def _write(file: int, batch: list[memoryview], at: int) -> int:
