@@ -64,9 +64,9 @@ def memory_file(pieces: Iterable[Buffer]) -> int:
 def _seal(file: int) -> None:
     """Have nobody change it any more.
 
-    The kernel refuses as long as it refers to one of the pages itself, which it moves and joins as it likes
-    (mm/memfd.c, `memfd_wait_for_pins`): it waits for that for 0.15 s, and may have come to the next page by then. Nobody
-    else has the file yet, so there is nothing else that could refer to one.
+    The kernel refuses as long as it refers to one of the pages itself, which it moves and joins as it likes. It waits
+    for that for 0.15 s (mm/memfd.c, `memfd_wait_for_pins`), and may have come to the next page by then. Nobody else has
+    the file yet, so there is nothing else that could refer to one.
     """
     for last in (False, False, False, True):
         try:
