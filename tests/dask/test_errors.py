@@ -156,4 +156,4 @@ def test_not_installed() -> None:
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "PluginError" in done.stderr
-    assert done.stderr.count("pip install 'colocate[dask]'") == 1
+    assert done.stderr.count("pip install '.[dask]' in a checkout of colocate") == 1

@@ -7,6 +7,8 @@ import platform
 from collections.abc import Mapping
 from typing import Any
 
+from colocate._system.pip import SAME_LINE
+
 PROTOCOL = 1
 """Goes up with every change to a message, or to what bodies contain."""
 
@@ -32,6 +34,6 @@ def difference(here: Mapping[str, Any], there: Mapping[str, Any]) -> str | None:
         if there.get(key) != here[key]:
             cure = "install the same in both"
             if key != "python":
-                cure += f": pip install 'colocate=={here['colocate']}'"
+                cure += f": {SAME_LINE}"
             return f"has {name} {there.get(key)}, the driver {here[key]}: {cure}"
     return None

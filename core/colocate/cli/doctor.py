@@ -14,6 +14,7 @@ from colocate._job.launch import reserve_pool
 from colocate._job.run import environment
 from colocate._job.screen import console, show_table
 from colocate._plugins.plugins import PluginInfo, plugins
+from colocate._system.pip import pip_line
 from colocate.cli.output import error_data, leaves, load, print_errors, print_json
 from colocate.config import Config
 from colocate.errors import ColocateError
@@ -74,7 +75,7 @@ def _row(plugin: PluginInfo, fault: ColocateError | None) -> dict[str, Any]:
 
 
 def _devices() -> dict[str, str]:
-    gpus = "unknown: torch is not installed; pip install 'colocate[torch]'"
+    gpus = f"unknown: torch is not installed; {pip_line('torch')}"
     if importlib.util.find_spec("torch") is not None:
         import torch
 
