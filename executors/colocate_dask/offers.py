@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 
 import attrs
 
+from colocate.keeper import difference
+
 
 @attrs.frozen
 class Wanted:
@@ -83,6 +85,11 @@ class Facts:
     colocate: str
     visible: tuple[str, ...] | None = None
     dask_cuda: bool = False
+
+    def unlike(self, driver: Facts) -> str | None:
+        """In which version it differs from the driver, and what to do; None when they can talk."""
+        here, there = ({"colocate": each.colocate, "python": each.python} for each in (driver, self))
+        return difference(here, there)
 
 
 @attrs.frozen

@@ -18,7 +18,10 @@ def test_facts_that_differ() -> None:
     cure = "install the same in both: pip install . in checkouts of colocate of the same commit"
     assert versions.difference(here, dict(here, pid=1)) is None
     assert versions.difference(here, dict(here, colocate="1.0")) == f"has colocate 1.0, the driver 2.0: {cure}"
-    assert versions.difference(here, {"colocate": "2.0"}) == f"has protocol None, the driver 3: {cure}"
+    assert versions.difference(here, {"colocate": "2.0"}) == (
+        f"has protocol None, the driver 3: both are colocate 2.0; {cure}"
+    )
+    assert versions.difference({"colocate": "2.0"}, {"colocate": "2.0", "python": "3.11"}) is None
     assert versions.difference(here, dict(here, python="3.11")) == (
         "has Python 3.11, the driver 3.12: install the same in both"
     )

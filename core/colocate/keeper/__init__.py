@@ -6,6 +6,7 @@ a process of its own beside the engine's, its lane goes straight to the driver, 
 known, it is killed in milliseconds whatever it does, and it dies with the keeper and with the driver.
 """
 
+from colocate._protocol.versions import difference
 from colocate._system.parent import die_with
 from colocate.executor import Lease
 from colocate.keeper import forks
@@ -42,6 +43,7 @@ __all__ = [
     "arguments_of",
     "below_this",
     "die_with",
+    "difference",
     "first_message",
     "forks",
     "left_by",
