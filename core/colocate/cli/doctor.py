@@ -71,7 +71,7 @@ def _reserve_all(config: Config) -> None:
 
 def _row(plugin: PluginInfo, fault: ColocateError | None) -> dict[str, Any]:
     state = "works" if fault is None else fault.message
-    return {"name": plugin.name, "kind": plugin.kind, "from": plugin.origin, "state": state}
+    return {"name": plugin.name, "kind": plugin.brings, "from": plugin.origin, "state": state}
 
 
 def _devices() -> dict[str, str]:
