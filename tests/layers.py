@@ -1,15 +1,19 @@
 """The layers of core, and the imports between them: `python -m tests.layers` prints the table of docs/architecture.md.
 
-A package imports only from those above it. Imports for type checkers and inside functions count.
+A package imports only from those above it. Imports for type checkers and inside functions count, relative ones and
+those by `import_module` too. What the package itself offers is imported from its home. `testing` is below all.
 """
 
 from __future__ import annotations
 
 import ast
+import importlib.util
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+import colocate
 
 CORE = Path(__file__).parents[1] / "core" / "colocate"
 
@@ -50,11 +54,11 @@ class Arrow(NamedTuple):
     imported: str
 
 
-def modules() -> dict[str, Path]:
+def modules(core: Path = CORE) -> dict[str, Path]:
     """The modules of core by name, but for the suites in `testing` and the names that the package itself offers."""
     found = {}
-    for path in CORE.rglob("*.py"):
-        parts = path.relative_to(CORE).with_suffix("").parts
+    for path in core.rglob("*.py"):
+        parts = path.relative_to(core).with_suffix("").parts
         if parts[0] != "testing" and (name := ".".join(parts).removesuffix("__init__").removesuffix(".")):
             found[name] = path
     return found
@@ -65,31 +69,57 @@ def layer_of(module: str) -> str:
     return module.partition(".")[0]
 
 
-def arrows() -> list[Arrow]:
+def arrows(core: Path = CORE) -> list[Arrow]:
     """Every import of one module of core in another one."""
-    known = modules()
+    known = modules(core)
     return [
         Arrow(name, imported)
         for name, path in known.items()
-        for imported in dict.fromkeys(_imported(ast.parse(path.read_text(encoding="utf-8")), known))
+        for imported in dict.fromkeys(_imported(path, _package(name, path), known))
         if imported != name
     ]
 
 
-def _imported(tree: ast.Module, known: dict[str, Path]) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom):
-            base = (node.module or "").removeprefix("colocate").removeprefix(".")
-            if node.module is not None and node.module.split(".")[0] == "colocate":
-                for alias in node.names:
-                    inner = f"{base}.{alias.name}".removeprefix(".")
-                    found = inner if inner in known else base
-                    if found in known:
-                        yield found
-        elif isinstance(node, ast.Import):
-            for alias in node.names:
-                if alias.name.startswith("colocate.") and (name := alias.name.removeprefix("colocate.")) in known:
-                    yield name
+def _package(name: str, path: Path) -> str:
+    """What a module's relative imports begin at."""
+    full = f"colocate.{name}"
+    return full if path.name == "__init__.py" else full.rpartition(".")[0]
+
+
+def _imported(path: Path, package: str, known: dict[str, Path]) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for name in _full_names(node, package):
+            if (found := _module_of(name, known)) is not None:
+                yield found
+
+
+def _full_names(node: ast.AST, package: str) -> Iterator[str]:
+    """The names that an import stands for, or `colocate.connect` where it is used."""
+    if isinstance(node, ast.ImportFrom):
+        base = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+        yield from (f"{base}.{alias.name}" for alias in node.names)
+    elif isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.Attribute) and (name := ast.unparse(node)).startswith("colocate."):
+        yield name
+    elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in ("import_module", "__import__"):
+        constants = [each.value for each in node.args if isinstance(each, ast.Constant)]
+        if constants and isinstance(constants[0], str):
+            base = str(constants[1]) if len(constants) > 1 else package
+            yield importlib.util.resolve_name(constants[0], base)
+
+
+def _module_of(name: str, known: dict[str, Path]) -> str | None:
+    """The module that has what a name of ours stands for; None for other names, and what the package itself has."""
+    top, *parts = name.split(".")
+    if top != "colocate" or not parts:
+        return None
+    if parts[0] == "testing":
+        return "testing"
+    for end in range(len(parts), 0, -1):
+        if (found := ".".join(parts[:end])) in known:
+            return found
+    return colocate._HOME_OF.get(parts[0])
 
 
 def private(folder: Path) -> list[Arrow]:
@@ -109,11 +139,11 @@ def _names(node: ast.AST) -> list[str]:
     return [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
 
 
-def against() -> list[Arrow]:
+def against(core: Path = CORE) -> list[Arrow]:
     """The arrows from a layer to one below it."""
-    order = list(LAYERS)
+    order = [*LAYERS, "testing"]
     return [
-        arrow for arrow in arrows() if order.index(layer_of(arrow.imported)) > order.index(layer_of(arrow.importer))
+        arrow for arrow in arrows(core) if order.index(layer_of(arrow.imported)) > order.index(layer_of(arrow.importer))
     ]
 
 
@@ -121,6 +151,7 @@ def circles() -> list[set[str]]:
     """Modules that import each other, directly or not (Tarjan)."""
     ways: dict[str, list[str]] = {name: [] for name in modules()}
     for arrow in arrows():
+        assert arrow.imported in ways, arrow
         ways[arrow.importer].append(arrow.imported)
     number: dict[str, int] = {}
     low: dict[str, int] = {}
@@ -153,7 +184,9 @@ def main() -> None:
     """Print the table."""
     places = {name: layer_of(name) for name in modules()}
     count = Counter(places.values())
-    upwards = Counter(places[arrow.importer] for arrow in arrows() if places[arrow.importer] != places[arrow.imported])
+    upwards = Counter(
+        places[arrow.importer] for arrow in arrows() if places[arrow.importer] != layer_of(arrow.imported)
+    )
     wrong = Counter(places[arrow.importer] for arrow in against())
     print(f"{'layer':12} {'modules':>7} {'arrows up':>9} {'against':>7}  what it is")
     for layer, what in LAYERS.items():

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
         WorkerDied,
     )
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "_api.audit": ("Audit",),

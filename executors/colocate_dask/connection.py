@@ -149,14 +149,8 @@ def check_versions(here: Facts, there: Facts, who: str) -> None:
     Raises:
         EngineError: They differ.
     """
-    if not isinstance(there, Facts) or (here.python, here.colocate) != (there.python, there.colocate):
-        theirs = (
-            f"Python {there.python} and colocate {there.colocate}" if isinstance(there, Facts) else "another colocate"
-        )
-        raise EngineError(
-            f"{who} has {theirs}, the driver Python {here.python} and colocate {here.colocate}; "
-            "use the same versions on both sides"
-        )
+    if (words := there.unlike(here)) is not None:
+        raise EngineError(f"{who} {words}")
 
 
 def _connected(loop: LoopThread, address: Any, security: Security | None, timeout: float) -> Any:

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 
 import attrs
 
+from colocate.keeper import difference
+
 
 @attrs.frozen
 class Wanted:
@@ -83,6 +85,11 @@ class Facts:
     colocate: str
     visible: tuple[str, ...] | None = None
     dask_cuda: bool = False
+
+    def unlike(self, driver: Facts) -> str | None:
+        """In which version it differs from the driver, and what to do; None when they can talk."""
+        here, there = ({"colocate": each.colocate, "python": each.python} for each in (driver, self))
+        return difference(here, there)
 
 
 @attrs.frozen
@@ -187,7 +194,7 @@ def table(offers: Sequence[Offer], wanted: Wanted) -> tuple[dict[str, str], ...]
     by_host: dict[str, list[Offer]] = {}
     for offer in sorted(offers, key=lambda offer: offer.rank_key):
         by_host.setdefault(offer.host, []).append(offer)
-    asked = f"{wanted.slots} workers with {wanted.cpus:g} CPU, {wanted.gpus} GPU"
+    asked = f"{_workers(wanted.slots)} with {wanted.cpus:g} CPU, {wanted.gpus} GPU"
     if wanted.memory:
         asked += f", {wanted.memory / 2**30:.1f} GiB"
     rows = []
@@ -198,11 +205,15 @@ def table(offers: Sequence[Offer], wanted: Wanted) -> tuple[dict[str, str], ...]
     return tuple(rows)
 
 
+def _workers(count: int) -> str:
+    return "1 worker" if count == 1 else f"{count} workers"
+
+
 def _amounts(offers: Sequence[Offer]) -> str:
     cpus, gpus = sum(offer.cpus for offer in offers), sum(offer.gpus for offer in offers)
     each = sorted({f"{offer.cpus:g}/{offer.gpus}" for offer in offers})
     detail = f" ({', '.join(each)} each)" if each else ""
-    return f"{len(offers)} workers: {cpus:g} CPU, {gpus} GPU{detail}"
+    return f"{_workers(len(offers))}: {cpus:g} CPU, {gpus} GPU{detail}"
 
 
 def _reasons(offers: Sequence[Offer]) -> str:

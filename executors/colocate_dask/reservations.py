@@ -266,8 +266,8 @@ class Reservations(SchedulerPlugin):
             visible = facts.visible
             if facts.dask_cuda and not gpus:
                 gpus, visible = 1, (visible or ())[:1] or None
-            if version is not None and (facts.python, facts.colocate) != (version.python, version.colocate):
-                unfit = f"with Python {facts.python} and colocate {facts.colocate}, unlike the driver"
+            if version is not None and (words := facts.unlike(version)) is not None:
+                unfit = f"whose environment {words}"
             elif visible is not None and gpus > len(visible):
                 unfit = f"that declare {gpus} GPU but see {len(visible)}"
         taken = self._taken(worker, state, share)

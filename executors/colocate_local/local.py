@@ -30,7 +30,7 @@ class Local(Executor):
         """Start it.
 
         Args:
-            processes: A spawned process per slot instead of a thread.
+            processes: A process per slot instead of a thread.
             cpus: CPUs to hand out; None doesn't count them.
             gpus: GPUs to hand out; None for those that this process sees.
             strict: Send everything through the wire format, on threads too.

@@ -15,7 +15,7 @@ from colocate_local.local import Local
 
 
 class LocalProcesses(Local, OwnProcess):
-    """One spawned process per slot. They end with the driver, even when it is killed."""
+    """One process per slot. They end with the driver, even when it is killed."""
 
     def __init__(self, node: Node) -> None:
         """Use `Local.connect`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import secrets
@@ -10,12 +9,10 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import psutil
 
@@ -23,9 +20,10 @@ import colocate
 from colocate import wire
 from colocate.errors import ColocateError, EngineError
 from colocate.gpus import VARIABLE, listed
+from colocate.keeper import Request, Requests, read
 from colocate_ray import janitor
 from colocate_ray.private import new_folder
-from colocate_ray.terms import LOST, OPEN, PING, Cluster, Failure
+from colocate_ray.terms import OPEN, PING, Cluster, EnvoyDid, EnvoyDo, EnvoyLost, Failure
 
 _STARTS_WITHIN_S = 120.0
 _JOINS_WITHIN_S = 60.0
@@ -33,10 +31,13 @@ _ENDS_WITHIN_S = 10.0
 # An envoy that has been silent for so long is asked whether it is there, and ended when it isn't.
 _SILENCE_S = 2.0
 _PONG_WITHIN_S = 3.0
+_PARTY = "the envoy"  # who owes answers
 MARK = "COLOCATE_ENVOY"  # in the environment of an envoy, and of what it has started
 _LAST_WORDS_BYTES = 2000
 # What the driver's shell, or a job that it was submitted as, says of other clusters.
 _OF_OTHERS = ("RAY_ADDRESS", "RAY_NAMESPACE", "RAY_AUTH_TOKEN", "RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_RUNTIME_ENV_HOOK")
+
+Asked: TypeAlias = Request[str, Any]
 
 
 class Envoy:
@@ -59,10 +60,7 @@ class Envoy:
         """
         self.folder = new_folder() if cluster.private else None
         self._lost = lost
-        self._numbers = itertools.count(1)
-        self._pending: dict[int, Future[Any]] = {}
-        self._lock = threading.Lock()
-        self._over: str | None = None
+        self._requests = Requests[str, Any]()
         self._closing = False
         self._log = tempfile.TemporaryFile(prefix="colocate-")  # noqa: SIM115  # until `close`
         ours, theirs = socket.socketpair()
@@ -78,11 +76,10 @@ class Envoy:
         self._hub = wire.Hub("ray-envoy")
         self._lane = self._hub.attach(ours, self._heard, self._gone)
         try:
-            self.post(OPEN, cluster, self.folder).result(_STARTS_WITHIN_S if cluster.private else _JOINS_WITHIN_S)
-        except TimeoutError:
-            words = self._last_words()
-            self.close()
-            raise _too_slow(cluster, words) from None
+            opened = self.post(OPEN, cluster, self.folder)
+            if not opened.wait(_STARTS_WITHIN_S if cluster.private else _JOINS_WITHIN_S):
+                raise _too_slow(cluster, self._last_words())
+            opened.result()
         except BaseException:
             self.close()
             raise
@@ -93,37 +90,33 @@ class Envoy:
         Raises:
             ColocateError: It failed, or took longer, or the envoy is gone.
         """
-        future = self.post(name, *arguments)
-        if not self.wait([future], within_s):
+        asked = self.post(name, *arguments)
+        if not self.wait([asked], within_s):
             raise ColocateError(f"Ray hasn't done within {within_s:g} s what it was asked for ({name})")
-        return future.result()
+        [answer] = asked.result()
+        return answer
 
-    def wait(self, futures: Sequence[Future[Any]], within_s: float | None = None) -> bool:
+    def wait(self, posted: Sequence[Asked], within_s: float | None = None) -> bool:
         """Wait for what was posted; whether all of it is done. An envoy that shows no life meanwhile is ended."""
         deadline = math.inf if within_s is None else time.monotonic() + within_s
         while True:
             left = max(0.0, deadline - time.monotonic())
-            if not wait(futures, min(_SILENCE_S, left)).not_done:
+            silent = time.monotonic() + min(_SILENCE_S, left)
+            if all(each.wait(max(0.0, silent - time.monotonic())) for each in posted):
                 return True
             if left <= _SILENCE_S:
                 return False
-            if wait([self.post(PING)], _PONG_WITHIN_S).not_done:
+            if not self.post(PING).wait(_PONG_WITHIN_S):
                 # Stopped, or stuck. What it holds can be freed by its end alone, of which the reader will tell.
                 self._process.kill()
 
-    def post(self, name: str, *arguments: Any) -> Future[Any]:
+    def post(self, name: str, *arguments: Any) -> Asked:
         """Have it do something."""
         body = wire.pack(arguments)
-        future: Future[Any] = Future()
-        with self._lock:
-            number, over = next(self._numbers), self._over
-            if over is None:
-                self._pending[number] = future
-        if over is not None:
-            future.set_exception(EngineError(over))
-        else:  # if it is gone, all that is pending is about to be told
-            self._lane.send((number, name), body)
-        return future
+        asked = self._requests.open([_PARTY])
+        if not asked.over:  # if it is gone, whatever is asked for is about to fail
+            self._lane.send(EnvoyDo(asked.token, name).head(), body)
+        return asked
 
     def close(self) -> None:
         """End it: it leaves its cluster, or ends its own. Idempotent."""
@@ -142,26 +135,21 @@ class Envoy:
             self._janitor.wait()
 
     def _heard(self, head: wire.Head, body: wire.Packed | None) -> None:
-        what, number = head
+        told = read(head)
         assert body is not None
         said = wire.unpack(body)
-        if what == LOST:
+        if isinstance(told, EnvoyLost):
             self._lost(*said)
             return
-        with self._lock:
-            future = self._pending.pop(number)
+        assert isinstance(told, EnvoyDid)
         if isinstance(said, Failure):
-            future.set_exception(said.error())
+            self._requests.refused(told.token, said.error())
         else:
-            future.set_result(said)
+            self._requests.answered(told.token, _PARTY, said)
 
     def _gone(self, _reason: str) -> None:
         why = "it was closed" if self._closing else self._post_mortem()
-        with self._lock:
-            self._over = f"the connection to Ray has ended: {why}"
-            pending, self._pending = self._pending, {}
-        for future in pending.values():
-            future.set_exception(EngineError(self._over))
+        self._requests.fail_all(EngineError(f"the connection to Ray has ended: {why}"))
 
     def _post_mortem(self) -> str:
         self._end()

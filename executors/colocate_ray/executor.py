@@ -7,7 +7,6 @@ import itertools
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from functools import partial
 from typing import Any, ClassVar
 
@@ -29,7 +28,7 @@ from colocate.gpus import count_gpus, listed, names
 from colocate.keeper import Keepers, KeptSlot
 from colocate.placement import words
 from colocate_ray.certificates import tls_of_environment
-from colocate_ray.envoy import Envoy
+from colocate_ray.envoy import Asked, Envoy
 from colocate_ray.leftovers import left_here
 from colocate_ray.terms import Cluster, Slot
 
@@ -105,7 +104,7 @@ class RayExecutor(Executor, OwnProcess, MultiNode):
         self._asked: dict[str, int] = {}  # what is being reserved: the numbers of requests
         self._withdrawn: set[str] = set()
         self._lost: dict[_Key, str] = {}
-        self._ends: dict[_Key, Future[None]] = {}  # of keepers that didn't answer
+        self._ends: dict[_Key, Asked] = {}  # of keepers that didn't answer
         tls = None if cluster.private else tls_of_environment()  # before there is anything that an error would leave
         self._envoy = Envoy(cluster, self._actor_ended)
         self._keepers = Keepers("ray", tls)

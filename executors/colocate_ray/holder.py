@@ -16,7 +16,7 @@ import ray
 
 import colocate
 from colocate.executor import Request
-from colocate.keeper import Keeper, die_with
+from colocate.keeper import Keeper, die_with, difference
 from colocate.wire import LOOPBACK
 from colocate_ray.certificates import tls_of_environment
 from colocate_ray.nodes import natural
@@ -77,8 +77,8 @@ class Holder:
         Returns:
             Where they are; or, as text, why they can't be.
         """
-        if version != colocate.__version__:
-            return f"it has colocate {colocate.__version__}, the driver has {version}; install the same on all"
+        if (words := difference({"colocate": version}, {"colocate": colocate.__version__})) is not None:
+            return f"it {words}"
         die_with(os.getppid())  # a raylet that is killed would leave it behind
         os.environ.pop("OMP_NUM_THREADS", None)  # Ray's guess for an actor without CPUs of its own
         address_of_node: Callable[[], str] = ray.util.get_node_ip_address

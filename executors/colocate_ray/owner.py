@@ -14,12 +14,13 @@ from collections.abc import Callable
 import ray
 
 import colocate
+from colocate.errors import ColocateError
 from colocate.executor import Request
-from colocate.keeper import Keeper, die_with
+from colocate.keeper import Keeper, die_with, difference
 from colocate_ray import names
 from colocate_ray.certificates import tls_of_environment
 from colocate_ray.placing import Placing
-from colocate_ray.terms import Cluster, Slot
+from colocate_ray.terms import Cluster, Failure, Slot
 
 # Who has it made dials at once. If that one goes before, nothing else would end it.
 _DIALLED_WITHIN_S = 10.0
@@ -36,7 +37,7 @@ class Owner:
         self._name = ""
         self._ending = threading.Lock()
 
-    def open(self, version: str, key: bytes, name: str, cluster: Cluster) -> str | None:
+    def open(self, version: str, key: bytes, name: str, cluster: Cluster) -> str | Failure:
         """Make the keeper.
 
         Args:
@@ -46,10 +47,10 @@ class Owner:
             cluster: How its driver has joined.
 
         Returns:
-            The keeper's address; None when the version is another.
+            The keeper's address; an error when the version is another.
         """
-        if version != colocate.__version__:
-            return None
+        if (words := difference({"colocate": version}, {"colocate": colocate.__version__})) is not None:
+            return Failure(ColocateError, f"the Python that Ray runs in the cluster {words}", {})
         die_with(os.getppid())  # a raylet that is killed would leave it behind
         self._name = name
         self._placing = Placing(cluster, lambda *lost: None)

@@ -17,7 +17,7 @@ from colocate_ray import listing, names
 from colocate_ray.holders import kill
 from colocate_ray.owner import Owner
 from colocate_ray.placing import Placing
-from colocate_ray.terms import Cluster, Slot
+from colocate_ray.terms import Cluster, Failure, Slot
 
 _OPENS_WITHIN_S = 120.0
 _RELEASES_WITHIN_S = 15.0
@@ -55,9 +55,9 @@ class OwnedPlacing(Placing):
         except (GetTimeoutError, RayActorError, RayTaskError) as error:
             ray.kill(actor, no_restart=True)
             raise ColocateError(f"the Ray actor that is to own the pool could not be started: {error}") from None
-        if address is None:
+        if isinstance(address, Failure):
             ray.kill(actor, no_restart=True)
-            raise ColocateError("another version of colocate is installed in the cluster; install the same on all")
+            raise address.error()
         return name, address
 
     def reserve_by_owner(self, owner: str, key: bytes, request: Request) -> list[Slot]:

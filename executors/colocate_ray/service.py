@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from colocate import wire
 from colocate.errors import ColocateError
+from colocate.keeper import Message, read
 from colocate_ray.private import PrivateFolder, adopt_orphans, end_children, reap_orphans
-from colocate_ray.terms import ANSWER, LOST, OPEN, PING, Cluster, Failure
+from colocate_ray.terms import OPEN, PING, Cluster, EnvoyDid, EnvoyDo, EnvoyLost, Failure
 
 if TYPE_CHECKING:
     from colocate_ray.owners import OwnedPlacing
@@ -39,13 +40,13 @@ class Service:
     def run(self) -> None:
         """Serve. On the main thread: the kernel ties the lives of Ray's processes to the thread that starts them."""
         self._lane = wire.Hub("driver").attach(self._sock, self._heard, self._leave)
-        number, cluster, folder = self._to_open.get()
+        token, cluster, folder = self._to_open.get()
         try:
             self._open(cluster, folder)
         except BaseException as error:
-            self._answer(number, _portable(error))
+            self._answer(token, _portable(error))
         else:
-            self._answer(number, None)
+            self._answer(token, None)
         threading.Event().wait()
 
     def _open(self, cluster: Cluster, folder: str | None) -> None:
@@ -63,31 +64,32 @@ class Service:
             joining.join(cluster)
             self._joined = True
 
-        self._placing = OwnedPlacing(cluster, lambda *what: self._say(LOST, 0, what))
+        self._placing = OwnedPlacing(cluster, lambda *what: self._say(EnvoyLost(), what))
 
     def _heard(self, head: wire.Head, body: wire.Packed | None) -> None:
-        number, name = head
+        asked = read(head)
+        assert isinstance(asked, EnvoyDo)
         assert body is not None
         arguments = wire.unpack(body)
-        if name == PING:
-            self._answer(number, None)
-        elif name == OPEN:
-            self._to_open.put((number, *arguments))
+        if asked.name == PING:
+            self._answer(asked.token, None)
+        elif asked.name == OPEN:
+            self._to_open.put((asked.token, *arguments))
         else:
-            threading.Thread(target=self._do, args=(number, name, arguments), name=name, daemon=True).start()
+            threading.Thread(target=self._do, args=(asked, arguments), name=asked.name, daemon=True).start()
 
-    def _do(self, number: int, name: str, arguments: tuple[Any, ...]) -> None:
+    def _do(self, asked: EnvoyDo, arguments: tuple[Any, ...]) -> None:
         assert self._placing is not None
         try:
-            self._answer(number, getattr(self._placing, name)(*arguments))
+            self._answer(asked.token, getattr(self._placing, asked.name)(*arguments))
         except BaseException as error:
-            self._answer(number, _portable(error))
+            self._answer(asked.token, _portable(error))
 
-    def _answer(self, number: int, answer: Any) -> None:
-        self._say(ANSWER, number, answer)
+    def _answer(self, token: int, answer: Any) -> None:
+        self._say(EnvoyDid(token), answer)
 
-    def _say(self, what: str, number: int, value: Any) -> None:
-        self._lane.send((what, number), wire.pack(value))  # if nobody listens, `_leave` is about to be called
+    def _say(self, message: Message, value: Any) -> None:
+        self._lane.send(message.head(), wire.pack(value))  # if nobody listens, `_leave` is about to be called
 
     def _leave(self, _reason: str) -> None:
         """The driver has let go, or is gone: end all that is ours, and this process."""

@@ -8,13 +8,40 @@ from typing import Any
 import attrs
 
 from colocate.errors import ColocateError
+from colocate.keeper import Message, message
 
 # Requests that the envoy itself does; all others are what its side of Ray can do.
 OPEN = "open"
 PING = "ping"  # answered at once, whatever else goes on
-# What it says: the answer to a request, and that an actor is gone.
-ANSWER = "answer"
-LOST = "lost"
+
+
+@message
+class EnvoyDo(Message):
+    """Do something; the body has the arguments. Answered by `EnvoyDid`.
+
+    Attributes:
+        token: The request's.
+        name: What.
+    """
+
+    token: int
+    name: str
+
+
+@message
+class EnvoyDid(Message):
+    """It is done; the body has the result, or a `Failure`.
+
+    Attributes:
+        token: The request's.
+    """
+
+    token: int
+
+
+@message
+class EnvoyLost(Message):
+    """An actor is gone; the body says which, and in Ray's words why."""
 
 
 @attrs.frozen

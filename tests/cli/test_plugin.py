@@ -1,6 +1,7 @@
 """`colocate plugins NAME`: one plugin in detail."""
 
 import json
+import re
 from typing import Any
 
 from tests.cli.conftest import CommandLine
@@ -110,3 +111,19 @@ def test_a_name_that_two_claim(colocate: CommandLine) -> None:
     done = colocate("plugins", "acme", distributions=("acme", "acme_rival"))
     assert done.returncode == 1
     assert "is claimed by acme 1.0.0 and acme-rival 0.3" in done.stderr
+
+
+def test_a_role_or_job_of_a_plugin(colocate: CommandLine) -> None:
+    """It is no plugin's name, and the error says which plugin to ask for."""
+    done = colocate("plugins", "ppo.actor")
+    assert done.returncode == 1
+    assert "'ppo.actor' is not a plugin's name but what one brings: `colocate plugins ppo` shows it" in done.stderr
+    assert "no plugin is called 'poo.actor'" in colocate("plugins", "poo.actor").stderr
+
+
+def test_doctor_agrees(colocate: CommandLine) -> None:
+    """What a plugin brings is called the same by both."""
+    listed, found = colocate("plugins").stdout, colocate("doctor").stdout
+    (ppo,) = [line for line in found.splitlines() if line.startswith("ppo ")]
+    assert re.match(r"ppo +roles, jobs +colocate", ppo)
+    assert any(re.match(r"ppo +roles, jobs +colocate", line) for line in listed.splitlines())

@@ -172,7 +172,7 @@ def test_where_the_report_is_or_what_it_needs() -> None:
     screen.reported(None)
     assert out.getvalue().split("\n\n") == [
         "\nreport: runs/demo/report.html",
-        "no report.html: it needs jinja2; pip install 'colocate[report]'\n",
+        "no report.html: it needs jinja2; pip install '.[report]' in a checkout of colocate\n",
     ]
 
 

@@ -145,9 +145,11 @@ def test_options(options: dict[str, Any], words: str) -> None:
 def test_versions() -> None:
     """Python and colocate have to be the same on both sides."""
     check_versions(Facts("3.12", "1.0"), Facts("3.12", "1.0"), "it")
-    for there in (Facts("3.11", "1.0"), Facts("3.12", "2.0")):
-        with pytest.raises(EngineError, match="use the same versions"):
-            check_versions(Facts("3.12", "1.0"), there, "it")
+    cases = {("3.11", "1.0"): "Python 3.11, the driver 3.12", ("3.12", "2.0"): "colocate 2.0, the driver 1.0"}
+    for there, what in cases.items():
+        with pytest.raises(EngineError, match=rf"^it has {what}: install the same in both") as caught:
+            check_versions(Facts("3.12", "1.0"), Facts(*there), "it")
+    assert "pip install ." in str(caught.value)
 
 
 def test_not_installed() -> None:
@@ -156,4 +158,4 @@ def test_not_installed() -> None:
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "PluginError" in done.stderr
-    assert done.stderr.count("pip install 'colocate[dask]'") == 1
+    assert done.stderr.count("pip install '.[dask]' in a checkout of colocate") == 1

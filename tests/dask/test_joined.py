@@ -358,7 +358,8 @@ def test_other_versions(runtime: Runtime) -> None:
     answer = executor._connection.on_scheduler(reservations.reserve, wanted, Facts("2.7", "0.0"))
     assert isinstance(answer, Refusal)
     assert answer.never
-    assert "with Python 3" in answer.rows[0]["why"]
+    has = f"whose environment has colocate {colocate.__version__}, the driver 0.0"
+    assert f"{has}: install the same in both: pip install ." in answer.rows[0]["why"]
 
 
 def test_hold_of_a_client_that_is_gone(

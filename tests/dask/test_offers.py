@@ -88,5 +88,5 @@ def test_table() -> None:
     rows = table(offers, wanted(3, cpus=1))
     assert [row["node"] for row in rows] == ["a", "b"]
     assert rows[0]["total"].startswith("2 workers: 4 CPU")
-    assert rows[0]["free"].startswith("1 workers: 2 CPU")
+    assert rows[0]["free"].startswith("1 worker: 2 CPU")
     assert [row["why"] for row in rows] == ["1 held by x", "1 broken"]

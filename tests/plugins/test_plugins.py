@@ -1,5 +1,6 @@
 """Plugins by name, from distributions that pip has installed; messages as a user reads them."""
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from colocate._plugins.plugins import FoundRole, PluginInfo, find_executor, find_job, find_role, plugins, plugins_named
+from colocate._system import pip
 from colocate.errors import PluginError
 
 Put = Callable[..., list[Path]]
@@ -109,7 +111,7 @@ class TestMessages:
     def test_a_name_that_is_an_extra_of_ours_says_the_pip_line(self) -> None:
         # `all` stands for any extra: an executor that is one is found by its entry point when it is installed.
         text = message(lambda: find_executor("all"))
-        assert text.endswith("; install it: pip install 'colocate[all]'")
+        assert text.endswith("; install it: pip install '.[all]' in a checkout of colocate")
 
     def test_a_plain_word_is_no_name(self) -> None:
         assert message(lambda: find_role("reward")) == (
@@ -258,3 +260,14 @@ def test_what_a_plugin_needs_by_its_extra(with_distributions: Put) -> None:
     assert list(dask.needed()) == ["distributed"]
     assert dask.needed()["distributed"]
     assert plugins_named("local")[0].needed() == {}
+
+
+def test_no_line_installs_what_is_called_colocate_elsewhere() -> None:
+    """On the public index the name is another project's: all that we say installs a checkout."""
+    root = Path(__file__).parents[2]
+    said = [path for top in ("core", "executors", "plugins", "docs") for path in (root / top).rglob("*")]
+    texts = {path: path.read_text() for path in [*said, root / "README.md"] if path.suffix in (".py", ".md")}
+    assert [path for path, text in texts.items() if re.search(r"pip install ['\"]?colocate\b", text)] == []
+    assert pip.version_line("colocate", "1.0") == pip.SAME_LINE
+    assert pip.distribution_line("colocate", "ppo") == pip.pip_line("ppo")
+    assert pip.distribution_line("acme", None) == "pip install acme"

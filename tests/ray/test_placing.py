@@ -1,4 +1,4 @@
-"""A reservation that is withdrawn while it is being made, as by Ctrl-C: nothing of it is left in Ray."""
+"""A reservation that is withdrawn while it is made, as by Ctrl-C, leaves nothing in Ray; other versions are refused."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 
+import colocate
 from colocate.errors import ColocateError
 from colocate.executor import Request
 from colocate.testing.waiting import PATIENCE_S, wait_until
 from colocate_ray import placing
+from colocate_ray.holder import Holder
+from colocate_ray.owner import Owner
 from colocate_ray.placing import Placing
-from colocate_ray.terms import Cluster
+from colocate_ray.terms import Cluster, Failure
 
 REQUEST = Request(1)
 
@@ -99,3 +102,12 @@ def test_a_driver_that_goes_meanwhile(ray: FakeRay, made: Placing) -> None:
         made.reserve(1, REQUEST, b"")
     going.join(PATIENCE_S)
     assert known == [len(ray.groups)] == [1]
+
+
+def test_another_version() -> None:
+    """What is in Ray refuses a driver of another one, with both and what to do."""
+    words = f"has colocate {colocate.__version__}, the driver 0.0: install the same in both: pip install ."
+    assert str(Holder().open("0.0", 1, b"", REQUEST, {}, Cluster())).startswith(f"it {words}")
+    refused = Owner().open("0.0", b"", "name", Cluster())
+    assert isinstance(refused, Failure)
+    assert words in str(refused.error())

@@ -260,7 +260,7 @@ def test_not_installed() -> None:
         say(error.hint)
     """
     with driver(text) as process:
-        assert hear(process) == "pip install 'colocate[ray]'"
+        assert hear(process) == "pip install '.[ray]' in a checkout of colocate"
 
 
 def test_stuck_keeper(runtime: Runtime) -> None:

@@ -217,7 +217,7 @@ def test_a_page_that_is_there_is_replaced(tmp_path: Path) -> None:
 
 def test_without_jinja_the_error_has_the_pip_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    with pytest.raises(ImportError, match=r"pip install 'colocate\[report\]'"):
+    with pytest.raises(ImportError, match=r"pip install '\.\[report\]' in a checkout"):
         report.write(tmp_path, record())
     assert list(tmp_path.iterdir()) == []
 

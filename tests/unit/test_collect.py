@@ -142,7 +142,7 @@ def test_results_without_rows_do_not_spoil_the_shape() -> None:
         ([[1], 0.5], "Concat can't join what rank 1 returned: result (float) has no rows"),
         ([[1], None], "what rank 1 returned: result is None"),
         ([{"a": [1], "loss": 0.5}] * 2, "what rank 0 returned: result['loss'] (float) has no rows"),
-        ([{"a": [1], "b": [1, 2]}] * 2, "result['a'] has 1 rows but result['b'] has 2"),
+        ([{"a": [1], "b": [1, 2]}] * 2, "result['a'] has 1 row but result['b'] has 2"),
         ([torch.ones(1, 2), torch.ones(1, 3)], "their shapes are (1, 2), (1, 3)"),
         ([{"a": [1]}, {"b": [1]}], "rank 0 has the keys ['a'] and rank 1 has the keys ['b']"),
     ],

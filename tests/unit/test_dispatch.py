@@ -286,6 +286,7 @@ def test_nothing_to_scatter_sends_everything_everywhere() -> None:
             "'x' has 2 rows for 3 ranks along 'dp', and no rank is skipped: give more rows",
         ),
         (Scatter("x", pad=True), {"x": []}, "x", "'x' has 0 rows for 3 ranks"),
+        (Scatter("x"), {"x": [1]}, "x", "'x' has 1 row for 3 ranks"),
         (Scatter("x", "y"), {"x": [1] * 4, "y": [1] * 3}, "y", "'y' has 3 rows but 'x' has 4"),
         (Scatter("x", "y"), {"x": None, "y": [1] * 2}, "y", "'y' has 2 rows for 3 ranks"),
         (Scatter("x"), {"x": {"a": [1] * 4, "b": 0.5}}, "x", "x['b'] (float) has no rows"),

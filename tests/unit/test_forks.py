@@ -178,6 +178,35 @@ def test_its_threads(runtime: Runtime, cpus: int) -> None:
                 assert group.role("born", Born).threads() == [(cpus, float(1 << 22))]
 
 
+def test_the_threads_of_numpy_alone() -> None:
+    """OpenBLAS has as many as the slot has CPUs, also in a fork of a template that has it with one, without torch."""
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("OpenBLAS has no more threads than there are CPUs")
+    code = """if True:
+        import colocate
+
+        class Counts(colocate.Role):
+            def __init__(self):
+                import numpy
+
+            @colocate.method
+            def threads(self):
+                import ctypes, sys
+                with open("/proc/self/maps") as file:
+                    paths = {line.split()[-1] for line in file if "openblas" in line}
+                names = [f"{a}openblas_get_num_threads{b}" for a in ("", "scipy_") for b in ("", "64_", "_64")]
+                getters = [getattr(ctypes.CDLL(path), name, None) for path in paths for name in names]
+                return *{getter() for getter in getters if getter is not None}, "torch" in sys.modules
+
+        with colocate.connect("local", processes=True) as runtime:
+            for _ in range(3):
+                with runtime.reserve(1, cpus=2) as pool, pool.spawn({"counts": colocate.role(Counts)}) as group:
+                    print(group["counts"].threads())
+    """
+    done = subprocess.run([sys.executable, "-P", "-c", code], check=True, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("[(2, False)]\n" * 3, "")
+
+
 def test_a_folder_that_was_removed(tmp_path: Path) -> None:
     """The driver is still in it, and so is the fork."""
     code = """if True:

@@ -104,7 +104,7 @@ def test_lists_work_without_torch(bare_python: str, tmp_path: Path) -> None:
     assert lines[::4] == ["['A', 'BC', 'DEF'] 6"] * 3
     for line in (line for index, line in enumerate(lines) if index % 4):
         assert line.startswith("ImportError ")
-        assert line.endswith("needs torch, which isn't installed: pip install 'colocate[torch]'")
+        assert line.endswith("needs torch, which isn't installed: pip install '.[torch]' in a checkout of colocate")
 
 
 def test_ppo_says_the_pip_line_without_torch(bare_python: str) -> None:
@@ -115,7 +115,7 @@ def test_ppo_says_the_pip_line_without_torch(bare_python: str) -> None:
         "    with colocate.connect() as r, r.reserve() as p: p.spawn({'actor': colocate.role('ppo.actor')})\n"
         "except colocate.PluginError as error: print(error)"
     )
-    assert "pip install 'colocate[ppo]'" in run(bare_python, code)
+    assert "pip install '.[ppo]' in a checkout of colocate" in run(bare_python, code)
 
 
 @pytest.mark.parametrize("engine", ["ray", "dask"])
@@ -124,7 +124,7 @@ def test_engines_say_the_pip_line(bare_python: str, engine: str) -> None:
     code = (
         f"import colocate\ntry: colocate.connect({engine!r})\nexcept colocate.PluginError as error: print(error.hint)"
     )
-    assert run(bare_python, code).strip() == f"pip install 'colocate[{engine}]'"
+    assert run(bare_python, code).strip() == f"pip install '.[{engine}]' in a checkout of colocate"
 
 
 def test_public_names_are_the_same_for_checkers_and_at_run_time() -> None:

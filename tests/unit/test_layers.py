@@ -29,6 +29,35 @@ def test_no_import_goes_down() -> None:
     ] == []
 
 
+@pytest.mark.parametrize(
+    ("line", "imported"),
+    [
+        ("from colocate._api import runtime", "_api.runtime"),
+        ("from colocate._api.runtime import connect", "_api.runtime"),
+        ("import colocate._api.runtime", "_api.runtime"),
+        ("from colocate import connect", "_api.runtime"),
+        ("import colocate\ndef f():\n    colocate.connect()", "_api.runtime"),
+        ("from .._api import runtime", "_api.runtime"),
+        ("from .. import connect", "_api.runtime"),
+        ("from colocate.testing import leaks", "testing"),
+        ("import colocate\ncolocate.testing.leaks", "testing"),
+        ("import importlib\nimportlib.import_module('colocate._api.runtime')", "_api.runtime"),
+        ("from importlib import import_module\nimport_module('.._api.runtime', __package__)", "_api.runtime"),
+        ("__import__('colocate._api.runtime')", "_api.runtime"),
+        ("from colocate import errors, __version__\nimport colocate\ncolocate.errors, colocate.__version__", None),
+        ("import colocate_local, importlib\nimportlib.import_module(colocate_local.name)", None),
+        ("from ..errors import ColocateError\nfrom . import b", None),
+    ],
+)
+def test_what_goes_down(tmp_path: Path, line: str, imported: str | None) -> None:
+    """It is found however it is written."""
+    for name, text in {"_system/a": line, "_system/b": "", "_api/runtime": "", "errors": ""}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / f"{name}.py").write_text(text)
+    below = {layers.Arrow("_system.a", imported)} if imported else set()
+    assert set(layers.against(tmp_path)) == below
+
+
 def test_no_circle() -> None:
     assert layers.circles() == []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ import pytest
 
 from colocate._protocol import commands, message, messages, parts
 from colocate._protocol.message import Message, read
+from colocate_ray import terms
 
 CORE = Path(message.__file__).parents[1]
+EXECUTORS = CORE.parents[1] / "executors"
 KINDS = [
     kind
-    for module in (messages, parts, commands)
+    for module in (messages, parts, commands, terms)
     for kind in vars(module).values()
     if isinstance(kind, type) and issubclass(kind, Message) and kind.__module__ == module.__name__
 ]
@@ -57,16 +60,67 @@ def test_each_field_is_described(kind: type[Message]) -> None:
     assert [name for name in fields(kind) if f"        {name}: " not in kind.__doc__] == []
 
 
-def test_nobody_else_reads_a_head_by_its_places() -> None:
+def by_places(tree: ast.AST) -> Iterator[int]:
+    """The lines in which a head is taken apart: by a number, a star, as several names, one by one, or as a pattern.
+
+    A head is what is called so, or `message`, or a parameter that is typed as one, or what `.head()` returns.
+    """
+    heads = {"head", "message"}
+    heads |= {each.arg for each in ast.walk(tree) if isinstance(each, ast.arg) and _is_typed_as_a_head(each)}
+    for node in ast.walk(tree):
+        taken: ast.expr | None = None
+        if isinstance(node, ast.Subscript | ast.Starred):
+            taken = node.value
+        elif isinstance(node, ast.For):
+            taken = node.iter
+        elif isinstance(node, ast.Assign) and any(isinstance(each, ast.Tuple | ast.List) for each in node.targets):
+            taken = node.value
+        elif isinstance(node, ast.Match) and any(isinstance(each.pattern, ast.MatchSequence) for each in node.cases):
+            taken = node.subject
+        called = taken.func if isinstance(taken, ast.Call) else None
+        by_method = isinstance(called, ast.Attribute) and called.attr == "head"
+        if taken is not None and (by_method or (isinstance(taken, ast.Name) and taken.id in heads)):
+            yield taken.lineno
+
+
+def _is_typed_as_a_head(parameter: ast.arg) -> bool:
+    return parameter.annotation is not None and ast.unparse(parameter.annotation) in ("Head", "wire.Head")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "head[0]",
+        "def heard(told: wire.Head): told[4]",
+        "message[1:]",
+        "x.head()[2]",
+        "what, number = head",
+        "[what, number] = head",
+        "what, *rest = message",
+        "what, number = x.head()",
+        "f(*head)",
+        "for each in head: pass",
+        "match head:\n    case (what, number): pass",
+    ],
+)
+def test_what_reads_a_head_by_its_places(line: str) -> None:
+    assert len(list(by_places(ast.parse(line)))) == 1
+
+
+@pytest.mark.parametrize(
+    "line", ["read(head)", "x.head()", "lane.send(head, body)", "told.number", "a, b = read(head).x"]
+)
+def test_what_does_not(line: str) -> None:
+    assert list(by_places(ast.parse(line))) == []
+
+
+@pytest.mark.parametrize("folder", [CORE, EXECUTORS], ids=lambda folder: folder.name)
+def test_nobody_else_reads_a_head_by_its_places(folder: Path) -> None:
     """Outside the package a head is handed on whole, or read."""
-    found = []
-    for path in CORE.rglob("*.py"):
-        if "_protocol" in path.parts or "wire" in path.parts:
-            continue
-        for node in ast.walk(ast.parse(path.read_text())):
-            taken = node.value if isinstance(node, ast.Subscript | ast.Starred) else None
-            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple):
-                taken = node.value
-            if isinstance(taken, ast.Name) and taken.id == "head":
-                found.append(f"{path.relative_to(CORE)}:{taken.lineno}")
+    found = [
+        f"{path.relative_to(folder)}:{line}"
+        for path in sorted(folder.rglob("*.py"))
+        if "_protocol" not in path.parts and "wire" not in path.parts
+        for line in by_places(ast.parse(path.read_text(encoding="utf-8")))
+    ]
     assert found == []

@@ -15,10 +15,13 @@ from colocate.testing.probes.plain import Echo
 def test_facts_that_differ() -> None:
     """The first difference is told, with both versions and what to do; a version from before there was one, too."""
     here = {"colocate": "2.0", "protocol": 3, "python": "3.12"}
-    cure = "install the same in both: pip install 'colocate==2.0'"
+    cure = "install the same in both: pip install . in checkouts of colocate of the same commit"
     assert versions.difference(here, dict(here, pid=1)) is None
     assert versions.difference(here, dict(here, colocate="1.0")) == f"has colocate 1.0, the driver 2.0: {cure}"
-    assert versions.difference(here, {"colocate": "2.0"}) == f"has protocol None, the driver 3: {cure}"
+    assert versions.difference(here, {"colocate": "2.0"}) == (
+        f"has protocol None, the driver 3: both are colocate 2.0; {cure}"
+    )
+    assert versions.difference({"colocate": "2.0"}, {"colocate": "2.0", "python": "3.11"}) is None
     assert versions.difference(here, dict(here, python="3.11")) == (
         "has Python 3.11, the driver 3.12: install the same in both"
     )
@@ -30,7 +33,7 @@ def test_worker_of_another_version(monkeypatch: pytest.MonkeyPatch, changed: dic
     facts = versions.facts()
     monkeypatch.setattr(versions, "facts", lambda: {**facts, **changed})
     with colocate.connect(processes=True) as runtime, runtime.reserve(1) as pool:
-        with pytest.raises(RoleStartError, match=r"has (protocol|colocate) .*pip install 'colocate=="):
+        with pytest.raises(RoleStartError, match=r"has (protocol|colocate) .*pip install \. in checkouts of"):
             pool.spawn({"echo": colocate.role(Echo)}, timeout=60)
         assert not runtime.audit()
 

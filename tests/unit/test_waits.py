@@ -1,14 +1,29 @@
-"""Whoever asks another process waits in `Requests`; what else in core can wait is known, with what it waits for."""
+"""Whoever asks another process waits in `Requests`; what else can wait is known, with what it waits for."""
 
 from __future__ import annotations
 
 import ast
+from pathlib import Path
 
+import pytest
 from tests import layers
 
 WAITS = {"Barrier", "BoundedSemaphore", "Condition", "Event", "Flag", "Future", "Queue", "Semaphore", "SimpleQueue"}
 
-# None of these waits for the answer to a question, but for the first one.
+SOCKETS = {"recv", "recv_fds", "recv_into", "recvmsg", "recvmsg_into"}
+OF_MODULES = {
+    "asyncio.run_coroutine_threadsafe",
+    "futures.wait",
+    "ray.get",
+    "ray.wait",
+    "select.epoll",
+    "select.poll",
+    "select.select",
+    "selectors.DefaultSelector",
+}
+EXECUTORS = layers.CORE.parents[1] / "executors"
+
+# The first one waits for answers; of the others those do whose reason says why it can't be there.
 KNOWN = {
     "_protocol.requests": "answers",
     "_role.call": "calls, by whoever has made them",
@@ -29,21 +44,71 @@ KNOWN = {
     "worker.tasks": "async calls, while nothing else comes",
     "worker.store": "residents that are being made here",
     "worker.process_groups": "the thread in which torch makes a group",
+    "worker.service": "the first bytes of a socket, with the descriptors that come along",
+    "worker.template": "requests for forks; it has one thread, and answers them itself",
+    "_role.torch_groups": "nothing: it looks whether connections have ended",
+    "_system.printer": "room in the terminal or pipe that it prints to",
+    "keeper.forks": "the template's answer: a number in a pipe of its own, as a fork has one thread and no hub",
+    "keeper.greeting": "the first bytes of a connection, before there are messages on it",
+    "wire.auth": "the other side's proof, before there are messages on a connection",
+    "wire.framing": "nothing by itself: whoever reads a frame does",
+    "wire.handshake": "nothing: the hub says when there is something to read",
+    "wire.peer": "the answer on a connection of its own, which is the request's number: nobody else reads there",
+    "wire.tls": "nothing by itself: whoever reads a connection does",
+    "wire.turns": "messages on a lane, by the thread that uses them; answers come there",
+    "colocate_dask.loop": "what is run on the loop of Dask's client, by that; and the loop's own news",
+    "colocate_dask.reservations": "workers that somebody gives back, on the scheduler's loop",
+    "colocate_ray.greeting": "the first bytes of Ray's own servers, which speak no messages of ours",
+    "colocate_ray.holder": "the end of processes, and its own by Ray",
+    "colocate_ray.holders": "actors, by Ray",
+    "colocate_ray.janitor": "the end of a driver and of its envoy; it imports nothing of colocate",
+    "colocate_ray.owners": "actors, by Ray",
+    "colocate_ray.placing": "placement groups and actors, by Ray",
+    "colocate_ray.service": "the order to join, on the main thread; and its own end",
 }
 
 
+def waits(tree: ast.AST) -> bool:
+    """Whether a module makes what can be waited for, or waits for a descriptor or an engine."""
+    return any(
+        (name := _called(node.func)).rpartition(".")[2] in WAITS | SOCKETS or name in OF_MODULES
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+    )
+
+
+def _called(function: ast.expr) -> str:
+    """The last two parts of a name."""
+    if isinstance(function, ast.Subscript):
+        function = function.value
+    return ".".join(ast.unparse(function).split(".")[-2:])
+
+
+@pytest.mark.parametrize(
+    ("line", "can"),
+    [
+        ("Event()", True),
+        ("threading.Event()", True),
+        ("Future[int]()", True),
+        ("concurrent.futures.wait([x])", True),
+        ("select.select([a], [], [])", True),
+        ("select.poll()", True),
+        ("self._sock.recv(1)", True),
+        ("ray.get(x)", True),
+        ("process.poll()", False),
+        ("requests.open([a]).wait(1)", False),
+    ],
+)
+def test_what_is_seen(line: str, can: bool) -> None:
+    assert waits(ast.parse(line)) == can
+
+
 def test_what_can_wait() -> None:
-    found = {
-        name
-        for name, path in layers.modules().items()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Call) and _called(node.func) in WAITS
-    }
+    modules = layers.modules() | {_name(path): path for path in EXECUTORS.rglob("*.py")}
+    found = {name for name, path in modules.items() if waits(ast.parse(path.read_text(encoding="utf-8")))}
     assert found - KNOWN.keys() == set(), "ask by colocate._protocol.requests.Requests, or say here what it waits for"
     assert KNOWN.keys() - found == set()
 
 
-def _called(function: ast.expr) -> str | None:
-    if isinstance(function, ast.Subscript):
-        function = function.value
-    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", None)
+def _name(path: Path) -> str:
+    return ".".join(path.relative_to(EXECUTORS).with_suffix("").parts)

@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from colocate._runs.record import RunRecord, timed_phases
+from colocate._system.pip import pip_line
 
 if TYPE_CHECKING:
     from colocate._job.log import RunLog
@@ -207,7 +208,7 @@ class Screen:
     def reported(self, path: Path | None) -> None:
         """Say where the report is, or what it needs."""
         if path is None:
-            self.say("\nno report.html: it needs jinja2; pip install 'colocate[report]'")
+            self.say(f"\nno report.html: it needs jinja2; {pip_line('report')}")
         else:
             self.say(f"\nreport: {short(path)}")
 

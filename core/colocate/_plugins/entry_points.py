@@ -17,6 +17,7 @@ import pluggy
 
 from colocate._system.lines import is_own_code
 from colocate._system.nearest import did_you_mean, nearest
+from colocate._system.pip import distribution_line, pip_line
 from colocate.errors import PluginError
 
 hookspec = pluggy.HookspecMarker("colocate")
@@ -164,7 +165,7 @@ def unknown_plugin(noun: str, name: str, known: Collection[str]) -> PluginError:
     message = f"no {noun} is called {name!r} ({there}){did_you_mean(name, known)}"
     hint = None
     if name in extras_of("colocate"):
-        hint = f"pip install 'colocate[{name}]'"
+        hint = pip_line(name)
         message += f"; install it: {hint}"
     elif not nearest(name, known):
         message += "; install the distribution that has it"
@@ -179,7 +180,7 @@ def entry_error(entry: EntryPoint, message: str, hint: str | None = None) -> Plu
 def broken(what: str, how: str, error: Exception, entry: EntryPoint | None) -> PluginError:
     """The error for plugin code that raised: whose it is, what it said and where, and what to install."""
     message = f"{what} {how}: {type(error).__name__}: {error}{_place(error)}"
-    hint = pip_line(entry, error) if entry is not None else None
+    hint = _cure(entry, error) if entry is not None else None
     if hint:
         message += f"; install what it needs: {hint}"
     name = entry.name if entry is not None else None
@@ -208,8 +209,8 @@ def import_reference(reference: str, what: str, entry: EntryPoint | None) -> Any
     return found
 
 
-def pip_line(entry: EntryPoint, error: BaseException) -> str | None:
-    """The command that installs what an import error of this plugin misses; None when metadata doesn't tell.
+def _cure(entry: EntryPoint, error: BaseException) -> str | None:
+    """What installs what an import error of this plugin misses; None when metadata doesn't tell.
 
     By convention an extra is named like the entry point; otherwise the requirement that fits the module is looked for.
     """
@@ -218,11 +219,10 @@ def pip_line(entry: EntryPoint, error: BaseException) -> str | None:
         return None
     extras = extras_of(entry.dist)
     if entry.name in extras:
-        return f"pip install '{entry.dist.name}[{entry.name}]'"
+        return distribution_line(entry.dist.name, entry.name)
     for requirement in entry.dist.requires or ():
         if _project(requirement) == _normalized(missing):
-            extra = _extra(requirement)
-            return f"pip install '{entry.dist.name}[{extra}]'" if extra else f"pip install {entry.dist.name}"
+            return distribution_line(entry.dist.name, _extra(requirement))
     return None
 
 

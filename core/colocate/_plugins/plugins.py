@@ -244,6 +244,10 @@ def plugins_named(name: str) -> list[PluginInfo]:
     found = plugins()
     named = [plugin for plugin in found if plugin.name == name]
     if not named:
+        namespace = name.partition(".")[0]
+        if any(plugin.name == namespace and plugin.kind == "roles" for plugin in found):
+            what = f"{name!r} is not a plugin's name but what one brings: `colocate plugins {namespace}` shows it"
+            raise PluginError(what, name=name)
         raise unknown_plugin("plugin", name, sorted({plugin.name for plugin in found}))
     return named
 

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import attrs
 import cloudpickle
 
+from colocate._system.numbers import plural
 from colocate._values import batch
 from colocate._values.batch import even_sizes, padded_sizes
 from colocate._values.beside import Beside, Cut
@@ -261,8 +262,8 @@ class Resolver:
         start, total = self._place(first)
         if (found := self._total(part.source)) != total:
             raise DispatchError(
-                f"{part.source.label} has {found} rows, but {first.source.label} has {total}: what is scattered "
-                "together has as many rows"
+                f"{part.source.label} has {plural(found, 'row')}, but {first.source.label} has {total}: what is "
+                "scattered together has as many rows"
             )
         return self._range(part.source, start, start + rows)
 

@@ -7,6 +7,8 @@ import platform
 from collections.abc import Mapping
 from typing import Any
 
+from colocate._system.pip import SAME_LINE
+
 PROTOCOL = 1
 """Goes up with every change to a message, or to what bodies contain."""
 
@@ -22,16 +24,18 @@ def facts() -> dict[str, Any]:
 
 
 def difference(here: Mapping[str, Any], there: Mapping[str, Any]) -> str | None:
-    """What is wrong with a worker of such facts; None when they can talk.
+    """What is wrong with a worker of such facts, or another process that an engine has; None when they can talk.
 
     Args:
-        here: The driver's facts.
+        here: The driver's facts: those that are to be compared.
         there: The worker's. Another version of colocate may have others.
     """
     for key, name in _COMPARED.items():
-        if there.get(key) != here[key]:
+        if key in here and there.get(key) != here[key]:
             cure = "install the same in both"
             if key != "python":
-                cure += f": pip install 'colocate=={here['colocate']}'"
+                cure += f": {SAME_LINE}"
+            if key == "protocol" and "colocate" in here:  # it has been compared, so a version's name wouldn't help
+                cure = f"both are colocate {here['colocate']}; {cure}"
             return f"has {name} {there.get(key)}, the driver {here[key]}: {cure}"
     return None

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import attrs
 
+from colocate._system.pip import pip_line
 from colocate._values.mesh import Mesh
 from colocate.errors import ColocateError, ConfigError
 
@@ -208,7 +209,7 @@ def need_torch(what: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        raise ImportError(f"{what} needs torch, which isn't installed: pip install 'colocate[torch]'") from error
+        raise ImportError(f"{what} needs torch, which isn't installed: {pip_line('torch')}") from error
 
 
 def attach(instance: Any, ctx: Context) -> None:

@@ -60,6 +60,11 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
+def plural(count: int, noun: str) -> str:
+    """`3 slots`, `1 slot`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def shown(value: Any) -> str:
     """A value as an error shows it: of bounded length."""
     try:

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 import attrs
 
 from colocate._system.by_type import by_type
+from colocate._system.numbers import plural
 from colocate._values.beside import Beside
 from colocate._values.leaves import Kind, Memo, Registered, kind_of, register
 from colocate._values.tree import (
@@ -115,7 +116,8 @@ def count_rows(value: Any, path: str) -> int | None:
             first = where, total
         elif total != first[1]:
             raise DispatchError(
-                f"{first[0]} has {first[1]} rows but {where} has {total}: the parts of one value need as many rows each"
+                f"{first[0]} has {plural(first[1], 'row')} but {where} has {total}: "
+                "the parts of one value need as many rows each"
             )
     return None if first is None else first[1]
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import attrs
 
+from colocate._system.numbers import plural
 from colocate.errors import DispatchError
 
 
@@ -55,7 +56,7 @@ def same_rows(first: str, rows: int, other: str, others: int) -> None:
     """
     if rows != others:
         raise DispatchError(
-            f"the parameter {other!r} has {others} rows but {first!r} has {rows}: what is scattered together needs as "
-            "many rows each",
+            f"the parameter {other!r} has {plural(others, 'row')} but {first!r} has {rows}: what is scattered together "
+            "needs as many rows each",
             parameter=other,
         )

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import attrs
 
+from colocate._system.numbers import plural
 from colocate._values.batch import Deferred, count_rows, even_sizes, leaf_deferred, leaf_splitter, padded_sizes, resolve
 from colocate._values.beside import Beside, Cut, same_rows
 from colocate._values.tree import take_apart
@@ -139,7 +140,7 @@ def _plain_rows(values: Mapping[str, Any]) -> tuple[str, int | None]:
 
 def _too_few(name: str, total: int, axis: str, count: int) -> DispatchError:
     if total < count:
-        what = f"the parameter {name!r} has {total} rows for {count} ranks along {axis!r}"
+        what = f"the parameter {name!r} has {plural(total, 'row')} for {plural(count, 'rank')} along {axis!r}"
     else:
         what = f"some of the {count} ranks along {axis!r} have none of the {total} rows of {name!r} where they lie now"
     hint = "give more rows, or declare Scatter(empty='run')" + (" or pad=True" if total else "")

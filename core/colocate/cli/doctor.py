@@ -14,6 +14,7 @@ from colocate._job.launch import reserve_pool
 from colocate._job.run import environment
 from colocate._job.screen import console, show_table
 from colocate._plugins.plugins import PluginInfo, plugins
+from colocate._system.pip import pip_line
 from colocate.cli.output import error_data, leaves, load, print_errors, print_json
 from colocate.config import Config
 from colocate.errors import ColocateError
@@ -70,11 +71,11 @@ def _reserve_all(config: Config) -> None:
 
 def _row(plugin: PluginInfo, fault: ColocateError | None) -> dict[str, Any]:
     state = "works" if fault is None else fault.message
-    return {"name": plugin.name, "kind": plugin.kind, "from": plugin.origin, "state": state}
+    return {"name": plugin.name, "kind": plugin.brings, "from": plugin.origin, "state": state}
 
 
 def _devices() -> dict[str, str]:
-    gpus = "unknown: torch is not installed; pip install 'colocate[torch]'"
+    gpus = f"unknown: torch is not installed; {pip_line('torch')}"
     if importlib.util.find_spec("torch") is not None:
         import torch
 

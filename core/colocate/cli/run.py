@@ -16,6 +16,7 @@ from colocate._job.log import RunLog
 from colocate._job.run import begin, execute
 from colocate._job.screen import Screen
 from colocate._runs.record import RunRecord
+from colocate._system.numbers import plural
 from colocate.cli.output import error_data, guarded, load, print_json
 
 
@@ -69,7 +70,7 @@ def _closed(record: RunRecord) -> str:
         node = nodes.pop()
         counts[node["kind"]] += 1
         nodes += node["children"]
-    listed = [f"{count} {kind}{'s' if count > 1 else ''}" for kind, count in counts.items()]
+    listed = [plural(count, kind) for kind, count in counts.items()]
     return f"everything is closed: {', '.join(listed)}"
 
 

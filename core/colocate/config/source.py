@@ -16,6 +16,7 @@ from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from ruamel.yaml.reader import ReaderError
 
 from colocate._signatures.annotations import Place, path_text
+from colocate._system.numbers import plural
 from colocate.errors import ConfigError, Mistake
 
 _YAML = "tag:yaml.org,2002:"
@@ -84,7 +85,7 @@ class Document:
         """All mistakes as one error, in the order of the file."""
         count = len(self.mistakes)
         ordered = sorted(self.mistakes, key=lambda mistake: (mistake.line is None, mistake.line or 0))
-        message = f"{self.name}: {count} mistake{'s' if count > 1 else ''}"
+        message = f"{self.name}: {plural(count, 'mistake')}"
         return ConfigError(message, mistakes=tuple(ordered))
 
     def made_at(self) -> dict[str, tuple[str, int]]:

@@ -6,6 +6,9 @@ a process of its own beside the engine's, its lane goes straight to the driver, 
 known, it is killed in milliseconds whatever it does, and it dies with the keeper and with the driver.
 """
 
+from colocate._protocol.message import Message, message, read
+from colocate._protocol.requests import Request, Requests
+from colocate._protocol.versions import difference
 from colocate._system.parent import die_with
 from colocate.executor import Lease
 from colocate.keeper import forks
@@ -34,17 +37,23 @@ __all__ = [
     "KeptSlot",
     "Launcher",
     "Lease",
+    "Message",
     "PoolKeepers",
     "ProcessEvents",
     "Registration",
+    "Request",
+    "Requests",
     "WorkerProcess",
     "adopt_lead",
     "arguments_of",
     "below_this",
     "die_with",
+    "difference",
     "first_message",
     "forks",
     "left_by",
     "listed",
+    "message",
+    "read",
     "registration_of",
 ]

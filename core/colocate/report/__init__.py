@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from colocate._system.pip import pip_line
+
 if TYPE_CHECKING:
     from colocate._runs.record import RunRecord
 
@@ -28,7 +30,7 @@ def write(directory: Path, record: RunRecord, *, error: str | None = None) -> Pa
     try:
         import jinja2  # noqa: F401
     except ImportError as missing:
-        raise ImportError("report.html is made by jinja2; pip install 'colocate[report]'") from missing
+        raise ImportError(f"report.html is made by jinja2; {pip_line('report')}") from missing
     from colocate.report.page import render
 
     path = directory / "report.html"

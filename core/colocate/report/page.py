@@ -12,10 +12,11 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from colocate._runs.calls import KEPT_SPANS
 from colocate._runs.record import timed_phases
+from colocate._system.numbers import plural
 from colocate.report.config_text import config_text
 from colocate.report.curves import Curves, Series, curves, headline, series_of
 from colocate.report.ownership import Node, ownership
-from colocate.report.scale import duration, number, plural
+from colocate.report.scale import duration, number
 from colocate.report.tables import Table, tables
 from colocate.report.timeline import Timeline, timeline
 from colocate.report.times import COLOURS, Times, times

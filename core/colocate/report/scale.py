@@ -117,11 +117,6 @@ def shorten(text: str, limit: int) -> str:
     return text if len(text) <= limit else f"{text[:limit]} … ({len(text) - limit:,} more characters)"
 
 
-def plural(count: int, noun: str) -> str:
-    """`3 slots`, `1 slot`."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
 def share_out(counts: Sequence[int], budget: int) -> list[int]:
     """How many of each may be shown so that all have a fair part of the budget."""
     allowed = [0] * len(counts)

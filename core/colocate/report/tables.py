@@ -7,7 +7,8 @@ from typing import Any
 
 import attrs
 
-from colocate.report.scale import number, plural, share_out, shorten, words
+from colocate._system.numbers import plural
+from colocate.report.scale import number, share_out, shorten, words
 
 ROWS = 400  # of all tables
 CHARACTERS = 240_000  # of all cells

@@ -12,6 +12,7 @@ import attrs
 from colocate import wire
 from colocate._role.context import Context, MeshPlace, attach, derive_seed, reset_current, set_current
 from colocate._role.role import check_role
+from colocate._system.pip import version_line
 from colocate._system.rebuilding import rebuilding
 from colocate._values.arguments import on_device
 from colocate._values.mesh import Mesh
@@ -71,7 +72,7 @@ class Shipped:
                 f"({sys.executable}) {has}: install the same version in both",
                 name=self.name,
                 distribution=self.distribution,
-                hint=f"pip install '{self.distribution}=={self.version}'",
+                hint=version_line(self.distribution, self.version),
             )
 
 

@@ -11,9 +11,10 @@ _OPENBLAS = [f"{prefix}openblas_set_num_threads{suffix}" for prefix in ("", "sci
 
 def raise_thread_counts() -> None:
     """Have torch and OpenBLAS use as many as the environment says, or else as they would by themselves."""
-    if (torch := sys.modules.get("torch")) is None:
+    if sys.modules.keys().isdisjoint({"numpy", "torch"}):  # one of them has loaded OpenBLAS, or nothing has
         return
-    if count := _first_number("OMP_NUM_THREADS"):  # without it, torch has counted the processors when it was imported
+    count = _first_number("OMP_NUM_THREADS")
+    if count and (torch := sys.modules.get("torch")) is not None:  # else it counted the processors when it was imported
         torch.set_num_threads(count)
     count = _first_number("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")
     for path in _loaded("openblas"):

@@ -52,7 +52,7 @@ class Dispatching(ExecutorCase):
 
     def test_too_few_rows(self, pair: ColocatedGroup) -> None:
         """No rank is skipped: with fewer rows than ranks it is an error naming both numbers."""
-        with pytest.raises(DispatchError, match="'batch' has 1 rows for 2 ranks") as caught:
+        with pytest.raises(DispatchError, match="'batch' has 1 row for 2 ranks") as caught:
             pair.role("rows", Rows).double([1])
         assert caught.value.parameter == "batch"
 

@@ -90,7 +90,7 @@ class Mixing(ExecutorCase):
                 rows.padded.submit({"y": [1, 2], "x": own.ref}),
             ]
             after = rows.double.submit([1, 2])
-            with pytest.raises(DispatchError, match="1 rows for 2 ranks"):
+            with pytest.raises(DispatchError, match="1 row for 2 ranks"):
                 rows.zipped.submit([1], own.ref)
         for call, words in zip(
             calls,
