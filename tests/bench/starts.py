@@ -11,7 +11,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tests.bench.rows import Row
@@ -31,7 +31,7 @@ def rows() -> Iterator[Row]:
         there = _take_out(Path(folder))
         for _ in range(_STARTS):
             if there:
-                before.append(_run("local", "light", {"PYTHONPATH": os.pathsep.join(there)}))
+                before.append(_run("local", "light", there))
             for executor, found in ours.items():
                 found.append(_run(executor, "light"))
         for executor, (title, bar) in _BARS.items():
@@ -48,11 +48,15 @@ def rows() -> Iterator[Row]:
     yield Row(_PART, "one more empty torch worker, summed PSS", _median(torch, "one more"), "MiB", 20.0)
 
 
-def _run(executor: str, what: str, env: Mapping[str, str] | None = None) -> dict[str, float]:
+def _run(executor: str, what: str, path: Sequence[str] = ()) -> dict[str, float]:
     command = [sys.executable, "-P", str(Path(__file__).with_name("starting.py")), executor, what]
-    done = subprocess.run(command, env={**os.environ, **(env or {})}, stdout=subprocess.PIPE, text=True, check=True)
-    steps: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return steps
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path)} if path else None
+    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
+    steps = json.loads(done.stdout.splitlines()[-1])
+    core = steps.pop("of")
+    if path and core != path[0]:  # a ratio of a commit to itself would look like a number
+        raise RuntimeError(f"colocate of {path[0]} was to be measured, but it was that of {core}")
+    return dict[str, float](steps)
 
 
 def _median(steps: list[dict[str, float]], name: str) -> float:
