@@ -15,7 +15,18 @@ from colocate._protocol.commands import Detach, GiveUp, Renew, Retain
 from colocate._system.deadline import Deadline
 from colocate._system.limits import LEAD_SLACK_S
 from colocate.errors import BorrowedError, EngineError
-from colocate.keeper import AdoptedSlot, Adoption, Keeper, Keepers, KeptSlot, Lease, Registration, adopt_lead, listed
+from colocate.keeper import (
+    AdoptedSlot,
+    Adoption,
+    Keeper,
+    Keepers,
+    KeptSlot,
+    Lease,
+    PoolKeepers,
+    Registration,
+    adopt_lead,
+    listed,
+)
 from colocate.keeper.leased import Leased
 from colocate.testing.waiting import PATIENCE_S, wait_until
 
@@ -115,6 +126,25 @@ def test_taken_by_force(side: Side) -> None:
     assert (seen["name"], seen["driver"], seen["owned"]) == ("name", "second", True)
     second.close()
     assert side.ended.wait(PATIENCE_S)
+
+
+def test_not_retained_by_who_has_lost_it(side: Side) -> None:
+    """Whoever was fenced has no word with the other keepers either: it could keep them from who has taken the pool."""
+    ended = threading.Event()
+    other = Keeper(side.key, detachable=True, on_end=ended.set)
+    kept = side.keepers.slot(other.address, key=side.key)
+    assert kept.wait_connected() is None
+    first = PoolKeepers(side.key, side.owner, [side.owner, kept])
+    first.detach(LEASE)
+    second = side.adoption("second", own=True)
+    wait_until(lambda: side.owner.is_lost, "the first one's connection to the lead has ended")
+    assert not first.retain()
+    assert side.adoption("third", own=True).epoch == second.epoch + 1
+    taken = attrs.evolve(side.registration, lead=other.address)
+    adopted = adopt_lead(side.keepers, taken, Adoption("third", True, lambda by: None, second.epoch + 1))
+    assert adopted.epoch == second.epoch + 1
+    assert not ended.is_set()
+    other.close()
 
 
 def test_a_keeper_that_is_gone_confirms_nothing(side: Side) -> None:

@@ -104,7 +104,7 @@ class AdoptedSlot(KeptSlot):
             if not self._closed:
                 self._dial()
         except (OSError, ColocateError) as error:
-            if self._refusal is not None:  # a later driver was here first: the lead's word of it is on its way
+            if self._refusal is not None and self._refusal.kind == "late":  # the lead's word of it is on its way
                 self._closed = True
                 self._adoption.fenced(self._refusal.words)
             self._lost = f"its keeper can't be had: {error}"
@@ -216,8 +216,10 @@ class PoolKeepers:
 
         The lead's word is enough: nobody gets at the others without.
         """
-        if self.lead.wait_connected() is None and not self.lead.confirm(Retain, within_s=ADOPTED_WITHIN_S):
-            return not self.lead.fenced  # a lead that is gone, or stuck, has granted it to nobody
+        if self.lead.wait_connected() is None:
+            self.lead.confirm(Retain, within_s=ADOPTED_WITHIN_S)  # one that is gone, or stuck, grants it to nobody
+        if self.lead.fenced:  # also where the connection has ended since
+            return False
         for slot in self._all():
             slot.command(Retain(None))
         return not self.lead.fenced
