@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from colocate._api.audit import Audit
+    from colocate._api.connecting import connect
     from colocate._api.group import ColocatedGroup
     from colocate._api.pool import Pool, PoolPart, Slot
-    from colocate._api.runtime import Runtime, connect
+    from colocate._api.runtime import Runtime
     from colocate._calls.records import CallRecord
     from colocate._job.launch import launch
     from colocate._job.run import Run
@@ -54,6 +55,7 @@ __version__ = "0.2.0"
 
 _HOMES = {
     "_api.audit": ("Audit",),
+    "_api.connecting": ("connect",),
     "_values.batch": ("register_batch",),
     "_role.call": (
         "Call",
@@ -107,10 +109,7 @@ _HOMES = {
     ),
     "_job.run": ("Run",),
     "_runs.record": ("RunRecord",),
-    "_api.runtime": (
-        "Runtime",
-        "connect",
-    ),
+    "_api.runtime": ("Runtime",),
     "_views.view": (
         "Inspection",
         "RoleView",

@@ -219,6 +219,13 @@ class Executor(abc.ABC):
         """Make one with the user's options. An executor with several variants picks one here."""
         return cls(**options)
 
+    @classmethod  # noqa: B027  # it may do nothing
+    def foresee(cls, options: Mapping[str, Any]) -> None:
+        """It is about to be connected with these options, which nobody has checked: begin what takes time; don't wait.
+
+        Core is imported meanwhile. It may not be connected after all: nobody ends what this has begun.
+        """
+
     @classmethod
     def objection(cls, option: str, value: Any) -> str | None:
         """Why a config that somebody else has written may not give an option; None when the option can do no harm.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import abc
+import os
 import platform
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from colocate.executor import Executor, Node, Request, Reservation, Running
 from colocate.gpus import count_gpus, names
+from colocate.keeper import forks
 from colocate.placement import Ledger
 
 
@@ -40,6 +42,12 @@ class Local(Executor):
 
         node = Node(platform.node(), cpus, count_gpus() if gpus is None else gpus)
         return LocalProcesses(node) if processes else LocalThreads(node, strict)
+
+    @classmethod
+    def foresee(cls, options: Mapping[str, Any]) -> None:
+        """Have the template of the workers started."""
+        if options.get("processes") is True:
+            forks.foresee(os.environ)
 
     @classmethod
     def objection(cls, option: str, value: Any) -> str | None:

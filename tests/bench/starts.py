@@ -50,7 +50,9 @@ def rows() -> Iterator[Row]:
 
 def _run(executor: str, what: str, path: Sequence[str] = ()) -> dict[str, float]:
     command = [sys.executable, "-P", str(Path(__file__).with_name("starting.py")), executor, what]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path)} if path else None
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    if path:  # which has no bytecode of its own yet: compiling it each time would be most of its time
+        env["PYTHONPATH"] = os.pathsep.join(path)
     done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
     steps = json.loads(done.stdout.splitlines()[-1])
     core = steps.pop("of")

@@ -1,4 +1,4 @@
-"""`connect` and `Runtime`: a connection to one executor, the root of the ownership graph."""
+"""`Runtime`: a connection to one executor, the root of the ownership graph."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from colocate._api.held import Held
 from colocate._api.pool import Pool
 from colocate._api.slots import Slots
 from colocate._owned.owned import Making
-from colocate._plugins.plugins import find_executor
 from colocate._signatures.annotations import path_text
 from colocate._signatures.arguments import options_of
 from colocate._system.lines import at, caller
@@ -25,42 +24,20 @@ from colocate._system.off_main import off_main
 from colocate._system.sizes import parse_bytes
 from colocate.errors import ConfigError, Mistake, PlacementTimeout
 from colocate.executor import Detachable, Executor, OwnProcess, Request
-from colocate.worker.imports import refuse_while_importing
 
 _log = logging.getLogger("colocate")
 
 
-def connect(
-    executor: str = "local",
-    *,
-    seed: int = 0,
-    strict: bool = False,
-    call_timeout: float | None = None,
-    replace: bool = False,
-    **options: Any,
+def begin(
+    executor: str,
+    cls: type[Executor],
+    options: dict[str, Any],
+    seed: int,
+    strict: bool,
+    call_timeout: float | None,
+    replace: bool,
 ) -> Runtime:
-    """Connect to an executor.
-
-    Args:
-        executor: Its name: "local", or that of another installed executor plugin.
-        seed: What every `ctx.generator` is derived from.
-        strict: Check what is otherwise trusted: values go through the wire format even between threads, and residents
-            are checked for writes by their contents.
-        call_timeout: Seconds after which a call is given up that names no `options(timeout=...)` of its own; None for
-            never.
-        replace: Close this process's earlier runtimes on this executor first, with all that they own: for a notebook's
-            cell that is run again. What had gone wrong in them is logged.
-        **options: The executor's own options.
-
-    Returns:
-        The runtime; a context manager that closes everything in it.
-
-    Raises:
-        PluginError: There is no such executor, or it can't be imported.
-        ConfigError: It has no such option.
-    """
-    refuse_while_importing(f"connect({executor!r})")
-    cls = find_executor(executor)
+    """As `connect`, whose executor has been found."""
     if strict:
         options["strict"] = True
     call_timeout = limit(call_timeout, "connect(call_timeout)", positive=True)

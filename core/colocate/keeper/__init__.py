@@ -4,29 +4,59 @@ An executor for an engine of its own places a `Keeper` in some process of that e
 and tells the driver's `Keepers` its address. Everything else is the same on all engines and is done here: the worker is
 a process of its own beside the engine's, its lane goes straight to the driver, its exit code, signal and output are
 known, it is killed in milliseconds whatever it does, and it dies with the keeper and with the driver.
+
+Names are imported when they are first used: a driver that is about to start workers needs the template before the rest.
 """
 
-from colocate._protocol.message import Message, message, read
-from colocate._protocol.requests import Request, Requests
-from colocate._protocol.versions import difference
-from colocate._system.parent import die_with
-from colocate.executor import Lease
-from colocate.keeper import forks
-from colocate.keeper.adoption import (
-    AdoptedSlot,
-    Adoption,
-    PoolKeepers,
-    Registration,
-    adopt_lead,
-    listed,
-    registration_of,
-)
-from colocate.keeper.keeper import Keeper
-from colocate.keeper.launcher import Launcher
-from colocate.keeper.process import AFTER_LANE_S, ProcessEvents, WorkerProcess
-from colocate.keeper.slots import Keepers, KeptSlot
-from colocate.worker.processes import arguments_of, below_this, left_by
-from colocate.worker.service import first_message
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from colocate._protocol.message import Message, message, read
+    from colocate._protocol.requests import Request, Requests
+    from colocate._protocol.versions import difference
+    from colocate._system.parent import die_with
+    from colocate.executor import Lease
+    from colocate.keeper import forks
+    from colocate.keeper.adoption import (
+        AdoptedSlot,
+        Adoption,
+        PoolKeepers,
+        Registration,
+        adopt_lead,
+        listed,
+        registration_of,
+    )
+    from colocate.keeper.keeper import Keeper
+    from colocate.keeper.launcher import Launcher
+    from colocate.keeper.process import AFTER_LANE_S, ProcessEvents, WorkerProcess
+    from colocate.keeper.slots import Keepers, KeptSlot
+    from colocate.worker.processes import arguments_of, below_this, left_by
+    from colocate.worker.service import first_message
+
+_HOMES = {
+    "colocate._protocol.message": ("Message", "message", "read"),
+    "colocate._protocol.requests": ("Request", "Requests"),
+    "colocate._protocol.versions": ("difference",),
+    "colocate._system.parent": ("die_with",),
+    "colocate.executor": ("Lease",),
+    "colocate.keeper.adoption": (
+        "AdoptedSlot",
+        "Adoption",
+        "PoolKeepers",
+        "Registration",
+        "adopt_lead",
+        "listed",
+        "registration_of",
+    ),
+    "colocate.keeper.keeper": ("Keeper",),
+    "colocate.keeper.launcher": ("Launcher",),
+    "colocate.keeper.process": ("AFTER_LANE_S", "ProcessEvents", "WorkerProcess"),
+    "colocate.keeper.slots": ("Keepers", "KeptSlot"),
+    "colocate.worker.processes": ("arguments_of", "below_this", "left_by"),
+    "colocate.worker.service": ("first_message",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "AFTER_LANE_S",
@@ -57,3 +87,10 @@ __all__ = [
     "read",
     "registration_of",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'colocate.keeper' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_HOME_OF[name]), name)
+    return value

@@ -91,6 +91,12 @@ def hold(base: Mapping[str, str]) -> None:
     _forks.hold(dict(base))
 
 
+def foresee(base: Mapping[str, str]) -> None:
+    """Somebody may be about to `hold`: have a template ready. It ends when nobody has, after a while."""
+    hold(base)
+    let_go()
+
+
 def let_go() -> None:
     """Whoever has called `hold` starts none any more."""
     _forks.let_go()

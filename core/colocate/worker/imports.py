@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import functools
-import importlib.abc
 import importlib.machinery
 import importlib.util
 import os
 import re
 import sys
 import threading
-import types
 from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from colocate._definitions import known
@@ -42,7 +40,7 @@ def refuse_while_importing(what: str) -> None:
         frame = frame.f_back
 
 
-class DriversModules(importlib.abc.MetaPathFinder):
+class DriversModules:
     """Finds the driver's modules before any other. Asks once for each name that isn't in the standard library."""
 
     def __init__(self, ask: Ask) -> None:
@@ -92,6 +90,8 @@ class DriversModules(importlib.abc.MetaPathFinder):
 
 
 def _spec(name: str, source: Source) -> ModuleSpec | None:
+    from colocate.worker.loader import Loader  # only for a module that came
+
     if source.file is not None and _is_here(source):
         return importlib.util.spec_from_file_location(name, source.file)
     path = source.file
@@ -99,7 +99,7 @@ def _spec(name: str, source: Source) -> ModuleSpec | None:
         if os.path.exists(path):  # another one
             path = f"driver:{path}"
         _folders_elsewhere.add(os.path.dirname(path))
-    spec = ModuleSpec(name, _Loader(source, path), origin=path, is_package=source.package)
+    spec = ModuleSpec(name, Loader(source, path), origin=path, is_package=source.package)
     spec.has_location = path is not None  # then tracebacks and `inspect` read the source through the loader
     return spec
 
@@ -136,35 +136,6 @@ def _is_here(source: Source) -> bool:
         return Path(source.file).read_bytes() == source.text
     except OSError:
         return False
-
-
-class _Loader(importlib.abc.InspectLoader):
-    """Runs the source that came."""
-
-    def __init__(self, source: Source, path: str | None) -> None:
-        self._source = source
-        self._path = path
-
-    def is_package(self, fullname: str) -> bool:
-        return self._source.package
-
-    def get_source(self, fullname: str) -> str:
-        return importlib.util.decode_source(self._source.text)
-
-    def get_code(self, fullname: str) -> CodeType:
-        code: CodeType = compile(self._source.text, self._path or f"<{fullname}>", "exec", dont_inherit=True)
-        return code
-
-    def get_data(self, path: str) -> bytes:
-        """For `pkgutil`: a file beside it, which isn't here, as the error says."""
-        return Path(path).read_bytes()
-
-    def get_resource_reader(self, fullname: str) -> Any:
-        """For `importlib.resources`: the same."""
-        from importlib.resources.readers import FileReader  # only who has resources wants it
-
-        where: Any = types.SimpleNamespace(path=self._path or "")
-        return FileReader(where)
 
 
 def refuse_others(shadowing: Mapping[str, tuple[str, str]]) -> None:

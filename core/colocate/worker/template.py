@@ -29,7 +29,6 @@ import select
 import signal
 import socket
 import sys
-import tempfile
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -247,4 +246,6 @@ def renew() -> None:
         numbers.seed()
     if (processes := sys.modules.get("multiprocessing.process")) is not None:
         processes.current_process().authkey = os.urandom(32)
-    tempfile.tempdir = None
+    files: Any = sys.modules.get("tempfile")
+    if files is not None:
+        files.tempdir = None

@@ -1,0 +1,49 @@
+"""`connect`: the executor is told before the rest of colocate is imported, which takes as long as a worker's start."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from colocate._plugins.plugins import find_executor
+from colocate._system.off_main import off_main
+from colocate.worker.imports import refuse_while_importing
+
+if TYPE_CHECKING:
+    from colocate._api.runtime import Runtime
+
+
+def connect(
+    executor: str = "local",
+    *,
+    seed: int = 0,
+    strict: bool = False,
+    call_timeout: float | None = None,
+    replace: bool = False,
+    **options: Any,
+) -> Runtime:
+    """Connect to an executor.
+
+    Args:
+        executor: Its name: "local", or that of another installed executor plugin.
+        seed: What every `ctx.generator` is derived from.
+        strict: Check what is otherwise trusted: values go through the wire format even between threads, and residents
+            are checked for writes by their contents.
+        call_timeout: Seconds after which a call is given up that names no `options(timeout=...)` of its own; None for
+            never.
+        replace: Close this process's earlier runtimes on this executor first, with all that they own: for a notebook's
+            cell that is run again. What had gone wrong in them is logged.
+        **options: The executor's own options.
+
+    Returns:
+        The runtime; a context manager that closes everything in it.
+
+    Raises:
+        PluginError: There is no such executor, or it can't be imported.
+        ConfigError: It has no such option.
+    """
+    refuse_while_importing(f"connect({executor!r})")
+    cls = find_executor(executor)
+    off_main(lambda: cls.foresee(options))
+    from colocate._api.runtime import begin
+
+    return begin(executor, cls, options, seed, strict, call_timeout, replace)
