@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import colocate
+from colocate import keeper
 from colocate._api import connecting
 from colocate.executor import Executor
 from colocate.keeper import forks
@@ -66,3 +67,11 @@ def test_a_template_that_is_foreseen(no_leaks: None) -> None:
         assert len(started) == 1
     Local.foresee({"processes": True})
     wait_until(forks.own_process, "the template is there")
+
+
+def test_names_that_come_when_they_are_used() -> None:
+    """Each that `colocate.keeper` exports is there, and no other."""
+    for name in keeper.__all__:
+        assert getattr(keeper, name) is not None
+    with pytest.raises(AttributeError, match="has no attribute 'Keper'"):
+        keeper.Keper  # noqa: B018
