@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import gc
+import os
 import queue
 import resource
 import socket
@@ -48,6 +49,32 @@ def test_an_interrupted_send_ends_the_lane(ends: tuple[End, End], monkeypatch: p
             ends[0].lane.send(("x",))
     assert ends[0].end() == "interrupted in the middle of sending a message"
     assert ends[1].end() == "the other side closed"
+
+
+def test_one_whose_descriptor_somebody_has_closed(
+    half: tuple[End, socket.socket], hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found in receiving, it is told as that, once, and the number, which may be another's by now, is left alone."""
+    raised: queue.Queue[Any] = queue.Queue()
+    monkeypatch.setattr(threading, "excepthook", raised.put)
+    end, other = half
+    found: queue.Queue[bool] = queue.Queue()
+
+    def close_it() -> None:
+        number = end.lane._sock.fileno()
+        os.close(number)
+        end.lane.receive(hub.scratch)
+        kept = os.open(os.devnull, os.O_RDONLY)  # the lowest free number: that one, at the latest when it's closed
+        found.put(end.lane.finished and end.lane.taken)
+        os.close(kept)
+
+    hub.later(0, close_it)
+    assert found.get(timeout=WAIT_S)
+    assert "Bad file descriptor" in end.end()
+    assert End(hub, other).end() == "the other side closed"
+    assert end.ends.empty()
+    assert raised.empty()
+    assert not end.lane.send(("x",))
 
 
 @pytest.mark.parametrize("size", [0, 1, 100, 5000, FILE_BYTES // 8 - 100, FILE_BYTES // 8 + 1, 1 << 20])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import heapq
 import itertools
 import os
@@ -205,7 +206,11 @@ class Hub:
         with self._lock:
             self._lanes.pop(sock.fileno(), None)
             if self._handlers.pop(sock.fileno(), None) is not None:
-                self._epoll.unregister(sock)
+                try:
+                    self._epoll.unregister(sock)
+                except OSError as error:
+                    if error.errno != errno.EBADF:  # whoever closed the descriptor has taken it off the list
+                        raise
 
     def _register(self, fd: int, handler: Callable[[int], None]) -> None:
         """With the lock held."""

@@ -64,7 +64,7 @@ class SocketLane:
 
     @property
     def taken(self) -> bool:
-        """Whether sending has found its descriptor closed by somebody else: the hub can't see its end then."""
+        """Whether its descriptor was found closed by somebody else; the hub need not see its end then."""
         return self._taken
 
     @property
@@ -249,10 +249,14 @@ class SocketLane:
             if self._finished:
                 return
             self._finished = True
+            self._taken = self._taken or _is_taken(self._sock)
             self._hub.drop(self._sock)
             self._shut(reason)
             self._reader.close()
-            self._sock.close()
+            if self._taken:
+                self._sock.detach()  # the number may be somebody else's by now
+            else:
+                self._sock.close()
         try:
             self._on_closed(self._reason or reason)
         except Exception:
@@ -301,6 +305,15 @@ class SocketLane:
         self._queue.clear()
         self._reader.close()
         self._sock.close()
+
+
+def _is_taken(sock: socket.socket) -> bool:
+    """Whether somebody else has closed its descriptor."""
+    try:
+        sock.getsockopt(socket.SOL_SOCKET, socket.SO_TYPE)
+    except OSError as error:
+        return error.errno in _TAKEN
+    return False
 
 
 def _reason(error: OSError) -> str:

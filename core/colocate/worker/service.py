@@ -83,9 +83,8 @@ class Service:
 
     def say(self, head: tuple[Any, ...], body: Any) -> None:
         """Tell the driver something; from any thread. Nobody hears it while there is none."""
-        if (lane := self._lane) is not None and not lane.send(head, body) and lane.taken:
-            print(f"the connection to the driver was closed here: {CLOSES_OTHERS}", file=sys.stderr)
-            os._exit(1)
+        if (lane := self._lane) is not None and not lane.send(head, body):
+            self._look_after(lane)
 
     def drain(self, timeout: float) -> None:
         """Wait until what was said has gone out; not on the hub's thread."""
@@ -123,6 +122,8 @@ class Service:
         host = self._host
         if host is not None and host.ended:
             return
+        if self._lane is not None:
+            self._look_after(self._lane)
         if self._door is None or host is None:
             # Without the driver nothing here has an owner; role code that still runs must not keep the process.
             if reason.startswith("the other side"):
@@ -130,6 +131,13 @@ class Service:
             print(f"the connection to the driver has ended here: {reason}", file=sys.stderr)
             os._exit(1)
         self.hub.later(0.0, partial(self._vacate, host))
+
+    @staticmethod
+    def _look_after(lane: wire.SocketLane) -> None:
+        """End the process if the lane has ended because somebody here closed its descriptor."""
+        if lane.taken:
+            print(f"the connection to the driver was closed here: {CLOSES_OTHERS}", file=sys.stderr)
+            os._exit(1)
 
     def _vacate(self, host: WorkerHost) -> None:
         self._lane = None
