@@ -26,6 +26,7 @@ LAYERS = {
     "wire": "messages on sockets",
     "_values": "rows of values: split, join, reduce, walk",
     "_role": "what users declare, and what a role object answers by itself",
+    "torch": "models that go on with new process groups",
     "executor": "the seam for engines",
     "placement": "a ledger of nodes, for engines that keep none",
     "_signatures": "whether values fit a signature",

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from colocate._plugins.needs import needs
     from colocate._plugins.plugins import hookimpl
     from colocate._role.call import Call, as_completed, wait
-    from colocate._role.context import Context, context
+    from colocate._role.context import Context, Rendezvous, context
     from colocate._role.method import RoleCall, method
     from colocate._role.resident import Resident, ResidentSpec
     from colocate._role.role import Role, RoleSpec, role
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         PlacementError,
         PlacementTimeout,
         PluginError,
+        RenewalError,
         RoleError,
         RoleStartError,
         SerializationError,
@@ -71,6 +72,7 @@ _HOMES = {
     ),
     "_role.context": (
         "Context",
+        "Rendezvous",
         "context",
     ),
     "_values.dispatch": (
@@ -132,6 +134,7 @@ _HOMES = {
         "PlacementError",
         "PlacementTimeout",
         "PluginError",
+        "RenewalError",
         "RoleError",
         "RoleStartError",
         "SerializationError",
@@ -175,6 +178,8 @@ __all__ = [
     "PoolPart",
     "Ranks",
     "Reduce",
+    "Rendezvous",
+    "RenewalError",
     "Resident",
     "ResidentSpec",
     "Role",

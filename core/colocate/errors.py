@@ -104,6 +104,14 @@ class RoleError(ColocateError, RuntimeError):
         return self.message + _called(self) + _in_the_worker(self)
 
 
+class RenewalError(RoleError):
+    """After a failed call a group could not go on as it was.
+
+    A role's `renew` raised, a role still holds a process group that had to be cut, or the ranks of one model had gone
+    different numbers of updates. A group of `on_failure="restart"` goes on from its checkpoint.
+    """
+
+
 class RoleStartError(ColocateError, RuntimeError):
     """Roles could not be constructed; `errors` maps each failed rank to its `RoleError`."""
 

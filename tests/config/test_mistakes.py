@@ -248,14 +248,13 @@ class TestWhole:
             "line 2: groups.g.roles: a group needs at least one role"
         )
 
-    def test_roles_names_and_the_one_default_group(self, write: Write) -> None:
+    def test_roles_names(self, write: Write) -> None:
         roles = (
             "{a-b: {use: 'config_roles:Open', default_group: true}, c: {use: 'config_roles:Open', default_group: true}}"
         )
         path = write(f"pools: {{main: {{slots: 1}}}}\ngroups: {{g: {{pool: main, roles: {roles}}}}}")
         assert [mistake.message for mistake in mistakes(path)] == [
             "'a-b' can't be a role's name: use letters, digits and _",
-            "a-b and c both want torch's default group; one role of a group can",
         ]
 
     def test_pools_that_are_none_are_one_mistake(self, write: Write) -> None:

@@ -28,6 +28,7 @@ KINDS = [
 NESTED = {
     (messages.Batch, "calls"): [(messages.Call(1, "role", "method", 2, 3, True, (4,)), (0, 5, (1, 2)))],
     (messages.Failed, "failure"): messages.Failure("type", "text", "trace", True, False, "role", None),
+    (messages.GroupsDropped, "failure"): messages.Failure("type", "text", "trace", True, False, "role", None),
     (messages.Fetched, "failure"): messages.Failure("type", "text", "trace", True, False, None, "an argument"),
     (messages.Ask, "question"): messages.Missing(7),
 }

@@ -12,11 +12,11 @@ import pytest
 import colocate
 from colocate import Role, RoleError, method
 from colocate._protocol.consequence import Consequence
+from colocate._role import torch_groups
 from colocate._role.context import Context
-from colocate._role.torch_groups import Made, Plan
+from colocate._role.torch_groups import Plan
 from colocate.testing.gate import Address, Gate, pass_gate
 from colocate.testing.waiting import PATIENCE_S, becomes_true, wait_until
-from colocate.worker import process_groups
 from colocate.worker.failure import LOOKING
 from colocate.worker.process_groups import ProcessGroups
 
@@ -27,7 +27,7 @@ SEQ = 3
 class Asking:
     """A worker whose running call asks for groups, and whose driver has found all ranks there."""
 
-    def ask(self, *question: Any) -> Any:
+    def ask(self, *question: Any, **how: Any) -> Any:
         return "127.0.0.1", 1
 
     def asking(self) -> int | None:
@@ -47,9 +47,9 @@ def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
         end.wait(PATIENCE_S)
         raise ConnectionError("nobody came")
 
-    monkeypatch.setattr(Plan, "store", lambda *_: None)
+    monkeypatch.setattr(torch_groups, "connect_store", lambda *_: None)
     monkeypatch.setattr(Plan, "make", make)
-    monkeypatch.setattr(process_groups, "guard", lambda hopeless: None)  # of torch, for all of this process
+    monkeypatch.setattr(ProcessGroups, "_watch_collectives", lambda self: None)  # of torch, for all of this process
     yield waiting
     end.set()
 
@@ -85,9 +85,11 @@ def test_called_back_from_making_one(stuck: threading.Event) -> None:
 
     What its role had in its frames goes at once, though the peers are still waited for.
     """
-    groups = ProcessGroups(Asking(), in_process=False)
+    groups = ProcessGroups(Asking(), in_process=False, group="policy", slot=1)
+    groups.slots = 2
     asker = Asker(groups)
     assert stuck.wait(PATIENCE_S)
+    wait_until(lambda: groups._making is not None, "the lane waits for what the other thread makes")
     groups.end_waits(SEQ + 1, "a later call failed")
     assert groups._making is not None
     assert not groups._making[1].done()
@@ -102,14 +104,13 @@ class Group:
     """A process group: what torch has of it is taken out of torch's books elsewhere."""
 
 
-def test_who_looks_at_stacks_holds_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_looks_at_stacks_holds_no_group() -> None:
     """The frames of a call that has been left keep its groups while somebody reads them: no role does."""
-    monkeypatch.setattr(process_groups, "forget_all", lambda groups: groups.clear() or [])
-    groups = ProcessGroups(Asking(), in_process=False)
-    groups._made["actor", "all"] = Made(Group(), "actor", [], default=False)  # type: ignore[arg-type]
-    seen = [made.group for made in groups._made.values()]  # as a frame has it
+    groups = ProcessGroups(Asking(), in_process=False, group="policy")
+    seen = [Group()]  # as a frame has it
+    groups._dropped.append((weakref.ref(seen[0]), "policy/actor/*"))  # type: ignore[arg-type]
     holders: list[list[str]] = []
-    renewing = threading.Thread(target=lambda: holders.append(groups.renew(1)))
+    renewing = threading.Thread(target=lambda: holders.append(groups.holders()))
     with LOOKING:
         renewing.start()
         assert not becomes_true(lambda: holders, 0.1)
@@ -171,6 +172,6 @@ def test_a_thread_that_a_role_starts() -> None:
 def test_a_default_group_of_somebody_else() -> None:
     """It isn't replaced: the role is told."""
     with colocate.connect(processes=True) as runtime:
-        group = runtime.reserve(1).spawn({"own": colocate.role(Own).on(default_group=True)})
-        with pytest.raises(RoleError, match="there is one in this process already: leave init_process_group"):
+        group = runtime.reserve(1).spawn({"own": colocate.role(Own)})
+        with pytest.raises(RoleError, match="default one in this process already: leave init_process_group"):
             group.role("own", Own).make()

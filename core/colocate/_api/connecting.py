@@ -18,6 +18,7 @@ def connect(
     seed: int = 0,
     strict: bool = False,
     call_timeout: float | None = None,
+    collective_timeout: float = 1800.0,
     replace: bool = False,
     **options: Any,
 ) -> Runtime:
@@ -30,6 +31,7 @@ def connect(
             are checked for writes by their contents.
         call_timeout: Seconds after which a call is given up that names no `options(timeout=...)` of its own; None for
             never.
+        collective_timeout: Seconds after which torch gives up an operation of a process group that colocate makes.
         replace: Close this process's earlier runtimes on this executor first, with all that they own: for a notebook's
             cell that is run again. What had gone wrong in them is logged.
         **options: The executor's own options.
@@ -46,4 +48,4 @@ def connect(
     off_main(lambda: cls.foresee(options))
     from colocate._api.runtime import begin
 
-    return begin(executor, cls, options, seed, strict, call_timeout, replace)
+    return begin(executor, cls, options, seed, strict, call_timeout, collective_timeout, replace)

@@ -41,7 +41,15 @@ class Connection(Owned):
         naming: Held while a name is looked up and taken.
     """
 
-    def __init__(self, name: str, executor: Executor, seed: int, strict: bool, call_timeout: float | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        executor: Executor,
+        seed: int,
+        strict: bool,
+        call_timeout: float | None,
+        collective_timeout: float,
+    ) -> None:
         super().__init__("runtime", name, None)
         runtime_id = f"{platform.node()}-{os.getpid()}-{next(_numbers)}"
         self.services = Services(
@@ -50,6 +58,7 @@ class Connection(Owned):
             seed,
             strict,
             FOREVER_S if call_timeout is None else call_timeout,
+            collective_timeout,
             timers=JobThread(f"colocate-timers-{runtime_id}", self._timers_failed),
             dispatcher=Dispatcher(f"colocate-dispatcher-{runtime_id}"),
             printer=Printer(f"colocate-output-{runtime_id}"),

@@ -147,8 +147,8 @@ class Pool(Held[Slots], node=Slots):
         timeout = limit(timeout, "spawn(timeout)")
         declared = declare(roles, len(indices), mesh)
         for role, info in declared.infos.items():
-            default = declared.specs[role].default_group
-            check_needs(role, info.cls, default, len(info.slots), type(node.connection.services.executor))
+            spec, kind = declared.specs[role], type(node.connection.services.executor)
+            check_needs(role, info.cls, spec.default_group, spec.env, len(info.slots), kind)
         making: Making[Crew] = Making(f"spawn(name={name!r})")
 
         def start() -> Crew:

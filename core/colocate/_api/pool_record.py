@@ -64,7 +64,7 @@ class GroupRecord:
             ColocateError: They can't be imported here, or this driver's script has others of their names.
         """
         try:
-            (default_role, distributions, roles), definitions = unpack_whole(self.roles)
+            (default_group, torchrun, distributions, roles), definitions = unpack_whole(self.roles)
         except ColocateError as error:
             raise ColocateError(f"group {self.name!r} can't be taken up here: {error.message}") from error
         except Exception as error:  # a module or class that isn't there; anything that its import raises
@@ -77,7 +77,12 @@ class GroupRecord:
             for name, (cls, _, slots, meshes, origin) in roles.items()
         }
         return Declared(
-            infos, {name: spec for name, (_, spec, *_) in roles.items()}, distributions, default_role, definitions
+            infos,
+            {name: spec for name, (_, spec, *_) in roles.items()},
+            distributions,
+            default_group,
+            torchrun,
+            definitions,
         )
 
 
@@ -137,7 +142,7 @@ def _group(pool: Slots, group: Crew) -> GroupRecord:
         for name, info in declared.infos.items()
     }
     what = f"what the roles of group {group.name!r} are made of"
-    pickled = pack_whole((declared.default_role, dict(declared.distributions), roles), what)
+    pickled = pack_whole((declared.default_group, declared.torchrun, dict(declared.distributions), roles), what)
     workers = group.workforce.workers
     return GroupRecord(
         group.name,

@@ -35,18 +35,21 @@ def begin(
     seed: int,
     strict: bool,
     call_timeout: float | None,
+    collective_timeout: float,
     replace: bool,
 ) -> Runtime:
     """As `connect`, whose executor has been found."""
     if strict:
         options["strict"] = True
     call_timeout = limit(call_timeout, "connect(call_timeout)", positive=True)
+    collective_timeout = seconds(collective_timeout, "connect(collective_timeout)", positive=True)
     making: Making[Connection] = Making(f"connect({executor!r})")
 
     def start() -> Connection:
         if replace:
             _close_earlier(executor)
-        return making.made(Connection(executor, _connected(executor, cls, options), seed, strict, call_timeout))
+        connected = _connected(executor, cls, options)
+        return making.made(Connection(executor, connected, seed, strict, call_timeout, collective_timeout))
 
     return making.run(start, Runtime._of)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from colocate._calls.link import Link
@@ -19,6 +19,7 @@ from colocate.errors import (
     CapabilityError,
     ColocateError,
     DispatchError,
+    RenewalError,
     RoleError,
     SerializationError,
     WorkerDied,
@@ -172,6 +173,47 @@ def hung_error(link: Link, slot: int, cause: ColocateError | None, stack: str) -
     )
     error.__cause__ = cause
     return error
+
+
+def renew_error(link: Link, slot: int, failure: Failure, body: Any, cause: ColocateError | None) -> RenewalError:
+    """The error of a group one of whose roles could not go on with new process groups."""
+    kind, text = failure.type, failure.text
+    error = RenewalError(
+        f"group {link.name!r} failed: renew() of role {failure.role!r} raised {kind} on slot {slot} (node "
+        f"{link.node(slot)}): {text}{_after(cause)}",
+        group=link.name,
+        role=failure.role,
+        method="renew",
+        rank=slot,
+        node=link.node(slot),
+        remote_traceback=with_cells(failure.traceback),
+    )
+    error.__cause__ = off_main(lambda: _original(link, body, kind, text))
+    return error
+
+
+def holders_error(link: Link, slot: int, names: Sequence[str], cause: ColocateError | None) -> RenewalError:
+    """The error of a group with a role that holds on to a process group which is of no use any more."""
+    own = f"{link.name}/"
+    name = names[0].removeprefix(own)
+    role = name.split("/")[0] if names[0].startswith(own) and "/" in name and name[0] != "/" else None
+    whose = "a role" if role is None else f"role {role!r}"
+    what = "torch's default group" if name == "default" else f"the process group {name!r}"
+    error = RenewalError(
+        f"group {link.name!r} failed: on slot {slot} {whose} still holds {what} of before the failed call, which had "
+        "to be cut and is of no use now. Ask ctx.process_group() in each call; a role that keeps a group, a mesh or a "
+        f"wrapped model has a method renew(self) that does without: colocate.torch.renew(...){_after(cause)}",
+        group=link.name,
+        role=role,
+        rank=slot,
+        node=link.node(slot),
+    )
+    error.__cause__ = cause
+    return error
+
+
+def _after(cause: ColocateError | None) -> str:
+    return "" if cause is None else f" (after: {cause.message})"
 
 
 def broken_error(link: Link, slot: int, pid: int | None, reason: str) -> WorkerDied:

@@ -12,7 +12,14 @@ from typing import Any
 
 import attrs
 
-from colocate._calls.failures import failure_error, hung_error, later_error, timeout_error
+from colocate._calls.failures import (
+    failure_error,
+    holders_error,
+    hung_error,
+    later_error,
+    renew_error,
+    timeout_error,
+)
 from colocate._calls.link import Link
 from colocate._calls.pending import PendingCall
 from colocate._calls.stacks import StackQuestions, Stacks
@@ -20,7 +27,7 @@ from colocate._protocol import messages
 from colocate._protocol.consequence import POISONED
 from colocate._system.jobs import Timer
 from colocate._system.limits import ALIVE_WITHIN_S
-from colocate.errors import ColocateError, RoleError
+from colocate.errors import ColocateError
 
 
 @attrs.define(eq=False)
@@ -37,10 +44,23 @@ class _Hold:
     later: list[tuple[PendingCall, ColocateError, bool]] = attrs.field(factory=list)  # the last: whether it follows
     timer: Timer | None = None
     patient: bool = False  # the cause of what is suspected may come from a rank that is alive
+    begun: dict[str, list[tuple[int, int]]] = attrs.field(factory=dict)  # operations of each process group, by rank
+    cut: set[str] = attrs.field(factory=set)
 
     def cause(self) -> ColocateError | None:
         """What is known of why it was begun."""
         return self.root or (self.suspected[1] if self.suspected is not None else None)
+
+    def broken(self) -> list[str]:
+        """The process groups that are of no use any more, by name.
+
+        One of them is cut, isn't there on all of its ranks, or waits for an operation that some of these never begin.
+        """
+        found = set(self.cut)
+        for name, told in self.begun.items():
+            if len(set(told)) > 1 or len(told) != told[0][1]:
+                found.add(name)
+        return sorted(found)
 
 
 class CallOrder:
@@ -134,12 +154,9 @@ class CallOrder:
             hold = self._hold
             if failure.secondary and self.link.closed_by is not None:
                 return  # it is the end of the group that has broken what the call waited for, and that is told to all
-            if call is None and hold is None:
-                # Its caller has been told already (another rank failed first, and that hold is over).
-                self._begin_hold(seq, known=slot)
-                return
-            if hold is None:
+            if hold is None:  # perhaps its caller has been told already: another rank failed first
                 hold = self._begin_hold(seq, known=slot)
+            self._tell_left(hold, slot, failed.operations)
             if call is None:
                 return
             call.spans.append((call.index_of(slot), 0.0, 0.0))
@@ -172,16 +189,24 @@ class CallOrder:
                 return
             hold.waiting.discard(slot)
             hold.silent.discard(slot)
-            if held.holders:
-                cause, role = hold.cause(), held.holders[0]
-                error = RoleError(
-                    f"group {self.link.name!r} failed: role {role!r} on slot {slot} still holds the process "
-                    "group of before the failed call, which is of no use now; ask ctx.process_group() in each call",
-                    group=self.link.name,
-                    role=role,
-                )
-                error.__cause__ = cause
-                self.link.fail(error)
+            self._tell_left(hold, slot, held.operations)
+            for name, told in held.operations.items():
+                hold.begun.setdefault(name, []).append(told)
+            hold.cut.update(held.cut)
+            if not hold.waiting:
+                self._all_back(hold)
+
+    def renewed(self, slot: int, renewed: messages.GroupsDropped, body: Any) -> None:
+        """A rank has dropped the process groups that are of no use, and its roles have been told."""
+        with self.lock:
+            hold = self._hold
+            if hold is None or hold.number != renewed.number:
+                return
+            hold.waiting.discard(slot)
+            if renewed.failure is not None:
+                self.link.fail(renew_error(self.link, slot, renewed.failure, body, hold.cause()))
+            elif renewed.holders:
+                self.link.fail(holders_error(self.link, slot, renewed.holders, hold.cause()))
             elif not hold.waiting:
                 self._resume(hold)
 
@@ -251,6 +276,24 @@ class CallOrder:
             if hold.suspected is not None and hold.root is None and not hold.suspected[0].done():
                 call, error = hold.suspected
                 self._tell_root(hold, call, call.poison() or error)
+
+    def _tell_left(self, hold: _Hold, slot: int, operations: messages.Operations) -> None:
+        """A rank begins no operation of a process group any more: those that aren't back mustn't wait for it."""
+        others = hold.waiting - {slot}
+        if others and (operations or hold.begun):
+            self.link.send(sorted(others), messages.Left(hold.number, slot, operations))
+
+    def _all_back(self, hold: _Hold) -> None:
+        """No rank runs anything: renew what is broken, and go on."""
+        broken = hold.broken()
+        if not broken:
+            self._resume(hold)
+            return
+        hold.waiting = set(self.link.live())
+        if hold.timer is not None:
+            hold.timer.cancel()
+        hold.timer = self._timers.after(self.link.grace, lambda: self._overdue(hold))
+        self.link.send(sorted(hold.waiting), messages.DropGroups(hold.number, broken))
 
     def _resume(self, hold: _Hold) -> None:
         self._settle_suspicion(hold)

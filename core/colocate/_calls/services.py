@@ -28,6 +28,7 @@ class Services:
         seed: What every `ctx.generator` is derived from.
         strict: Whether everything is checked.
         call_timeout: Seconds that a call may take which names no timeout of its own.
+        collective_timeout: Seconds that an operation of a process group may take.
         timers: Keeps deadlines; nothing of the user's runs there.
         dispatcher: Runs users' callbacks.
         printer: Prints what workers print, and logs.
@@ -40,6 +41,7 @@ class Services:
     seed: int
     strict: bool
     call_timeout: float
+    collective_timeout: float
     timers: JobThread
     dispatcher: Dispatcher
     printer: Printer

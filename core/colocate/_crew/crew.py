@@ -206,6 +206,9 @@ class Crew(Restartable):
     def _held(self, worker: Worker, held: messages.Held, body: None) -> None:
         self.order.held(worker.slot, held)
 
+    def _renewed(self, worker: Worker, renewed: messages.GroupsDropped, body: Any) -> None:
+        self.order.renewed(worker.slot, renewed, body)
+
     def _stack(self, worker: Worker, stack: messages.Stack, body: None) -> None:
         self.order.stacks.answered(worker.slot, stack)
 
@@ -395,6 +398,7 @@ _HEARD: dict[type[Message], Callable[[Crew, Worker, Any, Any], None]] = {
     messages.Failed: Crew._failed,
     messages.Alive: Crew._alive,
     messages.Held: Crew._held,
+    messages.GroupsDropped: Crew._renewed,
     messages.Stack: Crew._stack,
     messages.CanWithdraw: Crew._can_withdraw,
     messages.Fetched: Crew._fetched,

@@ -25,7 +25,9 @@ class _Meeting:
     """Who is there, and what one of them has brought."""
 
     there: list[Tell] = attrs.field(factory=list)
+    slots: set[int] = attrs.field(factory=set)
     value: Any = None
+    refusal: str | None = None
 
 
 class Questions:
@@ -51,24 +53,30 @@ class Questions:
             case messages.HeardAll():
                 tell(None)
             case messages.Meet() as question:
-                self._meet(question, tell)
+                self._meet(worker.slot, question, tell)
             case question:
                 self._taught.asked(worker, question, tell)
 
-    def _meet(self, asked: messages.Meet, tell: Tell) -> None:
-        """Tell all members the value that one of them has brought, once all are there.
+    def _meet(self, slot: int, asked: messages.Meet, tell: Tell) -> None:
+        """Tell all members the value that one of them has brought, once all are there, or why one can't come.
 
         Nobody comes any more once the call has failed: then the hold ends the wait in the worker.
         """
         with self._order.lock:
             meeting = self._meetings.setdefault(asked.board, _Meeting())
+            if asked.joins and not meeting.slots:
+                self._order.link.send([each for each in self._order.link.live() if each != slot], messages.Join())
             meeting.there.append(tell)
+            meeting.slots.add(slot)
+            meeting.refusal = meeting.refusal or asked.refusal
             if asked.value is not None:
                 meeting.value = asked.value
-            if len(meeting.there) == asked.members:
-                del self._meetings[asked.board]
+            if meeting.refusal is not None or len(meeting.slots) == asked.members:
                 for told in meeting.there:
-                    told(meeting.value, None)
+                    told(meeting.value, meeting.refusal)
+                meeting.there.clear()
+            if len(meeting.slots) == asked.members:
+                del self._meetings[asked.board]
 
     def _aligned(self, asked: messages.Aligned, tell: Tell) -> None:
         """Which of the other residents that a call uses have the partition of the first, once all of them are made."""

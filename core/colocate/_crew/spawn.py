@@ -33,7 +33,8 @@ class Declared:
     infos: Mapping[str, RoleInfo]
     specs: Mapping[str, RoleSpec[Any]]
     distributions: Mapping[str, tuple[str | None, str | None]]
-    default_role: str | None
+    default_group: bool
+    torchrun: bool
     definitions: Inbox | None = None
 
 
@@ -62,12 +63,11 @@ def declare(roles: Mapping[str, RoleSpec[Any]], slots: int, mesh: Mapping[str, A
             infos[name], distributions[name] = _declare_one(name, spec, slots, mesh)
         except ConfigError as error:
             mistakes.append(Mistake(f"roles.{name}", None, error.message))
-    defaults = [name for name, spec in roles.items() if isinstance(spec, RoleSpec) and spec.default_group]
-    if len(defaults) > 1:
-        mistakes.append(Mistake("roles", None, f"{' and '.join(defaults)} both want torch's default group; one can"))
     if mistakes:
         raise ConfigError("the group can't be spawned:", mistakes=tuple(mistakes))
-    return Declared(infos, dict(roles), distributions, defaults[0] if defaults else None)
+    torchrun = any(spec.env == "torchrun" for spec in roles.values())
+    default_group = torchrun or any(spec.default_group for spec in roles.values())
+    return Declared(infos, dict(roles), distributions, default_group, torchrun)
 
 
 def _declare_one(

@@ -104,7 +104,15 @@ class Workforce:
             live = link.live()
             restored = None if checkpoint is None else str(checkpoint)
             self._building_since = time.time()
-            link.send(live, messages.Build(link.generation, declared.default_role, restored), body)
+            build = messages.Build(
+                link.generation,
+                len(self.workers),
+                declared.default_group,
+                self._nodes() if declared.torchrun else None,
+                link.services.collective_timeout,
+                restored,
+            )
+            link.send(live, build, body)
             self._stages.wait(lambda: self._stages.all_reached(Stage.BUILT) or self._build_failed, deadline)
             if self._build_failed:
                 # The others are told by a hold, and have as long as after any failed call.
@@ -124,6 +132,11 @@ class Workforce:
                 errors.add(worker.slot, error)
         if errors.errors:
             raise errors.error()
+
+    def _nodes(self) -> list[int]:
+        """Which slots lie on one node, as a number for each slot."""
+        names = [worker.boot.node for worker in self.workers]
+        return [names.index(name) for name in names]
 
     def constructing(self, longer_than: float) -> list[int]:
         """The slots whose roles have been under construction for so many seconds."""

@@ -107,4 +107,4 @@ def _spawn(pool: Pool, name: str, config: Config) -> ColocatedGroup:
 
 def _role(entry: RoleConfig) -> RoleSpec[Any]:
     spec = role(entry.use, **entry.with_)
-    return spec.on(slots=entry.slots, mesh=entry.mesh, default_group=entry.default_group)
+    return spec.on(slots=entry.slots, mesh=entry.mesh, default_group=entry.default_group, env=entry.env)

@@ -47,8 +47,16 @@ def needed_by(cls: type) -> frozenset[str]:
     return found
 
 
-def lacks_processes(role: str, cls: type, default_group: bool, ranks: int, executor: type[Executor]) -> str | None:
-    """Why a role's process groups can't be made on an executor, if they can't."""
+def lacks_processes(
+    role: str, cls: type, default_group: bool, env: str | None, ranks: int, executor: type[Executor]
+) -> str | None:
+    """Why a role's process groups can't be made on an executor, or its environment not be set, if they can't."""
+    if env is not None and executor.in_process:
+        return (
+            f"role {role!r} wants the environment of {env}, which is its whole process's, but slots of "
+            f"{executor.name!r} are threads of one: use connect('local', processes=True), in a config "
+            "executor.with.processes=true"
+        )
     if ranks < 2 or not executor.in_process or not (default_group or "process_group" in needed_by(cls)):
         return None
     return (
@@ -58,13 +66,15 @@ def lacks_processes(role: str, cls: type, default_group: bool, ranks: int, execu
     )
 
 
-def check_needs(role: str, cls: type, default_group: bool, ranks: int, executor: type[Executor]) -> None:
+def check_needs(
+    role: str, cls: type, default_group: bool, env: str | None, ranks: int, executor: type[Executor]
+) -> None:
     """Raise unless an executor has what a role needs.
 
     Raises:
         CapabilityError: It can't have process groups of several ranks there.
     """
-    if (why := lacks_processes(role, cls, default_group, ranks, executor)) is not None:
+    if (why := lacks_processes(role, cls, default_group, env, ranks, executor)) is not None:
         raise CapabilityError(why, capability="OwnProcess", executors=("local with processes=True",), role=role)
 
 

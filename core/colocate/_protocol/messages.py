@@ -11,6 +11,9 @@ from colocate._protocol.message import Head, Message, message, read, values
 # of bytes of its pickle and the buffers that it refers to.
 Where: TypeAlias = "int | tuple[int, int, tuple[int, ...]] | None"
 
+# How many operations were begun on each process group, and of how many ranks that is, by the group's name.
+Operations: TypeAlias = "Mapping[str, tuple[int, int]]"
+
 # -- to the worker
 
 
@@ -54,12 +57,18 @@ class Build(Message):
 
     Attributes:
         generation: How often the group has been restarted.
-        default_role: Whose process group is torch's default one.
+        slots: How many slots the group has.
+        default_group: Whether torch's default process group is there before them.
+        nodes: Which slots lie on one node, in the environment that torchrun sets; None where nothing reads that.
+        collective_timeout: How long an operation of a process group may take, in seconds.
         restored: The folder of the checkpoint that they go on from; None for none.
     """
 
     generation: int
-    default_role: str | None
+    slots: int
+    default_group: bool
+    nodes: Sequence[int] | None
+    collective_timeout: float
     restored: str | None
 
 
@@ -133,6 +142,39 @@ class Hold(Message):
     number: int
     failed: int
     cut: bool
+
+
+@message
+class Left(Message):
+    """During a hold: a rank has failed, or is back, and begins no operation of a process group any more.
+
+    Attributes:
+        number: The hold's.
+        slot: The rank's.
+        operations: How many it had begun on each group, by the group's name, and of how many ranks that is.
+    """
+
+    number: int
+    slot: int
+    operations: Operations
+
+
+@message
+class DropGroups(Message):
+    """All ranks are back, and some process groups are of no use any more: drop them; answered by `GroupsDropped`.
+
+    Attributes:
+        number: The hold's.
+        names: The groups'.
+    """
+
+    number: int
+    names: Sequence[str]
+
+
+@message
+class Join(Message):
+    """Another slot needs the default process group: do this one's part in making it."""
 
 
 @message
@@ -312,20 +354,22 @@ class Failed(Message):
     Attributes:
         seq: The call; 0 for the construction of the roles.
         failure: What it raised.
+        operations: How many it has begun on each process group; see `Left`.
     """
 
     seq: int
     failure: Failure
+    operations: Operations
 
     def head(self) -> Head:
         """What travels of it."""
-        return "Failed", self.seq, values(self.failure)
+        return "Failed", self.seq, values(self.failure), self.operations
 
     @classmethod
     def of(cls, *values: Any) -> Failed:
         """As `Message.of`."""
-        seq, failure = values
-        return cls(seq, Failure(*failure))
+        seq, failure, operations = values
+        return cls(seq, Failure(*failure), operations)
 
 
 @message
@@ -346,12 +390,39 @@ class Held(Message):
     Attributes:
         number: The hold's.
         begun: The highest call that it has begun.
-        holders: Roles that still hold a process group of before, which is of no use.
+        operations: How many it has begun on each process group; see `Left`.
+        cut: Process groups that it has cut.
     """
 
     number: int
     begun: int
+    operations: Operations
+    cut: Sequence[str]
+
+
+@message
+class GroupsDropped(Message):
+    """Some process groups are dropped, and roles have been told. Body: what one of them raised, if it can be sent.
+
+    Attributes:
+        number: The hold's.
+        holders: Groups that somebody still holds, by name.
+        failure: What a role's `renew` raised.
+    """
+
+    number: int
     holders: Sequence[str]
+    failure: Failure | None
+
+    def head(self) -> Head:
+        """What travels of it."""
+        return "GroupsDropped", self.number, self.holders, None if self.failure is None else values(self.failure)
+
+    @classmethod
+    def of(cls, *values: Any) -> GroupsDropped:
+        """As `Message.of`."""
+        number, holders, failure = values
+        return cls(number, holders, None if failure is None else Failure(*failure))
 
 
 @message
@@ -564,8 +635,12 @@ class Meet(Message):
         board: What they meet for.
         members: How many they are.
         value: What this one brings; None for nothing.
+        joins: Whether those that don't come by themselves are told to (`Join`).
+        refusal: Why this one can't come, which all of them are told.
     """
 
     board: str
     members: int
     value: Any
+    joins: bool
+    refusal: str | None

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import attrs
 
@@ -18,6 +18,7 @@ from colocate.errors import ColocateError, ConfigError
 if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 R = TypeVar("R")
 
@@ -52,6 +53,39 @@ class MeshPlace:
         return self.mesh.coordinate(self._rank, axis)
 
 
+@attrs.frozen
+class Rendezvous:
+    """Where ranks meet.
+
+    Attributes:
+        host: Address of slot 0's machine, as the other slots reach it.
+        port: That of a store which listens there already: nobody else can have it.
+    """
+
+    host: str
+    port: int
+
+
+class Groups(Protocol):
+    """What makes the process groups of a worker's roles."""
+
+    def get(self, ctx: Context, axis: str | None) -> ProcessGroup:
+        """See `Context.process_group`."""
+        ...
+
+    def mesh(self, ctx: Context, name: str | None) -> DeviceMesh:
+        """See `Context.device_mesh`."""
+        ...
+
+    def rendezvous(self) -> tuple[str, int]:
+        """See `Context.rendezvous`."""
+        ...
+
+    def make_again(self, ctx: Context) -> None:
+        """Make those groups of a role again that it had before and that were dropped."""
+        ...
+
+
 @attrs.define(eq=False)
 class Context:
     """One role on one rank: who and where it is, and what the worker offers it.
@@ -66,6 +100,7 @@ class Context:
         generation: How often the group has been restarted.
         seed: A number derived from runtime seed, group, role and rank.
         meshes: This rank's place in each named mesh; an unnamed one has the key "".
+        slots: Indices of the slots that have the role, by its ranks: those are its ranks in torch's default group.
     """
 
     rank: int
@@ -80,9 +115,8 @@ class Context:
     hosted: bool = True
     _device: str = attrs.field(default="cpu", alias="device")
     _siblings: Mapping[str, object] = attrs.field(factory=dict, alias="siblings")
-    _process_group: Callable[[Context, str | None], ProcessGroup] | None = attrs.field(
-        default=None, alias="process_group"
-    )
+    slots: Sequence[int] = (0,)
+    _groups: Groups | None = attrs.field(default=None, alias="groups")
     _report: Callable[[Context, int, int | None], None] | None = attrs.field(default=None, alias="report")
     _generator: torch.Generator | None = attrs.field(default=None, init=False)
     last_call: CallState = attrs.field(factory=lambda: CallState(0), init=False)
@@ -145,16 +179,40 @@ class Context:
     def process_group(self, axis: str | None = None) -> ProcessGroup:
         """A torch.distributed group of this role's ranks, or of those that share all other coordinates with this rank.
 
-        Every rank of the role calls it at the same place. After a failed call the next one is a new group, so a role
-        asks for it in each call and doesn't keep it. Needs torch.
+        Every rank of the role calls it at the same place. It lies in torch's default group, whose ranks are the slots
+        of the colocated group. After a failed call in which ranks have waited for each other in vain the next one is a
+        new group: a role asks for it in each call and doesn't keep it, or has a method `renew(self)` that does without
+        the old one (see "Bring your trainer"). Needs torch.
 
         Args:
             axis: An axis of the role's mesh; None for all ranks. Where several meshes have it: "train.tp".
         """
         need_torch("ctx.process_group()")
-        if self._process_group is None:
+        return self._its_groups.get(self, axis)
+
+    def device_mesh(self, mesh: str | None = None) -> DeviceMesh:
+        """The role's mesh as torch has them, with its named axes: for FSDP2, tensor parallelism, DTensor.
+
+        Its groups are those of `process_group(axis)`, and what holds for them holds for it. Every rank of the role
+        calls it at the same place. Needs torch.
+
+        Args:
+            mesh: Name of the mesh, where the role has several.
+        """
+        need_torch("ctx.device_mesh()")
+        return self._its_groups.mesh(self, mesh)
+
+    @property
+    def rendezvous(self) -> Rendezvous:
+        """Where the slots of the group meet: a store of torch's (`TCPStore`), which slot 0 serves. Needs torch."""
+        need_torch("ctx.rendezvous")
+        return Rendezvous(*self._its_groups.rendezvous())
+
+    @property
+    def _its_groups(self) -> Groups:
+        if self._groups is None:
             raise ColocateError("this context has no process group")
-        return self._process_group(self, axis)
+        return self._groups
 
     def progress(self, done: int, total: int | None = None) -> None:
         """Say how far a long method is; shown in hang reports and in the timeline."""
@@ -193,13 +251,29 @@ def standalone_context(role: str) -> Context:
     """The context of a role object made outside any worker: rank 0 of 1, on the CPU."""
     seed = derive_seed(0, "standalone", role, 0)
     place = {"": MeshPlace(Mesh({"dp": 1}), 0)}
-    return Context(0, 1, 0, "localhost", role, "standalone", 0, seed, place, hosted=False, process_group=_alone)
+    return Context(0, 1, 0, "localhost", role, "standalone", 0, seed, place, hosted=False, groups=_Alone())
 
 
-def _alone(ctx: Context, axis: str | None) -> ProcessGroup:
-    from colocate._role.torch_groups import single_rank_group
+class _Alone:
+    """The groups of a role object outside any worker."""
 
-    return single_rank_group()
+    def get(self, ctx: Context, axis: str | None) -> ProcessGroup:
+        from colocate._role.torch_groups import single_rank_group
+
+        return single_rank_group()
+
+    def mesh(self, ctx: Context, name: str | None) -> DeviceMesh:
+        from colocate._role.torch_groups import single_rank_mesh
+
+        return single_rank_mesh([*ctx.mesh.shape])
+
+    def make_again(self, ctx: Context) -> None:
+        return  # none is ever dropped
+
+    def rendezvous(self) -> tuple[str, int]:
+        from colocate._role.torch_groups import single_rank_store
+
+        return single_rank_store()
 
 
 def need_torch(what: str) -> Any:

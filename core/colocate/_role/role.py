@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, ParamSpec, TypeVar, overload
+from typing import Any, Generic, Literal, ParamSpec, TypeVar, overload
 
 import attrs
 
@@ -55,7 +55,8 @@ class RoleSpec(Generic[R]):
         kwargs: Keyword constructor arguments.
         slots: Indices of the slots it lives on; None for all.
         mesh: Axes over its ranks, or several by name; None for one axis, dp.
-        default_group: Whether torch's default process group is this role's.
+        default_group: Whether torch's default process group, whose ranks are the group's slots, is there before it.
+        env: "torchrun": so are the environment variables that torchrun sets.
     """
 
     target: type[R] | str
@@ -64,6 +65,7 @@ class RoleSpec(Generic[R]):
     slots: tuple[int, ...] | None = None
     mesh: Mapping[str, Any] | None = None
     default_group: bool = False
+    env: Literal["torchrun"] | None = None
 
     def on(
         self,
@@ -71,13 +73,18 @@ class RoleSpec(Generic[R]):
         slots: Sequence[int] | None = None,
         mesh: Mapping[str, int] | Mapping[str, Mapping[str, int]] | None = None,
         default_group: bool | None = None,
+        env: Literal["torchrun"] | None = None,
     ) -> RoleSpec[R]:
         """The same role, placed.
 
         Args:
             slots: Indices of the slots it lives on (default: all of the group's).
             mesh: Axes over its ranks, row-major, the last axis fastest; or several such by name.
-            default_group: Whether torch's default process group is set to this role's ranks.
+            default_group: Whether torch's default process group is there before the role is constructed, for a
+                library that asks for it. Its ranks are the slots of the group.
+            env: "torchrun": the environment variables that torchrun sets are there too (`MASTER_ADDR`, `MASTER_PORT`,
+                `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`), for a library that reads them. They are the
+                worker's, and as the default group has them.
         """
         changes: dict[str, Any] = {}
         if slots is not None:
@@ -86,6 +93,10 @@ class RoleSpec(Generic[R]):
             changes["mesh"] = dict(mesh)
         if default_group is not None:
             changes["default_group"] = default_group
+        if env is not None:
+            if env != "torchrun":
+                raise ConfigError(f'env={env!r}: it is "torchrun", or None for no variables')
+            changes["env"] = env
         return attrs.evolve(self, **changes)
 
     @property

@@ -1,4 +1,8 @@
-"""Process groups in torch: making one with its peers, and taking it out of torch's books again."""
+"""Process groups in torch: made together with their peers, read, cut, and taken out of torch's books again.
+
+Torch keeps books of all groups of a process. What is asked here of any group is read from those, so that one that a
+role has made by itself (`init_process_group`, `new_group`) is counted and cut as colocate's own are.
+"""
 
 from __future__ import annotations
 
@@ -7,99 +11,173 @@ import datetime
 import os
 import select
 import socket
+import sys
 import threading
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from colocate import wire
+from colocate._system.limits import GROUPS_CONNECT_WITHIN_S
+from colocate.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
-_TIMEOUT = datetime.timedelta(minutes=30)
-_CONNECT_TIMEOUT = datetime.timedelta(seconds=60)
+_CONNECT_TIMEOUT = datetime.timedelta(seconds=GROUPS_CONNECT_WITHIN_S)
 _alone_lock = threading.Lock()
 _alone: list[ProcessGroup] = []
-
-
-@attrs.define(eq=False)
-class Made:
-    """A group and duplicates of its connected sockets, which outlive gloo's own."""
-
-    group: ProcessGroup
-    role: str | None
-    sockets: list[socket.socket]
-    default: bool
-    asked: int | None = None  # the number of the last call that asked for it
+_stores: list[tuple[Any, tuple[str, int]]] = []
+_SHARED = "colocate/default"
+_sharers: set[int] = set()
+_sockets: dict[str, list[socket.socket]] = {}  # duplicates of groups' connected sockets, which outlive gloo's own
+_books = threading.Lock()
 
 
 @attrs.frozen
 class Plan:
-    """What a group is made from, and how."""
+    """What a group is made from, and how.
 
-    role: str | None
+    Attributes:
+        name: What torch calls it: the same after it was renewed.
+        board: What its ranks meet under: another one each time.
+        slots: Those of its ranks, in order; in the default group, to torch a slot's number is the rank.
+        index: Which of them this is.
+        is_default: Whether it is torch's default group.
+        lies_in_default: Whether it is one of the default group's.
+        device: Of the slot.
+        timeout_s: How long a collective may take.
+    """
+
+    name: str
     board: str
-    members: int
+    slots: Sequence[int]
     index: int
-    default: bool
-    backend: str
+    is_default: bool
+    lies_in_default: bool
+    device: str
+    timeout_s: float
 
-    def store(self, host: str, port: int, listener: socket.socket | None) -> Any:
-        """What its ranks tell each other their addresses through: that of rank 0."""
+    @property
+    def backend(self) -> str:
+        """Tensors of the host go by gloo in any case."""
+        return "cpu:gloo,cuda:nccl" if self.device.startswith("cuda") else "gloo"
+
+    def make(self, store: Any) -> ProcessGroup:
+        """Make it, together with all its ranks, which meet through a store."""
+        # The public API makes groups only of all ranks of the default one together, and names them by counting. This is
+        # what init_process_group and new_group do themselves. Imported here: only who asks for a group has torch.
+        import torch
         import torch.distributed as dist
+        from torch.distributed import distributed_c10d as c10d
 
-        found = dist.TCPStore(  # type: ignore[attr-defined]  # torch has it here without saying so
-            host,
-            port,
-            self.members,
-            is_master=listener is not None,
-            wait_for_workers=False,
-            timeout=_CONNECT_TIMEOUT,
-            master_listen_fd=None if listener is None else listener.detach(),
-        )
-        found.set_timeout(_TIMEOUT)
-        return dist.PrefixStore(self.board, found)  # type: ignore[attr-defined]
+        bound = torch.device(self.device) if self.device.startswith("cuda") else None
+        with _no_split(c10d) if self.lies_in_default else contextlib.nullcontext():
+            group, _ = c10d._new_process_group_helper(
+                len(self.slots),
+                self.index,
+                list(self.slots) if self.lies_in_default else [],
+                dist.Backend(self.backend),
+                dist.PrefixStore(self.board, store),  # type: ignore[attr-defined]
+                group_name=c10d.GroupName(self.name),
+                timeout=datetime.timedelta(seconds=self.timeout_s),
+                device_id=bound,
+            )
+        to_torch = self.slots if self.is_default or self.lies_in_default else range(len(self.slots))
+        c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(to_torch)}
+        if self.is_default:
+            c10d._update_default_pg(group)  # as init_process_group does
+        made: ProcessGroup = group
+        return made
 
-    def make(self, store: Any) -> Made:
-        """Make it, together with all its ranks."""
-        before = set(_connected_sockets())
-        group = new_group(store, self.index, self.members, self.board, self.backend)
-        return Made(group, self.role, _since(before) if self.members > 1 else [], self.default)
+
+@contextlib.contextmanager
+def _no_split(c10d: Any) -> Any:
+    """Have a group's NCCL communicator be made by its own ranks: one split off needs all ranks of the default group."""
+    default = c10d._get_default_group()
+    bound = default.bound_device_id
+    if bound is None:
+        yield
+        return
+    default.bound_device_id = None
+    try:
+        yield
+    finally:
+        default.bound_device_id = bound
 
 
-def lost_a_peer(groups: list[Made]) -> bool:
-    """Whether the other end of a connection is gone, or this one has been shut down."""
-    poll = select.poll()
-    for made in groups:
-        for connection in made.sockets:
-            if (fd := connection.fileno()) >= 0:
-                poll.register(fd, select.POLLRDHUP | select.POLLHUP | select.POLLERR)
-    return bool(poll.poll(0))
+# -- stores
+
+
+def serve_store(host: str) -> tuple[Any, tuple[str, int]]:
+    """A store that ranks tell each other their addresses through, at a port that nobody else can have; and where."""
+    import torch.distributed as dist
+
+    listener = socket.create_server((host, 0))
+    address = listener.getsockname()[:2]
+    store = dist.TCPStore(  # type: ignore[attr-defined]  # torch has it here without saying so
+        address[0],
+        address[1],
+        is_master=True,
+        wait_for_workers=False,
+        timeout=_CONNECT_TIMEOUT,
+        master_listen_fd=listener.detach(),
+    )
+    return store, address
+
+
+def connect_store(address: tuple[str, int], timeout_s: float) -> Any:
+    """Of one's own: a client that waits keeps all others from it that share its connection."""
+    import torch.distributed as dist
+
+    found = dist.TCPStore(  # type: ignore[attr-defined]
+        address[0], address[1], is_master=False, wait_for_workers=False, timeout=_CONNECT_TIMEOUT
+    )
+    found.set_timeout(datetime.timedelta(seconds=timeout_s))
+    return found
+
+
+def hash_store() -> Any:
+    """What a single rank needs in place of a store that others reach."""
+    import torch.distributed as dist
+
+    return dist.HashStore()  # type: ignore[attr-defined]
 
 
 def single_rank_group() -> ProcessGroup:
     """A group of this process alone, shared by all role objects outside any worker."""
     with _alone_lock:
         if not _alone:
-            _alone.append(new_group(hash_store(), 0, 1, "colocate/alone", "gloo"))
+            _alone.append(Plan("colocate/alone", "", [0], 0, False, False, "cpu", 60.0).make(hash_store()))
         return _alone[0]
 
 
-def new_group(store: Any, rank: int, size: int, name: str, backend: str) -> ProcessGroup:
-    """A group, together with its other ranks, which meet it through a store under a name."""
-    # The public API makes groups only inside the default one, which colocate leaves to the user. This is what
-    # init_process_group itself does, and what makes broadcast(group_src=) work. (group.rank() tells the rank; torch's
-    # get_rank(group) wants a default group whatever it is given.) Imported here: only who asks for a group has torch.
-    import torch.distributed as dist
-    from torch.distributed import distributed_c10d as c10d
+def single_rank_mesh(axes: Sequence[str]) -> DeviceMesh:
+    """A mesh of this process alone."""
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
 
-    made, _ = c10d._new_process_group_helper(
-        size, rank, [], dist.Backend(backend), store, group_name=c10d.GroupName(name), timeout=_TIMEOUT
+    share_default(_alone)  # never given back: it is the whole process's
+    return DeviceMesh.from_group(
+        [single_rank_group()] * len(axes),
+        "cpu",
+        mesh=torch.zeros([1] * len(axes), dtype=torch.int),
+        mesh_dim_names=(*axes,),
     )
-    c10d._world.pg_group_ranks[made] = {index: index for index in range(size)}
-    group: ProcessGroup = made
-    return group
+
+
+def single_rank_store() -> tuple[str, int]:
+    """Where a store of this process alone listens."""
+    with _alone_lock:
+        if not _stores:
+            _stores.append(serve_store(wire.LOOPBACK))
+        return _stores[0][1]
+
+
+# -- the default group
 
 
 def has_default() -> bool:
@@ -109,61 +187,228 @@ def has_default() -> bool:
     return dist.is_initialized()
 
 
-def make_default(group: ProcessGroup) -> None:
-    """Set torch's default group."""
+def share_default(owner: object) -> None:
+    """See to it that torch's default group has this process alone, for one more who needs it.
+
+    Raises:
+        ConfigError: It has others already.
+    """
+    import torch.distributed as dist
+
+    with _alone_lock:
+        if not has_default():
+            Plan(_SHARED, "", [0], 0, True, False, "cpu", 60.0).make(hash_store())
+        elif dist.get_world_size() > 1:
+            raise ConfigError(
+                "torch's default process group has other processes in it already, made by somebody else in this one: "
+                "slots that are threads share it; use connect('local', processes=True)"
+            )
+        _sharers.add(id(owner))
+
+
+def unshare_default(owner: object) -> list[Any]:
+    """One less needs it: who is the last has it forgotten, if it was made for this. See `forget`."""
+    with _alone_lock:
+        _sharers.discard(id(owner))
+        return [] if _sharers else forget(_SHARED)
+
+
+def hint_for(error: BaseException) -> str | None:
+    """What to do where a role, or a library of its, wants to make the default group itself."""
+    if not (isinstance(error, ValueError) and "initialize the default process group twice" in str(error)):
+        return None
+    return (
+        "In this worker the default process group is made by colocate already, over the slots of the group, and that "
+        "is the one to use: torch.distributed.is_initialized() tells a library so. Leave init_process_group() out; who "
+        "needs one of its own makes it inside that, by new_group()"
+    )
+
+
+# -- all groups of this process
+
+
+def record_sockets() -> None:
+    """From now on, have the sockets of each group known that is made in this process, whoever makes it."""
     from torch.distributed import distributed_c10d as c10d
 
-    c10d._update_default_pg(group)  # as init_process_group does
+    make: Callable[..., Any] = c10d._new_process_group_helper
+    if getattr(make, "records_sockets", False):
+        return
+
+    def recording(group_size: int, *args: Any, **kwargs: Any) -> Any:
+        before = set(_connected_sockets()) if group_size > 1 else set()
+        group, store = make(group_size, *args, **kwargs)
+        # What is bound to a device is made by NCCL, which is cut by its own means.
+        if group_size > 1 and getattr(group, "bound_device_id", None) is None and (name := _name_of(group)) is not None:
+            with _books:
+                _sockets[name] = _since(before)
+        return group, store
+
+    recording.records_sockets = True  # type: ignore[attr-defined]
+    c10d._new_process_group_helper = recording
 
 
-def forget_all(groups: dict[tuple[Any, ...], Made]) -> list[Any]:
-    """Forget all of them; what is left of them is to be buried."""
-    left = []
-    while groups:
-        _, made = groups.popitem()
-        left += forget(made)
-        del made
-    return left
+def all_groups() -> dict[str, ProcessGroup]:
+    """Those of this process by name, that of the default one last. Who keeps one looks like a role that does."""
+    c10d = sys.modules.get("torch.distributed.distributed_c10d")  # there are none where nobody needs torch
+    world = getattr(c10d, "_world", None)  # None while it is being imported
+    if world is None:
+        return {}
+    found = sorted(world.pg_names.items(), key=lambda item: item[0] is world.default_pg)
+    return {str(name): group for group, name in found}
 
 
-def forget(made: Made) -> list[Any]:
-    """Take a group out of torch's books; what would wait for the work that still runs in it, were it dropped here."""
+def are_any() -> bool:
+    """Whether there are any."""
+    return bool(all_groups())
+
+
+def named(name: str) -> ProcessGroup | None:
+    """The group of a name."""
+    return all_groups().get(name)
+
+
+def reference(name: str) -> weakref.ref[ProcessGroup] | None:
+    """What tells whether a group is still held, once it is forgotten."""
+    group = named(name)
+    return None if group is None else weakref.ref(group)
+
+
+def members(name: str) -> Collection[int]:
+    """The ranks in the default group of those that share a group."""
+    from torch.distributed import distributed_c10d as c10d
+
+    group = named(name)
+    return () if group is None else list(c10d._world.pg_group_ranks.get(group, ()))
+
+
+def operations() -> dict[str, tuple[int, int]]:
+    """How many operations this rank has begun on each group of several ranks, and how many ranks that has."""
+    return {name: (_count(group), group.size()) for name, group in all_groups().items() if group.size() > 1}
+
+
+def _count(group: ProcessGroup) -> int:
+    return sum(backend._get_sequence_number_for_group() for backend in _backends(group))
+
+
+def _backends(group: Any) -> list[Any]:
+    """Each once. Nobody may keep one: who lets go of the last reference waits for what still runs in it."""
+    found: dict[int, Any] = {}
+    for device in group._device_types:
+        try:
+            backend = group._get_backend(device)
+        except RuntimeError:  # a group that is written in Python has none but itself
+            backend = group
+        found[id(backend)] = backend
+    return list(found.values())
+
+
+def cut(names: Iterable[str]) -> None:
+    """Free whoever waits for this rank in these groups; none of them is of any use after that."""
+    # The lock is left with sockets only: a group that this thread still named would look like one a role holds.
+    with _books:
+        connections = [connection for name in names for connection in _sockets.get(name, ())]
+    for connection in connections:
+        try:
+            connection.shutdown(socket.SHUT_RDWR)
+        except OSError:  # the peer has closed it already, or this worker has
+            pass
+    aborted = [name for name in names if _aborts(name)]
+    if aborted:
+        # Not here: it waits for the device, on which a kernel may wait for a peer that is cut in the same moment.
+        threading.Thread(target=_abort, args=(aborted,), name="colocate-abort", daemon=True).start()
+
+
+def _aborts(name: str) -> bool:
+    """Whether a group has a backend that frees its peers when it is aborted; gloo's does nothing then."""
+    group = named(name)
+    return group is not None and any(not _is_gloo(backend) for backend in _backends(group))
+
+
+def _abort(names: Sequence[str]) -> None:
+    """All of them as one: an abort waits for the communicators that share its device."""
+    backends = [
+        backend
+        for name in names
+        if (group := named(name)) is not None
+        for backend in _backends(group)
+        if not _is_gloo(backend)
+    ]
+    together = [backend for backend in backends if hasattr(backend, "_group_start")]
+    if together:
+        together[0]._group_start()
+    try:
+        for backend in backends:
+            backend.abort()
+    finally:
+        if together:
+            together[0]._group_end()
+
+
+def lost_a_peer(names: Iterable[str]) -> bool:
+    """Whether the other end of a connection is gone, or this one has been shut down."""
+    poll = select.poll()
+    with _books:
+        for name in names:
+            for connection in _sockets.get(name, ()):
+                if (fd := connection.fileno()) >= 0:
+                    poll.register(fd, select.POLLRDHUP | select.POLLHUP | select.POLLERR)
+        return bool(poll.poll(0))
+
+
+def forget(name: str) -> list[Any]:
+    """Take a group out of torch's books; what would wait for the work that still runs in it, were it dropped here.
+
+    With the default group all others go.
+    """
+    group = named(name)
+    if group is None:
+        return []
     import torch.distributed as dist
     from torch.distributed import distributed_c10d as c10d
 
-    for connection in made.sockets:
-        connection.close()
     world = c10d._world
-    if made.group is world.default_pg:  # those that the user has made inside it go with it
-        left = [backend for group in list(world.pg_map) for backend in _gloo(group)]
+    if group is world.default_pg:
+        left = [backend for each in list(world.pg_map) for backend in _backends(each) if _is_gloo(backend)]
+        _close_sockets(list(_sockets))
         dist.destroy_process_group()
         return left
-    left = _gloo(made.group)
-    name = world.pg_names.get(made.group)
-    if name is not None:  # gone with the default group
-        c10d._unregister_process_group(name)  # type: ignore[attr-defined]  # as the group was registered, by torch itself
-    for table in (
+    left = [backend for backend in _backends(group) if _is_gloo(backend)]
+    _close_sockets([name])
+    c10d._unregister_process_group(c10d.GroupName(name))  # type: ignore[attr-defined]
+    tables: Sequence[Mapping[Any, Any]] = (
         *(world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config, world.pg_to_tag),
         world.pg_coalesce_state,
-    ):
-        table.pop(made.group, None)
+    )
+    for table in tables:
+        table.pop(group, None)  # type: ignore[attr-defined]
     for tag, tagged in list(world.tags_to_pg.items()):
-        world.tags_to_pg[tag] = [group for group in tagged if group is not made.group]
+        world.tags_to_pg[tag] = [each for each in tagged if each is not group]
     return left
 
 
-def _gloo(group: ProcessGroup) -> list[Any]:
+def forget_all() -> list[Any]:
+    """Forget all of them; see `forget`."""
+    return [backend for name in [*all_groups()] for backend in forget(name)]
+
+
+def _close_sockets(names: Iterable[str]) -> None:
+    with _books:
+        for name in names:
+            for connection in _sockets.pop(name, ()):
+                connection.close()
+
+
+def _name_of(group: Any) -> str | None:
+    from torch.distributed import distributed_c10d as c10d
+
+    return c10d._world.pg_names.get(group)
+
+
+def _is_gloo(backend: Any) -> bool:
     from torch.distributed import ProcessGroupGloo
 
-    backends = [group._get_backend(device) for device in group._device_types]
-    return [backend for backend in backends if isinstance(backend, ProcessGroupGloo)]
-
-
-def hash_store() -> Any:
-    """What a single rank needs in place of a store that others reach."""
-    import torch.distributed as dist
-
-    return dist.HashStore()  # type: ignore[attr-defined]  # torch has it here without saying so
+    return isinstance(backend, ProcessGroupGloo)
 
 
 def _connected_sockets() -> dict[str, int]:

@@ -24,6 +24,11 @@ RELEASED_AFTER_S = 0.1
 COLLECTIVE_PATIENCE_S = 0.1
 """A collective goes on so long after a peer of it has left: what that has sent may be on its way."""
 
+GROUPS_CONNECT_WITHIN_S = 60.0
+"""The ranks of a process group connect to each other, once all of them are about to."""
+LOOKS_AT_GROUPS_EVERY_S = 0.02
+"""So often a rank that isn't back yet is looked at: whether it waits in a collective for one that is."""
+
 # -- the end of workers, groups, pools, runtimes
 
 GROUPS_CLOSE_WITHIN_S = 1.0

@@ -141,12 +141,9 @@ def _groups(config: Config, executor: type[Executor] | None, trust: Trust, docum
             if (
                 cls is not None
                 and executor is not None
-                and (why := lacks_processes(role_name, cls, role.default_group, ranks, executor))
+                and (why := lacks_processes(role_name, cls, role.default_group, role.env, ranks, executor))
             ):
                 document.wrong(below, why)
-        if len(wanting := [key for key, role in group.roles.items() if role.default_group]) > 1:
-            text = f"{' and '.join(wanting)} both want torch's default group; one role of a group can"
-            document.wrong((*place, "roles", wanting[-1], "default_group"), text)
 
 
 def _pool_of(pool: str, first: str, place: Place, document: Document) -> None:

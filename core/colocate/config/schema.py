@@ -56,7 +56,8 @@ class RoleConfig:
         with_: Arguments of its constructor, checked against its signature.
         slots: Indices of the slots it lives on; null for all.
         mesh: Axes over its ranks, or several such by name.
-        default_group: Whether torch's default process group is this role's. One role of a group can have it.
+        default_group: Whether torch's default process group, whose ranks are the group's slots, is there before it.
+        env: `torchrun` for the environment variables that torchrun sets, for a library that reads them.
     """
 
     use: str
@@ -64,6 +65,7 @@ class RoleConfig:
     slots: list[int] | None = None
     mesh: Mesh | None = None
     default_group: bool = False
+    env: Literal["torchrun"] | None = None
 
 
 @attrs.frozen

@@ -105,7 +105,8 @@ def construct(build: RoleBuild, site: Site) -> HostedRole:
         meshes={name: MeshPlace(mesh, rank) for name, mesh in build.meshes.items()},
         device=site.boot.device,
         siblings=site.instances,
-        process_group=site.groups.get,
+        slots=build.slots,
+        groups=site.groups,
         report=site.report,
     )
     token = set_current(ctx)

@@ -15,13 +15,14 @@ from typing import Any
 
 from colocate._protocol.consequence import Consequence
 from colocate._protocol.messages import Failure
+from colocate._role import torch_groups
 from colocate._system.jobs import message_of
 from colocate._system.rebuilding import NotRebuilt
 from colocate._system.tracebacks import frames_of_users, told
 from colocate._values.codec import Codec
 from colocate.errors import CapabilityError, DispatchError, RoleError, SerializationError
+from colocate.worker import imports
 from colocate.worker.definitions import Definitions
-from colocate.worker.imports import hint_for
 
 _OWN = tuple(str(Path(__file__).parents[1] / package) for package in ("worker", "_protocol"))
 _HOST_ERRORS = (DispatchError, RoleError, SerializationError)
@@ -50,8 +51,9 @@ def describe(
     kind = type(error)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     text = message_of(error)
-    if (hint := hint_for(error)) is not None:
-        error.add_note(hint)
+    for hint in (imports.hint_for(error), torch_groups.hint_for(error)):
+        if hint is not None:
+            error.add_note(hint)
     may_be_ours = isinstance(error, Consequence) or unmade is not None
     follows = may_be_ours and not frames_of_users(error)  # then there is nothing of a user's to see
     trace = "" if follows else told(error, _from_role_code(error.__traceback__), whole=False)

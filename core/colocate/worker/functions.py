@@ -63,7 +63,8 @@ def hosted_functions(site: Site, slots: int, seed: int) -> HostedRole:
         meshes={"": MeshPlace(Mesh({"dp": slots}), boot.slot)},
         device=boot.device,
         siblings=site.instances,
-        process_group=site.groups.get,
+        slots=range(slots),
+        groups=site.groups,
         report=site.report,
     )
     return HostedRole(None, Functions(site.roles), {RUN.name: RUN, CHECKPOINT: SAVE}, ctx)

@@ -72,6 +72,9 @@ class WorkerHost(Site):
             messages.Batch: self._on_batch,
             messages.Free: self._on_free,
             messages.Hold: self._on_hold,
+            messages.Left: self._on_left,
+            messages.DropGroups: self._on_renew,
+            messages.Join: self._on_join,
             messages.Resume: self._on_resume,
             messages.Cancel: self._on_cancel,
             messages.Stop: self._on_stop,
@@ -132,6 +135,16 @@ class WorkerHost(Site):
         self.scope.end(hold.failed, f"{what} of group {self.boot.group!r} has failed")
         if hold.cut and any(running >= hold.failed for running in list(self.lane.running)):  # an earlier call goes on
             self.groups.cut()
+
+    def _on_left(self, left: messages.Left, body: None) -> None:
+        self.groups.left(left.number, left.slot, left.operations)
+
+    def _on_renew(self, message: messages.DropGroups, body: None) -> None:
+        self.scope.resume()  # all are back: what waits from now on is a role's `renew`
+        self.lane.do(partial(self._runner.renew, message))
+
+    def _on_join(self, message: messages.Join, body: None) -> None:
+        self.groups.join()
 
     def _on_resume(self, resume: messages.Resume, body: None) -> None:
         self.scope.resume()
@@ -231,7 +244,7 @@ class WorkerHost(Site):
     # -- on the lane
 
     def _held(self, number: int, begun: int) -> None:
-        self.say(messages.Held(number, begun, self.groups.renew(number)))
+        self.say(messages.Held(number, begun, *self.groups.back(number)))
 
     # -- on the transfer thread
 

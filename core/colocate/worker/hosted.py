@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
 import attrs
 
-from colocate._role.context import Context
+from colocate._role.context import Context, reset_current, set_current
 from colocate._role.method_spec import MethodSpec
+from colocate._role.standalone import awaited
 
 
 @attrs.define(eq=False)
@@ -25,6 +27,19 @@ class HostedRole:
         # Each call asks for one.
         named = self.name is not None
         self._labels = {method: f"{self.name}.{method}" if named else method for method in self.methods}
+
+    def renew(self) -> None:
+        """Have it do without the process groups of before: it has a method `renew` for that, or keeps none."""
+        hook = getattr(self.instance, "renew", None)
+        if hook is None or "renew" in self.methods:
+            return
+        token = set_current(self.ctx)
+        try:
+            found = hook()
+            if inspect.iscoroutine(found):
+                awaited(found)
+        finally:
+            reset_current(token)
 
     def spec(self, method: str) -> MethodSpec:
         """One of its methods."""

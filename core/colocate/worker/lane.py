@@ -67,7 +67,12 @@ class _Turned:
     lane: SocketLane
 
 
-_Item: TypeAlias = "Work | _Hold | _Resume | _Decided | _Renewed | _Turned | None"
+@attrs.frozen
+class _Action:
+    act: Callable[[], object]
+
+
+_Item: TypeAlias = "Work | _Hold | _Resume | _Decided | _Renewed | _Turned | _Action | None"
 _NEVER = sys.maxsize
 
 
@@ -161,6 +166,10 @@ class Lane:
         )  # before looking: what the lane begins after this it has looked at this for
         for work in list(self.running.values()):
             work.cancelled = True
+
+    def do(self, action: Callable[[], object]) -> None:
+        """Do something on the lane that is no call, also during a hold: it must not raise."""
+        self._put(_Action(action))
 
     def resume(self, number: int, withdrawn: frozenset[int]) -> None:
         """Go on after a hold, without the withdrawn calls."""
@@ -294,6 +303,8 @@ class Lane:
             self._held_up.pop(item.token, None)
             if item.dropped is not None:
                 self._drop(frozenset({item.dropped}))
+        elif isinstance(item, _Action):
+            item.act()
         elif isinstance(item, _Renewed):
             self._forget(item.base)
         elif isinstance(item, _Turned) and self._turns is not None:

@@ -16,6 +16,7 @@ import sys
 from functools import partial
 
 from colocate import wire
+from colocate._role.torch_groups import record_sockets
 from colocate._values.codec import BY_VALUE
 from colocate.executor import Boot
 from colocate.worker.host import WorkerHost
@@ -24,6 +25,7 @@ from colocate.worker.peers import ChannelPeers
 from colocate.worker.service import Service, given
 from colocate.worker.template import renew
 from colocate.worker.thread_counts import raise_thread_counts
+from colocate.worker.torch_import import when_torch_comes
 
 
 def main() -> None:
@@ -110,6 +112,7 @@ def start(boot: Boot, service: Service, lane: wire.SocketLane) -> WorkerHost:
 
     turns = wire.Turns(lane)
     peers = partial(ChannelPeers, tls=service.tls)
+    when_torch_comes(record_sockets)
     host = WorkerHost(boot, BY_VALUE, service.say, peers, on_end=leave, turns=turns)
     host.definitions.install()
     return host

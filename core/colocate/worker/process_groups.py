@@ -1,48 +1,49 @@
-"""torch.distributed groups of a role's ranks: set up without a port race, cut when a call fails, renewed after a hold.
+"""torch.distributed groups of a worker: made without a port race, cut only where a peer would wait for ever, renewed.
 
-Rank 0 of the group binds a free loopback or node port itself. Its ranks meet at the driver, which tells all of them the
-address once all are there; then each makes its half in a thread of its own, so that the lane can leave at any time. A
-gloo group whose rank has raised is cut by shutting its sockets down, which frees peers that wait in a collective at
-once (destroying the group frees nobody while a reference lives); `collective_waits` frees whom gloo forgets.
+The slots of a group have one default process group, in which the groups of all roles lie. It is made when the first
+role asks for any of them, by all slots at once, off their lanes: also by those whose roles don't ask. A role's group is
+made by the ranks that are in it. They meet at the driver, and wait on threads of their own, so that a lane can leave.
+
+After a failure a group is of use as long as all its ranks have begun as many operations on it. A rank that has failed,
+or is held, begins none any more, and says how many it had begun: who has begun more waits for it in vain, and cuts the
+group. With gloo that means shutting its sockets down, which frees who waits in a collective at once (destroying the
+group frees nobody while a reference lives; `collective_waits` frees whom gloo forgets), with NCCL an abort.
 """
 
 from __future__ import annotations
 
 import gc
-import socket
+import math
 import threading
 import weakref
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol
 
+import attrs
+
 from colocate._protocol.consequence import Consequence
 from colocate._protocol.message import Message
-from colocate._protocol.messages import Meet
+from colocate._protocol.messages import Meet, Operations
+from colocate._role import torch_groups
 from colocate._role.context import Context, MeshPlace
-from colocate._role.torch_groups import (
-    Made,
-    Plan,
-    forget,
-    forget_all,
-    has_default,
-    hash_store,
-    lost_a_peer,
-    make_default,
-)
-from colocate._system.limits import GROUPS_CLOSE_WITHIN_S
+from colocate._role.torch_groups import Plan
+from colocate._system.jobs import message_of
+from colocate._system.limits import GROUPS_CLOSE_WITHIN_S, LOOKS_AT_GROUPS_EVERY_S
 from colocate._system.nearest import did_you_mean
-from colocate.errors import CapabilityError, ConfigError
+from colocate.errors import CapabilityError, ColocateError, ConfigError
 from colocate.worker.collective_waits import bury, guard
 from colocate.worker.failure import LOOKING
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class Worker(Protocol):
     """What groups need of the worker that they are of."""
 
-    def ask(self, question: Message) -> Any:
+    def ask(self, question: Message, apart: bool = False) -> Any:
         """Ask the driver."""
 
     def asking(self) -> int | None:
@@ -54,86 +55,235 @@ class Worker(Protocol):
         ...
 
 
-class ProcessGroups:
-    """The groups of one worker, by role and axis. Used on the lane; `end_waits` and `cut` from any thread."""
+@attrs.define(eq=False)
+class _Made:
+    """One of a role's groups; `asked` is the number of the last call that asked for it."""
 
-    def __init__(self, worker: Worker, in_process: bool, host: str = "127.0.0.1") -> None:
+    group: ProcessGroup
+    asked: int | None = None
+
+
+@attrs.define(eq=False)
+class _Default:
+    """The default group of the slots, there or in the making, and where its store listens.
+
+    The store goes on when the group is renewed; slot 0 serves it as long as it keeps it.
+    """
+
+    epoch: int
+    made: Future[None] = attrs.field(factory=Future)
+    address: tuple[str, int] | None = None
+    store: Any = None
+
+
+class ProcessGroups:
+    """The groups of one worker. Used on the lane; what ends waits, looks and cuts comes from any thread.
+
+    Attributes:
+        slots: How many the group has.
+        generation: How often it has been restarted.
+        timeout_s: How long an operation may take.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        in_process: bool,
+        group: str,
+        slot: int = 0,
+        host: str = "127.0.0.1",
+        device: str = "cpu",
+    ) -> None:
         """Make none yet.
 
         Args:
             worker: Whose they are.
             in_process: The workers are threads of one process, which torch can give no groups of their own.
-            host: Address under which the other ranks reach this machine.
+            group: Name of the group.
+            slot: The worker's.
+            host: Address under which the other slots reach this machine.
+            device: The slot's.
         """
         self._worker = worker
         self._in_process = in_process
-        self._host = host
-        self._made: dict[tuple[Any, ...], Made] = {}
+        self._group, self._slot, self._host, self._device = group, slot, host, device
         self._lock = threading.Lock()
-        self._alone: dict[tuple[Any, ...], Made] = {}  # of one rank: no failure elsewhere touches them
+        self._made: dict[str, _Made] = {}
+        self._asked: dict[tuple[str | None, str | None], None] = {}  # by role and axis, in order
+        self._meshes: dict[tuple[str | None, str], DeviceMesh] = {}
+        self._default: _Default | None = None
+        self._former: _Default | None = None  # of before the default group was renewed, whose store goes on
         self._making: tuple[int, Future[str | None]] | None = None  # for which call; why it was left, if it was
         self._not_made = False
-        self._epoch = 0
+        self._epoch = self._default_epoch = 0
+        self._gone: dict[int, Operations] = {}  # ranks that begin nothing more in this hold, and what they had begun
+        self._cut: set[str] = set()
+        self._watching: threading.Event | None = None
+        self._dropped: list[tuple[weakref.ref[ProcessGroup], str]] = []
+        self.slots = 1
         self.generation = 0
-        self.default_role: str | None = None
+        self.timeout_s = 1800.0
 
-    @property
-    def used(self) -> bool:
-        """Whether there are groups now."""
-        return bool(self._made)
+    # -- what roles ask for
 
     def get(self, ctx: Context, axis: str | None) -> ProcessGroup:
         """The group of the role's ranks along an axis; made when all of them ask."""
-        members, index, name = _members(ctx, axis)
-        if self._in_process and members > 1:
-            raise CapabilityError(
-                f"ctx.process_group() of {members} ranks needs a process each, but the slots of group {ctx.group!r} "
-                "are threads of one: use connect('local', processes=True), in a config executor.with.processes=true",
-                capability="OwnProcess",
-                executors=("local with processes=True",),
-                role=ctx.role,
-                rank=ctx.rank,
-            )
-        key = (ctx.role, name)
-        default = axis_free(name) and ctx.role is not None and self.default_role == ctx.role
-        groups = self._made if members > 1 or default else self._alone
-        found = groups.get(key)
+        slots, index, name = _members(ctx, axis)
+        if self._in_process and len(slots) > 1:
+            raise _needs_processes(f"ctx.process_group() of {len(slots)} ranks", ctx)
+        found = self._made.get(name)
         if found is None:
-            if default and has_default():
-                raise ConfigError(
-                    f"role {ctx.role!r} of group {ctx.group!r} is to make torch's default process group, but there is "
-                    "one in this process already: leave init_process_group() to colocate",
-                    role=ctx.role,
-                )
+            self._asked[ctx.role, axis] = None
+            if not self._in_process:
+                self.have_default()
             board = f"{ctx.group}/{self.generation}/{self._epoch}/{name}"
-            backend = "nccl" if str(ctx.device).startswith("cuda") else "gloo"
-            plan = Plan(ctx.role, board, members, index, default, backend)
-            if members == 1:
-                groups[key] = plan.make(hash_store())
+            whole = f"{ctx.group}/{name}"
+            plan = Plan(whole, board, slots, index, False, not self._in_process, self._device, self.timeout_s)
+            if len(slots) == 1:
+                self._made[name] = _Made(plan.make(torch_groups.hash_store()))
             else:
-                self._make_together(plan, key)
-            found = groups[key]
-            if default:
-                make_default(found.group)
+                self._make_together(plan, name)
+            found = self._made[name]
         found.asked = self._worker.asking()
         return found.group
 
-    def _make_together(self, plan: Plan, key: tuple[Any, ...]) -> None:
-        listener = socket.create_server((self._host, 0)) if plan.index == 0 else None
-        try:
-            address = listener and listener.getsockname()[:2]
-            host, port = self._worker.ask(Meet(plan.board, plan.members, address))
-        except BaseException:
-            if listener is not None:
-                listener.close()
-            raise
-        left: Future[str | None] = Future()
+    def mesh(self, ctx: Context, name: str | None) -> DeviceMesh:
+        """A mesh of the role as torch has them; its groups are those of the mesh's axes."""
+        from torch import tensor
+        from torch.distributed.device_mesh import DeviceMesh
+
+        if self._in_process and ctx.world_size > 1:
+            raise _needs_processes(f"ctx.device_mesh() of {ctx.world_size} ranks", ctx)
+        which, place = _mesh_of(ctx, name)
+        found = self._meshes.get((ctx.role, which))
+        if found is None:
+            self.have_default()
+            prefix = f"{which}." if which else ""
+            axes = tuple(place.shape)
+            groups = [self.get(ctx, prefix + axis) for axis in axes]
+            ranks = [0] if self._in_process else list(ctx.slots)
+            found = DeviceMesh.from_group(
+                groups,
+                self._device.partition(":")[0],
+                mesh=tensor(ranks).reshape([*place.shape.values()]),
+                mesh_dim_names=axes,
+            )
+            self._meshes[ctx.role, which] = found
+        return found
+
+    def make_again(self, ctx: Context) -> None:
+        """Make those of a role that it had before: in the order in which it had asked for them, on all its ranks."""
+        for axis in [axis for role, axis in self._asked if role == ctx.role]:
+            self.get(ctx, axis)
+
+    def rendezvous(self) -> tuple[str, int]:
+        """Where the store of the group's slots listens, on slot 0."""
+        self.have_default()
+        default = self._default
+        assert default is not None
+        if default.address is None:  # that of a single slot needs no store
+            default.store, default.address = torch_groups.serve_store(self._host)
+        return default.address
+
+    # -- the default group
+
+    def have_default(self) -> None:
+        """Have the default group made, unless it is there; threads share that of their process."""
+        if self._in_process:
+            if self._default is None:
+                torch_groups.share_default(self)
+                self._default = _Default(0)
+                self._default.made.set_result(None)
+            return
+        made = self.join().made
+        if not made.done():
+            left = self._begin_wait()
+            made.add_done_callback(lambda _: self._end_wait(left))
+            if (reason := left.result()) is not None:
+                raise Consequence(reason)
+        made.result()
+
+    def join(self) -> _Default:
+        """Have this slot do its part in making the default group, if that isn't under way; from any thread."""
         with self._lock:
-            self._making = self._worker.asking() or 0, left
+            if self._default is not None:
+                return self._default
+            former, self._former = self._former, None
+            default = self._default = _Default(self._default_epoch)
+            if former is not None:
+                default.address, default.store = former.address, former.store
+        if self.slots == 1:
+            self._join(default, former)
+        else:
+            # Not on the lane, which may be in a call that has nothing to do with it, nor where messages are received.
+            arguments = default, former
+            threading.Thread(target=self._join, args=arguments, name="colocate-default-group", daemon=True).start()
+        return default
+
+    def _join(self, default: _Default, former: _Default | None) -> None:
+        name, board = f"{self._group}/default", f"{self._group}/{self.generation}/{default.epoch}/default"
+        slots = range(self.slots)
+        plan = Plan(name, board, slots, self._slot, True, False, self._device, self.timeout_s)
+        try:
+            if former is not None:
+                former.made.exception()  # it is over
+                bury(torch_groups.forget(name))
+            if torch_groups.has_default():
+                raise ConfigError(
+                    f"slot {self._slot} of group {self._group!r} is to have a default process group that colocate "
+                    "makes, but a role has made torch's default one in this process already: leave "
+                    "init_process_group() to colocate, and say .on(default_group=True) for it to be there at once"
+                )
+            store = torch_groups.hash_store()
+            if self.slots > 1:
+                self._watch_collectives()
+                store = self._store_for(board, default)
+            plan.make(store)
+        except BaseException as error:
+            with self._lock:
+                # Whoever asks next tries again, where the others can't have gone on meanwhile.
+                if self._default is default and (self.slots == 1 or isinstance(error, Consequence)):
+                    self._default = None
+                self._not_made = self._not_made or not isinstance(error, ConfigError | Consequence)
+            if self.slots > 1 and isinstance(error, ConfigError):  # the others would wait for this slot
+                self._refuse(board, message_of(error))
+            default.made.set_exception(error)
+        else:
+            default.made.set_result(None)
+
+    def _store_for(self, board: str, default: _Default) -> Any:
+        """What the slots make their default group through, once all of them are about to."""
+        if self._slot == 0 and default.address is None:
+            default.store, default.address = torch_groups.serve_store(self._host)
+        mine = default.address if self._slot == 0 else None
+        host, port = self._worker.ask(Meet(board, self.slots, mine, True, None), apart=True)
+        default.address = host, port
+        return torch_groups.connect_store(default.address, self.timeout_s)
+
+    def _refuse(self, board: str, why: str) -> None:
+        try:
+            self._worker.ask(Meet(board, self.slots, None, True, why), apart=True)
+        except ColocateError:  # that is the answer, if it isn't the end of the worker
+            pass
+
+    def _watch_collectives(self) -> None:
+        torch_groups.record_sockets()
+        if not self._device.startswith("cuda"):
+            guard(self._hopeless)
+
+    # -- the others
+
+    def _make_together(self, plan: Plan, name: str) -> None:
+        default = self._default
+        assert default is not None
+        assert default.address is not None
+        address = default.address
+        self._worker.ask(Meet(plan.board, len(plan.slots), None, False, None))
+        left = self._begin_wait()
 
         def make() -> None:
             try:
-                made = plan.make(plan.store(host, port, listener))
+                made = plan.make(torch_groups.connect_store(address, self.timeout_s))
             except Exception as error:
                 with self._lock:
                     if not left.done():
@@ -142,22 +292,31 @@ class ProcessGroups:
                 return
             with self._lock:
                 if not left.done():
-                    self._made[key] = made
+                    self._made[name] = _Made(made)
                     del made  # when the lane goes on, nobody but it has the group
                     left.set_result(None)
                     return
-            forget(made)
+            del made
+            bury(torch_groups.forget(plan.name))
 
-        if plan.backend == "gloo":
-            guard(self._hopeless)
         # Not on the lane, which would wait in torch: a peer that a hold has called back may never finish its half.
         threading.Thread(target=make, name="colocate-process-group", daemon=True).start()
-        reason = self._worker.why_not()
-        if reason is not None:
-            self.end_waits(-1, reason)
-        reason = left.result()
-        if reason is not None:
+        if (reason := left.result()) is not None:
             raise Consequence(reason)
+
+    def _begin_wait(self) -> Future[str | None]:
+        """What ends when the lane needn't wait any longer; with the reason, if what it waits for isn't there."""
+        left: Future[str | None] = Future()
+        with self._lock:
+            self._making = self._worker.asking() or 0, left
+        if (reason := self._worker.why_not()) is not None:
+            self.end_waits(-1, reason)
+        return left
+
+    def _end_wait(self, left: Future[str | None]) -> None:
+        with self._lock:
+            if not left.done():
+                left.set_result(None)
 
     def end_waits(self, seq: int, reason: str) -> None:
         """Free this rank where it waits for its peers to make a group in a call from `seq` on: they may never come."""
@@ -165,72 +324,173 @@ class ProcessGroups:
             if self._making is not None and self._making[0] >= seq and not self._making[1].done():
                 self._making[1].set_result(reason)
 
+    # -- after a failure
+
     def _hopeless(self) -> str | None:
         reason = self._worker.why_not()
         if reason is None:
             return None
         # A group that this call hasn't asked for may have been cut by a call that has nothing to do with it.
-        seq, groups = self._worker.asking(), list(self._made.values())
-        return reason if lost_a_peer([made for made in groups if made.asked == seq] or groups) else None
+        seq, made = self._worker.asking(), dict(self._made)
+        names = [name for name, each in made.items() if each.asked == seq] or [*made]
+        return reason if torch_groups.lost_a_peer(f"{self._group}/{name}" for name in names) else None
 
     def lost_a_peer(self) -> bool:
         """Whether a peer has left, or died: then this rank's failure is only a consequence.
 
         All were there to make a group that couldn't be made; or the other end of a connection is gone.
         """
-        return self._not_made or lost_a_peer(list(self._made.values()))
+        return self._not_made or bool(self._cut) or torch_groups.lost_a_peer(self.operations())
 
-    def cut(self) -> None:
-        """Free the peers that wait in a collective with this rank."""
-        # The lock is left with sockets only: a group that this thread still named would look like one a role holds.
+    def operations(self) -> Operations:
+        """How many operations this rank has begun on each of its groups, whoever has made them."""
+        if self._in_process:  # those of several ranks aren't this worker's
+            return {}
+        with LOOKING:
+            return torch_groups.operations()
+
+    def left(self, hold: int, slot: int, operations: Operations) -> None:
+        """Another rank begins nothing any more until the hold is over: nobody is to wait for it."""
         with self._lock:
-            sockets = [connection for made in self._made.values() for connection in made.sockets]
-        for connection in sockets:
-            try:
-                connection.shutdown(socket.SHUT_RDWR)
-            except OSError:  # the peer has closed it already, or this worker has
-                pass
+            if hold <= self._epoch:  # this one is back, which the driver hadn't heard
+                return
+            self._gone[slot] = operations
+            watched = self._watching is not None
+            if not watched:
+                self._watching = threading.Event()
+            over = self._watching
+        self._free_those_that_wait()
+        if not watched and torch_groups.are_any():
+            # What a call does next isn't seen from here: it may begin to wait at any moment until it is back.
+            threading.Thread(target=self._watch, args=(over,), name="colocate-process-groups", daemon=True).start()
 
-    def renew(self, hold: int) -> list[str]:
-        """Drop all groups, so that the next ones are new; the names of roles that still hold an old one."""
-        self._epoch, self._not_made, self._making = hold, False, None
-        if not self._made:
+    def _watch(self, over: threading.Event) -> None:
+        while not over.wait(LOOKS_AT_GROUPS_EVERY_S):
+            self._free_those_that_wait()
+
+    def _free_those_that_wait(self) -> None:
+        with self._lock:
+            gone = dict(self._gone)
+        with LOOKING:
+            vain = [name for name, (count, _) in torch_groups.operations().items() if count > _limit(name, gone)]
+        self.cut([name for name in vain if name not in self._cut])
+
+    def cut(self, names: Iterable[str] | None = None) -> None:
+        """Free the peers that wait in a collective of these groups, by default of all, with this rank, and it."""
+        doomed = [*(self.operations() if names is None else names)]
+        with self._lock:
+            self._cut.update(doomed)
+        torch_groups.cut(doomed)
+
+    def back(self, hold: int) -> tuple[Operations, list[str]]:
+        """This rank runs nothing: how many operations it has begun, and which groups it has cut. On the lane."""
+        self._not_made, self._making = False, None
+        with self._lock:
+            self._epoch = hold
+            over, self._watching = self._watching, None
+            self._gone.clear()
+        if over is not None:
+            over.set()
+        return self.operations(), sorted(self._cut)
+
+    def concerns(self, names: Sequence[str], role: str) -> bool:
+        """Whether a role has to do with one of these groups: it is its own, or anybody's."""
+        own = f"{self._group}/{role}/"
+        return any(name.startswith(own) or not self._is_a_roles(name) for name in names)
+
+    def _is_a_roles(self, name: str) -> bool:
+        return name.startswith(f"{self._group}/") and name != f"{self._group}/default"
+
+    def drop(self, names: Sequence[str]) -> None:
+        """Drop these groups, which are of no use any more, so that the next ones are new. On the lane."""
+        default = f"{self._group}/default"
+        torch_groups.cut(names)  # what still runs on a device ends
+        if default in names:  # with which torch forgets all others
+            with self._lock:
+                self._former, self._default, self._default_epoch = self._default, None, self._epoch
+            names = [*torch_groups.all_groups()]
+        self._meshes.clear()
+        left = []
+        for name in names:
+            self._made.pop(name.removeprefix(f"{self._group}/"), None)
+            if (found := torch_groups.reference(name)) is not None:
+                self._dropped.append((found, name))
+            left += torch_groups.forget(name)
+        self._cut.clear()
+        bury(left)
+
+    def holders(self) -> list[str]:
+        """Which of the dropped groups somebody still holds; none are known as dropped after that. On the lane."""
+        dropped, self._dropped = self._dropped, []
+        if not dropped:
             return []
-        self.cut()
-        with self._lock:
-            groups, self._made = self._made, {}
-        old = [(weakref.ref(made.group), made.role) for made in groups.values()]
-        if any(made.default for made in groups.values()):
-            forget_all(self._alone)  # with the default group torch forgets all others
-        left = forget_all(groups)
         with LOOKING:  # whoever looked at the lane's frames before has let go of them
             pass
         gc.collect()  # a role's frames may be part of cycles
-        holders = sorted({role or "group.run" for group, role in old if group() is not None})
-        bury(left)
-        return holders
+        return sorted({name for group, name in dropped if group() is not None})
 
     def close(self) -> None:
         """Drop all groups: the worker ends."""
-        self.cut()
-        bury([*forget_all(self._made), *forget_all(self._alone)], GROUPS_CLOSE_WITHIN_S)
+        self._meshes.clear()
+        names = [f"{self._group}/{name}" for name in self._made]
+        self._made.clear()
+        if self._in_process:
+            left = [backend for name in names for backend in torch_groups.forget(name)]
+            if self._default is not None:
+                left += torch_groups.unshare_default(self)
+        else:
+            self.cut()
+            left = torch_groups.forget_all()
+        bury(left, GROUPS_CLOSE_WITHIN_S)
 
 
-def axis_free(name: str) -> bool:
-    """Whether a group's name is that of all ranks of a role."""
-    return name.endswith("/*")
+def _limit(name: str, gone: Mapping[int, Operations]) -> float:
+    """How many operations on a group can be ended, where some ranks begin none any more."""
+    slots = torch_groups.members(name)
+    return min(
+        (told[name][0] if name in told else 0 for slot, told in gone.items() if name in told or slot in slots),
+        default=math.inf,
+    )
 
 
-def _members(ctx: Context, axis: str | None) -> tuple[int, int, str]:
-    """How many share the group, which of them this rank is, and a name that they agree on."""
+def _needs_processes(what: str, ctx: Context) -> CapabilityError:
+    return CapabilityError(
+        f"{what} needs a process each, but the slots of group {ctx.group!r} are threads of one: use "
+        "connect('local', processes=True), in a config executor.with.processes=true",
+        capability="OwnProcess",
+        executors=("local with processes=True",),
+        role=ctx.role,
+        rank=ctx.rank,
+    )
+
+
+def _members(ctx: Context, axis: str | None) -> tuple[Sequence[int], int, str]:
+    """The slots of those that share the group, which of them this rank is, and a name that they agree on."""
     role = ctx.role or ""
     if axis is None:
-        return ctx.world_size, ctx.rank, f"{role}/*"
+        return ctx.slots, ctx.rank, f"{role}/*"
     mesh, place, axis = _place(ctx, axis)
     if place is None:
-        return 1, 0, f"{role}/{axis}/{ctx.rank}"
+        return [ctx.slot], 0, f"{role}/{axis}/{ctx.rank}"
+    if place.size(axis) == ctx.world_size:
+        return _members(ctx, None)
+    ranks = place.mesh.line(ctx.rank, axis)
     others = [f"{other}={place.rank(other)}" for other in place.shape if other != axis]
-    return place.size(axis), place.rank(axis), f"{role}/{mesh}.{axis}/{','.join(others)}"
+    return [ctx.slots[rank] for rank in ranks], place.rank(axis), f"{role}/{mesh}.{axis}/{','.join(others)}"
+
+
+def _mesh_of(ctx: Context, name: str | None) -> tuple[str, MeshPlace]:
+    """A mesh of the role by its name, or its only one."""
+    if name is None and len(ctx.meshes) == 1:
+        return next(iter(ctx.meshes.items()))
+    if name is None or name not in ctx.meshes:
+        known = " or ".join(repr(each) for each in ctx.meshes if each) or "none that has a name"
+        asked = "" if name is None else repr(name)
+        raise ConfigError(
+            f"ctx.device_mesh({asked}): role {ctx.role!r} has {known}; say which"
+            f"{did_you_mean(name, ctx.meshes) if name else ''}"
+        )
+    return name, ctx.meshes[name]
 
 
 def _place(ctx: Context, axis: str) -> tuple[str, MeshPlace | None, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -26,6 +27,7 @@ from colocate.worker.lane import Work
 from colocate.worker.results import counts, rows_to_join, without_padding
 from colocate.worker.site import Site
 from colocate.worker.template import tell_imports
+from colocate.worker.torchrun import torchrun_environment
 
 
 class Runner:
@@ -40,11 +42,16 @@ class Runner:
         site = self._site
         message = work.message
         assert isinstance(message, messages.Build)
-        site.groups.generation, site.groups.default_role = message.generation, message.default_role
+        site.groups.generation, site.groups.slots = message.generation, message.slots
+        site.groups.timeout_s = message.collective_timeout
         start = time.time()
         try:
             site.definitions.compare_modules()
-        except ColocateError as error:
+            if message.default_group:
+                site.groups.have_default()
+            if message.nodes is not None:
+                os.environ.update(torchrun_environment(site, message.nodes))
+        except (ColocateError, ImportError) as error:
             self._failed(0, None, None, error)
             return False
         builds: list[RoleBuild] = site.codec.unpack(work.body, None)
@@ -99,6 +106,21 @@ class Runner:
             running_call.reset(tokens[1])
             reset_current(tokens[0])
         return True
+
+    def renew(self, message: messages.DropGroups) -> None:
+        """Drop process groups that are of no use, and tell the roles that have to do with them."""
+        site = self._site
+        site.groups.drop(message.names)
+        told, body = None, None
+        for role in list(site.roles.values()):
+            if role.name is None or not site.groups.concerns(message.names, role.name):
+                continue
+            try:
+                role.renew()
+            except BaseException as error:
+                told, body = failure.failed(error, site.codec, site.definitions, role.name, False)
+                break
+        site.say(messages.GroupsDropped(message.number, site.groups.holders(), told), body)
 
     def _resolver(self, seq: int) -> Resolver:
         site = self._site
@@ -225,11 +247,9 @@ class Runner:
         secondary = isinstance(error, Consequence) or site.groups.lost_a_peer()
         told, body = failure.failed(error, site.codec, site.definitions, role, secondary)
         if not site.scope.let_go(seq):  # otherwise nobody would lead the hold that follows
-            site.say(messages.Failed(seq, told), body)
+            site.say(messages.Failed(seq, told, site.groups.operations()), body)
         if keep is not None:  # who uses it fails of that in turn, and is to be heard of later than this
             site.store.fail(keep, f"{told.type}: {told.text}")
-        del error
-        site.groups.cut()
 
 
 def _written(label: str, maker: str, key: int) -> RoleError:

@@ -56,7 +56,7 @@ class Site:
         self.store = Store(boot.strict, self.scope)
         self.roles: dict[Any, HostedRole] = {}
         self.instances: dict[str, object] = {}
-        self.groups = ProcessGroups(self, in_process, boot.host)
+        self.groups = ProcessGroups(self, in_process, boot.group, boot.slot, boot.host, boot.device)
         self.definitions = Definitions(self.ask, self.say, in_process)
         self._questions: Requests[None, Any] = Requests()
         self.scope.ends(lambda seq, reason: self._questions.fail_those(seq, lambda: Consequence(reason)))
@@ -85,9 +85,14 @@ class Site:
         """Tell the driver something; in order, from any thread."""
         self._send(message.head(), body)
 
-    def ask(self, question: Message) -> Any:
-        """Ask the driver something and wait; ColocateError says its refusal, or what broke the wait."""
-        seq = self.asking()
+    def ask(self, question: Message, apart: bool = False) -> Any:
+        """Ask the driver something and wait; ColocateError says its refusal, or what broke the wait.
+
+        Args:
+            question: The question.
+            apart: It isn't asked for any call: only the end of the worker breaks the wait.
+        """
+        seq = -1 if apart else self.asking()
         if seq == 0 and isinstance(question, _OF_CODE):
             seq = -1  # roles are constructed also when another rank's can't be, which has no part in this answer
         request = self._questions.open([None], seq or 0)

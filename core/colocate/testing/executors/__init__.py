@@ -40,6 +40,7 @@ from colocate.testing.executors.ownership import Ownership
 from colocate.testing.executors.pipelines import Pipelines
 from colocate.testing.executors.placement import Placement
 from colocate.testing.executors.process_groups import ProcessGroups
+from colocate.testing.executors.renewals import Renewals
 from colocate.testing.executors.residents import Residents
 from colocate.testing.executors.restarting import Restarting
 from colocate.testing.executors.signals import Signals
@@ -82,6 +83,7 @@ class ExecutorSuite(
     Converging,
     Placement,
     ProcessGroups,
+    Renewals,
     Drivers,
     Endings,
     Detaching,
@@ -122,6 +124,7 @@ __all__ = [
     "Pipelines",
     "Placement",
     "ProcessGroups",
+    "Renewals",
     "Residents",
     "Restarting",
     "Serialization",

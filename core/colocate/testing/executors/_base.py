@@ -12,7 +12,6 @@ import pytest
 
 import colocate
 from colocate import ColocatedGroup, Pool, RoleSpec, Runtime
-from colocate.executor import OwnProcess
 from colocate.testing import leaks
 from colocate.testing.probes.faulty import Faulty
 from colocate.testing.probes.meshes import Meshes
@@ -154,9 +153,6 @@ class ExecutorCase:
             "pair": colocate.role(Collective).on(slots=[1, 2]),
             "solo": colocate.role(Collective).on(slots=[3]),
         }
-        # Whose ranks can be members of torch's default group.
-        if isinstance(runtime._node.services.executor, OwnProcess):
-            roles["default"] = colocate.role(Collective).on(slots=[0, 1], default_group=True)
         return Shared(runtime, roles, 4, "square", {"dp": 2, "tp": 2}, _warm_up_square)
 
     @pytest.fixture

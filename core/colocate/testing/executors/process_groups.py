@@ -8,14 +8,22 @@ import pytest
 
 import colocate
 from colocate import Call, ColocatedGroup, Runtime
-from colocate.errors import CallTimeout, CapabilityError, ColocateError, RoleError, WorkerDied
+from colocate.errors import (
+    CallTimeout,
+    CapabilityError,
+    ColocateError,
+    RenewalError,
+    RoleError,
+    RoleStartError,
+    WorkerDied,
+)
 from colocate.executor import OwnProcess
 from colocate.testing import leaks
 from colocate.testing.executors._base import ExecutorCase, Shared, Spawn, needs
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
 from colocate.testing.probes.rows import Axes
-from colocate.testing.probes.tensors import Collective, Together
+from colocate.testing.probes.tensors import Collective, Launched, Meeting, Together
 from colocate.testing.waiting import PATIENCE_S, becomes_true
 
 
@@ -30,6 +38,7 @@ class ProcessGroups(ExecutorCase):
         with leaks.shared():  # in workers that share the driver's process these groups are the driver's descriptors
             for axis in (None, "tp"):
                 square.role("solo", Collective).facts(axis)
+            square.role("solo", Collective).mesh()
         return square
 
     @needs(OwnProcess)
@@ -69,10 +78,73 @@ class ProcessGroups(ExecutorCase):
 
     @needs(OwnProcess)
     def test_default_group(self, ring: ColocatedGroup) -> None:
-        """Torch's default group is left alone, unless a role says that it is its own."""
-        assert ring.role("pair", Collective).is_default()[1] == (False, False)
-        assert ring.role("default", Collective).is_default() == [(True, True)] * 2
-        assert ring.role("default", Collective).sum(1.0) == [2.0] * 2
+        """Once a role has asked for a group, torch's default one has all slots, and the groups of all roles in it."""
+        assert ring.role("all", Collective).in_default() == [(slot, 4, [0, 1, 2, 3]) for slot in range(4)]
+        assert ring.role("pair", Collective).in_default() == [(slot, 4, [1, 2]) for slot in (1, 2)]
+        assert ring.role("all", Collective).sum_in_default() == [6.0] * 4
+
+    @needs(OwnProcess)
+    def test_default_group_at_once(self, spawn: Spawn) -> None:
+        """Without being asked for it is there when a role says so, for what asks torch; several roles may."""
+        pytest.importorskip("torch")
+        roles = {name: colocate.role(Collective).on(default_group=True) for name in ("one", "other")}
+        group = spawn({**roles, "third": colocate.role(Collective).on(slots=[1])})
+        for name in roles:
+            assert group.role(name, Collective).in_default(asks=False) == [(0, 2, []), (1, 2, [])]
+        assert group.role("third", Collective).in_default(asks=False) == [(1, 2, [])]
+
+    @needs(OwnProcess)
+    def test_default_group_of_who_does_not_ask(self, spawn: Spawn) -> None:
+        """All slots make it, also those whose roles don't ask, and are busy."""
+        pytest.importorskip("torch")
+        group = spawn({"busy": colocate.role(Faulty).on(slots=[0]), "solo": colocate.role(Collective).on(slots=[1])})
+        with Gate() as gate:
+            call = group.role("busy", Faulty).wait.submit(gate.address)
+            gate.wait_for()
+            assert group.role("solo", Collective).in_default() == [(1, 2, [1])]
+            gate.open()
+            call.result(PATIENCE_S)
+
+    def test_rendezvous(self, spawn: Spawn) -> None:
+        """Constructors know where the slots meet; a store listens there."""
+        pytest.importorskip("torch")
+        with leaks.shared():
+            meeting = spawn({"meeting": colocate.role(Meeting)}, slots=1).role("meeting", Meeting)
+            meeting.put(["alone"])  # type: ignore[arg-type]
+            assert meeting.take() == [["alone"]]
+
+    @needs(OwnProcess)
+    def test_rendezvous_of_several(self, spawn: Spawn) -> None:
+        """It is one for all slots."""
+        pytest.importorskip("torch")
+        meeting = spawn({"meeting": colocate.role(Meeting)}).role("meeting", Meeting)
+        meeting.put(["one", "other"])  # type: ignore[arg-type]
+        assert meeting.take() == [["one", "other"]] * 2
+
+    @needs(OwnProcess)
+    def test_torchrun(self, spawn: Spawn) -> None:
+        """Where a role wants torchrun's environment, its constructor finds that, and torch's default group."""
+        pytest.importorskip("torch")
+        launched = spawn({"launched": colocate.role(Launched).on(env="torchrun")}).role("launched", Launched)
+        for rank, (found, by_torch, named) in enumerate(launched.facts()):
+            assert (found["RANK"], found["WORLD_SIZE"]) == by_torch == (rank, 2)
+            assert 0 <= found["LOCAL_RANK"] < found["LOCAL_WORLD_SIZE"] <= 2
+            assert named
+
+    @needs(OwnProcess)
+    def test_a_second_default_group(self, spawn: Spawn) -> None:
+        """A library that makes torch's default group itself, although it is there, fails in its role's constructor."""
+        pytest.importorskip("torch")
+        with pytest.raises(RoleStartError, match="the default process group is made by colocate already") as caught:
+            spawn({"launched": colocate.role(Launched, fails=1).on(env="torchrun")})
+        assert [*caught.value.errors] == [1]
+
+    def test_torchrun_on_threads(self, runtime: Runtime, spawn: Spawn) -> None:
+        """They share the environment of their process, which is the driver's."""
+        pytest.importorskip("torch")
+        if not isinstance(runtime._node.services.executor, OwnProcess):
+            with pytest.raises(CapabilityError, match="wants the environment of torchrun"):
+                spawn({"launched": colocate.role(Launched).on(env="torchrun")}, slots=1)
 
     @needs(OwnProcess)
     def test_hold_in_a_collective(self, ring: ColocatedGroup) -> None:
@@ -204,21 +276,55 @@ class ProcessGroups(ExecutorCase):
 
     @needs(OwnProcess)
     def test_kept_group(self, spawn: Spawn) -> None:
-        """A role that keeps the old group after a failure fails the whole group, and is named."""
+        """A group on which nobody waits when a call fails goes on."""
         pytest.importorskip("torch")
-        group = spawn({"sinner": colocate.role(Collective), "faulty": colocate.role(Faulty)})
+        group = spawn({"keeper": colocate.role(Collective), "faulty": colocate.role(Faulty)})
+        keeper = group.role("keeper", Collective)
+        assert keeper.keep_group() == [2.0] * 2
+        for _ in range(2):
+            assert isinstance(group.role("faulty", Faulty).fail.submit(ranks=(1,)).exception(PATIENCE_S), RoleError)
+            assert keeper.sum_kept() == [2.0] * 2
+            assert keeper.sum(1.0) == [2.0] * 2
+
+    @needs(OwnProcess)
+    @pytest.mark.parametrize(("method", "name"), [("sum_kept", "'sinner/*'"), ("sum_in_own", "'0'")])
+    def test_kept_group_that_is_cut(self, spawn: Spawn, method: str, name: str) -> None:
+        """A role that keeps one on which ranks have waited in vain fails the whole group, and is told what to do.
+
+        That is so as well of one that it has made by itself.
+        """
+        pytest.importorskip("torch")
+        group = spawn({"sinner": colocate.role(Collective).on(default_group=True)})
         sinner = group.role("sinner", Collective)
-        assert sinner.keep_group() == [2.0] * 2
-        failing = group.role("faulty", Faulty).fail.submit(ranks=(1,))
+        sinner.keep_group() if method == "sum_kept" else sinner.sum_in_own()
+        failing = getattr(sinner, method).submit(failing=1)
         queued = sinner.sum.submit(1.0)
         root = failing.exception(PATIENCE_S)
         assert isinstance(root, RoleError)
+        assert root.rank == 1
         error = queued.exception(PATIENCE_S)
-        assert isinstance(error, ColocateError)
-        assert "'sinner'" in str(error)
-        assert "still holds the process group" in str(error)
-        assert error.role == "sinner"
+        assert isinstance(error, RenewalError)
+        assert f"still holds the process group {name}" in str(error)
+        assert "renew(self)" in str(error)
+        assert error.role == ("sinner" if method == "sum_kept" else None)
         assert error.__cause__ is root
+
+    @needs(OwnProcess)
+    def test_device_mesh(self, ring: ColocatedGroup) -> None:
+        """The role's mesh as torch has them: named axes over its slots, each with the group of that axis."""
+        found = ring.role("all", Collective).mesh()
+        assert found == [
+            {"dp": (0, 2), "tp": (0, 1)},
+            {"dp": (0, 4), "tp": (1, 1)},
+            {"dp": (1, 2), "tp": (0, 5)},
+            {"dp": (1, 4), "tp": (1, 5)},
+        ]
+        assert ring.role("pair", Collective).mesh() == [{"dp": (0, 3)}, {"dp": (1, 3)}]
+
+    def test_device_mesh_of_one(self, ring: ColocatedGroup) -> None:
+        """A role of one rank has one on every executor."""
+        (found,) = ring.role("solo", Collective).mesh()
+        assert [place for place, _ in found.values()] == [0] * len(found)
 
     @needs(OwnProcess)
     def test_death_while_a_group_is_made(self, spawn: Spawn) -> None:

@@ -6,7 +6,7 @@ import gc
 import os
 import signal
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from colocate import Concat, First, Gather, OnRank, PerRank, Reduce, Role, Scatter, method, needs
 from colocate._role import torch_groups
@@ -277,13 +277,38 @@ class Collective(Role):
         return self.ctx.process_group() is self.ctx.process_group()
 
     @method
-    def is_default(self) -> tuple[bool, bool]:
-        """Whether torch's default group is set, and whether it is this role's."""
+    def in_default(self, asks: bool = True) -> tuple[int, int, list[int]]:
+        """This rank and the size of torch's default group, and the ranks there of the role's; zeros without one."""
         import torch.distributed as dist
 
+        group = self.ctx.process_group() if asks else None
         if not dist.is_initialized():
-            self.ctx.process_group()
-        return dist.is_initialized(), dist.is_initialized() and dist.group.WORLD is self.ctx.process_group()
+            return 0, 0, []
+        return dist.get_rank(), dist.get_world_size(), [] if group is None else dist.get_process_group_ranks(group)
+
+    @method
+    def sum_in_default(self) -> float:
+        """The sum of the slots' numbers, over torch's default group."""
+        return self._sum(float(self.ctx.slot), None)
+
+    @method
+    def sum_in_own(self, failing: int | None = None) -> float:
+        """The sum over the slots, in a group that the role makes by torch's own means."""
+        import torch.distributed as dist
+
+        if self.kept is None:
+            self.kept = cast("ProcessGroup", dist.new_group())
+        return self._sum_unless(failing, self.kept)
+
+    @method
+    def mesh(self, name: str | None = None) -> dict[str, tuple[int, int]]:
+        """The torch mesh: along each axis this rank and the sum of the slots' numbers."""
+        mesh = self.ctx.device_mesh(name)
+        assert mesh is self.ctx.device_mesh(name)
+        axes = mesh.mesh_dim_names or ()
+        return {
+            axis: (mesh.get_local_rank(axis), round(self._sum(self.ctx.slot, mesh.get_group(axis)))) for axis in axes
+        }
 
     @method
     def sum_unless(self, value: float, failing: int | None) -> float:
@@ -339,7 +364,7 @@ class Collective(Role):
     def die_while_it_is_made(self, dies: bool) -> None:
         """A rank dies when all are there to make the group."""
         if dies:
-            torch_groups.new_group = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+            torch_groups.Plan.make = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
         self.ctx.process_group()
 
     @method
@@ -351,17 +376,69 @@ class Collective(Role):
 
     @method
     def keep_group(self) -> float:
-        """What a role must not do: keep the group for later calls."""
+        """Keep the group for later calls."""
         self.kept = self.ctx.process_group()
         return self._sum(1.0, self.kept)
 
-    def _sum(self, value: float, group: ProcessGroup) -> float:
+    @method
+    def sum_kept(self, failing: int | None = None) -> float:
+        """The sum over the ranks in the group that was kept, in which a role that has no `renew` must not fail."""
+        return self._sum_unless(failing, self.kept)
+
+    def _sum_unless(self, failing: int | None, group: ProcessGroup | None) -> float:
+        if self.ctx.rank == failing:
+            raise ValueError(f"rank {failing} left before the collective")
+        return self._sum(1.0, group)
+
+    def _sum(self, value: float, group: ProcessGroup | None) -> float:
         import torch
         import torch.distributed as dist
 
         tensor = torch.tensor([value], device=self.ctx.device)
         dist.all_reduce(tensor, group=group)
         return float(tensor)
+
+
+class Launched(Role):
+    """What a library finds in its constructor that was written for torchrun."""
+
+    def __init__(self, fails: int | None = None) -> None:
+        import torch.distributed as dist
+
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        self.found = {name: int(os.environ[name]) for name in names}
+        self.by_torch = dist.get_rank(), dist.get_world_size()
+        if fails == self.ctx.rank:
+            dist.init_process_group("gloo")
+
+    @method
+    def facts(self) -> tuple[dict[str, int], tuple[int, int], bool]:
+        """The variables, what torch says, and whether they name the rendezvous."""
+        named = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        return self.found, self.by_torch, named == (self.ctx.rendezvous.host, self.ctx.rendezvous.port)
+
+
+class Meeting(Role):
+    """Uses the rendezvous."""
+
+    def __init__(self) -> None:
+        self.found = self.ctx.rendezvous
+
+    @method(dispatch=PerRank("text"))
+    def put(self, text: str) -> None:
+        """Leave something there."""
+        self._store().set(f"text of {self.ctx.rank}", text)
+
+    @method
+    def take(self) -> list[str]:
+        """What all ranks have left, and where."""
+        store = self._store()
+        return [store.get(f"text of {rank}").decode() for rank in range(self.ctx.world_size)]
+
+    def _store(self) -> Any:
+        import torch.distributed as dist
+
+        return dist.TCPStore(self.found.host, self.found.port, is_master=False)  # type: ignore[attr-defined]
 
 
 @needs("process_group")

@@ -1,0 +1,150 @@
+"""A role that trains a model which several ranks share, and fails where it is told to."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+import colocate
+from colocate import Role, method, needs
+
+if TYPE_CHECKING:
+    import torch
+
+Kind = Literal["ddp", "fsdp2", "tp"]
+Where = Literal["before", "forward", "backward", "after"]
+FEATURES, ROWS, RATE = 8, 8, 0.05
+
+
+def make_model(seed: int = 0) -> torch.nn.Module:
+    """The same in each process."""
+    import torch
+
+    class Scaled(torch.nn.Sequential):
+        """Has a parameter of its own beside those of its parts."""
+
+        def __init__(self, *parts: torch.nn.Module) -> None:
+            super().__init__(*parts)
+            self.scale = torch.nn.Parameter(torch.ones(FEATURES))
+
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            for part in (lambda x: x * self.scale, *self):
+                input = part(input)
+            return input
+
+    torch.manual_seed(seed)
+    linear = torch.nn.Linear
+    return Scaled(linear(FEATURES, 16), torch.nn.Tanh(), linear(16, FEATURES), torch.nn.Tanh(), linear(FEATURES, 1))
+
+
+def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows and what they are to become."""
+    import torch
+
+    generator = torch.Generator().manual_seed(number)
+    x = torch.randn(ROWS, FEATURES, generator=generator)
+    return x, x.sum(dim=1, keepdim=True).sin()
+
+
+class Failure(Exception):
+    """What the trainer raises where it is told to."""
+
+
+class Trainer(Role):
+    """A model over all ranks, with Adam.
+
+    Args:
+        kind: How the ranks share it.
+        renews: Whether it has a method for that; otherwise it is as if it had none.
+    """
+
+    def __init__(self, kind: Kind) -> None:
+        self.kind = kind
+        self.net: Any = self._wrapped(make_model())
+        import torch
+
+        self.optimizer = torch.optim.Adam(self.net.parameters(), lr=RATE)
+        self.renewals = 0
+
+    def _wrapped(self, net: Any) -> Any:
+        if self.kind == "ddp":
+            from torch.nn.parallel import DistributedDataParallel
+
+            return DistributedDataParallel(net, process_group=self.ctx.process_group())
+        mesh = self.ctx.device_mesh()
+        if self.kind == "fsdp2":
+            from torch.distributed.fsdp import fully_shard
+
+            for part in net:
+                if list(part.parameters()):
+                    fully_shard(part, mesh=mesh)
+            return fully_shard(net, mesh=mesh)
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        return parallelize_module(net, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+    @method
+    def step(self, number: int, failing: int | None = None, where: Where = "before") -> float:
+        """One update; this rank's loss."""
+        fails = self.ctx.rank == failing
+        self.optimizer.zero_grad()
+        x, y = batch(number)
+        if self.kind != "tp":  # whose ranks share each row
+            x, y = x[self.ctx.rank :: self.ctx.world_size], y[self.ctx.rank :: self.ctx.world_size]
+        if fails and where == "before":
+            raise Failure("before the forward pass")
+        if fails and where in ("forward", "backward"):
+            self._fail_within(x, backward=where == "backward")
+        loss = ((self.net(x) - y) ** 2).mean()
+        loss.backward()
+        if fails and where == "after":
+            raise Failure("after the last collective")
+        self.optimizer.step()
+        return float(loss.detach())
+
+    def _fail_within(self, x: torch.Tensor, backward: bool) -> None:
+        net = self.net.module if self.kind == "ddp" else self.net
+
+        def fail(*_: Any) -> None:
+            handle.remove()
+            raise Failure("in the backward pass" if backward else "in the forward pass")
+
+        handle = net[1].register_full_backward_hook(fail) if backward else net[1].register_forward_hook(fail)
+
+    @method
+    def weights(self) -> dict[str, Any]:
+        """The whole parameters, as arrays."""
+        found = {}
+        for name, value in self.net.named_parameters():
+            whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+            found[name.removeprefix("module.")] = whole.detach().numpy().copy()
+        return found
+
+    @method
+    def updates(self) -> tuple[int, set[int]]:
+        """How often it was renewed, and how many updates the optimizer has counted for its parameters."""
+        return self.renewals, {int(state["step"]) for state in self.optimizer.state.values()}
+
+    @method
+    def identities(self) -> list[int]:
+        """Which objects the parameters are."""
+        return [id(value) for value in self.net.parameters()]
+
+
+@needs("process_group")
+class Renewing(Trainer):
+    """Goes on after a failed step."""
+
+    def renew(self) -> None:
+        """Have the model go on."""
+        from colocate.torch import renew
+
+        self.renewals += 1
+        renew(self.net, self.optimizer, self.ctx)
+
+
+class Broken(Trainer):
+    """Can't."""
+
+    def renew(self) -> None:
+        """Raise."""
+        raise colocate.ColocateError("this model can't go on")

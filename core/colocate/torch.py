@@ -1,0 +1,157 @@
+"""Models of torch that go on after a failed call: `renew`.
+
+What torch has no public way for is done here and nowhere else, by what there is in the versions from 2.11 on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from colocate._role.context import Context, context
+from colocate.errors import ConfigError
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def renew(module: M, optimizer: torch.optim.Optimizer | None = None, ctx: Context | None = None) -> M:
+    """Have a model go on with new process groups, after those that it had were cut: for a role's method `renew(self)`.
+
+    Its parameters are the same tensors afterwards, with their values, and the optimizer's state stays as it is. What
+    the step that failed had begun is lost: gradients, also those that were accumulated under `no_sync`, and whatever a
+    communication hook keeps. All ranks of the role call it, in the same order for several models.
+
+    Args:
+        module: Wrapped by `DistributedDataParallel`, sharded by `fully_shard` (FSDP2), or with parameters on a mesh of
+            `ctx.device_mesh()` (tensor parallelism); also several of them in one.
+        optimizer: The model's, whose gradients and state are looked at as well.
+        ctx: The role's context; by default that of the role whose code runs.
+
+    Returns:
+        The module.
+
+    Raises:
+        ConfigError: It can't be renewed: it is sharded by `FullyShardedDataParallel` (FSDP1), or lies on process groups
+            that neither colocate has made nor this role can make again.
+    """
+    if any(isinstance(each, FullyShardedDataParallel) for each in module.modules()):
+        raise ConfigError(
+            f"{type(module).__name__} can't be renewed: FullyShardedDataParallel (FSDP1) has no way to go on with "
+            "other process groups; shard it by torch.distributed.fsdp.fully_shard (FSDP2)"
+        )
+    ctx = context() if ctx is None else ctx
+    ctx._its_groups.make_again(ctx)
+    for mesh in _meshes(module, optimizer):
+        _look_up_groups(mesh)
+    _reset_sharded([each for each in module.modules() if isinstance(each, FSDPModule)])
+    for each in module.modules():
+        if isinstance(each, DistributedDataParallel):
+            wrapped: Any = each
+            wrapped._update_process_group(_again(wrapped.process_group, "DistributedDataParallel"))
+    module.zero_grad(set_to_none=True)
+    if optimizer is not None:
+        optimizer.zero_grad(set_to_none=True)
+    return module
+
+
+def _again(group: Any, what: str) -> Any:
+    """The group that has the name of a former one."""
+    return _resolve(str(group.group_name), what)
+
+
+def _resolve(name: str, what: str) -> Any:
+    from torch._C._distributed_c10d import _resolve_process_group
+
+    try:
+        return _resolve_process_group(name)  # type: ignore[arg-type]
+    except RuntimeError:
+        raise ConfigError(
+            f"{what} lies on the process group {name!r}, which was cut, and which colocate can't make again: give it "
+            "ctx.process_group(), or a mesh of ctx.device_mesh()"
+        ) from None
+
+
+def _meshes(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterable[DeviceMesh]:
+    """The meshes that tensors of a model and its optimizer lie on, each once."""
+    found = {id(tensor.device_mesh): tensor.device_mesh for tensor in _tensors(module, optimizer)}
+    return found.values()
+
+
+def _tensors(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[DTensor]:
+    for tensor in (*module.parameters(), *module.buffers()):
+        if isinstance(tensor, DTensor):
+            yield tensor
+    for state in optimizer.state.values() if optimizer is not None else ():
+        for value in state.values():
+            if isinstance(value, DTensor):
+                yield value
+
+
+def _look_up_groups(mesh: DeviceMesh) -> None:
+    """A mesh knows its groups by name; compiled code has a table of them."""
+    root = mesh._get_root_mesh()
+    for each in (root, mesh):
+        for name in each._dim_group_names:
+            root._pg_registry[name] = _resolve(str(name), f"mesh {each}")
+
+
+def _reset_sharded(modules: list[Any]) -> None:
+    """Have FSDP2 begin its next step from the shards, with the groups that its meshes have now."""
+    states = [module._get_fsdp_state() for module in modules]
+    for state in states:
+        for params in _param_groups(state):
+            params._all_gather_result = None  # of a group that was cut: nobody waits for it
+            for info in (params.mesh_info, params.post_forward_mesh_info):
+                if info is not None:
+                    _look_up_groups(info.mesh)
+                    info.__post_init__()
+            for param in params.fsdp_params:
+                param.mesh_info.__post_init__()
+                if (unsharded := getattr(param, "_unsharded_param", None)) is not None:
+                    unsharded.grad = None
+                param.unsharded_accumulated_grad = None
+    for module, state in zip(modules, states, strict=True):
+        if state._is_root is not False:
+            if hasattr(module, "reset_iter_state"):  # from torch 2.13 on
+                module.reset_iter_state()
+            else:
+                _reset_iteration(state)
+    for module in modules:
+        module.reshard()
+
+
+def _param_groups(state: Any) -> list[Any]:
+    """Those of a module: several from torch 2.12 on."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def _reset_iteration(root: Any) -> None:
+    """What `reset_iter_state` does, where there is none."""
+    stream = root._device_handle.current_stream()
+    comm = root._comm_ctx
+    for waited in (getattr(comm, "all_gather_state", None), getattr(comm, "reduce_scatter_state", None)):
+        if waited is not None and waited.event is not None:
+            stream.wait_event(waited.event)
+    comm.all_gather_state = comm.reduce_scatter_state = None
+    comm.post_forward_order.clear()
+    idle = type(root._training_state).IDLE
+    for state in root._state_ctx.all_states:
+        state._modules_to_run_forward.clear()
+        state._training_state = idle
+        for params in _param_groups(state):
+            params._post_reduce_event = params._all_reduce_state = params._reshard_after_forward_event = None
+            params._partial_reduce_output = None
+            params._post_forward_indices.clear()
+            params._training_state = idle
+            params._to_sharded()
+    root._state_ctx.iter_forward_root = None
+    root._state_ctx.post_backward_final_callback_queued = False
