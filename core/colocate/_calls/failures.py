@@ -212,6 +212,25 @@ def holders_error(link: Link, slot: int, names: Sequence[str], cause: ColocateEr
     return error
 
 
+def torn_error(link: Link, call: PendingCall, updates: Mapping[int, int], cause: ColocateError | None) -> RenewalError:
+    """The error of a group whose ranks have gone different numbers of updates of what they share."""
+    each = ", ".join(
+        f"rank {call.rank_of(slot)} {halves // 2}{' and a part of one' if halves % 2 else ''}"
+        for slot, halves in updates.items()
+    )
+    error = RenewalError(
+        f"group {link.name!r} failed: its ranks have no common state any more. In {call.label}, which failed, their "
+        f"optimizers have made different numbers of updates: {each}. Go on from a checkpoint: "
+        f'spawn(on_failure="restart") does by itself{_after(cause)}',
+        group=link.name,
+        role=call.role or None,
+        method=call.method,
+        called_at=_line(call),
+    )
+    error.__cause__ = cause
+    return error
+
+
 def _after(cause: ColocateError | None) -> str:
     return "" if cause is None else f" (after: {cause.message})"
 

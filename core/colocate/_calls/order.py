@@ -19,6 +19,7 @@ from colocate._calls.failures import (
     later_error,
     renew_error,
     timeout_error,
+    torn_error,
 )
 from colocate._calls.link import Link
 from colocate._calls.pending import PendingCall
@@ -43,6 +44,7 @@ class _Hold:
     suspected: tuple[PendingCall, ColocateError] | None = None
     later: list[tuple[PendingCall, ColocateError, bool]] = attrs.field(factory=list)  # the last: whether it follows
     timer: Timer | None = None
+    failures: list[PendingCall] = attrs.field(factory=list)  # those that don't go on after it
     patient: bool = False  # the cause of what is suspected may come from a rank that is alive
     begun: dict[str, list[tuple[int, int]]] = attrs.field(factory=dict)  # operations of each process group, by rank
     cut: set[str] = attrs.field(factory=set)
@@ -50,6 +52,14 @@ class _Hold:
     def cause(self) -> ColocateError | None:
         """What is known of why it was begun."""
         return self.root or (self.suspected[1] if self.suspected is not None else None)
+
+    def torn(self) -> tuple[PendingCall, dict[int, int]] | None:
+        """A call after which its ranks don't have one state of what they share, and their updates in it, by slot."""
+        for call in self.failures:
+            updates = {slot: call.updates.get(slot, 0) for slot in call.targets}
+            if len(set(updates.values())) > 1 or any(halves % 2 for halves in updates.values()):
+                return call, updates
+        return None
 
     def broken(self) -> list[str]:
         """The process groups that are of no use any more, by name.
@@ -131,7 +141,10 @@ class CallOrder:
         with self.lock:
             call = self.pending.get(done.seq)
             if call is None:  # it has failed elsewhere already
+                self._note_updates(slot, done.seq, done.updates)
                 return
+            if done.updates:
+                call.updates[slot] = done.updates
             index = call.index_of(slot)
             call.bodies[index] = done.size if body is None else body
             call.rows[index] = done.rows
@@ -158,7 +171,9 @@ class CallOrder:
                 hold = self._begin_hold(seq, known=slot)
             self._tell_left(hold, slot, failed.operations)
             if call is None:
+                self._note_updates(slot, seq, failed.updates)
                 return
+            call.updates[slot] = failed.updates
             call.spans.append((call.index_of(slot), 0.0, 0.0))
             poison = call.poison()
             error = poison or failure_error(self.link, call, slot, failure, body)
@@ -285,6 +300,9 @@ class CallOrder:
 
     def _all_back(self, hold: _Hold) -> None:
         """No rank runs anything: renew what is broken, and go on."""
+        if (torn := hold.torn()) is not None:
+            self.link.fail(torn_error(self.link, *torn, hold.cause()))
+            return
         broken = hold.broken()
         if not broken:
             self._resume(hold)
@@ -373,9 +391,17 @@ class CallOrder:
         with self.lock:
             return {slot for call in self.pending.values() for slot in call.missing()}
 
+    def _note_updates(self, slot: int, seq: int, updates: int) -> None:
+        """What a rank has done in a call that nobody waits for any more."""
+        for call in self._hold.failures if self._hold is not None else ():
+            if call.seq == seq:
+                call.updates[slot] = updates
+
     def _end(self, call: PendingCall) -> None:
         """Take a call out of the books; it is settled next."""
         self.pending.pop(call.seq, None)
+        if self._hold is not None and call.seq in self._hold.withdrawn:
+            self._hold.failures.append(call)
         if call.timer is not None:
             call.timer.cancel()
         if call.on_end is not None:

@@ -46,6 +46,7 @@ class PendingCall(Underway):
         "targets",
         "timer",
         "timers",
+        "updates",
         "uses",
     )
 
@@ -64,6 +65,7 @@ class PendingCall(Underway):
         self.rows: list[int | None] = [None] * len(targets)
         self.spans: list[tuple[int, float, float]] = []
         self.remaining = len(targets)
+        self.updates: dict[int, int] = {}  # by slot, where there were any
         self.keep: int | None = None
         self.uses: Sequence[Any] = ()
         self.timer: Timer | None = None

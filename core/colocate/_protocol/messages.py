@@ -315,6 +315,7 @@ class Done(Message):
         start: When it began, in seconds of `time.time()`.
         end: When it was over.
         size: Bytes and rows of a result that was kept; None of others.
+        updates: Beginnings and ends of updates of weights that it shares with other ranks.
     """
 
     seq: int
@@ -322,6 +323,7 @@ class Done(Message):
     start: float
     end: float
     size: tuple[int, int | None] | None
+    updates: int
 
 
 @message
@@ -355,21 +357,23 @@ class Failed(Message):
         seq: The call; 0 for the construction of the roles.
         failure: What it raised.
         operations: How many it has begun on each process group; see `Left`.
+        updates: See `Done`.
     """
 
     seq: int
     failure: Failure
     operations: Operations
+    updates: int
 
     def head(self) -> Head:
         """What travels of it."""
-        return "Failed", self.seq, values(self.failure), self.operations
+        return "Failed", self.seq, values(self.failure), self.operations, self.updates
 
     @classmethod
     def of(cls, *values: Any) -> Failed:
         """As `Message.of`."""
-        seq, failure, operations = values
-        return cls(seq, Failure(*failure), operations)
+        seq, failure, operations, updates = values
+        return cls(seq, Failure(*failure), operations, updates)
 
 
 @message

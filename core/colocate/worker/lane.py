@@ -37,6 +37,7 @@ class Work(CallState):
     concurrency: int = 0  # 0: a sync method, which waits for everything before it and is waited for
     rows: int | None = attrs.field(default=None, init=False)
     on_drop: Callable[[], None] | None = attrs.field(default=None, init=False)
+    halves: int = attrs.field(default=0, init=False)  # of updates that came before it, as `updates` counts them
     lots: int = attrs.field(default=0, init=False)  # how many lots of definitions came before it
 
 

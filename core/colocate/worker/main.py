@@ -26,6 +26,7 @@ from colocate.worker.service import Service, given
 from colocate.worker.template import renew
 from colocate.worker.thread_counts import raise_thread_counts
 from colocate.worker.torch_import import when_torch_comes
+from colocate.worker.updates import count_updates
 
 
 def main() -> None:
@@ -112,10 +113,15 @@ def start(boot: Boot, service: Service, lane: wire.SocketLane) -> WorkerHost:
 
     turns = wire.Turns(lane)
     peers = partial(ChannelPeers, tls=service.tls)
-    when_torch_comes(record_sockets)
+    when_torch_comes(_look_at_torch)
     host = WorkerHost(boot, BY_VALUE, service.say, peers, on_end=leave, turns=turns)
     host.definitions.install()
     return host
+
+
+def _look_at_torch() -> None:
+    record_sockets()
+    count_updates()
 
 
 def _interface(host: str) -> str | None:

@@ -324,6 +324,11 @@ class ProcessGroups:
             if self._making is not None and self._making[0] >= seq and not self._making[1].done():
                 self._making[1].set_result(reason)
 
+    def are_shared_by(self, role: str | None) -> bool:
+        """Whether a role has done something together with other ranks."""
+        begun = {name for name, (count, _) in self.operations().items() if count}
+        return bool(begun) and (role is None or self.concerns([*begun], role))
+
     # -- after a failure
 
     def _hopeless(self) -> str | None:

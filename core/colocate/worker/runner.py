@@ -20,7 +20,7 @@ from colocate._values.dispatch import Scatter
 from colocate._values.leaving import ordinary
 from colocate._values.nesting import no_end
 from colocate.errors import ColocateError, DispatchError, RoleError, SerializationError
-from colocate.worker import checkpoint, failure
+from colocate.worker import checkpoint, failure, updates
 from colocate.worker.build import RoleBuild, construct
 from colocate.worker.hosted import HostedRole
 from colocate.worker.lane import Work
@@ -73,7 +73,7 @@ class Runner:
                     self._failed(0, None, role.name, error)
                     return False
         tell_imports()
-        site.say(messages.Done(0, None, start, time.time(), None))
+        site.say(messages.Done(0, None, start, time.time(), None, 0))
         return True
 
     def call(self, work: Work) -> Any:
@@ -87,6 +87,7 @@ class Runner:
         start = time.time()
         tokens = set_current(role.ctx), running_call.set(work)
         role.ctx.last_call = work
+        work.halves = updates.halves()
         try:
             site.definitions.load(work.lots)
             resolver = self._resolver(call.seq) if call.uses else None
@@ -100,7 +101,7 @@ class Runner:
             self._finish(result, work, call, role, spec, resolver, start)
         except BaseException as error:  # whatever role code raises is the caller's to see, SystemExit included
             site.peers.given_back(work.label)
-            self._failed(call.seq, call.keep, role.name, error)
+            self._failed(call.seq, call.keep, role.name, error, self._updates(work, role.name))
             return False
         finally:
             running_call.reset(tokens[1])
@@ -146,7 +147,7 @@ class Runner:
             self._finish(await coroutine, work, call, role, spec, resolver, start)
         except BaseException as error:
             self._site.peers.given_back(work.label)
-            self._failed(call.seq, call.keep, role.name, error)
+            self._failed(call.seq, call.keep, role.name, error, self._updates(work, role.name))
             return False
         return True
 
@@ -214,11 +215,11 @@ class Runner:
             result = without_padding(result, work.rows, work.valid_rows, label)
         if len(site.store) or resolver is not None:
             self._check_writes(label, role, resolver)
-        valid = work.valid_rows
+        valid, halves = work.valid_rows, self._updates(work, role.name)
         if call.keep is None:
             body = None if result is None else site.packed(result, label)
             try:
-                site.say(messages.Done(call.seq, valid, start, time.time(), None), body)
+                site.say(messages.Done(call.seq, valid, start, time.time(), None, halves), body)
             except OSError as error:  # no descriptor is free in this process, which isn't the method's fault
                 raise SerializationError(
                     f"the result of {label} can't be sent: {error.strerror or error}", argument="result"
@@ -226,7 +227,12 @@ class Runner:
         else:
             rows = rows_to_join(result, spec, role.ctx)
             nbytes = site.store.put(call.keep, result, label, valid)
-            site.say(messages.Done(call.seq, valid, start, time.time(), (nbytes, rows)))
+            site.say(messages.Done(call.seq, valid, start, time.time(), (nbytes, rows), halves))
+
+    def _updates(self, work: Work, role: str | None) -> int:
+        """Beginnings and ends of updates in a call, of weights that the ranks share; 0 where they share nothing."""
+        halves = updates.halves() - work.halves
+        return halves if halves and self._site.groups.are_shared_by(role) else 0
 
     def _check_writes(self, label: str, role: HostedRole, resolver: Resolver | None) -> None:
         site = self._site
@@ -242,12 +248,12 @@ class Runner:
         for source in resolver.written() if resolver is not None else ():
             raise _written(label, source.label, source.key)
 
-    def _failed(self, seq: int, keep: int | None, role: str | None, error: BaseException) -> None:
+    def _failed(self, seq: int, keep: int | None, role: str | None, error: BaseException, halves: int = 0) -> None:
         site = self._site
         secondary = isinstance(error, Consequence) or site.groups.lost_a_peer()
         told, body = failure.failed(error, site.codec, site.definitions, role, secondary)
         if not site.scope.let_go(seq):  # otherwise nobody would lead the hold that follows
-            site.say(messages.Failed(seq, told, site.groups.operations()), body)
+            site.say(messages.Failed(seq, told, site.groups.operations(), halves), body)
         if keep is not None:  # who uses it fails of that in turn, and is to be heard of later than this
             site.store.fail(keep, f"{told.type}: {told.text}")
 

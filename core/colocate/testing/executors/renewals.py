@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 import colocate
 from colocate import ColocatedGroup
-from colocate.errors import RenewalError, RoleError
+from colocate.errors import GroupRestarted, RenewalError, RoleError
 from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs
 from colocate.testing.probes.trainers import RATE, Broken, Kind, Renewing, Trainer, Where, batch, make_model
 from colocate.testing.waiting import PATIENCE_S
 
 _STEPS = 4
+KINDS: tuple[Kind, ...] = ("ddp", "fsdp2", "tp")
 
 
 def alone() -> tuple[list[float], dict[str, Any]]:
@@ -38,8 +40,8 @@ class Renewals(ExecutorCase):
     """DDP, FSDP2 and tensor parallelism after a failed call."""
 
     @needs(OwnProcess)
-    @pytest.mark.parametrize("kind", get_args(Kind))
-    @pytest.mark.parametrize("where", [where for where in get_args(Where) if where != "after"])
+    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("where", ["before", "forward", "backward"])
     def test_a_failed_step_is_done_again(self, spawn: Spawn, kind: Kind, where: Where) -> None:
         """One rank raises: the step is repeated, and all that follows is as if nothing had happened."""
         np, _ = pytest.importorskip("numpy"), pytest.importorskip("torch")
@@ -65,6 +67,60 @@ class Renewals(ExecutorCase):
             # A rank that hasn't begun the step when it fails has no part in it, and nothing is cut then.
             assert renewals == 2 if kind != "ddp" and where != "before" else renewals <= 2
             assert updates == {_STEPS}
+
+    @needs(OwnProcess)
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_weights_of_two_steps(self, spawn: Spawn, kind: Kind) -> None:
+        """One rank raises when the others can make their update: then there is no common state to go on with."""
+        pytest.importorskip("torch")
+        group = spawn({"trainer": colocate.role(Renewing, kind)})
+        trainer = group.role("trainer", Renewing)
+        trainer.step(0)
+        failing = trainer.step.submit(1, 1, "after")
+        queued = trainer.step.submit(1)
+        root = failing.exception(PATIENCE_S)
+        assert isinstance(root, RoleError)
+        error = queued.exception(PATIENCE_S)
+        assert isinstance(error, RenewalError)
+        assert "rank 0 1, rank 1 0" in str(error)
+        assert error.__cause__ is root
+        assert group.state == "failed"
+
+    @needs(OwnProcess)
+    def test_weights_of_a_part_of_a_step(self, spawn: Spawn) -> None:
+        """So is it where a rank fails within its update."""
+        pytest.importorskip("torch")
+        trainer = spawn({"trainer": colocate.role(Renewing, "ddp")}).role("trainer", Renewing)
+        failing = trainer.step.submit(0, 1, "update")
+        queued = trainer.step.submit(0)
+        assert isinstance(failing.exception(PATIENCE_S), RoleError)
+        error = queued.exception(PATIENCE_S)
+        assert isinstance(error, RenewalError)
+        assert "rank 0 1, rank 1 0 and a part of one" in str(error)
+
+    @needs(OwnProcess)
+    def test_weights_that_nobody_shares(self, spawn: Spawn) -> None:
+        """Ranks with models of their own may have made different numbers of updates."""
+        pytest.importorskip("torch")
+        trainer = spawn({"trainer": colocate.role(Renewing, "none")}).role("trainer", Renewing)
+        assert isinstance(trainer.step.submit(0, 1, "after").exception(PATIENCE_S), RoleError)
+        trainer.step(1)
+        assert [updates for _, updates in trainer.updates()] in ([{2}, {1}], [{1}, {1}])
+
+    @needs(OwnProcess)
+    def test_from_a_checkpoint(self, spawn: Spawn, tmp_path: Path) -> None:
+        """A group that restarts goes on from its checkpoint, as if nothing had happened since."""
+        pytest.importorskip("torch")
+        group = spawn({"trainer": colocate.role(Renewing, "ddp")}, on_failure="restart")
+        trainer = group.role("trainer", Renewing)
+        losses = [sum(trainer.step(number)) / 2 for number in range(2)]
+        group.checkpoint(tmp_path / "saved", tag=2)
+        assert isinstance(trainer.step.submit(2, 0, "after").exception(PATIENCE_S), RoleError)
+        with pytest.raises(GroupRestarted, match="no common state"):
+            trainer.step(2)
+        assert group.wait_ready(PATIENCE_S) == 2
+        losses += [sum(trainer.step(number)) / 2 for number in range(2, _STEPS)]
+        assert losses == pytest.approx(alone()[0], rel=1e-4)
 
     @needs(OwnProcess)
     def test_without_a_hook(self, spawn: Spawn) -> None:

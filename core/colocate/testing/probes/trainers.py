@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import colocate
@@ -10,8 +11,8 @@ from colocate import Role, method, needs
 if TYPE_CHECKING:
     import torch
 
-Kind = Literal["ddp", "fsdp2", "tp"]
-Where = Literal["before", "forward", "backward", "after"]
+Kind = Literal["none", "ddp", "fsdp2", "tp"]
+Where = Literal["before", "forward", "backward", "after", "update"]
 FEATURES, ROWS, RATE = 8, 8, 0.05
 
 
@@ -66,6 +67,8 @@ class Trainer(Role):
         self.renewals = 0
 
     def _wrapped(self, net: Any) -> Any:
+        if self.kind == "none":
+            return net
         if self.kind == "ddp":
             from torch.nn.parallel import DistributedDataParallel
 
@@ -86,6 +89,8 @@ class Trainer(Role):
     def step(self, number: int, failing: int | None = None, where: Where = "before") -> float:
         """One update; this rank's loss."""
         fails = self.ctx.rank == failing
+        import torch
+
         self.optimizer.zero_grad()
         x, y = batch(number)
         if self.kind != "tp":  # whose ranks share each row
@@ -98,6 +103,9 @@ class Trainer(Role):
         loss.backward()
         if fails and where == "after":
             raise Failure("after the last collective")
+        if fails and where == "update":
+            first = next(iter(self.net.parameters()))
+            first.grad = torch.ones_like(first).to_sparse()  # which Adam refuses
         self.optimizer.step()
         return float(loss.detach())
 
@@ -109,6 +117,21 @@ class Trainer(Role):
             raise Failure("in the backward pass" if backward else "in the forward pass")
 
         handle = net[1].register_full_backward_hook(fail) if backward else net[1].register_forward_hook(fail)
+
+    def save(self, folder: str) -> None:
+        """Rank 0's, of a model that each rank has."""
+        import torch
+
+        if self.ctx.rank == 0:
+            torch.save([self.net.state_dict(), self.optimizer.state_dict()], Path(folder, "trainer.pt"))
+
+    def restore(self, folder: str) -> None:
+        """The same for all ranks."""
+        import torch
+
+        net, optimizer = torch.load(Path(folder, "trainer.pt"))
+        self.net.load_state_dict(net)
+        self.optimizer.load_state_dict(optimizer)
 
     @method
     def weights(self) -> dict[str, Any]:
