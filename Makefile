@@ -6,6 +6,7 @@ BARE := .venv/bare
 VERL := .venv/verl
 MONARCH := .venv/monarch
 OLDEST := .venv/oldest
+TORCH := .venv/torch
 # Have an environment see the packages of .venv, after its own.
 PURELIB := -c "import sysconfig; print(sysconfig.get_path('purelib'))"
 BESIDE = site=$$($(BIN)/python $(PURELIB)); (echo $$site; grep -h '^/' $$site/*.pth) > "$$($(1)/bin/python $(PURELIB))/base.pth"
@@ -44,9 +45,17 @@ $(OLDEST)/.installed: $(INSTALLED)  # the oldest Dask of the declared range, bes
 	$(OLDEST)/bin/python -m pip install --quiet --no-deps distributed==2025.4.0 dask==2025.4.0
 	touch $@
 
-versions: $(OLDEST)/.installed  ## Dask's tests and the suite on the oldest version that colocate supports
+$(TORCH)/.installed: $(INSTALLED)  # the oldest torch that models are renewed in, beside everything else; gigabytes
+	$(PYTHON) -m venv $(TORCH)
+	$(TORCH)/bin/python -m pip install --quiet torch==2.11.0 numpy
+	$(call BESIDE,$(TORCH))
+	touch $@
+
+versions: $(OLDEST)/.installed $(TORCH)/.installed  ## Dask's tests and the suite on the oldest version that colocate supports
 	$(OLDEST)/bin/python -c "import distributed; assert distributed.__version__ == '2025.4.0'"
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(OLDEST)/bin/python -m pytest -n 2 --dist loadfile tests/dask tests/conformance/test_dask.py
+	$(TORCH)/bin/python -c "import torch; assert torch.__version__.startswith('2.11.')"
+	$(TORCH)/bin/python -m pytest -n 2 --dist loadfile tests/conformance/test_processes.py -k "Renewals or group or step or weights or mesh"
 
 SITE := build/site/.built
 SITE_FROM := mkdocs.yml $(sort $(shell find docs core executors plugins -name __pycache__ -prune -o -type f -print))

@@ -71,11 +71,11 @@ class StubHost(Host):
         """Answer."""
         message, now = read(frame[0]), time.time()
         if isinstance(message, messages.Build):
-            self._say(messages.Done(0, None, now, now, None))
+            self._say(messages.Done(0, None, now, now, None, 0))
         elif isinstance(message, messages.Call):
             # Of a kept call, the bytes and rows of this rank's part.
             size = (0, 1) if message.keep is not None else None
-            self._say(messages.Done(message.seq, None, now, now, size))
+            self._say(messages.Done(message.seq, None, now, now, size, 0))
         elif isinstance(message, messages.Close):
             self._say(messages.Closed())
             self.kill()

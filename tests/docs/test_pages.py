@@ -22,6 +22,8 @@ NOT_RUN: dict[tuple[str, str], int] = {
     ("ray.md", "needs a cluster"): 4,
     ("ray.md", "one start of a Ray is enough for the tests of this page"): 1,
     ("from-verl.md", "verl and Ray are not installed with the tests"): 1,
+    ("bring-your-trainer.md", "accelerate is not installed with the tests"): 1,
+    ("bring-your-trainer.md", "lightning-fabric is not installed with the tests"): 1,
     ("restart.md", "it trains for a minute"): 1,
     ("detached-pools.md", "needs a cluster"): 1,
     ("gpu.md", "needs minutes"): 1,
@@ -65,6 +67,18 @@ def test_nothing_of_this_machine_is_shown(page: Path) -> None:
     assert str(ROOT) not in text
     assert sys.prefix not in text
     assert not re.search(rf"\b{re.escape(platform.node())}\b", text)
+
+
+@pytest.mark.parametrize("executor", ["local", pytest.param("ray", marks=pytest.mark.long), "dask"])
+def test_a_transformers_model_under_fsdp2(executor: str, tmp_path: Path) -> None:
+    """The example learns, and a failed step doesn't stop it."""
+    example = str(ROOT / "docs" / "examples" / "fsdp2.py")
+    done = subprocess.run([sys.executable, example, executor], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "step 10 failed on rank 1: a bad batch" in done.stdout
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
+    assert len(losses) == 4
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < 0.3 < 3 < losses[0]
 
 
 def test_the_example_trains_in_two_processes(tmp_path: Path) -> None:

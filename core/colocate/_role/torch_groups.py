@@ -72,6 +72,9 @@ class Plan:
         # what init_process_group and new_group do themselves. Imported here: only who asks for a group has torch.
         import torch
         import torch.distributed as dist
+
+        # DDP, say, imports it: its default arguments are the default group that there is just then, for good.
+        import torch.distributed.nn.functional
         from torch.distributed import distributed_c10d as c10d
 
         bound = torch.device(self.device) if self.device.startswith("cuda") else None

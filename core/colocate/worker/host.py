@@ -95,6 +95,8 @@ class WorkerHost(Site):
         self._handlers[type(message)](message, body)
 
     def _on_build(self, message: messages.Build, body: Any) -> None:
+        # Not on the lane: another slot's may be faster, and have this one join in making the default group.
+        self.groups.are_of(message.slots, message.generation, message.collective_timeout)
         work = Work(0, self._runner.build, "build", message, body)
         work.lots = self.definitions.count
         self.lane.put(work)

@@ -124,6 +124,10 @@ class ProcessGroups:
         self.generation = 0
         self.timeout_s = 1800.0
 
+    def are_of(self, slots: int, generation: int, timeout_s: float) -> None:
+        """Know the colocated group, before anything is asked for."""
+        self.slots, self.generation, self.timeout_s = slots, generation, timeout_s
+
     # -- what roles ask for
 
     def get(self, ctx: Context, axis: str | None) -> ProcessGroup:
@@ -172,7 +176,8 @@ class ProcessGroups:
         return found
 
     def make_again(self, ctx: Context) -> None:
-        """Make those of a role that it had before: in the order in which it had asked for them, on all its ranks."""
+        """Make those that a role had before: in the order in which it had asked for them, on all its ranks."""
+        self.have_default()
         for axis in [axis for role, axis in self._asked if role == ctx.role]:
             self.get(ctx, axis)
 

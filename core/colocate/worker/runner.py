@@ -42,8 +42,6 @@ class Runner:
         site = self._site
         message = work.message
         assert isinstance(message, messages.Build)
-        site.groups.generation, site.groups.slots = message.generation, message.slots
-        site.groups.timeout_s = message.collective_timeout
         start = time.time()
         try:
             site.definitions.compare_modules()

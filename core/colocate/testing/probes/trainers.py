@@ -11,7 +11,7 @@ from colocate import Role, method, needs
 if TYPE_CHECKING:
     import torch
 
-Kind = Literal["none", "ddp", "fsdp2", "tp"]
+Kind = Literal["none", "ddp", "ddp in the default group", "fsdp2", "tp"]
 Where = Literal["before", "forward", "backward", "after", "update"]
 FEATURES, ROWS, RATE = 8, 8, 0.05
 
@@ -69,10 +69,11 @@ class Trainer(Role):
     def _wrapped(self, net: Any) -> Any:
         if self.kind == "none":
             return net
-        if self.kind == "ddp":
+        if self.kind.startswith("ddp"):
             from torch.nn.parallel import DistributedDataParallel
 
-            return DistributedDataParallel(net, process_group=self.ctx.process_group())
+            group = self.ctx.process_group() if self.kind == "ddp" else None
+            return DistributedDataParallel(net, process_group=group)
         mesh = self.ctx.device_mesh()
         if self.kind == "fsdp2":
             from torch.distributed.fsdp import fully_shard
@@ -110,7 +111,7 @@ class Trainer(Role):
         return float(loss.detach())
 
     def _fail_within(self, x: torch.Tensor, backward: bool) -> None:
-        net = self.net.module if self.kind == "ddp" else self.net
+        net = self.net.module if self.kind.startswith("ddp") else self.net
 
         def fail(*_: Any) -> None:
             handle.remove()
