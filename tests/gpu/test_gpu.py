@@ -19,6 +19,7 @@ import attrs
 import pytest
 
 torch = pytest.importorskip("torch")
+dist = pytest.importorskip("torch.distributed")
 
 import colocate  # noqa: E402
 from colocate import Broadcast, ColocatedGroup, Concat, Gather, Role, Runtime, Scatter, gpus, method  # noqa: E402
@@ -28,6 +29,8 @@ from colocate.executor import Node  # noqa: E402
 from colocate.keeper import forks  # noqa: E402
 from colocate.placement import Ledger  # noqa: E402
 from colocate.testing.executors import Calls, Contexts, Dispatching, Failures, Residents, TensorResidents  # noqa: E402
+from colocate.testing.executors.renewals import alone  # noqa: E402
+from colocate.testing.probes.trainers import Kind, Renewing  # noqa: E402
 from colocate.testing.waiting import wait_until  # noqa: E402
 from colocate_local.processes import LocalProcesses  # noqa: E402
 from colocate_local.threads import LocalThreads  # noqa: E402
@@ -304,6 +307,35 @@ class TestChoice:
             maker = pool.spawn({"maker": colocate.role(Maker), "user": colocate.role(User)}).role("maker", Maker)
             assert maker.device() == [(DEVICE, 0 if DRY else 1)]
             assert torch.equal(maker.make(3), torch.arange(3.0))
+
+
+class Sharded(Renewing):
+    """A model whose process groups are cut and made again, as after a failure of a rank that there isn't here."""
+
+    @method
+    def cut(self) -> tuple[str, list[str]]:
+        """The backends of the default group; and which groups are held after they were cut and the model renewed."""
+        backends = str(dist.get_backend_config())
+        groups: Any = self.ctx._groups
+        groups.drop(["sharded/default"])
+        self.renew()
+        return backends, groups.holders()
+
+
+class TestTrainers:
+    """Models that ranks share; here there is one."""
+
+    @pytest.mark.parametrize("kind", ["ddp", "ddp in the default group", "fsdp2", "tp"])
+    def test_a_model_goes_on_with_new_groups(self, kind: Kind) -> None:
+        """What is trained before and after its groups were cut is as by a plain script."""
+        with connect() as runtime:
+            role = colocate.role(Sharded, kind).on(default_group=True)
+            sharded = runtime.reserve().spawn({"sharded": role}, name="sharded").role("sharded", Sharded)
+            losses = [sharded.step(number)[0] for number in range(2)]
+            (found,) = sharded.cut()
+            assert found == ("cpu:gloo,cuda:gloo" if DRY else "cpu:gloo,cuda:nccl", [])
+            losses += [sharded.step(number)[0] for number in range(2, 4)]
+            assert losses == pytest.approx(alone()[0], rel=1e-3)
 
 
 class TestWork:

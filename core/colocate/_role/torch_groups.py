@@ -306,8 +306,12 @@ def _backends(group: Any) -> list[Any]:
     return list(found.values())
 
 
-def cut(names: Iterable[str]) -> None:
-    """Free whoever waits for this rank in these groups; none of them is of any use after that."""
+def cut(names: Collection[str]) -> threading.Thread | None:
+    """Free whoever waits for this rank in these groups; none of them is of any use after that.
+
+    Returns:
+        What goes on with that, if not all is done.
+    """
     # The lock is left with sockets only: a group that this thread still named would look like one a role holds.
     with _books:
         connections = [connection for name in names for connection in _sockets.get(name, ())]
@@ -317,9 +321,12 @@ def cut(names: Iterable[str]) -> None:
         except OSError:  # the peer has closed it already, or this worker has
             pass
     aborted = [name for name in names if _aborts(name)]
-    if aborted:
-        # Not here: it waits for the device, on which a kernel may wait for a peer that is cut in the same moment.
-        threading.Thread(target=_abort, args=(aborted,), name="colocate-abort", daemon=True).start()
+    if not aborted:
+        return None
+    # Not here: it waits for the device, on which a kernel may wait for a peer that is cut in the same moment.
+    thread = threading.Thread(target=_abort, args=(aborted,), name="colocate-abort", daemon=True)
+    thread.start()
+    return thread
 
 
 def _aborts(name: str) -> bool:

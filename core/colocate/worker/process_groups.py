@@ -414,7 +414,8 @@ class ProcessGroups:
     def drop(self, names: Sequence[str]) -> None:
         """Drop these groups, which are of no use any more, so that the next ones are new. On the lane."""
         default = f"{self._group}/default"
-        torch_groups.cut(names)  # what still runs on a device ends
+        if (rest := torch_groups.cut(names)) is not None:  # what still runs on a device ends
+            rest.join()
         if default in names:  # with which torch forgets all others
             with self._lock:
                 self._former, self._default, self._default_epoch = self._default, None, self._epoch

@@ -60,7 +60,7 @@ class Trainer(Role):
 
     def __init__(self, kind: Kind) -> None:
         self.kind = kind
-        self.net: Any = self._wrapped(make_model())
+        self.net: Any = self._wrapped(make_model().to(self.ctx.device))
         import torch
 
         self.optimizer = torch.optim.Adam(self.net.parameters(), lr=RATE)
@@ -93,7 +93,7 @@ class Trainer(Role):
         import torch
 
         self.optimizer.zero_grad()
-        x, y = batch(number)
+        x, y = (rows.to(self.ctx.device) for rows in batch(number))
         if self.kind != "tp":  # whose ranks share each row
             x, y = x[self.ctx.rank :: self.ctx.world_size], y[self.ctx.rank :: self.ctx.world_size]
         if fails and where == "before":
@@ -140,7 +140,7 @@ class Trainer(Role):
         found = {}
         for name, value in self.net.named_parameters():
             whole = value.full_tensor() if hasattr(value, "full_tensor") else value
-            found[name.removeprefix("module.")] = whole.detach().numpy().copy()
+            found[name.removeprefix("module.")] = whole.detach().cpu().numpy().copy()
         return found
 
     @method
