@@ -11,6 +11,7 @@ from colocate._calls.pending import PendingCall
 from colocate._protocol.consequence import Consequence, Poisoned
 from colocate._protocol.messages import Failure
 from colocate._system.jobs import error_text
+from colocate._system.limits import RENEWED_WITHIN_S
 from colocate._system.lines import at, with_cells
 from colocate._system.off_main import off_main
 from colocate._system.rebuilding import NotRebuilt, rebuilding
@@ -51,7 +52,7 @@ def failure_error(link: Link, call: PendingCall, slot: int, failure: Failure, bo
         return found
     where = f"{role}.{call.method}" if call.method != "__init__" else f"the constructor of role {role!r}"
     if role is None:
-        where = call.label
+        where = call.label if call.method != "__init__" else "what comes before the constructors of the roles"
     states = _states(call, slot) if call.method != "__init__" else ""
     follows = kind in _CONSEQUENCES  # the role hasn't raised it: it says what kept the role from going on
     how = "was given up" if follows else f"raised {kind}"
@@ -162,10 +163,11 @@ def timeout_error(link: Link, call: PendingCall, timeout: float, stacks: Mapping
     )
 
 
-def hung_error(link: Link, slot: int, cause: ColocateError | None, stack: str) -> ColocateError:
-    """The error of a group one of whose ranks didn't come back after a failed call."""
+def hung_error(link: Link, slot: int, renews: bool, cause: ColocateError | None, stack: str) -> ColocateError:
+    """The error of a group one of whose ranks didn't come back after a failed call, or from renewing its models."""
+    what = f"{RENEWED_WITHIN_S:g} s from renew()" if renews else f"{link.grace:g} s"
     error = RoleError(
-        f"group {link.name!r} failed: slot {slot} (node {link.node(slot)}) did not come back within {link.grace:g} s "
+        f"group {link.name!r} failed: slot {slot} (node {link.node(slot)}) did not come back within {what} "
         f"after a failed call; it is here:\n{stack}",
         group=link.name,
         rank=slot,
@@ -195,7 +197,7 @@ def renew_error(link: Link, slot: int, failure: Failure, body: Any, cause: Coloc
 def holders_error(link: Link, slot: int, names: Sequence[str], cause: ColocateError | None) -> RenewalError:
     """The error of a group with a role that holds on to a process group which is of no use any more."""
     own = f"{link.name}/"
-    name = names[0].removeprefix(own)
+    name = names[0].removeprefix(own).partition("#")[0]
     role = name.split("/")[0] if names[0].startswith(own) and "/" in name and name[0] != "/" else None
     whose = "a role" if role is None else f"role {role!r}"
     what = "torch's default group" if name == "default" else f"the process group {name!r}"

@@ -27,7 +27,7 @@ from colocate._calls.stacks import StackQuestions, Stacks
 from colocate._protocol import messages
 from colocate._protocol.consequence import POISONED
 from colocate._system.jobs import Timer
-from colocate._system.limits import ALIVE_WITHIN_S
+from colocate._system.limits import ALIVE_WITHIN_S, RENEWED_WITHIN_S
 from colocate.errors import ColocateError
 
 
@@ -48,6 +48,7 @@ class _Hold:
     patient: bool = False  # the cause of what is suspected may come from a rank that is alive
     begun: dict[str, list[tuple[int, int]]] = attrs.field(factory=dict)  # operations of each process group, by rank
     cut: set[str] = attrs.field(factory=set)
+    renews: bool = False  # all were back, and process groups are being renewed
 
     def cause(self) -> ColocateError | None:
         """What is known of why it was begun."""
@@ -55,7 +56,8 @@ class _Hold:
 
     def torn(self) -> tuple[PendingCall, dict[int, int]] | None:
         """A call after which its ranks don't have one state of what they share, and their updates in it, by slot."""
-        for call in self.failures:
+        later = [call for call, _, _ in self.later]
+        for call in (*self.failures, *later, *(self.suspected or ())[:1]):
             updates = {slot: call.updates.get(slot, 0) for slot in call.targets}
             if len(set(updates.values())) > 1 or any(halves % 2 for halves in updates.values()):
                 return call, updates
@@ -307,10 +309,10 @@ class CallOrder:
         if not broken:
             self._resume(hold)
             return
-        hold.waiting = set(self.link.live())
+        hold.waiting, hold.renews = set(self.link.live()), True
         if hold.timer is not None:
             hold.timer.cancel()
-        hold.timer = self._timers.after(self.link.grace, lambda: self._overdue(hold))
+        hold.timer = self._timers.after(RENEWED_WITHIN_S, lambda: self._overdue(hold))
         self.link.send(sorted(hold.waiting), messages.DropGroups(hold.number, broken))
 
     def _resume(self, hold: _Hold) -> None:
@@ -344,7 +346,7 @@ class CallOrder:
         with self.lock:
             still = [slot for slot in stuck if slot in hold.waiting]
             if self._hold is hold and still:
-                self.link.fail(hung_error(self.link, still[0], hold.cause(), stacks.of(still[0])))
+                self.link.fail(hung_error(self.link, still[0], hold.renews, hold.cause(), stacks.of(still[0])))
 
     # -- deadlines
 
@@ -370,7 +372,7 @@ class CallOrder:
             hold = self._hold
             if hold is None:
                 hold = self._begin_hold(call.seq, known=None, cut=True)
-            else:
+            elif not hold.renews:  # else nothing runs, and what is on its way to be renewed isn't to be disturbed
                 self._lower(hold, call.seq)
                 live = self.link.live()
                 self.link.send(live, messages.Cancel(call.seq))
@@ -393,7 +395,8 @@ class CallOrder:
 
     def _note_updates(self, slot: int, seq: int, updates: int) -> None:
         """What a rank has done in a call that nobody waits for any more."""
-        for call in self._hold.failures if self._hold is not None else ():
+        hold = self._hold
+        for call in hold.failures if hold is not None else ():
             if call.seq == seq:
                 call.updates[slot] = updates
 

@@ -30,6 +30,7 @@ class CallState:
     seq: int
     valid_rows: int | None = attrs.field(default=None, kw_only=True)
     cancelled: bool = attrs.field(default=False, kw_only=True)
+    halves: int = attrs.field(default=0, init=False)  # beginnings and ends of updates of weights in it
 
 
 @attrs.define(eq=False)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import hashlib
 import os
 import select
 import socket
@@ -34,6 +35,7 @@ _stores: list[tuple[Any, tuple[str, int]]] = []
 _SHARED = "colocate/default"
 _sharers: set[int] = set()
 _sockets: dict[str, list[socket.socket]] = {}  # duplicates of groups' connected sockets, which outlive gloo's own
+_transfers: dict[str, int] = {}  # sends and receives of groups, as far as gloo has counted them
 _books = threading.Lock()
 
 
@@ -100,16 +102,17 @@ class Plan:
 @contextlib.contextmanager
 def _no_split(c10d: Any) -> Any:
     """Have a group's NCCL communicator be made by its own ranks: one split off needs all ranks of the default group."""
-    default = c10d._get_default_group()
-    bound = default.bound_device_id
+    # Nothing here refers to the default group while the other is made, which may take until after it was dropped.
+    bound = c10d._get_default_group().bound_device_id
     if bound is None:
         yield
         return
-    default.bound_device_id = None
+    c10d._get_default_group().bound_device_id = None
     try:
         yield
     finally:
-        default.bound_device_id = bound
+        if c10d.is_initialized():
+            c10d._get_default_group().bound_device_id = bound
 
 
 # -- stores
@@ -230,8 +233,35 @@ def hint_for(error: BaseException) -> str | None:
 # -- all groups of this process
 
 
-def record_sockets() -> None:
-    """From now on, have the sockets of each group known that is made in this process, whoever makes it."""
+def record() -> None:
+    """From now on, know of each group its sockets and its sends and receives, whoever in this process makes it."""
+    _record_sockets()
+    _record_transfers()
+
+
+def _record_transfers() -> None:
+    """Gloo counts them as operations of the group, which they aren't: two ranks have a part in each."""
+    from torch.distributed import ProcessGroup
+
+    for name in ("send", "recv", "recv_anysource"):
+        transfer: Callable[..., Any] = getattr(ProcessGroup, name)
+        if not getattr(transfer, "is_recorded", False):
+            setattr(ProcessGroup, name, _counting(transfer))
+
+
+def _counting(transfer: Callable[..., Any]) -> Callable[..., Any]:
+    def counted(group: Any, tensors: list[Any], *args: Any) -> Any:
+        found = transfer(group, tensors, *args)
+        name = _name_of(group)
+        if name is not None:
+            _transfers[name] = _transfers.get(name, 0) + int(tensors[0].device.type == "cpu")
+        return found
+
+    counted.is_recorded = True  # type: ignore[attr-defined]
+    return counted
+
+
+def _record_sockets() -> None:
     from torch.distributed import distributed_c10d as c10d
 
     make: Callable[..., Any] = c10d._new_process_group_helper
@@ -241,8 +271,8 @@ def record_sockets() -> None:
     def recording(group_size: int, *args: Any, **kwargs: Any) -> Any:
         before = set(_connected_sockets()) if group_size > 1 else set()
         group, store = make(group_size, *args, **kwargs)
-        # What is bound to a device is made by NCCL, which is cut by its own means.
-        if group_size > 1 and getattr(group, "bound_device_id", None) is None and (name := _name_of(group)) is not None:
+        # NCCL has sockets too, and is cut by its own means.
+        if group_size > 1 and (name := _name_of(group)) is not None and all(map(_is_gloo, _backends(group))):
             with _books:
                 _sockets[name] = _since(before)
         return group, store
@@ -267,8 +297,20 @@ def are_any() -> bool:
 
 
 def named(name: str) -> ProcessGroup | None:
-    """The group of a name."""
-    return all_groups().get(name)
+    """The group of a name; of one that a role has made, its ranks go with that."""
+    bare, hash_mark, _ = name.partition("#")
+    group = all_groups().get(bare)
+    return None if group is None or (hash_mark and _known_as(bare, group) != name) else group
+
+
+def _known_as(name: str, group: ProcessGroup) -> str:
+    """What a group is called among the slots: torch counts those that roles make, in each process from 0."""
+    from torch.distributed import distributed_c10d as c10d
+
+    if "/" in name:
+        return name
+    ranks = ",".join(map(str, c10d._world.pg_group_ranks.get(group, ())))
+    return f"{name}#{hashlib.blake2b(ranks.encode(), digest_size=6).hexdigest()}"
 
 
 def reference(name: str) -> weakref.ref[ProcessGroup] | None:
@@ -287,11 +329,26 @@ def members(name: str) -> Collection[int]:
 
 def operations() -> dict[str, tuple[int, int]]:
     """How many operations this rank has begun on each group of several ranks, and how many ranks that has."""
-    return {name: (_count(group), group.size()) for name, group in all_groups().items() if group.size() > 1}
+    return {
+        _known_as(name, group): (_count(name, group), group.size())
+        for name, group in all_groups().items()
+        if group.size() > 1
+    }
 
 
-def _count(group: ProcessGroup) -> int:
-    return sum(backend._get_sequence_number_for_group() for backend in _backends(group))
+def count() -> int:
+    """How many operations this process has begun on all groups of several ranks."""
+    return sum(_count(name, group) for name, group in all_groups().items() if group.size() > 1)
+
+
+def _count(name: str, group: ProcessGroup) -> int:
+    begun = sum(backend._get_sequence_number_for_group() for backend in _backends(group))
+    return int(begun) - _transfers.get(name, 0)
+
+
+def with_transfers() -> list[str]:
+    """The groups on which this rank has sent or received, of several ranks."""
+    return [_known_as(name, group) for name, group in all_groups().items() if group.size() > 1 and name in _transfers]
 
 
 def _backends(group: Any) -> list[Any]:
@@ -313,8 +370,9 @@ def cut(names: Collection[str]) -> threading.Thread | None:
         What goes on with that, if not all is done.
     """
     # The lock is left with sockets only: a group that this thread still named would look like one a role holds.
+    bare = [name.partition("#")[0] for name in names if named(name) is not None]
     with _books:
-        connections = [connection for name in names for connection in _sockets.get(name, ())]
+        connections = [connection for name in bare for connection in _sockets.get(name, ())]
     for connection in connections:
         try:
             connection.shutdown(socket.SHUT_RDWR)
@@ -360,7 +418,7 @@ def lost_a_peer(names: Iterable[str]) -> bool:
     poll = select.poll()
     with _books:
         for name in names:
-            for connection in _sockets.get(name, ()):
+            for connection in _sockets.get(name.partition("#")[0], ()):
                 if (fd := connection.fileno()) >= 0:
                     poll.register(fd, select.POLLRDHUP | select.POLLHUP | select.POLLERR)
         return bool(poll.poll(0))
@@ -380,10 +438,11 @@ def forget(name: str) -> list[Any]:
     world = c10d._world
     if group is world.default_pg:
         left = [backend for each in list(world.pg_map) for backend in _backends(each) if _is_gloo(backend)]
-        _close_sockets(list(_sockets))
+        _close_sockets({*_sockets, *_transfers})
         dist.destroy_process_group()
         return left
     left = [backend for backend in _backends(group) if _is_gloo(backend)]
+    name = name.partition("#")[0]
     _close_sockets([name])
     c10d._unregister_process_group(c10d.GroupName(name))  # type: ignore[attr-defined]
     tables: Sequence[Mapping[Any, Any]] = (
@@ -407,6 +466,7 @@ def _close_sockets(names: Iterable[str]) -> None:
         for name in names:
             for connection in _sockets.pop(name, ()):
                 connection.close()
+            _transfers.pop(name, None)
 
 
 def _name_of(group: Any) -> str | None:

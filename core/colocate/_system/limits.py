@@ -26,6 +26,8 @@ COLLECTIVE_PATIENCE_S = 0.1
 
 GROUPS_CONNECT_WITHIN_S = 60.0
 """The ranks of a process group connect to each other, once all of them are about to."""
+RENEWED_WITHIN_S = 60.0
+"""Roles go on with new process groups after a failure: those connect, and models are perhaps built anew."""
 LOOKS_AT_GROUPS_EVERY_S = 0.02
 """So often a rank that isn't back yet is looked at: whether it waits in a collective for one that is."""
 

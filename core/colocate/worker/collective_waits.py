@@ -27,6 +27,27 @@ _SLICE = datetime.timedelta(milliseconds=20)
 _hopeless: Callable[[], str | None] | None = None  # of this process's worker
 
 
+class _Transferring:
+    """How many threads wait for a send or a receive."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __enter__(self) -> None:
+        self.count += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.count -= 1
+
+
+_transferring = _Transferring()
+
+
+def is_transferring() -> bool:
+    """Whether somebody waits for a send or a receive."""
+    return _transferring.count > 0
+
+
 def guard(hopeless: Callable[[], str | None]) -> None:
     """From now on `Work.wait()` raises a Consequence once a wait is hopeless and gloo has not ended it by itself.
 
@@ -46,7 +67,8 @@ def guard(hopeless: Callable[[], str | None]) -> None:
 def _guarded(original: Callable[..., bool]) -> Callable[..., bool]:
     def wait(work: Any, timeout: datetime.timedelta | None = None) -> bool:
         if not _is_collective(work):
-            return original(work) if timeout is None else original(work, timeout)
+            with _transferring:
+                return original(work) if timeout is None else original(work, timeout)
         # To torch, no time at all means for ever.
         deadline = time.monotonic() + timeout.total_seconds() if timeout else math.inf
         since = math.inf

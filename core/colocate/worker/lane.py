@@ -37,7 +37,7 @@ class Work(CallState):
     concurrency: int = 0  # 0: a sync method, which waits for everything before it and is waited for
     rows: int | None = attrs.field(default=None, init=False)
     on_drop: Callable[[], None] | None = attrs.field(default=None, init=False)
-    halves: int = attrs.field(default=0, init=False)  # of updates that came before it, as `updates` counts them
+    operations: int = attrs.field(default=0, init=False)  # of process groups that came before it
     lots: int = attrs.field(default=0, init=False)  # how many lots of definitions came before it
 
 
@@ -112,6 +112,11 @@ class Lane:
         self._tasks: Tasks | None = None
         self.thread = threading.Thread(target=self._main, name=name, daemon=True)
         self.thread.start()
+
+    def last(self) -> Work | None:
+        """The last of the calls that run; from any thread."""
+        running = dict(self.running)
+        return running[max(running)] if running else None
 
     # -- from the receiving thread
 

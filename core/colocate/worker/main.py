@@ -16,7 +16,7 @@ import sys
 from functools import partial
 
 from colocate import wire
-from colocate._role.torch_groups import record_sockets
+from colocate._role.torch_groups import record as record_groups
 from colocate._values.codec import BY_VALUE
 from colocate.executor import Boot
 from colocate.worker.host import WorkerHost
@@ -113,15 +113,15 @@ def start(boot: Boot, service: Service, lane: wire.SocketLane) -> WorkerHost:
 
     turns = wire.Turns(lane)
     peers = partial(ChannelPeers, tls=service.tls)
-    when_torch_comes(_look_at_torch)
     host = WorkerHost(boot, BY_VALUE, service.say, peers, on_end=leave, turns=turns)
+    when_torch_comes(partial(_look_at_torch, host))
     host.definitions.install()
     return host
 
 
-def _look_at_torch() -> None:
-    record_sockets()
-    count_updates()
+def _look_at_torch(host: WorkerHost) -> None:
+    record_groups()
+    count_updates(host.lane.last)
 
 
 def _interface(host: str) -> str | None:

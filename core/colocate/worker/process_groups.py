@@ -16,7 +16,7 @@ import gc
 import math
 import threading
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -32,7 +32,7 @@ from colocate._system.jobs import message_of
 from colocate._system.limits import GROUPS_CLOSE_WITHIN_S, LOOKS_AT_GROUPS_EVERY_S
 from colocate._system.nearest import did_you_mean
 from colocate.errors import CapabilityError, ColocateError, ConfigError
-from colocate.worker.collective_waits import bury, guard
+from colocate.worker.collective_waits import bury, guard, is_transferring
 from colocate.worker.failure import LOOKING
 
 if TYPE_CHECKING:
@@ -118,6 +118,7 @@ class ProcessGroups:
         self._epoch = self._default_epoch = 0
         self._gone: dict[int, Operations] = {}  # ranks that begin nothing more in this hold, and what they had begun
         self._cut: set[str] = set()
+        self._unfinished: set[str] = set()  # being made: nobody can have begun anything on them here
         self._watching: threading.Event | None = None
         self._dropped: list[tuple[weakref.ref[ProcessGroup], str]] = []
         self.slots = 1
@@ -243,6 +244,8 @@ class ProcessGroups:
             if self.slots > 1:
                 self._watch_collectives()
                 store = self._store_for(board, default)
+            with self._lock:
+                self._unfinished.add(name)
             plan.make(store)
         except BaseException as error:
             with self._lock:
@@ -250,10 +253,12 @@ class ProcessGroups:
                 if self._default is default and (self.slots == 1 or isinstance(error, Consequence)):
                     self._default = None
                 self._not_made = self._not_made or not isinstance(error, ConfigError | Consequence)
-            if self.slots > 1 and isinstance(error, ConfigError):  # the others would wait for this slot
-                self._refuse(board, message_of(error))
+            if self.slots > 1 and not isinstance(error, Consequence):  # the others would wait for this slot
+                self._refuse(board, f"slot {self._slot} can't take part in the default group: {message_of(error)}")
+            self._unfinished.discard(name)
             default.made.set_exception(error)
         else:
+            self._unfinished.discard(name)
             default.made.set_result(None)
 
     def _store_for(self, board: str, default: _Default) -> Any:
@@ -272,7 +277,7 @@ class ProcessGroups:
             pass
 
     def _watch_collectives(self) -> None:
-        torch_groups.record_sockets()
+        torch_groups.record()
         if not self._device.startswith("cuda"):
             guard(self._hopeless)
 
@@ -285,24 +290,29 @@ class ProcessGroups:
         address = default.address
         self._worker.ask(Meet(plan.board, len(plan.slots), None, False, None))
         left = self._begin_wait()
+        with self._lock:
+            self._unfinished.add(plan.name)
 
         def make() -> None:
             try:
                 made = plan.make(torch_groups.connect_store(address, self.timeout_s))
             except Exception as error:
                 with self._lock:
+                    self._unfinished.discard(plan.name)
                     if not left.done():
                         self._not_made = True
                         left.set_exception(error)
                 return
             with self._lock:
+                self._unfinished.discard(plan.name)
                 if not left.done():
                     self._made[name] = _Made(made)
                     del made  # when the lane goes on, nobody but it has the group
                     left.set_result(None)
                     return
-            del made
-            bury(torch_groups.forget(plan.name))
+            if torch_groups.named(plan.name) is made:
+                del made
+                bury(torch_groups.forget(plan.name))
 
         # Not on the lane, which would wait in torch: a peer that a hold has called back may never finish its half.
         threading.Thread(target=make, name="colocate-process-group", daemon=True).start()
@@ -329,10 +339,9 @@ class ProcessGroups:
             if self._making is not None and self._making[0] >= seq and not self._making[1].done():
                 self._making[1].set_result(reason)
 
-    def are_shared_by(self, role: str | None) -> bool:
-        """Whether a role has done something together with other ranks."""
-        begun = {name for name, (count, _) in self.operations().items() if count}
-        return bool(begun) and (role is None or self.concerns([*begun], role))
+    def count(self) -> int:
+        """How many operations this rank has begun on all groups; a role that changes that shares something."""
+        return 0 if self._in_process else torch_groups.count()
 
     # -- after a failure
 
@@ -357,7 +366,9 @@ class ProcessGroups:
         if self._in_process:  # those of several ranks aren't this worker's
             return {}
         with LOOKING:
-            return torch_groups.operations()
+            found = torch_groups.operations()
+        with self._lock:
+            return {name: told for name, told in found.items() if name not in self._unfinished}
 
     def left(self, hold: int, slot: int, operations: Operations) -> None:
         """Another rank begins nothing any more until the hold is over: nobody is to wait for it."""
@@ -365,12 +376,13 @@ class ProcessGroups:
             if hold <= self._epoch:  # this one is back, which the driver hadn't heard
                 return
             self._gone[slot] = operations
-            watched = self._watching is not None
-            if not watched:
-                self._watching = threading.Event()
-            over = self._watching
+            over, begins = self._watching, self._watching is None and torch_groups.are_any()
+            if over is None:
+                over = threading.Event()
+            if begins:
+                self._watching = over
         self._free_those_that_wait()
-        if not watched and torch_groups.are_any():
+        if begins:
             # What a call does next isn't seen from here: it may begin to wait at any moment until it is back.
             threading.Thread(target=self._watch, args=(over,), name="colocate-process-groups", daemon=True).start()
 
@@ -379,18 +391,24 @@ class ProcessGroups:
             self._free_those_that_wait()
 
     def _free_those_that_wait(self) -> None:
-        with self._lock:
-            gone = dict(self._gone)
-        with LOOKING:
-            vain = [name for name, (count, _) in torch_groups.operations().items() if count > _limit(name, gone)]
-        self.cut([name for name in vain if name not in self._cut])
+        with LOOKING:  # until it is done: who drops groups, and makes others of the same names, waits for that
+            with self._lock:
+                gone = dict(self._gone)
+            vain = {name for name, (count, _) in torch_groups.operations().items() if count > _limit(name, gone)}
+            if is_transferring():  # which nobody counts: with whom isn't known either
+                vain.update(name for name in torch_groups.with_transfers() if gone.keys() & torch_groups.members(name))
+            self._cut_those(vain - self._cut - self._unfinished)
 
     def cut(self, names: Iterable[str] | None = None) -> None:
-        """Free the peers that wait in a collective of these groups, by default of all, with this rank, and it."""
-        doomed = [*(self.operations() if names is None else names)]
+        """Free the peers that wait in a collective of these groups with this rank, and it; by default of all in use."""
+        doomed = [*names] if names is not None else [name for name, (count, _) in self.operations().items() if count]
+        with LOOKING:
+            self._cut_those(doomed)
+
+    def _cut_those(self, names: Collection[str]) -> None:
         with self._lock:
-            self._cut.update(doomed)
-        torch_groups.cut(doomed)
+            self._cut.update(names)
+        torch_groups.cut(names)
 
     def back(self, hold: int) -> tuple[Operations, list[str]]:
         """This rank runs nothing: how many operations it has begun, and which groups it has cut. On the lane."""
@@ -414,6 +432,8 @@ class ProcessGroups:
     def drop(self, names: Sequence[str]) -> None:
         """Drop these groups, which are of no use any more, so that the next ones are new. On the lane."""
         default = f"{self._group}/default"
+        with LOOKING:  # whoever looks for groups to cut has done so, and finds none any more
+            pass
         if (rest := torch_groups.cut(names)) is not None:  # what still runs on a device ends
             rest.join()
         if default in names:  # with which torch forgets all others
@@ -427,8 +447,14 @@ class ProcessGroups:
             if (found := torch_groups.reference(name)) is not None:
                 self._dropped.append((found, name))
             left += torch_groups.forget(name)
-        self._cut.clear()
+        with self._lock:
+            self._cut.update(names)  # until the roles have gone on without them: who comes after this driver asks again
         bury(left)
+
+    def renewed(self) -> None:
+        """The roles go on without those that were dropped."""
+        with self._lock:
+            self._cut.clear()
 
     def holders(self) -> list[str]:
         """Which of the dropped groups somebody still holds; none are known as dropped after that. On the lane."""

@@ -19,8 +19,8 @@ from colocate._values.arguments import placed
 from colocate._values.dispatch import Scatter
 from colocate._values.leaving import ordinary
 from colocate._values.nesting import no_end
-from colocate.errors import ColocateError, DispatchError, RoleError, SerializationError
-from colocate.worker import checkpoint, failure, updates
+from colocate.errors import DispatchError, RoleError, SerializationError
+from colocate.worker import checkpoint, failure
 from colocate.worker.build import RoleBuild, construct
 from colocate.worker.hosted import HostedRole
 from colocate.worker.lane import Work
@@ -49,7 +49,7 @@ class Runner:
                 site.groups.have_default()
             if message.nodes is not None:
                 os.environ.update(torchrun_environment(site, message.nodes))
-        except (ColocateError, ImportError) as error:
+        except Exception as error:  # of torch, say, which can't make the default group
             self._failed(0, None, None, error)
             return False
         builds: list[RoleBuild] = site.codec.unpack(work.body, None)
@@ -85,7 +85,7 @@ class Runner:
         start = time.time()
         tokens = set_current(role.ctx), running_call.set(work)
         role.ctx.last_call = work
-        work.halves = updates.halves()
+        work.operations = site.groups.count()
         try:
             site.definitions.load(work.lots)
             resolver = self._resolver(call.seq) if call.uses else None
@@ -99,7 +99,7 @@ class Runner:
             self._finish(result, work, call, role, spec, resolver, start)
         except BaseException as error:  # whatever role code raises is the caller's to see, SystemExit included
             site.peers.given_back(work.label)
-            self._failed(call.seq, call.keep, role.name, error, self._updates(work, role.name))
+            self._failed(call.seq, call.keep, role.name, error, self._updates(work))
             return False
         finally:
             running_call.reset(tokens[1])
@@ -119,7 +119,10 @@ class Runner:
             except BaseException as error:
                 told, body = failure.failed(error, site.codec, site.definitions, role.name, False)
                 break
-        site.say(messages.GroupsDropped(message.number, site.groups.holders(), told), body)
+        holders = site.groups.holders()
+        if told is None and not holders:
+            site.groups.renewed()
+        site.say(messages.GroupsDropped(message.number, holders, told), body)
 
     def _resolver(self, seq: int) -> Resolver:
         site = self._site
@@ -145,7 +148,7 @@ class Runner:
             self._finish(await coroutine, work, call, role, spec, resolver, start)
         except BaseException as error:
             self._site.peers.given_back(work.label)
-            self._failed(call.seq, call.keep, role.name, error, self._updates(work, role.name))
+            self._failed(call.seq, call.keep, role.name, error, self._updates(work))
             return False
         return True
 
@@ -213,7 +216,7 @@ class Runner:
             result = without_padding(result, work.rows, work.valid_rows, label)
         if len(site.store) or resolver is not None:
             self._check_writes(label, role, resolver)
-        valid, halves = work.valid_rows, self._updates(work, role.name)
+        valid, halves = work.valid_rows, self._updates(work)
         if call.keep is None:
             body = None if result is None else site.packed(result, label)
             try:
@@ -227,10 +230,12 @@ class Runner:
             nbytes = site.store.put(call.keep, result, label, valid)
             site.say(messages.Done(call.seq, valid, start, time.time(), (nbytes, rows), halves))
 
-    def _updates(self, work: Work, role: str | None) -> int:
-        """Beginnings and ends of updates in a call, of weights that the ranks share; 0 where they share nothing."""
-        halves = updates.halves() - work.halves
-        return halves if halves and self._site.groups.are_shared_by(role) else 0
+    def _updates(self, work: Work) -> int:
+        """Beginnings and ends of updates in a call, of weights that the ranks share.
+
+        That they do is seen by the operations of process groups in the same call.
+        """
+        return work.halves if work.halves and self._site.groups.count() != work.operations else 0
 
     def _check_writes(self, label: str, role: HostedRole, resolver: Resolver | None) -> None:
         site = self._site

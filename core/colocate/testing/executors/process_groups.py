@@ -23,7 +23,7 @@ from colocate.testing.executors._base import ExecutorCase, Shared, Spawn, needs
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
 from colocate.testing.probes.rows import Axes
-from colocate.testing.probes.tensors import Collective, Launched, Meeting, Together
+from colocate.testing.probes.tensors import Collective, Launched, Meeting, Own, Together
 from colocate.testing.waiting import PATIENCE_S, becomes_true
 
 
@@ -308,6 +308,43 @@ class ProcessGroups(ExecutorCase):
         assert "renew(self)" in str(error)
         assert error.role == ("sinner" if method == "sum_kept" else None)
         assert error.__cause__ is root
+
+    @needs(OwnProcess)
+    def test_kept_groups_of_one_name(self, spawn: Spawn) -> None:
+        """Torch gives groups that roles make on other slots the same names: what is told of one isn't of the other."""
+        pytest.importorskip("torch")
+        roles = {name: colocate.role(Collective).on(slots=slots) for name, slots in (("a", [0, 1]), ("b", [2, 3]))}
+        roles["a"] = roles["a"].on(default_group=True)
+        group = spawn({**roles, "faulty": colocate.role(Faulty)}, slots=4)
+        a, b = group.role("a", Collective), group.role("b", Collective)
+        assert a.sum_in_own() == b.sum_in_own() == [2.0] * 2
+        a.sum_in_own()
+        assert isinstance(group.role("faulty", Faulty).fail.submit(ranks=(1,)).exception(PATIENCE_S), RoleError)
+        assert a.sum_in_own() == b.sum_in_own() == [2.0] * 2
+
+    @needs(OwnProcess)
+    def test_transfers(self, spawn: Spawn) -> None:
+        """Who waits for a send or a receive in vain is freed; those that have ended are no reason to cut anything."""
+        pytest.importorskip("torch")
+        group = spawn({"pair": colocate.role(Collective), "faulty": colocate.role(Faulty)})
+        pair = group.role("pair", Collective)
+        assert pair.keep_group() == [2.0] * 2
+        assert pair.pass_on() == [0.0, 0.0]
+        assert isinstance(group.role("faulty", Faulty).fail.submit(ranks=(1,)).exception(PATIENCE_S), RoleError)
+        assert pair.sum_kept() == [2.0] * 2
+        pair.forget_group()
+        assert isinstance(pair.pass_on.submit(0).exception(PATIENCE_S), RoleError)
+        assert pair.sum(1.0) == [2.0] * 2
+        assert pair.pass_on() == [0.0, 0.0]
+
+    @needs(OwnProcess)
+    def test_a_slot_that_can_not_take_part(self, spawn: Spawn) -> None:
+        """Where a slot can't do its part in the default group, whoever asks is told instead of waiting for it."""
+        pytest.importorskip("torch")
+        group = spawn({"one": colocate.role(Collective).on(slots=[0]), "other": colocate.role(Own).on(slots=[1])})
+        group.role("other", Own).make()
+        with pytest.raises(RoleError, match=r"slot 1 can't take part in the default group.*in this process already"):
+            group.role("one", Collective).sum(1.0)
 
     @needs(OwnProcess)
     def test_device_mesh(self, ring: ColocatedGroup) -> None:

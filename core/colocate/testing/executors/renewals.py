@@ -12,7 +12,9 @@ from colocate import ColocatedGroup
 from colocate.errors import GroupRestarted, RenewalError, RoleError
 from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs
-from colocate.testing.probes.trainers import RATE, Broken, Kind, Renewing, Trainer, Where, batch, make_model
+from colocate.testing.gate import Gate
+from colocate.testing.probes.tensors import Collective
+from colocate.testing.probes.trainers import RATE, Broken, Coach, Kind, Renewing, Trainer, Where, batch, make_model
 from colocate.testing.waiting import PATIENCE_S
 
 _STEPS = 4
@@ -106,6 +108,43 @@ class Renewals(ExecutorCase):
         assert isinstance(trainer.step.submit(0, 1, "after").exception(PATIENCE_S), RoleError)
         trainer.step(1)
         assert [updates for _, updates in trainer.updates()] in ([{2}, {1}], [{1}, {1}])
+
+    @needs(OwnProcess)
+    def test_weights_that_another_role_changes(self, spawn: Spawn) -> None:
+        """Whoever makes the update, by its sibling say, makes it of what is shared."""
+        pytest.importorskip("torch")
+        group = spawn({"trainer": colocate.role(Renewing, "ddp"), "coach": colocate.role(Coach)})
+        failing = group.role("coach", Coach).train.submit(0, 1)
+        queued = group.role("trainer", Renewing).step.submit(1)
+        assert isinstance(failing.exception(PATIENCE_S), RoleError)
+        error = queued.exception(PATIENCE_S)
+        assert isinstance(error, RenewalError)
+        assert "In coach.train" in str(error)
+
+    @needs(OwnProcess)
+    def test_weights_of_a_later_call(self, spawn: Spawn) -> None:
+        """Also in a call that two ranks had begun when an earlier one failed elsewhere."""
+        pytest.importorskip("torch")
+        group = spawn(
+            {
+                "trainer": colocate.role(Renewing, "ddp").on(slots=[0, 1]),
+                "faulty": colocate.role(Collective).on(slots=[2]),
+            },
+            slots=3,
+        )
+        trainer = group.role("trainer", Renewing)
+        trainer.step(0)
+        with Gate() as gate, Gate() as late:
+            first = group.role("faulty", Collective).pass_gate_and_fail.submit(gate.address, True)
+            step = trainer.step.submit(1, 1, "after", late.address)
+            queued = trainer.step.submit(1)
+            gate.wait_for()
+            late.wait_for(2)
+            gate.open()
+            assert isinstance(first.exception(PATIENCE_S), RoleError)
+            late.open()
+        assert isinstance(step.exception(PATIENCE_S), RoleError)
+        assert isinstance(queued.exception(PATIENCE_S), RenewalError)
 
     @needs(OwnProcess)
     def test_from_a_checkpoint(self, spawn: Spawn, tmp_path: Path) -> None:

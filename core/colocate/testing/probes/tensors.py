@@ -293,12 +293,27 @@ class Collective(Role):
 
     @method
     def sum_in_own(self, failing: int | None = None) -> float:
-        """The sum over the slots, in a group that the role makes by torch's own means."""
+        """The sum over the ranks, in a group that the role makes by torch's own means."""
         import torch.distributed as dist
 
         if self.kept is None:
-            self.kept = cast("ProcessGroup", dist.new_group())
+            self.kept = cast("ProcessGroup", dist.new_group([*self.ctx.slots]))
         return self._sum_unless(failing, self.kept)
+
+    @method
+    def pass_on(self, failing: int | None = None) -> float:
+        """Rank 0 sends to rank 1."""
+        import torch
+        import torch.distributed as dist
+
+        group, value = self.ctx.process_group(), torch.tensor([float(self.ctx.rank)])
+        if self.ctx.rank == failing:
+            raise ValueError(f"rank {failing} left before the transfer")
+        if self.ctx.rank == 0:
+            dist.send(value, group=group, group_dst=1)
+        else:
+            dist.recv(value, group=group, group_src=0)
+        return float(value)
 
     @method
     def mesh(self, name: str | None = None) -> dict[str, tuple[int, int]]:
@@ -381,6 +396,11 @@ class Collective(Role):
         return self._sum(1.0, self.kept)
 
     @method
+    def forget_group(self) -> None:
+        """Keep it no longer."""
+        self.kept = None
+
+    @method
     def sum_kept(self, failing: int | None = None) -> float:
         """The sum over the ranks in the group that was kept, in which a role that has no `renew` must not fail."""
         return self._sum_unless(failing, self.kept)
@@ -397,6 +417,18 @@ class Collective(Role):
         tensor = torch.tensor([value], device=self.ctx.device)
         dist.all_reduce(tensor, group=group)
         return float(tensor)
+
+
+class Own(Role):
+    """Makes torch's default group itself."""
+
+    @method
+    def make(self) -> None:
+        """Of this process alone."""
+        import torch.distributed as dist
+
+        store = dist.HashStore()  # type: ignore[attr-defined]  # torch has it here without saying so
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 
 
 class Launched(Role):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import colocate
 from colocate import Role, method, needs
+from colocate.testing.gate import Address, pass_gate
 
 if TYPE_CHECKING:
     import torch
@@ -87,8 +88,12 @@ class Trainer(Role):
         return parallelize_module(net, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
 
     @method
-    def step(self, number: int, failing: int | None = None, where: Where = "before") -> float:
-        """One update; this rank's loss."""
+    def step(
+        self, number: int, failing: int | None = None, where: Where = "before", gate: Address | None = None
+    ) -> float:
+        """One update, after the gate; this rank's loss."""
+        if gate is not None:
+            pass_gate(gate)
         fails = self.ctx.rank == failing
         import torch
 
@@ -164,6 +169,15 @@ class Renewing(Trainer):
 
         self.renewals += 1
         renew(self.net, self.optimizer, self.ctx)
+
+
+class Coach(Role):
+    """Has its sibling train."""
+
+    @method
+    def train(self, number: int, failing: int) -> float:
+        """One update, after which it may be that one rank raises before its own."""
+        return self.ctx.sibling("trainer", Trainer).step(number, failing, "after")
 
 
 class Broken(Trainer):
