@@ -310,19 +310,6 @@ class ProcessGroups(ExecutorCase):
         assert error.__cause__ is root
 
     @needs(OwnProcess)
-    def test_kept_groups_of_one_name(self, spawn: Spawn) -> None:
-        """Torch gives groups that roles make on other slots the same names: what is told of one isn't of the other."""
-        pytest.importorskip("torch")
-        roles = {name: colocate.role(Collective).on(slots=slots) for name, slots in (("a", [0, 1]), ("b", [2, 3]))}
-        roles["a"] = roles["a"].on(default_group=True)
-        group = spawn({**roles, "faulty": colocate.role(Faulty)}, slots=4)
-        a, b = group.role("a", Collective), group.role("b", Collective)
-        assert a.sum_in_own() == b.sum_in_own() == [2.0] * 2
-        a.sum_in_own()
-        assert isinstance(group.role("faulty", Faulty).fail.submit(ranks=(1,)).exception(PATIENCE_S), RoleError)
-        assert a.sum_in_own() == b.sum_in_own() == [2.0] * 2
-
-    @needs(OwnProcess)
     def test_transfers(self, spawn: Spawn) -> None:
         """Who waits for a send or a receive in vain is freed; those that have ended are no reason to cut anything."""
         pytest.importorskip("torch")

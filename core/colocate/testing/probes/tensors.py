@@ -293,11 +293,11 @@ class Collective(Role):
 
     @method
     def sum_in_own(self, failing: int | None = None) -> float:
-        """The sum over the ranks, in a group that the role makes by torch's own means."""
+        """The sum over the slots, in a group that the role makes by torch's own means."""
         import torch.distributed as dist
 
         if self.kept is None:
-            self.kept = cast("ProcessGroup", dist.new_group([*self.ctx.slots]))
+            self.kept = cast("ProcessGroup", dist.new_group())
         return self._sum_unless(failing, self.kept)
 
     @method
