@@ -16,6 +16,7 @@ from typing import TypeAlias
 import pytest
 
 from colocate import wire
+from colocate.testing.waiting import wait_until
 from colocate.wire import Tls, auth, connect, listen, new_key
 from colocate.wire import door as door_module
 from colocate.wire.auth import Kind, dial
@@ -166,6 +167,8 @@ def test_a_flooding_stranger_displaces_nobody_who_knows_the_key(way: Way) -> Non
             time.sleep(0.001)
         for number, sock in enumerate(connected):
             sock.sendall(number.to_bytes(4, "big"))
+        # Who connects is let in by the last thing that it says: the server may not have taken that yet.
+        wait_until(lambda: len(server.taken) >= len(connected), "the server has taken all of them")
         heard = set()
         for sock in server.taken:
             sock.settimeout(WAIT_S)
