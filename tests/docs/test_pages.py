@@ -69,9 +69,8 @@ def test_nothing_of_this_machine_is_shown(page: Path) -> None:
     assert not re.search(rf"\b{re.escape(platform.node())}\b", text)
 
 
-@pytest.mark.parametrize(
-    "executor", ["local", *(pytest.param(engine, marks=pytest.mark.long) for engine in ("ray", "dask"))]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("executor", ["local", "ray", "dask"])
 def test_a_transformers_model_under_fsdp2(executor: str, tmp_path: Path) -> None:
     """The example learns, and a failed step doesn't stop it."""
     example = str(ROOT / "docs" / "examples" / "fsdp2.py")
