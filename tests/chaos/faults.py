@@ -83,6 +83,7 @@ class Injector:
         pid = group._node.workforce.workers[fault.rank].pid or 0
         if fault.kind == "stop":
             pid = _worker(pid)
+        below = _worker(pid)
         began = time.monotonic()
         act: Callable[[], object]
         if fault.kind == "drop":
@@ -99,7 +100,7 @@ class Injector:
         except (sockets.NoSuchSocket, ProcessLookupError, FileNotFoundError):  # it has ended by itself
             return False
         kind = fault.target or fault.kind
-        self.applied = Applied(kind, fault.group, fault.rank, pid, began, time.monotonic(), fault.moment)
+        self.applied = Applied(kind, fault.group, fault.rank, pid, began, time.monotonic(), fault.moment, below=below)
         return True
 
 

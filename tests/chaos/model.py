@@ -160,7 +160,7 @@ def is_death(error: BaseException, fault: Applied) -> bool:
         return isinstance(error, WorkerDied | EngineError)
     if not isinstance(error, WorkerDied) or error.rank != fault.rank:
         return False
-    if fault.pid and error.pid not in (None, fault.pid):
+    if fault.pid and error.pid not in (None, fault.pid, fault.below):
         return False
     return fault.kind != "kill" or error.signal == "SIGKILL"
 

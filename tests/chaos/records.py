@@ -88,11 +88,12 @@ class Applied:
         kind: As in the program; of a dropped connection its target.
         group: Index of the group.
         rank: The slot.
-        pid: Of the worker.
+        pid: Of the worker; where that hadn't said hello yet, of its upper supervisor.
         began: When it began to be done, in monotonic time.
         done: When it was done.
         moment: What was under way.
         went_on: When a stopped worker was made to go on.
+        below: The worker's then: its hello may have been on its way.
     """
 
     kind: str
@@ -103,6 +104,7 @@ class Applied:
     done: float
     moment: str
     went_on: float | None = None
+    below: int = 0
 
 
 def leaves(error: BaseException) -> tuple[BaseException, ...]:
