@@ -8,12 +8,15 @@ import torch
 from torch import Tensor
 
 from colocate import Concat, First, Reduce, Role, Scatter, method, needs
-from colocate_ppo import checkpoint, maths, parallel
+from colocate_ppo import checkpoint, maths
 from colocate_ppo.critic import Estimates
 from colocate_ppo.forward import response_log_probs, response_logits
 from colocate_ppo.generation import generate
-from colocate_ppo.model import Weights, pretrained_model, scratch_model, small_llama, weights_of
+from colocate_ppo.learner import Learner
+from colocate_ppo.model import Weights, pretrained_model, scratch_model, small_llama
+from colocate_ppo.parallel import drawing, minibatches, per_rank, total
 from colocate_ppo.rollout import Rollout, join, widen
+from colocate_ppo.spread import Dtype, Layout, Parallel, SpreadModel
 from colocate_ppo.task import Problem
 from colocate_ppo.tokenizer import Padded, character_tokenizer, pretrained_tokenizer
 
@@ -34,6 +37,9 @@ class Actor(Role):
         warm_up_lr: Learning rate of the supervised warm-up.
         max_grad_norm: The norm to which gradients are clipped.
         threads: Threads that torch takes in this process; None leaves them as they are.
+        parallel: How the ranks share the model: "none", "ddp" or "fsdp2"; see `Layout`.
+        dtype: In what it computes. Weights are float32.
+        gradient_checkpointing: Compute layers anew in the backward pass, which takes less memory and more time.
     """
 
     def __init__(
@@ -48,54 +54,73 @@ class Actor(Role):
         warm_up_lr: float = 1e-3,
         max_grad_norm: float = 1.0,
         threads: int | None = None,
+        parallel: Parallel = "none",
+        dtype: Dtype = "float32",
+        gradient_checkpointing: bool = False,
     ) -> None:
         if threads is not None:
             torch.set_num_threads(threads)
         if model is None:
             self.tokenizer = character_tokenizer(phrases)
             config = small_llama(self.tokenizer, layers, hidden, heads, feed_forward)
-            self.model = scratch_model(config, self.ctx.generator, self.ctx.device)
+            made = scratch_model(config, self.ctx.generator, self.ctx.device)
         else:
             self.tokenizer = pretrained_tokenizer(model)
-            self.model = pretrained_model(model, self.ctx.device)
-        self.learner = parallel.Learner(self.model, lr, max_grad_norm)
-        self.imitator = parallel.Learner(self.model, warm_up_lr, max_grad_norm)
+            made = pretrained_model(model, self.ctx.device)
+        self.config = made.config
+        self.model = SpreadModel(self.ctx, made, Layout(parallel, dtype, gradient_checkpointing))
+        self.learner = Learner(self.ctx, self.model, max_grad_norm)
+        self.lr, self.warm_up_lr = lr, warm_up_lr
+
+    def renew(self) -> None:
+        """Go on after a failed call, with new process groups."""
+        self.learner.renew()
 
     @method(collect=First())
     def weights(self) -> Weights:
         """A copy of the model, for other ranks and roles to `load`."""
-        return weights_of(self.model)
+        return {"config": self.config.to_dict(), "state": self.model.weights()}
 
     @method
     def load(self, weights: Weights) -> None:
-        """Start from these weights, with fresh optimizers."""
-        self.model.load_state_dict(weights["state"])
+        """Start from these weights, with a fresh optimizer."""
+        self.model.load(weights["state"])
         self.learner.forget()
-        self.imitator.forget()
 
     @method(dispatch=Scatter("problems"), collect=Reduce("sum"))
-    def warm_up(self, problems: list[Problem], lr_scale: float = 1.0) -> float:
+    def warm_up(self, problems: list[Problem], lr_scale: float = 1.0, number: int | None = None) -> float:
         """Learn to give the problems' own answers: one step.
 
         Args:
             problems: The demonstrations.
             lr_scale: Multiplies the warm-up's learning rate.
+            number: That of the step: after a failure a second call with it doesn't make an update twice.
 
         Returns:
             The cross-entropy of a token in nats, as the sum of the ranks' parts.
         """
+        call = self.learner.call("warm_up", number)
+        if not call.done:
+            self._imitate(problems, self.warm_up_lr * lr_scale)
+        return call.means()["loss"]
+
+    def _imitate(self, problems: list[Problem], lr: float) -> None:
         texts = [problem.answer for problem in problems]
         prompts, answers = self._prompts(problems), self.tokenizer.answers(texts, self.ctx.device)
         shown = join(prompts, answers, problems, texts)
         logits = response_logits(self.model, shown["tokens"], shown["attention"], answers.tokens.shape[1])
         surprise = -maths.token_log_probs(logits, answers.tokens)
-        loss = maths.token_mean(surprise, answers.mask, parallel.total(self.ctx)(answers.mask.sum()))
-        self.imitator.step(self.ctx, loss, lr_scale)
-        return loss.item()
+        loss = maths.token_mean(surprise, answers.mask, total(self.ctx)(answers.mask.sum()))
+        self.learner.step(loss, lr, loss=loss)
 
     @method(dispatch=Scatter("problems"), collect=Concat())
     def generate(
-        self, problems: list[Problem], max_new_tokens: int, temperature: float = 1.0, greedy: bool = False
+        self,
+        problems: list[Problem],
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        greedy: bool = False,
+        number: int | None = None,
     ) -> Rollout:
         """Answer each problem.
 
@@ -104,19 +129,22 @@ class Actor(Role):
             max_new_tokens: The longest answer, end token included.
             temperature: Divides the logits before sampling.
             greedy: Take the likeliest token each time instead of sampling.
+            number: Which random numbers of the rank to draw, so that a second call draws the same; None: the next ones.
         """
+        drawn = None if greedy else drawing(self.ctx, number)
         prompts = self._prompts(problems)
         # As wide as the widest of all ranks, so that their parts make one batch.
-        prompts = widen(prompts, max(parallel.per_rank(self.ctx, prompts.tokens.shape[1])), self.tokenizer.pad)
-        responses = generate(
-            self.model,
-            prompts,
-            max_new_tokens=max_new_tokens,
-            end=self.tokenizer.end,
-            pad=self.tokenizer.pad,
-            temperature=temperature,
-            generator=None if greedy else self.ctx.generator,
-        )
+        prompts = widen(prompts, max(per_rank(self.ctx, prompts.tokens.shape[1])), self.tokenizer.pad)
+        with self.model.whole():
+            responses = generate(
+                self.model,
+                prompts,
+                max_new_tokens=max_new_tokens,
+                end=self.tokenizer.end,
+                pad=self.tokenizer.pad,
+                temperature=temperature,
+                generator=drawn,
+            )
         return join(prompts, responses, problems, self.tokenizer.texts(responses))
 
     @method(dispatch=Scatter("rollout"), collect=Concat())
@@ -137,6 +165,7 @@ class Actor(Role):
         entropy_coefficient: float = 0.0,
         temperature: float = 1.0,
         lr_scale: float = 1.0,
+        number: int | None = None,
     ) -> dict[str, float]:
         """Learn from the advantages.
 
@@ -150,48 +179,42 @@ class Actor(Role):
             entropy_coefficient: The weight of an entropy bonus.
             temperature: That of the sampling.
             lr_scale: Multiplies the learning rate.
+            number: That of the step: after a failure a second call with it goes on with the minibatch that failed.
 
         Returns:
             Means over the minibatches, as sums of the ranks' parts: `policy_loss`, `entropy`, `clip_fraction`,
             `policy_grad_norm`.
         """
-        counts = parallel.per_rank(self.ctx, len(log_probs))
-        batches = parallel.minibatches(counts, self.ctx.rank, minibatch, epochs)
-        means = parallel.Means(len(batches))
-        for rows in batches:
+        call = self.learner.call("update", number)
+        counts = per_rank(self.ctx, len(log_probs))
+        for rows in minibatches(counts, self.ctx.rank, minibatch, epochs)[call.done :]:
             mask, tokens = rollout["mask"][rows], rollout["tokens"][rows]
             logits = response_logits(self.model, tokens, rollout["attention"][rows], mask.shape[1], temperature)
             now = maths.token_log_probs(logits, tokens[:, -mask.shape[1] :])
             losses, clipped = maths.policy_loss(now, log_probs[rows], estimates["advantages"][rows], clip)
-            count = parallel.total(self.ctx)(mask.sum())
+            count = total(self.ctx)(mask.sum())
             policy_loss = maths.token_mean(losses, mask, count)
             entropy = maths.token_mean(maths.entropy(logits), mask, count)
-            norm = self.learner.step(self.ctx, policy_loss - entropy_coefficient * entropy, lr_scale)
-            means.add(
+            self.learner.step(
+                policy_loss - entropy_coefficient * entropy,
+                self.lr * lr_scale,
                 policy_loss=policy_loss,
                 entropy=entropy,
                 clip_fraction=maths.token_mean(clipped.float(), mask, count),
-                policy_grad_norm=norm / self.ctx.world_size,
             )
-        return means.values
+        means = call.means()
+        means["policy_grad_norm"] = means.pop("grad_norm")
+        return means
 
     @method
     def save(self, directory: str) -> None:
         """Write what `restore` needs into a folder."""
-        state = {
-            "model": self.model.state_dict(),
-            "learner": self.learner.optimizer.state_dict(),
-            "imitator": self.imitator.optimizer.state_dict(),
-        }
-        checkpoint.save(self.ctx, directory, state)
+        checkpoint.save(self.ctx, directory, self.model, self.learner)
 
     @method
     def restore(self, directory: str) -> None:
-        """Go on where `save` was called."""
-        state = checkpoint.restore(self.ctx, directory)
-        self.model.load_state_dict(state["model"])
-        self.learner.optimizer.load_state_dict(state["learner"])
-        self.imitator.optimizer.load_state_dict(state["imitator"])
+        """Go on where `save` was called, by as many ranks or others."""
+        checkpoint.restore(self.ctx, directory, self.model, self.learner)
 
     def _prompts(self, problems: list[Problem]) -> Padded:
         return self.tokenizer.prompts([problem.question for problem in problems], self.ctx.device)

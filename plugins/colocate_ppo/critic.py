@@ -7,11 +7,14 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
-from colocate import Concat, Reduce, Role, Scatter, method, needs
-from colocate_ppo import checkpoint, maths, parallel
+from colocate import ColocateError, Concat, Reduce, Role, Scatter, method, needs
+from colocate_ppo import checkpoint, maths
 from colocate_ppo.forward import response_values
-from colocate_ppo.model import ValueModel, Weights, config_from, value_model_from
+from colocate_ppo.learner import Learner
+from colocate_ppo.model import ValueModel, Weights, value_model_from
+from colocate_ppo.parallel import minibatches, per_rank, total
 from colocate_ppo.rollout import Rollout
+from colocate_ppo.spread import Dtype, Layout, Parallel, SpreadModel
 
 
 class Estimates(TypedDict):
@@ -28,11 +31,40 @@ class Critic(Role):
     Args:
         lr: Learning rate.
         max_grad_norm: The norm to which gradients are clipped.
+        parallel: How the ranks share the model: "none", "ddp" or "fsdp2"; see `Layout`.
+        dtype: In what it computes. Weights are float32.
+        gradient_checkpointing: Compute layers anew in the backward pass, which takes less memory and more time.
     """
 
-    def __init__(self, lr: float = 3e-4, max_grad_norm: float = 1.0) -> None:
+    def __init__(
+        self,
+        lr: float = 3e-4,
+        max_grad_norm: float = 1.0,
+        parallel: Parallel = "none",
+        dtype: Dtype = "float32",
+        gradient_checkpointing: bool = False,
+    ) -> None:
         self.lr = lr
         self.max_grad_norm = max_grad_norm
+        self.layout = Layout(parallel, dtype, gradient_checkpointing)
+        self.loaded: Learner | None = None
+
+    @property
+    def learner(self) -> Learner:
+        """What trains the model that was loaded."""
+        if self.loaded is None:
+            raise ColocateError(f"role {self.ctx.role!r} has no model yet: call `load` or `restore` before")
+        return self.loaded
+
+    @property
+    def model(self) -> SpreadModel:
+        """The model that was loaded."""
+        return self.learner.model
+
+    def renew(self) -> None:
+        """Go on after a failed call, with new process groups."""
+        if self.loaded is not None:
+            self.loaded.renew()
 
     @method
     def load(self, weights: Weights) -> None:
@@ -75,7 +107,7 @@ class Critic(Role):
         kl = maths.kl_estimate(log_probs, reference_log_probs, kl_estimator)
         rewards = maths.token_rewards(scores, kl, mask, kl_coefficient)
         advantages, returns = maths.gae(rewards, values, mask, gamma, lam)
-        return {"advantages": maths.whiten(advantages, mask, parallel.total(self.ctx)), "returns": returns}
+        return {"advantages": maths.whiten(advantages, mask, total(self.ctx)), "returns": returns}
 
     @method(dispatch=Scatter("rollout", "values", "estimates"), collect=Reduce("sum"))
     def update(
@@ -86,6 +118,7 @@ class Critic(Role):
         minibatch: int = 64,
         epochs: int = 1,
         clip: float = 0.5,
+        number: int | None = None,
     ) -> dict[str, float]:
         """Learn the returns.
 
@@ -96,41 +129,34 @@ class Critic(Role):
             minibatch: Rows of a minibatch over all ranks.
             epochs: How often each row is used.
             clip: How far a value may move to any gain.
+            number: That of the step: after a failure a second call with it goes on with the minibatch that failed.
 
         Returns:
             Means over the minibatches, as sums of the ranks' parts: `value_loss`, `value_grad_norm`.
         """
-        counts = parallel.per_rank(self.ctx, len(values))
-        batches = parallel.minibatches(counts, self.ctx.rank, minibatch, epochs)
-        means = parallel.Means(len(batches))
-        for rows in batches:
+        call = self.learner.call("update", number)
+        counts = per_rank(self.ctx, len(values))
+        for rows in minibatches(counts, self.ctx.rank, minibatch, epochs)[call.done :]:
             mask = rollout["mask"][rows]
             now = response_values(self.model, rollout["tokens"][rows], rollout["attention"][rows], mask.shape[1])
             losses = maths.value_loss(now, values[rows], estimates["returns"][rows], clip)
-            loss = maths.token_mean(losses, mask, parallel.total(self.ctx)(mask.sum()))
-            norm = self.learner.step(self.ctx, loss)
-            means.add(value_loss=loss, value_grad_norm=norm / self.ctx.world_size)
-        return means.values
+            loss = maths.token_mean(losses, mask, total(self.ctx)(mask.sum()))
+            self.learner.step(loss, self.lr, value_loss=loss)
+        means = call.means()
+        means["value_grad_norm"] = means.pop("grad_norm")
+        return means
 
     @method
     def save(self, directory: str) -> None:
         """Write what `restore` needs into a folder."""
-        state = {
-            "config": self.model.backbone.config.to_dict(),
-            "model": self.model.state_dict(),
-            "optimizer": self.learner.optimizer.state_dict(),
-        }
-        checkpoint.save(self.ctx, directory, state)
+        checkpoint.save(self.ctx, directory, self.model, self.learner)
 
     @method
     def restore(self, directory: str) -> None:
-        """Go on where `save` was called."""
-        state = checkpoint.restore(self.ctx, directory)
-        model = ValueModel(config_from(state["config"]))
-        model.load_state_dict(state["model"])
-        self._adopt(model)
-        self.learner.optimizer.load_state_dict(state["optimizer"])
+        """Go on where `save` was called, by as many ranks or others."""
+        self._adopt(ValueModel(checkpoint.config_of(self.ctx, directory)))
+        checkpoint.restore(self.ctx, directory, self.model, self.learner)
 
     def _adopt(self, model: ValueModel) -> None:
-        self.model = model.to(self.ctx.device)
-        self.learner = parallel.Learner(self.model, self.lr, self.max_grad_norm)
+        spread = SpreadModel(self.ctx, model.to(self.ctx.device), self.layout)
+        self.loaded = Learner(self.ctx, spread, self.max_grad_norm)

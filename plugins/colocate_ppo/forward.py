@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+from torch import Tensor
 
 from colocate_ppo.maths import token_log_probs
-from colocate_ppo.model import ValueModel
 from colocate_ppo.rollout import Rollout
+
+Model: TypeAlias = Callable[..., Any]
 
 
 def response_logits(
-    model: nn.Module, tokens: Tensor, attention: Tensor, responses: int, temperature: float = 1.0
+    model: Model, tokens: Tensor, attention: Tensor, responses: int, temperature: float = 1.0
 ) -> Tensor:
     """The logits from which each response token was chosen, or would be.
 
@@ -28,17 +32,17 @@ def response_logits(
     return logits[: len(tokens), :-1].float() / temperature
 
 
-def response_log_probs(model: nn.Module, rollout: Rollout, temperature: float) -> Tensor:
+def response_log_probs(model: Model, rollout: Rollout, temperature: float) -> Tensor:
     """The log-probability of each response token, `[B, R]`."""
     tokens, responses = rollout["tokens"], rollout["mask"].shape[1]
     logits = response_logits(model, tokens, rollout["attention"], responses, temperature)
     return token_log_probs(logits, tokens[:, -responses:])
 
 
-def response_values(model: ValueModel, tokens: Tensor, attention: Tensor, responses: int) -> Tensor:
+def response_values(model: Model, tokens: Tensor, attention: Tensor, responses: int) -> Tensor:
     """The value of the state in which each response token was chosen, `[B, R]`; arguments as of `response_logits`."""
     values: Tensor = model(**_inputs(tokens, attention))
-    return values[: len(tokens), -responses - 1 : -1].float()
+    return values[: len(tokens), -responses - 1 : -1, 0].float()
 
 
 def positions(attention: Tensor) -> Tensor:

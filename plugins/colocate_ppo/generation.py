@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from colocate_ppo.forward import positions
+from colocate_ppo.forward import Model, positions
 from colocate_ppo.tokenizer import Padded
 
 
 @torch.no_grad()
 def generate(
-    model: nn.Module,
+    model: Model,
     prompts: Padded,
     *,
     max_new_tokens: int,

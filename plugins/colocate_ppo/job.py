@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,8 +10,9 @@ from typing import Any
 
 import attrs
 
-from colocate import ColocatedGroup, ConfigError, Run
+from colocate import ColocatedGroup, ConfigError, RoleError, Run
 from colocate_ppo.maths import KlEstimator
+from colocate_ppo.recovery import OnStepFailure, Recovery
 from colocate_ppo.task import Problem, Task
 from colocate_ppo.team import Team
 
@@ -75,6 +77,8 @@ def train(
     eval_every: int = 10,
     eval_problems: int = 256,
     checkpoint_every: int = 20,
+    on_step_failure: OnStepFailure = "retry",
+    step_retries: int = 3,
 ) -> None:
     """Train an actor with PPO on a task of reasoning-gym, in a group with this plugin's four roles.
 
@@ -107,6 +111,11 @@ def train(
         eval_every: PPO steps between evaluations, which are greedy answers to held-out problems.
         eval_problems: Problems in an evaluation.
         checkpoint_every: PPO steps between checkpoints.
+        on_step_failure: What becomes of a step in which a role has raised. "retry": the part that failed is done again,
+            with the same rows and random numbers; updates that were made aren't made twice. "restore": the job goes
+            back to its last checkpoint. "fail": it ends. When ranks are left with different weights, so that the group
+            can't go on, it goes back to the checkpoint if the group has `on_failure: restart`.
+        step_retries: How often the same part is done again, or the same checkpoint is gone back to.
     """
     team = Team.of(_group(run, group))
     actor, critic, reference, reward = team.actor, team.critic, team.reference, team.reward
@@ -114,46 +123,55 @@ def train(
     held_out = problems.held_out(eval_problems)
     shown = held_out[:_SHOWN]
     longest = max_new_tokens or max(len(problem.answer) for problem in held_out) + 2
-    progress = Progress()
+    progress, recovery = Progress(), Recovery(on_step_failure, step_retries)
+    part = functools.partial(recovery.part, run)
 
-    def start() -> None:
-        if run.resumed is None:
-            team.align()
-        else:
-            team.restore(str(run.resumed))
-            progress.read(Path(run.resumed, _PROGRESS))
-            problems.position = progress.position
+    def restore() -> None:
+        directory = run.resumed
+        assert directory is not None
+        part("restore", lambda: team.restore(str(directory)))
+        progress.read(Path(directory, _PROGRESS))
+        problems.position = progress.position
 
-    def checkpoint() -> None:
-        progress.position = problems.position
-        with run.timed("checkpoint"), run.checkpoint(progress.step) as directory:
+    def write() -> None:
+        with run.checkpoint(progress.step) as directory:
             team.save(str(directory))
             progress.write(Path(directory, _PROGRESS))
 
+    def checkpoint() -> None:
+        progress.position = problems.position
+        part("checkpoint", write)
+        recovery.progressed()
+
     def warm_up() -> None:
         lr_scale = _warm_up_scale(progress.warmed, warm_up_ramp, warm_up_steps)
-        actor.warm_up(problems.demonstrate(warm_up_batch, flawed), lr_scale)
+        shown = problems.demonstrate(warm_up_batch, flawed)
+        part("warm_up", lambda: actor.warm_up(shown, lr_scale, number=progress.warmed))
         progress.warmed += 1
 
     def evaluate() -> dict[str, float]:
-        with run.timed("evaluate"):
-            return team.evaluate(held_out, longest)
+        return part("evaluate", lambda: team.evaluate(held_out, longest))
 
     def step() -> dict[str, float]:
         progress.step += 1
-        with run.timed("rollout"):
-            rollout = actor.generate.keep(problems.draw(batch), longest, temperature)
+        number, asked = progress.step, problems.draw(batch)
+
+        def roll_out() -> tuple[Any, Any, dict[str, float]]:
+            rollout = actor.generate.keep(asked, longest, temperature, number=number)
             scores = reward.score.keep(rollout.ref)
             if shuffle_rewards:
-                scores = reward.shuffle.keep(scores.ref)
-            metrics = reward.summary(rollout.ref, scores.ref)
-        with run.timed("estimates"):
-            log_probs = actor.log_probs.keep(rollout.ref, temperature)
-            reference_log_probs = reference.log_probs.keep(rollout.ref, temperature)
-            values = critic.values.keep(rollout.ref)
+                scores = reward.shuffle.keep(scores.ref, number)
+            return rollout.ref, scores.ref, reward.summary(rollout.ref, scores.ref)
+
+        rollout, scores, metrics = part("rollout", roll_out)
+
+        def estimate() -> tuple[Any, Any, Any, float]:
+            log_probs = actor.log_probs.keep(rollout, temperature)
+            reference_log_probs = reference.log_probs.keep(rollout, temperature)
+            values = critic.values.keep(rollout)
             estimates = critic.advantages.keep(
-                rollout.ref,
-                scores.ref,
+                rollout,
+                scores,
                 values.ref,
                 log_probs.ref,
                 reference_log_probs.ref,
@@ -162,43 +180,61 @@ def train(
                 kl_coefficient=kl_coefficient,
                 kl_estimator=kl_estimator,
             )
-            metrics["kl"] = reference.kl(rollout.ref, log_probs.ref, reference_log_probs.ref, kl_estimator)
-        with run.timed("critic_update"):
-            metrics |= critic.update(rollout.ref, values.ref, estimates.ref, minibatch, epochs, value_clip)
-        with run.timed("actor_update"):
-            metrics |= actor.update(
-                rollout.ref,
-                log_probs.ref,
-                estimates.ref,
+            kl = reference.kl(rollout, log_probs.ref, reference_log_probs.ref, kl_estimator)
+            return log_probs.ref, values.ref, estimates.ref, kl
+
+        log_probs, values, estimates, metrics["kl"] = part("estimates", estimate)
+        metrics |= part(
+            "critic_update",
+            lambda: critic.update(rollout, values, estimates, minibatch, epochs, value_clip, number=number),
+        )
+        metrics |= part(
+            "actor_update",
+            lambda: actor.update(
+                rollout,
+                log_probs,
+                estimates,
                 minibatch,
                 epochs,
                 clip,
                 entropy_coefficient,
                 temperature,
-                lr_scale=_actor_scale(progress.step, steps, critic_only_steps, actor_ramp, actor_decay),
-            )
+                lr_scale=_actor_scale(number, steps, critic_only_steps, actor_ramp, actor_decay),
+                number=number,
+            ),
+        )
         return metrics
 
-    run.total(steps)
-    start()
-    with run.timed("warm_up"):
+    def steps_to_do() -> None:
         while progress.warmed < warm_up_steps and not run.stopping:
             warm_up()
-    if not progress.before and not run.stopping:
-        team.align()
-        progress.before = team.answers(shown, longest)
-        run.log(0, **evaluate())
-    while progress.step < steps and not run.stopping:
-        with team.scope():
-            metrics = step()
-        if progress.step % eval_every == 0 or progress.step == steps:
-            metrics |= evaluate()
-        run.log(progress.step, **metrics)
-        if progress.step % checkpoint_every == 0 and progress.step < steps:
-            checkpoint()
+        if not progress.before and not run.stopping:
+            part("align", team.align)
+            progress.before = part("evaluate", lambda: team.answers(shown, longest))
+            run.log(0, **evaluate())
+        while progress.step < steps and not run.stopping:
+            with team.scope():
+                metrics = step()
+            if progress.step % eval_every == 0 or progress.step == steps:
+                metrics |= evaluate()
+            run.log(progress.step, **metrics, **recovery.told())
+            if progress.step % checkpoint_every == 0 and progress.step < steps:
+                checkpoint()
+
+    run.total(steps)
+    if run.resumed is None:
+        part("align", team.align)
+    else:
+        restore()
+    while True:
+        try:
+            steps_to_do()
+            break
+        except RoleError as error:
+            recovery.restore(run, error, restore)
     checkpoint()
     if progress.before:
-        run.show(_ANSWERS, _compare(shown, progress.before, team.answers(shown, longest)))
+        run.show(_ANSWERS, _compare(shown, progress.before, part("evaluate", lambda: team.answers(shown, longest))))
 
 
 def _group(run: Run, name: str | None) -> ColocatedGroup:

@@ -62,19 +62,11 @@ def pretrained_model(name: str, device: torch.device) -> PreTrainedModel:
     return _ready(AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32), device)
 
 
-def weights_of(model: PreTrainedModel) -> Weights:
-    """A copy of a model as plain data, which further training doesn't change."""
-    state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-    return {"config": model.config.to_dict(), "state": state}
-
-
-def model_from(weights: Weights, device: torch.device) -> PreTrainedModel:
-    """A model with a copy of these weights."""
+def empty_model(config: PreTrainedConfig, device: torch.device) -> PreTrainedModel:
+    """A causal language model without weights worth having, to be loaded."""
     from transformers import AutoModelForCausalLM
 
-    model = _empty(AutoModelForCausalLM, config_from(weights["config"]))
-    model.load_state_dict(weights["state"])
-    return _ready(model, device)
+    return _ready(_empty(AutoModelForCausalLM, config), device)
 
 
 class ValueModel(nn.Module):
@@ -84,15 +76,16 @@ class ValueModel(nn.Module):
         from transformers import AutoModel
 
         super().__init__()
+        self.config = config
         self.backbone = _empty(AutoModel, config)
         self.head = nn.Linear(config.hidden_size, 1, bias=False)
         nn.init.zeros_(self.head.weight)
         self.eval()
 
     def forward(self, **inputs: Any) -> Tensor:
-        """The value of each position, `[B, L]`."""
-        hidden: Tensor = self.backbone(**inputs, use_cache=False).last_hidden_state
-        return self.head(hidden).squeeze(-1)  # type: ignore[no-any-return]
+        """The value of each position, `[B, L, 1]`."""
+        values: Tensor = self.head(self.backbone(**inputs, use_cache=False).last_hidden_state)
+        return values
 
 
 def value_model_from(weights: Weights) -> ValueModel:

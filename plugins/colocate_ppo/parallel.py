@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from colocate import Context
 from colocate_ppo.maths import Total, alone
@@ -32,6 +32,20 @@ def per_rank(ctx: Context, number: int) -> list[int]:
     return [int(n) for n in total(ctx)(numbers)]
 
 
+def drawing(ctx: Context, number: int | None) -> torch.Generator:
+    """The rank's generator, at the beginning of the numbers that belong to a step.
+
+    They depend on the rank's seed and the step alone: a call that is done again draws what it drew, and a run that is
+    resumed what it would have drawn.
+
+    Args:
+        ctx: The role's context.
+        number: That of the step; None leaves the generator where it is.
+    """
+    generator = ctx.generator
+    return generator if number is None else generator.manual_seed((ctx.seed + number) % (1 << 63))
+
+
 def minibatches(counts: Sequence[int], rank: int, size: int, epochs: int) -> list[Tensor]:
     """One rank's rows of each minibatch; for every rank the same number of minibatches.
 
@@ -52,72 +66,3 @@ def minibatches(counts: Sequence[int], rank: int, size: int, epochs: int) -> lis
     number = torch.arange(counts[rank]) + sum(counts[:rank])
     turns = [(number + epoch * (number // k)) % k for epoch in range(epochs)]
     return [torch.nonzero(turn == index).flatten() for turn in turns for index in range(k)]
-
-
-class Learner:
-    """A model with its AdamW and the data-parallel step: gradients are summed over the ranks, then clipped.
-
-    Args:
-        model: The model, the same on every rank.
-        lr: Learning rate; each step scales it.
-        max_norm: The norm to which gradients are clipped.
-    """
-
-    def __init__(self, model: nn.Module, lr: float, max_norm: float = 1.0) -> None:
-        self.parameters = list(model.parameters())
-        self.optimizer = torch.optim.AdamW(self.parameters, lr=lr, weight_decay=0.0)
-        self.lr = lr
-        self.max_norm = max_norm
-
-    def forget(self) -> None:
-        """Drop the moments of all steps so far, and their memory."""
-        self.optimizer.state.clear()
-
-    def step(self, ctx: Context, loss: Tensor, lr_scale: float = 1.0) -> float:
-        """Go one step down.
-
-        Args:
-            ctx: The role's context.
-            loss: This rank's part of a sum over the ranks.
-            lr_scale: Multiplies the learning rate.
-
-        Returns:
-            The norm of the gradient before clipping.
-        """
-        self.optimizer.zero_grad(set_to_none=True)
-        torch.autograd.backward(loss)
-        if ctx.world_size > 1:
-            _sum_gradients(ctx, self.parameters)
-        norm = nn.utils.clip_grad_norm_(self.parameters, self.max_norm)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.lr * lr_scale
-        self.optimizer.step()
-        return norm.item()
-
-
-def _sum_gradients(ctx: Context, parameters: Iterable[Tensor]) -> None:
-    """All gradients as one message: small ones cost their latency, not their bytes."""
-    gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
-    flat = torch.cat([gradient.flatten() for gradient in gradients])
-    dist.all_reduce(flat, group=ctx.process_group())
-    parts = torch.split(flat, [gradient.numel() for gradient in gradients])
-    for parameter, part in zip(parameters, parts, strict=True):
-        parameter.grad = part.view_as(parameter)
-
-
-class Means:
-    """Means over a call's minibatches.
-
-    Args:
-        count: The number of minibatches.
-    """
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self.values: dict[str, float] = {}
-
-    def add(self, **values: Tensor | float) -> None:
-        """Add what one minibatch gave."""
-        for name, value in values.items():
-            number = value.item() if isinstance(value, Tensor) else value
-            self.values[name] = self.values.get(name, 0.0) + number / self.count

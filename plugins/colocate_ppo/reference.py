@@ -2,24 +2,53 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Literal
+
 import torch
 from torch import Tensor
 
-from colocate import Concat, Reduce, Role, Scatter, method, needs
+from colocate import ColocateError, Concat, Reduce, Role, Scatter, method, needs
+from colocate.torch import renew
 from colocate_ppo import checkpoint, maths, parallel
 from colocate_ppo.forward import response_log_probs
-from colocate_ppo.model import Weights, model_from, weights_of
+from colocate_ppo.model import Weights, config_from, empty_model
 from colocate_ppo.rollout import Rollout
+from colocate_ppo.spread import Dtype, Layout, SpreadModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 @needs("process_group")
 class Reference(Role):
-    """A copy of the actor that isn't trained. `load` gives it its model."""
+    """A copy of the actor that isn't trained. `load` gives it its model.
+
+    Args:
+        parallel: How the ranks share the model: "none" or "fsdp2"; see `Layout`.
+        dtype: In what it computes. Weights are float32.
+    """
+
+    def __init__(self, parallel: Literal["none", "fsdp2"] = "none", dtype: Dtype = "float32") -> None:
+        self.layout = Layout(parallel, dtype)
+        self.loaded: SpreadModel | None = None
+
+    @property
+    def model(self) -> SpreadModel:
+        """The model that was loaded."""
+        if self.loaded is None:
+            raise ColocateError(f"role {self.ctx.role!r} has no model yet: call `load` or `restore` before")
+        return self.loaded
+
+    def renew(self) -> None:
+        """Go on after a failed call, with new process groups."""
+        if self.loaded is not None:
+            renew(self.loaded.wrapped, None, self.ctx)
 
     @method
     def load(self, weights: Weights) -> None:
         """Become a copy of these weights."""
-        self.model = model_from(weights, self.ctx.device).requires_grad_(False)
+        self._adopt(config_from(weights["config"]))
+        self.model.load(weights["state"])
 
     @method(dispatch=Scatter("rollout"), collect=Concat())
     @torch.no_grad()
@@ -38,10 +67,14 @@ class Reference(Role):
     @method
     def save(self, directory: str) -> None:
         """Write what `restore` needs into a folder."""
-        checkpoint.save(self.ctx, directory, weights_of(self.model))
+        checkpoint.save(self.ctx, directory, self.model)
 
     @method
     def restore(self, directory: str) -> None:
-        """Go on where `save` was called."""
-        state = checkpoint.restore(self.ctx, directory)
-        self.load({"config": state["config"], "state": state["state"]})
+        """Go on where `save` was called, by as many ranks or others."""
+        self._adopt(checkpoint.config_of(self.ctx, directory))
+        checkpoint.restore(self.ctx, directory, self.model)
+
+    def _adopt(self, config: PreTrainedConfig) -> None:
+        model = empty_model(config, self.ctx.device).requires_grad_(False)
+        self.loaded = SpreadModel(self.ctx, model, self.layout)

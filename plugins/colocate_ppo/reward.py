@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from colocate import Concat, OnRank, Reduce, Role, Scatter, method
-from colocate_ppo import checkpoint
+from colocate_ppo.parallel import drawing
 from colocate_ppo.rollout import Rollout
 
 
@@ -26,9 +26,14 @@ class Reward(Role):
         return torch.tensor(scores, dtype=torch.float32, device=self.ctx.device)
 
     @method(dispatch=OnRank(0))
-    def shuffle(self, scores: Tensor) -> Tensor:
-        """The scores of the whole batch in random order: a control, with which nothing can be learned."""
-        order = torch.randperm(len(scores), generator=self.ctx.generator, device=scores.device)
+    def shuffle(self, scores: Tensor, number: int | None = None) -> Tensor:
+        """The scores of the whole batch in random order: a control, with which nothing can be learned.
+
+        Args:
+            scores: `[B]`.
+            number: Which random numbers to draw, as of the actor's `generate`.
+        """
+        order = torch.randperm(len(scores), generator=drawing(self.ctx, number), device=scores.device)
         return scores[order]
 
     @method(dispatch=Scatter("rollout", "scores"), collect=Reduce("mean"))
@@ -40,16 +45,6 @@ class Reward(Role):
             "accuracy": sum(right) / len(right),
             "length": rollout["mask"].sum(dim=1).float().mean().item(),
         }
-
-    @method
-    def save(self, directory: str) -> None:
-        """Write what `restore` needs into a folder: the shuffle's random numbers."""
-        checkpoint.save(self.ctx, directory, {})
-
-    @method
-    def restore(self, directory: str) -> None:
-        """Go on where `save` was called."""
-        checkpoint.restore(self.ctx, directory)
 
 
 @cache

@@ -66,15 +66,13 @@ class Team:
         return self.actor.generate(problems, max_new_tokens, greedy=True)["answers"]
 
     def save(self, directory: str) -> None:
-        """Let every role write its state into a folder."""
+        """Let every role that has a model write it into a folder."""
         self.actor.save(directory)
         self.critic.save(directory)
         self.reference.save(directory)
-        self.reward.save(directory)
 
     def restore(self, directory: str) -> None:
         """Let every role go on where `save` was called."""
         self.actor.restore(directory)
         self.critic.restore(directory)
         self.reference.restore(directory)
-        self.reward.restore(directory)

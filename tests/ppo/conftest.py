@@ -40,7 +40,7 @@ def actor() -> Actor:
     """A tiny actor outside any worker, with weights large enough for answers that differ."""
     actor = Actor(layers=2, hidden=32, heads=2, feed_forward=64, lr=1e-3, warm_up_lr=1e-2)
     with torch.no_grad():
-        for parameter in actor.model.parameters():
+        for parameter in actor.model.module.parameters():
             if parameter.ndim > 1:
                 parameter.mul_(8.0)
     return actor

@@ -141,10 +141,16 @@ def test_a_group_that_is_not_there_is_refused_with_those_that_are(tmp_path: Path
         run("ppo-small.yaml", [*TINY, "job.with.group=polcy"], tmp_path)
 
 
-@pytest.mark.parametrize("example", ["ppo.yaml", "ppo-small.yaml"])
+@pytest.mark.parametrize("example", ["ppo.yaml", "ppo-small.yaml", "ppo-fsdp2.yaml"])
 def test_the_examples_have_no_mistakes(example: str) -> None:
     config = colocate.load_config(EXAMPLES / example)
     assert set(config.groups["policy"].roles) == {"actor", "critic", "reference", "reward"}
+
+
+def test_shards_on_threads_are_refused_before_anything_starts() -> None:
+    changes = ["executor.with.processes=false"]
+    with pytest.raises(colocate.ConfigError, match=r"line 20: .*role 'actor' makes process groups of its 2 ranks"):
+        colocate.load_config(EXAMPLES / "ppo-fsdp2.yaml", set=changes)
 
 
 def test_listing_the_plugin_imports_no_torch() -> None:

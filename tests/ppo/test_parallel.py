@@ -123,6 +123,13 @@ def test_aligned_ranks_are_equal_and_stay_so(two_ranks: Team, problems: list[Pro
     torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
+def test_a_mesh_with_other_axes_is_refused() -> None:
+    with colocate.connect("local", processes=True) as runtime, runtime.reserve(slots=2) as pool:
+        spec = colocate.role(Actor, **SMALL).on(mesh={"dp": 1, "tp": 2})
+        with pytest.raises(colocate.RoleStartError, match="which is the mesh that it has without `mesh`"):
+            pool.spawn({"actor": spec})
+
+
 def test_shuffled_scores_go_to_all_ranks(two_ranks: Team, problems: list[Problem]) -> None:
     """The first rank shuffles the whole batch, and every rank gets its part of that: 11 rows in parts of 6 and 5."""
     with two_ranks.scope():

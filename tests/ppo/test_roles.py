@@ -42,7 +42,8 @@ def case(actor: Actor, problems: list[Problem]) -> Case:
     weights = actor.weights()
     critic.load(weights)
     reference.load(weights)
-    torch.nn.init.normal_(critic.model.head.weight, generator=torch.Generator().manual_seed(0))
+    head: Any = critic.model.module
+    torch.nn.init.normal_(head.head.weight, generator=torch.Generator().manual_seed(0))
     rollout = actor.generate(problems, max_new_tokens=6)
     scores, log_probs, values = reward.score(rollout), actor.log_probs(rollout), critic.values(rollout)
     estimates = critic.advantages(rollout, scores, values, log_probs, reference.log_probs(rollout))
@@ -97,10 +98,10 @@ def test_values_are_of_the_state_before_each_token(case: Case) -> None:
 
 
 def test_an_update_of_the_actor_makes_good_answers_likelier(case: Case) -> None:
-    critic_before, before = parameters(case.critic.model), parameters(case.actor.model)
+    critic_before, before = parameters(case.critic.model.module), parameters(case.actor.model.module)
     metrics = case.actor.update(case.rollout, case.log_probs, case.estimates, minibatch=12, epochs=3)
-    assert parameters(case.critic.model).equal(critic_before)
-    assert not parameters(case.actor.model).equal(before)
+    assert parameters(case.critic.model.module).equal(critic_before)
+    assert not parameters(case.actor.model.module).equal(before)
     mask = case.rollout["mask"]
     change = case.actor.log_probs(case.rollout) - case.log_probs
     assert (change * case.estimates["advantages"])[mask].mean().item() > 0
@@ -109,9 +110,9 @@ def test_an_update_of_the_actor_makes_good_answers_likelier(case: Case) -> None:
 
 
 def test_without_a_learning_rate_the_actor_stays_as_it_is(case: Case) -> None:
-    before = parameters(case.actor.model)
+    before = parameters(case.actor.model.module)
     case.actor.update(case.rollout, case.log_probs, case.estimates, minibatch=4, lr_scale=0.0)
-    assert parameters(case.actor.model).equal(before)
+    assert parameters(case.actor.model.module).equal(before)
 
 
 def test_the_first_policy_loss_is_the_negative_mean_advantage(case: Case) -> None:
@@ -129,13 +130,13 @@ def test_an_entropy_bonus_raises_entropy(case: Case) -> None:
 
 
 def test_an_update_of_the_critic_brings_it_nearer_to_the_returns(case: Case) -> None:
-    actor_before = parameters(case.actor.model)
+    actor_before = parameters(case.actor.model.module)
     mask, returns = case.rollout["mask"], case.estimates["returns"]
     before = (case.values - returns)[mask].square().mean()
     case.critic.update(case.rollout, case.values, case.estimates, minibatch=6, epochs=4, clip=100.0)
     after = (case.critic.values(case.rollout) - returns)[mask].square().mean()
     assert after < before / 2
-    assert parameters(case.actor.model).equal(actor_before)
+    assert parameters(case.actor.model.module).equal(actor_before)
 
 
 def test_updates_change_neither_arguments_nor_earlier_results(case: Case) -> None:
@@ -179,12 +180,16 @@ def test_shuffled_scores_are_the_same_in_another_order() -> None:
 
 
 def test_roles_go_on_where_they_were_saved(case: Case, tmp_path: Path) -> None:
-    """Weights, moments of the optimizers and random numbers: the next step is the same to the last bit."""
+    """Weights and moments of the optimizers: the next step is the same to the last bit."""
 
     def step(actor: Actor, critic: Critic) -> tuple[Tensor, Tensor, Rollout]:
         critic.update(case.rollout, case.values, case.estimates, minibatch=4)
         actor.update(case.rollout, case.log_probs, case.estimates, minibatch=4)
-        return parameters(actor.model), parameters(critic.model), actor.generate(case.rollout["problems"], 6)
+        return (
+            parameters(actor.model.module),
+            parameters(critic.model.module),
+            actor.generate(case.rollout["problems"], 6, number=7),
+        )
 
     step(case.actor, case.critic)
     for saved in (case.actor, case.critic, case.reference):
@@ -233,10 +238,10 @@ def test_a_model_from_a_folder(tmp_path: Path, problems: list[Problem]) -> None:
     log_probs, values = actor.log_probs(rollout), critic.values(rollout)
     torch.testing.assert_close(reference.log_probs(rollout), log_probs)
     estimates = critic.advantages(rollout, reward.score(rollout), values, log_probs, log_probs)
-    before = parameters(actor.model)
+    before = parameters(actor.model.module)
     actor.update(rollout, log_probs, estimates)
     critic.update(rollout, values, estimates)
-    assert not parameters(actor.model).equal(before)
+    assert not parameters(actor.model.module).equal(before)
     assert critic.values(rollout).ne(0).any()
 
 

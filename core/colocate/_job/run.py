@@ -101,7 +101,26 @@ class Run:
             for counts in (self._seconds, self._phases):
                 counts[phase] = counts.get(phase, 0.0) + spent
 
-    def _rewind(self, restarted: GroupRestarted) -> None:
+    def rewind(self) -> int | None:
+        """Take back what was logged after the last complete checkpoint, which `resumed` is from now on.
+
+        The job then has its roles go on from there.
+
+        Returns:
+            That checkpoint's step; None if there is no checkpoint yet: then nothing is taken back.
+        """
+        complete = self._folder.checkpoints()
+        if not complete:
+            return None
+        step, self.resumed = complete[-1]
+        self._back_to(step)
+        return step
+
+    def _back_to(self, step: int) -> None:
+        self._metrics[:] = self._folder.rewind(step)
+        self._seconds.clear()
+
+    def _restart(self, restarted: GroupRestarted) -> None:
         """Be as the last checkpoint was, with all groups as they were constructed or as that will restore them."""
         complete = self._folder.checkpoints()
         final = [name for name, group in self.groups.items() if group.alive and not group._node.restarts.limit]
@@ -118,10 +137,10 @@ class Run:
             if not complete and group.name != restarted.group:
                 group._node.fail(restarted)  # it has come as far as the other: all begin anew, or none can
             group.wait_ready()
-        step, self.resumed = complete[-1] if complete else (-1, None)
-        self._metrics[:] = self._folder.rewind(step)
-        self._seconds.clear()
-        self._screen.say("going on " + ("from the start" if self.resumed is None else f"after step {step}"))
+        step = self.rewind()
+        if step is None:
+            self._back_to(-1)
+        self._screen.say("going on " + ("from the start" if step is None else f"after step {step}"))
 
     @contextlib.contextmanager
     def checkpoint(self, step: int) -> Iterator[Path]:
@@ -277,7 +296,7 @@ def _until_done(run: Run, job: Callable[[], object]) -> None:
         try:
             job()
         except GroupRestarted as restarted:
-            run._rewind(restarted)
+            run._restart(restarted)
         except SystemExit as ended:
             if ended.code not in (None, 0):
                 raise

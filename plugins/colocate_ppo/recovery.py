@@ -1,0 +1,86 @@
+"""What becomes of a step that has failed: it is done again, or the job goes back to its checkpoint, or it ends."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Literal, TypeAlias, TypeVar
+
+import attrs
+
+from colocate import RenewalError, RoleError, Run
+
+T = TypeVar("T")
+
+OnStepFailure: TypeAlias = Literal["retry", "restore", "fail"]
+
+_log = logging.getLogger("colocate.ppo")
+
+
+@attrs.define
+class Recovery:
+    """What a job does about failed calls of its roles.
+
+    A group that can't go on is another matter: that is ended, or restarted where it has `on_failure: restart`.
+
+    Attributes:
+        how: What becomes of a failed step.
+        limit: How often the same part of a step is done again, or the same checkpoint is gone back to.
+        failed: How many calls have failed since somebody asked last.
+    """
+
+    how: OnStepFailure
+    limit: int
+    failed: int = attrs.field(default=0, init=False)
+    _restored: int = attrs.field(default=0, init=False)
+
+    def part(self, run: Run, name: str, do: Callable[[], T]) -> T:
+        """Do a part of a step, in the phase of this name; once more when it has failed, if that is what is wanted.
+
+        Raises:
+            RoleError: It has failed, for the last time.
+        """
+        for left in reversed(range(self.limit + 1)):
+            try:
+                with run.timed(name):
+                    return do()
+            except RoleError as error:
+                self.failed += 1
+                if self.how != "retry" or not left or isinstance(error, RenewalError):
+                    raise
+                _log.warning("%s is done again: %s", name, _what(error))
+        raise AssertionError  # the last attempt has returned or raised
+
+    def restore(self, run: Run, error: RoleError, restore: Callable[[], None]) -> None:
+        """Go back to the last checkpoint, if that is what is wanted.
+
+        Args:
+            run: The run.
+            error: Why.
+            restore: Makes the roles and the job be as `run.resumed` has them.
+
+        Raises:
+            RoleError: It isn't, there is no checkpoint, or it was gone back to often enough.
+        """
+        if self.how != "restore" or isinstance(error, RenewalError) or self._restored >= self.limit:
+            raise error
+        step = run.rewind()
+        if step is None:
+            error.add_note("`on_step_failure: restore` found no checkpoint of the run to go back to")
+            raise error
+        self._restored += 1
+        _log.warning("going back to the checkpoint of step %d: %s", step, _what(error))
+        restore()
+
+    def progressed(self) -> None:
+        """There is a new checkpoint."""
+        self._restored = 0
+
+    def told(self) -> dict[str, float]:
+        """What a step has to say about this: `failed_calls`, if any has failed since the last one."""
+        failed, self.failed = self.failed, 0
+        return {"failed_calls": failed} if failed else {}
+
+
+def _what(error: RoleError) -> str:
+    return error.message.partition("\n")[0]

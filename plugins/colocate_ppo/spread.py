@@ -1,0 +1,156 @@
+"""A model that the ranks of a role share: a copy on each, copies kept equal by DDP, or shards by FSDP2."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, TypeAlias
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from colocate import ConfigError, Context
+
+Parallel: TypeAlias = Literal["none", "ddp", "fsdp2"]
+Dtype: TypeAlias = Literal["float32", "bfloat16"]
+
+
+@attrs.frozen
+class Layout:
+    """How ranks share a model, and how it computes.
+
+    Attributes:
+        parallel: "none": a copy on each rank, whose gradients are summed in one message after the backward pass. "ddp":
+            the same, but summed by `DistributedDataParallel` while the backward pass runs. "fsdp2": each rank has a
+            part of every parameter, of its gradient and of the optimizer's state, by `fully_shard`.
+        dtype: In what the passes compute. Weights and the optimizer's state are float32.
+        gradient_checkpointing: The backward pass computes each layer anew instead of keeping what was in it.
+    """
+
+    parallel: Parallel = "none"
+    dtype: Dtype = "float32"
+    gradient_checkpointing: bool = False
+
+
+class SpreadModel:
+    """One model over all ranks of a role. It starts from the weights that the first rank has, unless it isn't wrapped.
+
+    Args:
+        ctx: The role's context.
+        module: The whole model, on the rank's device.
+        layout: How it is shared.
+
+    Raises:
+        ConfigError: The role's mesh has other axes than "dp".
+
+    Attributes:
+        module: The model; under "fsdp2" its parameters are DTensors.
+        wrapped: What trains it: the model, or what `DistributedDataParallel` has made of it.
+    """
+
+    def __init__(self, ctx: Context, module: nn.Module, layout: Layout) -> None:
+        if ctx.mesh.size("dp") != ctx.world_size:
+            raise ConfigError(
+                f"role {ctx.role!r} has the mesh {dict(ctx.mesh.shape)}, but it splits its rows, and shares its model, "
+                "among all of its ranks, which is the mesh that it has without `mesh`"
+            )
+        self.module = module
+        self.layout = layout
+        self.wrapped = module
+        layers = _layers(module)
+        if layout.gradient_checkpointing:
+            for layer in layers:
+                _compute_again(layer)
+        if layout.parallel == "fsdp2":
+            _copy_from_first(ctx, module)
+            self._shard(ctx, layers)
+        elif layout.parallel == "ddp" and any(p.requires_grad for p in module.parameters()):
+            self.wrapped = DistributedDataParallel(module, process_group=ctx.process_group())
+
+    def __call__(self, **inputs: Any) -> Any:
+        """What the model says. With gradients it is a step of all ranks together, without one rank may be alone."""
+        # DDP's forward pass tells the other ranks of buffers, and expects a backward pass: only where there is one.
+        model = self.wrapped if torch.is_grad_enabled() else self.module
+        computes = getattr(torch, self.layout.dtype)
+        if computes == torch.float32 or self.layout.parallel == "fsdp2":  # which has a policy for that
+            return model(**inputs)
+        with torch.autocast(next(self.module.parameters()).device.type, computes):
+            return model(**inputs)
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """In the block each rank has all weights once it has run the model, so that it may run it as often as it likes.
+
+        A rank whose answers have ended early would keep the others waiting otherwise.
+        """
+        sharded = self._sharded()
+        for each in sharded:
+            each.set_reshard_after_forward(False, recurse=False)
+        try:
+            yield
+        finally:
+            for each in sharded:
+                each.reshard()
+                each.set_reshard_after_forward(each in sharded[1:], recurse=False)  # the root stays: it is next
+
+    def weights(self) -> dict[str, Tensor]:
+        """A copy of all weights, whole, for `load`. All ranks call it."""
+        return {name: _whole(value).clone() for name, value in self.module.state_dict().items()}
+
+    @torch.no_grad()
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        """Take over weights, of which each rank has the same. All ranks call it.
+
+        Raises:
+            KeyError: They are another model's.
+        """
+        for name, mine in self.module.state_dict().items():
+            value = weights[name].to(mine.device)
+            if isinstance(mine, DTensor):
+                value = distribute_tensor(value, mine.device_mesh, mine.placements, src_data_rank=None)
+            mine.copy_(value)
+
+    def _shard(self, ctx: Context, layers: list[nn.Module]) -> None:
+        computes = getattr(torch, self.layout.dtype)
+        policy = MixedPrecisionPolicy(param_dtype=computes, reduce_dtype=torch.float32)
+        mesh = ctx.device_mesh()["dp"]
+        for module in (*layers, self.module):
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+
+    def _sharded(self) -> list[FSDPModule]:
+        return [module for module in self.module.modules() if isinstance(module, FSDPModule)]
+
+
+def _layers(module: nn.Module) -> list[nn.Module]:
+    """What transformers takes for a layer, to compute it again or to shard it as one."""
+    from transformers.modeling_layers import GradientCheckpointingLayer  # as in the networks, by what makes one
+
+    return [each for each in module.modules() if isinstance(each, GradientCheckpointingLayer)]
+
+
+def _compute_again(layer: nn.Module) -> None:
+    """Have a layer keep its input only. What transformers has for that works in training mode alone, with dropout."""
+    forward = layer.forward
+
+    def remembered(*args: Any, **named: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **named)
+        return checkpoint(forward, *args, use_reentrant=False, **named)
+
+    layer.forward = remembered
+
+
+def _copy_from_first(ctx: Context, module: nn.Module) -> None:
+    if ctx.world_size > 1:
+        for tensor in module.state_dict().values():
+            dist.broadcast(tensor, group=ctx.process_group(), group_src=0)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()

@@ -1,0 +1,99 @@
+"""An actor that raises where it is told to, on one rank and once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from colocate import Concat, Reduce, Scatter, method
+from colocate_ppo.actor import Actor
+from colocate_ppo.critic import Estimates
+from colocate_ppo.rollout import Rollout
+from colocate_ppo.task import Problem
+
+Where = Literal["rollout", "before", "backward", "last collective", "update"]
+
+
+class Failure(Exception):
+    """What it raises."""
+
+
+class FaultyActor(Actor):
+    """The actor, which fails in one step.
+
+    Args:
+        where: In answering, after its first answer was drawn; or in its update: before anything, in the backward pass,
+            after the last collective (but before the optimizer), or after the optimizer.
+        step: In which step.
+        once: A file that is there from then on: it fails once, also when it is constructed anew.
+        minibatch: In which of the step's minibatches.
+        **options: The actor's own.
+    """
+
+    def __init__(self, where: Where, step: int, once: str, minibatch: int = 1, **options: Any) -> None:
+        super().__init__(**options)
+        self.where = where
+        self.step = step
+        self.once = Path(once)
+        self.minibatch = minibatch
+
+    def _fails(self, where: Where) -> bool:
+        return where == self.where and self.ctx.rank == self.ctx.world_size - 1 and not self.once.exists()
+
+    def _fail(self) -> None:
+        self.once.touch(exist_ok=False)
+        raise Failure(f"in step {self.step}: {self.where}")
+
+    @method(dispatch=Scatter("problems"), collect=Concat())
+    def generate(
+        self,
+        problems: list[Problem],
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        greedy: bool = False,
+        number: int | None = None,
+    ) -> Rollout:
+        """Answer, unless it fails."""
+        answers = super().generate(problems, max_new_tokens, temperature, greedy, number)
+        if number == self.step and self._fails("rollout"):
+            self._fail()
+        return answers
+
+    @method(dispatch=Scatter("rollout", "log_probs", "estimates"), collect=Reduce("sum"))
+    def update(self, rollout: Rollout, log_probs: Any, estimates: Estimates, *more: Any, **named: Any) -> Any:
+        """Learn, unless it fails."""
+        if named["number"] == self.step:
+            if self._fails("before"):
+                self._fail()
+            step, done = self.learner.step, 0
+
+            def failing(*args: Any, **numbers: Any) -> None:
+                nonlocal done
+                if done == self.minibatch and self._fails("backward"):
+                    self._fail_in_backward()
+                if done == self.minibatch and self._fails("last collective"):
+                    self._fail_in_optimizer()
+                step(*args, **numbers)
+                if done == self.minibatch and self._fails("update"):
+                    self._fail()
+                done += 1
+
+            instead: Any = self.learner
+            instead.step = failing
+            try:
+                return super().update(rollout, log_probs, estimates, *more, **named)
+            finally:
+                del instead.step
+        return super().update(rollout, log_probs, estimates, *more, **named)
+
+    def _fail_in_backward(self) -> None:
+        def fail(*_: Any) -> None:
+            handle.remove()
+            self._fail()
+
+        module: Any = self.model.module
+        handle = module.model.layers[0].self_attn.register_full_backward_hook(fail)
+
+    def _fail_in_optimizer(self) -> None:
+        optimizer: Any = self.learner._optimizer
+        optimizer.step = self._fail  # in place of what counts and makes the update

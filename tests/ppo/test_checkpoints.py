@@ -1,0 +1,91 @@
+"""A checkpoint is of no number of ranks: what two have written, one reads, and four."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.ppo.stored import tensors_of
+from tests.ppo.test_parallel import SMALL, learn
+
+import colocate
+from colocate import ColocatedGroup
+from colocate_ppo.actor import Actor
+from colocate_ppo.critic import Critic
+from colocate_ppo.reference import Reference
+from colocate_ppo.reward import Reward
+from colocate_ppo.spread import Parallel
+from colocate_ppo.task import Problem
+from colocate_ppo.team import Team
+
+
+@contextmanager
+def group(slots: int, parallel: Parallel) -> Iterator[ColocatedGroup]:
+    """The four roles in processes."""
+    with colocate.connect("local", processes=True) as runtime, runtime.reserve(slots=slots) as pool:
+        roles: dict[str, colocate.RoleSpec[Any]] = {
+            "actor": colocate.role(Actor, **SMALL, parallel=parallel),
+            "critic": colocate.role(Critic, parallel=parallel),
+            "reference": colocate.role(Reference, parallel="none" if parallel == "ddp" else parallel),
+            "reward": colocate.role(Reward),
+        }
+        yield pool.spawn(roles, name="policy")
+
+
+def test_from_two_ranks_to_one_and_to_four(problems: list[Problem], tmp_path: Path) -> None:
+    """In other layouts too. All weights and all moments are the same, to the last bit."""
+    folders = [tmp_path / name for name in ("two", "one", "four")]
+    for folder in folders:
+        folder.mkdir()
+    with group(2, "fsdp2") as found:
+        team = Team.of(found)
+        learn(team, problems, team.actor.weights(), minibatch=4)
+        team.save(str(folders[0]))
+    for before, after, slots, parallel in ((*folders[:2], 1, "none"), (*folders[1:], 4, "fsdp2")):
+        with group(slots, parallel) as found:  # type: ignore[arg-type]
+            team = Team.of(found)
+            team.restore(str(before))
+            team.save(str(after))
+    first, *others = (
+        {
+            name: tensor
+            for role in ("actor", "critic", "reference")
+            for name, tensor in tensors_of(folder / role).items()
+        }
+        for folder in folders
+    )
+    assert {name.rpartition(".")[2] for name in first if ".q_proj." in name} == {
+        *("weight", "step", "exp_avg", "exp_avg_sq")
+    }
+    for other in others:
+        torch.testing.assert_close(other, first, rtol=0, atol=0)
+
+
+def test_what_was_not_written_by_it(tmp_path: Path) -> None:
+    """By an earlier version, say, which knew one number of ranks."""
+    actor = Actor(**SMALL)
+    with pytest.raises(colocate.ConfigError, match=r"has written nothing there that is complete$"):
+        actor.restore(str(tmp_path))
+    (tmp_path / "Actor.pt").touch()
+    with pytest.raises(colocate.ConfigError, match=r"Actor.pt is of an earlier version of this plugin"):
+        actor.restore(str(tmp_path))
+
+
+def test_of_another_model(tmp_path: Path) -> None:
+    """The error names the tensor."""
+    Actor(**SMALL).save(str(tmp_path))
+    with pytest.raises(
+        colocate.ConfigError,
+        match=r"another model: model.embed_tokens.weight is \[100, 16\] here, there it is \[100, 32\]",
+    ):
+        Actor(**{**SMALL, "hidden": 16}).restore(str(tmp_path))
+
+
+@pytest.mark.parametrize("cls", [Critic, Reference])
+def test_a_role_without_a_model(tmp_path: Path, cls: type[Any]) -> None:
+    with pytest.raises(colocate.ColocateError, match="has no model yet: call `load` or `restore` before"):
+        cls().save(str(tmp_path))

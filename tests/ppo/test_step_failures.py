@@ -1,0 +1,162 @@
+"""A step in which one rank raises costs a step and not the run: what follows is as if nothing had happened."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+from tests.conformance.shared import cluster
+
+import colocate
+from colocate import RenewalError, RoleError
+from colocate_ppo.recovery import OnStepFailure
+
+EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "ppo-fsdp2.yaml"
+AT = 3
+SMALL = [
+    "+groups.policy.roles.actor.with.layers=1",
+    "groups.policy.roles.actor.with.hidden=32",
+    "groups.policy.roles.actor.with.feed_forward=64",
+    "job.with={task_options: {min_word_len: 3, max_word_len: 5}, warm_up_steps: 2, warm_up_batch: 9, steps: 5,"
+    " batch: 24, minibatch: 8, critic_only_steps: 0, actor_ramp: 1, eval_every: 5, eval_problems: 8,"
+    " checkpoint_every: 2}",
+]
+
+
+@attrs.frozen
+class Trained:
+    """What a run logs, without its times, and the generation in which it ends."""
+
+    rows: list[dict[str, Any]]
+    generation: int
+
+    @property
+    def undisturbed(self) -> list[dict[str, Any]]:
+        """The same without what is told of failures."""
+        return [{name: value for name, value in row.items() if name != "failed_calls"} for row in self.rows]
+
+    @property
+    def failed(self) -> dict[int, int]:
+        """How many calls had failed, by steps."""
+        return {row["step"]: row["failed_calls"] for row in self.rows if "failed_calls" in row}
+
+
+def train(folder: Path, *changes: str, whole: bool = False) -> Trained:
+    """Run the example, smaller unless it is to be the whole one."""
+    folder.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        with colocate.launch(colocate.load_config(EXAMPLE, set=[*(() if whole else SMALL), *changes])) as job:
+            record = job.run(quiet=True)
+            rows = [{k: v for k, v in row.items() if k != "seconds"} for row in record.metrics]
+            return Trained(rows, job.groups["policy"].generation)
+
+
+def failing(folder: Path, where: str, minibatch: int = 1, step: int = AT) -> list[str]:
+    """What makes the actor fail in a step, on the last rank."""
+    options = {"where": where, "step": step, "once": str(folder / "failed"), "minibatch": minibatch}
+    given = [f"+groups.policy.roles.actor.with.{name}={value}" for name, value in options.items()]
+    return ["groups.policy.roles.actor.use=tests.ppo.faulty:FaultyActor", *given]
+
+
+def parallel(kind: str) -> list[str]:
+    return [f"groups.policy.roles.{role}.with.parallel={kind}" for role in ("actor", "critic")]
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """A run in which nothing fails."""
+    return train(tmp_path_factory.mktemp("expected") / "run")
+
+
+def test_nothing_fails(expected: Trained) -> None:
+    assert [row["step"] for row in expected.rows] == [0, 1, 2, 3, 4, 5]
+    assert expected.rows[3]["policy_grad_norm"] > 0
+    assert not expected.failed
+    assert expected.generation == 0
+
+
+@pytest.mark.parametrize(
+    "where", ["backward", *(pytest.param(each, marks=pytest.mark.long) for each in ("rollout", "before", "update"))]
+)
+def test_a_failed_part_is_done_again(tmp_path: Path, expected: Trained, where: str) -> None:
+    """With the same problems and random numbers, and without an update that was made already: all equal bit by bit."""
+    found = train(tmp_path / "run", *failing(tmp_path, where))
+    assert (tmp_path / "failed").exists()
+    assert found.undisturbed == expected.rows
+    assert found.failed == {AT: 1}
+    assert found.generation == 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["ddp", "none"])
+@pytest.mark.parametrize("where", ["before", "backward", "update"])
+def test_other_layouts(tmp_path: Path, expected: Trained, kind: str, where: str) -> None:
+    """Equal in themselves: sums of gradients are rounded in other orders."""
+    undisturbed = train(tmp_path / "undisturbed", *parallel(kind))
+    found = train(tmp_path / "run", *parallel(kind), *failing(tmp_path, where))
+    assert found.undisturbed == undisturbed.rows
+    assert found.failed == {AT: 1}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("minibatch", [0, 2])
+def test_in_other_minibatches(tmp_path: Path, expected: Trained, minibatch: int) -> None:
+    assert train(tmp_path / "run", *failing(tmp_path, "update", minibatch)).undisturbed == expected.rows
+
+
+def test_weights_of_two_steps_go_back_to_the_checkpoint(tmp_path: Path, expected: Trained) -> None:
+    """After the last collective the other rank makes its update: the group restarts from step 2."""
+    found = train(tmp_path / "run", *failing(tmp_path, "last collective"))
+    assert found.rows == expected.rows
+    assert found.generation == 1
+
+
+@pytest.mark.long
+def test_without_a_restart_weights_of_two_steps_end_the_run(tmp_path: Path) -> None:
+    with pytest.raises(RenewalError, match="rank 0 2, rank 1 1"):
+        train(tmp_path / "run", *failing(tmp_path, "last collective"), "groups.policy.on_failure=fail")
+
+
+@pytest.mark.long
+def test_going_back_to_the_checkpoint_instead(tmp_path: Path, expected: Trained) -> None:
+    found = train(tmp_path / "run", *failing(tmp_path, "backward"), on_step_failure("restore"))
+    assert found.undisturbed == expected.rows
+    assert found.failed == {AT: 1}
+    assert found.generation == 0
+
+
+@pytest.mark.long
+def test_ending_the_run_instead(tmp_path: Path) -> None:
+    with pytest.raises(RoleError, match="in step 3: backward"):
+        train(tmp_path / "run", *failing(tmp_path, "backward"), on_step_failure("fail"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("executor", "where"),
+    [("local", "backward"), ("local", "last collective"), ("ray", "last collective"), ("dask", "backward")],
+)
+def test_the_example_learns_all_the_same(tmp_path: Path, executor: str, where: str) -> None:
+    """As it is, with a failure in step 30, on the executor that one word of the config names."""
+    with contextlib.ExitStack() as stack:
+        chosen = []
+        if executor != "local":
+            pytest.importorskip({"dask": "distributed"}.get(executor, executor))
+            entry = {"use": executor, "with": stack.enter_context(cluster(executor))}
+            chosen.append(f"executor={json.dumps(entry)}")
+        found = train(tmp_path / "run", *failing(tmp_path, where, step=30), *chosen, whole=True)
+    assert (tmp_path / "failed").exists()
+    assert [row["step"] for row in found.rows] == [*range(61)]
+    assert found.generation == (where == "last collective")
+    accuracies = [row["eval_accuracy"] for row in found.rows if "eval_accuracy" in row]
+    assert accuracies[0] < 0.35
+    assert accuracies[-1] > 0.8
+
+
+def on_step_failure(how: OnStepFailure) -> str:
+    return f"+job.with.on_step_failure={how}"
