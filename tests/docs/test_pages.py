@@ -25,6 +25,7 @@ NOT_RUN: dict[tuple[str, str], int] = {
     ("bring-your-trainer.md", "accelerate is not installed with the tests"): 1,
     ("bring-your-trainer.md", "lightning-fabric is not installed with the tests"): 1,
     ("restart.md", "it trains for a minute"): 1,
+    ("bring-your-trainer.md", "it trains for more than a minute"): 1,
     ("detached-pools.md", "needs a cluster"): 1,
     ("gpu.md", "needs minutes"): 1,
     ("gpu.md", "needs a GPU"): 1,
