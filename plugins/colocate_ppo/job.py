@@ -156,54 +156,56 @@ def train(
         progress.step += 1
         number, asked = progress.step, problems.draw(batch)
 
-        def roll_out() -> tuple[Any, Any, dict[str, float]]:
-            rollout = actor.generate.keep(asked, longest, temperature, number=number)
-            scores = reward.score.keep(rollout.ref)
-            if shuffle_rewards:
-                scores = reward.shuffle.keep(scores.ref, number)
-            return rollout.ref, scores.ref, reward.summary(rollout.ref, scores.ref)
+        def roll_out() -> tuple[Any, ...]:
+            with team.pipeline():
+                rollout = actor.generate.keep(asked, longest, temperature, number=number)
+                scores = reward.score.keep(rollout.ref)
+                if shuffle_rewards:
+                    scores = reward.shuffle.keep(scores.ref, number)
+                summary = reward.summary.submit(rollout.ref, scores.ref)
+                log_probs = actor.log_probs.keep(rollout.ref, temperature)
+                reference_log_probs = reference.log_probs.keep(rollout.ref, temperature)
+                kl = reference.kl.submit(rollout.ref, log_probs.ref, reference_log_probs.ref, kl_estimator)
+                values = critic.values.keep(rollout.ref)
+                estimates = critic.advantages.keep(
+                    rollout.ref,
+                    scores.ref,
+                    values.ref,
+                    log_probs.ref,
+                    reference_log_probs.ref,
+                    gamma=gamma,
+                    lam=lam,
+                    kl_coefficient=kl_coefficient,
+                    kl_estimator=kl_estimator,
+                )
+            metrics = {**summary.result(), "kl": kl.result()}
+            estimates.wait()  # or its failure would be found by who uses it
+            return rollout.ref, log_probs.ref, values.ref, estimates.ref, metrics
 
-        rollout, scores, metrics = part("rollout", roll_out)
+        rollout, log_probs, values, estimates, metrics = part("rollout", roll_out)
 
-        def estimate() -> tuple[Any, Any, Any, float]:
-            log_probs = actor.log_probs.keep(rollout, temperature)
-            reference_log_probs = reference.log_probs.keep(rollout, temperature)
-            values = critic.values.keep(rollout)
-            estimates = critic.advantages.keep(
-                rollout,
-                scores,
-                values.ref,
-                log_probs.ref,
-                reference_log_probs.ref,
-                gamma=gamma,
-                lam=lam,
-                kl_coefficient=kl_coefficient,
-                kl_estimator=kl_estimator,
-            )
-            kl = reference.kl(rollout, log_probs.ref, reference_log_probs.ref, kl_estimator)
-            return log_probs.ref, values.ref, estimates.ref, kl
+        def update() -> dict[str, float]:
+            lr_scale = _actor_scale(number, steps, critic_only_steps, actor_ramp, actor_decay)
+            with team.pipeline():
+                of_critic = critic.update.submit(
+                    rollout, values, estimates, minibatch, epochs, value_clip, number=number
+                )
+                of_actor = actor.update.submit(
+                    rollout,
+                    log_probs,
+                    estimates,
+                    minibatch,
+                    epochs,
+                    clip,
+                    entropy_coefficient,
+                    temperature,
+                    lr_scale=lr_scale,
+                    number=number,
+                )
+            return {**of_critic.result(), **of_actor.result()}
 
-        log_probs, values, estimates, metrics["kl"] = part("estimates", estimate)
-        metrics |= part(
-            "critic_update",
-            lambda: critic.update(rollout, values, estimates, minibatch, epochs, value_clip, number=number),
-        )
-        metrics |= part(
-            "actor_update",
-            lambda: actor.update(
-                rollout,
-                log_probs,
-                estimates,
-                minibatch,
-                epochs,
-                clip,
-                entropy_coefficient,
-                temperature,
-                lr_scale=_actor_scale(number, steps, critic_only_steps, actor_ramp, actor_decay),
-                number=number,
-            ),
-        )
-        return metrics
+        given: dict[str, float] = metrics | part("update", update)
+        return given
 
     def steps_to_do() -> None:
         while progress.warmed < warm_up_steps and not run.stopping:

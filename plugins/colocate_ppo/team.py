@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import attrs
@@ -26,6 +26,7 @@ class Team:
         reference: `ppo.reference`.
         reward: `ppo.reward`.
         scope: The group's scope: what is kept inside it is freed at its end.
+        pipeline: The group's pipeline: calls made inside it are sent at its end, as one message.
     """
 
     actor: Actor
@@ -33,6 +34,7 @@ class Team:
     reference: Reference
     reward: Reward
     scope: Callable[[], AbstractContextManager[Any]]
+    pipeline: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     @classmethod
     def of(cls, group: ColocatedGroup) -> Team:
@@ -43,6 +45,7 @@ class Team:
             group.role("reference", Reference),
             group.role("reward", Reward),
             group.scope,
+            group.pipeline,
         )
 
     def align(self) -> None:

@@ -177,6 +177,11 @@ class KeptResident(Resident[T_co]):
         self._residents.ask(self._kept)
         return self._residents.spec_of(self._kept)
 
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until it is there, in the workers."""
+        self._residents.ask(self._kept)
+        self._residents.wait(self._kept, limit(timeout, "wait(timeout)"))
+
     def fetch(self, timeout: float | None = None) -> T_co:
         """The collected value, on the driver; waits until it is there."""
         self._residents.ask(self._kept)

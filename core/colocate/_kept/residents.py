@@ -251,6 +251,14 @@ class Residents(Leases):
                 self.put_back(keys)
         self._flush_later()
 
+    def wait(self, kept: Kept, timeout: float | None) -> None:
+        """Wait until a resident is there.
+
+        Raises:
+            TimeoutError: It isn't after so many seconds (None: after the runtime's `call_timeout`).
+        """
+        self._made(kept, Deadline(self.link.services.call_timeout if timeout is None else timeout))
+
     def fetch(self, kept: Kept, timeout: float | None = None) -> Any:
         """The collected value of a resident, on the driver.
 

@@ -48,6 +48,18 @@ class Resident(OnDriver, abc.ABC, Generic[T_co]):
         """Its structure, shapes, dtypes and bytes; waits until it is there."""
 
     @abc.abstractmethod
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until it is there, in the workers.
+
+        Args:
+            timeout: Seconds to wait at most; None for the runtime's `call_timeout`.
+
+        Raises:
+            TimeoutError: It isn't there yet; the resident stays.
+            RoleError: The call that was to make it has failed; so do other errors that calls raise.
+        """
+
+    @abc.abstractmethod
     def fetch(self, timeout: float | None = None) -> T_co:
         """The collected value, on the driver.
 
@@ -90,6 +102,11 @@ class LocalResident(Resident[T_co]):
     def spec(self) -> ResidentSpec:
         """Its structure, shapes, dtypes and bytes."""
         return ResidentSpec(describe(self._value), (tensor_bytes(self._value),), (None,))
+
+    def wait(self, timeout: float | None = None) -> None:
+        """It is there."""
+        limit(timeout, "wait(timeout)")
+        self.fetch()
 
     def fetch(self, timeout: float | None = None) -> T_co:
         """The value itself."""

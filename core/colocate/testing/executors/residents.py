@@ -12,7 +12,7 @@ import pytest
 
 import colocate
 from colocate import ColocatedGroup, Resident
-from colocate.errors import ClosedError, ColocateError, DispatchError
+from colocate.errors import ClosedError, ColocateError, DispatchError, RoleError
 from colocate.testing.executors._base import ExecutorCase, Spawn
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
@@ -30,6 +30,19 @@ class Residents(ExecutorCase):
         with rows.double.keep([1, 2, 3]) as kept:
             assert isinstance(kept, Resident)
             assert kept.fetch() == kept.fetch() == rows.double([1, 2, 3])
+
+    def test_wait(self, pair: ColocatedGroup) -> None:
+        """It returns when the value is there, and raises what its call has raised."""
+        faulty = pair.role("faulty", Faulty)
+        with Gate() as gate:
+            kept = faulty.wait.keep(gate.address)
+            with pytest.raises(TimeoutError):
+                kept.wait(0.05)
+        kept.wait(PATIENCE_S)
+        assert kept.fetch() == [0, 1]
+        failed = faulty.fail.keep()
+        with pytest.raises(RoleError):
+            failed.wait(PATIENCE_S)
 
     def test_every_collect(self, pair: ColocatedGroup) -> None:
         """Whatever the collect, the fetched value is the called one."""
