@@ -17,7 +17,7 @@ from colocate_ppo.model import Weights, pretrained_model, scratch_model, small_l
 from colocate_ppo.parallel import drawing, minibatches, per_rank, total
 from colocate_ppo.rollout import Rollout, join, widen
 from colocate_ppo.spread import Dtype, Layout, Parallel, SpreadModel
-from colocate_ppo.task import Problem
+from colocate_ppo.task import Problems
 from colocate_ppo.tokenizer import Padded, character_tokenizer, pretrained_tokenizer
 
 
@@ -88,7 +88,7 @@ class Actor(Role):
         self.learner.forget()
 
     @method(dispatch=Scatter("problems"), collect=Reduce("sum"))
-    def warm_up(self, problems: list[Problem], lr_scale: float = 1.0, number: int | None = None) -> float:
+    def warm_up(self, problems: Problems, lr_scale: float = 1.0, number: int | None = None) -> float:
         """Learn to give the problems' own answers: one step.
 
         Args:
@@ -104,10 +104,9 @@ class Actor(Role):
             self._imitate(problems, self.warm_up_lr * lr_scale)
         return call.means()["loss"]
 
-    def _imitate(self, problems: list[Problem], lr: float) -> None:
-        texts = [problem.answer for problem in problems]
-        prompts, answers = self._prompts(problems), self.tokenizer.answers(texts, self.ctx.device)
-        shown = join(prompts, answers, problems, texts)
+    def _imitate(self, problems: Problems, lr: float) -> None:
+        prompts, answers = self._prompts(problems), self.tokenizer.answers(problems.answers, self.ctx.device)
+        shown = join(prompts, answers, problems, problems.answers)
         logits = response_logits(self.model, shown["tokens"], shown["attention"], answers.tokens.shape[1])
         surprise = -maths.token_log_probs(logits, answers.tokens)
         loss = maths.token_mean(surprise, answers.mask, total(self.ctx)(answers.mask.sum()))
@@ -116,7 +115,7 @@ class Actor(Role):
     @method(dispatch=Scatter("problems"), collect=Concat())
     def generate(
         self,
-        problems: list[Problem],
+        problems: Problems,
         max_new_tokens: int,
         temperature: float = 1.0,
         greedy: bool = False,
@@ -216,5 +215,5 @@ class Actor(Role):
         """Go on where `save` was called, by as many ranks or others."""
         checkpoint.restore(self.ctx, directory, self.model, self.learner)
 
-    def _prompts(self, problems: list[Problem]) -> Padded:
-        return self.tokenizer.prompts([problem.question for problem in problems], self.ctx.device)
+    def _prompts(self, problems: Problems) -> Padded:
+        return self.tokenizer.prompts(problems.questions, self.ctx.device)

@@ -13,7 +13,7 @@ import attrs
 from colocate import ColocatedGroup, ConfigError, RoleError, Run
 from colocate_ppo.maths import KlEstimator
 from colocate_ppo.recovery import OnStepFailure, Recovery
-from colocate_ppo.task import Problem, Task
+from colocate_ppo.task import Problems, Task
 from colocate_ppo.team import Team
 
 _SHOWN = 8
@@ -247,7 +247,7 @@ def _group(run: Run, name: str | None) -> ColocatedGroup:
     return named[0]
 
 
-def _compare(problems: Sequence[Problem], before: Sequence[str], after: Sequence[str]) -> list[dict[str, str]]:
+def _compare(problems: Problems, before: Sequence[str], after: Sequence[str]) -> list[dict[str, str]]:
     """Answers before and after, a row for each problem."""
     columns = zip(problems, before, after, strict=True)
     return [{"question": p.question, "right": p.answer, "before": b, "after": a} for p, b, a in columns]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from functools import cache
 from typing import Any
 
@@ -39,7 +40,7 @@ class Reward(Role):
     @method(dispatch=Scatter("rollout", "scores"), collect=Reduce("mean"))
     def summary(self, rollout: Rollout, scores: Tensor) -> dict[str, float]:
         """Means over the answers: `reward` (their scores), `accuracy` (the very string) and `length` in tokens."""
-        right = [p.answer == answer for p, answer in zip(rollout["problems"], rollout["answers"], strict=True)]
+        right = [*map(operator.eq, rollout["problems"].answers, rollout["answers"])]
         return {
             "reward": scores.mean().item(),
             "accuracy": sum(right) / len(right),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from colocate_ppo.task import Problem
+from colocate_ppo.task import Problems
 from colocate_ppo.tokenizer import Padded
 
 
@@ -21,14 +21,14 @@ class Rollout(TypedDict):
         tokens: `[B, P + R]`, int64.
         attention: `[B, P + R]`, boolean; false on padding.
         mask: `[B, R]`, boolean; true on the response's own tokens, the end token included.
-        problems: What was asked, a list of B.
+        problems: What was asked, B of them.
         answers: The responses as text, a list of B.
     """
 
     tokens: Tensor
     attention: Tensor
     mask: Tensor
-    problems: list[Problem]
+    problems: Problems
     answers: list[str]
 
 
@@ -40,7 +40,7 @@ def widen(prompts: Padded, width: int, pad: int) -> Padded:
     )
 
 
-def join(prompts: Padded, responses: Padded, problems: list[Problem], answers: list[str]) -> Rollout:
+def join(prompts: Padded, responses: Padded, problems: Problems, answers: list[str]) -> Rollout:
     """A rollout of its parts."""
     return {
         "tokens": torch.cat([prompts.tokens, responses.tokens], dim=1),

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import pickle
 import random
 import zlib
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, overload
 
 import attrs
 
-from colocate import ConfigError
+from colocate import ConfigError, register_batch
 
 # A virtual dataset makes its items from `seed + index`: seeds this far apart give streams that share none.
 _ITEMS = 1 << 30
@@ -32,6 +33,54 @@ class Problem:
     question: str
     answer: str
     entry: Mapping[str, Any] = attrs.field(repr=False)
+
+
+@attrs.frozen
+class Problems(Sequence[Problem]):
+    """Some problems: a batch with a row for each, which is quickly sent.
+
+    Attributes:
+        questions: What the policy reads.
+        answers: The task's own answers; in demonstrations, those to imitate.
+        entries: The items as reasoning-gym made them, pickled: nobody but a scorer looks into them.
+    """
+
+    questions: list[str]
+    answers: list[str]
+    entries: list[bytes] = attrs.field(repr=False)
+
+    @classmethod
+    def of(cls, problems: Iterable[Problem]) -> Problems:
+        """A batch of single ones."""
+        rows = [*problems]
+        return cls([p.question for p in rows], [p.answer for p in rows], [pickle.dumps(p.entry) for p in rows])
+
+    def __len__(self) -> int:
+        return len(self.questions)
+
+    @overload
+    def __getitem__(self, index: int) -> Problem: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Problems: ...
+
+    def __getitem__(self, index: int | slice) -> Problem | Problems:
+        if isinstance(index, slice):
+            return Problems(self.questions[index], self.answers[index], self.entries[index])
+        return Problem(self.questions[index], self.answers[index], pickle.loads(self.entries[index]))
+
+
+def _split(problems: Problems, sizes: Sequence[int]) -> list[Problems]:
+    ends = [*itertools.accumulate(sizes)]
+    return [problems[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+
+
+def _concat(parts: Sequence[Problems]) -> Problems:
+    columns = ((part.questions, part.answers, part.entries) for part in parts)
+    return Problems(*([*itertools.chain(*column)] for column in zip(*columns, strict=True)))
+
+
+register_batch(Problems, length=len, split=_split, concat=_concat)
 
 
 @attrs.define(eq=False)
@@ -69,8 +118,11 @@ class Task:
         except (TypeError, ValueError, AssertionError) as error:  # its ways to say that options don't fit
             raise ConfigError(f"task {self.name!r} refuses the options {dict(self.options)}: {error}") from error
 
-    def draw(self, count: int) -> list[Problem]:
+    def draw(self, count: int) -> Problems:
         """The next problems of the training stream."""
+        return Problems.of(self._draw(count))
+
+    def _draw(self, count: int) -> list[Problem]:
         problems: list[Problem] = []
         while len(problems) < count:
             problem = _problem(self._training[self.position])
@@ -79,7 +131,7 @@ class Task:
                 problems.append(problem)
         return problems
 
-    def demonstrate(self, count: int, flawed: float) -> list[Problem]:
+    def demonstrate(self, count: int, flawed: float) -> Problems:
         """The next problems of the training stream with answers to imitate, some of them wrong on purpose.
 
         Args:
@@ -88,9 +140,10 @@ class Task:
                 where the task is to spell it backward), half have its characters in alphabetical order.
         """
         chance = random.Random(f"{self.seed}/{self.position}")
-        return [attrs.evolve(problem, answer=_flaw(problem.answer, chance, flawed)) for problem in self.draw(count)]
+        drawn = self.draw(count)
+        return attrs.evolve(drawn, answers=[_flaw(answer, chance, flawed) for answer in drawn.answers])
 
-    def held_out(self, count: int) -> list[Problem]:
+    def held_out(self, count: int) -> Problems:
         """Distinct problems that are never drawn for training; fewer if a long search finds no more."""
         dataset = self._dataset(_HELD_OUT_SEED)
         candidates = (_problem(dataset[index]) for index in range(10 * _HELD_OUT_PART * count))
@@ -98,7 +151,7 @@ class Task:
         found = list(itertools.islice(held_out, count))
         if not found:
             raise ConfigError(f"task {self.name!r} gives no held-out problem (asked for {count}): evaluation needs one")
-        return found
+        return Problems.of(found)
 
 
 def is_held_out(question: str) -> bool:

@@ -13,7 +13,7 @@ from colocate_ppo.actor import Actor
 from colocate_ppo.critic import Critic
 from colocate_ppo.reference import Reference
 from colocate_ppo.reward import Reward
-from colocate_ppo.task import Problem
+from colocate_ppo.task import Problems
 
 
 @attrs.frozen(eq=False)
@@ -56,7 +56,7 @@ class Team:
             self.reference.load(weights.ref)
             self.critic.load(weights.ref)
 
-    def evaluate(self, problems: list[Problem], max_new_tokens: int) -> dict[str, float]:
+    def evaluate(self, problems: Problems, max_new_tokens: int) -> dict[str, float]:
         """Greedy answers to some problems: `eval_accuracy` (the very string) and `eval_score` (the task's own)."""
         with self.scope():
             rollout = self.actor.generate.keep(problems, max_new_tokens, greedy=True)
@@ -64,7 +64,7 @@ class Team:
             means = self.reward.summary(rollout.ref, scores.ref)
         return {"eval_accuracy": means["accuracy"], "eval_score": means["reward"]}
 
-    def answers(self, problems: list[Problem], max_new_tokens: int) -> list[str]:
+    def answers(self, problems: Problems, max_new_tokens: int) -> list[str]:
         """Greedy answers to some problems, as text."""
         return self.actor.generate(problems, max_new_tokens, greedy=True)["answers"]
 

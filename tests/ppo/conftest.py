@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from colocate_ppo.actor import Actor
-from colocate_ppo.task import Problem
+from colocate_ppo.task import Problem, Problems
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -23,16 +23,16 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
-def problems() -> list[Problem]:
+def problems() -> Problems:
     """Twelve problems of different lengths, whose answers are scored as reasoning-gym does."""
     chance = random.Random(0)
     words = ["".join(chance.choices(string.ascii_lowercase, k=chance.randint(2, 6))) for _ in range(12)]
-    return [
+    return Problems.of(
         Problem(
             f"{word} backward", word[::-1], {"answer": word[::-1], "metadata": {"source_dataset": "spell_backward"}}
         )
         for word in words
-    ]
+    )
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from colocate import Concat, Reduce, Scatter, method
 from colocate_ppo.actor import Actor
 from colocate_ppo.critic import Estimates
 from colocate_ppo.rollout import Rollout
-from colocate_ppo.task import Problem
+from colocate_ppo.task import Problems
 
 Where = Literal["rollout", "before", "backward", "last collective", "update"]
 
@@ -47,7 +47,7 @@ class FaultyActor(Actor):
     @method(dispatch=Scatter("problems"), collect=Concat())
     def generate(
         self,
-        problems: list[Problem],
+        problems: Problems,
         max_new_tokens: int,
         temperature: float = 1.0,
         greedy: bool = False,

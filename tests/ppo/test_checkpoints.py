@@ -19,7 +19,7 @@ from colocate_ppo.critic import Critic
 from colocate_ppo.reference import Reference
 from colocate_ppo.reward import Reward
 from colocate_ppo.spread import Parallel
-from colocate_ppo.task import Problem
+from colocate_ppo.task import Problems
 from colocate_ppo.team import Team
 
 
@@ -36,7 +36,7 @@ def group(slots: int, parallel: Parallel) -> Iterator[ColocatedGroup]:
         yield pool.spawn(roles, name="policy")
 
 
-def test_from_two_ranks_to_one_and_to_four(problems: list[Problem], tmp_path: Path) -> None:
+def test_from_two_ranks_to_one_and_to_four(problems: Problems, tmp_path: Path) -> None:
     """In other layouts too. All weights and all moments are the same, to the last bit."""
     folders = [tmp_path / name for name in ("two", "one", "four")]
     for folder in folders:

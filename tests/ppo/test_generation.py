@@ -8,14 +8,14 @@ import torch
 from colocate_ppo.actor import Actor
 from colocate_ppo.generation import generate
 from colocate_ppo.rollout import widen
-from colocate_ppo.task import Problem
+from colocate_ppo.task import Problems
 from colocate_ppo.tokenizer import Padded
 
 R = 9
 
 
-def prompts(actor: Actor, problems: list[Problem]) -> Padded:
-    return actor.tokenizer.prompts([problem.question for problem in problems], torch.device("cpu"))
+def prompts(actor: Actor, problems: Problems) -> Padded:
+    return actor.tokenizer.prompts(problems.questions, torch.device("cpu"))
 
 
 def greedy(actor: Actor, prompts: Padded) -> Padded:
@@ -35,7 +35,7 @@ def by_hand(actor: Actor, prompt: list[int]) -> list[int]:
     return tokens[len(prompt) :]
 
 
-def test_greedy_is_the_argmax_step_by_step(actor: Actor, problems: list[Problem]) -> None:
+def test_greedy_is_the_argmax_step_by_step(actor: Actor, problems: Problems) -> None:
     batch = prompts(actor, problems)
     answers = greedy(actor, batch)
     assert len(set(batch.mask.sum(1).tolist())) > 1  # or the padding would prove nothing
@@ -44,7 +44,7 @@ def test_greedy_is_the_argmax_step_by_step(actor: Actor, problems: list[Problem]
         assert answers.tokens[row][answers.mask[row]].tolist() == expected
 
 
-def test_left_padding_changes_nothing(actor: Actor, problems: list[Problem]) -> None:
+def test_left_padding_changes_nothing(actor: Actor, problems: Problems) -> None:
     batch = prompts(actor, problems)
     wider = widen(batch, batch.tokens.shape[1] + 5, actor.tokenizer.pad)
     one, other = greedy(actor, batch), greedy(actor, wider)
@@ -52,12 +52,12 @@ def test_left_padding_changes_nothing(actor: Actor, problems: list[Problem]) -> 
     assert one.mask.equal(other.mask)
 
 
-def test_after_its_end_an_answer_is_padding(actor: Actor, problems: list[Problem]) -> None:
+def test_after_its_end_an_answer_is_padding(actor: Actor, problems: Problems) -> None:
     end, pad = actor.tokenizer.end, actor.tokenizer.pad
     generator = torch.Generator().manual_seed(0)
     answers = generate(
         actor.model,
-        prompts(actor, problems * 20),
+        prompts(actor, Problems.of([*problems] * 20)),
         max_new_tokens=R,
         end=end,
         pad=pad,
@@ -74,7 +74,7 @@ def test_after_its_end_an_answer_is_padding(actor: Actor, problems: list[Problem
         assert ends == ([length - 1] if length < R else ends[:1])
 
 
-def test_generation_stops_when_every_answer_has_ended(actor: Actor, problems: list[Problem]) -> None:
+def test_generation_stops_when_every_answer_has_ended(actor: Actor, problems: Problems) -> None:
     batch = prompts(actor, problems[:1])
     (first,) = greedy(actor, batch).tokens[:, 0].tolist()
     answers = generate(actor.model, batch, max_new_tokens=R, end=first, pad=actor.tokenizer.pad)
@@ -82,7 +82,7 @@ def test_generation_stops_when_every_answer_has_ended(actor: Actor, problems: li
     assert answers.mask.sum() == 1
 
 
-def test_samples_follow_the_distribution(actor: Actor, problems: list[Problem]) -> None:
+def test_samples_follow_the_distribution(actor: Actor, problems: Problems) -> None:
     batch = prompts(actor, problems[:1])
     many = Padded(batch.tokens.expand(20_000, -1), batch.mask.expand(20_000, -1))
     generator = torch.Generator().manual_seed(0)
@@ -98,7 +98,7 @@ def test_samples_follow_the_distribution(actor: Actor, problems: list[Problem]) 
 
 
 @pytest.mark.parametrize("other_seed", [0, 1])
-def test_samples_depend_on_the_generator_alone(actor: Actor, problems: list[Problem], other_seed: int) -> None:
+def test_samples_depend_on_the_generator_alone(actor: Actor, problems: Problems, other_seed: int) -> None:
     def sample(seed: int) -> torch.Tensor:
         return generate(
             actor.model,

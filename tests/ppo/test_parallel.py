@@ -18,7 +18,7 @@ from colocate_ppo.critic import Critic
 from colocate_ppo.model import Weights
 from colocate_ppo.reference import Reference
 from colocate_ppo.reward import Reward
-from colocate_ppo.task import Problem
+from colocate_ppo.task import Problems
 from colocate_ppo.team import Team
 
 SMALL: dict[str, Any] = {"layers": 1, "hidden": 32, "heads": 2, "feed_forward": 64}
@@ -67,7 +67,7 @@ class Learned:
     values: torch.Tensor
 
 
-def learn(team: Team, problems: list[Problem], weights: Weights, minibatch: int) -> Learned:
+def learn(team: Team, problems: Problems, weights: Weights, minibatch: int) -> Learned:
     """A greedy rollout and one update from given weights: nothing in it is random."""
     team.actor.load(weights)
     warm_up = team.actor.warm_up(problems)
@@ -105,7 +105,7 @@ def two_ranks() -> Iterator[Team]:
     ("rows", "minibatch"),
     [(12, 4), (11, 4), (3, 1)],  # equal parts; unequal ones; a rank without any row of some minibatches
 )
-def test_two_ranks_learn_what_one_learns(two_ranks: Team, problems: list[Problem], rows: int, minibatch: int) -> None:
+def test_two_ranks_learn_what_one_learns(two_ranks: Team, problems: Problems, rows: int, minibatch: int) -> None:
     alone = Team(Actor(**SMALL), Critic(), Reference(), Reward(), two_ranks.scope)
     weights = alone.actor.weights()
     expected = learn(alone, problems[:rows], weights, minibatch)
@@ -116,7 +116,7 @@ def test_two_ranks_learn_what_one_learns(two_ranks: Team, problems: list[Problem
     torch.testing.assert_close(found.actor["state"], expected.actor["state"], rtol=1e-3, atol=1e-5)
 
 
-def test_aligned_ranks_are_equal_and_stay_so(two_ranks: Team, problems: list[Problem]) -> None:
+def test_aligned_ranks_are_equal_and_stay_so(two_ranks: Team, problems: Problems) -> None:
     two_ranks.align()
     two_ranks.actor.warm_up(problems)
     one, other = (two_ranks.actor.weights.options(ranks=[rank])()["state"] for rank in (0, 1))
@@ -130,7 +130,7 @@ def test_a_mesh_with_other_axes_is_refused() -> None:
             pool.spawn({"actor": spec})
 
 
-def test_shuffled_scores_go_to_all_ranks(two_ranks: Team, problems: list[Problem]) -> None:
+def test_shuffled_scores_go_to_all_ranks(two_ranks: Team, problems: Problems) -> None:
     """The first rank shuffles the whole batch, and every rank gets its part of that: 11 rows in parts of 6 and 5."""
     with two_ranks.scope():
         rollout = two_ranks.actor.generate.keep(problems[:11], max_new_tokens=6)

@@ -18,7 +18,7 @@ from colocate_ppo.critic import Critic, Estimates
 from colocate_ppo.reference import Reference
 from colocate_ppo.reward import Reward
 from colocate_ppo.rollout import Rollout
-from colocate_ppo.task import Problem
+from colocate_ppo.task import Problems
 from colocate_ppo.tokenizer import character_tokenizer
 
 
@@ -37,7 +37,7 @@ class Case:
 
 
 @pytest.fixture
-def case(actor: Actor, problems: list[Problem]) -> Case:
+def case(actor: Actor, problems: Problems) -> Case:
     critic, reference, reward = Critic(lr=1e-2), Reference(), Reward()
     weights = actor.weights()
     critic.load(weights)
@@ -78,7 +78,7 @@ def test_the_reference_is_the_actor_as_it_was(case: Case) -> None:
     assert case.reference.kl(case.rollout, after, before, "k3") > 0
 
 
-def test_a_fresh_critic_values_everything_at_0(actor: Actor, problems: list[Problem]) -> None:
+def test_a_fresh_critic_values_everything_at_0(actor: Actor, problems: Problems) -> None:
     critic = Critic()
     critic.load(actor.weights())
     assert critic.values(actor.generate(problems, max_new_tokens=4)).eq(0).all()
@@ -151,19 +151,19 @@ def test_updates_change_neither_arguments_nor_earlier_results(case: Case) -> Non
     torch.testing.assert_close(given, before, rtol=0, atol=0)
 
 
-def test_warm_up_learns_the_demonstrations(actor: Actor, problems: list[Problem]) -> None:
+def test_warm_up_learns_the_demonstrations(actor: Actor, problems: Problems) -> None:
     losses = [actor.warm_up(problems) for _ in range(60)]
     assert losses[-1] < losses[0] / 4
 
 
-def test_scores_are_those_of_the_task(problems: list[Problem]) -> None:
+def test_scores_are_those_of_the_task(problems: Problems) -> None:
     problem = attrs.evolve(problems[0], answer="dcba", entry={**problems[0].entry, "answer": "dcba"})
     answers = ["dcba", "dcab", "", "abcd"]
     rollout: Rollout = {
         "tokens": torch.zeros(4, 6, dtype=torch.long),
         "attention": torch.ones(4, 6, dtype=torch.bool),
         "mask": torch.tensor([[True, True, True]] * 3 + [[True, False, False]]),
-        "problems": [problem] * 4,
+        "problems": Problems.of([problem] * 4),
         "answers": answers,
     }
     reward = Reward()
@@ -219,7 +219,7 @@ def no_progress_bars() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_progress_bars")
-def test_a_model_from_a_folder(tmp_path: Path, problems: list[Problem]) -> None:
+def test_a_model_from_a_folder(tmp_path: Path, problems: Problems) -> None:
     """Any causal language model of transformers, with its own tokenizer."""
     tokenizer = character_tokenizer()
     sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}

@@ -16,8 +16,8 @@ def words(questions: list[str]) -> set[str]:
 
 def test_no_held_out_word_is_ever_drawn() -> None:
     task = Task(options=SHORT)
-    held_out = words([problem.question for problem in task.held_out(256)])
-    drawn = words([problem.question for problem in task.draw(5000)])
+    held_out = words(task.held_out(256).questions)
+    drawn = words(task.draw(5000).questions)
     assert len(held_out) == 256
     assert len(drawn) > 2000
     assert not held_out & drawn
@@ -40,7 +40,7 @@ def test_held_out_problems_are_the_same_for_every_seed() -> None:
 def test_held_out_problems_end_where_there_are_no_more() -> None:
     found = Task(options={"min_word_len": 3, "max_word_len": 3}).held_out(400)
     assert 0 < len(found) < 400
-    assert len({problem.question for problem in found}) == len(found)
+    assert len({*found.questions}) == len(found)
 
 
 def test_a_stream_goes_on_at_its_position() -> None:
