@@ -26,12 +26,22 @@ def ordinary(value: Any) -> Any:
 def _ordinary(item: Any) -> Any:
     torch = imported("torch")
     if torch is not None and isinstance(item, torch.Tensor):
-        if item.is_inference():
+        if _is_inference(item):
             with torch.inference_mode(False), torch.no_grad():
                 return item.clone()
         return item.detach() if item.requires_grad or isinstance(item, torch.nn.Parameter) else item
     kind: type = type(item)
     return item.apply(_ordinary, filter_empty=False) if is_collection(kind) else item
+
+
+def _is_inference(tensor: Any) -> bool:
+    # `is_inference()` lets go of the interpreter's lock, which takes long to come back where other threads want it too.
+    # Such tensors, and no others, have no version.
+    try:
+        tensor._version  # noqa: B018 - it is asked for, that is all
+    except RuntimeError:
+        return bool(tensor.is_inference())
+    return False
 
 
 class Watch:
