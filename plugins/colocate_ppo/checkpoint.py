@@ -1,19 +1,20 @@
-"""Models in a checkpoint's folder, written by torch.distributed.checkpoint: any number of ranks can read them."""
+"""Models in a checkpoint's folder, written by torch.distributed.checkpoint: any number of ranks can read them.
+
+That is imported by who writes or reads: it takes a second.
+"""
 
 from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from typing import Any
-
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.state_dict_loader import load as load_state
-from torch.distributed.checkpoint.state_dict_saver import save as save_state
+from typing import TYPE_CHECKING, Any
 
 from colocate import ConfigError, Context
 from colocate_ppo.learner import Learner
 from colocate_ppo.spread import SpreadModel
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
 
 _MODEL, _MOMENTS = "model", "optimizer"
 # One rank without process groups is what is meant, and said by `no_dist`.
@@ -29,6 +30,8 @@ def save(ctx: Context, directory: str, model: SpreadModel, learner: Learner | No
         model: The model.
         learner: What trains it.
     """
+    from torch.distributed.checkpoint.state_dict_saver import save as save_state
+
     state: dict[str, Any] = {_MODEL: model.module.state_dict()}
     if learner is not None and (moments := learner.state()):
         state[_MOMENTS] = moments
@@ -57,6 +60,8 @@ def restore(ctx: Context, directory: str, model: SpreadModel, learner: Learner |
     Raises:
         ConfigError: There is no such model, or it is another one.
     """
+    from torch.distributed.checkpoint.state_dict_loader import load as load_state
+
     written = _written(ctx, directory)
     state: dict[str, Any] = {_MODEL: model.module.state_dict()}
     for name, tensor in state[_MODEL].items():
@@ -78,6 +83,8 @@ def restore(ctx: Context, directory: str, model: SpreadModel, learner: Learner |
 
 def _written(ctx: Context, directory: str) -> Metadata:
     """What there is."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
     folder = _folder(ctx, directory)
     try:
         return FileSystemReader(folder).read_metadata()

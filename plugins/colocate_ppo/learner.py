@@ -8,12 +8,10 @@ import attrs
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from colocate import Context
-from colocate.torch import renew
-from colocate_ppo.spread import SpreadModel
+from colocate_ppo.spread import SpreadModel, whole
 
 
 @attrs.define
@@ -78,9 +76,7 @@ class Learner:
         """
         self._optimizer.zero_grad(set_to_none=True)
         gradients = self._gradients(minimised)
-        norm = get_total_norm(gradients)
-        if isinstance(norm, DTensor):
-            norm = norm.full_tensor()
+        norm = whole(get_total_norm(gradients))
         clip_grads_with_norm_(self._named.values(), self._max_norm, norm)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
@@ -94,6 +90,8 @@ class Learner:
 
     def renew(self) -> None:
         """Go on after a failed call, with new process groups. All ranks call it."""
+        from colocate.torch import renew
+
         renew(self.model.wrapped, self._optimizer, self._ctx)
 
     def forget(self) -> None:

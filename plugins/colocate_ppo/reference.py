@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from colocate import ColocateError, Concat, Reduce, Role, Scatter, method, needs
-from colocate.torch import renew
 from colocate_ppo import checkpoint, maths, parallel
 from colocate_ppo.forward import response_log_probs
 from colocate_ppo.model import Weights, config_from, empty_model
@@ -41,6 +40,8 @@ class Reference(Role):
 
     def renew(self) -> None:
         """Go on after a failed call, with new process groups."""
+        from colocate.torch import renew  # as in the learner, by who needs it
+
         if self.loaded is not None:
             renew(self.loaded.wrapped, None, self.ctx)
 

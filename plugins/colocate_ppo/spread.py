@@ -1,21 +1,23 @@
-"""A model that the ranks of a role share: a copy on each, copies kept equal by DDP, or shards by FSDP2."""
+"""A model that the ranks of a role share: a copy on each, copies kept equal by DDP, or shards by FSDP2.
+
+What shares one is imported by who makes one: it takes a second, which whoever checks a config doesn't wait for.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import attrs
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 from colocate import ConfigError, Context
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 Parallel: TypeAlias = Literal["none", "ddp", "fsdp2"]
 Dtype: TypeAlias = Literal["float32", "bfloat16"]
@@ -71,6 +73,8 @@ class SpreadModel:
             _copy_from_first(ctx, module)
             self._shard(ctx, layers)
         elif layout.parallel == "ddp" and any(p.requires_grad for p in module.parameters()):
+            from torch.nn.parallel import DistributedDataParallel
+
             self.wrapped = DistributedDataParallel(module, process_group=ctx.process_group())
 
     def __call__(self, **inputs: Any) -> Any:
@@ -101,7 +105,7 @@ class SpreadModel:
 
     def weights(self) -> dict[str, Tensor]:
         """A copy of all weights, whole, for `load`. All ranks call it."""
-        return {name: _whole(value).clone() for name, value in self.module.state_dict().items()}
+        return {name: whole(value).clone() for name, value in self.module.state_dict().items()}
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor]) -> None:
@@ -110,6 +114,8 @@ class SpreadModel:
         Raises:
             KeyError: They are another model's.
         """
+        from torch.distributed.tensor import DTensor, distribute_tensor
+
         for name, mine in self.module.state_dict().items():
             value = weights[name].to(mine.device)
             if isinstance(mine, DTensor):
@@ -117,6 +123,8 @@ class SpreadModel:
             mine.copy_(value)
 
     def _shard(self, ctx: Context, layers: list[nn.Module]) -> None:
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
         computes = getattr(torch, self.layout.dtype)
         policy = MixedPrecisionPolicy(param_dtype=computes, reduce_dtype=torch.float32)
         mesh = ctx.device_mesh()["dp"]
@@ -124,6 +132,10 @@ class SpreadModel:
             fully_shard(module, mesh=mesh, mp_policy=policy)
 
     def _sharded(self) -> list[FSDPModule]:
+        if self.layout.parallel != "fsdp2":
+            return []
+        from torch.distributed.fsdp import FSDPModule
+
         return [module for module in self.module.modules() if isinstance(module, FSDPModule)]
 
 
@@ -136,6 +148,8 @@ def _layers(module: nn.Module) -> list[nn.Module]:
 
 def _compute_again(layer: nn.Module) -> None:
     """Have a layer keep its input only. What transformers has for that works in training mode alone, with dropout."""
+    from torch.utils.checkpoint import checkpoint
+
     forward = layer.forward
 
     def remembered(*args: Any, **named: Any) -> Any:
@@ -152,5 +166,7 @@ def _copy_from_first(ctx: Context, module: nn.Module) -> None:
             dist.broadcast(tensor, group=ctx.process_group(), group_src=0)
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor of which each rank has a part, whole on all of them; any other as it is."""
+    gather = getattr(tensor, "full_tensor", None)  # which DTensors have
+    return tensor.detach() if gather is None else gather()
