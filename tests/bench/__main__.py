@@ -18,6 +18,7 @@ PARTS = (
     "scale",
     "memory",
     "ppo",
+    "sharded",
     "engines",
     "fast_paths",
     "starts",

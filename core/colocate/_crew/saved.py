@@ -15,7 +15,7 @@ from colocate._role.info import RoleInfo
 from colocate._role.method import RoleMethod
 from colocate._system.atomic import settle
 from colocate.errors import ConfigError, Mistake
-from colocate.worker.checkpoint import OWN, RECORD
+from colocate.worker.checkpoint import OWN, RECORD, takes_ranks
 
 Tag: TypeAlias = str | int | float | None
 
@@ -37,18 +37,18 @@ class Checkpoint:
         """The one in a folder, for a group with these roles.
 
         Raises:
-            ConfigError: There is none, or it is of other roles.
+            ConfigError: There is none, or it is of other roles, or of other numbers of ranks and not made for that.
         """
         settle(folder)
         try:
             record = _record(folder)
-            saved, tag = record["roles"], record["tag"]
+            saved, tag = {name: entry["ranks"] for name, entry in record["roles"].items()}, record["tag"]
         except OSError:
             raise ConfigError(
                 f"there is no checkpoint in {folder}: one that is complete has a file {RECORD}, which "
                 "group.checkpoint(...) writes last"
             ) from None
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(
                 f"{folder / RECORD} isn't what group.checkpoint(...) writes ({type(error).__name__}: {error}): the "
                 "checkpoint is damaged, or something else's; give another one"
@@ -59,7 +59,22 @@ class Checkpoint:
                 f"the checkpoint in {folder} is of a group with other roles: it has {', '.join(missing)}, "
                 f"this one has {', '.join(roles)}"
             )
+        for name, role in roles.items():
+            if name in saved:
+                _refuse_other_ranks(folder, role, saved[name])
         return cls(folder, tag)
+
+
+def _refuse_other_ranks(folder: Path, role: RoleInfo, saved: int) -> None:
+    """Refuse what each of so many ranks has written for itself, where there are more ranks now, or fewer."""
+    here = len(role.slots)
+    if saved == here or takes_ranks(role.cls) or any((folder / role.name).rglob(".metadata")):  # of any number of ranks
+        return
+    raise ConfigError(
+        f"the checkpoint in {folder} is of {saved} ranks of role {role.name!r}, which has {here} here: restore it with "
+        f"{saved}. Other numbers of ranks can go on from what save() writes by torch.distributed.checkpoint, or from "
+        "anything with restore(directory, ranks), which is told how many ranks have saved"
+    )
 
 
 def savable(roles: Mapping[str, RoleInfo]) -> dict[str, RoleInfo]:

@@ -6,6 +6,7 @@ Each role has a folder of its own, the same for all of its ranks; colocate's fil
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,12 @@ def restore(role: HostedRole, directory: str) -> None:
         raise
 
 
+def takes_ranks(cls: type) -> bool:
+    """Whether a role's `restore` has a parameter `ranks`: how many ranks have saved, which may be others than now."""
+    restore = getattr(cls, "restore", None)
+    return restore is not None and "ranks" in inspect.signature(restore).parameters
+
+
 def role_folder(folder: Path, role: str) -> Path:
     """Where the ranks of a role write."""
     return folder / role
@@ -79,9 +86,13 @@ def _call(role: HostedRole, name: str, folder: Path) -> None:
     assert role.name is not None
     if method is None or not role_folder(folder, role.name).is_dir():
         return
+    more: dict[str, Any] = {}
+    if name == "restore" and takes_ranks(type(role.instance)):
+        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+        more["ranks"] = record["roles"][role.name]["ranks"]
     token = set_current(role.ctx)
     try:
-        result = method(str(role_folder(folder, role.name)))
+        result = method(str(role_folder(folder, role.name)), **more)
         if inspect.iscoroutine(result):
             awaited(result)
     finally:

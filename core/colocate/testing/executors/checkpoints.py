@@ -14,7 +14,7 @@ from colocate import RoleSpec
 from colocate.errors import ConfigError, RoleError
 from colocate.testing.executors._base import ExecutorCase, Spawn
 from colocate.testing.gate import Gate
-from colocate.testing.probes.lasting import HalfSaved, Lasting, Passing
+from colocate.testing.probes.lasting import Distributed, HalfSaved, Lasting, Passing, Resizable
 from colocate.testing.waiting import PATIENCE_S, wait_until
 
 
@@ -167,6 +167,23 @@ class Checkpoints(ExecutorCase):
         group.checkpoint(tmp_path / "one")
         with pytest.raises(ConfigError, match="other roles: it has lasting"):
             spawn({"passing": colocate.role(Passing)}, slots=1, restore=tmp_path / "one")
+
+    def test_of_another_number_of_ranks(self, spawn: Spawn, tmp_path: Path) -> None:
+        """Refused, unless the role can go on from that: it says so, or its files do."""
+        roles: dict[str, RoleSpec[Any]] = {
+            "resizable": colocate.role(Resizable),
+            "distributed": colocate.role(Distributed),
+            "lasting": colocate.role(Lasting),
+        }
+        group = spawn(roles)
+        group.role("resizable", Resizable).add(3)
+        group.role("distributed", Distributed).add(5)
+        group.checkpoint(tmp_path / "one")
+        with pytest.raises(ConfigError, match="is of 2 ranks of role 'lasting', which has 1 here: restore it with 2"):
+            spawn(roles, slots=1, restore=tmp_path / "one")
+        group = spawn({**roles, "lasting": roles["lasting"].on(slots=[0, 2])}, slots=3, restore=tmp_path / "one")
+        assert group.role("resizable", Resizable).add(0) == [6, 6, 6]
+        assert group.role("distributed", Distributed).add(0) == [5, 5, 5]
 
     @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"tag": 1}', "\0"])
     def test_what_is_a_damaged_checkpoint(self, spawn: Spawn, tmp_path: Path, text: str) -> None:

@@ -66,6 +66,40 @@ class Lasting(Role):
         self.count = int(Path(directory, str(self.ctx.rank)).read_text())
 
 
+class Resizable(Role):
+    """Can be restored by any number of ranks: they go on from the sum of what was counted."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    @method
+    def add(self, amount: int = 1) -> int:
+        """Count."""
+        self.count += amount
+        return self.count
+
+    def save(self, directory: str) -> None:
+        """Write the count, each rank its own."""
+        Path(directory, str(self.ctx.rank)).write_text(str(self.count))
+
+    def restore(self, directory: str, ranks: int) -> None:
+        """Read all counts."""
+        self.count = sum(int(Path(directory, str(rank)).read_text()) for rank in range(ranks))
+
+
+class Distributed(Resizable):
+    """Its files are like those of torch.distributed.checkpoint, by their names."""
+
+    def restore(self, directory: str) -> None:  # type: ignore[override]  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Read the first count."""
+        self.count = int(Path(directory, "0").read_text())
+
+    def save(self, directory: str) -> None:
+        """Write the count, each rank its own."""
+        super().save(directory)
+        Path(directory, ".metadata").touch()
+
+
 class Passing(Role):
     """Counts, and can't be saved."""
 
