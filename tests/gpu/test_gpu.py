@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, ClassVar
 
 import attrs
@@ -336,6 +337,41 @@ class TestTrainers:
             assert found == ("cpu:gloo,cuda:gloo" if DRY else "cpu:gloo,cuda:nccl", [])
             losses += [sharded.step(number)[0] for number in range(2, 4)]
             assert losses == pytest.approx(alone()[0], rel=1e-3)
+
+
+class TestPpo:
+    """The roles of `ppo.train`."""
+
+    @pytest.mark.parametrize("parallel", ["none", "ddp", "fsdp2"])
+    def test_an_update_is_that_of_a_cpu(self, parallel: str, tmp_path: Path) -> None:
+        """From the same weights; and it goes on from its checkpoint."""
+        from tests.ppo.test_parallel import SMALL, learn
+
+        from colocate_ppo.actor import Actor
+        from colocate_ppo.critic import Critic
+        from colocate_ppo.reference import Reference
+        from colocate_ppo.reward import Reward
+        from colocate_ppo.task import Task
+        from colocate_ppo.team import Team
+
+        problems = Task(options={"min_word_len": 3, "max_word_len": 4}).draw(12)
+        with connect() as runtime:
+            roles: dict[str, colocate.RoleSpec[Any]] = {
+                "actor": colocate.role(Actor, **SMALL, parallel=parallel),
+                "critic": colocate.role(Critic, parallel=parallel),
+                "reference": colocate.role(Reference),
+                "reward": colocate.role(Reward),
+            }
+            team = Team.of(runtime.reserve().spawn(roles, name="policy"))
+            alone = Team(Actor(**SMALL), Critic(), Reference(), Reward(), team.scope)
+            weights = alone.actor.weights()
+            found, expected = (learn(each, problems, weights, 4) for each in (team, alone))
+            assert found.losses == pytest.approx(expected.losses, rel=5e-3, abs=1e-4)
+            team.save(str(tmp_path))
+            team.actor.load(weights)
+            team.restore(str(tmp_path))
+            again = team.actor.weights()["state"]
+            assert all(torch.equal(value.cpu(), found.actor["state"][name].cpu()) for name, value in again.items())
 
 
 class TestWork:
