@@ -357,10 +357,10 @@ def _backends(group: Any) -> list[Any]:
     for device in group._device_types:
         try:
             backend = group._get_backend(device)
-        except RuntimeError:  # a group that is written in Python has none but itself
+        except RuntimeError:
             backend = group
         found[id(backend)] = backend
-    return list(found.values())
+    return list(found.values()) or [group]  # which is written in Python: it has none but itself
 
 
 def cut(names: Collection[str]) -> threading.Thread | None:
