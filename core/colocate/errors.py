@@ -19,6 +19,9 @@ class ColocateError(Exception):
     Attributes that the cause doesn't know are None (never a guess).
     """
 
+    _told = (
+        False  # whether somebody has been given it; it may be the error of several calls, of which one led to others
+    )
     _facts: ClassVar[tuple[str, ...]] = (
         "group",
         "role",

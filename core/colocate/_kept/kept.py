@@ -64,6 +64,12 @@ class Kept:
         """Why there is none: its call has failed, or its workers are gone."""
         return self.call._error or self.lost
 
+    @property
+    def untold(self) -> bool:
+        """Whether its call has failed and nobody knows: by its use, or by another call that has failed of the same."""
+        error = self.call._error
+        return error is not None and not self.used and not (isinstance(error, ColocateError) and error._told)
+
     def known_sizes(self) -> list[tuple[int, int | None]]:
         """Bytes and rows of the parts that are there."""
         return [size for size in self.call.bodies if size is not None]

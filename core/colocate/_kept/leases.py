@@ -102,7 +102,7 @@ class Leases(abc.ABC):
         if kept is not None:
             if not kept.call.done():
                 return False
-            if kept.call._error is None or kept.used:
+            if not kept.untold:
                 del self.kept[key]
             else:
                 self.failed_unused(kept)

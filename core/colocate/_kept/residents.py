@@ -91,6 +91,8 @@ class Residents(Leases):
         error = kept.call._error or kept.lost
         if error is not None:
             kept.used = True
+            if isinstance(error, ColocateError):
+                error._told = True
             # Each gets a copy: its traceback will hold the frames, and so the handle, of who is told, while the group
             # holds the original for as long as the handle lives.
             raise copy.copy(error)
@@ -178,7 +180,7 @@ class Residents(Leases):
             found: list[BaseException] = []
             for kept in (*mine, *dropped):
                 error = kept.call._error
-                if error is not None and not kept.used and (error is not self.link.failure or kept in mine):
+                if kept.untold and error is not None and (error is not self.link.failure or kept in mine):
                     kept.used = True
                     found.append(error)
                     if kept.freed_by:
@@ -194,7 +196,7 @@ class Residents(Leases):
     def unseen(self) -> list[BaseException]:
         """Failures of kept calls that nobody has used, but for the group's own, which is told by itself."""
         kept = list(self.kept.values())
-        found = [each for each in kept if each.call._error not in (None, self.link.failure) and not each.used]
+        found = [each for each in kept if each.untold and each.call._error is not self.link.failure]
         return list(dict.fromkeys(cast("BaseException", each.call._error) for each in found))
 
     def lend(self, call: PendingCall, kept: Kept, borrower: Residents) -> None:

@@ -13,6 +13,7 @@ from colocate._role.on_driver import OnDriver
 from colocate._system.deadline import Deadline
 from colocate._system.numbers import limit
 from colocate._system.off_main import SLICE_S, Flag, on_main
+from colocate.errors import ColocateError
 
 C = TypeVar("C")
 C_co = TypeVar("C_co", covariant=True)
@@ -72,6 +73,8 @@ class Underway:
         cause: BaseException | None = self._error
         while cause is not None:  # looked at now: what prints it may not be Python code
             cause = cause.__cause__
+        if isinstance(self._error, ColocateError):
+            self._error._told = True
         # Otherwise each raise would add to the traceback of the one before, and keep all of their frames.
         raise self._error.with_traceback(self._trace)
 

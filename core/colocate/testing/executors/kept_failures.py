@@ -52,6 +52,23 @@ class KeptFailures(ExecutorCase):
             kept.fetch()
         assert echo.first(1) == 1
 
+    def test_a_failure_that_spreads_is_told_once(self, spawn: Spawn, caplog: pytest.LogCaptureFixture) -> None:
+        """Whoever was told it by one call isn't told again of those that it has spread to."""
+        group = spawn({"faulty": colocate.role(Faulty), "echo": colocate.role(Echo)})
+        faulty, echo = group.role("faulty", Faulty), group.role("echo", Echo)
+        with group.scope():
+            with group.pipeline():
+                kept = faulty.fail.keep(ranks=(1,))
+                use, kept_use = echo.echo.submit(kept.ref), echo.echo.keep(kept.ref)
+            with pytest.raises(RoleError, match="a plain one"):
+                use.result(PATIENCE_S)
+            assert echo.first(1) == 1
+        del kept, kept_use
+        echo.first(1)
+        wait_until(lambda: not group._node.residents.kept, "its release has been sent")
+        group.close()
+        assert [each for each in caplog.records if each.name == "colocate"] == []
+
     def test_unused_poison(self, pair: ColocatedGroup) -> None:
         """A kept call that failed and was never used raises at the end of its scope."""
 
