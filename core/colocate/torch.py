@@ -118,7 +118,7 @@ def _reset_sharded(modules: list[Any]) -> None:
                     unsharded.grad = None
                 param.unsharded_accumulated_grad = None
     for module, state in zip(modules, states, strict=True):
-        if state._is_root is not False:
+        if state._is_root:  # nobody knows yet before the first forward pass, which leaves nothing to reset
             if hasattr(module, "reset_iter_state"):  # from torch 2.13 on
                 module.reset_iter_state()
             else:

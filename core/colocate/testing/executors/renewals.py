@@ -72,6 +72,17 @@ class Renewals(ExecutorCase):
 
     @needs(OwnProcess)
     @pytest.mark.parametrize("kind", KINDS)
+    def test_the_first_step_is_done_again(self, spawn: Spawn, kind: Kind) -> None:
+        """Also where a rank has never been in a forward pass, while the other one waits for it in its first."""
+        pytest.importorskip("torch")
+        group = spawn({"trainer": colocate.role(Renewing, kind).on(default_group=True)})
+        trainer = group.role("trainer", Renewing)
+        assert isinstance(trainer.step.submit(0, 0, "before").exception(PATIENCE_S), RoleError)
+        losses = [sum(trainer.step(number)) / 2 for number in range(_STEPS)]
+        assert losses == pytest.approx(alone()[0], rel=1e-4)
+
+    @needs(OwnProcess)
+    @pytest.mark.parametrize("kind", KINDS)
     def test_weights_of_two_steps(self, spawn: Spawn, kind: Kind) -> None:
         """One rank raises when the others can make their update: then there is no common state to go on with."""
         pytest.importorskip("torch")
