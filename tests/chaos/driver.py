@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import attrs
-from tests.chaos import marks, model, mutants
+from tests.chaos import marks, model, mutants, training
 from tests.chaos.player import CLOSE_S, Player
 from tests.chaos.programs import SLOTS, Program, program
 from tests.chaos.steps import HANG_S
@@ -158,6 +158,7 @@ def play(stage: Stage, played: Program, episodes: int | None) -> None:
             left=left,
             took_s=time.monotonic() - began,
             calls=sum(len(each.sent) for each in outcome.played),
+            trained=training.count(outcome.played),
         )
     say(program=played.seed, wrong=[], left=[], hangs=stage.take_hangs())
 

@@ -47,7 +47,8 @@ class Injector:
     def note(self, kind: str, pid: int, began: float) -> None:
         """It is role code that does it, from now on."""
         now = time.monotonic()
-        self.applied = Applied(kind, self.fault.group, self.fault.rank, pid, began, now, self.fault.moment)
+        fault, name = self.fault, self._played[self.fault.group].name
+        self.applied = Applied(kind, fault.group, fault.rank, pid, began, now, fault.moment, name=name)
         self.over.set()
 
     def give_up(self) -> None:
@@ -77,7 +78,8 @@ class Injector:
     def _done(self) -> bool:
         """Do it, if there is something to do it to."""
         fault = self.fault
-        group = self._pool.groups.get(self._played[fault.group].name)
+        name = self._played[fault.group].name
+        group = self._pool.groups.get(name)
         if group is None:
             return False
         pid = group._node.workforce.workers[fault.rank].pid or 0
@@ -100,7 +102,8 @@ class Injector:
         except (sockets.NoSuchSocket, ProcessLookupError, FileNotFoundError):  # it has ended by itself
             return False
         kind = fault.target or fault.kind
-        self.applied = Applied(kind, fault.group, fault.rank, pid, began, time.monotonic(), fault.moment, below=below)
+        now = time.monotonic()
+        self.applied = Applied(kind, fault.group, fault.rank, pid, began, now, fault.moment, below=below, name=name)
         return True
 
 

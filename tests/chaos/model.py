@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from tests.chaos.machine import Deliberate
+from tests.chaos import training
 from tests.chaos.programs import PEERS
 from tests.chaos.records import Applied, Played, Sent, chain, leaves, short
 
@@ -16,6 +16,7 @@ from colocate.errors import (
     ColocateError,
     EngineError,
     GroupRestarted,
+    RenewalError,
     RoleError,
     RoleStartError,
     WorkerDied,
@@ -38,9 +39,10 @@ def complaints(played: Sequence[Played], applied: Applied | None) -> list[str]:
     for group in played:
         mine = applied if applied is not None and concerns(applied, group) else None
         for sent in group.sent:
-            hit = mine if sent.generation == 0 else None
+            hit = mine if sent.generation == group.struck else None
             found += (f"{group.name}: {sent}: {words}" for words in _of_call(sent, group, hit, applied))
-        found += (f"{group.name}: {words}" for words in order(group.sent, group.checkpoint or 0))
+        found += (f"{group.name}: {words}" for words in order(group))
+        found += (f"{group.name}: {words}" for words in training.complaints(group))
         found += (f"{group.name}: {words}" for words in group.wrong)
         found += (f"{group.name}: {words}" for words in _of_spawn(group, mine))
         found += (f"{group.name}: {words}" for words in _of_close(group, mine, applied))
@@ -49,7 +51,7 @@ def complaints(played: Sequence[Played], applied: Applied | None) -> list[str]:
 
 def concerns(applied: Applied, group: Played) -> bool:
     """Whether a fault was done to this group. The end of the envoy is that of all there is in Ray."""
-    return applied.kind == "envoy" or applied.group == group.index
+    return applied.kind == "envoy" or (applied.group == group.index and applied.name in ("", group.name))
 
 
 # -- calls
@@ -72,6 +74,8 @@ def _of_call(sent: Sent, group: Played, mine: Applied | None, anywhere: Applied 
             yield f"wrong result: {wrong}"
         elif mine is not None and mine.kind == "kill" and mine.rank in sent.ranks and sent.submitted > mine.done:
             yield f"succeeded although rank {mine.rank} had been killed before"
+        elif (step := training.torn_by(sent, group)) is not None:
+            yield f"succeeded although {step} had left ranks without a common state"
         return
     if not allowed(sent, sent.error, group, mine, anywhere):
         stacks = sent.error.stacks if isinstance(sent.error, CallTimeout) else {}
@@ -83,8 +87,10 @@ def allowed(sent: Sent, error: BaseException, group: Played, mine: Applied | Non
     """Whether a call may end with this error."""
     if isinstance(error, GroupRestarted):
         return group.restarts and error.__cause__ is not None and allowed(sent, error.__cause__, group, mine, anywhere)
-    if sent.fails and _is_deliberate(sent, error):
+    if sent.fails and sent.is_told_by(error):
         return True
+    if isinstance(error, RenewalError):
+        return training.explains(error, sent, group)
     if sent.times_out and isinstance(error, CallTimeout):
         return set(error.stacks) <= set(sent.ranks)
     if isinstance(error, ClosedError):
@@ -115,21 +121,10 @@ def _is_behind(sent: Sent, error: BaseException, group: Played) -> bool:
 
 def _follows(sent: Sent, error: BaseException, group: Played) -> bool:
     """Whether it waited on one rank for others when an earlier call failed there: it is withdrawn, and says why."""
-    if sent.what not in ("take", "add") or not isinstance(error, RoleError):
+    if sent.what not in ("take", "add", "train") or not isinstance(error, RoleError):
         return False
     earlier = [each.error for each in group.sent if each.ident < sent.ident and each.error is not None]
     return any(cause is each for cause in chain(error)[1:] for each in earlier)
-
-
-def _is_deliberate(sent: Sent, error: BaseException) -> bool:
-    cause = error.__cause__
-    return (
-        isinstance(error, RoleError)
-        and error.rank in sent.fails
-        and isinstance(cause, Deliberate)
-        and (cause.ident, cause.rank) == (sent.ident, error.rank)
-        and error.remote_traceback is not None
-    )
 
 
 def may_follow(error: BaseException, fault: Applied) -> bool:
@@ -168,23 +163,30 @@ def is_death(error: BaseException, fault: Applied) -> bool:
 # -- order
 
 
-def order(calls: Sequence[Sent], checkpoint: int = 0) -> Iterator[str]:
+def order(group: Played) -> Iterator[str]:
     """Each rank has begun the calls in the order of their submission, each once, and lost none that succeeded.
 
     After a restart these are the calls of the new generation, and those before the checkpoint.
     """
     last: dict[str, tuple[int, ...]] = {}
-    for sent in calls:
+    for sent in group.sent:
         if not sent.fine or not isinstance(sent.value, list):
             continue
         for nonce, rank, notes, _ in (seen for seen in sent.value if isinstance(seen, tuple) and len(seen) == 4):
-            known = [each for each in calls if each.generation == sent.generation or each.ident < checkpoint]
+            known = _history(group, sent.generation)
             by_ident = {each.ident: each for each in known}
             yield from (f"{sent} on rank {rank}: {words}" for words in _of_notes(sent, rank, notes, by_ident, known))
             before = last.get(nonce, ())
             if notes[: len(before)] != before:
                 yield f"{sent} on rank {rank}: the calls begun before it were {before}, now they are {notes}"
             last[nonce] = notes
+
+
+def _history(group: Played, generation: int) -> list[Sent]:
+    """The calls that a generation may have begun, and those that the checkpoint has which it was restored from."""
+    tag = group.restored.get(generation)
+    before = [] if tag is None else [sent for sent in _history(group, group.saved[tag]) if sent.ident < tag]
+    return before + [sent for sent in group.sent if sent.generation == generation]
 
 
 def _of_notes(
@@ -250,7 +252,7 @@ def must_complain(group: Played, mine: Applied | None) -> bool:
         and mine.kind in HANGING
         and mine.went_on is None
         and group.spawn_error is None
-        and group.generation == 0
+        and group.generation == group.struck
         and group.closing is not None
         and mine.done < group.closing
         and not any(isinstance(sent.error, RoleError) and "did not come back" in str(sent.error) for sent in group.sent)

@@ -61,9 +61,25 @@ def unresolved_future() -> None:
 
 def stale_pairing() -> None:
     """Process groups outlive a failed call, in which a rank may still wait: it would pair with the next one's."""
+    from colocate._calls.order import _Hold
+
+    _replace(_Hold, "broken", lambda self: [])
+
+
+def unrenewed_model() -> None:
+    """A model whose process groups were cut is neither renewed nor missed."""
+    from colocate.worker.hosted import HostedRole
     from colocate.worker.process_groups import ProcessGroups
 
-    _replace(ProcessGroups, "renew", lambda self, hold: [])
+    _replace(HostedRole, "renew", lambda self: None)
+    _replace(ProcessGroups, "holders", lambda self: [])
+
+
+def uncounted_updates() -> None:
+    """A group goes on whose ranks have made different numbers of updates."""
+    from colocate._calls.order import _Hold
+
+    _replace(_Hold, "torn", lambda self: None)
 
 
 def _replace(owner: Any, name: str, patch: Callable[..., Any]) -> None:
@@ -73,5 +89,13 @@ def _replace(owner: Any, name: str, patch: Callable[..., Any]) -> None:
 
 MUTANTS: dict[str, Callable[[], None]] = {
     mutant.__name__: mutant
-    for mutant in (skipped_kill, unfreed_reservation, swallowed_error, unresolved_future, stale_pairing)
+    for mutant in (
+        skipped_kill,
+        unfreed_reservation,
+        swallowed_error,
+        unresolved_future,
+        stale_pairing,
+        unrenewed_model,
+        uncounted_updates,
+    )
 }

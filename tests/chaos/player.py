@@ -14,6 +14,7 @@ from tests.chaos.machine import Machine, holds_the_gil
 from tests.chaos.programs import PEERS, Episode, Step
 from tests.chaos.records import Applied, Played, Sent, leaves
 from tests.chaos.steps import HANG_S, LONG_S, SHORT_S, STACKS_S, Say, Steps
+from tests.chaos.trainer import Trainer
 
 import colocate
 from colocate import Pool, Runtime
@@ -25,6 +26,8 @@ CLOSE_S = 1.0
 """What a close may take beside its grace."""
 ENVOY_S = 10.0
 """How long an envoy that is told to leave may take to: Ray is asked kindly first."""
+RESTARTS = 9
+"""More than there are steps that can make a group restart."""
 KEEPER_S = 3.0
 """How long a keeper may take to end its worker."""
 
@@ -34,7 +37,7 @@ class Outcome:
     """What came of an episode.
 
     Attributes:
-        played: Its groups.
+        played: Its groups, those that others have taken the place of among them.
         applied: Its fault, if it could be done.
         hangs: What outlived its bound.
         error_s: From the fault to the first error that tells it.
@@ -58,11 +61,16 @@ class Player:
         self._pool = pool
         self._episode = episode
         self._fault = episode.fault
+        self._idents = idents
         self._played = [Played(index, f"g{next(idents)}", slots) for index, slots in enumerate(episode.groups)]
-        self._faulty = self._played[self._fault.group]
         self._steps = Steps(self._played, idents, say)
         self._injector = Injector(episode.fault, runtime, pool, self._played)
-        self._outcome = Outcome(self._played, hangs=self._steps.hangs)
+        self._outcome = Outcome([*self._played], hangs=self._steps.hangs)
+
+    @property
+    def _faulty(self) -> Played:
+        """The group that the fault is for, or that has it done to it."""
+        return self._played[self._fault.group]
 
     def play(self) -> Outcome:
         """From spawn to close."""
@@ -70,7 +78,7 @@ class Player:
             self._spawn_all()
             if all(played.group is not None for played in self._played):
                 for step in self._episode.before:
-                    self._steps.do(step)
+                    self._do(step)
                 if self._episode.settled:
                     self._settle_all()
                     if self._episode.restart:
@@ -98,40 +106,71 @@ class Player:
     # -- spawn
 
     def _spawn_all(self) -> None:
-        first = 0
         for played in self._played:
-            part = self._pool[first : first + played.slots]
-            first += played.slots
             struck = played is self._faulty and self._fault.moment == "spawn"
             hangs = self._fault.rank if struck and self._fault.kind == "gil" else None
-            roles = {"a": colocate.role(Machine, 0.03 if struck else 0.0, hangs)}
-            if self._episode.second:
-                declared = colocate.role(Machine, 0.0, None, "a")
-                roles["b"] = declared.on(slots=[0]) if self._episode.second == "first" else declared
-                played.second = (0,) if self._episode.second == "first" else tuple(range(played.slots))
-            played.restarts = self._episode.restart and played is self._faulty
             timeout = SPAWN_HUNG_S if struck and self._fault.kind in model.HANGING else SPAWN_S
-            played.hurried = timeout < SPAWN_S
             if struck and self._fault.kind not in ("gil", "none"):
                 self._injector.start()
             began = time.monotonic()
-            with self._steps.bound("spawn", timeout + CLOSE_S):
-                try:
-                    how = "restart" if played.restarts else "fail"
-                    played.group = part.spawn(roles, name=played.name, timeout=timeout, on_failure=how)
-                    played.pids = tuple(worker.pid or 0 for worker in played.group._node.workforce.workers)
-                except Exception as error:
-                    played.spawn_error = error
+            self._spawn(played, timeout, 0.03 if struck else 0.0, hangs)
             if hangs is not None:
                 self._injector.note("gil", 0, began)
             if played.group is None:
                 return
+
+    def _spawn(self, played: Played, timeout: float, takes_s: float = 0.0, hangs: int | None = None) -> None:
+        roles = {"a": colocate.role(Machine, takes_s, hangs)}
+        if self._episode.second:
+            declared = colocate.role(Machine, 0.0, None, "a")
+            roles["b"] = declared.on(slots=[0]) if self._episode.second == "first" else declared
+            played.second = (0,) if self._episode.second == "first" else tuple(range(played.slots))
+        if self._episode.trains:
+            roles["t"] = colocate.role(Trainer, "a")
+        played.restarts = self._episode.restart and played is self._faulty
+        played.hurried = timeout < SPAWN_S
+        first = sum(self._episode.groups[: played.index])
+        part = self._pool[first : first + played.slots]
+        with self._steps.bound("spawn", timeout + CLOSE_S):
+            try:
+                how = "restart" if played.restarts else "fail"
+                played.group = part.spawn(roles, name=played.name, timeout=timeout, on_failure=how, restarts=RESTARTS)
+                played.pids = tuple(worker.pid or 0 for worker in played.group._node.workforce.workers)
+            except Exception as error:
+                played.spawn_error = error
+
+    # -- steps
+
+    def _do(self, step: Step) -> None:
+        if step.what == "tear":
+            self._tear(step)
+        else:
+            self._steps.do(step)
+
+    def _tear(self, step: Step) -> None:
+        """Ranks make different numbers of updates: the group is restarted, or another one takes its place."""
+        if self._fault.moment == "spawn":
+            self._injector.over.wait(LONG_S)  # a fault that comes late comes to this group, and not to the next one
+        played = self._played[step.group]
+        sent = self._steps.do(step)
+        if sent is None or not sent.raised:  # the fault has ended it before
+            return
+        assert played.group is not None
+        if played.restarts:
+            self._restarted(played)
+            return
+        self._close(played, 5 * model.AMPLE_S)
+        anew = Played(played.index, f"g{next(self._idents)}", played.slots)
+        self._played[played.index] = anew
+        self._outcome.played.append(anew)
+        self._spawn(anew, SPAWN_S)
 
     # -- the fault
 
     def _strike(self) -> None:
         """Have the fault done while its moment lasts."""
         fault, injector = self._fault, self._injector
+        self._faulty.struck = self._faulty.generation
         if fault.kind == "none":
             self._moment()
             return
@@ -141,6 +180,7 @@ class Player:
         if fault.ending == "grace" and fault.kind in model.HANGING:
             assert self._faulty.group is not None
             self._settle_all()  # with the group's usual grace
+            self._steps.do(Step("step", group=fault.group))  # so that no hold is left of a call that failed
             self._faulty.group._node.grace = SHORT_S
         if fault.kind == "gil":
             self._hold_the_gil()
@@ -177,32 +217,41 @@ class Player:
                 self._steps.do(Step("use", group=group, size=size), timeout)
         elif moment == "queue":
             self._steps.do(Step("submit", group=group, work_s=0.03, count=4), timeout)
+        elif moment == "train":
+            self._steps.do(Step("train", group=group, count=3), timeout)
+        elif moment == "renewal":
+            self._steps.do(Step("train_failing", group=group, ranks=(0,), where="backward"), timeout)
         elif moment not in ("idle", "spawn", "close"):
             what = {"call": "submit", "collective": "add"}.get(moment, moment)
             self._steps.do(Step(what, group=group, work_s=0.12), timeout)
 
     def _aftermath(self) -> None:
         """A group that the fault has hit says so; every other one goes on."""
-        for played in self._played:
+        for played in tuple(self._played):
             applied = self._hits(played)
             if applied is not None and applied.kind in model.DEADLY:
                 self._probe_dead(played, applied)
-                self._restarted(played)
+                if played.restarts:
+                    self._restarted(played)
+                    self._works(played)
             elif applied is not None and applied.kind == "stop" and self._fault.ending == "cont":
                 self._steps.settle(_soon(played))
                 self._injector.go_on()
                 self._works(played)
             elif applied is not None and applied.kind in model.HANGING:
-                if self._probe_hung(played):
+                if self._probe_hung(played) and played.restarts:
                     self._restarted(played)
+                    self._works(played)
             else:
                 self._works(played)
 
     def _works(self, played: Played) -> None:
         for step in self._episode.after:
             if step.group == played.index:
-                self._steps.do(step)
+                self._do(step)
         self._steps.do(Step("step", group=played.index))
+        if self._episode.trains:
+            self._steps.do(Step("train", group=played.index))
 
     def _probe_dead(self, played: Played, applied: Applied) -> None:
         """A call to a group one of whose workers has been ended fails, and says of what."""
@@ -224,18 +273,17 @@ class Player:
 
     def _restarted(self, played: Played) -> None:
         """A group that is restarted works again, from its checkpoint, once somebody has noted it."""
-        if not played.restarts:
-            return
         assert played.group is not None
         self._steps.settle(played.sent)
         with self._steps.bound("restart", SPAWN_S):
             tag = played.group.wait_ready(SPAWN_S)
-        if (tag, played.group.generation) != (played.checkpoint, 1):
+        played.generation += 1
+        if (tag, played.group.generation) != (played.checkpoint, played.generation):
             played.wrong.append(
-                f"restarted from {tag!r} as generation {played.group.generation}, not from {played.checkpoint!r} as 1"
+                f"restarted from {tag!r} as generation {played.group.generation}, "
+                f"not from {played.checkpoint!r} as {played.generation}"
             )
-        played.generation = 1
-        self._works(played)
+        played.restored[played.generation] = played.checkpoint
 
     def _probe_hung(self, played: Played) -> bool:
         """A call to a group one of whose workers doesn't answer ends by its timeout, or with the group.
@@ -277,12 +325,11 @@ class Player:
             return
         for played in reversed(self._played):
             if played.group is not None:
-                self._close(played)
+                self._close(played, self._fault.grace if played is self._faulty else 5 * model.AMPLE_S)
 
-    def _close(self, played: Played) -> None:
+    def _close(self, played: Played, grace: float) -> None:
         assert played.group is not None
-        group = played.group
-        played.grace = grace = self._fault.grace if played is self._faulty else 5 * model.AMPLE_S
+        group, played.grace = played.group, grace
         began = played.closing = time.monotonic()
         with self._steps.bound("close", grace + CLOSE_S):
             try:

@@ -18,8 +18,15 @@ DROPS = {
 """The sockets that are ours, by executor: `local` has no keeper and no envoy, Dask no envoy."""
 
 MOMENTS = ("idle", "call", "call", "queue", "transfer", "pipeline", "run", "spawn", "close")
-TORCH = 0.05  # the share of programs that use process groups: importing torch takes longer than all the rest
+TORCH = {"local": 0.35, "ray": 0.05, "dask": 0.05}
+"""The share of programs that use process groups and train: importing torch takes longer than all the rest."""
+TEARS = 0.6
+"""The share of these in which a group's ranks make different numbers of updates before the fault; also after it."""
+TOGETHER = ("collective", "collective", "train", "train", "renewal", "renewal")
+"""Moments of these."""
 SLOTS = 3
+FREED = ("before", "backward")
+"""Where a step of training raises when the other ranks are to wait for it."""
 
 
 @attrs.frozen
@@ -34,6 +41,7 @@ class Step:
         ranks: Ranks that it concerns: those called, or those that raise.
         size: Bytes of what is passed on.
         count: How many calls.
+        where: In a step of training, where the ranks raise.
     """
 
     what: str
@@ -43,6 +51,7 @@ class Step:
     ranks: tuple[int, ...] = ()
     size: int = 0
     count: int = 1
+    where: str = ""
 
 
 @attrs.frozen
@@ -78,6 +87,7 @@ class Episode:
     Attributes:
         groups: The number of slots of each.
         second: Whether there is a role "b", and on which slots it is: "all", "first" or "".
+        trains: Whether there is a role "t", which trains a model on all slots.
         before: What is done first.
         settled: Whether that is awaited before the fault, or still under way.
         fault: What happens then.
@@ -87,6 +97,7 @@ class Episode:
 
     groups: tuple[int, ...]
     second: str
+    trains: bool
     before: tuple[Step, ...]
     settled: bool
     restart: bool
@@ -113,9 +124,9 @@ def kind_of(seed: int) -> str:
 def program(executor: str, seed: int, torch: bool | None = None) -> Program:
     """The program of a seed on an executor."""
     draw = random.Random(f"{seed}")
-    with_torch = draw.random() < TORCH if torch is None else torch
+    with_torch = draw.random() < TORCH[executor] if torch is None else torch
     kind = kind_of(seed)
-    slots = draw.choice((2, 3, 3)) if with_torch else draw.choice((1, 2, 2, 3))
+    slots = draw.choice((2, 2, 3)) if with_torch else draw.choice((1, 2, 2, 3))
     episodes = tuple(_episode(draw, executor, kind, slots, with_torch) for _ in range(draw.randint(2, 4)))
     return Program(seed, kind, slots, with_torch, episodes)
 
@@ -129,8 +140,12 @@ def _episode(draw: random.Random, executor: str, kind: str, slots: int, torch: b
     fault = _fault(draw, executor, kind, groups, torch)
     before = tuple(_step(draw, groups, second, torch) for _ in range(draw.randint(0, 3)))
     after = tuple(_step(draw, groups, second, torch) for _ in range(draw.randint(1, 2)))
-    restart = draw.random() < 0.35 and not torch and kind != "driver" and _fails_alone(fault)
-    return Episode(groups, second, before, draw.random() < 0.5, restart, fault, after)
+    if torch and draw.random() < TEARS:
+        before = (*before, Step("tear", ranks=(draw.randrange(groups[0]),)))
+    if torch and draw.random() < TEARS:
+        after = (*after, Step("tear", ranks=(draw.randrange(groups[0]),)))
+    restart = draw.random() < 0.35 and kind != "driver" and _fails_alone(fault)
+    return Episode(groups, second, torch, before, draw.random() < 0.5, restart, fault, after)
 
 
 def _fails_alone(fault: Fault) -> bool:
@@ -143,7 +158,7 @@ def _fails_alone(fault: Fault) -> bool:
 def _fault(draw: random.Random, executor: str, kind: str, groups: tuple[int, ...], torch: bool) -> Fault:
     group = draw.randrange(len(groups))
     rank = draw.randrange(groups[group])
-    moment = draw.choice((*MOMENTS, "collective", "collective", "collective") if torch else MOMENTS)
+    moment = draw.choice((*MOMENTS, *TOGETHER) if torch else MOMENTS)
     if kind == "driver":  # it is in the middle of anything, also with ranks that can't listen
         kind = draw.choice(("none", "none", "kill", "stop", "gil"))
     target = ""
@@ -154,6 +169,8 @@ def _fault(draw: random.Random, executor: str, kind: str, groups: tuple[int, ...
         moment = "call" if target == "envoy" and moment == "close" else moment
     if kind == "stop":
         endings += ("cont", "cont")
+    if moment == "renewal":  # which has more time than a hold
+        endings = tuple(ending for ending in endings if ending != "grace")
     if moment == "close":
         endings = ("close", "pool")
     elif moment == "spawn":
@@ -176,13 +193,13 @@ def _step(draw: random.Random, groups: tuple[int, ...], second: str, torch: bool
     what = draw.choice(
         ("step", "submit", "submit", "some", "use", "use", "lend", "share", "pipeline", "run", "fail", "cancel")
         + ("until_cancelled", "fetch")
-        + (("add", "add", "add_failing") if torch else ())
+        + (("add", "add", "add_failing", "train", "train", *["train_failing"] * 8, "train_cancel") if torch else ())
     )
     group = draw.randrange(len(groups))
     role = "b" if second and draw.random() < 0.4 else "a"
     slots = groups[group] if role == "a" or second == "all" else 1
     ranks = tuple(sorted(draw.sample(range(slots), draw.randint(1, slots))))
-    if what in ("add_failing", "fail") and len(ranks) > 1 and draw.random() < 0.7:
+    if what in ("add_failing", "fail", "train_failing") and len(ranks) > 1 and draw.random() < 0.7:
         ranks = ranks[:1]
     return Step(
         what,
@@ -192,4 +209,5 @@ def _step(draw: random.Random, groups: tuple[int, ...], second: str, torch: bool
         ranks,
         draw.choice((0, 100, 20_000, 300_000)),
         draw.randint(1, 4),
+        draw.choice(FREED) if what == "train_failing" else "",
     )

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import attrs
+from tests.chaos.machine import Deliberate
 
 from colocate import Call, ColocatedGroup
-from colocate.errors import RoleStartError
+from colocate.errors import RoleError, RoleStartError
 
 
 @attrs.define(eq=False)
@@ -30,6 +31,7 @@ class Sent:
         error: What it ended with.
         submitted: When, in monotonic time.
         settled: When it was known how it ended.
+        where: In a step of training, where it is told to raise.
     """
 
     ident: int
@@ -47,11 +49,33 @@ class Sent:
     submitted: float = 0.0
     settled: float | None = None
     uses: Sent | None = None
+    where: str = ""
 
     @property
     def fine(self) -> bool:
         """Whether it has succeeded."""
         return self.settled is not None and self.error is None
+
+    @property
+    def trains(self) -> bool:
+        """Whether it is a step of training."""
+        return self.what == "train"
+
+    @property
+    def raised(self) -> bool:
+        """Whether it has failed as it was told to."""
+        return self.error is not None and self.is_told_by(self.error)
+
+    def is_told_by(self, error: BaseException) -> bool:
+        """Whether this is the error that it was told to end with."""
+        cause = error.__cause__
+        return (
+            isinstance(error, RoleError)
+            and error.rank in self.fails
+            and isinstance(cause, Deliberate)
+            and (cause.ident, cause.rank) == (self.ident, error.rank)
+            and error.remote_traceback is not None
+        )
 
     def __str__(self) -> str:
         on = ",".join(map(str, self.ranks))
@@ -60,7 +84,15 @@ class Sent:
 
 @attrs.define(eq=False)
 class Played:
-    """One group of an episode, and its calls in order of submission."""
+    """One group of an episode, and its calls in order of submission.
+
+    Attributes:
+        generation: How often it has been restarted.
+        struck: Which generation the fault comes to.
+        checkpoint: The tag of its last one.
+        saved: The generation of which each checkpoint is, by tag.
+        restored: The tag of the checkpoint that a generation has begun from, if there was one.
+    """
 
     index: int
     name: str
@@ -74,7 +106,10 @@ class Played:
     grace: float = 0.0
     restarts: bool = False
     generation: int = 0
+    struck: int = 0
     checkpoint: int | None = None
+    saved: dict[int, int] = attrs.field(factory=dict)
+    restored: dict[int, int | None] = attrs.field(factory=dict)
     wrong: list[str] = attrs.field(factory=list)
     hurried: bool = False
     spawn_error: BaseException | None = None
@@ -94,6 +129,7 @@ class Applied:
         moment: What was under way.
         went_on: When a stopped worker was made to go on.
         below: The worker's then: its hello may have been on its way.
+        name: That of the group: another one may have been spawned in its place before.
     """
 
     kind: str
@@ -105,6 +141,7 @@ class Applied:
     moment: str
     went_on: float | None = None
     below: int = 0
+    name: str = ""
 
 
 def leaves(error: BaseException) -> tuple[BaseException, ...]:

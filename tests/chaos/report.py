@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from tests.chaos.ledger import Ledger, Tally, ranges
 from tests.chaos.programs import KINDS
+from tests.chaos.trainer import WHERE
+from tests.chaos.training import DONE
 
 NAMES = {
     "kill": "SIGKILL of a worker",
@@ -16,6 +18,11 @@ NAMES = {
     "gil": "hang with the GIL held",
     "drop": "dropped connection",
     "driver": "SIGKILL of the driver",
+}
+FAILED = {
+    "before": "before the forward pass",
+    "backward": "in the backward pass",
+    "after": "after the last collective",
 }
 NOT_APPLICABLE = {"local": "keeper, envoy: local has none", "dask": "envoy: Dask has none", "ray": ""}
 
@@ -38,6 +45,8 @@ def show(ledger: Ledger, console: Console) -> None:
             if kind in kinds:
                 hit = ", ".join(f"{name} {count}" for name, count in sorted(kinds[kind].targets.items()))
                 console.print(f"{executor} {kind}: seeds {ranges(kinds[kind].seeds)}; hit: {hit}", style="dim")
+        if trained := steps(kinds):
+            console.print(f"{executor}: steps of training: {trained}", style="dim")
         if NOT_APPLICABLE.get(executor):
             console.print(f"{executor}: not applicable: {NOT_APPLICABLE[executor]}", style="dim")
     for executor, kinds in sorted(ledger.tallies.items()):
@@ -49,6 +58,13 @@ def show(ledger: Ledger, console: Console) -> None:
             style="red",
             markup=False,
         )
+
+
+def steps(kinds: Mapping[str, Tally]) -> str:
+    """How many steps of training there were among the calls, and how many of them failed where they were told to."""
+    found = {name: sum(tally.trained.get(name, 0) for tally in kinds.values()) for name in (DONE, *WHERE)}
+    failed = ", ".join(f"{found[name]} {words}" for name, words in FAILED.items())
+    return f"{found[DONE]} done; failed on a rank: {failed}" if any(found.values()) else ""
 
 
 @attrs.frozen

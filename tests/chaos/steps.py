@@ -13,7 +13,7 @@ from typing import Any
 import attrs
 from tests.chaos.machine import mixed, put_in, ran, row
 from tests.chaos.model import seen_by, value_of
-from tests.chaos.programs import Step
+from tests.chaos.programs import FREED, Step
 from tests.chaos.records import Played, Sent
 
 import colocate
@@ -169,7 +169,7 @@ class Steps:
         self.folders.append(tempfile.mkdtemp())
         with self.bound("checkpoint", LONG_S):
             played.group.checkpoint(os.path.join(self.folders[-1], "saved"), tag)
-        played.checkpoint = tag
+        played.checkpoint, played.saved[tag] = tag, played.generation
 
     def _make(self, step: Step, played: Played, timeout: float | None) -> _Kept | None:
         slots = range(played.slots)
@@ -309,3 +309,44 @@ class Steps:
     def _add_failing(self, step: Step, played: Played, timeout: float | None) -> Sent:
         """One in which some ranks raise while the others wait for them."""
         return self._add(step, played, timeout, tuple(rank for rank in step.ranks if rank < played.slots) or (0,))
+
+    def _train(self, step: Step, played: Played, timeout: float | None) -> Sent:
+        """Steps of training."""
+        return [self._one_train(played, timeout) for _ in range(step.count)][-1]
+
+    def _train_failing(self, step: Step, played: Played, timeout: float | None) -> Sent:
+        """Some that raise on some ranks, each with the next one behind it, which does it again."""
+        for number in range(step.count):
+            where = FREED[(FREED.index(step.where) + number) % len(FREED)]
+            # When all raise in the backward pass, nobody waits, nothing is renewed, and FSDP2 stays in the midst of it.
+            ranks = step.ranks[: played.slots - 1] if where == "backward" else step.ranks
+            self._one_train(played, timeout, where, ranks)
+            last = self._one_train(played, timeout)
+        return last
+
+    def _train_cancel(self, step: Step, played: Played, timeout: float | None) -> Sent:
+        """Cancel the last of some, which is withdrawn from all ranks or from none."""
+        sent = self._train(step, played, timeout)
+        if sent.call is not None:
+            with self.bound(f"cancel() of {sent}", 1.0):
+                sent.withdrawn = sent.call.cancel()
+        return sent
+
+    def _tear(self, step: Step, played: Played, timeout: float | None) -> Sent:
+        """One that raises on a rank when all others make their update, and what follows."""
+        self.settle(played.sent)
+        sent = self._one_train(played, timeout, "after", step.ranks[:1])
+        for then in (self._one_train(played, timeout), self._plain(step, played, timeout)):
+            self.wait(then)
+        self.wait(sent)
+        return sent
+
+    def _one_train(self, played: Played, timeout: float | None, where: str = "", fails: Sequence[int] = ()) -> Sent:
+        slots = tuple(range(played.slots))
+        fails = tuple(rank for rank in fails if rank in slots)
+        sent = self.new("train", slots, timeout, fails=fails, where=where)
+        sent.expected = lambda value: None  # the model knows what all steps before it have come to
+        self.submit(
+            played, sent, lambda view, ident: view.train.options(timeout=timeout).submit(ident, fails, where), "t"
+        )
+        return sent

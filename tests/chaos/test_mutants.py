@@ -30,12 +30,29 @@ def with_a_failure(episode: Episode) -> bool:
 
 
 def with_a_collective_after_a_failed_one(episode: Episode) -> bool:
-    done = [step.what for step in episode.before]
+    waited_in = [
+        (failed, then) for failed, then in itertools.pairwise(episode.before) if len(failed.ranks) < episode.groups[0]
+    ]
     return (
         episode.settled
-        and ("add_failing", "add") in itertools.pairwise(done)
+        and ("add_failing", "add") in [(failed.what, then.what) for failed, then in waited_in]
         and episode.fault.moment not in ("spawn", "close")
     )
+
+
+def with_a_step_that_ranks_wait_in(episode: Episode) -> bool:
+    last = episode.before[-1] if episode.before else None
+    return (
+        last is not None
+        and (last.what, last.where, last.count) == ("train_failing", "backward", 1)
+        and len(last.ranks) == 1
+        and episode.fault.moment not in ("spawn", "close")
+    )
+
+
+def with_weights_of_two_steps(episode: Episode) -> bool:
+    done = [step.what for step in episode.before]
+    return done == ["tear"] and not episode.restart and episode.fault.moment not in ("spawn", "close")
 
 
 def anything(episode: Episode) -> bool:
@@ -72,6 +89,8 @@ CASES = [
     ("swallowed_error", "kill", with_a_failure, "should have raised"),
     ("unresolved_future", "kill", with_calls_pending, "ended with CallTimeout"),
     ("stale_pairing", "kill", with_a_collective_after_a_failed_one, "ended with RoleError"),
+    ("unrenewed_model", "kill", with_a_step_that_ranks_wait_in, "ended with"),
+    ("uncounted_updates", "kill", with_weights_of_two_steps, "without a common state"),
 ]
 # All of them but one when the chaos suite has changed: `make suites`.
 SAMPLED = [case if case[0] == "unresolved_future" else pytest.param(*case, marks=pytest.mark.long) for case in CASES]
@@ -80,7 +99,7 @@ SAMPLED = [case if case[0] == "unresolved_future" else pytest.param(*case, marks
 @pytest.mark.parametrize(("mutant", "kind", "wanted", "words"), SAMPLED, ids=[case[0] for case in CASES])
 def test_caught(mutant: str, kind: str, wanted: Wanted, words: str) -> None:
     """It is, and for what is wrong with it."""
-    torch = mutant == "stale_pairing"
+    torch = mutant in ("stale_pairing", "unrenewed_model", "uncounted_updates")
     seed = first_seed(kind, wanted, torch)
     assert words in caught(mutant, seed, torch)
     assert caught("", seed, torch, episodes=1) == "nothing"  # so it was the mutant

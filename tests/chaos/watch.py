@@ -22,6 +22,8 @@ from tests.chaos.steps import HANG_S
 _GRACE_S = 3.0  # what a driver finds out by itself, it says within so much
 _STARTS_S = 120.0
 _TAIL_BYTES = 6000
+_CACHE = {"TORCHINDUCTOR_CACHE_DIR": os.path.join(tempfile.gettempdir(), "torchinductor")}
+"""What torch keeps for all later runs isn't left behind by any of them."""
 
 
 class Hung(Exception):
@@ -60,7 +62,7 @@ class Watched:
         with log.open("w") as errors:
             process = subprocess.Popen(
                 [sys.executable, "-m", "tests.chaos.driver", executor, json.dumps(options), mark, *more],
-                env={**os.environ, **env, "TMPDIR": str(folder), marks.MARK: mark},
+                env={**os.environ, **_CACHE, **env, "TMPDIR": str(folder), marks.MARK: mark},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,

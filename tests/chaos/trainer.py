@@ -1,0 +1,125 @@
+"""The role that trains: a small model, sharded by FSDP2 over all slots of a group, which fails where it is told to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tests.chaos.machine import Deliberate, Machine, Seen
+
+from colocate import Gather, method, needs
+
+if TYPE_CHECKING:
+    import torch
+
+WHERE = ("before", "backward", "after")
+"""Where a step raises: before the forward pass, in the backward pass, between its last collective and its update."""
+
+RATE, ROWS, FEATURES = 0.05, 6, 4
+
+
+def make_net() -> torch.nn.Sequential:
+    """The same in each process. What is computed in doubles is the same in shards, but for the last digits."""
+    import torch
+
+    torch.manual_seed(0)
+    parts = torch.nn.Linear(FEATURES, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1)  # not all of which two or three share
+    return torch.nn.Sequential(*parts).double()
+
+
+def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows for the update that has so many before it, and what they are to become; two or three ranks share them."""
+    import torch
+
+    generator = torch.Generator().manual_seed(number)
+    x = torch.randn(ROWS, FEATURES, generator=generator, dtype=torch.float64)
+    return x, x.sum(dim=1, keepdim=True).sin()
+
+
+@needs("process_group")
+class Trainer(Machine):
+    """What it has trained is in its weights and in Adam's state, and nowhere else: each rank has its shards."""
+
+    def __init__(self, main: str) -> None:
+        """Args: main: Whose notes it adds to."""
+        import torch
+        from torch.distributed.fsdp import fully_shard
+
+        super().__init__(main=main)
+        mesh = self.ctx.device_mesh()
+        self.net: Any = make_net()
+        for part in (self.net[0], self.net[2]):
+            fully_shard(part, mesh=mesh)
+        fully_shard(self.net, mesh=mesh)
+        self.optimizer = torch.optim.Adam(self.net.parameters(), lr=RATE)
+
+    def renew(self) -> None:
+        """Go on after a step that failed."""
+        from colocate.torch import renew
+
+        renew(self.net, self.optimizer, self.ctx)
+
+    @method(collect=Gather())
+    def train(self, ident: int, failing: Sequence[int], where: str) -> Seen:
+        """One update, unless this rank is to raise: how many there are now, and the loss of its rows before."""
+        self._note(ident)
+        self.optimizer.zero_grad()
+        x, y = (rows[self.ctx.rank :: self.ctx.world_size] for rows in batch(self._updates()))
+
+        def fail_if(here: str) -> None:
+            if where == here and self.ctx.rank in failing:
+                raise Deliberate(ident, self.ctx.rank)
+
+        fail_if("before")
+        loss = self._forward_and_backward(x, y, lambda *_: fail_if("backward"))
+        fail_if("after")
+        self.optimizer.step()
+        return self._seen((self._updates(), float(loss)))
+
+    def _forward_and_backward(self, x: torch.Tensor, y: torch.Tensor, hook: Callable[..., None]) -> torch.Tensor:
+        """The loss; the hook is called between the collectives of the last part and those of the first one."""
+        handle = self.net[1].register_full_backward_hook(hook)
+        try:
+            loss: torch.Tensor = ((self.net(x) - y) ** 2).mean()
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss.detach()
+        finally:
+            handle.remove()
+
+    def _updates(self) -> int:
+        """By what Adam has counted, which is the same for each parameter."""
+        (found,) = {int(state["step"]) for state in self.optimizer.state.values()} or {0}
+        return found
+
+    def save(self, directory: str) -> None:
+        """This rank's shards, and Adam's state of them."""
+        import torch
+
+        saved = [
+            (_shard(weights), {name: _shard(value) for name, value in self.optimizer.state.get(weights, {}).items()})
+            for weights in self.net.parameters()
+        ]
+        torch.save(saved, Path(directory, f"{self.ctx.rank}.pt"))
+
+    def restore(self, directory: str) -> None:
+        """As they were."""
+        import torch
+        from torch.distributed.tensor import DTensor
+
+        saved = torch.load(Path(directory, f"{self.ctx.rank}.pt"))
+        for weights, (shard, state) in zip(self.net.parameters(), saved, strict=True):
+            _shard(weights).copy_(shard)
+            place = weights.device_mesh, weights.placements
+            size: dict[str, Any] = {"shape": weights.shape, "stride": weights.stride()}
+            if state:  # there was an update
+                self.optimizer.state[weights] = {
+                    name: value if name == "step" else DTensor.from_local(value, *place, **size)
+                    for name, value in state.items()
+                }
+
+
+def _shard(value: Any) -> torch.Tensor:
+    """What this rank has of a tensor."""
+    found: torch.Tensor = (value.to_local() if hasattr(value, "to_local") else value).detach()
+    return found

@@ -1,0 +1,127 @@
+"""The model of training: how many updates there have been, what each step's loss is then, and when there is no more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from tests.chaos.records import Played, Sent, chain
+from tests.chaos.trainer import RATE, WHERE, batch, make_net
+
+from colocate.errors import CallTimeout, RenewalError
+
+TOLERANCE = 1e-6
+"""Between losses in shards and in one piece, relative: a missing update makes a difference of more than a percent."""
+DONE = "done"
+
+
+def complaints(group: Played) -> Iterator[str]:
+    """Each step is of weights that have had all updates before it, and no others; the same on all ranks."""
+    for sent in group.sent:
+        if sent.trains and sent.fine:
+            before = reached(group, sent.generation, sent.ident)
+            yield from (f"{sent}: {words}" for words in _of_step(sent, before))
+
+
+def reached(group: Played, generation: int, before: int) -> set[int]:
+    """The numbers of updates that there may have been when a call was made."""
+    tag = group.restored.get(generation)
+    found = {0} if tag is None else reached(group, group.saved[tag], tag)
+    for sent in group.sent:
+        if not sent.trains or sent.generation != generation or sent.ident >= before:
+            continue
+        if sent.fine:
+            found = {number for number, _ in _told(sent)}
+        elif isinstance(sent.error, CallTimeout):  # its ranks may have made it: too late, or just now
+            found = found | {number + 1 for number in found}
+    return found
+
+
+def _told(sent: Sent) -> list[tuple[int, float]]:
+    """The updates that there are after a step, and the loss in it, by rank."""
+    return [own for _, _, _, own in sent.value]
+
+
+def _of_step(sent: Sent, before: set[int]) -> Iterator[str]:
+    told = _told(sent)
+    found = {number for number, _ in told}
+    if [rank for _, rank, _, _ in sent.value] != list(sent.ranks):
+        yield f"{sent.value!r:.200} isn't what ranks {sent.ranks} have done"
+    elif len(found) > 1:
+        yield f"ranks have made different numbers of updates: {[number for number, _ in told]}"
+    elif not found <= {number + 1 for number in before}:
+        yield f"it made update {max(found)}, after {sorted(before)}"
+    else:
+        expected = losses.of_ranks(max(found) - 1, len(sent.ranks))
+        if any(abs(loss - due) > TOLERANCE * due for (_, loss), due in zip(told, expected, strict=True)):
+            yield f"wrong losses in update {max(found)}: {[loss for _, loss in told]} instead of {expected}"
+
+
+def tears(sent: Sent) -> bool:
+    """Whether a step is told to leave weights of two steps: some ranks raise when the others can make their update."""
+    return sent.where == "after" and 0 < len(sent.fails) < len(sent.ranks)
+
+
+def torn_by(sent: Sent, group: Played) -> Sent | None:
+    """The step before a call that has left its group's ranks without a common state."""
+    for each in group.sent:
+        if each.ident < sent.ident and each.generation == sent.generation and tears(each) and each.raised:
+            return each
+    return None
+
+
+def explains(error: RenewalError, sent: Sent, group: Played) -> bool:
+    """Whether a group may have failed of it: a step before the call has left weights of two steps, or may have.
+
+    One that has timed out may: a rank is freed in its last collective, which the others have left already.
+    """
+    causes = chain(error)[1:]
+    return any(
+        each.trains and each.error in causes and (tears(each) or isinstance(each.error, CallTimeout))
+        for each in group.sent
+        if each.ident < sent.ident and each.generation == sent.generation
+    )
+
+
+def count(played: Sequence[Played]) -> dict[str, int]:
+    """The steps that were done, and those that failed as they were told to, by where."""
+    found = dict.fromkeys((DONE, *WHERE), 0)
+    for sent in (sent for group in played for sent in group.sent if sent.trains):
+        if sent.fine:
+            found[DONE] += 1
+        elif sent.raised:
+            found[sent.where] += 1
+    return {name: number for name, number in found.items() if number}
+
+
+class _Losses:
+    """Of a run in one process that nothing happens to, as far as somebody has asked."""
+
+    def __init__(self) -> None:
+        self._rows: list[list[float]] = []  # by update
+        self._more = _train()
+
+    def of_ranks(self, number: int, ranks: int) -> list[float]:
+        """In the step that has so many updates before it, each rank's of its share of the rows."""
+        while len(self._rows) <= number:
+            self._rows.append(next(self._more))
+        shares = [self._rows[number][rank::ranks] for rank in range(ranks)]
+        return [sum(share) / len(share) for share in shares]
+
+
+def _train() -> Iterator[list[float]]:
+    import torch
+
+    net = make_net()
+    optimizer = torch.optim.Adam(net.parameters(), lr=RATE)
+    number = 0
+    while True:
+        x, y = batch(number)
+        rows = ((net(x) - y) ** 2).squeeze(1)
+        yield rows.tolist()
+        optimizer.zero_grad()
+        rows.mean().backward()
+        optimizer.step()
+        number += 1
+
+
+losses = _Losses()
