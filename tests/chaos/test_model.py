@@ -6,13 +6,21 @@ from typing import Any
 
 import attrs
 import pytest
-from tests.chaos import model
+from tests.chaos import model, training
 from tests.chaos.ledger import ROOT, Ledger, ranges, spelled_out
 from tests.chaos.machine import Deliberate
 from tests.chaos.programs import KINDS, kind_of, program
 from tests.chaos.records import Applied, Played, Sent
 
-from colocate.errors import CallCancelled, CallTimeout, ClosedError, RoleError, WorkerDied
+from colocate.errors import (
+    CallCancelled,
+    CallTimeout,
+    ClosedError,
+    GroupRestarted,
+    RenewalError,
+    RoleError,
+    WorkerDied,
+)
 
 KILLED = Applied("kill", 0, 1, 42, 5.0, 5.1, "call")
 STOPPED = Applied("stop", 0, 1, 42, 5.0, 5.1, "call")
@@ -121,6 +129,76 @@ def test_behind() -> None:
     assert wrong(sent(1, error=late), sent(2, what="take", error=late, uses=sent(0)), applied=elsewhere)
     assert wrong(waits, sent(2, error=late, ranks=(2,)), applied=elsewhere)
     assert wrong(waits, sent(2, error=RoleError("it raised", rank=0)), applied=elsewhere)
+
+
+def trained(ident: int, number: int, other: int | None = None, **more: Any) -> Sent:
+    """A step of training on two ranks, after which there are so many updates."""
+    made = sent(ident, what="train", **more)
+    due = training.losses.of_ranks(number - 1, 2)
+    told = zip((number, number if other is None else other), due, strict=True)
+    made.value = [(f"n{rank}", rank, (ident,), own) for rank, own in enumerate(told)]
+    return made
+
+
+def torn(ident: int) -> tuple[Sent, RenewalError]:
+    """A step that rank 1 has left before its update, and what the group fails of then."""
+    error = RoleError("it raised", rank=1, remote_traceback="...")
+    error.__cause__ = Deliberate(ident, 1)
+    failed = RenewalError("no common state")
+    failed.__cause__ = error
+    return sent(ident, what="train", where="after", fails=(1,), error=error), failed
+
+
+def of_training(*calls: Sent, **more: Any) -> str:
+    """What the model says of steps alone."""
+    played = Played(0, "g", 2, sent=list(calls))
+    for name, value in more.items():
+        setattr(played, name, value)
+    return "\n".join(training.complaints(played))
+
+
+def test_training() -> None:
+    """Each step has one update more than the one before, the same on all ranks, and the loss that is due then."""
+    pytest.importorskip("torch")
+    assert of_training(trained(1, 1), trained(2, 2), trained(3, 3)) == ""
+    assert "it made update 2, after [0]" in of_training(trained(1, 2))
+    assert "it made update 1, after [1]" in of_training(trained(1, 1), trained(2, 1))
+    assert "different numbers of updates" in of_training(trained(1, 1, other=2))
+    assert of_training(trained(1, 1), sent(2, what="train", error=CallTimeout("late")), trained(3, 3)) == ""
+    assert "it made update 3" in of_training(trained(1, 1), sent(2, what="train", error=RoleError("x")), trained(3, 3))
+    stale = trained(2, 2)
+    stale.value = trained(2, 1).value[:1] + stale.value[1:]
+    stale.value = [(nonce, rank, notes, (2, own[1])) for nonce, rank, notes, own in stale.value]
+    assert "wrong losses in update 2" in of_training(trained(1, 1), stale)
+
+
+def test_training_from_a_checkpoint() -> None:
+    """A generation goes on with the updates that its checkpoint has, or with none."""
+    pytest.importorskip("torch")
+    before = trained(1, 1), trained(2, 2), trained(4, 3)
+    known: dict[str, Any] = {"saved": {3: 0}, "restored": {1: 3}}
+    assert of_training(*before, trained(5, 3, generation=1), **known) == ""
+    assert "it made update 4, after [2]" in of_training(*before, trained(5, 4, generation=1), **known)
+    assert of_training(*before, trained(5, 1, generation=1), restored={1: None}) == ""
+
+
+def test_weights_of_two_steps() -> None:
+    """They are the end of the group: nothing succeeds after them, and nothing else ends it so."""
+    pytest.importorskip("torch")
+    step, failed = torn(1)
+    later = sent(2, what="train", error=failed)
+    assert wrong(step, later) == ""
+    assert "had left ranks without a common state" in wrong(step, sent(2, [2]))
+    restarted = GroupRestarted("it is being restarted")
+    restarted.__cause__ = failed
+    assert wrong(step, sent(2, error=restarted), restarts=True) == ""
+    assert wrong(step, sent(2, error=restarted))
+    assert wrong(sent(1, [1]), later)
+    step.where = "backward"
+    assert wrong(step, later)
+    late = CallTimeout("late", stacks={1: ""})
+    failed.__cause__ = late
+    assert wrong(sent(1, what="train", error=late), later, applied=STOPPED) == ""
 
 
 def test_close() -> None:
