@@ -171,14 +171,14 @@ def test_a_resident_that_is_lost_as_it_is_used(
     """Its group is restarted when it has been looked at, and just before it is lent."""
     old = group.role("lasting", Lasting).counted.keep([1, 2])
     old.fetch()
-    begin_use = group._node.residents.begin_use
+    hold = group._node.residents.hold
 
-    def late(kept: Any) -> None:
+    def late(kept: Any) -> Any:
         monkeypatch.undo()
         restarted(group)
-        begin_use(kept)
+        return hold(kept)
 
-    monkeypatch.setattr(group._node.residents, "begin_use", late)
+    monkeypatch.setattr(group._node.residents, "hold", late)
     with pytest.raises(GroupRestarted):
         other.role("rows", Rows).seen(old.ref)
     assert len(other.role("rows", Rows).seen([1, 2])) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from types import FrameType
@@ -11,17 +12,19 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.signals.program import Places
 
 import colocate
 from colocate import Call, ColocatedGroup, ColocateError, PipelineError, Resident
 from colocate._crew.crew import Crew
 from colocate._protocol import messages
 from colocate._protocol.bundle import Memory, take_apart, together
+from colocate._system import off_main
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
 from colocate.testing.probes.plain import Echo
 from colocate.testing.probes.rows import Rows
-from colocate.testing.waiting import PATIENCE_S
+from colocate.testing.waiting import PATIENCE_S, wait_until
 from colocate.wire import Packed
 
 KINDS: dict[str, dict[str, Any]] = {"threads": {}, "strict": {"strict": True}, "processes": {"processes": True}}
@@ -232,6 +235,78 @@ def test_behind_a_hold(groups: tuple[ColocatedGroup, ColocatedGroup]) -> None:
     assert [call.result(PATIENCE_S) for call in calls] == list(range(5))
 
 
+def test_recording_hands_nothing_over(
+    groups: tuple[ColocatedGroup, ColocatedGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The main thread waits for another one when a block ends, not at each of its calls."""
+    group, _ = groups
+    echo = group.role("echo", Echo)
+    handed: list[object] = []
+    put = off_main._couriers.put
+    monkeypatch.setattr(off_main._couriers, "put", lambda job: handed.append(job) or put(job))
+    before = echo.first.keep(0)
+    handed.clear()
+    with group.scope():
+        with group.pipeline():
+            with group.scope():
+                kept = [echo.first.keep(before.ref) for _ in range(3)]
+            calls = [echo.first.submit(each) for each in range(3)]
+            assert len(handed) == 1  # the scope's end, which frees
+        assert len(handed) == 2
+    assert len(handed) == 3
+    assert [call.result(PATIENCE_S) for call in calls] == [0, 1, 2]
+    assert all(each._kept.freed_by == "the end of its scope" for each in kept)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("share", range(4))
+def test_interrupted_at_any_place_of_a_recording(groups: tuple[ColocatedGroup, ColocatedGroup], share: int) -> None:
+    """Who catches that in the block goes on: a call is recorded or it isn't, as a whole, and nothing stays in use."""
+    lender, group = groups
+    lends, echo = lender.role("echo", Echo), group.role("echo", Echo)
+    places = Places(share, 16)
+    begun = [0]
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    def run() -> None:
+        theirs, own = lends.first.keep("theirs"), echo.first.keep("own")
+        found: list[Call[Any]] = []
+        with group.scope(), group.pipeline():
+            places.fired = ""
+            sys.settrace(places)
+            try:
+                kept = echo.first.keep([theirs.ref, own.ref])
+                found.append(echo.first.submit(kept.ref))
+            except KeyboardInterrupt:
+                pass
+            finally:
+                sys.settrace(None)
+            theirs.free()
+            own.free()
+            after = echo.first.submit("after")
+        assert after.result(PATIENCE_S) == "after"
+        assert [call.result(PATIENCE_S) for call in found] == [["theirs", "own"]] * len(found)
+        begun[0] += len(found)
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        places.fired = "not yet"
+        while places.fired:
+            run()
+            for each in groups:
+                wait_until(lambda each=each: not each._node.order.pending, "all calls are over")  # type: ignore[misc]
+                assert not each._node.residents._borrows
+                left = each._node.residents.kept.values()
+                assert all(kept.ending is None or kept.ending() is None for kept in left)
+                assert not each._node.residents.scopes
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert places.count > 10
+    assert begun[0] >= 1  # the last run, which was not interrupted
+    wait_until(lambda: not any(each._node.residents.kept for each in groups), "all of them are forgotten")
+
+
 Step = tuple[str, str, int]
 names = st.sampled_from(["double", "padded", "keep_rows", "first"])
 programs: st.SearchStrategy[list[Step]] = st.lists(
@@ -296,6 +371,8 @@ def test_handler_that_keeps_while_a_call_is_recorded(monkeypatch: pytest.MonkeyP
             assert first.fetch() == ["the block's"]
             assert kept[0].fetch() == ["the handler's"]
             assert again.result() == [["the block's"]]
-            assert group._node.residents._uses == {}  # or the workers would never be told to forget them
+            for each in (first, kept[0]):
+                each.free()
+                assert each._kept.ending() is None  # or the workers would never be told to forget it
     finally:
         signal.signal(signal.SIGUSR1, before)

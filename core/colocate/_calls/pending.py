@@ -26,6 +26,7 @@ class PendingCall(Underway):
     """A call on its way: what has come back from which rank."""
 
     __slots__ = (
+        "__weakref__",
         "bodies",
         "canceller",
         "dispatcher",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 import attrs
 
+from colocate._calls.pending import PendingCall
 from colocate._kept.kept import Kept
 from colocate._kept.residents import Residents
 from colocate._protocol.uses import Item, Own, Part, Rows, Use
@@ -36,7 +37,7 @@ T_co = TypeVar("T_co", covariant=True)
 class Reference(OnDriver, Deferred):
     """A resident in a call's arguments. Typed as its value; at run time a placeholder with no use of its own."""
 
-    __slots__ = ("_consumer", "_kept", "_lease", "_residents")
+    __slots__ = ("_consumer", "_kept", "_lease", "_lent", "_residents")
     _instead = INSTEAD_OF_RESIDENT
 
     def __init__(self, residents: Residents, kept: Kept, lease: object, consumer: Consumer | None = None) -> None:
@@ -44,10 +45,23 @@ class Reference(OnDriver, Deferred):
         self._kept = kept
         self._lease = lease  # the value lives as long as anybody can still name it
         self._consumer = consumer
+        self._lent: object = None
 
     def bound(self, consumer: Consumer) -> Reference:
         """The same reference, as seen by the role that uses it."""
         return Reference(self._residents, self._kept, self._lease, consumer)
+
+    def lend(self, call: PendingCall, borrower: Residents) -> None:
+        """Have a call use the resident from now on.
+
+        Raises:
+            ColocateError: It has been freed, or its group has failed.
+        """
+        self._lent = self._residents.lend(call, self._kept, borrower)
+
+    def give_back(self) -> None:
+        """The call has ended. Idempotent."""
+        self._lent = None
 
     def sizes(self, axis: str, mesh: str | None, count: int) -> list[int]:
         """Rows of each part; waits for the call that makes it."""

@@ -1,4 +1,4 @@
-"""`Kept`: one resident as the driver knows it, and the lease that everybody shares who can still name it."""
+"""`Kept`: one resident as the driver knows it, the lease of who can name it, and the hold of who needs its value."""
 
 from __future__ import annotations
 
@@ -15,14 +15,18 @@ if TYPE_CHECKING:
     from colocate._protocol.uses import Source
 
 
-class Lease:
-    """What everybody holds who can still name a resident."""
+class Hold:
+    """What everybody holds who needs a resident's value in the workers: its lease, and each call that uses it.
+
+    Nothing is counted, so that an interruption of who begins to use it leaves nothing behind: what its frames had is
+    let go of with them.
+    """
 
     __slots__ = ("__weakref__",)
 
 
-class LeaseEnd(weakref.ref[Lease]):
-    """Notes the end of a lease, which comes at any point of any thread: by a function in C, so that no signal falls in.
+class HoldEnd(weakref.ref[Hold]):
+    """Notes the end of a hold, which comes at any point of any thread: by a function in C, so that no signal falls in.
 
     A finalizer in Python would lose what a signal's handler raises in it, and then the release too.
     """
@@ -30,34 +34,57 @@ class LeaseEnd(weakref.ref[Lease]):
     __slots__ = ("key",)
     key: int
 
-    def __new__(cls, lease: Lease, note: Callable[[LeaseEnd], None], key: int) -> LeaseEnd:
+    def __new__(cls, hold: Hold, note: Callable[[HoldEnd], None], key: int) -> HoldEnd:
         """Args: note: Called with this. key: The resident's."""
-        self: LeaseEnd = super().__new__(cls, lease, note)
+        self: HoldEnd = super().__new__(cls, hold, note)
         self.key = key
         return self
 
-    def __init__(self, lease: Lease, note: Callable[[LeaseEnd], None], key: int) -> None:
-        super().__init__(lease, note)  # type: ignore[call-arg]
+    def __init__(self, hold: Hold, note: Callable[[HoldEnd], None], key: int) -> None:
+        super().__init__(hold, note)  # type: ignore[call-arg]
+
+
+class Lease:
+    """What everybody holds who can still name a resident. It has the hold until the resident is freed."""
+
+    __slots__ = ("__weakref__", "hold")
+
+    def __init__(self, hold: Hold) -> None:
+        self.hold: Hold | None = hold
 
 
 @attrs.define(eq=False, slots=True, weakref_slot=True)
 class Kept:
-    """What driver-side code shares of one resident: its source, the call that makes it, and what ends the lease."""
+    """What driver-side code shares of one resident: its source, the call that makes it, its lease and its hold."""
 
     source: Source
     call: PendingCall
     line: tuple[str, int]
     used: bool = False
     released: str | None = None
-    ending: LeaseEnd | None = None
+    lease: weakref.ref[Lease] | None = None
+    ending: HoldEnd | None = None
     lost: ColocateError | None = None
 
     @property
     def freed_by(self) -> str | None:
         """What has ended its lease."""
-        if self.released is None and self.ending is not None and self.ending() is None:
+        if self.released is None and self.lease is not None and self.lease() is None:
             return "dropping its handle"
         return self.released
+
+    @property
+    def hold(self) -> Hold | None:
+        """What keeps its value in the workers, unless it has been freed."""
+        lease = None if self.lease is None else self.lease()
+        return None if lease is None else lease.hold
+
+    def free(self, by: str) -> None:
+        """End its lease, though there may be who can name it."""
+        self.released = by
+        lease = None if self.lease is None else self.lease()
+        if lease is not None:
+            lease.hold = None
 
     @property
     def error(self) -> ColocateError | BaseException | None:

@@ -1,13 +1,13 @@
-"""The residents of one group as the driver knows them: which there are, who uses them, which nobody names any more."""
+"""The residents of one group as the driver knows them: which there are, and which nobody needs any more."""
 
 from __future__ import annotations
 
 import abc
-import threading
+import weakref
 from collections import deque
 from collections.abc import Iterable
 
-from colocate._kept.kept import Kept, Lease, LeaseEnd
+from colocate._kept.kept import Hold, HoldEnd, Kept, Lease
 from colocate.errors import ColocateError
 
 
@@ -16,79 +16,63 @@ class Leases(abc.ABC):
 
     def __init__(self) -> None:
         self.kept: dict[int, Kept] = {}
-        self._ended: deque[int | LeaseEnd] = deque()
+        self._ended: deque[int | HoldEnd] = deque()
         self._unmade: list[int] = []  # freed in the workers, but their calls may still turn out to have failed
-        self._uses: dict[int, int] = {}
-        self._lock = threading.Lock()  # the innermost one: nothing is called while it is held
 
     def add(self, kept: Kept) -> None:
         """A call has been sent whose result is kept."""
         self.kept[kept.source.key] = kept
 
     def lease(self, kept: Kept) -> Lease:
-        """A lease of a resident: when that ends it is released."""
-        lease = Lease()
-        kept.ending = LeaseEnd(lease, self._ended.append, kept.source.key)
+        """The lease of a resident: once that has ended, and whatever uses it, the workers forget it."""
+        hold = Hold()
+        kept.ending = HoldEnd(hold, self._ended.append, kept.source.key)
+        lease = Lease(hold)
+        kept.lease = weakref.ref(lease)
         return lease
 
     def end(self, key: int) -> None:
-        """Nobody names it any more."""
+        """Nobody needs it: it couldn't be made."""
         self._ended.append(key)
 
     @property
     def news(self) -> bool:
-        """Whether leases have ended since they were last taken."""
+        """Whether there is something to take."""
         return bool(self._ended)
 
     def forget(self, error: ColocateError) -> None:
         """The workers are gone, and what they have kept with them: whoever uses that is told this.
 
-        What had failed before, and nobody has used, is still to be told.
+        What had failed before, and nobody has used, is still to be told. The order's lock is held.
         """
-        with self._lock:
-            for key, kept in list(self.kept.items()):
-                kept.lost = error
-                if kept.used or kept.call._error in (None, error):
-                    del self.kept[key]
+        for key, kept in list(self.kept.items()):
+            kept.lost = error
+            if kept.used or kept.call._error in (None, error):
+                del self.kept[key]
 
-    def begin_use(self, kept: Kept) -> None:
-        """A call or a fetch uses it from now on.
+    def hold(self, kept: Kept) -> Hold:
+        """Who has this keeps the value in the workers. It takes no lock and notes nothing.
 
         Raises:
             ClosedError: It has been freed.
             ColocateError: Its group has failed.
         """
-        with self._lock:
-            if kept.freed_by is None and kept.lost is None:
-                key = kept.source.key
-                self._uses[key] = self._uses.get(key, 0) + 1
-                return
-        self.check(kept)
+        hold = kept.hold
+        if hold is None or kept.lost is not None:
+            self.check(kept)
+        assert hold is not None, "what was freed is refused"
+        return hold
 
     @abc.abstractmethod
     def check(self, kept: Kept) -> None:
         """Raise unless it can be used."""
 
-    def end_use(self, kept: Kept) -> None:
-        """A call or a fetch uses it no longer."""
-        key = kept.source.key
-        with self._lock:
-            left = self._uses[key] - 1
-            if left:
-                self._uses[key] = left
-            else:
-                del self._uses[key]
-
     def take(self) -> tuple[int, ...]:
-        """What the workers may forget."""
+        """What the workers may forget. The order's lock is held."""
         keys: list[int] = []
-        used: list[int] = []
-        with self._lock:
-            while self._ended:
-                ended = self._ended.popleft()
-                key = ended if isinstance(ended, int) else ended.key
-                (used if key in self._uses else keys).append(key)
-            self._ended.extend(used)
+        while self._ended:
+            ended = self._ended.popleft()
+            keys.append(ended if isinstance(ended, int) else ended.key)
         self._unmade = [key for key in (*self._unmade, *keys) if not self._settled(key)]
         return tuple(keys)
 

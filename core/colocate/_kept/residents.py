@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import weakref
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, cast
@@ -16,7 +17,7 @@ from colocate._calls.link import Link
 from colocate._calls.order import CallOrder
 from colocate._calls.pending import PendingCall
 from colocate._kept.fetch import Fetches, Refused
-from colocate._kept.kept import Kept
+from colocate._kept.kept import Hold, Kept
 from colocate._kept.leases import Leases
 from colocate._owned.owned import Owned
 from colocate._protocol.messages import Fetched, Free
@@ -37,17 +38,25 @@ _log = logging.getLogger("colocate")
 
 
 @attrs.frozen(eq=False)
-class _Borrow:
-    """An unfinished use by another group."""
+class Borrow:
+    """An unfinished use by another group's call, which has this for as long."""
 
-    call: PendingCall
+    hold: Hold
+    call: weakref.ref[PendingCall]
+    label: str
     borrower: Residents
     kept: Kept
 
     @property
     def words(self) -> str:
         """What errors say of it."""
-        return f"{self.call.label} of group {self.borrower.link.name!r} uses the resident of {self.kept.source.label}"
+        return f"{self.label} of group {self.borrower.link.name!r} uses the resident of {self.kept.source.label}"
+
+    def break_off(self, error: ColocateError) -> None:
+        """The call fails of this."""
+        call = self.call()
+        if call is not None:
+            self.borrower.order.break_off(call, error)
 
 
 @attrs.define(eq=False)
@@ -77,7 +86,7 @@ class Residents(Leases):
         self.link = link
         self.order = order
         self._fetches = Fetches(link.teller(), link.base)
-        self._borrows: dict[tuple[int, int], _Borrow] = {}
+        self._borrows: set[weakref.ref[Borrow]] = set()
         self.scopes: list[Scope] = []
         self._flushing = False
 
@@ -118,10 +127,14 @@ class Residents(Leases):
         """The scopes that the caller's thread or task has open."""
         return tuple(scope for scope in _open.get() if scope.of is self and scope.here.is_current)
 
-    def keep(self, kept: Kept, scopes: Sequence[Scope]) -> None:
-        """A call has been sent, from within some scopes, whose result is kept."""
+    def keep(self, kept: Kept, scopes: Sequence[Scope] = ()) -> None:
+        """A call is sent, from within some scopes, whose result is kept."""
         self.add(kept)
         self._flush_later()
+        self.free_with(scopes, kept)
+
+    def free_with(self, scopes: Sequence[Scope], kept: Kept) -> None:
+        """It is freed at the end of some scopes of this thread and task."""
         for scope in scopes:
             scope.kept.append(kept)
 
@@ -131,17 +144,24 @@ class Residents(Leases):
         scope = Scope(self, caller())
         self.scopes.append(scope)
         _open.set((*_open.get(), scope))
+        raised = True
         try:
             yield
-            errors = off_main(lambda: self._untold(scope))  # before they are released, which would have them logged too
+            raised = False
         finally:
             _open.set(tuple(other for other in _open.get() if other is not scope))
-            off_main(lambda: self.leave(scope))
+            errors = off_main(lambda: self._end(scope, raised), in_any_case=True)
         self._raise(errors)
+
+    def _end(self, scope: Scope, raised: bool) -> Sequence[BaseException]:
+        """Leave a scope; the failures that it is to tell, unless its block has raised something else."""
+        errors = () if raised else self._untold(scope)  # before they are released, which would have them logged too
+        self.leave(scope)
+        return errors
 
     def leave(self, scope: Scope) -> None:
         """Free what was kept in a scope. Idempotent."""
-        if scope in self.scopes:
+        with contextlib.suppress(ValueError):
             self.scopes.remove(scope)
         for kept in scope.kept:
             self.release(kept, "the end of its scope")
@@ -149,8 +169,7 @@ class Residents(Leases):
     def release(self, kept: Kept, by: str) -> None:
         """Let go of a resident on behalf of `by`, if nobody has done so before."""
         if kept.freed_by is None:
-            kept.released, kept.ending = by, None  # the end of its handle says nothing new
-            self.end(kept.source.key)
+            kept.free(by)
 
     def failed_unused(self, kept: Kept) -> None:
         """Log it now; it is raised by its scope, or else by the group's next scope end, checkpoint or close."""
@@ -199,39 +218,45 @@ class Residents(Leases):
         found = [each for each in kept if each.untold and each.call._error is not self.link.failure]
         return list(dict.fromkeys(cast("BaseException", each.call._error) for each in found))
 
-    def lend(self, call: PendingCall, kept: Kept, borrower: Residents) -> None:
-        """A call uses a resident until it ends."""
-        self.begin_use(kept)
-        if borrower is not self:
-            self._borrows[id(call), kept.source.key] = _Borrow(call, borrower, kept)
+    def lend(self, call: PendingCall, kept: Kept, borrower: Residents) -> Hold | Borrow:
+        """Have a call use a resident, until it lets go of what this returns. It takes no lock.
 
-    def give_back(self, call: PendingCall, kept: Kept) -> None:
-        """The call has ended."""
-        self.end_use(kept)
-        self._borrows.pop((id(call), kept.source.key), None)
+        Raises:
+            ColocateError: The resident has been freed, or its group has failed.
+        """
+        hold = self.hold(kept)
+        if borrower is self:
+            return hold
+        borrow = Borrow(hold, weakref.ref(call), call.label, borrower, kept)
+        self._borrows.add(weakref.ref(borrow, self._borrows.discard))
+        return borrow
+
+    def _borrowed(self) -> list[Borrow]:
+        return [borrow for each in list(self._borrows) if (borrow := each()) is not None]
 
     def borrowers(self, closing: Owned) -> list[str]:
         """Unfinished uses by groups that don't lie in what is closing."""
-        found = [borrow.words for borrow in list(self._borrows.values()) if not borrow.borrower.link.lies_in(closing)]
+        found = [borrow.words for borrow in self._borrowed() if not borrow.borrower.link.lies_in(closing)]
         return list(dict.fromkeys(found))
 
     def lent(self) -> list[str]:
         """Unfinished uses by any other group."""
-        return list(dict.fromkeys(borrow.words for borrow in list(self._borrows.values())))
+        return list(dict.fromkeys(borrow.words for borrow in self._borrowed()))
 
     def break_borrows(self) -> None:
         """The group is closing: calls of other groups that use its residents fail of that."""
         link = self.link
-        for borrow in list(self._borrows.values()):
+        for borrow in self._borrowed():
             error = ClosedError(
                 f"{borrow.words}, but group {link.name!r} was closed by {link.closed_by}", closed_by=link.closed_by
             )
-            borrow.borrower.order.break_off(borrow.call, error)
+            borrow.break_off(error)
 
     def never_made(self, kept: Kept, error: ColocateError) -> None:
         """A resident will not be: calls of other groups that use it fail of that."""
-        for borrow in [borrow for borrow in list(self._borrows.values()) if borrow.kept is kept]:
-            borrow.borrower.order.break_off(borrow.call, error)
+        for borrow in self._borrowed():
+            if borrow.kept is kept:
+                borrow.break_off(error)
 
     def _flush_later(self) -> None:
         with self.order.lock:
@@ -284,13 +309,13 @@ class Residents(Leases):
         return off_main(lambda: self._asked(kept, ranks, contents, deadline))
 
     def _asked(self, kept: Kept, ranks: Sequence[int], contents: bool, deadline: Deadline) -> list[Any]:
-        self.begin_use(kept)
+        hold = self.hold(kept)
         try:
             return self._fetches.get([kept.source.slot(rank) for rank in ranks], kept.source.key, contents, deadline)
         except Refused as refused:
             raise failure_error(self.link, kept.call, refused.slot, refused.failure, refused.body) from None
         finally:
-            self.end_use(kept)
+            del hold  # a traceback keeps what is in frames
 
     def state_of(self, kept: Kept) -> tuple[str, str]:
         """What a resident is, in a word, and why it can't be used, if so; nobody is asked."""

@@ -5,6 +5,9 @@ KeyboardInterrupt, say) comes out there. So whatever takes a lock or changes sta
 the main thread waits for that on a raw lock, which an interruption can't leave in a wrong state. A handler that calls
 into colocate finds no lock that the frame which it has interrupted holds, and an interruption tears nothing.
 
+Handing over takes longer than most of what is handed over. So what is made again and again, a call in a pipeline's
+block, the main thread records by itself: it makes something that nobody else knows, and one append has it known.
+
 On all other threads `off_main` runs its work here and now: no signal comes there.
 """
 

@@ -9,8 +9,7 @@ import attrs
 
 from colocate._calls.pending import PendingCall
 from colocate._crew.crew import Crew
-from colocate._kept.handles import Reference
-from colocate._kept.kept import Kept
+from colocate._kept.kept import Hold, Kept
 from colocate._protocol import messages
 from colocate._protocol.bundle import together
 from colocate._protocol.message import Head
@@ -29,18 +28,22 @@ class Draft:
     valid: Sequence[int | None]
     timeout: float
     kept: Kept | None = None
+    hold: Hold | None = None
 
-    def lend(self, uses: Sequence[Reference]) -> None:
-        """What it uses is lent to it from now on.
+    def lend(self) -> None:
+        """What it uses is lent to it from now on. This takes no lock.
 
         Raises:
             ColocateError: A resident has been freed, or its group has failed.
         """
-        lent: list[Reference] = []
-        self.call.uses = lent
-        for use in uses:
-            use._residents.lend(self.call, use._kept, self.crew.residents)
-            lent.append(use)
+        call = self.call
+        try:
+            for use in call.uses:
+                use.lend(call, self.crew.residents)
+        except BaseException:
+            for use in call.uses:
+                use.give_back()
+            raise
 
     def watch(self) -> None:
         """Give up on it when its time is over."""

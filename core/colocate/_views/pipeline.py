@@ -59,25 +59,23 @@ class Pipeline:
 
     # -- recording
 
-    def add(self, draft: Draft, uses: Sequence[Reference]) -> None:
-        """Record a call. What it uses is lent to it from now on."""
-        call = draft.call
-        call.pipeline = self
-        try:
-            draft.lend(uses)
-            snapshots = {id(body): self._memory.snapshot(body) for body in draft.bodies}
-            draft.bodies = [snapshots[id(body)] for body in draft.bodies]
-        except BaseException as error:
-            draft.crew.order.drop(call, error)
-            raise
-        self._drafts.append(draft)
+    def add(self, draft: Draft, kept: Kept | None = None) -> None:
+        """Record a call, and what it keeps. What it uses is lent to it from now on.
 
-    def keep(self, kept: Kept) -> None:
-        """A call's result is kept. Until the call has been sent, the workers mustn't be told to forget it."""
-        # Mostly the last one, unless a signal's handler has made another call since.
-        draft = next(draft for draft in reversed(self._drafts) if draft.call is kept.call)
-        draft.crew.residents.begin_use(kept)
-        draft.kept = kept
+        The main thread does this by itself, which is several times faster than handing it over, and may be interrupted
+        anywhere in it. Until the draft is in the list nothing of it outlives the frames that made it; from then on it
+        is recorded, and the end of the block does the rest.
+        """
+        snapshots = {id(body): self._memory.snapshot(body) for body in draft.bodies}
+        draft.bodies = [snapshots[id(body)] for body in draft.bodies]
+        draft.call.pipeline = self
+        if kept is not None:
+            # Until the call has been sent, the workers mustn't be told to forget it.
+            draft.kept, draft.hold = kept, draft.crew.residents.hold(kept)
+        draft.lend()
+        self._drafts.append(draft)
+        if kept is not None:
+            draft.crew.residents.add(kept)  # so that a restart tells it; who is interrupted here has no handle of it
 
     # -- the block
 
@@ -86,9 +84,11 @@ class Pipeline:
 
     def forget(self, start: int, error: BaseException) -> None:
         """Calls from the `start`-th on are not to be sent: their block ended by an exception."""
-        drafts, self._drafts[start:] = self._drafts[start:], []
+        drafts: list[Draft] = []
+        while len(self._drafts) > start:  # what a signal's handler adds meanwhile too
+            drafts.append(self._drafts.pop())
         text = str(error).partition("\n")[0]
-        for draft in drafts:
+        for draft in reversed(drafts):
             reason = PipelineError(
                 f"{draft.call.label} of group {draft.crew.name!r} was never sent: the block of group.pipeline() at "
                 f"{self._line} ended with {type(error).__name__}{': ' if text else ''}{text}",
@@ -131,9 +131,8 @@ def _give_up(draft: Draft, error: BaseException) -> None:
     draft.crew.order.drop(draft.call, error)
     kept = draft.kept
     if kept is not None:
-        draft.kept = None
+        draft.kept = draft.hold = None
         kept.used = True  # who ended the block has been told
-        draft.crew.residents.end_use(kept)
         reason = error if isinstance(error, ColocateError) else PipelineError(f"{draft.call.label} was never sent")
         draft.crew.residents.never_made(kept, reason)
 
@@ -143,6 +142,9 @@ def _send(drafts: Sequence[Draft]) -> None:
     crew = drafts[0].crew
     with crew.order.lock:
         crew.check()
+        for draft in drafts:
+            if draft.kept is not None:
+                crew.residents.keep(draft.kept)
         ready = [draft for draft in drafts if not _is_lost(draft)]
         now = time.time()
         for draft in ready:
@@ -150,9 +152,7 @@ def _send(drafts: Sequence[Draft]) -> None:
         if ready:
             send(ready)
     for draft in drafts:
-        if draft.kept is not None:
-            crew.residents.end_use(draft.kept)
-            draft.kept = None
+        draft.kept = draft.hold = None
         draft.watch()
 
 

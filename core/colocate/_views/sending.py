@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
@@ -25,7 +24,7 @@ from colocate._values.dispatch import Plan
 from colocate._values.nesting import has_attributes, has_fields, hides, kinds_inside, refuse_hidden
 from colocate._values.tree import map_leaves
 from colocate._views.drafts import Draft, send
-from colocate._views.pipeline import recording, refuse_unsent
+from colocate._views.pipeline import Pipeline, recording, refuse_unsent
 from colocate.errors import ColocateError
 
 # A call's arguments may be millions of things, and on threads sending them costs nothing. What is so far inside them
@@ -35,13 +34,17 @@ _LOOKS = 500
 
 @attrs.frozen(eq=False)
 class Ready:
-    """A call that is ready to be sent: `send` takes locks and changes state, so it isn't called on the main thread."""
+    """A call that is ready to be sent, or to be recorded by the pipeline that is open here."""
 
-    crew: Crew
-    call: PendingCall
+    draft: Draft
     role: RoleInfo
     spec: MethodSpec
-    send: Callable[[], None]
+    pipeline: Pipeline | None
+
+    def resident(self) -> KeptResident[Any]:
+        """The handle of what it keeps."""
+        crew = self.draft.crew
+        return KeptResident(crew.residents, crew.kept(self.draft.call, self.role, self.spec))
 
 
 def ready(
@@ -87,30 +90,32 @@ def ready(
     draft = Draft(crew, call, role.key, call.method, packed, planned.valid, timeout)
     if found is not None:
         crew.check()
-        return Ready(crew, call, role, spec, partial(found.add, draft, uses))
-    return Ready(crew, call, role, spec, partial(_send, draft, uses))
+    return Ready(draft, role, spec, found)
 
 
 def submit(ready: Ready) -> PendingCall:
     """Send a call to its ranks."""
-    off_main(ready.send, waits_s=None)
-    return ready.call
+    draft = ready.draft
+    if ready.pipeline is None:
+        off_main(lambda: _send(draft), waits_s=None)
+    else:
+        ready.pipeline.add(draft)
+    return draft.call
 
 
 def start(ready: Ready) -> PendingCall:
     """As `submit`, for who waits for the call at once: that it can't be sent is its error then."""
-    call = ready.call
+    draft = ready.draft
+    call = draft.call
     if not on_main():
-        ready.send()
+        _send(draft)
         return call
 
     def send_or_fail() -> None:
         try:
-            ready.send()
+            _send(draft)
         except BaseException as error:
-            if not call.done():
-                call.uses = ()  # none was lent
-                ready.crew.order.drop(call, error)
+            draft.crew.order.drop(call, error)
 
     hand_over(send_or_fail)
     return call
@@ -118,27 +123,31 @@ def start(ready: Ready) -> PendingCall:
 
 def keep(ready: Ready) -> KeptResident[Any]:
     """As `submit`, with the result staying in the workers. There is a handle from the moment when it is sent."""
-    crew, call = ready.crew, ready.call
-    call.keep = crew.base + crew.services.new_key()
-    found, scopes = recording(crew), crew.residents.here()
+    draft = ready.draft
+    crew = draft.crew
+    draft.call.keep = crew.base + crew.services.new_key()
+    scopes = crew.residents.here()
 
     def send_and_keep() -> KeptResident[Any]:
-        ready.send()
-        kept = crew.kept(call, ready.role, ready.spec)
-        crew.residents.keep(kept, scopes)
-        if found is not None:
-            found.keep(kept)
-        return KeptResident(crew.residents, kept)
+        _send(draft)
+        resident = ready.resident()
+        crew.residents.keep(resident._kept, scopes)
+        return resident
 
-    return off_main(send_and_keep, waits_s=None)
+    if ready.pipeline is None:
+        return off_main(send_and_keep, waits_s=None)
+    resident = ready.resident()
+    ready.pipeline.add(draft, resident._kept)
+    crew.residents.free_with(scopes, resident._kept)
+    return resident
 
 
-def _send(draft: Draft, uses: list[Reference]) -> None:
+def _send(draft: Draft) -> None:
     crew, call = draft.crew, draft.call
     with crew.order.lock:
         crew.check()
         try:
-            draft.lend(uses)
+            draft.lend()
         except BaseException as error:
             crew.order.give_up(call, error, sent=False)
             raise
@@ -154,7 +163,7 @@ def _send(draft: Draft, uses: list[Reference]) -> None:
 def _ended(crew: Crew, call: PendingCall) -> None:
     """A call is about to be settled."""
     for use in call.uses:
-        use._residents.give_back(call, use._kept)
+        use.give_back()
     call.uses = ()
     if crew.services.observers and call.seq >= 0:  # otherwise it was never sent
         crew.services.dispatcher.soon(lambda: crew.services.observers.tell_call(crew.name, call))

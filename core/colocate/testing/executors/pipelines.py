@@ -177,6 +177,59 @@ class Pipelines(ExecutorCase):
             freed.fetch()
         wait_until(gone, "what was kept and dropped in the block is gone")
 
+    def test_pipeline_what_is_used(self, pair: ColocatedGroup) -> None:
+        """What a call of the block uses is there for it, whoever frees it before the block ends; then it is gone."""
+        echo, rows = pair.role("echo", Echo), pair.role("rows", Rows)
+
+        def kept() -> Resident[Any]:
+            return rows.double.keep([1, 2])
+
+        here, there, dropped, outer = kept(), kept(), kept(), kept()
+        with pair.pipeline():
+            uses = [rows.double.submit(each.ref) for each in (here, there, dropped, outer)]
+            here.free()
+            elsewhere(there.free)
+            del dropped
+            gc.collect()
+            with pair.scope():
+                inner = kept()
+                uses += [rows.double.submit(inner.ref)]
+            with pytest.raises(ClosedError, match="the end of its scope"):
+                rows.double.submit(inner.ref)
+            with outer:
+                pass
+            elsewhere(lambda: echo.noop())  # takes along what may be forgotten by now
+        assert [use.result(PATIENCE_S) for use in uses] == [[4, 8]] * 5
+        for freed in (here, there, inner, outer):
+            with pytest.raises(ClosedError, match="was freed by"):
+                freed.fetch()
+        wait_until(lambda: not pair._node.residents.kept, "all of them are forgotten")
+
+    def test_pipeline_gives_back(self, pair: ColocatedGroup) -> None:
+        """What the calls of a block have used that was never sent, or of a nested one, can go when it is freed."""
+        echo, rows = pair.role("echo", Echo), pair.role("rows", Rows)
+
+        def block(kept: Resident[Any]) -> None:
+            with pair.pipeline():
+                rows.double.keep(kept.ref)
+                raise LookupError("on purpose")
+
+        alone, nested = echo.tracked.keep(), rows.double.keep([1])
+        with pytest.raises(LookupError):
+            block(alone)
+        with pair.pipeline():
+            own = rows.double.keep([2])
+            for kept in (nested, own):
+                with pytest.raises(LookupError):
+                    block(kept)
+            use = rows.double.submit(own.ref)
+        assert use.result(PATIENCE_S) == [8]
+        used: tuple[Resident[Any], ...] = (alone, nested, own)
+        for each in used:
+            each.free()
+        wait_until(lambda: echo.is_alive() == [False, False], "the workers have forgotten what was used")
+        wait_until(lambda: not pair._node.residents.kept, "all of them are forgotten")
+
     def test_pipeline_nested(self, pair: ColocatedGroup) -> None:
         """A block inside a block is sent with the outer one; if it fails alone, its own calls are not."""
         log = cleared(pair)
