@@ -86,7 +86,7 @@ class Residents(Leases):
         self.link = link
         self.order = order
         self._fetches = Fetches(link.teller(), link.base)
-        self._borrows: set[weakref.ref[Borrow]] = set()
+        self._borrows: dict[weakref.ref[Borrow], None] = {}  # in their order
         self.scopes: list[Scope] = []
         self._flushing = False
 
@@ -228,7 +228,7 @@ class Residents(Leases):
         if borrower is self:
             return hold
         borrow = Borrow(hold, weakref.ref(call), call.label, borrower, kept)
-        self._borrows.add(weakref.ref(borrow, self._borrows.discard))
+        self._borrows[weakref.ref(borrow, self._borrows.pop)] = None
         return borrow
 
     def _borrowed(self) -> list[Borrow]:
