@@ -25,7 +25,7 @@ from colocate._owned.lifecycle import State
 from colocate._owned.owned import Owned, raise_together
 from colocate._protocol import messages
 from colocate._protocol.message import Message
-from colocate._protocol.uses import Source
+from colocate._protocol.uses import Origin, Source
 from colocate._role.info import RoleInfo
 from colocate._role.method_spec import MethodSpec
 from colocate._system.deadline import Deadline
@@ -95,6 +95,7 @@ class Crew(Restartable):
         self.roles: Mapping[str, RoleInfo] = declared.infos
         self.seed = services.seed
         self._start_timeout: float | None = None
+        self._origins: dict[str, Origin] = {}  # by method
         self.order = CallOrder(self)
         self.cancellations = Cancellations(self.order)
         self.taught = Taught(self, self.order.lock, lambda: self.workforce.workers, self.roles)
@@ -121,11 +122,22 @@ class Crew(Restartable):
     def kept(self, call: PendingCall, role: RoleInfo, spec: MethodSpec) -> Kept:
         """The record of a kept call's resident."""
         assert call.keep is not None
+        return Kept(Source(call.keep, self._origin(call, role, spec)), call, call.line)
+
+    def _origin(self, call: PendingCall, role: RoleInfo, spec: MethodSpec) -> Origin:
+        """One for all residents of a method, so that it is packed once; those of calls that name ranks have their own.
+
+        This takes no lock, as the main thread calls it.
+        """
         ranks = role.ranks
         if call.targets is not role.slots:
             ranks = Ranks(ranks.world_size, ranks.meshes, targets=call.ranks)
-        source = Source(call.keep, self.name, role.slots, ranks, spec.collect, call.label, self.generation)
-        return Kept(source, call, call.line)
+            return Origin(self.name, role.slots, ranks, spec.collect, call.label, self.generation)
+        origin = self._origins.get(call.label)
+        if origin is None or origin.generation != self.generation:
+            origin = Origin(self.name, role.slots, ranks, spec.collect, call.label, self.generation)
+            self._origins[call.label] = origin
+        return origin
 
     def send(self, slots: Sequence[int], message: Message, body: Any = None) -> None:
         """Send one message to some workers."""

@@ -32,11 +32,10 @@ Written: TypeAlias = tuple[int, str, str | None]
 
 
 @attrs.frozen(eq=False)
-class Source:
-    """A resident as others know it: where its parts lie and how they make up the value. Small in groups of any size.
+class Origin:
+    """What made a resident, which is the same for all that a method makes. Small in groups of any size.
 
     Attributes:
-        key: Its id, unique in the runtime.
         group: The group that keeps it.
         slots: The slots of its role, in order of rank.
         ranks: The ranks of the call that made it.
@@ -45,13 +44,69 @@ class Source:
         generation: That of the group; the workers of another one never had it.
     """
 
-    key: int
     group: str
     slots: tuple[int, ...] | range
     ranks: Ranks
     collect: Collect
     label: str
     generation: int = 0
+
+    @functools.cached_property
+    def _packed(self) -> bytes:
+        packed: bytes = cloudpickle.dumps(attrs.astuple(self, recurse=False), protocol=5)
+        return packed
+
+    def __reduce__(self) -> Any:
+        # It goes with every call that uses what it made: packed once, and unpacked once in each worker.
+        return _origin, (self._packed,)
+
+
+@functools.lru_cache(maxsize=1024)
+def _origin(packed: bytes) -> Origin:
+    return Origin(*pickle.loads(packed))
+
+
+@attrs.frozen(eq=False)
+class Source:
+    """A resident as others know it: where its parts lie and how they make up the value.
+
+    Attributes:
+        key: Its id, unique in the runtime.
+        origin: What made it.
+    """
+
+    key: int
+    origin: Origin
+
+    @property
+    def group(self) -> str:
+        """See `Origin`."""
+        return self.origin.group
+
+    @property
+    def slots(self) -> tuple[int, ...] | range:
+        """See `Origin`."""
+        return self.origin.slots
+
+    @property
+    def ranks(self) -> Ranks:
+        """See `Origin`."""
+        return self.origin.ranks
+
+    @property
+    def collect(self) -> Collect:
+        """See `Origin`."""
+        return self.origin.collect
+
+    @property
+    def label(self) -> str:
+        """See `Origin`."""
+        return self.origin.label
+
+    @property
+    def generation(self) -> int:
+        """See `Origin`."""
+        return self.origin.generation
 
     def slot(self, rank: int) -> int:
         """The slot of a rank."""
@@ -62,19 +117,8 @@ class Source:
         """The ranks that have a part, in the order in which results are joined."""
         return range(self.ranks.world_size) if self.ranks.targets is None else self.ranks.targets
 
-    @functools.cached_property
-    def _packed(self) -> bytes:
-        packed: bytes = cloudpickle.dumps(attrs.astuple(self, recurse=False), protocol=5)
-        return packed
-
     def __reduce__(self) -> Any:
-        # It goes with every call that uses it: packed once, and unpacked once in each worker.
-        return _source, (self._packed,)
-
-
-@functools.lru_cache(maxsize=1024)
-def _source(packed: bytes) -> Source:
-    return Source(*pickle.loads(packed))
+        return Source, (self.key, self.origin)
 
 
 @attrs.frozen(eq=False)
