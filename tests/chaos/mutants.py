@@ -40,7 +40,7 @@ def swallowed_error() -> None:
     from colocate._protocol.messages import Done
     from colocate.worker.runner import Runner
 
-    def failed(self: Any, seq: int, keep: int | None, role: str | None, error: BaseException, halves: int = 0) -> None:
+    def failed(self: Any, seq: int, keep: int | None, role: str | None, error: BaseException, work: Any = None) -> None:
         self._site.say(Done(seq, None, 0.0, 0.0, None, 0))
 
     _replace(Runner, "_failed", failed)

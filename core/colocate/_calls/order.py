@@ -48,6 +48,7 @@ class _Hold:
     patient: bool = False  # the cause of what is suspected may come from a rank that is alive
     begun: dict[str, list[tuple[int, int]]] = attrs.field(factory=dict)  # operations of each process group, by rank
     cut: set[str] = attrs.field(factory=set)
+    amid: bool = False  # a call has raised after operations of process groups: models are in the middle of a step
     renews: bool = False  # all were back, and process groups are being renewed
 
     def cause(self) -> ColocateError | None:
@@ -172,6 +173,7 @@ class CallOrder:
             if hold is None:  # perhaps its caller has been told already: another rank failed first
                 hold = self._begin_hold(seq, known=slot)
             self._tell_left(hold, slot, failed.operations)
+            hold.amid = hold.amid or failed.amid
             if call is None:
                 self._note_updates(slot, seq, failed.updates)
                 return
@@ -306,14 +308,14 @@ class CallOrder:
             self.link.fail(torn_error(self.link, *torn, hold.cause()))
             return
         broken = hold.broken()
-        if not broken:
+        if not broken and not hold.amid:
             self._resume(hold)
             return
         hold.waiting, hold.renews = set(self.link.live()), True
         if hold.timer is not None:
             hold.timer.cancel()
         hold.timer = self._timers.after(RENEWED_WITHIN_S, lambda: self._overdue(hold))
-        self.link.send(sorted(hold.waiting), messages.DropGroups(hold.number, broken))
+        self.link.send(sorted(hold.waiting), messages.DropGroups(hold.number, broken, hold.amid))
 
     def _resume(self, hold: _Hold) -> None:
         self._settle_suspicion(hold)

@@ -165,11 +165,13 @@ class DropGroups(Message):
 
     Attributes:
         number: The hold's.
-        names: The groups'.
+        names: The groups'; none where only roles are to be told.
+        everybody: All roles are told, not only those that have to do with these groups.
     """
 
     number: int
     names: Sequence[str]
+    everybody: bool
 
 
 @message
@@ -358,22 +360,24 @@ class Failed(Message):
         failure: What it raised.
         operations: How many it has begun on each process group; see `Left`.
         updates: See `Done`.
+        amid: Whether it has begun some in this call.
     """
 
     seq: int
     failure: Failure
     operations: Operations
     updates: int
+    amid: bool
 
     def head(self) -> Head:
         """What travels of it."""
-        return "Failed", self.seq, values(self.failure), self.operations, self.updates
+        return "Failed", self.seq, values(self.failure), self.operations, self.updates, self.amid
 
     @classmethod
     def of(cls, *values: Any) -> Failed:
         """As `Message.of`."""
-        seq, failure, operations, updates = values
-        return cls(seq, Failure(*failure), operations, updates)
+        seq, failure, operations, updates, amid = values
+        return cls(seq, Failure(*failure), operations, updates, amid)
 
 
 @message

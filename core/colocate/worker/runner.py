@@ -99,7 +99,7 @@ class Runner:
             self._finish(result, work, call, role, spec, resolver, start)
         except BaseException as error:  # whatever role code raises is the caller's to see, SystemExit included
             site.peers.given_back(work.label)
-            self._failed(call.seq, call.keep, role.name, error, self._updates(work))
+            self._failed(call.seq, call.keep, role.name, error, work)
             return False
         finally:
             running_call.reset(tokens[1])
@@ -107,12 +107,13 @@ class Runner:
         return True
 
     def renew(self, message: messages.DropGroups) -> None:
-        """Drop process groups that are of no use, and tell the roles that have to do with them."""
+        """Drop process groups that are of no use, and tell the roles that have to do with them, or all."""
         site = self._site
-        site.groups.drop(message.names)
+        if message.names:
+            site.groups.drop(message.names)
         told, body = None, None
         for role in list(site.roles.values()):
-            if role.name is None or not site.groups.concerns(message.names, role.name):
+            if role.name is None or not (message.everybody or site.groups.concerns(message.names, role.name)):
                 continue
             try:
                 role.renew()
@@ -148,7 +149,7 @@ class Runner:
             self._finish(await coroutine, work, call, role, spec, resolver, start)
         except BaseException as error:
             self._site.peers.given_back(work.label)
-            self._failed(call.seq, call.keep, role.name, error, self._updates(work))
+            self._failed(call.seq, call.keep, role.name, error, work)
             return False
         return True
 
@@ -251,12 +252,16 @@ class Runner:
         for source in resolver.written() if resolver is not None else ():
             raise _written(label, source.label, source.key)
 
-    def _failed(self, seq: int, keep: int | None, role: str | None, error: BaseException, halves: int = 0) -> None:
+    def _failed(
+        self, seq: int, keep: int | None, role: str | None, error: BaseException, work: Work | None = None
+    ) -> None:
         site = self._site
+        halves = self._updates(work) if work is not None else 0
+        amid = work is not None and site.groups.count() != work.operations
         secondary = isinstance(error, Consequence) or site.groups.lost_a_peer()
         told, body = failure.failed(error, site.codec, site.definitions, role, secondary)
         if not site.scope.let_go(seq):  # otherwise nobody would lead the hold that follows
-            site.say(messages.Failed(seq, told, site.groups.operations(), halves), body)
+            site.say(messages.Failed(seq, told, site.groups.operations(), halves, amid), body)
         if keep is not None:  # who uses it fails of that in turn, and is to be heard of later than this
             site.store.fail(keep, f"{told.type}: {told.text}")
 

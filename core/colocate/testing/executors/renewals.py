@@ -14,7 +14,18 @@ from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs
 from colocate.testing.gate import Gate
 from colocate.testing.probes.tensors import Collective
-from colocate.testing.probes.trainers import RATE, Broken, Coach, Kind, Renewing, Trainer, Where, batch, make_model
+from colocate.testing.probes.trainers import (
+    EVERYWHERE,
+    RATE,
+    Broken,
+    Coach,
+    Kind,
+    Renewing,
+    Trainer,
+    Where,
+    batch,
+    make_model,
+)
 from colocate.testing.waiting import PATIENCE_S
 
 _STEPS = 4
@@ -80,6 +91,20 @@ class Renewals(ExecutorCase):
         assert isinstance(trainer.step.submit(0, 0, "before").exception(PATIENCE_S), RoleError)
         losses = [sum(trainer.step(number)) / 2 for number in range(_STEPS)]
         assert losses == pytest.approx(alone()[0], rel=1e-4)
+
+    @needs(OwnProcess)
+    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("where", ["forward", "backward", "after"])
+    def test_a_step_that_fails_everywhere(self, spawn: Spawn, kind: Kind, where: Where) -> None:
+        """All ranks raise alike: nobody waits, and no group is cut, but models are in the middle of a step."""
+        pytest.importorskip("torch")
+        group = spawn({"trainer": colocate.role(Renewing, kind).on(default_group=True)})
+        trainer = group.role("trainer", Renewing)
+        losses = [sum(trainer.step(0)) / 2]
+        assert isinstance(trainer.step.submit(1, EVERYWHERE, where).exception(PATIENCE_S), RoleError)
+        losses += [sum(trainer.step(number)) / 2 for number in range(1, _STEPS)]
+        assert losses == pytest.approx(alone()[0], rel=1e-4)
+        assert [updates for _, updates in trainer.updates()] == [{_STEPS}, {_STEPS}]
 
     @needs(OwnProcess)
     @pytest.mark.parametrize("kind", KINDS)
