@@ -18,9 +18,9 @@ DROPS = {
 """The sockets that are ours, by executor: `local` has no keeper and no envoy, Dask no envoy."""
 
 MOMENTS = ("idle", "call", "call", "queue", "transfer", "pipeline", "run", "spawn", "close")
-TORCH = {"local": 0.35, "ray": 0.05, "dask": 0.05}
+TORCH = {"local": 0.45, "ray": 0.05, "dask": 0.05}
 """The share of programs that use process groups and train: importing torch takes longer than all the rest."""
-TEARS = 0.6
+TEARS = 0.7
 """The share of these in which a group's ranks make different numbers of updates before the fault; also after it."""
 TOGETHER = ("collective", "collective", "train", "train", "renewal", "renewal")
 """Moments of these."""

@@ -318,9 +318,7 @@ class Steps:
         """Some that raise on some ranks, each with the next one behind it, which does it again."""
         for number in range(step.count):
             where = FREED[(FREED.index(step.where) + number) % len(FREED)]
-            # When all raise in the backward pass, nobody waits, nothing is renewed, and FSDP2 stays in the midst of it.
-            ranks = step.ranks[: played.slots - 1] if where == "backward" else step.ranks
-            self._one_train(played, timeout, where, ranks)
+            self._one_train(played, timeout, where, step.ranks)
             last = self._one_train(played, timeout)
         return last
 
