@@ -17,7 +17,7 @@ SURFACE = {
     "group": (*HELD, "checkpoint", "generation", "pipeline", "role", "roles", "run", "scope", "wait_ready"),
     "method": ("keep", "options", "submit"),
     "call": ("add_done_callback", "cancel", "done", "exception", "label", "result"),
-    "resident": ("fetch", "free", "ref", "spec"),
+    "resident": ("fetch", "free", "ref", "spec", "wait"),
     "graph": ("data", "render"),
 }
 

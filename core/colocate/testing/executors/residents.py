@@ -31,7 +31,7 @@ class Residents(ExecutorCase):
             assert isinstance(kept, Resident)
             assert kept.fetch() == kept.fetch() == rows.double([1, 2, 3])
 
-    def test_wait(self, pair: ColocatedGroup) -> None:
+    def test_waited_for(self, pair: ColocatedGroup) -> None:
         """It returns when the value is there, and raises what its call has raised."""
         faulty = pair.role("faulty", Faulty)
         with Gate() as gate:
