@@ -109,6 +109,7 @@ def test_in_other_minibatches(tmp_path: Path, expected: Trained, minibatch: int)
     assert train(tmp_path / "run", *failing(tmp_path, "update", minibatch)).undisturbed == expected.rows
 
 
+@pytest.mark.long
 def test_weights_of_two_steps_go_back_to_the_checkpoint(tmp_path: Path, expected: Trained) -> None:
     """After the last collective the other rank makes its update: the group restarts from step 2."""
     found = train(tmp_path / "run", *failing(tmp_path, "last collective"))
