@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -137,20 +137,26 @@ def test_ending_the_run_instead(tmp_path: Path) -> None:
         train(tmp_path / "run", *failing(tmp_path, "backward"), on_step_failure("fail"))
 
 
+@pytest.fixture(scope="module")
+def chosen(request: pytest.FixtureRequest) -> Iterator[list[str]]:
+    """What puts an executor into the config: nothing for the one that it has."""
+    if request.param == "local":
+        yield []
+        return
+    pytest.importorskip({"dask": "distributed"}.get(request.param, request.param))
+    with cluster(request.param) as options:
+        yield [f"executor={json.dumps({'use': request.param, 'with': options})}"]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("executor", "where"),
+    ("chosen", "where"),
     [("local", "backward"), ("local", "last collective"), ("ray", "last collective"), ("dask", "backward")],
+    indirect=["chosen"],
 )
-def test_the_example_learns_all_the_same(tmp_path: Path, executor: str, where: str) -> None:
+def test_the_example_learns_all_the_same(tmp_path: Path, chosen: list[str], where: str) -> None:
     """As it is, with a failure in step 30, on the executor that one word of the config names."""
-    with contextlib.ExitStack() as stack:
-        chosen = []
-        if executor != "local":
-            pytest.importorskip({"dask": "distributed"}.get(executor, executor))
-            entry = {"use": executor, "with": stack.enter_context(cluster(executor))}
-            chosen.append(f"executor={json.dumps(entry)}")
-        found = train(tmp_path / "run", *failing(tmp_path, where, step=30), *chosen, whole=True)
+    found = train(tmp_path / "run", *failing(tmp_path, where, step=30), *chosen, whole=True)
     assert (tmp_path / "failed").exists()
     assert [row["step"] for row in found.rows] == [*range(61)]
     assert found.generation == (where == "last collective")
