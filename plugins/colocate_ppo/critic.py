@@ -7,14 +7,14 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
-from colocate import ColocateError, Concat, Reduce, Role, Scatter, method, needs
+from colocate import Concat, Reduce, Role, Scatter, method, needs
 from colocate_ppo import checkpoint, maths
 from colocate_ppo.forward import response_values
 from colocate_ppo.learner import Learner
 from colocate_ppo.model import ValueModel, Weights, value_model_from
 from colocate_ppo.parallel import minibatches, per_rank, total
 from colocate_ppo.rollout import Rollout
-from colocate_ppo.spread import Dtype, Layout, Parallel, SpreadModel
+from colocate_ppo.spread import Dtype, Layout, Parallel, SpreadModel, loaded
 
 
 class Estimates(TypedDict):
@@ -52,9 +52,7 @@ class Critic(Role):
     @property
     def learner(self) -> Learner:
         """What trains the model that was loaded."""
-        if self.loaded is None:
-            raise ColocateError(f"role {self.ctx.role!r} has no model yet: call `load` or `restore` before")
-        return self.loaded
+        return loaded(self.ctx, self.loaded)
 
     @property
     def model(self) -> SpreadModel:

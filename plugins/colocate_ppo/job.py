@@ -122,7 +122,7 @@ def train(
     problems = Task(task, task_options or {}, seed=run.runtime.seed)
     held_out = problems.held_out(eval_problems)
     shown = held_out[:_SHOWN]
-    longest = max_new_tokens or max(len(problem.answer) for problem in held_out) + 2
+    longest = max_new_tokens or max(map(len, held_out.answers)) + 2
     progress, recovery = Progress(), Recovery(on_step_failure, step_retries)
     part = functools.partial(recovery.part, run)
 

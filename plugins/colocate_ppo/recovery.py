@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias, TypeVar
 
 import attrs
 
-from colocate import RenewalError, RoleError, Run
+from colocate import ConfigError, RenewalError, RoleError, Run
 
 T = TypeVar("T")
 
@@ -34,22 +34,27 @@ class Recovery:
     failed: int = attrs.field(default=0, init=False)
     _restored: int = attrs.field(default=0, init=False)
 
+    def __attrs_post_init__(self) -> None:
+        if self.limit < 0:
+            raise ConfigError(f"ppo.train: option `step_retries` must be 0 or more, not {self.limit}")
+
     def part(self, run: Run, name: str, do: Callable[[], T]) -> T:
         """Do a part of a step, in the phase of this name; once more when it has failed, if that is what is wanted.
 
         Raises:
             RoleError: It has failed, for the last time.
         """
-        for left in reversed(range(self.limit + 1)):
+        left = self.limit if self.how == "retry" else 0
+        while True:
             try:
                 with run.timed(name):
                     return do()
             except RoleError as error:
                 self.failed += 1
-                if self.how != "retry" or not left or isinstance(error, RenewalError):
+                if not left or isinstance(error, RenewalError):
                     raise
+                left -= 1
                 _log.warning("%s is done again: %s", name, _what(error))
-        raise AssertionError  # the last attempt has returned or raised
 
     def restore(self, run: Run, error: RoleError, restore: Callable[[], None]) -> None:
         """Go back to the last checkpoint, if that is what is wanted.

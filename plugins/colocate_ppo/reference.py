@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from colocate import ColocateError, Concat, Reduce, Role, Scatter, method, needs
+from colocate import Concat, Reduce, Role, Scatter, method, needs
 from colocate_ppo import checkpoint, maths, parallel
 from colocate_ppo.forward import response_log_probs
 from colocate_ppo.model import Weights, config_from, empty_model
 from colocate_ppo.rollout import Rollout
-from colocate_ppo.spread import Dtype, Layout, SpreadModel
+from colocate_ppo.spread import Dtype, Layout, SpreadModel, loaded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -34,9 +34,7 @@ class Reference(Role):
     @property
     def model(self) -> SpreadModel:
         """The model that was loaded."""
-        if self.loaded is None:
-            raise ColocateError(f"role {self.ctx.role!r} has no model yet: call `load` or `restore` before")
-        return self.loaded
+        return loaded(self.ctx, self.loaded)
 
     def renew(self) -> None:
         """Go on after a failed call, with new process groups."""

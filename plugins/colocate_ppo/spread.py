@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import attrs
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from colocate import ConfigError, Context
+from colocate import ColocateError, ConfigError, Context
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
+
+T = TypeVar("T")
 
 Parallel: TypeAlias = Literal["none", "ddp", "fsdp2"]
 Dtype: TypeAlias = Literal["float32", "bfloat16"]
@@ -164,6 +166,17 @@ def _copy_from_first(ctx: Context, module: nn.Module) -> None:
     if ctx.world_size > 1:
         for tensor in module.state_dict().values():
             dist.broadcast(tensor, group=ctx.process_group(), group_src=0)
+
+
+def loaded(ctx: Context, there: T | None) -> T:
+    """What a role that is constructed without a model has once it was loaded.
+
+    Raises:
+        ColocateError: It wasn't.
+    """
+    if there is None:
+        raise ColocateError(f"role {ctx.role!r} has no model yet: call `load` or `restore` before")
+    return there
 
 
 def whole(tensor: Tensor) -> Tensor:

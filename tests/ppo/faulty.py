@@ -45,17 +45,10 @@ class FaultyActor(Actor):
         raise Failure(f"in step {self.step}: {self.where}")
 
     @method(dispatch=Scatter("problems"), collect=Concat())
-    def generate(
-        self,
-        problems: Problems,
-        max_new_tokens: int,
-        temperature: float = 1.0,
-        greedy: bool = False,
-        number: int | None = None,
-    ) -> Rollout:
+    def generate(self, problems: Problems, *more: Any, **named: Any) -> Rollout:
         """Answer, unless it fails."""
-        answers = super().generate(problems, max_new_tokens, temperature, greedy, number)
-        if number == self.step and self._fails("rollout"):
+        answers = super().generate(problems, *more, **named)
+        if named.get("number") == self.step and self._fails("rollout"):
             self._fail()
         return answers
 

@@ -1,0 +1,93 @@
+"""What becomes of a step that fails again and again: it ends, with the error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import attrs
+import pytest
+
+from colocate import ConfigError, RenewalError, RoleError
+from colocate_ppo.recovery import OnStepFailure, Recovery
+
+
+@attrs.define
+class FakeRun:
+    """A run whose last checkpoint is of this step, if it has one."""
+
+    step: int | None = 7
+
+    def timed(self, phase: str) -> nullcontext[None]:
+        return nullcontext()
+
+    def rewind(self) -> int | None:
+        return self.step
+
+
+def failing(times: int, error: type[RoleError] = RoleError) -> tuple[Callable[[], str], list[int]]:
+    """What raises so often before it succeeds, and how often it was called."""
+    called: list[int] = []
+
+    def do() -> str:
+        called.append(len(called))
+        if len(called) <= times:
+            raise error("no")
+        return "done"
+
+    return do, called
+
+
+def test_a_part_is_done_again_so_often() -> None:
+    run: Any = FakeRun()
+    recovery = Recovery("retry", 3)
+    do, called = failing(3)
+    assert recovery.part(run, "rollout", do) == "done"
+    assert (len(called), recovery.told(), recovery.told()) == (4, {"failed_calls": 3}, {})
+    do, called = failing(4)
+    with pytest.raises(RoleError, match="no"):
+        recovery.part(run, "rollout", do)
+    assert len(called) == 4
+
+
+@pytest.mark.parametrize(
+    ("how", "limit", "error"),
+    [("restore", 3, RoleError), ("fail", 3, RoleError), ("retry", 0, RoleError), ("retry", 3, RenewalError)],
+)
+def test_it_is_not_done_again(how: OnStepFailure, limit: int, error: type[RoleError]) -> None:
+    """Where nobody wants that, or it can't be."""
+    run: Any = FakeRun()
+    do, called = failing(1, error)
+    with pytest.raises(error):
+        Recovery(how, limit).part(run, "rollout", do)
+    assert len(called) == 1
+
+
+def test_a_checkpoint_is_gone_back_to_so_often() -> None:
+    run: Any = FakeRun()
+    recovery, error, restored = Recovery("restore", 2), RoleError("no"), list[int]()
+    for _ in range(2):  # each new checkpoint has its own number
+        for _ in range(2):
+            recovery.restore(run, error, lambda: restored.append(1))
+        with pytest.raises(RoleError):
+            recovery.restore(run, error, lambda: restored.append(1))
+        recovery.progressed()
+    assert len(restored) == 4
+
+
+@pytest.mark.parametrize(
+    ("how", "step", "error"), [("retry", 7, RoleError), ("restore", None, RoleError), ("restore", 7, RenewalError)]
+)
+def test_nothing_is_gone_back_to(how: OnStepFailure, step: int | None, error: type[RoleError]) -> None:
+    """Where nobody wants that, there is no checkpoint, or the group can't go on."""
+    run: Any = FakeRun(step)
+    with pytest.raises(error) as caught:
+        Recovery(how, 3).restore(run, error("no"), lambda: pytest.fail("it was restored"))
+    notes = getattr(caught.value, "__notes__", [])
+    assert bool(notes) == (step is None)
+
+
+def test_a_number_below_zero_is_refused() -> None:
+    with pytest.raises(ConfigError, match="`step_retries` must be 0 or more, not -1"):
+        Recovery("retry", -1)
