@@ -58,3 +58,12 @@ def test_groups_without_a_name_are_numbered_by_themselves() -> None:
 def test_the_other_ways_to_call(call: str) -> None:
     made = getattr(Waiting().double, call)(3)
     assert (made.result() if call == "submit" else made.fetch()) == [6]
+
+
+def test_a_kept_value_is_there_until_it_is_freed() -> None:
+    kept = Waiting().double.keep(3)  # type: ignore[attr-defined]
+    kept.wait(1.0)
+    kept.free()
+    for use in (kept.wait, kept.fetch):
+        with pytest.raises(colocate.ClosedError, match="was freed"):
+            use()
