@@ -136,7 +136,6 @@ class Player:
             try:
                 how = "restart" if played.restarts else "fail"
                 played.group = part.spawn(roles, name=played.name, timeout=timeout, on_failure=how, restarts=RESTARTS)
-                played.pids = tuple(worker.pid or 0 for worker in played.group._node.workforce.workers)
             except Exception as error:
                 played.spawn_error = error
 
@@ -206,8 +205,14 @@ class Player:
         self._steps.submit(
             played, sent, lambda view, ident: view.hold.options(timeout=timeout, ranks=[rank]).submit(ident)
         )
-        if becomes_true(lambda: holds_the_gil(played.pids[rank]), LONG_S):
-            self._injector.note("gil", played.pids[rank], began)
+        if sent.call is None:  # the group has failed before
+            return
+        assert played.group is not None
+        pid = played.group._node.workforce.workers[rank].pid or 0
+        if becomes_true(lambda: holds_the_gil(pid), LONG_S):
+            self._injector.note("gil", pid, began)
+        else:
+            self._steps.hangs.append(f"{sent} has not begun to hold the GIL of process {pid}")
 
     def _moment(self) -> None:
         """What is under way when the fault is done."""
@@ -307,7 +312,8 @@ class Player:
             if any(sent.settled is None for sent in _patient(played)):
                 bound += LONG_S  # the grace of a hold is for the failed call and later ones: an earlier one has its own
             with self._steps.bound("the group's failure by its own grace", bound):
-                becomes_true(lambda: group._node.failure is not None or group.generation > 0, bound + HANG_S)
+                before = played.generation
+                becomes_true(lambda: group._node.failure is not None or group.generation > before, bound + HANG_S)
         timeout = None if self._fault.ending == "thread" else SHORT_S
         self._steps.do(Step("submit", group=played.index), timeout)
         if self._fault.grace > 0.15:  # otherwise the close comes before the timeouts

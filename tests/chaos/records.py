@@ -99,7 +99,6 @@ class Played:
     slots: int
     group: ColocatedGroup | None = None
     second: tuple[int, ...] = ()
-    pids: tuple[int, ...] = ()
     sent: list[Sent] = attrs.field(factory=list)
     close_errors: tuple[BaseException, ...] = ()
     closing: float | None = None
