@@ -178,9 +178,8 @@ def train(
                     kl_coefficient=kl_coefficient,
                     kl_estimator=kl_estimator,
                 )
-            metrics = {**summary.result(), "kl": kl.result()}
-            estimates.wait()  # or its failure would be found by who uses it
-            return rollout.ref, log_probs.ref, values.ref, estimates.ref, metrics
+            estimates.wait()  # the last of them; and its failure would otherwise be found by who uses it
+            return rollout.ref, log_probs.ref, values.ref, estimates.ref, {**summary.result(), "kl": kl.result()}
 
         rollout, log_probs, values, estimates, metrics = part("rollout", roll_out)
 

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from colocate._definitions.packed import Packed
+from colocate._definitions.packed import Packed, Plain
 from colocate._definitions.pickler import Pickler, Whole, is_special
 from colocate._system.by_type import by_type
 
@@ -80,9 +80,9 @@ def unpack(packed: Packed, device: str | torch.device | None = None) -> Any:
 
 
 def _is_plain(value: Any, room: int) -> int:
-    """How much of `room` is left when the value is made of few small builtins; else negative."""
+    """How much of `room` is left when the value is made of few small builtins, and what is as plain; else negative."""
     kind = type(value)
-    if kind in _ATOMS:
+    if kind in _ATOMS or issubclass(kind, Plain):
         return room - 1
     if kind is dict:
         value = (*value, *value.values()) if len(value) <= room else None

@@ -9,6 +9,12 @@ from colocate._definitions.known import Need
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 
+class Plain:
+    """Base of what plain pickle sends as it should be: it consists of colocate's own classes and of small builtins."""
+
+    __slots__ = ()
+
+
 class Packed(NamedTuple):
     """A value as bytes.
 

@@ -9,7 +9,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import attrs
 
@@ -28,6 +28,7 @@ class RunFolder:
     """
 
     path: Path
+    _metrics: TextIO | None = attrs.field(default=None, init=False)
 
     @classmethod
     def create(cls, name: str, root: Path) -> RunFolder:
@@ -81,11 +82,19 @@ class RunFolder:
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Add one object to metrics.jsonl. JSON has no NaN and no infinity: they become null."""
-        with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(finite(row), allow_nan=False) + "\n")
+        if self._metrics is None:
+            self._metrics = (self.path / "metrics.jsonl").open("a", buffering=1, encoding="utf-8")
+        self._metrics.write(json.dumps(finite(row), allow_nan=False) + "\n")
+
+    def close(self) -> None:
+        """Nothing is added for now."""
+        metrics, self._metrics = self._metrics, None
+        if metrics is not None:
+            metrics.close()
 
     def rewind(self, step: int) -> list[dict[str, Any]]:
         """Take out of metrics.jsonl what comes after a step, and return the rest."""
+        self.close()
         path = self.path / "metrics.jsonl"
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         rows = [row for row in map(_row, lines) if row is not None and row["step"] <= step]

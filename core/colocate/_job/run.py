@@ -274,7 +274,7 @@ def execute(begun: Begun, runtime: Runtime, groups: Mapping[str, ColocatedGroup]
     name = begun.config.name
     run = Run(name, runtime, groups, folder.path, resumed, folder, screen, signals, begun.metrics)
     try:
-        with screen.running(name, folder.path, begun.step), signals:
+        with contextlib.closing(folder), screen.running(name, folder.path, begun.step), signals:
             _until_done(run, lambda: begun.job(run))
     except KeyboardInterrupt:
         raise

@@ -120,16 +120,16 @@ class Reference(OnDriver, Deferred):
 
     def _own(self, axis: str, mesh: str | None, count: int) -> bool:
         """Whether each rank of the consumer finds its part in its own worker: same slots, same partition."""
-        source, consumer = self._kept.source, self._consumer
-        collect = source.collect
-        if consumer is None or not isinstance(collect, Concat) or source.ranks.targets is not None:
+        origin, consumer = self._kept.source.origin, self._consumer
+        collect = origin.collect
+        if consumer is None or not isinstance(collect, Concat) or origin.ranks.targets is not None:
             return False
-        if (source.group, source.slots) != (consumer.group, consumer.slots):
+        if (origin.group, origin.slots) != (consumer.group, consumer.slots):
             return False
-        made, wanted = source.ranks.mesh(collect.mesh), consumer.mesh(mesh)
+        made, wanted = origin.ranks.mesh(collect.mesh), consumer.mesh(mesh)
         if made.size(collect.axis) != count or "pp" in made.shape:
             return False
-        return count == source.ranks.world_size or made.lies_as(collect.axis, wanted, axis)
+        return count == origin.ranks.world_size or made.lies_as(collect.axis, wanted, axis)
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(

@@ -15,6 +15,8 @@ from typing import Any, TypeAlias
 import attrs
 import cloudpickle
 
+from colocate._definitions.packed import Plain
+from colocate._system.by_type import by_type
 from colocate._system.numbers import plural
 from colocate._values import batch
 from colocate._values.batch import even_sizes, padded_sizes
@@ -24,7 +26,7 @@ from colocate._values.dispatch import check_items
 from colocate._values.leaves import Memo
 from colocate._values.leaving import Watch
 from colocate._values.mesh import Ranks
-from colocate._values.tree import map_leaves
+from colocate._values.tree import PLAIN, map_leaves
 from colocate.errors import DispatchError
 
 Written: TypeAlias = tuple[int, str, str | None]
@@ -122,7 +124,7 @@ class Source:
 
 
 @attrs.frozen(eq=False)
-class Use:
+class Use(Plain):
     """Stands for a resident's value, or some of its rows, in the arguments of a call."""
 
     source: Source
@@ -206,6 +208,11 @@ class Peers(abc.ABC):
         """End what it holds."""
 
 
+@by_type
+def _is_placeholder(kind: type) -> bool:
+    return issubclass(kind, Use | Cut)
+
+
 Aligned: TypeAlias = Callable[[int, Sequence[int]], Collection[int]]
 
 
@@ -231,11 +238,15 @@ class Resolver:
 
     def resolve(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments with values in place of placeholders."""
-        for value in arguments.values():
-            map_leaves(value, self._note)
+        placed = dict(arguments)
+        within = [name for name, value in placed.items() if type(value) not in PLAIN]
+        for name in within:
+            map_leaves(placed[name], self._note, _is_placeholder)
         if self._by is not None:
             self._first_part(self._by)
-        return {name: map_leaves(value, self._leaf) for name, value in arguments.items()}
+        for name in within:
+            placed[name] = map_leaves(placed[name], self._leaf, _is_placeholder)
+        return placed
 
     def _note(self, item: Any) -> Any:
         if isinstance(item, Own):
@@ -247,8 +258,6 @@ class Resolver:
     def _leaf(self, item: Any) -> Any:
         if isinstance(item, Cut):
             return self._beside(item)
-        if not isinstance(item, Use):
-            return item
         self.keys.append(item.source.key)
         value = self._value(item)
         self._taken.append((item.source, value))
@@ -292,7 +301,7 @@ class Resolver:
         assert self.valid is not None
         start, total = self._place(cut.by)
         cut.beside.check(total)
-        return map_leaves(batch.cut(cut.value, start, start + self.valid, self._memo), self._leaf)
+        return map_leaves(batch.cut(cut.value, start, start + self.valid, self._memo), self._leaf, _is_placeholder)
 
     def _part(self, part: Part | Own) -> Any:
         if isinstance(part, Part) and part.padding:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import linecache
 import os
 import re
@@ -20,7 +21,7 @@ def caller() -> tuple[str, int]:
     """File and line of the user's code that called into colocate."""
     for frame in frames():
         name = frame.f_code.co_filename
-        if "contextlib" not in name and not is_own_code(name):
+        if not _is_passed_by(name):
             return cell(name) or name, frame.f_lineno
     return "?", 0
 
@@ -73,6 +74,12 @@ def made_for(line: tuple[str, int] | None) -> Iterator[None]:
         yield
     finally:
         _made_for.reset(token)
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_passed_by(file: str) -> bool:
+    """Whether code in a file is none of the user's: colocate's, or what enters a block for it."""
+    return "contextlib" in file or is_own_code(file)
 
 
 def is_own_code(file: str) -> bool:

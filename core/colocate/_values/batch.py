@@ -17,21 +17,22 @@ from colocate._system.numbers import plural
 from colocate._values.beside import Beside
 from colocate._values.leaves import Kind, Memo, Registered, kind_of, register
 from colocate._values.tree import (
+    PLAIN,
     Label,
     check_alike,
     is_container,
     leaves,
     may_hold,
+    named_leaves,
     rebuild_dict,
     rebuild_tuple,
+    replaced,
     take_apart,
 )
 from colocate._values.tree import map_leaves as map_leaves  # of a piece with what is here
 from colocate.errors import DispatchError
 
 B = TypeVar("B")
-
-_PLAIN = frozenset({int, float, str, bool, bytes, type(None)})  # what long lists are made of
 
 Padding = Literal["none", "even"]
 
@@ -107,19 +108,29 @@ def rows(value: Any, path: str) -> int:
 
 def count_rows(value: Any, path: str) -> int | None:
     """As `rows`, but None where no leaf has rows that the driver knows: only None, and `Deferred` ones."""
-    first: tuple[str, int] | None = None
-    for where, leaf in leaves(value, path):
-        if isinstance(leaf, Deferred):
-            continue
-        total = _length(leaf, where)
-        if first is None:
-            first = where, total
-        elif total != first[1]:
-            raise DispatchError(
-                f"{first[0]} has {plural(first[1], 'row')} but {where} has {total}: "
+    totals = {_has(leaf) for leaf in leaves(value) if not is_deferred(type(leaf))}
+    if len(totals) > 1 or None in totals:
+        raise _uneven(value, path)
+    return next(iter(totals), None)
+
+
+def _has(leaf: Any) -> int | None:
+    """The rows of a leaf, None where it has none."""
+    kind = kind_of(type(leaf))
+    return None if kind is None else kind.length(leaf)
+
+
+def _uneven(value: Any, path: str) -> DispatchError:
+    """Which leaves of a value have no rows, or not as many as another one."""
+    named = [(where, leaf) for where, leaf in named_leaves(value, path) if not is_deferred(type(leaf))]
+    first, total = named[0][0], _length(named[0][1], named[0][0])
+    for where, leaf in named:
+        if (other := _length(leaf, where)) != total:
+            return DispatchError(
+                f"{first} has {plural(total, 'row')} but {where} has {other}: "
                 "the parts of one value need as many rows each"
             )
-    return None if first is None else first[1]
+    raise AssertionError(f"{path} has {total} rows")
 
 
 def split(value: Any, sizes: Sequence[int], path: str) -> list[Any]:
@@ -141,10 +152,10 @@ def slice_rows(value: Any, start: int, stop: int, path: str = "value") -> Any:
     stop = min(max(stop, start), total)
     memo = Memo()
 
-    def cut(leaf: Any) -> list[Any]:
-        return [leaf if (start, stop) == (0, total) else _kind(leaf, path).slice(leaf, start, stop, memo)]
+    def cut(leaf: Any) -> Any:
+        return leaf if (start, stop) == (0, total) else _kind(leaf, path).slice(leaf, start, stop, memo)
 
-    return take_apart(value, 1, cut)[0]
+    return replaced(value, cut)
 
 
 def cut(leaf: Any, start: int, stop: int, memo: Memo) -> Any:
@@ -166,7 +177,8 @@ def pad(value: Any, to: int, path: str = "value") -> Any:
         return value
     if total == 0:
         raise DispatchError(f"{path} has 0 rows, so there is no last row to pad with to {to}; give it a row at least")
-    return take_apart(value, 1, leaf_splitter([total], to))[0]
+    split = leaf_splitter([total], to)
+    return replaced(value, lambda leaf: split(leaf)[0])
 
 
 def even_sizes(total: int, count: int) -> list[int]:
@@ -245,11 +257,11 @@ def find_deferred(value: Any) -> list[Deferred]:
     stack = [value]
     while stack:
         item = stack.pop()
-        if type(item) in _PLAIN:
+        if type(item) in PLAIN:
             continue
         if isinstance(item, (list, tuple, dict)):
             items = item.values() if isinstance(item, dict) else item
-            if id(item) not in seen and may_hold(items, _is_deferred):
+            if id(item) not in seen and may_hold(items, is_deferred):
                 seen.add(id(item))
                 stack.extend(reversed(items))
         elif isinstance(item, Deferred) and id(item) not in seen:
@@ -259,13 +271,14 @@ def find_deferred(value: Any) -> list[Deferred]:
 
 
 @by_type
-def _is_deferred(kind: type) -> bool:
+def is_deferred(kind: type) -> bool:
+    """Whether values of this type are `Deferred`."""
     return issubclass(kind, Deferred)
 
 
 def leaf_deferred(value: Any) -> list[Deferred]:
     """Every `Deferred` that stands where `rows` looks for a leaf: in tuples and dicts, but not as an item of a list."""
-    return [leaf for _, leaf in leaves(value, "") if isinstance(leaf, Deferred)]
+    return [leaf for leaf in leaves(value) if is_deferred(type(leaf))]
 
 
 def resolve(value: Any, leaf: Callable[[Deferred], Any]) -> Any:

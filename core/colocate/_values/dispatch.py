@@ -11,7 +11,7 @@ import attrs
 from colocate._system.nearest import did_you_mean
 from colocate._values.batch import Deferred, resolve
 from colocate._values.mesh import Ranks
-from colocate._values.scatter import lay_out
+from colocate._values.scatter import lay_out, own_parts
 from colocate.errors import ConfigError, DispatchError
 
 Arguments = Mapping[str, Any]
@@ -203,6 +203,8 @@ class Scatter(Dispatch):
         scattered = {name: arguments[name] for name in self.parameters if name in arguments}
         others = whole({name: value for name, value in arguments.items() if name not in scattered})
         base = {name: others.get(name) for name in arguments}  # in the order of the call, and so are its copies
+        if not self.pad and (own := own_parts(scattered, self.axis, self.mesh, count)) is not None:
+            return [{**base, **own}] * ranks.world_size
         layout = lay_out(scattered, self.axis, self.mesh, count, "even" if self.pad else "none", self.empty)
         if (shared := layout.shared(scattered)) is not None:
             return [{**base, **shared}] * ranks.world_size

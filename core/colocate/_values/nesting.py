@@ -13,11 +13,11 @@ from typing import Any, TypeAlias
 
 from colocate._system.by_type import by_type
 from colocate._values.leaves import is_collection
+from colocate._values.tree import PLAIN
 from colocate.errors import SerializationError
 
 _DEEP = 100  # levels; whatever walks values has room for more of them
 _SHOWN = 4
-_PLAIN = frozenset({int, float, str, bool, bytes, type(None)})
 _USUAL: tuple[Any, ...] = object.__reduce_ex__, object.__reduce__, object.__getstate__
 _BY_NAME = type, types.ModuleType, types.FunctionType
 
@@ -60,7 +60,7 @@ def _no_end(value: Any, name: str) -> tuple[str, str] | None:
             del on_way[id(item)]
             done.add(id(item))
             continue
-        if type(part) in _PLAIN or id(part) in done:
+        if type(part) in PLAIN or id(part) in done:
             continue
         level = on_way.get(id(part))
         if level is not None:
@@ -126,7 +126,7 @@ def kinds_inside(value: Any) -> set[type]:
 @by_type
 def has_attributes(kind: type) -> bool:
     """Whether `refuse_hidden` looks at attributes of values of this type that their class doesn't declare."""
-    return not (kind in _PLAIN or _opens(kind)) and _attributes(kind) is not None
+    return not (kind in PLAIN or _opens(kind)) and _attributes(kind) is not None
 
 
 @by_type
@@ -170,7 +170,7 @@ def refuse_hidden(
     """
     left = sys.maxsize if looks is None else looks
     for name, value in arguments.items():
-        if type(value) in _PLAIN:
+        if type(value) in PLAIN:
             continue
         found, left = _hidden(value, name, matters, holder, left)
         if found is not None:
@@ -203,7 +203,7 @@ def _hidden(
             if holder:
                 return (way, item, holder), looks
             continue
-        if kind in _PLAIN or id(item) in seen:
+        if kind in PLAIN or id(item) in seen:
             continue
         seen.add(id(item))
         # Taken at once: on threads somebody may be changing it. Long lists are mostly of plain items, which aren't
@@ -213,19 +213,19 @@ def _hidden(
             near.extend(
                 (key, (way, f".keys()[{index}]"), "dict's key")
                 for index, (key, _) in enumerate(pairs)
-                if type(key) not in _PLAIN
+                if type(key) not in PLAIN
             )
-            near.extend((each, (way, f"[{key!r}]"), holder) for key, each in pairs if type(each) not in _PLAIN)
+            near.extend((each, (way, f"[{key!r}]"), holder) for key, each in pairs if type(each) not in PLAIN)
             looks -= len(pairs)
         elif isinstance(item, list | tuple):
             items = list(islice(item, looks))
             near.extend(
-                (each, (way, f"[{index}]"), holder) for index, each in enumerate(items) if type(each) not in _PLAIN
+                (each, (way, f"[{index}]"), holder) for index, each in enumerate(items) if type(each) not in PLAIN
             )
             looks -= len(items)
         elif (fields := _fields(kind) or (None if declared else _attributes(kind))) is not None:
             near.extend(
-                (each, (way, step), kind.__qualname__) for step, each in fields(item, looks) if type(each) not in _PLAIN
+                (each, (way, step), kind.__qualname__) for step, each in fields(item, looks) if type(each) not in PLAIN
             )
         looks -= 1
     return None, looks

@@ -15,6 +15,7 @@ from colocate._values.tree import check_alike, rebuild_dict, rebuild_tuple
 from colocate.errors import DispatchError
 
 OPERATIONS = ("mean", "sum", "max", "min")
+_NUMBERS = frozenset({int, float, bool, complex})
 
 
 def reduce_values(values: Sequence[Any], operation: str, weights: Sequence[int] | None, ranks: Sequence[int]) -> Any:
@@ -31,7 +32,7 @@ def reduce_values(values: Sequence[Any], operation: str, weights: Sequence[int] 
     Raises:
         DispatchError: The values differ in structure or shape, or a leaf can't be reduced.
     """
-    return _Reduction(operation, weights or [1] * len(values), ranks).walk(values, "the results")
+    return _Reduction(operation, weights or [1] * len(values), ranks).walk(values, ())
 
 
 @attrs.frozen
@@ -40,23 +41,22 @@ class _Reduction:
     weights: Sequence[int]
     ranks: Sequence[int]
 
-    def walk(self, values: Sequence[Any], path: str) -> Any:
+    def walk(self, values: Sequence[Any], keys: tuple[Any, ...]) -> Any:
         first = values[0]
+        if first is None or isinstance(first, (dict, list, tuple)):
+            check_alike(values, _path(keys), self._label)
         if isinstance(first, dict):
-            check_alike(values, path, self._label)
-            items = {key: self.walk([value[key] for value in values], f"{path}[{key!r}]") for key in first}
+            items = {key: self.walk([value[key] for value in values], (*keys, key)) for key in first}
             return rebuild_dict(first, items)
         if isinstance(first, (list, tuple)):
-            check_alike(values, path, self._label)
-            rows = [self.walk(items, f"{path}[{i}]") for i, items in enumerate(zip(*values, strict=True))]
+            rows = [self.walk(items, (*keys, i)) for i, items in enumerate(zip(*values, strict=True))]
             return rows if isinstance(first, list) else rebuild_tuple(first, rows)
-        if first is None:
-            check_alike(values, path, self._label)
-            return None
-        return self._leaf(values, path)
+        return None if first is None else self._leaf(values, keys)
 
-    def _leaf(self, values: Sequence[Any], path: str) -> Any:
-        family = _family(values[0])
+    def _leaf(self, values: Sequence[Any], keys: tuple[Any, ...]) -> Any:
+        if all(type(value) in _NUMBERS for value in values):
+            return self._reduced(_number, values, keys)
+        family, path = _family(values[0]), _path(keys)
         for index, value in enumerate(values):
             if family is None or _family(value) is not family:
                 what = "None" if value is None else f"a {type(value).__name__}"
@@ -72,14 +72,21 @@ class _Reduction:
                     f"{self._label(index)}; equal shapes can be reduced",
                     rank=self.ranks[index],
                 )
+        return self._reduced(family, values, keys)
+
+    def _reduced(self, family: Any, values: Sequence[Any], keys: tuple[Any, ...]) -> Any:
         try:
             return family(values, self.operation, self.weights)
         except (TypeError, ValueError, RuntimeError, ArithmeticError) as error:
             name = type(values[0]).__name__
-            raise DispatchError(f"{path}: no {self.operation} can be made of {name}: {error}") from error
+            raise DispatchError(f"{_path(keys)}: no {self.operation} can be made of {name}: {error}") from error
 
     def _label(self, index: int) -> str:
         return f"rank {self.ranks[index]}"
+
+
+def _path(keys: tuple[Any, ...]) -> str:
+    return "the results" + "".join(f"[{key!r}]" for key in keys)
 
 
 def _family(value: Any) -> Any:

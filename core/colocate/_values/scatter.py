@@ -9,9 +9,18 @@ from typing import Any, Literal
 import attrs
 
 from colocate._system.numbers import plural
-from colocate._values.batch import Deferred, count_rows, even_sizes, leaf_deferred, leaf_splitter, padded_sizes, resolve
+from colocate._values.batch import (
+    Deferred,
+    count_rows,
+    even_sizes,
+    is_deferred,
+    leaf_deferred,
+    leaf_splitter,
+    padded_sizes,
+    resolve,
+)
 from colocate._values.beside import Beside, Cut, same_rows
-from colocate._values.tree import take_apart
+from colocate._values.tree import leaves, replaced, take_apart
 from colocate.errors import DispatchError
 
 
@@ -49,18 +58,11 @@ class Layout:
         return take_apart(dict(values), self.count, leaf)
 
     def shared(self, values: Mapping[str, Any]) -> dict[str, Any] | None:
-        """One mapping for all parts, because each rank has its own in its worker already; None where it has not."""
-        if self.by is not None:
-            together: dict[str, Any] = take_apart(dict(values), 1, lambda leaf: [self._with_its_part(leaf)])[0]
-            return together
-        if self.sizes is not None or self.padding == "even":
+        """One mapping for all parts, where each rank finds in its own worker what governs; None where it doesn't."""
+        if self.by is None:
             return None
-        found = leaf_deferred(dict(values))
-        owns = {id(leaf): leaf.own(self.axis, self.mesh, self.count) for leaf in found}
-        if not owns or None in owns.values():
-            return None
-        shared: dict[str, Any] = take_apart(dict(values), 1, lambda leaf: [owns[id(leaf)]])[0]
-        return shared
+        together: dict[str, Any] = replaced(dict(values), self._with_its_part)
+        return together
 
     def _with_its_part(self, leaf: Any) -> Any:
         """What every rank gets of a leaf, to take from it what lies beside its own part of the one that governs."""
@@ -80,6 +82,21 @@ class Layout:
         return [value.slice(start, stop) for start, stop in pairwise(accumulate(self.sizes, initial=0))]
 
 
+def own_parts(values: Mapping[str, Any], axis: str, mesh: str | None, count: int) -> dict[str, Any] | None:
+    """One mapping for all parts, because each rank has its own in its worker already; None where it has not."""
+    given: dict[str, Any] = dict(values)
+    owns = []
+    for leaf in leaves(given):
+        if not is_deferred(type(leaf)) or (own := leaf.own(axis, mesh, count)) is None:
+            return None
+        owns.append(own)
+    if not owns:
+        return None
+    in_order = iter(owns)
+    found: dict[str, Any] = replaced(given, lambda leaf: next(in_order))
+    return found
+
+
 def lay_out(
     values: Mapping[str, Any],
     axis: str,
@@ -97,9 +114,9 @@ def lay_out(
         DispatchError: A parameter has no rows, parameters disagree, or there are too few rows.
     """
     name, total = _plain_rows(values)
-    deferred = [(owner, leaf) for owner, value in values.items() for leaf in leaf_deferred(value)]
     if total is None:
         return Layout(axis, mesh, count, padding, None, None)
+    deferred = [(owner, leaf) for owner, value in values.items() for leaf in leaf_deferred(value)]
     sizes = even_sizes(total, count)
     beside: dict[int, Beside] = {}
     by: Any = None

@@ -9,6 +9,9 @@ from typing import Any
 from colocate._values.leaves import kind_of
 from colocate.errors import DispatchError
 
+PLAIN = frozenset({int, float, str, bool, bytes, type(None)})
+"""Types of values in which there is nothing else: what long lists are mostly made of."""
+
 Label = Callable[[int], str]
 """What to call one of several values in an error."""
 
@@ -18,7 +21,17 @@ def is_container(value: Any) -> bool:
     return isinstance(value, (dict, tuple)) and kind_of(type(value)) is None
 
 
-def leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+def leaves(value: Any) -> list[Any]:
+    """Every leaf but None, in order."""
+    if not is_container(value):
+        return [] if value is None else [value]
+    found = []
+    for item in value.values() if isinstance(value, dict) else value:
+        found += leaves(item)
+    return found
+
+
+def named_leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     """Every leaf but None with its path, in order."""
     if value is None:
         return
@@ -26,7 +39,7 @@ def leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield path, value
         return
     for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-        yield from leaves(item, f"{path}[{key!r}]")
+        yield from named_leaves(item, f"{path}[{key!r}]")
 
 
 def map_leaves(
@@ -42,7 +55,8 @@ def map_leaves(
     Args:
         value: The value.
         leaf: What becomes of each leaf.
-        matters: Whether `leaf` may change a leaf of this type. Long lists of what doesn't matter are then cheap.
+        matters: Whether `leaf` may change a leaf of this type; it is asked for no other one. Long lists of what doesn't
+            matter are then cheap.
         key: Looks at each key that is no string. Keys stay as they are.
     """
     if isinstance(value, dict):
@@ -59,7 +73,7 @@ def map_leaves(
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
         return rebuild_tuple(value, items) if isinstance(value, tuple) else items
-    return leaf(value)
+    return leaf(value) if matters is None or matters(type(value)) else value
 
 
 def may_hold(items: Iterable[Any], matters: Callable[[type], bool]) -> bool:
@@ -79,6 +93,15 @@ def take_apart(value: Any, count: int, leaf: Callable[[Any], Sequence[Any]]) -> 
         columns = [take_apart(item, count, leaf) for item in value.values()]
         return [rebuild_dict(value, dict(zip(value, items, strict=True))) for items in zip(*columns, strict=True)]
     return [rebuild_tuple(value, items) for items in zip(*(take_apart(i, count, leaf) for i in value), strict=True)]
+
+
+def replaced(value: Any, leaf: Callable[[Any], Any]) -> Any:
+    """The value with `leaf(it)` in place of each of its leaves but None; what `take_apart` gives for one part."""
+    if not is_container(value):
+        return None if value is None else leaf(value)
+    if isinstance(value, dict):
+        return rebuild_dict(value, {key: replaced(item, leaf) for key, item in value.items()})
+    return rebuild_tuple(value, [replaced(item, leaf) for item in value])
 
 
 def rebuild_dict(value: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:

@@ -22,7 +22,7 @@ from colocate._system.lines import caller
 from colocate._system.off_main import hand_over, off_main, on_main
 from colocate._values.dispatch import Plan
 from colocate._values.nesting import has_attributes, has_fields, hides, kinds_inside, refuse_hidden
-from colocate._values.tree import map_leaves
+from colocate._values.tree import PLAIN, map_leaves
 from colocate._views.drafts import Draft, send
 from colocate._views.pipeline import Pipeline, recording, refuse_unsent
 from colocate.errors import ColocateError
@@ -189,10 +189,7 @@ def with_references(
             refuse_hidden(arguments, label, lives_on_driver, _why_not_inside)
 
     def leaf(item: Any) -> Any:
-        kind: type = type(item)
-        if not _matters(kind):
-            return item
-        if not lives_on_driver(kind):
+        if not lives_on_driver(type(item)):
             look_inside(item)
             return item
         if isinstance(item, Resident):
@@ -210,6 +207,12 @@ def with_references(
 
     made, odd = {}, {}
     for name, value in arguments.items():
+        if type(value) in PLAIN:
+            made[name] = value
+            continue
+        if lives_on_driver(type(value)):
+            made[name] = leaf(value)
+            continue
         kinds = kinds_inside(value)
         matters = _matters if any(map(lives_on_driver, kinds)) else lives_on_driver
         made[name] = map_leaves(value, leaf, matters, look_inside)
