@@ -3,12 +3,12 @@
 `torchrun --nproc-per-node 2 ppo_by_hand.py CHECKPOINT OPTIONS SEEDS` goes on from a checkpoint of the job. What a step
 computes are the plugin's functions, or nothing could be compared; the loop, the shards and the sums are its own.
 
-It prints a JSON list: for each step its seconds and its metrics.
+It prints a line when it is ready, and makes a step for each line that it reads; of that it prints a line of JSON: its
+seconds and its metrics.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import sys
 import time
@@ -87,10 +87,17 @@ def main(checkpoint: Path, options: dict[str, Any], seeds: list[int]) -> None:
     task.position = json.loads((checkpoint / "progress.json").read_text())["position"]
     scorer: Callable[..., float] = reasoning_gym.get_score_answer_fn(options["task"])
     parts = [module for module in actor.modules() if isinstance(module, FSDPModule)]
-    begun, rows = [], []
 
+    def say(told: dict[str, float]) -> None:
+        if rank == 0:
+            print(json.dumps(told), flush=True)
+
+    say({})
     for step in range(1, options["steps"] + 1):
-        begun.append(time.perf_counter())
+        if rank == 0:
+            sys.stdin.readline()  # it is told to go on
+        dist.barrier()
+        began = time.perf_counter()
         size = options["batch"] // world
         problems = task.draw(options["batch"])[rank * size : (rank + 1) * size]
 
@@ -159,12 +166,7 @@ def main(checkpoint: Path, options: dict[str, Any], seeds: list[int]) -> None:
         row["policy_loss"] = sum(losses) / len(losses)
         for name in ("value_loss", "policy_loss"):
             row[name] = total(torch.tensor(row[name])).item()
-        rows.append(row)
-
-    begun.append(time.perf_counter())
-    if rank == 0:
-        seconds = [end - start for start, end in itertools.pairwise(begun)]
-        print(json.dumps([{"seconds": took, **row} for took, row in zip(seconds, rows, strict=True)]))
+        say({"seconds": time.perf_counter() - began, **row})
     dist.destroy_process_group()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import shutil
@@ -15,7 +14,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
+from unittest import mock
 
+import attrs
 from tests.bench.faults import EXECUTORS
 from tests.bench.rows import Row
 
@@ -26,7 +27,7 @@ from colocate_ppo.task import Task
 
 _EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "ppo-fsdp2.yaml"
 _BY_HAND = Path(__file__).with_name("ppo_by_hand.py")
-_ROUNDS, _STEPS, _FIRST = 5, 24, 4
+_ROUNDS, _STEPS, _FIRST = 5, 40, 4
 _WARM = ["job.with.warm_up_steps=150", "job.with.steps=0"]
 _CHANGES = [
     *("job.with.warm_up_steps=150", f"job.with.steps={_STEPS}", "job.with.critic_only_steps=0"),
@@ -48,75 +49,111 @@ def rows() -> Iterator[Row]:
 
 
 def _beside_by_hand() -> Iterator[Row]:
-    """In turns, each from the same checkpoint."""
+    """Step by step in turns, both from the same checkpoint: the speed of a machine may drift within seconds."""
     part = "a step of ppo.train, actor and critic under FSDP2 on 2 slots"
+    ours, by_hand, ratios = [], [], []
     with tempfile.TemporaryDirectory(prefix="b-") as folder:
-        _train(Path(folder), _WARM, resume=False)
-        kept = Path(folder, "runs")
-        ours, by_hand = [], []
+        _train(Path(folder), _WARM)
         for number in range(_ROUNDS):
             place = Path(folder, str(number))
-            shutil.copytree(kept, place / "runs")
-            checkpoint = next(place.glob("runs/*/checkpoints/step-000000"))
-            plain = _by_hand(checkpoint)
-            found = _train(place, _CHANGES, resume=True)
-            _compare(found, plain)
-            ours.append(_median(found))
-            by_hand.append(_median(plain))
-    yield Row(part, "by hand, with torchrun", min(by_hand) * 1e3, "ms")
-    yield Row(part, "with colocate", min(ours) * 1e3, "ms")
-    yield Row(part, "ratio", statistics.median(a / b for a, b in zip(ours, by_hand, strict=True)), "x", 1.02)
+            shutil.copytree(Path(folder, "runs"), place / "runs")
+            with _ByHand.start(next(place.glob("runs/*/checkpoints/step-000000"))) as plain:
+                metrics, seconds = _train_in_turns(place, plain)
+            _compare(metrics, plain.rows)
+            ours.append(statistics.median(seconds[_FIRST:]))
+            by_hand.append(statistics.median(row["seconds"] for row in plain.rows[_FIRST : len(seconds)]))
+            ratios.append(ours[-1] / by_hand[-1])
+    yield Row(part, "by hand, with torchrun", statistics.median(by_hand) * 1e3, "ms")
+    yield Row(part, "with colocate", statistics.median(ours) * 1e3, "ms")
+    yield Row(part, "ratio", statistics.median(ratios), "x", 1.02)
 
 
-def _train(folder: Path, changes: Sequence[str], resume: bool) -> Rows:
-    """Run the job; its rows, with the seconds of each step, from one drawing of problems to the next."""
-    begun: list[float] = []
-    draw = Task.draw
-
-    def drawn(task: Task, count: int) -> Any:
-        begun.append(time.perf_counter())
-        return draw(task, count)
-
+def _train(folder: Path, changes: Sequence[str], resume: bool = False) -> Rows:
+    """Run the job; what it logs of its steps."""
     config = colocate.load_config(_EXAMPLE, set=list(changes))
     with contextlib.chdir(folder), colocate.launch(config) as launched:
-        Task.draw = drawn  # type: ignore[method-assign]
-        try:
-            record = launched.run(quiet=True, resume=resume)
-        finally:
-            Task.draw = draw  # type: ignore[method-assign]
-    logged = [row for row in record.metrics if row["step"] > 0]
-    begun = begun[-len(logged) :]
-    # The last step ends with an evaluation and a checkpoint: its time says nothing.
-    seconds = [*(end - start for start, end in itertools.pairwise(begun)), float("nan")][: len(logged)]
-    return [{**row, "seconds": took} for row, took in zip(logged, seconds, strict=True)]
+        record = launched.run(quiet=True, resume=resume)
+    return [row for row in record.metrics if row["step"] > 0]
 
 
-def _by_hand(checkpoint: Path) -> Rows:
-    """Run the loop by hand from a checkpoint."""
-    config = colocate.load_config(_EXAMPLE, set=_CHANGES)
-    assert config.job is not None
-    job, roles = config.job.with_, config.groups["policy"].roles
-    held_out = Task("spell_backward", job["task_options"], seed=config.seed).held_out(256)
-    options = {
-        "task": "spell_backward",
-        "task_options": job["task_options"],
-        "seed": config.seed,
-        "steps": job["steps"],
-        "batch": job["batch"],
-        "minibatch": job["minibatch"],
-        "longest": max(map(len, held_out.answers)) + 2,
-        "actor_ramp": job["actor_ramp"],
-        "actor_lr": roles["actor"].with_["lr"],
-        "critic_lr": roles["critic"].with_["lr"],
-        "phrases": roles["actor"].with_["phrases"],
-    }
-    seeds = [derive_seed(config.seed, "policy", "actor", rank) for rank in range(2)]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [*torchrun, str(_BY_HAND), str(checkpoint), json.dumps(options), json.dumps(seeds)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(command, env=env, check=True, stdout=subprocess.PIPE, text=True)
-    found: Rows = json.loads(done.stdout.splitlines()[-1])
-    return found
+def _train_in_turns(folder: Path, plain: _ByHand) -> tuple[Rows, Sequence[float]]:
+    """Go on from the checkpoint; before each step the loop by hand makes its own.
+
+    Returns:
+        What the job logs of its steps, and their seconds, without the last: that ends with a checkpoint.
+    """
+    seconds: list[float] = []
+    began: list[float] = []
+    draw = Task.draw
+
+    def drawn(task: Task, count: int) -> Any:  # each step begins with that
+        if began:
+            seconds.append(time.perf_counter() - began[-1])
+        plain.step()
+        began.append(time.perf_counter())
+        return draw(task, count)
+
+    with mock.patch.object(Task, "draw", drawn):
+        return _train(folder, _CHANGES, resume=True), seconds
+
+
+@attrs.define(eq=False)
+class _ByHand:
+    """The loop by hand, which makes a step when it is told to.
+
+    Attributes:
+        rows: Of each step its metrics, and its seconds.
+    """
+
+    _process: subprocess.Popen[str]
+    rows: list[Mapping[str, float]] = attrs.field(factory=list)
+
+    @classmethod
+    @contextlib.contextmanager
+    def start(cls, checkpoint: Path) -> Iterator[_ByHand]:
+        """Start it from a checkpoint."""
+        config = colocate.load_config(_EXAMPLE, set=_CHANGES)
+        assert config.job is not None
+        job, roles = config.job.with_, config.groups["policy"].roles
+        held_out = Task("spell_backward", job["task_options"], seed=config.seed).held_out(256)
+        options = {
+            "task": "spell_backward",
+            "task_options": job["task_options"],
+            "seed": config.seed,
+            "steps": job["steps"],
+            "batch": job["batch"],
+            "minibatch": job["minibatch"],
+            "longest": max(map(len, held_out.answers)) + 2,
+            "actor_ramp": job["actor_ramp"],
+            "actor_lr": roles["actor"].with_["lr"],
+            "critic_lr": roles["critic"].with_["lr"],
+            "phrases": roles["actor"].with_["phrases"],
+        }
+        seeds = [derive_seed(config.seed, "policy", "actor", rank) for rank in range(2)]
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        command = [*torchrun, str(_BY_HAND), str(checkpoint), json.dumps(options), json.dumps(seeds)]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+        with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+            started = cls(process)
+            started._told()
+            try:
+                yield started
+            finally:
+                process.communicate()
+        assert process.returncode == 0, process.returncode
+
+    def step(self) -> None:
+        """Have it make a step."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        self.rows.append(self._told())
+
+    def _told(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, "the loop by hand has ended"
+        return json.loads(line)
 
 
 def _compare(ours: Rows, by_hand: Rows) -> None:
@@ -125,10 +162,6 @@ def _compare(ours: Rows, by_hand: Rows) -> None:
     for mine, other in zip(ours[:_FIRST], by_hand[:_FIRST], strict=True):
         for name in _SAME:
             assert abs(mine[name] - other[name]) < 1e-4 + 1e-3 * abs(other[name]), (name, mine, other)
-
-
-def _median(rows: Rows) -> float:
-    return statistics.median(row["seconds"] for row in rows[_FIRST:-1])
 
 
 def _after_an_exception(title: str, runtime: colocate.Runtime, kind: Literal["ddp", "fsdp2"]) -> Iterator[Row]:

@@ -1,5 +1,6 @@
 """A run's folder: names, metrics, checkpoints that are complete or not there."""
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -102,13 +103,14 @@ class TestResuming:
             file.write('{"step": 4, "rew')  # killed while writing
         assert folder.rewind(2) == [{"step": step, "reward": step / 2} for step in range(3)]
         folder.append({"step": 3, "reward": 9})
+        folder.close()
         lines = (folder.path / "metrics.jsonl").read_text().splitlines()
         assert [json.loads(line)["reward"] for line in lines] == [0, 0.5, 1, 9]
 
 
 def test_metrics_are_strict_json(tmp_path: Path) -> None:
     folder = make(tmp_path, "demo")
-    folder.append({"step": 1, "loss": float("nan"), "kl": float("inf"), "seconds": {"a": 0.5}})
-    assert (
-        folder.path / "metrics.jsonl"
-    ).read_text() == '{"step": 1, "loss": null, "kl": null, "seconds": {"a": 0.5}}\n'
+    with contextlib.closing(folder):
+        folder.append({"step": 1, "loss": float("nan"), "kl": float("inf"), "seconds": {"a": 0.5}})
+        row = '{"step": 1, "loss": null, "kl": null, "seconds": {"a": 0.5}}\n'
+        assert (folder.path / "metrics.jsonl").read_text() == row  # whoever follows the run sees it now

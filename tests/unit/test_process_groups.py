@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import colocate
-from colocate import Role, RoleError, method
+from colocate import Role, RoleError, method, needs
 from colocate._protocol.consequence import Consequence
 from colocate._role import torch_groups
 from colocate._role.context import Context
@@ -167,6 +168,29 @@ def test_a_thread_that_a_role_starts() -> None:
                 call.result(PATIENCE_S)
         assert group.state == "ready"
         assert threads.meet.submit(None).result(PATIENCE_S) == ["2 ranks", "2 ranks"]
+
+
+@needs("process_group")
+class Several(Role):
+    """Has a group, and makes others by itself."""
+
+    @method
+    def threads(self) -> int:
+        """How many of this process serve gloo's connections."""
+        import torch
+        import torch.distributed as dist
+
+        for group in (self.ctx.process_group(), dist.new_group([0, 1])):
+            dist.all_reduce(torch.ones(1), group=group)
+        tasks = Path("/proc/self/task").iterdir()
+        return [task.joinpath("comm").read_text().strip() for task in tasks].count("gloo_tcp_loop")
+
+
+def test_gloo_groups_of_a_process_share_a_thread() -> None:
+    """Torch gives each of them its own, which have to be woken up in turns where groups take turns."""
+    with colocate.connect(processes=True) as runtime:
+        group = runtime.reserve(2, cpus=0).spawn({"several": colocate.role(Several)})
+        assert group.role("several", Several).threads() == [1, 1]
 
 
 def test_a_default_group_of_somebody_else() -> None:
