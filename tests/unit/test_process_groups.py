@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -175,22 +174,23 @@ class Several(Role):
     """Has a group, and makes others by itself."""
 
     @method
-    def threads(self) -> int:
-        """How many of this process serve gloo's connections."""
+    def share(self) -> bool:
+        """Whether all of them have one of gloo's devices, which is a thread."""
         import torch
         import torch.distributed as dist
 
-        for group in (self.ctx.process_group(), dist.new_group([0, 1])):
+        groups: list[Any] = [dist.group.WORLD, self.ctx.process_group(), dist.new_group([0, 1])]
+        for group in groups:
             dist.all_reduce(torch.ones(1), group=group)
-        tasks = Path("/proc/self/task").iterdir()
-        return [task.joinpath("comm").read_text().strip() for task in tasks].count("gloo_tcp_loop")
+        devices = [each for group in groups for each in group._get_backend(torch.device("cpu")).options._devices]
+        return len(devices) == len(groups) and all(each is devices[0] for each in devices)
 
 
 def test_gloo_groups_of_a_process_share_a_thread() -> None:
     """Torch gives each of them its own, which have to be woken up in turns where groups take turns."""
     with colocate.connect(processes=True) as runtime:
         group = runtime.reserve(2, cpus=0).spawn({"several": colocate.role(Several)})
-        assert group.role("several", Several).threads() == [1, 1]
+        assert group.role("several", Several).share() == [True, True]
 
 
 def test_a_default_group_of_somebody_else() -> None:
