@@ -179,7 +179,7 @@ class Several(Role):
         import torch
         import torch.distributed as dist
 
-        groups: list[Any] = [dist.group.WORLD, self.ctx.process_group(), dist.new_group([0, 1])]
+        groups: list[Any] = [self.ctx.process_group(), dist.group.WORLD, dist.new_group([0, 1])]
         for group in groups:
             dist.all_reduce(torch.ones(1), group=group)
         devices = [each for group in groups for each in group._get_backend(torch.device("cpu")).options._devices]
