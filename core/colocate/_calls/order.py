@@ -48,7 +48,7 @@ class _Hold:
     patient: bool = False  # the cause of what is suspected may come from a rank that is alive
     begun: dict[str, list[tuple[int, int]]] = attrs.field(factory=dict)  # operations of each process group, by rank
     cut: set[str] = attrs.field(factory=set)
-    amid: bool = False  # a call has raised after operations of process groups: models are in the middle of a step
+    amid: bool = False  # a call has raised when models that ranks share were in the middle of a step
     renews: bool = False  # all were back, and process groups are being renewed
 
     def cause(self) -> ColocateError | None:

@@ -360,7 +360,7 @@ class Failed(Message):
         failure: What it raised.
         operations: How many it has begun on each process group; see `Left`.
         updates: See `Done`.
-        amid: Whether it has begun some in this call.
+        amid: Whether it has begun some in this call, or has raised in a backward pass.
     """
 
     seq: int

@@ -147,3 +147,19 @@ def _from_role_code(trace: TracebackType | None) -> TracebackType | None:
         last = last.tb_next
     code = last.tb_frame.f_code
     return None if (Path(code.co_filename).name, code.co_name) in _CALLS_ROLES else trace
+
+
+def is_in_backward(error: BaseException) -> bool:
+    """Whether an error, or what it comes from, was raised in a backward pass of torch's.
+
+    DDP counts there which gradients it has seen: until it has all of them, it takes up no other step.
+    """
+    each: BaseException | None = error
+    seen: set[int] = set()
+    while each is not None and id(each) not in seen:
+        seen.add(id(each))
+        frames = (frame for frame, _ in traceback.walk_tb(each.__traceback__))
+        if any(frame.f_globals.get("__name__") == "torch.autograd.graph" for frame in frames):
+            return True
+        each = each.__cause__ or each.__context__
+    return False

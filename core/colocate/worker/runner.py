@@ -257,11 +257,14 @@ class Runner:
     ) -> None:
         site = self._site
         halves = self._updates(work) if work is not None else 0
-        amid = work is not None and site.groups.count() != work.operations
+        operations = site.groups.operations()
+        amid = work is not None and (
+            site.groups.count() != work.operations or (bool(operations) and failure.is_in_backward(error))
+        )
         secondary = isinstance(error, Consequence) or site.groups.lost_a_peer()
         told, body = failure.failed(error, site.codec, site.definitions, role, secondary)
         if not site.scope.let_go(seq):  # otherwise nobody would lead the hold that follows
-            site.say(messages.Failed(seq, told, site.groups.operations(), halves, amid), body)
+            site.say(messages.Failed(seq, told, operations, halves, amid), body)
         if keep is not None:  # who uses it fails of that in turn, and is to be heard of later than this
             site.store.fail(keep, f"{told.type}: {told.text}")
 

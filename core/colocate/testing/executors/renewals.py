@@ -107,6 +107,22 @@ class Renewals(ExecutorCase):
         assert [updates for _, updates in trainer.updates()] == [{_STEPS}, {_STEPS}]
 
     @needs(OwnProcess)
+    @pytest.mark.parametrize("kind", ["ddp", "ddp in the default group"])
+    def test_a_step_that_another_rank_has_not_begun(self, spawn: Spawn, kind: Kind) -> None:
+        """A rank raises in a backward pass before its first operation: nothing is cut, but its model has begun one."""
+        pytest.importorskip("torch")
+        group = spawn({"trainer": colocate.role(Renewing, kind).on(default_group=True)})
+        trainer = group.role("trainer", Renewing)
+        losses = [sum(trainer.step(number)) / 2 for number in range(2)]  # DDP's buckets are as they stay
+        with Gate() as gate:
+            trainer.pause.options(ranks=[0]).submit(gate.address)
+            gate.wait_for()
+            assert isinstance(trainer.step.submit(2, 1, "backward").exception(PATIENCE_S), RoleError)
+        losses += [sum(trainer.step(number)) / 2 for number in range(2, _STEPS)]
+        assert losses == pytest.approx(alone()[0], rel=1e-4)
+        assert [updates for _, updates in trainer.updates()] == [{_STEPS}, {_STEPS}]
+
+    @needs(OwnProcess)
     @pytest.mark.parametrize("kind", KINDS)
     def test_weights_of_two_steps(self, spawn: Spawn, kind: Kind) -> None:
         """One rank raises when the others can make their update: then there is no common state to go on with."""

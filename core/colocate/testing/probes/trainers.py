@@ -117,6 +117,11 @@ class Trainer(Role):
         self.optimizer.step()
         return float(loss.detach())
 
+    @method
+    def pause(self, gate: Address) -> None:
+        """Keep this rank's lane until the gate is open."""
+        pass_gate(gate)
+
     def _fail_within(self, x: torch.Tensor, backward: bool) -> None:
         net = self.net.module if self.kind.startswith("ddp") else self.net
 
