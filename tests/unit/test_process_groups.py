@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 import colocate
 from colocate import Role, RoleError, method, needs
@@ -17,7 +18,7 @@ from colocate._role.context import Context
 from colocate._role.torch_groups import Plan
 from colocate.testing.gate import Address, Gate, pass_gate
 from colocate.testing.waiting import PATIENCE_S, becomes_true, wait_until
-from colocate.worker.failure import LOOKING
+from colocate.worker.failure import LOOKING, is_in_backward
 from colocate.worker.process_groups import ProcessGroups
 
 CTX = Context(1, 2, 1, "here", "actor", "policy", 0, 0, {})
@@ -199,3 +200,39 @@ def test_a_default_group_of_somebody_else() -> None:
         group = runtime.reserve(1).spawn({"own": colocate.role(Own)})
         with pytest.raises(RoleError, match="default one in this process already: leave init_process_group"):
             group.role("own", Own).make()
+
+
+class InBackward(torch.autograd.Function):
+    """Its gradient is an error."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return value * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise ValueError("no gradient")
+
+
+def train(again: bool) -> None:
+    found: Any = InBackward.apply(torch.ones(1, requires_grad=True))  # type: ignore[no-untyped-call]
+    try:
+        found.backward()
+    except ValueError as error:
+        if not again:
+            raise
+        raise RuntimeError("the step failed") from error
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_what_was_raised_in_a_backward_pass(again: bool) -> None:
+    """Also where role code has made another error of it."""
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        train(again)
+    assert is_in_backward(caught.value)
+
+
+def test_what_was_not() -> None:
+    with pytest.raises(ValueError, match="before") as caught:
+        raise ValueError("before it")
+    assert not is_in_backward(caught.value)

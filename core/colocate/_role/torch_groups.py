@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import functools
 import hashlib
 import os
 import select
@@ -16,12 +15,13 @@ import socket
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from colocate import wire
+from colocate._role.gloo_devices import on_one_device
 from colocate._system.limits import GROUPS_CONNECT_WITHIN_S
 from colocate.errors import ConfigError
 
@@ -235,7 +235,10 @@ def hint_for(error: BaseException) -> str | None:
 
 
 def record() -> None:
-    """From now on, know of each group its sockets and its sends and receives, whoever in this process makes it."""
+    """From now on, know of each group its sockets and its sends and receives, whoever in this process makes it.
+
+    Those on gloo share the thread of their connections, too.
+    """
     _record_sockets()
     _record_transfers()
 
@@ -271,7 +274,7 @@ def _record_sockets() -> None:
 
     def recording(group_size: int, *args: Any, **kwargs: Any) -> Any:
         before = set(_connected_sockets()) if group_size > 1 else set()
-        with _on_one_device(c10d):
+        with on_one_device(c10d):
             group, store = make(group_size, *args, **kwargs)
         # NCCL has sockets too, and is cut by its own means.
         if group_size > 1 and (name := _name_of(group)) is not None and all(map(_is_gloo, _backends(group))):
@@ -281,54 +284,6 @@ def _record_sockets() -> None:
 
     recording.records_sockets = True  # type: ignore[attr-defined]
     c10d._new_process_group_helper = recording
-
-
-@contextlib.contextmanager
-def _on_one_device(c10d: Any) -> Iterator[None]:
-    """Have gloo groups share the thread that does what comes on their connections, which torch gives each of its own.
-
-    Where processors are few, its waking up is what a collective mostly waits for: with a group for each of two models
-    under FSDP2, whose collectives alternate, a step of training took 8 % longer (torch 2.13, two ranks on two cores).
-    """
-    # Torch passes no options on to gloo: so the class that it calls is another one meanwhile.
-    gloo = getattr(c10d, "ProcessGroupGloo", None)  # not in every torch
-    if gloo is None or issubclass(gloo, _sharing()):  # another thread is at it
-        yield
-        return
-    c10d.ProcessGroupGloo = _sharing()
-    try:
-        yield
-    finally:
-        c10d.ProcessGroupGloo = gloo
-
-
-@functools.cache
-def _sharing() -> Any:
-    """Gloo's groups as torch's constructor makes them, but for their devices."""
-    import torch.distributed as dist
-
-    gloo: Any = dist.ProcessGroupGloo
-
-    class Sharing(gloo):  # type: ignore[misc]
-        def __init__(self, store: Any, rank: int, size: int, timeout: datetime.timedelta) -> None:
-            options = gloo._Options()
-            options._devices = _devices(os.environ.get("GLOO_SOCKET_IFNAME", ""))
-            options._threads = 2 * len(options._devices)
-            options._timeout = timeout
-            super().__init__(store, rank, size, options)
-
-    return Sharing
-
-
-@functools.cache
-def _devices(interfaces: str) -> list[Any]:
-    """Those of this process. Each has a thread."""
-    import torch.distributed as dist
-
-    gloo: Any = dist.ProcessGroupGloo
-    if not interfaces:
-        return [gloo.create_default_device()]
-    return [gloo.create_device(interface=each) for each in interfaces.split(",")]
 
 
 def all_groups() -> dict[str, ProcessGroup]:
