@@ -63,6 +63,8 @@ class TestNumbers:
         assert words(name) == text
 
     @example(-989999989749.0, -988999999988.0, 2)
+    @example(0.0, 5e-324, 2)
+    @example(1e-310, 3e-310, 10)
     @given(FLOATS, FLOATS, st.integers(2, 10))
     def test_an_axis_around_holds_both_ends_with_round_ticks(self, one: float, other: float, count: int) -> None:
         low, high = sorted((one, other))

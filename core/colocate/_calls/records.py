@@ -57,13 +57,13 @@ class Observers:
     def tell_call(self, group: str, call: PendingCall) -> None:
         """Tell of a finished call."""
         # A rank on which it failed has answered, and nobody knows how long it took.
-        spans = tuple(sorted((call.ranks[index], start, end) for index, start, end in call.spans if end))
+        spans = tuple(sorted([(call.ranks[index], start, end) for index, start, end in call.spans if end]))
         error = call._error
         record = CallRecord(
             group,
             call.role,
             call.method,
-            tuple(sorted(call.ranks[index] for index, _, _ in call.spans)),
+            tuple(sorted([call.ranks[index] for index, _, _ in call.spans])),
             call.submitted,
             max((end for _, _, end in spans), default=call.submitted),
             spans,

@@ -129,11 +129,11 @@ class RunFolder:
 
 def finite(value: Any) -> Any:
     """The value as JSON can say it, which has no NaN and no infinity: they become null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
         return {key: finite(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return [finite(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def _row(line: str) -> dict[str, Any] | None:

@@ -176,6 +176,8 @@ class Screen:
         self._last.update(scalars)
         self._seconds = row.get("seconds", {})
         self._bar.update(self._bar.task_ids[0], completed=row["step"])
+        if self.quiet and self._log is None:  # nobody reads it
+            return
         step = f"step {row['step']}" + (f"/{self._total}" if self._total is not None else "")
         line = "  ".join(filter(None, (step, _numbers(scalars), _times(self._seconds))))
         if not self.console.is_terminal:

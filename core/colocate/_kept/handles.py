@@ -14,7 +14,7 @@ import attrs
 from colocate._calls.pending import PendingCall
 from colocate._kept.kept import Kept
 from colocate._kept.residents import Residents
-from colocate._protocol.uses import Item, Own, Part, Rows, Use
+from colocate._protocol.uses import Item, Origin, Own, Part, Rows, Use
 from colocate._role.on_driver import OnDriver
 from colocate._role.resident import INSTEAD_OF_RESIDENT, Resident, ResidentSpec
 from colocate._system import html
@@ -121,15 +121,13 @@ class Reference(OnDriver, Deferred):
     def _own(self, axis: str, mesh: str | None, count: int) -> bool:
         """Whether each rank of the consumer finds its part in its own worker: same slots, same partition."""
         origin, consumer = self._kept.source.origin, self._consumer
-        collect = origin.collect
-        if consumer is None or not isinstance(collect, Concat) or origin.ranks.targets is not None:
+        if consumer is None or origin.group != consumer.group or origin.ranks.targets is not None:
             return False
-        if (origin.group, origin.slots) != (consumer.group, consumer.slots):
-            return False
-        made, wanted = origin.ranks.mesh(collect.mesh), consumer.mesh(mesh)
-        if made.size(collect.axis) != count or "pp" in made.shape:
-            return False
-        return count == origin.ranks.world_size or made.lies_as(collect.axis, wanted, axis)
+        asked = origin, axis, mesh, count
+        found = consumer.finds_own.get(asked)
+        if found is None:
+            found = consumer.finds_own[asked] = _finds_own(origin, consumer, axis, mesh, count)
+        return found
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(
@@ -147,13 +145,29 @@ class Reference(OnDriver, Deferred):
         return f"<reference to {self._kept.source.label}>"
 
 
-@attrs.frozen
+@attrs.frozen(eq=False)
 class Consumer:
-    """The role that uses a resident, as far as partitions go."""
+    """The role that uses a resident, as far as partitions go.
+
+    `finds_own` is what it has been asked before of residents of its group, which are used again in each step: whether
+    each rank has its part in its own worker, by what made them and how they are taken apart.
+    """
 
     group: str
     slots: tuple[int, ...] | range
     mesh: Callable[[str | None], Mesh]
+    finds_own: dict[tuple[Origin, str, str | None, int], bool] = attrs.field(factory=dict, init=False)
+
+
+def _finds_own(origin: Origin, consumer: Consumer, axis: str, mesh: str | None, count: int) -> bool:
+    """Whether the ranks of two roles of a group lie on the same slots, and parts of what one made as the other's do."""
+    collect = origin.collect
+    if not isinstance(collect, Concat) or origin.slots != consumer.slots:
+        return False
+    made, wanted = origin.ranks.mesh(collect.mesh), consumer.mesh(mesh)
+    if made.size(collect.axis) != count or "pp" in made.shape:
+        return False
+    return count == origin.ranks.world_size or made.lies_as(collect.axis, wanted, axis)
 
 
 class KeptResident(Resident[T_co]):

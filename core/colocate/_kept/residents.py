@@ -150,17 +150,35 @@ class Residents(Leases):
             raised = False
         finally:
             _open.set(tuple(other for other in _open.get() if other is not scope))
-            errors = off_main(lambda: self._end(scope, raised), in_any_case=True)
+            errors = self._end(scope, raised)
         self._raise(errors)
 
     def _end(self, scope: Scope, raised: bool) -> Sequence[BaseException]:
-        """Leave a scope; the failures that it is to tell, unless its block has raised something else."""
-        errors = () if raised else self._untold(scope)  # before they are released, which would have them logged too
+        """Leave a scope; the failures that it is to tell, unless its block has raised something else.
+
+        Where there is nothing to tell, as in nearly every step of a training loop, the main thread does it by itself.
+        """
+        silent = raised
+        try:
+            silent = silent or not self._has_failed(scope)
+            if silent:
+                self.leave(scope)
+        except BaseException:  # of a signal's handler
+            off_main(lambda: self.leave(scope), in_any_case=True)
+            raise
+        return () if silent else off_main(lambda: self._tell(scope), in_any_case=True)
+
+    def _has_failed(self, scope: Scope) -> bool:
+        """Whether any call has failed of those that the end of a scope may have to tell of."""
+        return any(kept.call._error is not None for kept in (*scope.kept, *list(self.kept.values())))
+
+    def _tell(self, scope: Scope) -> Sequence[BaseException]:
+        errors = self._untold(scope)  # before they are released, which would have them logged too
         self.leave(scope)
         return errors
 
     def leave(self, scope: Scope) -> None:
-        """Free what was kept in a scope. Idempotent."""
+        """Free what was kept in a scope. Idempotent, and it takes no lock."""
         with contextlib.suppress(ValueError):
             self.scopes.remove(scope)
         for kept in scope.kept:

@@ -213,6 +213,24 @@ def _is_placeholder(kind: type) -> bool:
     return issubclass(kind, Use | Cut)
 
 
+@by_type
+def _is_cut(kind: type) -> bool:
+    return issubclass(kind, Cut)
+
+
+def _owned(arguments: Mapping[str, Any]) -> list[int]:
+    """The residents among some arguments of which each rank has a part of its own, in order."""
+    found: list[int] = []
+
+    def note(item: Any) -> Any:
+        if isinstance(item, Own):
+            found.append(item.source.key)
+        return item
+
+    map_leaves(arguments, note, _is_placeholder)
+    return found
+
+
 Aligned: TypeAlias = Callable[[int, Sequence[int]], Collection[int]]
 
 
@@ -229,31 +247,29 @@ class Resolver:
         self.valid: int | None = None  # real rows of the first part taken
         self.total: int | None = None  # rows of all parts together, where they had to be counted
         self._first: tuple[Part | Own, int] | None = None
-        self._own: list[int] = []
+        self._arguments: Mapping[str, Any] = {}
         self._aligned: Collection[int] | None = None
-        self._by: Own | None = None  # whose rows plain values are cut by
         self._memo = Memo()
         self._taken: list[tuple[Source, Any]] = []
         self._watches: list[tuple[Source, Watch]] = []
 
     def resolve(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments with values in place of placeholders."""
+        self._arguments = arguments
         placed = dict(arguments)
-        within = [name for name, value in placed.items() if type(value) not in PLAIN]
-        for name in within:
-            map_leaves(placed[name], self._note, _is_placeholder)
-        if self._by is not None:
-            self._first_part(self._by)
-        for name in within:
-            placed[name] = map_leaves(placed[name], self._leaf, _is_placeholder)
+        within = {name: value for name, value in placed.items() if type(value) not in PLAIN}
+        for value in within.values():
+            if type(value) is not Own:  # as most are
+                map_leaves(value, self._begin_with, _is_cut)
+        for name, value in within.items():
+            placed[name] = map_leaves(value, self._leaf, _is_placeholder)
         return placed
 
-    def _note(self, item: Any) -> Any:
-        if isinstance(item, Own):
-            self._own.append(item.source.key)
-        elif isinstance(item, Cut):
-            self._by = item.by
-        return item
+    def _begin_with(self, cut: Cut) -> Cut:
+        """The part beside which plain values lie decides which rows are this rank's."""
+        if self._first is None:
+            self._first_part(cut.by)
+        return cut
 
     def _leaf(self, item: Any) -> Any:
         if isinstance(item, Cut):
@@ -355,7 +371,8 @@ class Resolver:
         if part.count == 1 or part.source.key == key:
             return True
         if self._aligned is None:
-            self._aligned = self._ask_aligned(key, [own for own in dict.fromkeys(self._own) if own != key])
+            owned = dict.fromkeys(_owned(self._arguments))
+            self._aligned = self._ask_aligned(key, [own for own in owned if own != key])
         return part.source.key in self._aligned
 
     def _padded(self, part: Part) -> Any:

@@ -6,7 +6,9 @@ the main thread waits for that on a raw lock, which an interruption can't leave 
 into colocate finds no lock that the frame which it has interrupted holds, and an interruption tears nothing.
 
 Handing over takes longer than most of what is handed over. So what is made again and again, a call in a pipeline's
-block, the main thread records by itself: it makes something that nobody else knows, and one append has it known.
+block, the main thread records by itself: it makes something that nobody else knows, and one append has it known. And
+it leaves a scope by itself where nothing has failed: that takes no lock, and whoever is interrupted in it has the rest
+done by another thread.
 
 On all other threads `off_main` runs its work here and now: no signal comes there.
 """

@@ -261,7 +261,7 @@ def find_deferred(value: Any) -> list[Deferred]:
             continue
         if isinstance(item, (list, tuple, dict)):
             items = item.values() if isinstance(item, dict) else item
-            if id(item) not in seen and may_hold(items, is_deferred):
+            if not PLAIN.issuperset(map(type, items)) and id(item) not in seen and may_hold(items, is_deferred):
                 seen.add(id(item))
                 stack.extend(reversed(items))
         elif isinstance(item, Deferred) and id(item) not in seen:

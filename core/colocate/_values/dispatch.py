@@ -356,11 +356,11 @@ def _check_targets(what: str, targets: Sequence[int], ranks: Ranks) -> None:
 
 
 def _check_parts(dispatch: Dispatch, parts: Any, ranks: Ranks) -> None:
-    if not isinstance(parts, Sequence) or len(parts) != ranks.world_size:
+    if not isinstance(parts, (list, Sequence)) or len(parts) != ranks.world_size:  # nearly always a list
         got = f"{len(parts)} mappings" if isinstance(parts, Sequence) else f"a {type(parts).__name__}"
         raise DispatchError(f"{dispatch!r}: split gave {got} for {ranks.world_size} ranks; it has to give one for each")
     for cls in set(map(type, parts)):
-        if not issubclass(cls, Mapping):
+        if not issubclass(cls, (dict, Mapping)):
             raise DispatchError(
                 f"{dispatch!r}: split gave a {cls.__name__} for a rank; it has to give a mapping from "
                 "parameters to values"

@@ -84,17 +84,22 @@ class Layout:
 
 def own_parts(values: Mapping[str, Any], axis: str, mesh: str | None, count: int) -> dict[str, Any] | None:
     """One mapping for all parts, because each rank has its own in its worker already; None where it has not."""
-    given: dict[str, Any] = dict(values)
-    owns = []
-    for leaf in leaves(given):
-        if not is_deferred(type(leaf)) or (own := leaf.own(axis, mesh, count)) is None:
-            return None
-        owns.append(own)
-    if not owns:
-        return None
-    in_order = iter(owns)
-    found: dict[str, Any] = replaced(given, lambda leaf: next(in_order))
-    return found
+    found: dict[str, Any] = {}
+    owned = False
+    for name, value in values.items():
+        owns = []
+        for leaf in leaves(value):
+            if not is_deferred(type(leaf)) or (own := leaf.own(axis, mesh, count)) is None:
+                return None
+            owns.append(own)
+        found[name] = _with_leaves(value, owns)
+        owned = owned or bool(owns)
+    return found if owned else None
+
+
+def _with_leaves(value: Any, others: Sequence[Any]) -> Any:
+    in_order = iter(others)
+    return replaced(value, lambda leaf: next(in_order))
 
 
 def lay_out(

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import attrs
 
+_NOTHING = 1e-300  # a range below this can't be divided into ticks: numbers so small have no digits left
+
 
 @attrs.frozen
 class Axis:
@@ -25,8 +27,9 @@ class Axis:
     @classmethod
     def around(cls, low: float, high: float, count: int) -> Axis:
         """An axis of about `count` round ticks, the first and last of which are its ends."""
-        if high <= low:
-            room = abs(low) * 0.1 or 1.0
+        if high - low < _NOTHING:
+            room = max(abs(low), abs(high)) * 0.1
+            room = 1.0 if room < _NOTHING else room
             low, high = low - room, high + room
         step = _round_step((high - low) / count)
         first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
@@ -42,7 +45,7 @@ class Axis:
             count: How many ticks it has at most, or one more.
             whole: Only ticks that are whole numbers.
         """
-        if high <= low:
+        if high - low < _NOTHING:
             high = low + 1.0
         step = _round_step((high - low) / count)
         if whole:
