@@ -36,6 +36,7 @@ def group(slots: int, parallel: Parallel) -> Iterator[ColocatedGroup]:
         yield pool.spawn(roles, name="policy")
 
 
+@pytest.mark.long
 def test_from_two_ranks_to_one_and_to_four(problems: Problems, tmp_path: Path) -> None:
     """In other layouts too. All weights and all moments are the same, to the last bit."""
     folders = [tmp_path / name for name in ("two", "one", "four")]

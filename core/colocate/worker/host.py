@@ -63,7 +63,7 @@ class WorkerHost(Site):
             f"colocate-transfer-{boot.worker}", partial(self._thread_failed, "the thread that sends its residents")
         )
         broken = partial(self._thread_failed, "its lane")
-        self.lane = Lane(f"{LANE}{boot.worker}", self.scope, self._held, broken, turns)
+        self.lane = Lane(f"{LANE}{boot.worker}", self.scope, self._held, broken, turns, daemon=in_process)
         self._runner = Runner(self)
         self._handlers: dict[type[Message], Callable[[Any, Any], None]] = {
             messages.Define: self.definitions.arrived,

@@ -87,6 +87,7 @@ class Lane:
         on_held: Callable[[int, int], None],
         on_broken: Callable[[BaseException], None] = lambda error: None,
         turns: Turns | None = None,
+        daemon: bool = True,
     ) -> None:
         """Start the thread.
 
@@ -96,6 +97,7 @@ class Lane:
             on_held: Called on the lane with (hold, highest call begun) once this rank is back.
             on_broken: Called on the lane when it ends by an exception, which no role can cause but a mistake here.
             turns: How the lane receives messages itself while it idles; None where others always bring them.
+            daemon: Whether the end of the process doesn't wait for it, nor for threads that role code starts.
         """
         self._queue: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._waiting: deque[Work] = deque()  # taken from the queue, not begun yet
@@ -110,7 +112,9 @@ class Lane:
         self._stopped_for = -1  # the base of the driver that wants nothing begun any more
         self.running: dict[int, Work] = {}
         self._tasks: Tasks | None = None
-        self.thread = threading.Thread(target=self._main, name=name, daemon=True)
+        # Threads that role code starts are of the same kind: where the process is the worker's own, its end waits for
+        # them, as an interpreter does for those of a script, and for the lane `WorkerHost` waits before.
+        self.thread = threading.Thread(target=self._main, name=name, daemon=daemon)
         self.thread.start()
 
     def last(self) -> Work | None:
