@@ -297,9 +297,12 @@ class ProcessGroups(ExecutorCase):
         group = spawn({"sinner": colocate.role(Collective).on(default_group=True)})
         sinner = group.role("sinner", Collective)
         sinner.keep_group() if method == "sum_kept" else sinner.sum_in_own()
-        failing = getattr(sinner, method).submit(failing=1)
-        queued = sinner.sum.submit(1.0)
-        root = failing.exception(PATIENCE_S)
+        with Gate() as gate:
+            failing = getattr(sinner, method).submit(failing=1, gate=gate.address)
+            queued = sinner.sum.submit(1.0)
+            gate.wait_for(2)
+            gate.open()
+            root = failing.exception(PATIENCE_S)
         assert isinstance(root, RoleError)
         assert root.rank == 1
         error = queued.exception(PATIENCE_S)

@@ -292,13 +292,13 @@ class Collective(Role):
         return self._sum(float(self.ctx.slot), None)
 
     @method
-    def sum_in_own(self, failing: int | None = None) -> float:
+    def sum_in_own(self, failing: int | None = None, gate: Address | None = None) -> float:
         """The sum over the slots, in a group that the role makes by torch's own means."""
         import torch.distributed as dist
 
         if self.kept is None:
             self.kept = cast("ProcessGroup", dist.new_group())
-        return self._sum_unless(failing, self.kept)
+        return self._sum_unless(failing, self.kept, gate)
 
     @method
     def pass_on(self, failing: int | None = None) -> float:
@@ -401,11 +401,14 @@ class Collective(Role):
         self.kept = None
 
     @method
-    def sum_kept(self, failing: int | None = None) -> float:
+    def sum_kept(self, failing: int | None = None, gate: Address | None = None) -> float:
         """The sum over the ranks in the group that was kept, in which a role that has no `renew` must not fail."""
-        return self._sum_unless(failing, self.kept)
+        return self._sum_unless(failing, self.kept, gate)
 
-    def _sum_unless(self, failing: int | None, group: ProcessGroup | None) -> float:
+    def _sum_unless(self, failing: int | None, group: ProcessGroup | None, gate: Address | None) -> float:
+        """All ranks come to the gate, if there is one: a rank that hasn't begun a failed call never does."""
+        if gate is not None:
+            pass_gate(gate)
         if self.ctx.rank == failing:
             raise ValueError(f"rank {failing} left before the collective")
         return self._sum(1.0, group)
