@@ -85,11 +85,11 @@ def test_it_ends_as_the_worker(code: str) -> None:
 
 
 def test_the_worker_is_as_it_was_started() -> None:
-    """Its signals, its descriptors; it leads a process group of its own, and the supervisors hold nothing open."""
+    """Its signals, its descriptors; it leads a session of its own, and the supervisors hold nothing open."""
     with started(SAYS_ITSELF + "import signal; signal.pause()") as (_, pids):
         assert len(pids) == SUPERVISORS + 1
         *supervisors, worker = pids
-        assert os.getpgid(worker) == worker
+        assert os.getpgid(worker) == os.getsid(worker) == worker
         status = Path(f"/proc/{worker}/status").read_text()
         assert int(status.partition("SigBlk:")[2].split()[0], 16) == 0
         for pid in supervisors:

@@ -69,10 +69,13 @@ def supervise(starter: int) -> None:
         if child:
             _supervise(above, child, lower > 1)
         above = this
-    os.setpgid(0, 0)  # a role that signals its process group doesn't mean these
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != above:  # it was gone before the kernel had been told
         os._exit(0)
+    # A role that signals its process group doesn't mean the supervisors. And the kernel schedules by sessions (see
+    # sched(7), autogroup): of workers that share one, a thread that wakes up for a collective of another worker waits
+    # until who runs has had its time. Collectives took twice as long so (two ranks on two cores), a step 8 % longer.
+    os.setsid()
     _prctl(_PR_SET_PTRACER, starter)  # or the kernel's Yama keeps its children from looking at this one's memory
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
