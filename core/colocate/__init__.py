@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from colocate._api.audit import Audit
     from colocate._api.connecting import connect
     from colocate._api.group import ColocatedGroup
+    from colocate._api.memory import GroupMemory, RoleMemory, SlotMemory
     from colocate._api.pool import Pool, PoolPart, Slot
     from colocate._api.runtime import Runtime
     from colocate._calls.records import CallRecord
@@ -83,6 +84,11 @@ _HOMES = {
         "Scatter",
     ),
     "_api.group": ("ColocatedGroup",),
+    "_api.memory": (
+        "GroupMemory",
+        "RoleMemory",
+        "SlotMemory",
+    ),
     "_job.launch": ("launch",),
     "_values.mesh": (
         "Mesh",
@@ -165,6 +171,7 @@ __all__ = [
     "First",
     "ForkedError",
     "Gather",
+    "GroupMemory",
     "GroupRestarted",
     "Inspection",
     "Mesh",
@@ -185,6 +192,7 @@ __all__ = [
     "Role",
     "RoleCall",
     "RoleError",
+    "RoleMemory",
     "RoleSpec",
     "RoleStartError",
     "RoleView",
@@ -194,6 +202,7 @@ __all__ = [
     "Scatter",
     "SerializationError",
     "Slot",
+    "SlotMemory",
     "WorkerDied",
     "as_completed",
     "connect",

@@ -12,6 +12,7 @@ import attrs
 import pytest
 
 from colocate._protocol import commands, message, messages, parts
+from colocate._protocol.ledger import Ledger
 from colocate._protocol.message import Message, read
 from colocate_ray import terms
 
@@ -29,6 +30,9 @@ NESTED = {
     (messages.Batch, "calls"): [(messages.Call(1, "role", "method", 2, 3, True, (4,)), (0, 5, (1, 2)))],
     (messages.Failed, "failure"): messages.Failure("type", "text", "trace", True, False, "role", None),
     (messages.GroupsDropped, "failure"): messages.Failure("type", "text", "trace", True, False, "role", None),
+    (messages.LedgerTold, "ledger"): Ledger(
+        {"role": {("gradients", "cpu"): 1}}, {"role": 2}, ("role",), 3, 4, {"used": 5}
+    ),
     (messages.Fetched, "failure"): messages.Failure("type", "text", "trace", True, False, None, "an argument"),
     (messages.Ask, "question"): messages.Missing(7),
 }

@@ -14,7 +14,7 @@ HELD = ("alive", "close", "name", "owner", "state")
 SURFACE = {
     "runtime": (*HELD, "attach", "audit", "detached", "graph", "groups", "observe", "reserve", "seed"),
     "pool": (*HELD, "detach", "groups", "slots", "spawn"),
-    "group": (*HELD, "checkpoint", "generation", "pipeline", "role", "roles", "run", "scope", "wait_ready"),
+    "group": (*HELD, "checkpoint", "generation", "memory", "pipeline", "role", "roles", "run", "scope", "wait_ready"),
     "method": ("keep", "options", "submit"),
     "call": ("add_done_callback", "cancel", "done", "exception", "label", "result"),
     "resident": ("fetch", "free", "ref", "spec", "wait"),

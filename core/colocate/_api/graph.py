@@ -6,15 +6,21 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from colocate._api.memory import GroupMemory
+from colocate._api.memory import memory as memory_of
 from colocate._crew.crew import Crew
 from colocate._owned.owned import Owned
 from colocate._system import html
+from colocate._system.deadline import Deadline
 from colocate._system.jobs import error_text
+from colocate._system.limits import LEDGERS_WITHIN_S
 from colocate._system.lines import at
+from colocate._system.off_main import off_main
 from colocate._system.sizes import size_text
 from colocate.errors import ConfigError
 
 FORMATS = ("tree", "mermaid", "dot", "json")
+_NOTHING: Mapping[str, GroupMemory] = {}
 
 
 class Graph:
@@ -23,19 +29,24 @@ class Graph:
     def __init__(self, root: Owned) -> None:
         self._root = root
 
-    def data(self) -> dict[str, Any]:
-        """The graph as nested plain data: kind, name, state, age, line, children and what else a kind knows."""
-        return _node(self._root)
+    def data(self, memory: bool = False) -> dict[str, Any]:
+        """The graph as nested plain data: kind, name, state, age, line, children and what else a kind knows.
 
-    def render(self, format: str = "tree") -> str:
+        Args:
+            memory: Whether workers are asked for the memory of their roles, in bytes. See `ColocatedGroup.memory`.
+        """
+        return _node(self._root, off_main(lambda: _measured(self._root)) if memory else {})
+
+    def render(self, format: str = "tree", memory: bool = False) -> str:
         """The graph as text.
 
         Args:
             format: "tree", "mermaid", "dot" or "json".
+            memory: Whether each role says how much memory it holds, and each worker how much it has of its own.
         """
         if format not in FORMATS:
             raise ConfigError(f"graph.render({format!r}): the formats are {', '.join(FORMATS)}")
-        data = self.data()
+        data = self.data(memory)
         if format == "json":
             return json.dumps(data, indent=2)
         if format == "tree":
@@ -49,22 +60,32 @@ class Graph:
         return shown(self._root)
 
 
-def _node(node: Owned) -> dict[str, Any]:
-    data = node.describe()
-    data["children"] = [_node(child) for child in list(node.children.values())]
+def _measured(node: Owned) -> dict[str, GroupMemory]:
+    """What the memory of each group below a node is used for, of those that can be asked."""
     if isinstance(node, Crew):
-        data["children"] += [*_workers(node), *_residents(node), *_calls(node)]
+        return {node.name: memory_of(node, Deadline(LEDGERS_WITHIN_S))} if node.state == "ready" else {}
+    return {name: found for child in list(node.children.values()) for name, found in _measured(child).items()}
+
+
+def _node(node: Owned, measured: Mapping[str, GroupMemory] = _NOTHING) -> dict[str, Any]:
+    data = node.describe()
+    data["children"] = [_node(child, measured) for child in list(node.children.values())]
+    if isinstance(node, Crew):
+        data["children"] += [*_workers(node, measured.get(node.name)), *_residents(node), *_calls(node)]
     return data
 
 
-def _workers(crew: Crew) -> Iterator[dict[str, Any]]:
+def _workers(crew: Crew, measured: GroupMemory | None) -> Iterator[dict[str, Any]]:
     ranks = {name: {slot: rank for rank, slot in enumerate(info.slots)} for name, info in crew.roles.items()}
     for worker in crew.workforce.workers:
+        found = None if measured is None else measured.slots[worker.slot]
+        held = {} if found is None else {role.role: role.total for role in found.roles}
         roles = [
             {
                 "kind": "role",
                 "name": f"{name} rank {ranks[name][worker.slot]}/{len(info.slots)}",
                 "state": info.cls.__qualname__,
+                **({} if found is None else {"bytes": held.get(name, 0)}),
                 "children": [],
             }
             for name, info in crew.roles.items()
@@ -77,6 +98,7 @@ def _workers(crew: Crew) -> Iterator[dict[str, Any]]:
             "pid": worker.pid,
             "node": worker.boot.node,
             "device": worker.boot.device,
+            **({} if found is None or found.process is None else {"bytes": found.process}),
             "children": roles,
         }
 

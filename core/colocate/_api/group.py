@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 from colocate._api.graph import shown
 from colocate._api.held import Held
+from colocate._api.memory import GroupMemory, memory
 from colocate._crew.crew import Crew
 from colocate._role.context import Context
 from colocate._role.info import RoleInfo
+from colocate._system.deadline import Deadline
 from colocate._system.html import table
+from colocate._system.limits import LEDGERS_WITHIN_S
 from colocate._system.numbers import limit, seconds
 from colocate._system.off_main import off_main
 from colocate._views import checkpoint, functions
@@ -183,6 +186,24 @@ class ColocatedGroup(Held[Crew], node=Crew):
             found.refuse_call("checkpoint")
         folder = Path(directory)
         off_main(lambda: checkpoint.write(self._node, folder, folder.name if tag is None else tag))
+
+    def memory(self, timeout: float | None = LEDGERS_WITHIN_S) -> GroupMemory:
+        """What the memory of its workers is used for, by role and kind; each byte counts once.
+
+        Found by looking at the roles' modules, optimizers and attributes, on a thread beside the one that runs role
+        code, so that it may be asked at any time. Of what a role holds otherwise (in C++, say) its method
+        `device_state()`, if it has one, returns the tensors. It is called on that thread, also while a method runs.
+
+        Args:
+            timeout: Seconds to wait at most; None waits as long as it takes.
+
+        Raises:
+            RoleError: A `device_state` raised.
+            TimeoutError: A worker hasn't answered in time.
+        """
+        self._node.check()
+        limited = limit(timeout, "memory(timeout)")
+        return off_main(lambda: memory(self._node, Deadline(limited)))
 
     def wait_ready(self, timeout: float | None = None) -> str | int | float | None:
         """Wait until it can be called; after a restart calls are refused until somebody has.

@@ -12,6 +12,7 @@ from colocate._calls.order import CallOrder
 from colocate._calls.pending import PendingCall
 from colocate._calls.services import Services
 from colocate._crew.attachment import Attachment
+from colocate._crew.ledgers import Ledgers
 from colocate._crew.questions import Questions, Tell
 from colocate._crew.restart import Restartable, Restarts
 from colocate._crew.saved import Checkpoint
@@ -109,6 +110,7 @@ class Crew(Restartable):
         """A generation of workers."""
         self.questions = Questions(self.order, self.taught, self._locate)
         self.workforce = Workforce(self, self.order, self.home.request, places, self)
+        self.ledgers = Ledgers(self)
 
     # -- what its calls and parts need
 
@@ -224,6 +226,9 @@ class Crew(Restartable):
     def _stack(self, worker: Worker, stack: messages.Stack, body: None) -> None:
         self.order.stacks.answered(worker.slot, stack)
 
+    def _ledger_told(self, worker: Worker, told: messages.LedgerTold, body: None) -> None:
+        self.ledgers.answered(worker, told)
+
     def _can_withdraw(self, worker: Worker, answer: messages.CanWithdraw, body: None) -> None:
         self.cancellations.answered(worker.slot, answer)
 
@@ -278,6 +283,7 @@ class Crew(Restartable):
             self._tell_state(State.FAILED, error)
             self.order.fail_all(told)
         self.residents.fail(told)
+        self.ledgers.fail(told)
         self.workforce.kill()
         if told is not error:
             self.restarts.go(error)
@@ -400,6 +406,7 @@ class Crew(Restartable):
         error = ClosedError(f"group {self.name!r} was closed by {self.closed_by}", closed_by=self.closed_by)
         self.order.fail_all(error)
         self.residents.fail(error)
+        self.ledgers.fail(error)
 
     @property
     def _words(self) -> str:
@@ -412,6 +419,7 @@ _HEARD: dict[type[Message], Callable[[Crew, Worker, Any, Any], None]] = {
     messages.Held: Crew._held,
     messages.GroupsDropped: Crew._renewed,
     messages.Stack: Crew._stack,
+    messages.LedgerTold: Crew._ledger_told,
     messages.CanWithdraw: Crew._can_withdraw,
     messages.Fetched: Crew._fetched,
     messages.Ask: Crew._ask,

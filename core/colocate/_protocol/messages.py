@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
+import attrs
+
+from colocate._protocol.ledger import Ledger
 from colocate._protocol.message import Head, Message, message, read, values
 
 # Where in a message's body the one of a call lies: the index, where bodies are handed over as they are, or the range
@@ -248,6 +251,17 @@ class AskStack(Message):
 
 
 @message
+class AskLedger(Message):
+    """Say what the worker's memory is used for; answered by `LedgerTold`.
+
+    Attributes:
+        token: The question's number.
+    """
+
+    token: int
+
+
+@message
 class Fetch(Message):
     """Send the part of a resident; answered by `Fetched`.
 
@@ -459,6 +473,34 @@ class Stack(Message):
     token: int
     text: str
     running: tuple[int, ...]
+
+
+@message
+class LedgerTold(Message):
+    """What the worker's memory is used for.
+
+    Attributes:
+        token: The question's number.
+        ledger: It; None where a role can't say what it holds.
+        role: That role.
+        trace: What it has raised.
+    """
+
+    token: int
+    ledger: Ledger | None
+    role: str = ""
+    trace: str = ""
+
+    def head(self) -> Head:
+        """What travels of it."""
+        ledger = None if self.ledger is None else attrs.astuple(self.ledger, recurse=False)
+        return "LedgerTold", self.token, ledger, self.role, self.trace
+
+    @classmethod
+    def of(cls, *values: Any) -> LedgerTold:
+        """As `Message.of`."""
+        token, ledger, role, trace = values
+        return cls(token, None if ledger is None else Ledger(*ledger), role, trace)
 
 
 @message

@@ -15,6 +15,8 @@ SILENT_AFTER_S = 0.1
 """Then a rank that has said nothing is looked at from outside; it may still answer."""
 WITHDRAWN_WITHIN_S = 1.0
 """A rank says whether it has begun a call; one that holds the GIL or is stopped has begun something."""
+LEDGERS_WITHIN_S = 10.0
+"""Workers say what their memory is used for: they look at all that roles hold, beside what runs."""
 SLOW_S = 60.0
 """A call or a constructor that takes longer is told, once."""
 SLOW_EVERY_S = 5.0

@@ -20,7 +20,7 @@ def ordinary(value: Any) -> Any:
 
     Shares memory with the value; only an inference tensor is cloned, since nothing but a copy can make it ordinary.
     """
-    return value if isinstance(value, _PLAIN) else map_leaves(value, _ordinary, _has_memory)
+    return value if isinstance(value, _PLAIN) else map_leaves(value, _ordinary, has_memory)
 
 
 def _ordinary(item: Any) -> Any:
@@ -93,7 +93,7 @@ def _add(digest: hashlib.blake2b, value: Any) -> None:
             _add(digest, item)
     elif isinstance(value, _COMPARED):
         digest.update(f"{value!r},".encode(errors="surrogatepass"))
-    elif _has_memory(kind):
+    elif has_memory(kind):
         for item in memories(value):
             _add_memory(digest, item)
 
@@ -102,7 +102,7 @@ def _add_memory(digest: hashlib.blake2b, item: Any) -> None:
     torch, numpy = imported("torch"), imported("numpy")
     if torch is not None and isinstance(item, torch.Tensor):
         dense = item.values() if item.is_nested else item
-        if (parts := _sparse_parts(dense)) is not None:
+        if (parts := sparse_parts(dense)) is not None:
             for part in parts:
                 _add_memory(digest, part)
             return
@@ -118,7 +118,7 @@ def _add_memory(digest: hashlib.blake2b, item: Any) -> None:
 def memories(value: Any) -> list[Any]:
     """The tensors and arrays in a value, in order."""
     found: list[Any] = []
-    map_leaves(value, functools.partial(_find, found), _has_memory)
+    map_leaves(value, functools.partial(_find, found), has_memory)
     return found
 
 
@@ -128,18 +128,18 @@ def _find(found: list[Any], item: Any) -> Any:
     kind: type = type(item)
     if is_collection(kind):
         item.apply(functools.partial(_find, found), filter_empty=False)
-    elif _has_memory(kind):
+    elif has_memory(kind):
         found.append(item)
     return item
 
 
 @by_type
-def _has_memory(kind: type) -> bool:
+def has_memory(kind: type) -> bool:
     """Whether values of this type are tensors, arrays or collections of tensors."""
     return hasattr(kind, "nbytes") or is_collection(kind)
 
 
-def _sparse_parts(item: Any) -> list[Any] | None:
+def sparse_parts(item: Any) -> list[Any] | None:
     """What a sparse tensor consists of, None of any other."""
     layout = str(getattr(item, "layout", ""))
     if layout == "torch.sparse_coo":
@@ -152,7 +152,7 @@ def _sparse_parts(item: Any) -> list[Any] | None:
 
 
 def _nbytes(item: Any) -> int:
-    if (parts := _sparse_parts(item)) is not None:
+    if (parts := sparse_parts(item)) is not None:
         return sum(map(_nbytes, parts))
     size = item.nbytes
     return size if isinstance(size, int) else 0  # a jagged tensor's is a symbol
@@ -175,10 +175,10 @@ def describe(value: Any) -> Any:
 
     def leaf(item: Any) -> Any:
         kind: type = type(item)
-        if not (_has_memory(kind) and hasattr(kind, "dtype")):  # no other value is asked for its attributes
+        if not (has_memory(kind) and hasattr(kind, "dtype")):  # no other value is asked for its attributes
             return kind.__name__
         return f"{kind.__name__}{_shape(item)} {str(item.dtype).removeprefix('torch.')}"
 
-    if isinstance(value, list) and len(value) > 8 and not _has_memory(type(value[0])):
+    if isinstance(value, list) and len(value) > 8 and not has_memory(type(value[0])):
         return f"list[{len(value)}] of {type(value[0]).__name__}"
     return map_leaves(value, leaf)

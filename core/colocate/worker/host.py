@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -23,6 +24,7 @@ from colocate.worker import failure
 from colocate.worker.functions import hosted_functions
 from colocate.worker.hosted import HostedRole
 from colocate.worker.lane import Lane, Work
+from colocate.worker.ledger import UndeclaredError, ledger
 from colocate.worker.runner import Runner
 from colocate.worker.site import Send, Site
 from colocate.worker.template import tell_imports
@@ -81,6 +83,7 @@ class WorkerHost(Site):
             messages.Withdraw: self._on_withdraw,
             messages.Decided: self._on_decided,
             messages.AskStack: self._on_stack,
+            messages.AskLedger: self._on_ledger,
             messages.Fetch: self._on_fetch,
             messages.Listen: self._on_listen,
             messages.Answer: self._on_answer,
@@ -169,6 +172,11 @@ class WorkerHost(Site):
     def _on_stack(self, asked: messages.AskStack, body: None) -> None:
         self.say(messages.Stack(asked.token, self.stack(), tuple(self.lane.running)))
 
+    def _on_ledger(self, asked: messages.AskLedger, body: None) -> None:
+        # Neither here, where messages wait, nor on the lane, where a call may take long.
+        name = f"colocate-ledger-{self.boot.worker}"
+        threading.Thread(target=self._tell_ledger, args=(asked.token,), name=name, daemon=True).start()
+
     def _on_fetch(self, asked: messages.Fetch, body: None) -> None:
         self._transfer.soon(partial(self._fetch, asked))
 
@@ -242,6 +250,15 @@ class WorkerHost(Site):
             stack = "".join(failure.stack_of_role_code(self.lane.thread))
         running = ", ".join(work.label for work in list(self.lane.running.values())) or "nothing"
         return f"running {running}\n{stack}" if stack else f"running {running}; its lane has ended"
+
+    # -- on a thread of their own
+
+    def _tell_ledger(self, token: int) -> None:
+        try:
+            told = messages.LedgerTold(token, ledger(self))
+        except UndeclaredError as error:
+            told = messages.LedgerTold(token, None, error.role, error.trace)
+        self.say(told)
 
     # -- on the lane
 

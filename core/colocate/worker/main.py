@@ -20,6 +20,7 @@ from colocate._role.torch_groups import record as record_groups
 from colocate._values.codec import BY_VALUE
 from colocate.executor import Boot
 from colocate.worker.host import WorkerHost
+from colocate.worker.ledger import private_bytes
 from colocate.worker.output import label_output
 from colocate.worker.peers import ChannelPeers
 from colocate.worker.service import Service, given
@@ -120,6 +121,7 @@ def start(boot: Boot, service: Service, lane: wire.SocketLane) -> WorkerHost:
 
 
 def _look_at_torch(host: WorkerHost) -> None:
+    host.empty = private_bytes()  # no role has a tensor yet
     record_groups()
     count_updates(host.lane.last)
 

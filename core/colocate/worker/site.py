@@ -42,10 +42,12 @@ class Site:
         definitions: What it and its driver know of each other's classes and functions.
         lane: Where role code runs.
         peers: How it gets at other workers' residents.
+        empty: The process's own memory before its first role, in bytes.
     """
 
     lane: Lane
     peers: Peers
+    empty: int | None = None
 
     def __init__(self, boot: Boot, codec: Codec, send: Send, in_process: bool) -> None:
         self.boot = boot

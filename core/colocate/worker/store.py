@@ -137,6 +137,10 @@ class Store:
                 )
                 yield key, entry.maker, writer
 
+    def values(self) -> list[tuple[str, Any]]:
+        """Who has made each part that is there, and the part."""
+        return [(entry.maker, entry.value) for entry in list(self._entries.values()) if entry.ready]
+
     def made_by(self, role: str) -> list[int]:
         """The residents that a role has returned."""
         return [key for key, entry in list(self._entries.items()) if entry.maker.partition(".")[0] == role]

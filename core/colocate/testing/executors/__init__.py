@@ -33,6 +33,7 @@ from colocate.testing.executors.failures import Failures, Serialization
 from colocate.testing.executors.forks import Forks
 from colocate.testing.executors.functions import Functions
 from colocate.testing.executors.kept_failures import KeptFailures
+from colocate.testing.executors.ledgers import Ledgers
 from colocate.testing.executors.meshes import NamedMeshes
 from colocate.testing.executors.mixing import Mixing
 from colocate.testing.executors.order import Order
@@ -60,6 +61,7 @@ class ExecutorSuite(
     Mixing,
     TensorResidents,
     Memory,
+    Ledgers,
     Devices,
     NamedMeshes,
     Pipelines,
@@ -116,6 +118,7 @@ __all__ = [
     "Forks",
     "Functions",
     "KeptFailures",
+    "Ledgers",
     "Memory",
     "Mixing",
     "NamedMeshes",

@@ -1,0 +1,179 @@
+"""`group.memory()`: who has how much memory, as people and programs read it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import attrs
+
+from colocate._crew.crew import Crew
+from colocate._protocol.ledger import Ledger
+from colocate._system import html
+from colocate._system.deadline import Deadline
+from colocate._system.sizes import size_text
+
+KINDS = ("parameters", "gradients", "optimizer", "buffers", "declared", "tensors", "residents")
+
+
+@attrs.frozen
+class RoleMemory:
+    """What one rank of a role holds, in bytes. Memory that several roles hold counts with one of them.
+
+    Attributes:
+        role: The role's name; "" for what `group.run` has kept.
+        rank: The rank.
+        device: On the slot's device, by kind: "parameters", "gradients", "optimizer" (its state), "buffers", "declared"
+            (by the role's `device_state()`), "tensors" (others, in attributes), "residents".
+        host: In the host's memory, where the slot's device isn't the CPU, by kind.
+        shared: What it holds besides and counts with another role.
+        complete: Whether all that it leads to was looked at.
+    """
+
+    role: str
+    rank: int
+    device: Mapping[str, int]
+    host: Mapping[str, int]
+    shared: int
+    complete: bool
+
+    @property
+    def total(self) -> int:
+        """All of it, without what is shared."""
+        return sum(self.device.values()) + sum(self.host.values())
+
+
+@attrs.frozen
+class SlotMemory:
+    """The memory of one worker, in bytes.
+
+    Attributes:
+        slot: Its slot.
+        node: Where it is.
+        device: The slot's device.
+        roles: What its roles hold.
+        process: The memory that is the process's own; None for threads, whose process is the driver's.
+        empty: What of that was there before the first role.
+        gpu: "allocated" and "reserved" by torch, "used" by all processes, "total"; None without a GPU.
+    """
+
+    slot: int
+    node: str
+    device: str
+    roles: tuple[RoleMemory, ...]
+    process: int | None
+    empty: int | None
+    gpu: Mapping[str, int] | None
+
+    @property
+    def unowned(self) -> dict[str, int]:
+        """What nobody owns, by what it is for.
+
+        "empty worker" (Python and torch) and "other" of the process; on a GPU "fragmentation" (reserved, and not in
+        use), "context" (CUDA's, NCCL's and other processes' memory), and "other" (of torch: what is computed with just
+        now).
+        """
+        on_device = sum(sum(role.device.values()) for role in self.roles)
+        on_host = sum(sum(role.host.values()) for role in self.roles)
+        found: dict[str, int] = {}
+        if self.gpu is not None:
+            found["other, device"] = self.gpu["allocated"] - on_device
+            found["fragmentation"] = self.gpu["reserved"] - self.gpu["allocated"]
+            found["context"] = self.gpu["used"] - self.gpu["reserved"]
+        if self.process is not None and self.empty is not None:
+            found["empty worker"] = self.empty
+            found["other"] = self.process - self.empty - (on_device if self.device == "cpu" else on_host)
+        return found
+
+
+@attrs.frozen
+class GroupMemory:
+    """The memory of a group: `print` shows it as a table.
+
+    Attributes:
+        group: The group's name.
+        slots: One for each worker.
+    """
+
+    group: str
+    slots: tuple[SlotMemory, ...]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row for each role and rank, with numbers: for a table of one's own, or pandas."""
+        return [row for slot in self.slots for row in _rows(slot)]
+
+    def data(self) -> dict[str, Any]:
+        """All of it as plain data."""
+        slots = [attrs.asdict(slot) | {"unowned": slot.unowned} for slot in self.slots]
+        return {"group": self.group, "slots": slots}
+
+    def json(self) -> str:
+        """All of it as JSON."""
+        return json.dumps(self.data(), indent=2)
+
+    def __str__(self) -> str:
+        return "\n".join(_table(self.group, [*map(_texts, self._shown())]))
+
+    def _repr_html_(self) -> str:
+        return html.page(html.heading("memory of", self.group, ""), html.table([*map(_texts, self._shown())]))
+
+    def _shown(self) -> Iterator[dict[str, Any]]:
+        used = [kind for kind in KINDS if any(row[kind] for row in self.rows())]
+        for slot in self.slots:
+            for row in _rows(slot):
+                yield {key: value for key, value in row.items() if key not in KINDS or key in used}
+            for what, size in slot.unowned.items():
+                empty = dict.fromkeys(used, 0)
+                yield {"slot": slot.slot, "role": f"({what})", "rank": "", **empty, "total": size, "shared": 0}
+
+
+def memory(crew: Crew, deadline: Deadline) -> GroupMemory:
+    """Ask all workers of a group."""
+    slots = [worker.slot for worker in crew.workforce.workers]
+    ledgers = crew.ledgers.get(slots, deadline)
+    return GroupMemory(crew.name, tuple(_slot(crew, *each) for each in zip(slots, ledgers, strict=True)))
+
+
+def _slot(crew: Crew, slot: int, ledger: Ledger) -> SlotMemory:
+    boot = crew.workforce.workers[slot].boot
+    roles = []
+    for name, held in ledger.roles.items():
+        rank = crew.roles[name].slots.index(slot) if name in crew.roles else slot
+        device: dict[str, int] = {}
+        host: dict[str, int] = {}
+        for (kind, where), size in held.items():
+            place = host if where == "cpu" and boot.device != "cpu" else device
+            place[kind] = place.get(kind, 0) + size
+        shared = ledger.shared.get(name, 0)
+        roles.append(RoleMemory(name, rank, device, host, shared, name not in ledger.partial))
+    return SlotMemory(slot, boot.node, boot.device, tuple(roles), ledger.private, ledger.empty, ledger.gpu)
+
+
+def _rows(slot: SlotMemory) -> Iterator[dict[str, Any]]:
+    for role in slot.roles:
+        counts = {kind: role.device.get(kind, 0) + role.host.get(kind, 0) for kind in KINDS}
+        name = role.role or "(functions)"
+        yield {
+            "slot": slot.slot,
+            "role": name if role.complete else f"{name} (in part)",
+            "rank": role.rank,
+            **counts,
+            "total": role.total,
+            "shared": role.shared,
+        }
+
+
+def _texts(row: Mapping[str, Any]) -> dict[str, str]:
+    sizes = {*KINDS, "total", "shared"}
+    return {key: (size_text(value) if value else "") if key in sizes else str(value) for key, value in row.items()}
+
+
+def _table(title: str, rows: list[dict[str, str]]) -> Iterator[str]:
+    yield f"memory of group {title!r}"
+    if not rows:
+        return
+    widths = {key: max(len(key), *(len(row[key]) for row in rows)) for key in rows[0]}
+    for row in [{key: key for key in widths}, *rows]:
+        cells = (text.ljust(widths[key]) if key == "role" else text.rjust(widths[key]) for key, text in row.items())
+        yield "  ".join(cells).rstrip()

@@ -1,0 +1,69 @@
+"""Asking the workers of a group what their memory is used for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from colocate._protocol import messages
+from colocate._protocol.ledger import Ledger
+from colocate._protocol.requests import Requests
+from colocate._system.deadline import Deadline
+from colocate.errors import ColocateError, RoleError
+
+if TYPE_CHECKING:
+    from colocate._calls.link import Link
+    from colocate._crew.worker import Worker
+
+
+class Ledgers:
+    """Those of one generation of a group's workers."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._tell = link.teller()
+        self._requests: Requests[int, Ledger] = Requests(link.base)
+
+    def get(self, slots: Sequence[int], deadline: Deadline) -> list[Ledger]:
+        """The ledgers of some slots, in their order.
+
+        Raises:
+            TimeoutError: A worker hasn't answered in time.
+            RoleError: A role's `device_state` has raised.
+            ColocateError: The group is gone.
+        """
+        request = self._requests.open(slots)
+        try:
+            for slot in slots:
+                self._tell(slot, messages.AskLedger(request.token))
+            return request.result(deadline)
+        except TimeoutError:
+            late = ", ".join(map(str, request.owing))
+            raise TimeoutError(
+                f"worker {late} of group {self._link.name!r} has not said in time what its memory is used for: it is "
+                "stopped, or C code holds the GIL"
+            ) from None
+        finally:
+            self._requests.drop(request)
+
+    def answered(self, worker: Worker, told: messages.LedgerTold) -> None:
+        """A worker has answered."""
+        if told.ledger is not None:
+            self._requests.answered(told.token, worker.slot, told.ledger)
+            return
+        group = self._link.name
+        error = RoleError(
+            f"role {told.role!r} of group {group!r} could not say what it holds: its device_state() raised in worker "
+            f"{worker.slot} on {worker.boot.node}: {told.trace.strip().rpartition(chr(10))[2]}",
+            group=group,
+            role=told.role,
+            method="device_state",
+            node=worker.boot.node,
+            pid=worker.pid,
+            remote_traceback=told.trace,
+        )
+        self._requests.refused(told.token, error)
+
+    def fail(self, error: ColocateError) -> None:
+        """No worker will answer any more."""
+        self._requests.fail_all(error)

@@ -1,0 +1,146 @@
+"""`group.memory()`: each byte has an owner, and the parts add up."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+import pytest
+
+import colocate
+from colocate import ColocatedGroup, Runtime
+from colocate.errors import ClosedError, RoleError
+from colocate.executor import OwnProcess
+from colocate.testing.executors._base import ExecutorCase, Spawn, needs
+from colocate.testing.gate import Gate
+from colocate.testing.probes.holders import Declaring, Holding
+from colocate.testing.probes.plain import Echo
+from colocate.testing.waiting import PATIENCE_S
+
+_MIB = 2**20
+_LARGE_MIB = 64
+_UNEXPLAINED = 0.05  # of what a role holds
+
+
+class Ledgers(ExecutorCase):
+    """What the memory of workers is used for."""
+
+    @pytest.fixture
+    def holding(self, spawn: Spawn) -> ColocatedGroup:
+        """Two roles with models on two slots."""
+        pytest.importorskip("torch")
+        return spawn({"one": colocate.role(Holding), "other": colocate.role(Holding)})
+
+    def test_memory_by_kind(self, holding: ColocatedGroup) -> None:
+        """By role, rank and kind, as it grows."""
+        one = holding.role("one", Holding)
+        for slot in holding.memory().slots:
+            assert [role.device for role in slot.roles] == [{"parameters": _MIB, "buffers": 4096}] * 2
+        one.train()
+        kept = one.make.keep(1000)
+        kept.wait()
+        for rank, slot in enumerate(holding.memory().slots):
+            first, second = slot.roles
+            assert (first.role, first.rank, first.complete) == ("one", rank, True)
+            assert first.device == {
+                "parameters": _MIB,
+                "gradients": _MIB,
+                "optimizer": _MIB,
+                "buffers": 4096,
+                "residents": 4000,
+            }
+            assert second.device == {"parameters": _MIB, "buffers": 4096}
+        kept.free()
+        one.make(1)  # with which the workers are told
+        assert all("residents" not in slot.roles[0].device for slot in holding.memory().slots)
+
+    def test_memory_that_roles_share(self, holding: ColocatedGroup) -> None:
+        """It counts once, with the first that has it as weights; what is kept of a role's own weights, too."""
+        holding.role("other", Holding).share("one")
+        kept = holding.role("one", Holding).weights.keep()
+        kept.wait()
+        for slot in holding.memory().slots:
+            one, other = slot.roles
+            assert (one.device, one.shared) == ({"parameters": _MIB, "buffers": 4096}, 0)
+            assert (other.device, other.shared) == ({}, _MIB + 4096)
+
+    def test_memory_that_a_role_declares(self, spawn: Spawn) -> None:
+        """What can't be found, a role declares; one that can't is told."""
+        pytest.importorskip("torch")
+        group = spawn({"declaring": colocate.role(Declaring)})
+        assert [slot.roles[0].device for slot in group.memory().slots] == [{"declared": 4000}] * 2
+        failing = spawn({"failing": colocate.role(Declaring, fails=True)})
+        with pytest.raises(
+            RoleError, match=r"role 'failing' of group .* could not say what it holds.*rank \d can't"
+        ) as e:
+            failing.memory()
+        assert e.value.method == "device_state"
+        assert "ValueError" in (e.value.remote_traceback or "")
+
+    def test_memory_beside_a_call(self, holding: ColocatedGroup) -> None:
+        """Whatever a lane runs."""
+        with Gate() as gate:
+            call = holding.role("one", Holding).wait_at.submit(gate.address)
+            gate.wait_for(2)
+            assert len(holding.memory(PATIENCE_S).slots) == 2
+            gate.open()
+            call.result(PATIENCE_S)
+
+    @needs(OwnProcess)
+    def test_memory_adds_up(self, spawn: Spawn) -> None:
+        """At rest nearly all of what a process has more than an empty one has an owner, but for code.
+
+        Training imports some more of torch, which is as much for a small model.
+        """
+        pytest.importorskip("torch")
+        left = []
+        for mib in (1, _LARGE_MIB):
+            group = spawn({"large": colocate.role(Holding, mib)}, slots=1)
+            (begun,) = group.memory().slots
+            group.role("large", Holding).train()
+            (slot,) = group.memory().slots
+            owned = slot.roles[0].total
+            assert owned == 3 * mib * _MIB + 4096
+            assert sum(slot.unowned.values()) + owned == slot.process
+            assert abs(begun.unowned["other"]) <= _UNEXPLAINED * _LARGE_MIB * _MIB
+            left.append(slot.unowned["other"])
+        assert abs(left[1] - left[0]) <= _UNEXPLAINED * owned
+
+    @needs(OwnProcess)
+    def test_memory_of_a_stopped_worker(self, spawn: Spawn) -> None:
+        """A worker that can't answer is named."""
+        group = spawn({"echo": colocate.role(Echo)})
+        pid = group.role("echo", Echo).place()[1][0]
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(TimeoutError, match=r"worker 1 of group .* has not said in time"):
+                group.memory(timeout=0.5)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        assert len(group.memory(PATIENCE_S).slots) == 2
+
+    def test_memory_of_a_closed_group(self, spawn: Spawn) -> None:
+        """As of everything that is closed."""
+        group = spawn({"echo": colocate.role(Echo)}, slots=1)
+        group.close()
+        with pytest.raises(ClosedError):
+            group.memory()
+
+    def test_memory_in_the_graph(self, runtime: Runtime, holding: ColocatedGroup) -> None:
+        """With what each role holds."""
+        tree = runtime.graph.render("tree", memory=True)
+        assert tree.count("(Holding, 1 MiB)") == 4, tree
+        assert "(Holding)" in runtime.graph.render("tree")
+        assert holding.name in tree
+
+    def test_memory_as_people_and_programs_read_it(self, holding: ColocatedGroup) -> None:
+        """A table in text and in a notebook, rows, JSON."""
+        found = holding.memory()
+        text = str(found)
+        assert text.startswith(f"memory of group {holding.name!r}\n")
+        assert "1 MiB" in text
+        assert "gradients" not in text  # nobody has any
+        assert [row["total"] for row in found.rows()] == [_MIB + 4096] * 4
+        assert json.loads(found.json())["slots"][1]["roles"][0]["device"] == {"parameters": _MIB, "buffers": 4096}
+        assert "<table>" in found._repr_html_()

@@ -1,0 +1,79 @@
+"""Roles that hold memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import colocate
+from colocate import Role, method
+from colocate.testing.gate import Address, pass_gate
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_MIB = 2**20
+
+
+class Holding(Role):
+    """Has a model of one matrix, and Adam for it once it has trained."""
+
+    def __init__(self, mib: int = 1) -> None:
+        import torch
+
+        self.net = torch.nn.Linear(mib * _MIB // 4096, 1024, bias=False, device=self.ctx.device)
+        self.net.register_buffer("scale", torch.ones(1024, device=self.ctx.device))
+        self.optimizer: Any = None
+        self.declares = False
+
+    @method
+    def train(self) -> None:
+        """A step: gradients and the optimizer's state are there from then on."""
+        import torch
+
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9)
+        self.net(torch.ones(1, self.net.in_features, device=self.ctx.device)).sum().backward()
+        self.optimizer.step()
+
+    @method
+    def make(self, elements: int) -> Tensor:
+        """A tensor of so many floats."""
+        import torch
+
+        return torch.zeros(elements, device=self.ctx.device)
+
+    @method
+    def weights(self) -> Tensor:
+        """The very weights."""
+        return self.net.weight.detach()
+
+    @method
+    def share(self, other: str) -> None:
+        """Have another role's weights for its own."""
+        self.net = self.ctx.sibling(other, Holding).net
+
+    @method
+    def wait_at(self, gate: Address) -> None:
+        """Be busy."""
+        pass_gate(gate)
+
+
+class Declaring(Role):
+    """Says itself what it holds."""
+
+    def __init__(self, fails: bool = False) -> None:
+        import torch
+
+        self._fails = fails
+        hidden = torch.zeros(1000, device=self.ctx.device)
+        self._hidden: Callable[[], Tensor] = lambda: hidden
+
+    @method
+    def nothing(self) -> None:
+        """A role has a method."""
+
+    def device_state(self) -> dict[str, Tensor]:
+        """What is in its function's closure, where nobody looks."""
+        if self._fails:
+            raise ValueError(f"rank {colocate.context().rank} can't say")
+        return {"hidden": self._hidden()}

@@ -1,0 +1,269 @@
+"""What a role holds: the memory of its tensors and arrays, found in its modules, optimizers and attributes.
+
+An object's attributes are looked at, containers are looked into, and so on from what they hold; nobody's code is
+called. Models that share weights, views, and an optimizer beside its model hold the same memory: what is counted is
+storages, each of them once.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import types
+import weakref
+from collections import deque
+from collections.abc import Iterable
+from enum import Enum, auto
+from typing import Any, TypeAlias
+
+from colocate._role.context import Context
+from colocate._system.by_type import by_type
+from colocate._system.imported import imported
+from colocate._values.leaving import has_memory, memories, sparse_parts
+from colocate._values.tree import PLAIN
+
+# A role may hold a data set of millions of small things. What is so far inside it that as many are nearer isn't found.
+_LOOKS = 200_000
+
+
+class Kind(Enum):
+    """What memory is for. What is of several kinds counts as the first of them."""
+
+    PARAMETERS = auto()
+    GRADIENTS = auto()
+    OPTIMIZER = auto()
+    BUFFERS = auto()
+    DECLARED = auto()
+    TENSORS = auto()
+    RESIDENTS = auto()
+
+    @property
+    def word(self) -> str:
+        """What it is called."""
+        return self.name.lower()
+
+
+class Storages(dict[str, dict[int, int]]):
+    """Pieces of memory that tensors and arrays may share: by device, as torch has it, the size of each by its address.
+
+    There are no objects for them: a hundred thousand new ones would have the garbage collector look at all others.
+    """
+
+    def add(self, value: Any) -> None:
+        """Note those of the tensors and arrays in a value."""
+        torch = imported("torch")
+        for item in memories(value):
+            if torch is not None and isinstance(item, torch.Tensor):
+                self.add_tensor(item, torch)
+            else:
+                self._add_array(item)
+
+    def add_tensor(self, item: Any, torch: Any) -> None:
+        """Note that of a tensor, or those of the tensors that it is made of: sparse ones, jagged ones, DTensors."""
+        if item.layout is torch.strided and not hasattr(item, "__tensor_flatten__"):
+            if not item.is_meta:
+                self.add_plain(item)
+            return
+        parts = sparse_parts(item)
+        if parts is None and hasattr(item, "__tensor_flatten__"):
+            parts = [getattr(item, name) for name in item.__tensor_flatten__()[0]]
+        for part in parts or ():
+            self.add_tensor(part, torch)
+
+    def add_plain(self, item: Any) -> None:
+        """Note that of a tensor which has one."""
+        storage = item.untyped_storage()
+        if nbytes := storage.nbytes():
+            device = _name_of(item.device)
+            pieces = self.get(device)
+            if pieces is None:
+                pieces = self[device] = {}
+            pieces[storage.data_ptr()] = nbytes
+
+    def _add_array(self, item: Any) -> None:
+        numpy = imported("numpy")
+        if numpy is None or not isinstance(item, numpy.ndarray):
+            return
+        while isinstance(item.base, numpy.ndarray):
+            item = item.base
+        if item.nbytes:
+            self.setdefault("cpu", {})[item.__array_interface__["data"][0]] = item.nbytes
+
+
+Held: TypeAlias = dict[Kind, Storages]
+"""What somebody has, by what it is for."""
+
+
+def held_by(instance: object, declared: Iterable[Any] = (), apart: Iterable[object] = ()) -> tuple[Held, bool]:
+    """What an object holds.
+
+    Args:
+        instance: The object, a role's instance.
+        declared: What it says that it holds besides.
+        apart: What isn't looked into, though it may lead there: other roles.
+
+    Returns:
+        What was found, and whether that is all.
+    """
+    search = _Search(apart)
+    complete = search.through(instance)
+    for value in declared:
+        search.add(Kind.DECLARED, value)
+    return search.found, complete
+
+
+class _Search:
+    """Breadth first, so that what is nearest is found when there is too much."""
+
+    def __init__(self, apart: Iterable[object]) -> None:
+        self.found: Held = {kind: Storages() for kind in Kind}
+        self._apart = list(apart)
+        self._seen = {id(each) for each in self._apart}
+        self._todo: deque[Any] = deque()
+        self._torch: Any = imported("torch")
+        # What every module has: its parameters, hooks and the like.
+        self._plain = () if self._torch is None else (self._torch.nn.Parameter, self._torch.Tensor)
+        self._usual = () if self._torch is None else vars(self._torch.nn.Module()).keys()
+
+    def through(self, root: object) -> bool:
+        """Look at an object and all that it leads to; whether it came to an end."""
+        self._todo.append(root)
+        looks = 0
+        while self._todo:
+            looks += 1
+            if looks > _LOOKS:
+                return False
+            self._look(self._todo.popleft())
+        return True
+
+    def _look(self, item: Any) -> None:
+        if id(item) in self._seen:
+            return
+        self._seen.add(id(item))
+        kind = type(item)
+        if has_memory(kind):
+            self._tensor(item)
+        elif isinstance(item, dict):
+            self._all(item.values())
+        elif isinstance(item, (list, tuple, set, frozenset, deque)):
+            self._all(item)
+        elif self._torch is not None and isinstance(item, self._torch.nn.Module):
+            self._module(item)
+        elif self._torch is not None and isinstance(item, self._torch.optim.Optimizer):
+            self._optimizer(item)
+        else:
+            self._all(_attributes(item))
+
+    def _all(self, items: Iterable[Any]) -> None:
+        copied = list(items)  # in one step: other threads go on with theirs
+        if not PLAIN.issuperset(map(type, copied)):
+            self._todo.extend([each for each in copied if _may_lead(each)])
+
+    def _module(self, module: Any) -> None:
+        own = vars(module)
+        for parameter in list(own.get("_parameters", {}).values()):
+            if parameter is not None:
+                self._parameter(parameter)
+        for buffer in list(own.get("_buffers", {}).values()):
+            if buffer is not None:
+                self._seen.add(id(buffer))
+                self.add(Kind.BUFFERS, buffer)
+        self._todo.extend(each for each in list(own.get("_modules", {}).values()) if each is not None)
+        self._all([own[name] for name in own.keys() - self._usual])
+
+    def _parameter(self, parameter: Any) -> None:
+        if id(parameter) in self._seen:
+            return
+        self._seen.add(id(parameter))
+        self.add(Kind.PARAMETERS, parameter)
+        if parameter.is_leaf and parameter.grad is not None:
+            self.add(Kind.GRADIENTS, parameter.grad)
+
+    def _optimizer(self, optimizer: Any) -> None:
+        for group in list(optimizer.param_groups):
+            for parameter in list(group["params"]):
+                self._parameter(parameter)
+            self.add(Kind.OPTIMIZER, [value for name, value in list(group.items()) if name != "params"])
+        for state in list(optimizer.state.values()):
+            for value in list(state.values()) if isinstance(state, dict) else [state]:
+                self.add(Kind.OPTIMIZER, value)
+        own = vars(optimizer)
+        self._all([value for name, value in list(own.items()) if name not in ("state", "param_groups", "defaults")])
+
+    def _tensor(self, item: Any) -> None:
+        is_leaf = self._torch is not None and isinstance(item, self._torch.Tensor) and item.is_leaf
+        if is_leaf and item.grad is not None:
+            self.add(Kind.GRADIENTS, item.grad)
+        self.add(Kind.TENSORS, item)
+
+    def add(self, kind: Kind, value: Any) -> None:
+        """Note the memory of a value."""
+        if (
+            type(value) in self._plain and value.layout is self._torch.strided and not value.is_meta
+        ):  # as nearly all are
+            self.found[kind].add_plain(value)
+        else:
+            self.found[kind].add(value)
+
+
+@functools.lru_cache(maxsize=64)
+def _name_of(device: Any) -> str:
+    return str(device)
+
+
+_NOT_INTO = (
+    type,
+    types.ModuleType,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+    types.CodeType,
+    types.FrameType,
+    types.GeneratorType,
+    types.CoroutineType,
+    weakref.ReferenceType,
+    Context,
+)
+
+
+def _may_lead(item: Any) -> bool:
+    """Whether memory may be found from here. The garbage collector knows what refers to nothing."""
+    kind = type(item)
+    return not _is_barren(kind) and (gc.is_tracked(item) or has_memory(kind))
+
+
+@by_type
+def _is_barren(kind: type) -> bool:
+    """Whether nothing is to be found in values of this type."""
+    return kind in PLAIN or issubclass(kind, _NOT_INTO)
+
+
+@by_type
+def _slots(kind: type) -> tuple[str, ...]:
+    """The names of a type's slots."""
+    found: list[str] = []
+    for base in kind.__mro__:
+        names = vars(base).get("__slots__", ())
+        found += [names] if isinstance(names, str) else names
+    return tuple(name for name in found if name not in ("__dict__", "__weakref__"))
+
+
+def _attributes(item: Any) -> list[Any]:
+    """What an object has in its own dict and slots; no property is asked."""
+    kind = type(item)
+    found = list(getattr(item, "__dict__", {}).values()) if _has_dict(kind) else []
+    for name in _slots(kind):
+        slot: Any = kind.__dict__.get(name)
+        if slot is None:
+            slot = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
+        if isinstance(slot, types.MemberDescriptorType):
+            try:
+                found.append(slot.__get__(item))
+            except AttributeError:  # nothing is in it
+                continue
+    return found
+
+
+@by_type
+def _has_dict(kind: type) -> bool:
+    return bool(kind.__dictoffset__)

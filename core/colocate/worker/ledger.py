@@ -1,0 +1,106 @@
+"""The ledger of a worker's memory: who has how much of it. Each byte counts once."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from colocate._protocol.ledger import Ledger
+from colocate._role.context import reset_current, set_current
+from colocate._system.imported import imported
+from colocate.worker.holdings import Held, Kind, Storages, held_by
+from colocate.worker.hosted import HostedRole
+
+if TYPE_CHECKING:
+    from colocate.worker.site import Site
+
+
+class UndeclaredError(Exception):
+    """A role's `device_state()` has raised: the role's name, and the traceback."""
+
+    def __init__(self, role: str, trace: str) -> None:
+        super().__init__(role, trace)
+        self.role, self.trace = role, trace
+
+
+def ledger(site: Site) -> Ledger:
+    """Look at everything that a worker holds, on any thread.
+
+    Raises:
+        UndeclaredError: A role can't say what it holds.
+    """
+    roles = {role.name: role for role in list(site.roles.values()) if role.name is not None}
+    held: dict[str, Held] = {}
+    partial: list[str] = []
+    for name, role in roles.items():
+        others = [other.instance for other in roles.values() if other is not role]
+        held[name], complete = held_by(role.instance, _declared(role), others)
+        if not complete:
+            partial.append(name)
+    for maker, value in site.store.values():
+        owner, _, method = maker.partition(".")
+        kept = held.setdefault(owner if method else "", {})
+        kept.setdefault(Kind.RESIDENTS, Storages()).add(value)
+    owned, shared = _shares(held)
+    private = None if site.in_process else private_bytes()
+    return Ledger(owned, shared, tuple(partial), private, site.empty, _gpu(site.boot.device))
+
+
+def private_bytes() -> int:
+    """The memory of this process that isn't mapped from files or shared on purpose."""
+    # Not by psutil: each worker asks once as it starts, and to import that takes as long as all the rest of a start.
+    with open("/proc/self/statm") as file:
+        _, resident, shared, *_ = map(int, file.read().split())
+    return (resident - shared) * os.sysconf("SC_PAGESIZE")
+
+
+def _declared(role: HostedRole) -> Iterable[Any]:
+    hook = getattr(role.instance, "device_state", None)
+    if hook is None:
+        return ()
+    token = set_current(role.ctx)
+    try:
+        return (hook(),)
+    except Exception:
+        raise UndeclaredError(str(role.name), traceback.format_exc()) from None
+    finally:
+        reset_current(token)
+
+
+def _shares(held: Mapping[str, Held]) -> tuple[dict[str, dict[tuple[str, str], int]], dict[str, int]]:
+    """Each role's bytes by kind and device, and what of its memory counts with another role.
+
+    What several hold counts as the first of the kinds that it is of, with the first of the roles for which it is that.
+    """
+    owners: dict[str, dict[int, str]] = {}
+    owned: dict[str, dict[tuple[str, str], int]] = {role: {} for role in held}
+    shared: dict[str, dict[tuple[str, int], int]] = {role: {} for role in held}
+    for kind in Kind:
+        for role, found in held.items():
+            for device, pieces in found.get(kind, {}).items():
+                its_owners, own = owners.setdefault(device, {}), 0
+                for address, nbytes in pieces.items():
+                    owner = its_owners.get(address)
+                    if owner is None:
+                        its_owners[address] = role
+                        own += nbytes
+                    elif owner != role:
+                        shared[role][device, address] = nbytes
+                if own:
+                    owned[role][kind.word, device] = own
+    return owned, {role: sum(pieces.values()) for role, pieces in shared.items()}
+
+
+def _gpu(device: str) -> dict[str, int] | None:
+    torch = imported("torch")
+    if torch is None or not device.startswith("cuda") or not torch.cuda.is_initialized():
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    return {
+        "allocated": torch.cuda.memory_allocated(device),
+        "reserved": torch.cuda.memory_reserved(device),
+        "used": total - free,
+        "total": total,
+    }

@@ -1,0 +1,207 @@
+"""What a role holds is found, each piece of memory once, and by what it is for."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections import OrderedDict, deque
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from colocate.worker.holdings import Kind, Storages, held_by
+from colocate.worker.ledger import _shares
+
+FLOAT = 4
+
+
+def counted(instance: object, declared: tuple[Any, ...] = (), apart: tuple[object, ...] = ()) -> dict[str, int]:
+    """Bytes by kind, each storage once."""
+    found, complete = held_by(instance, declared, apart)
+    assert complete
+    owned, shared = _shares({"it": found})
+    assert shared == {"it": 0}
+    assert {device for _, device in owned["it"]} <= {"cpu"}
+    return {kind: size for (kind, _), size in owned["it"].items()}
+
+
+def sizes(value: Any) -> list[int]:
+    """The sizes of the storages of a value."""
+    found = Storages()
+    found.add(value)
+    return [size for pieces in found.values() for size in pieces.values()]
+
+
+class Holder:
+    """Has what it is given."""
+
+    def __init__(self, **attributes: Any) -> None:
+        vars(self).update(attributes)
+
+
+def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model after a step of Adam; its gradients are there."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def bytes_of(tensors: Any) -> int:
+    """What torch says that tensors take."""
+    return sum(each.numel() * each.element_size() for each in tensors)
+
+
+@pytest.mark.parametrize("deep", [False, True])
+def test_a_model_and_its_optimizer(deep: bool) -> None:
+    """By kinds, as torch itself counts them; also where a role has them in an object of its own."""
+    model, optimizer = trained()
+    holder = Holder(learner=Holder(parts=[{"net": model}, (optimizer,)])) if deep else Holder(net=model, opt=optimizer)
+    parameters = list(model.parameters())
+    state = [value for each in optimizer.state.values() for value in each.values()]
+    assert counted(holder) == {
+        "parameters": bytes_of(parameters),
+        "gradients": bytes_of(each.grad for each in parameters),
+        "optimizer": bytes_of(state),
+        "buffers": bytes_of(model.buffers()),
+    }
+
+
+def test_an_optimizer_alone() -> None:
+    """It is what holds the weights then."""
+    model, optimizer = trained()
+    assert counted(Holder(opt=optimizer))["parameters"] == bytes_of(model.parameters())
+
+
+def test_memory_that_is_shared() -> None:
+    """Tied weights, views, a second name, an array over a tensor: each byte once, as the first of its kinds."""
+    tied = nn.Linear(32, 32, bias=False)
+    model = nn.Sequential(tied, nn.Linear(32, 32, bias=False))
+    model[1].weight = tied.weight
+    whole = torch.zeros(100)
+    holder = Holder(model=model, again=tied, part=tied.weight[2:5], halves=whole.split(50), array=whole.numpy()[:3])
+    assert counted(holder) == {"parameters": 32 * 32 * FLOAT, "tensors": 100 * FLOAT}
+
+
+def test_a_view_keeps_all_of_its_memory() -> None:
+    assert counted(Holder(row=torch.zeros(1000, 10)[3])) == {"tensors": 1000 * 10 * FLOAT}
+    assert counted(Holder(row=np.zeros((1000, 10), np.float32)[3])) == {"tensors": 1000 * 10 * FLOAT}
+
+
+@attrs.define
+class Slotted:
+    inside: Any
+
+
+class Listed(list[Any]):
+    """A list with an attribute."""
+
+
+def test_where_it_is_found() -> None:
+    """In containers, attributes, slots and modules' own attributes; a circle has an end."""
+    module = nn.Module()
+    module.cache = torch.zeros(1)
+    circle: list[Any] = [torch.zeros(1)]
+    circle.append(circle)
+    places = Holder(
+        in_dict={"x": torch.zeros(1)},
+        in_ordered=OrderedDict(x=torch.zeros(1)),
+        in_deque=deque([torch.zeros(1)]),
+        in_slots=Slotted(Slotted(torch.zeros(1))),
+        in_list=Listed([torch.zeros(1)]),
+        in_module=module,
+        in_circle=circle,
+        array=np.zeros(1, np.float32),
+    )
+    assert counted(places) == {"tensors": 8 * FLOAT}
+
+
+def test_what_is_not_looked_into() -> None:
+    """Another role, a class, a thread's lock, what nobody holds but a weak reference, what a property would make."""
+
+    class Asked(Holder):
+        shared = torch.zeros(1)
+
+        @property
+        def made(self) -> torch.Tensor:
+            raise AssertionError("asked")
+
+    other = Holder(weights=torch.zeros(10))
+    assert counted(Asked(other=other, kind=Asked, lock=threading.Lock()), apart=(other,)) == {}
+
+
+def test_declared() -> None:
+    """What a role says that it holds besides."""
+    cache = torch.zeros(10)
+    assert counted(Holder(), declared=([{"cache": cache}],)) == {"declared": 10 * FLOAT}
+    assert counted(Holder(seen=cache), declared=(cache,)) == {"declared": 10 * FLOAT}
+
+
+def test_tensors_without_memory_of_their_own() -> None:
+    """On the meta device, of no elements; of others: sparse ones, jagged ones."""
+    sparse = torch.eye(4).to_sparse()
+    jagged = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged)
+    assert sizes([torch.empty(9, device="meta"), torch.empty(0)]) == []
+    assert sum(sizes(sparse)) == 4 * FLOAT + 2 * 4 * 8
+    assert sum(sizes(jagged)) >= 5 * FLOAT
+
+
+def test_too_much_to_look_at() -> None:
+    """What is near is found, and that there is more is told."""
+    rows = [[Holder()] for _ in range(150_000)]
+    found, complete = held_by(Holder(rows=rows, weights=torch.zeros(10)))
+    assert not complete
+    assert [*found[Kind.TENSORS]["cpu"].values()] == [10 * FLOAT]
+    assert counted(Holder(rows=[{"question": "x", "answer": 1.0}] * 10**6, weights=torch.zeros(1))) == {"tensors": 4}
+
+
+def test_while_it_changes() -> None:
+    """Another thread goes on with it: nothing is torn, nothing raises."""
+    holder = Holder(cache={}, items=[])
+    over = threading.Event()
+
+    def change() -> None:
+        number = 0
+        while not over.is_set():
+            number += 1
+            holder.cache[number % 50] = [torch.zeros(1)]
+            holder.cache.pop((number + 25) % 50, None)
+            holder.items[:] = [torch.zeros(1)] * (number % 30)
+            setattr(holder, f"x{number % 10}", number)
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    try:
+        for _ in range(300):
+            held_by(holder)
+    finally:
+        over.set()
+        thread.join()
+
+
+@given(st.recursive(st.integers(0, 5), lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner)))
+def test_all_of_it_is_found(shape: Any) -> None:
+    """Whatever the nesting: as much as a copy of it adds to memory."""
+
+    def made(part: Any) -> Any:
+        if isinstance(part, int):
+            return torch.zeros(part)
+        if isinstance(part, dict):
+            return {key: made(value) for key, value in part.items()}
+        return tuple(map(made, part)) if len(part) % 2 else [*map(made, part)]
+
+    def size(part: Any) -> int:
+        if isinstance(part, int):
+            return part * FLOAT
+        return sum(map(size, part.values() if isinstance(part, dict) else part))
+
+    value = made(shape)
+    assert counted(Holder(value=value)).get("tensors", 0) == size(shape)
+    assert counted(Holder(value=[value, copy.deepcopy(value)])).get("tensors", 0) == 2 * size(shape)
