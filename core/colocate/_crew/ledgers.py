@@ -29,7 +29,7 @@ class Ledgers:
 
         Raises:
             TimeoutError: A worker hasn't answered in time.
-            RoleError: A role's `device_state` has raised.
+            RoleError: What a role holds can't be looked at: its `device_state` has raised, say.
             ColocateError: The group is gone.
         """
         request = self._requests.open(slots)
@@ -53,11 +53,10 @@ class Ledgers:
             return
         group = self._link.name
         error = RoleError(
-            f"role {told.role!r} of group {group!r} could not say what it holds: its device_state() raised in worker "
-            f"{worker.slot} on {worker.boot.node}: {told.trace.strip().rpartition(chr(10))[2]}",
+            f"what role {told.role!r} of group {group!r} holds in worker {worker.slot} on {worker.boot.node} could not "
+            f"be looked at: {told.trace.strip().splitlines()[-1]}",
             group=group,
             role=told.role,
-            method="device_state",
             node=worker.boot.node,
             pid=worker.pid,
             remote_traceback=told.trace,

@@ -481,9 +481,9 @@ class LedgerTold(Message):
 
     Attributes:
         token: The question's number.
-        ledger: It; None where a role can't say what it holds.
+        ledger: It; None where what a role holds can't be looked at.
         role: That role.
-        trace: What it has raised.
+        trace: The traceback of what was raised then.
     """
 
     token: int

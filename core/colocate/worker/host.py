@@ -24,7 +24,7 @@ from colocate.worker import failure
 from colocate.worker.functions import hosted_functions
 from colocate.worker.hosted import HostedRole
 from colocate.worker.lane import Lane, Work
-from colocate.worker.ledger import UndeclaredError, ledger
+from colocate.worker.ledger import LookError, ledger
 from colocate.worker.runner import Runner
 from colocate.worker.site import Send, Site
 from colocate.worker.template import tell_imports
@@ -256,7 +256,7 @@ class WorkerHost(Site):
     def _tell_ledger(self, token: int) -> None:
         try:
             told = messages.LedgerTold(token, ledger(self))
-        except UndeclaredError as error:
+        except LookError as error:
             told = messages.LedgerTold(token, None, error.role, error.trace)
         self.say(told)
 

@@ -17,8 +17,11 @@ if TYPE_CHECKING:
     from colocate.worker.site import Site
 
 
-class UndeclaredError(Exception):
-    """A role's `device_state()` has raised: the role's name, and the traceback."""
+class LookError(Exception):
+    """What a role holds can't be looked at: its `device_state()` has raised, or code of a tensor of its own kind.
+
+    The role's name, and the traceback.
+    """
 
     def __init__(self, role: str, trace: str) -> None:
         super().__init__(role, trace)
@@ -29,14 +32,17 @@ def ledger(site: Site) -> Ledger:
     """Look at everything that a worker holds, on any thread.
 
     Raises:
-        UndeclaredError: A role can't say what it holds.
+        LookError: What a role holds can't be looked at.
     """
     roles = {role.name: role for role in list(site.roles.values()) if role.name is not None}
     held: dict[str, Held] = {}
     partial: list[str] = []
     for name, role in roles.items():
         others = [other.instance for other in roles.values() if other is not role]
-        held[name], complete = held_by(role.instance, _declared(role), others)
+        try:
+            held[name], complete = held_by(role.instance, _declared(role), others)
+        except Exception:
+            raise LookError(name, traceback.format_exc()) from None
         if not complete:
             partial.append(name)
     for maker, value in site.store.values():
@@ -63,8 +69,6 @@ def _declared(role: HostedRole) -> Iterable[Any]:
     token = set_current(role.ctx)
     try:
         return (hook(),)
-    except Exception:
-        raise UndeclaredError(str(role.name), traceback.format_exc()) from None
     finally:
         reset_current(token)
 

@@ -71,12 +71,9 @@ class Ledgers(ExecutorCase):
         group = spawn({"declaring": colocate.role(Declaring)})
         assert [slot.roles[0].device for slot in group.memory().slots] == [{"declared": 4000}] * 2
         failing = spawn({"failing": colocate.role(Declaring, fails=True)})
-        with pytest.raises(
-            RoleError, match=r"role 'failing' of group .* could not say what it holds.*rank \d can't"
-        ) as e:
+        with pytest.raises(RoleError, match=r"role 'failing' of group .* could not be looked at.*rank \d can't") as e:
             failing.memory()
-        assert e.value.method == "device_state"
-        assert "ValueError" in (e.value.remote_traceback or "")
+        assert "in device_state" in (e.value.remote_traceback or "")
 
     def test_memory_beside_a_call(self, holding: ColocatedGroup) -> None:
         """Whatever a lane runs."""
