@@ -10,7 +10,7 @@ from typing import Any
 
 import attrs
 
-from colocate import ColocatedGroup, ConfigError, RoleError, Run
+from colocate import ColocatedGroup, ConfigError, RoleError, Run, wait
 from colocate_ppo.maths import KlEstimator
 from colocate_ppo.recovery import OnStepFailure, Recovery
 from colocate_ppo.task import Problems, Task
@@ -201,6 +201,7 @@ def train(
                     lr_scale=lr_scale,
                     number=number,
                 )
+            wait([of_actor])  # the last of them, so that this thread wakes up once
             return {**of_critic.result(), **of_actor.result()}
 
         given: dict[str, float] = metrics | part("update", update)

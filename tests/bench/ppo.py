@@ -33,7 +33,7 @@ from colocate_ppo.task import Problems, Task
 _PART = "framework time per PPO step"
 _CONFIG = Path(__file__).parents[2] / "docs" / "examples" / "ppo.yaml"
 _NAMES = ("Actor", "Critic", "Reference", "Reward")
-_STEPS = 400
+_STEPS = 1200
 _ROUND = 20
 _BARS_MS = {"local": 1.5, "ray": 3.0, "dask": 3.0}
 _SMALL = [f"groups.policy.roles.actor.with.{size}" for size in ("hidden=32", "feed_forward=32", "layers=1")]

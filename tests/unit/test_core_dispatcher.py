@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 import colocate
 from colocate import ClosedError, Role, WorkerDied, method
+from colocate._owned import dispatcher as dispatchers
 from colocate._owned.dispatcher import Dispatcher
 from colocate._system import jobs
 from colocate.testing.gate import Address, Gate, pass_gate
@@ -26,6 +28,16 @@ class Echo(Role):
     @method
     def one(self) -> int:
         return 1
+
+
+class Result:
+    """Something that can be seen to go."""
+
+
+class Maker(Role):
+    @method
+    def make(self) -> Result:
+        return Result()
 
 
 @pytest.fixture
@@ -49,6 +61,63 @@ def test_callback_raises(dispatcher: Dispatcher, error: BaseException, monkeypat
     dispatcher.soon(ran.set)
     assert ran.wait(PATIENCE_S)
     assert told == [type(error)]
+
+
+def test_gathered_jobs_come_by_themselves(dispatcher: Dispatcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Together, in their order; one that raises is reported and keeps none of the others."""
+    told: list[type] = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, value, trace: told.append(kind))
+    ran: list[int] = []
+    done = threading.Event()
+
+    def fail() -> None:
+        raise ValueError("on purpose")
+
+    dispatcher.gather(lambda: ran.append(1))
+    dispatcher.gather(fail)
+    dispatcher.gather(lambda: ran.append(2))
+    dispatcher.gather(done.set)
+    assert done.wait(PATIENCE_S)
+    assert ran == [1, 2]
+    assert told == [ValueError]
+
+
+def test_gathered_jobs_come_before_what_is_given_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later job, and the end of the thread, have them run first; after that end they run at once."""
+    monkeypatch.setattr(dispatchers, "TOLD_TOGETHER_S", 10 * PATIENCE_S)
+    dispatcher = Dispatcher("test")
+    ran: list[str] = []
+    done = threading.Event()
+    dispatcher.gather(lambda: ran.append("gathered"))
+    dispatcher.soon(lambda: ran.append("later"))
+    dispatcher.soon(done.set)
+    assert done.wait(PATIENCE_S)
+    assert ran == ["gathered", "later"]
+    dispatcher.gather(lambda: ran.append("before the end"))
+    assert dispatcher.close()
+    assert ran[2:] == ["before the end"]
+    dispatcher.gather(lambda: ran.append("after it"))
+    assert ran[3:] == ["after it"]
+
+
+def test_what_observers_will_be_told_holds_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call is told of after its end, but what has come of it goes as soon as nobody has it."""
+    monkeypatch.setattr(dispatchers, "TOLD_TOGETHER_S", 10 * PATIENCE_S)
+    records: list[colocate.CallRecord] = []
+
+    class Observer:
+        def colocate_call_finished(self, record: colocate.CallRecord) -> None:
+            records.append(record)
+
+    with colocate.connect("local") as runtime:
+        runtime.observe(Observer())
+        maker = runtime.reserve(1).spawn({"maker": colocate.role(Maker)}).role("maker", Maker)
+        (made,) = maker.make()
+        gone = weakref.ref(made)
+        del made
+        assert gone() is None
+        assert not records
+    assert [record.method for record in records] == ["make"]
 
 
 def test_callback_after_close() -> None:

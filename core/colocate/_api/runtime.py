@@ -102,7 +102,8 @@ class Runtime(Held[Connection], node=Connection):
 
         Hooks are `colocate_group_spawned(group)`, `colocate_call_finished(record)` (a `CallRecord`),
         `colocate_worker_died(error)`, `colocate_group_changed(name, state, cause)` (its new state, and the error that
-        made it fail) and `colocate_group_closed(name)`.
+        made it fail) and `colocate_group_closed(name)`. Calls are told of a moment after their end, those of the same
+        moment one after the other, and before whatever happens later.
         """
         self._node.services.observers.add(plugin)
 

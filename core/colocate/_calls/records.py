@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -37,6 +38,12 @@ class CallRecord:
     error: str | None
 
 
+def ended(group: str, call: PendingCall) -> tuple[Any, ...]:
+    """What is to be told of a call that has ended. It holds nothing that hangs on the call, such as its result."""
+    error = None if call._error is None else str(call._error).partition("\n")[0]
+    return group, call.role, call.method, call.ranks, call.spans, call.submitted, call.keep is not None, error
+
+
 class Observers:
     """Plugins that are told what happens. Costs nothing while there is none."""
 
@@ -54,23 +61,26 @@ class Observers:
         """Tell it no longer."""
         self._plugins.remove(plugin)
 
-    def tell_call(self, group: str, call: PendingCall) -> None:
-        """Tell of a finished call."""
+    def tell_call(
+        self,
+        group: str,
+        role: str,
+        method: str,
+        ranks: Sequence[int],
+        answers: Sequence[tuple[int, float, float]],
+        submitted: float,
+        kept: bool,
+        error: str | None,
+    ) -> None:
+        """Tell of a finished call, see `ended`."""
         # A rank on which it failed has answered, and nobody knows how long it took.
-        spans = tuple(sorted([(call.ranks[index], start, end) for index, start, end in call.spans if end]))
-        error = call._error
-        record = CallRecord(
-            group,
-            call.role,
-            call.method,
-            tuple(sorted([call.ranks[index] for index, _, _ in call.spans])),
-            call.submitted,
-            max((end for _, _, end in spans), default=call.submitted),
-            spans,
-            call.keep is not None,
-            None if error is None else str(error).partition("\n")[0],
+        spans = tuple(sorted([(ranks[index], start, end) for index, start, end in answers if end]))
+        finished = max((end for _, _, end in spans), default=submitted)
+        ran_on = tuple(sorted([ranks[index] for index, _, _ in answers]))
+        self.tell(
+            "colocate_call_finished",
+            CallRecord(group, role, method, ran_on, submitted, finished, spans, kept, error),
         )
-        self.tell("colocate_call_finished", record)
 
     def tell(self, hook: str, *args: Any) -> None:
         """Call a hook of every plugin that has it."""

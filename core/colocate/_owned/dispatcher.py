@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections import deque
+from collections.abc import Callable
 
 from colocate._system.jobs import JobThread
+from colocate._system.limits import TOLD_TOGETHER_S
 from colocate.worker.failure import stack_of_role_code
 
 
@@ -14,12 +17,43 @@ class Dispatcher(JobThread):
     def __init__(self, name: str) -> None:
         """Args: name: Name of the thread."""
         super().__init__(name, _report)
+        self._gathered: deque[Callable[[], object]] = deque()
+        self._comes = False  # to what is gathered, soon
         self.start()
+
+    def gather(self, job: Callable[[], object]) -> None:
+        """Run a job within a moment, together with others: waking the thread costs more than most of them.
+
+        It comes before whatever is given after it.
+        """
+        self._gathered.append(job)
+        if not self._comes:  # after it was added: see `_catch_up`
+            self._comes = True
+            self.after(TOLD_TOGETHER_S, self._catch_up)
+        if self._ended:
+            self._catch_up()
 
     @property
     def stack(self) -> str:
         """What its thread is doing."""
         return "".join(stack_of_role_code(self._thread))
+
+    def _run(self, job: Callable[[], object]) -> None:
+        self._catch_up()
+        super()._run(job)
+
+    def _finish(self) -> None:
+        super()._finish()
+        self._catch_up()
+
+    def _catch_up(self) -> None:
+        self._comes = False  # before looking: whoever adds a job after that has this come once more
+        while self._gathered:
+            try:
+                job = self._gathered.popleft()
+            except IndexError:  # once the thread has ended, others do this too
+                return
+            super()._run(job)
 
 
 def _report(error: BaseException) -> None:

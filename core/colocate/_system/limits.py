@@ -21,6 +21,8 @@ SLOW_S = 60.0
 """A call or a constructor that takes longer is told, once."""
 SLOW_EVERY_S = 5.0
 """So often such are looked for."""
+TOLD_TOGETHER_S = 0.05
+"""Observers are told so long after the end of a call, of all that have ended meanwhile."""
 RELEASED_AFTER_S = 0.1
 """A dropped resident's release waits so long for a message to ride on."""
 COLLECTIVE_PATIENCE_S = 0.1

@@ -108,16 +108,17 @@ def rows(value: Any, path: str) -> int:
 
 def count_rows(value: Any, path: str) -> int | None:
     """As `rows`, but None where no leaf has rows that the driver knows: only None, and `Deferred` ones."""
-    totals = {_has(leaf) for leaf in leaves(value) if not is_deferred(type(leaf))}
-    if len(totals) > 1 or None in totals:
-        raise _uneven(value, path)
-    return next(iter(totals), None)
-
-
-def _has(leaf: Any) -> int | None:
-    """The rows of a leaf, None where it has none."""
-    kind = kind_of(type(leaf))
-    return None if kind is None else kind.length(leaf)
+    total: int | None = None
+    for leaf in leaves(value):
+        cls = type(leaf)
+        if is_deferred(cls):
+            continue
+        kind = kind_of(cls)
+        own = None if kind is None else kind.length(leaf)
+        if own is None or (total is not None and own != total):
+            raise _uneven(value, path)
+        total = own
+    return total
 
 
 def _uneven(value: Any, path: str) -> DispatchError:

@@ -20,7 +20,7 @@ from colocate._values.batch import (
     resolve,
 )
 from colocate._values.beside import Beside, Cut, same_rows
-from colocate._values.tree import leaves, replaced, take_apart
+from colocate._values.tree import replaced, take_apart
 from colocate.errors import DispatchError
 
 
@@ -84,22 +84,24 @@ class Layout:
 
 def own_parts(values: Mapping[str, Any], axis: str, mesh: str | None, count: int) -> dict[str, Any] | None:
     """One mapping for all parts, because each rank has its own in its worker already; None where it has not."""
-    found: dict[str, Any] = {}
-    owned = False
-    for name, value in values.items():
-        owns = []
-        for leaf in leaves(value):
-            if not is_deferred(type(leaf)) or (own := leaf.own(axis, mesh, count)) is None:
-                return None
-            owns.append(own)
-        found[name] = _with_leaves(value, owns)
-        owned = owned or bool(owns)
+    owned: list[Any] = []
+
+    def own(leaf: Any) -> Any:
+        placeholder = leaf.own(axis, mesh, count) if is_deferred(type(leaf)) else None
+        if placeholder is None:
+            raise _Elsewhere
+        owned.append(placeholder)
+        return placeholder
+
+    try:
+        found = {name: replaced(value, own) for name, value in values.items()}
+    except _Elsewhere:
+        return None
     return found if owned else None
 
 
-def _with_leaves(value: Any, others: Sequence[Any]) -> Any:
-    in_order = iter(others)
-    return replaced(value, lambda leaf: next(in_order))
+class _Elsewhere(Exception):
+    """A leaf whose part a rank hasn't in its own worker."""
 
 
 def lay_out(

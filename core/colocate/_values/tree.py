@@ -27,7 +27,10 @@ def leaves(value: Any) -> list[Any]:
         return [] if value is None else [value]
     found = []
     for item in value.values() if isinstance(value, dict) else value:
-        found += leaves(item)
+        if is_container(item):
+            found += leaves(item)
+        elif item is not None:
+            found.append(item)
     return found
 
 

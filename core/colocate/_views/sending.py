@@ -9,6 +9,7 @@ import attrs
 
 from colocate._calls.joiner import Joiner
 from colocate._calls.pending import PendingCall
+from colocate._calls.records import ended
 from colocate._calls.services import Services
 from colocate._crew.crew import Crew
 from colocate._kept.handles import Consumer, KeptResident, Reference
@@ -88,8 +89,6 @@ def ready(
     refuse_unsent(uses, call.label, found)
     packed = [bodies[id(arguments)] for arguments in planned.arguments]
     draft = Draft(crew, call, role.key, call.method, packed, planned.valid, timeout)
-    if found is not None:
-        crew.check()
     return Ready(draft, role, spec, found)
 
 
@@ -166,7 +165,7 @@ def _ended(crew: Crew, call: PendingCall) -> None:
         use.give_back()
     call.uses = ()
     if crew.services.observers and call.seq >= 0:  # otherwise it was never sent
-        crew.services.dispatcher.soon(lambda: crew.services.observers.tell_call(crew.name, call))
+        crew.services.dispatcher.gather(partial(crew.services.observers.tell_call, *ended(crew.name, call)))
 
 
 def refuse_inside(label: str, group: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,12 +24,64 @@ if TYPE_CHECKING:
 Find = Callable[[str, int], "WorkerHost"]
 
 
-class LocalPeers(Peers):
+class _HostPeers(Peers):
+    """What lies in this very worker is taken from its store, on whichever device it is.
+
+    Arguments are brought to the slot's device when they are complete.
+    """
+
+    def __init__(self, host: WorkerHost) -> None:
+        self._host = host
+
+    def part(self, source: Source, rank: int) -> Any:
+        """The whole part of a rank."""
+        if self._is_here(source, rank):
+            return self._host.part(source.key)
+        return self._part(source, rank)
+
+    def rows(self, source: Source, rank: int) -> int:
+        """How many rows it has."""
+        if self._is_here(source, rank):
+            return self._host.part_rows(source.key)
+        return self._rows(source, rank)
+
+    def weight(self, source: Source, rank: int) -> int | None:
+        """How many rows the call that made it worked on there."""
+        if self._is_here(source, rank):
+            return self._host.part_weight(source.key)
+        return self._weight(source, rank)
+
+    def slice(self, source: Source, rank: int, start: int, stop: int) -> Any:
+        """Some of its rows."""
+        if self._is_here(source, rank):
+            return batch.slice_rows(self._host.part(source.key), start, stop)
+        return self._slice(source, rank, start, stop)
+
+    def _is_here(self, source: Source, rank: int) -> bool:
+        boot, origin = self._host.boot, source.origin
+        return source.slot(rank) == boot.slot and origin.group == boot.group and origin.generation == boot.generation
+
+    # -- the same of another worker
+
+    @abc.abstractmethod
+    def _part(self, source: Source, rank: int) -> Any: ...
+
+    @abc.abstractmethod
+    def _rows(self, source: Source, rank: int) -> int: ...
+
+    @abc.abstractmethod
+    def _weight(self, source: Source, rank: int) -> int | None: ...
+
+    @abc.abstractmethod
+    def _slice(self, source: Source, rank: int, start: int, stop: int) -> Any: ...
+
+
+class LocalPeers(_HostPeers):
     """All workers are in this process: parts are handed over by reference, or between slots as the codec has it."""
 
     def __init__(self, host: WorkerHost, find: Find) -> None:
         """Args: host: This worker. find: The worker on a slot of a group."""
-        self._host = host
+        super().__init__(host)
         self._find = find
         self._waiting: Store | None = None
         self._borrowed: dict[str, list[tuple[Store, int, Entry]]] = {}  # by the call that has the very value
@@ -37,24 +90,6 @@ class LocalPeers(Peers):
     def address(self) -> None:
         """They need none."""
         return
-
-    def part(self, source: Source, rank: int) -> Any:
-        """The whole part of a rank."""
-        entry = self._entry(source, rank)
-        return self._handed_over(entry, entry.value, source, rank)
-
-    def rows(self, source: Source, rank: int) -> int:
-        """How many rows it has."""
-        return batch.rows(self._entry(source, rank).value, source.label)
-
-    def weight(self, source: Source, rank: int) -> int | None:
-        """How many rows the call that made it worked on there."""
-        return self._entry(source, rank).rows
-
-    def slice(self, source: Source, rank: int, start: int, stop: int) -> Any:
-        """Some of its rows."""
-        entry = self._entry(source, rank)
-        return self._handed_over(entry, batch.slice_rows(entry.value, start, stop), source, rank)
 
     def given_back(self, label: str) -> Sequence[Written]:
         """A call is over: what it wrote into of other workers' residents."""
@@ -72,10 +107,22 @@ class LocalPeers(Peers):
     def close(self) -> None:
         """Nothing to end."""
 
+    def _part(self, source: Source, rank: int) -> Any:
+        entry = self._entry(source, rank)
+        return self._handed_over(entry, entry.value, source, rank)
+
+    def _rows(self, source: Source, rank: int) -> int:
+        return batch.rows(self._entry(source, rank).value, source.label)
+
+    def _weight(self, source: Source, rank: int) -> int | None:
+        return self._entry(source, rank).rows
+
+    def _slice(self, source: Source, rank: int, start: int, stop: int) -> Any:
+        entry = self._entry(source, rank)
+        return self._handed_over(entry, batch.slice_rows(entry.value, start, stop), source, rank)
+
     def _handed_over(self, entry: Entry, value: Any, source: Source, rank: int) -> Any:
         codec, boot = self._host.codec, self._host.boot
-        if (source.group, source.slot(rank)) == (boot.group, boot.slot):
-            return value  # on whichever device it is: arguments are brought to this slot's when they are complete
         if codec.name == "reference":
             self._borrow(entry, source, rank)
             return value
@@ -99,11 +146,11 @@ class LocalPeers(Peers):
             self._waiting = None
 
 
-class ChannelPeers(Peers):
+class ChannelPeers(_HostPeers):
     """Workers are processes: parts travel worker to worker on authenticated sockets."""
 
     def __init__(self, host: WorkerHost, tls: wire.Tls | None = None) -> None:
-        self._host = host
+        super().__init__(host)
         elsewhere = None if host.boot.host == wire.LOOPBACK else host.boot.host
         self._channel = wire.PeerChannel(host.boot.secret, self._answer, elsewhere, tls, host.broken)
         self._addresses: dict[tuple[str, int, int], str] = {}
@@ -113,32 +160,6 @@ class ChannelPeers(Peers):
         """Where other workers reach this one; it listens from now on."""
         return self._channel.address
 
-    def part(self, source: Source, rank: int) -> Any:
-        """The whole part of a rank."""
-        if self._is_here(source, rank):
-            return self._host.part(source.key)
-        return self._ask(source, rank, parts.Part(source.key))[1]
-
-    def rows(self, source: Source, rank: int) -> int:
-        """How many rows it has."""
-        if self._is_here(source, rank):
-            return self._host.part_rows(source.key)
-        count = self._number(source, rank, parts.Rows(source.key))
-        assert count is not None
-        return count
-
-    def weight(self, source: Source, rank: int) -> int | None:
-        """How many rows the call that made it worked on there."""
-        if self._is_here(source, rank):
-            return self._host.part_weight(source.key)
-        return self._number(source, rank, parts.Weight(source.key))
-
-    def slice(self, source: Source, rank: int, start: int, stop: int) -> Any:
-        """Some of its rows."""
-        if self._is_here(source, rank):
-            return batch.slice_rows(self._host.part(source.key), start, stop)
-        return self._ask(source, rank, parts.Slice(source.key, start, stop))[1]
-
     def abort(self, reason: str) -> None:
         """Fail what is under way."""
         self._channel.abort(reason)
@@ -147,9 +168,19 @@ class ChannelPeers(Peers):
         """End its threads and sockets."""
         self._channel.close(0.5)
 
-    def _is_here(self, source: Source, rank: int) -> bool:
-        boot = self._host.boot
-        return (source.group, source.slot(rank), source.generation) == (boot.group, boot.slot, boot.generation)
+    def _part(self, source: Source, rank: int) -> Any:
+        return self._ask(source, rank, parts.Part(source.key))[1]
+
+    def _rows(self, source: Source, rank: int) -> int:
+        count = self._number(source, rank, parts.Rows(source.key))
+        assert count is not None
+        return count
+
+    def _weight(self, source: Source, rank: int) -> int | None:
+        return self._number(source, rank, parts.Weight(source.key))
+
+    def _slice(self, source: Source, rank: int, start: int, stop: int) -> Any:
+        return self._ask(source, rank, parts.Slice(source.key, start, stop))[1]
 
     def _number(self, source: Source, rank: int, question: Message) -> int | None:
         answer, _ = self._ask(source, rank, question)
