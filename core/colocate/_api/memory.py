@@ -11,10 +11,12 @@ import attrs
 from colocate._crew.crew import Crew
 from colocate._protocol.ledger import Ledger
 from colocate._system import html
+from colocate._system.columns import columns
 from colocate._system.deadline import Deadline
 from colocate._system.sizes import size_text
+from colocate.worker.holdings import Kind
 
-KINDS = ("parameters", "gradients", "optimizer", "buffers", "declared", "tensors", "residents")
+KINDS = tuple(kind.word for kind in Kind)
 
 
 @attrs.frozen
@@ -113,7 +115,13 @@ class GroupMemory:
         return json.dumps(self.data(), indent=2)
 
     def __str__(self) -> str:
-        return "\n".join(_table(self.group, [*map(_texts, self._shown())]))
+        rows = [*map(_texts, self._shown())]
+        title = f"memory of group {self.group!r}"
+        if not rows:
+            return title
+        names = list(rows[0])
+        lines = columns([names, *(list(row.values()) for row in rows)], [name != "role" for name in names])
+        return "\n".join([title, *lines])
 
     def _repr_html_(self) -> str:
         return html.page(html.heading("memory of", self.group, ""), html.table([*map(_texts, self._shown())]))
@@ -167,13 +175,3 @@ def _rows(slot: SlotMemory) -> Iterator[dict[str, Any]]:
 def _texts(row: Mapping[str, Any]) -> dict[str, str]:
     sizes = {*KINDS, "total", "shared"}
     return {key: (size_text(value) if value else "") if key in sizes else str(value) for key, value in row.items()}
-
-
-def _table(title: str, rows: list[dict[str, str]]) -> Iterator[str]:
-    yield f"memory of group {title!r}"
-    if not rows:
-        return
-    widths = {key: max(len(key), *(len(row[key]) for row in rows)) for key in rows[0]}
-    for row in [{key: key for key in widths}, *rows]:
-        cells = (text.ljust(widths[key]) if key == "role" else text.rjust(widths[key]) for key, text in row.items())
-        yield "  ".join(cells).rstrip()

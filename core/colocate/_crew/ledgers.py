@@ -32,19 +32,17 @@ class Ledgers:
             RoleError: What a role holds can't be looked at: its `device_state` has raised, say.
             ColocateError: The group is gone.
         """
-        request = self._requests.open(slots)
-        try:
-            for slot in slots:
-                self._tell(slot, messages.AskLedger(request.token))
-            return request.result(deadline)
-        except TimeoutError:
-            late = ", ".join(map(str, request.owing))
-            raise TimeoutError(
-                f"worker {late} of group {self._link.name!r} has not said in time what its memory is used for: it is "
+
+        def ask(slot: int, token: int) -> None:
+            self._tell(slot, messages.AskLedger(token))
+
+        def too_late(owing: str) -> str:
+            return (
+                f"worker {owing} of group {self._link.name!r} has not said in time what its memory is used for: it is "
                 "stopped, or C code holds the GIL"
-            ) from None
-        finally:
-            self._requests.drop(request)
+            )
+
+        return self._requests.ask(slots, ask, deadline, too_late)
 
     def answered(self, worker: Worker, told: messages.LedgerTold) -> None:
         """A worker has answered."""

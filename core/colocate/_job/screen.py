@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from colocate._runs.record import RunRecord, timed_phases
+from colocate._system.columns import columns
 from colocate._system.pip import pip_line
 
 if TYPE_CHECKING:
@@ -41,25 +42,20 @@ def show_table(title: str, rows: Sequence[Mapping[str, Any]], to: Console) -> No
     """Print rows under a title: the keys of the first are the columns, numbers are aligned right."""
     if not rows:
         return
-    columns = list(rows[0])
-    numeric = [all(isinstance(row.get(column), int | float) for row in rows) for column in columns]
-    cells = [[text_of(row.get(column)) for column in columns] for row in rows]
+    names = list(rows[0])
+    numeric = [all(isinstance(row.get(name), int | float) for row in rows) for name in names]
+    cells = [[text_of(row.get(name)) for name in names] for row in rows]
     to.print(Text(f"\n{title}", "bold"))
     if to.is_terminal:
         shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        for column, number in zip(columns, numeric, strict=True):
-            shown.add_column(Text(column), justify="right" if number else "left", overflow="fold")
+        for name, number in zip(names, numeric, strict=True):
+            shown.add_column(Text(name), justify="right" if number else "left", overflow="fold")
         for line in cells:
             shown.add_row(*(Text(cell) for cell in line))
         to.print(shown)
         return
-    widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
-    for line in (columns, *cells):
-        aligned = (
-            cell.rjust(width) if number else cell.ljust(width)
-            for cell, width, number in zip(line, widths, numeric, strict=True)
-        )
-        to.print(Text("  ".join(aligned).rstrip()), soft_wrap=True)
+    for text in columns([names, *cells], numeric):
+        to.print(Text(text), soft_wrap=True)
 
 
 def text_of(value: Any) -> str:

@@ -42,16 +42,14 @@ class Fetches:
             Refused: A worker can't send its part.
             ColocateError: No answer will come any more.
         """
-        request = self._requests.open(slots)
-        try:
-            for slot in slots:
-                self._ask(slot, messages.Fetch(request.token, key, contents))
-            return request.result(deadline)
-        except TimeoutError:
-            late = ", ".join(map(str, request.owing))
-            raise TimeoutError(f"worker {late} has not sent its part of the resident in time") from None
-        finally:
-            self._requests.drop(request)
+
+        def ask(slot: int, token: int) -> None:
+            self._ask(slot, messages.Fetch(token, key, contents))
+
+        def too_late(owing: str) -> str:
+            return f"worker {owing} has not sent its part of the resident in time"
+
+        return self._requests.ask(slots, ask, deadline, too_late)
 
     def answered(self, slot: int, fetched: messages.Fetched, body: Any) -> None:
         """A worker has answered."""

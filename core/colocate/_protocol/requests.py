@@ -113,6 +113,38 @@ class Requests(Generic[Party, Answer]):
             self.drop(request)
         return request
 
+    def ask(
+        self,
+        parties: Iterable[Party],
+        send: Callable[[Party, int], object],
+        deadline: Deadline,
+        late: Callable[[str], str],
+    ) -> list[Answer]:
+        """Ask, and wait for all answers.
+
+        Args:
+            parties: Who owes an answer.
+            send: Sends the question of that number to one of them.
+            deadline: Until when to wait.
+            late: What the error says when it is too late, given those who haven't answered.
+
+        Returns:
+            The answers, in the order of the parties.
+
+        Raises:
+            TimeoutError: They haven't come in time.
+            BaseException: It has failed, by this.
+        """
+        request = self.open(parties)
+        try:
+            for party in request.parties:
+                send(party, request.token)
+            return request.result(deadline)
+        except TimeoutError:
+            raise TimeoutError(late(", ".join(map(str, request.owing)))) from None
+        finally:
+            self.drop(request)
+
     def answered(self, token: int, party: Party, answer: Answer) -> Request[Party, Answer] | None:
         """Somebody has answered; the question, if it isn't over. The last answer ends it."""
         request = self._open.get(token)
