@@ -51,7 +51,8 @@ def rows() -> Iterator[Row]:
 def _beside_by_hand() -> Iterator[Row]:
     """Step by step in turns, both from the same checkpoint: the speed of a machine may drift within seconds."""
     part = "a step of ppo.train, actor and critic under FSDP2 on 2 slots"
-    ours, by_hand, ratios = [], [], []
+    ours: list[float] = []
+    by_hand: list[float] = []
     with tempfile.TemporaryDirectory(prefix="b-") as folder:
         _train(Path(folder), _WARM)
         for number in range(_ROUNDS):
@@ -60,9 +61,9 @@ def _beside_by_hand() -> Iterator[Row]:
             with _ByHand.start(next(place.glob("runs/*/checkpoints/step-000000"))) as plain:
                 metrics, seconds = _train_in_turns(place, plain)
             _compare(metrics, plain.rows)
-            ours.append(statistics.median(seconds[_FIRST:]))
-            by_hand.append(statistics.median(row["seconds"] for row in plain.rows[_FIRST : len(seconds)]))
-            ratios.append(ours[-1] / by_hand[-1])
+            ours += seconds[_FIRST:]
+            by_hand += [row["seconds"] for row in plain.rows[_FIRST : len(seconds)]]
+    ratios = [mine / other for mine, other in zip(ours, by_hand, strict=True)]  # of steps made right after each other
     yield Row(part, "by hand, with torchrun", statistics.median(by_hand) * 1e3, "ms")
     yield Row(part, "with colocate", statistics.median(ours) * 1e3, "ms")
     yield Row(part, "ratio", statistics.median(ratios), "x", 1.02)
