@@ -95,6 +95,10 @@ class Residents(Leases):
     def check(self, kept: Kept) -> None:
         """Raise unless it can be used: freed, or made by a call that failed, or its group is closed."""
         self.refuse_fork()
+        self._check_kept(kept)
+        self.link.check()
+
+    def _check_kept(self, kept: Kept) -> None:
         if kept.freed_by is not None:
             raise ClosedError(f"resident of {kept.source.label} was freed by {kept.freed_by}", closed_by=kept.freed_by)
         error = kept.call._error or kept.lost
@@ -105,16 +109,18 @@ class Residents(Leases):
             # Each gets a copy: its traceback will hold the frames, and so the handle, of who is told, while the group
             # holds the original for as long as the handle lives.
             raise copy.copy(error)
-        self.link.check()
 
     def refuse_fork(self) -> None:
         """Raise in a forked child, which owns nothing."""
         if self.link.forked:
             self.link.check()
 
-    def use(self, kept: Kept) -> None:
-        """It becomes an argument."""
-        self.check(kept)
+    def use(self, kept: Kept, by: Link) -> None:
+        """It becomes an argument of a call of a group that can be called, which may be this one."""
+        if by is self.link:
+            self._check_kept(kept)
+        else:
+            self.check(kept)
         kept.used = True
 
     def ask(self, kept: Kept) -> None:

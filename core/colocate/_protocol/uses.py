@@ -258,11 +258,11 @@ class Resolver:
         self._arguments = arguments
         placed = dict(arguments)
         within = {name: value for name, value in placed.items() if type(value) not in PLAIN}
-        for value in within.values():
-            if type(value) is not Own:  # as most are
-                map_leaves(value, self._begin_with, _is_cut)
+        walked = {name: value for name, value in within.items() if type(value) is not Own}  # as most are
+        for value in walked.values():
+            map_leaves(value, self._begin_with, _is_cut)
         for name, value in within.items():
-            placed[name] = map_leaves(value, self._leaf, _is_placeholder)
+            placed[name] = map_leaves(value, self._leaf, _is_placeholder) if name in walked else self._leaf(value)
         return placed
 
     def _begin_with(self, cut: Cut) -> Cut:

@@ -29,6 +29,9 @@ class MethodSpec:
     simple: tuple[str, ...] | None = attrs.field(
         init=False, default=attrs.Factory(lambda self: _simple_names(self.signature), takes_self=True)
     )
+    required: frozenset[str] = attrs.field(
+        init=False, default=attrs.Factory(lambda self: _required_names(self.signature), takes_self=True)
+    )
     padded: str | None = attrs.field(
         init=False, default=attrs.Factory(lambda self: _padded_parameter(self.dispatch), takes_self=True)
     )
@@ -38,12 +41,9 @@ class MethodSpec:
         names = self.simple
         if names is not None and len(args) <= len(names):
             bound = dict(zip(names, args, strict=False))
-            if kwargs.keys().isdisjoint(bound) and kwargs.keys() <= set(names):
+            if not kwargs or (kwargs.keys().isdisjoint(bound) and kwargs.keys() <= set(names)):
                 bound.update(kwargs)
-                if len(bound) == len(names) or all(
-                    name in bound or self.signature.parameters[name].default is not inspect.Parameter.empty
-                    for name in names
-                ):
+                if self.required <= bound.keys():
                     return bound
         try:
             found = self.signature.bind(*args, **kwargs)
@@ -71,3 +71,8 @@ def _simple_names(signature: inspect.Signature) -> tuple[str, ...] | None:
     if any(p.kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD for p in parameters):
         return None
     return tuple(p.name for p in parameters)
+
+
+def _required_names(signature: inspect.Signature) -> frozenset[str]:
+    """The names of the parameters without a default."""
+    return frozenset(p.name for p in signature.parameters.values() if p.default is inspect.Parameter.empty)

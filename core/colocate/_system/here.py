@@ -14,10 +14,8 @@ if TYPE_CHECKING:
 
 def _task() -> asyncio.Task[Any] | None:
     imported = sys.modules.get("asyncio")  # there are no tasks without it
-    try:
-        return imported.current_task() if imported is not None else None
-    except RuntimeError:  # no loop runs on this thread
-        return None
+    loop = None if imported is None else imported._get_running_loop()
+    return None if loop is None or imported is None else imported.current_task(loop)
 
 
 @attrs.frozen(eq=False)

@@ -39,7 +39,7 @@ def run(crew: Crew, function: Callable[..., Any], args: tuple[Any, ...], kwargs:
     given = {"args": args, "kwargs": dict(kwargs)}
     shipped = _ship(function, name, crew.services.executor.in_process)
     try:
-        given = with_references(given, consumer, label, crew.services, uses)
+        given = with_references(given, crew, consumer, label, uses)
         planned = plan(RUN.dispatch, {"function": shipped, **given}, role.ranks)
     except RecursionError:
         if (error := no_end(given, label)) is not None:

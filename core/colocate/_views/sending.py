@@ -10,7 +10,6 @@ import attrs
 from colocate._calls.joiner import Joiner
 from colocate._calls.pending import PendingCall
 from colocate._calls.records import ended
-from colocate._calls.services import Services
 from colocate._crew.crew import Crew
 from colocate._kept.handles import Consumer, KeptResident, Reference
 from colocate._role import context
@@ -179,7 +178,7 @@ def refuse_inside(label: str, group: str) -> None:
 
 
 def with_references(
-    arguments: dict[str, Any], consumer: Consumer, label: str, services: Services, uses: list[Reference]
+    arguments: dict[str, Any], crew: Crew, consumer: Consumer, label: str, uses: list[Reference]
 ) -> dict[str, Any]:
     """The arguments with references, bound to their consumer, in place of residents; `uses` gets them."""
 
@@ -193,16 +192,17 @@ def with_references(
             return item
         if isinstance(item, Resident):
             item = item.ref
-        if isinstance(item, Reference):
-            item._residents.use(item._kept)
-            if item._residents.link.services is not services:
-                raise ColocateError(
-                    f"resident of {item._kept.source.label} belongs to another runtime; fetch() it and pass the value"
-                )
-            item = item.bound(consumer)
-            uses.append(item)
-            return item
-        raise TypeError(f"{label}: {item!r} lives on the driver and can't be an argument")
+        if not isinstance(item, Reference):
+            raise TypeError(f"{label}: {item!r} lives on the driver and can't be an argument")
+        residents = item._residents
+        residents.use(item._kept, crew)
+        if residents.link.services is not crew.services:
+            raise ColocateError(
+                f"resident of {item._kept.source.label} belongs to another runtime; fetch() it and pass the value"
+            )
+        bound = item.bound(consumer)
+        uses.append(bound)
+        return bound
 
     made, odd = {}, {}
     for name, value in arguments.items():

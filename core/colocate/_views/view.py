@@ -155,7 +155,7 @@ class ViewCall(OnDriver):
         uses: list[Reference] = []
         try:
             if arguments:
-                arguments = with_references(arguments, self._consumer, self._label, crew.services, uses)
+                arguments = with_references(arguments, crew, self._consumer, self._label, uses)
             planned = plan(spec.dispatch, arguments, self._role.ranks, self._ranks)
         except RecursionError:
             if (error := no_end(arguments, self._label)) is not None:
