@@ -100,6 +100,26 @@ def test_gathered_jobs_come_before_what_is_given_later(monkeypatch: pytest.Monke
     assert ran[3:] == ["after it"]
 
 
+def test_jobs_of_both_kinds_keep_their_order(dispatcher: Dispatcher) -> None:
+    """Also behind a job that takes long: observers hear of a group before they hear of its calls."""
+    ran: list[str] = []
+    begun, goes_on, done = threading.Event(), threading.Event(), threading.Event()
+
+    def take_long() -> None:
+        begun.set()
+        goes_on.wait()
+
+    dispatcher.soon(take_long)
+    assert begun.wait(PATIENCE_S)
+    dispatcher.soon(lambda: ran.append("spawned"))
+    dispatcher.gather(lambda: ran.append("called"))
+    dispatcher.soon(lambda: ran.append("closed"))
+    dispatcher.soon(done.set)
+    goes_on.set()
+    assert done.wait(PATIENCE_S)
+    assert ran == ["spawned", "called", "closed"]
+
+
 def test_what_observers_will_be_told_holds_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call is told of after its end, but what has come of it goes as soon as nobody has it."""
     monkeypatch.setattr(dispatchers, "TOLD_TOGETHER_S", 10 * PATIENCE_S)

@@ -82,6 +82,13 @@ def test_cancelled_timers_do_not_pile_up(jobs: JobThread) -> None:
     assert sum(timer.job is not None for timer in waiting) == len(live)
 
 
+def test_closed_twice_before_it_has_run_anything() -> None:
+    """Its thread was never started, and never will be."""
+    jobs = JobThread("test-jobs", lambda error: None)
+    assert jobs.close()
+    assert jobs.close()
+
+
 def test_jobs_after_the_end(faults: list[BaseException]) -> None:
     """What is queued runs before the end, what comes later at once; timers never."""
     jobs = JobThread("test-jobs", faults.append)

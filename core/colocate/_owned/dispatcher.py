@@ -12,7 +12,7 @@ from colocate.worker.failure import stack_of_role_code
 
 
 class Dispatcher(JobThread):
-    """Runs users' callbacks and observers, one after the other."""
+    """Runs users' callbacks and observers, one after the other, in the order in which they were given."""
 
     def __init__(self, name: str) -> None:
         """Args: name: Name of the thread."""
@@ -21,11 +21,13 @@ class Dispatcher(JobThread):
         self._comes = False  # to what is gathered, soon
         self.start()
 
-    def gather(self, job: Callable[[], object]) -> None:
-        """Run a job within a moment, together with others: waking the thread costs more than most of them.
+    def soon(self, job: Callable[[], object]) -> None:
+        """Run a job as soon as the earlier ones are done; here and now once the thread has ended."""
+        self._gathered.append(job)
+        super().soon(self._catch_up)
 
-        It comes before whatever is given after it.
-        """
+    def gather(self, job: Callable[[], object]) -> None:
+        """Run a job within a moment, together with others: waking the thread costs more than most of them."""
         self._gathered.append(job)
         if not self._comes:  # after it was added: see `_catch_up`
             self._comes = True
@@ -38,10 +40,6 @@ class Dispatcher(JobThread):
         """What its thread is doing."""
         return "".join(stack_of_role_code(self._thread))
 
-    def _run(self, job: Callable[[], object]) -> None:
-        self._catch_up()
-        super()._run(job)
-
     def _finish(self) -> None:
         super()._finish()
         self._catch_up()
@@ -53,7 +51,7 @@ class Dispatcher(JobThread):
                 job = self._gathered.popleft()
             except IndexError:  # once the thread has ended, others do this too
                 return
-            super()._run(job)
+            self._run(job)
 
 
 def _report(error: BaseException) -> None:

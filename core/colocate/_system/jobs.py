@@ -118,7 +118,7 @@ class JobThread:
         try:
             self._unstarted.pop()
         except IndexError:
-            if not self.is_current:
+            if not self.is_current and not (self._ended and not self._thread.is_alive()):  # else it was never started
                 self._thread.join(THREAD_ENDS_WITHIN_S if within_s is None else within_s)
             return not self._thread.is_alive() or self.is_current
         self._finish()

@@ -36,26 +36,34 @@ class _HostPeers(Peers):
     def part(self, source: Source, rank: int) -> Any:
         """The whole part of a rank."""
         if self._is_here(source, rank):
-            return self._host.part(source.key)
+            return self._own(source).value
         return self._part(source, rank)
 
     def rows(self, source: Source, rank: int) -> int:
         """How many rows it has."""
         if self._is_here(source, rank):
-            return self._host.part_rows(source.key)
+            return batch.rows(self._own(source).value, source.label)
         return self._rows(source, rank)
 
     def weight(self, source: Source, rank: int) -> int | None:
         """How many rows the call that made it worked on there."""
         if self._is_here(source, rank):
-            return self._host.part_weight(source.key)
+            return self._own(source).rows
         return self._weight(source, rank)
 
     def slice(self, source: Source, rank: int, start: int, stop: int) -> Any:
         """Some of its rows."""
         if self._is_here(source, rank):
-            return batch.slice_rows(self._host.part(source.key), start, stop)
+            return batch.slice_rows(self._own(source).value, start, stop)
         return self._slice(source, rank, start, stop)
+
+    def abort(self, reason: str) -> None:
+        """Fail what is under way."""
+        self._host.store.poke()
+
+    def _own(self, source: Source) -> Entry:
+        # An async method may be waited for that makes it: until nobody waits for the call that uses it any more.
+        return self._host.store.wait(source.key, self._host.why_not)
 
     def _is_here(self, source: Source, rank: int) -> bool:
         boot, origin = self._host.boot, source.origin
@@ -101,6 +109,7 @@ class LocalPeers(_HostPeers):
 
     def abort(self, reason: str) -> None:
         """Fail what is under way."""
+        super().abort(reason)
         if self._waiting is not None:
             self._waiting.poke()
 
@@ -162,6 +171,7 @@ class ChannelPeers(_HostPeers):
 
     def abort(self, reason: str) -> None:
         """Fail what is under way."""
+        super().abort(reason)
         self._channel.abort(reason)
 
     def close(self) -> None:

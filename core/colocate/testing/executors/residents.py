@@ -12,11 +12,11 @@ import pytest
 
 import colocate
 from colocate import ColocatedGroup, Resident
-from colocate.errors import ClosedError, ColocateError, DispatchError, RoleError
+from colocate.errors import CallTimeout, ClosedError, ColocateError, DispatchError, RoleError
 from colocate.testing.executors._base import ExecutorCase, Spawn
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
-from colocate.testing.probes.plain import Echo, Names
+from colocate.testing.probes.plain import Echo, Log, Names
 from colocate.testing.probes.rows import Rows
 from colocate.testing.waiting import PATIENCE_S, wait_until
 
@@ -30,6 +30,17 @@ class Residents(ExecutorCase):
         with rows.double.keep([1, 2, 3]) as kept:
             assert isinstance(kept, Resident)
             assert kept.fetch() == kept.fetch() == rows.double([1, 2, 3])
+
+    def test_used_while_an_async_method_makes_it(self, spawn: Spawn) -> None:
+        """The lane waits, and with it what makes it; whoever gives that up frees the lane, and all goes on."""
+        log = spawn({"log": colocate.role(Log)}, slots=1).role("log", Log)
+        with Gate() as gate:
+            kept = log.peak.keep(gate.address)
+            gate.wait_for(1)
+            error = log.peak.options(timeout=0.2).submit(kept.ref).exception(PATIENCE_S)
+            assert isinstance(error, CallTimeout)
+            gate.open()
+            kept.wait(PATIENCE_S)
 
     def test_waited_for(self, pair: ColocatedGroup) -> None:
         """It returns when the value is there, and raises what its call has raised."""
