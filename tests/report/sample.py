@@ -10,11 +10,12 @@ from typing import Any
 
 import attrs
 
-from colocate import report
+from colocate import GroupMemory, RoleMemory, SlotMemory, report
 from colocate._runs.calls import Span, Total
 from colocate._runs.record import RunRecord
 
 STARTED = 1_700_000_000.0
+MIB = 1 << 20
 ROUND = [
     ("actor", "generate", 0.3),
     ("reward", "score", 0.02),
@@ -82,6 +83,26 @@ def _owner(kind: str, name: str, line: int, children: list[dict[str, Any]]) -> d
     return {"kind": kind, "name": name, "state": "ready", "age_s": 12.5, "line": line_of_code, "children": children}
 
 
+def memory(slots: int = 2, **roles: dict[str, int]) -> GroupMemory:
+    """A group's memory on processes of 600 MiB; roles have 8 and 2 MiB if nothing else is said."""
+    held = roles or {"actor": {"parameters": 2 * MIB, "optimizer": 6 * MIB}, "critic": {"tensors": 2 * MIB}}
+    return GroupMemory(
+        "policy",
+        tuple(
+            SlotMemory(
+                slot,
+                "somewhere.example.org",
+                "cpu",
+                tuple(RoleMemory(role, slot, kinds, {}, 0, True) for role, kinds in held.items()),
+                600 * MIB,
+                500 * MIB,
+                None,
+            )
+            for slot in range(slots)
+        ),
+    )
+
+
 def record(**changes: Any) -> RunRecord:
     """A run that learned, with whatever is to be different."""
     spans = tuple(calls())
@@ -107,6 +128,7 @@ def record(**changes: Any) -> RunRecord:
         environment={"python": "3.13.1", "cpus": "2"},
         started=STARTED,
         seconds=20.0,
+        memory=(memory(),),
     )
     return attrs.evolve(basis, **changes)
 

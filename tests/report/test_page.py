@@ -13,7 +13,7 @@ from tests.report.sample import Page, calls, graph, record, totals
 from colocate import report
 from colocate._runs.calls import KEPT_SPANS, Span
 
-PARTS = ["curves", "answers", "times", "timeline", "ownership", "setup"]
+PARTS = ["curves", "answers", "times", "timeline", "memory", "ownership", "setup"]
 LOADING = {"src", "href", "srcset", "data", "action", "poster", "background", "ping", "formaction"}
 
 
@@ -160,6 +160,7 @@ NOTHING = {
     "phases": {},
     "tree": "",
     "graph": "",
+    "memory": (),
     "environment": {},
     "seconds": 0.0,
 }
@@ -177,6 +178,7 @@ def test_a_run_of_nothing(tmp_path: Path) -> None:
     assert "The job showed no tables." in page.words("answers")
     assert page.words("times").count("No role was called.") == 1
     assert "No role was called." in page.words("timeline")
+    assert "No role held tensors or arrays." in page.words("memory")
     assert "There is no graph of this run." in page.words("ownership")
     assert "There is no config of this run." in page.words("setup")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from tests.report.sample import Page, graph, record, totals
+from tests.report.sample import Page, graph, memory, record, totals
 
 from colocate._runs.calls import Span
 from colocate.report.ownership import ownership
@@ -125,6 +125,31 @@ class TestTables:
     def test_long_texts_say_how_much_is_missing(self) -> None:
         (table,) = tables({"t": [{"x": "y" * 300_000}]})
         assert table.rows[0][0].text.endswith("y \u2026 (60,000 more characters)")
+
+
+class TestMemory:
+    def test_bars_and_a_table(self, tmp_path: Path) -> None:
+        """Each role's part of its process; what is empty of the bar is nobody's."""
+        page = Page(tmp_path, record())
+        assert "slot 1, cpu: 600 MiB" in page.words("memory")
+        bars = page.find("memory", "div", class_="bar")
+        assert [["".join(part.itertext()) for part in bar] for bar in bars] == [
+            ["actoractor\n8 MiB, 1%", "criticcritic\n2 MiB, < 1%"]
+        ] * 2
+        first, second, *others = page.rows("memory")
+        assert first == ["0", "actor", "0", "2 MiB", "6 MiB", "", "8 MiB", ""]
+        assert second == ["0", "critic", "0", "", "", "2 MiB", "2 MiB", ""]
+        assert [row[1] for row in others[:2]] == ["(empty worker)", "(other)"]
+
+    def test_of_many_slots_the_first_have_bars(self, tmp_path: Path) -> None:
+        page = Page(tmp_path, record(memory=(memory(slots=300),)))
+        assert len(page.find("memory", "div", class_="bar")) == 4
+        assert "and 296 more slots" in page.words("memory")
+        assert "and 800 more rows" in page.words("memory")
+
+    def test_a_role_that_nobody_called_has_a_colour(self, tmp_path: Path) -> None:
+        page = Page(tmp_path, record(memory=(memory(idle={"tensors": 1 << 20}),)))
+        assert "idle" in page.words("memory")
 
 
 class TestOwnership:

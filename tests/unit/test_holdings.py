@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from colocate.worker.holdings import Kind, Storages, held_by
+from colocate._protocol.ledger import Purpose
+from colocate.worker.holdings import Storages, held_by
 from colocate.worker.ledger import _shares
 
 FLOAT = 4
@@ -90,6 +91,30 @@ def test_memory_that_is_shared() -> None:
     assert counted(holder) == {"parameters": 32 * 32 * FLOAT, "tensors": 100 * FLOAT}
 
 
+def test_an_array_over_part_of_a_tensor() -> None:
+    """Begins elsewhere, and is the tensor's memory all the same."""
+    whole = torch.zeros(100)
+    assert counted(Holder(whole=whole, part=whole[10:].numpy())) == {"tensors": 100 * FLOAT}
+    assert counted(Holder(part=whole[10:].numpy()[5:])) == {"tensors": 100 * FLOAT}
+
+
+class Replay:
+    """Knows its size, and is neither tensor nor array."""
+
+    def __init__(self) -> None:
+        self.observations = torch.zeros(10)
+
+    @property
+    def nbytes(self) -> int:
+        return 40
+
+
+def test_what_has_a_size_and_tensors() -> None:
+    """It is looked into as anything else, the role itself too."""
+    assert counted(Holder(replay=Replay())) == {"tensors": 10 * FLOAT}
+    assert counted(Replay()) == {"tensors": 10 * FLOAT}
+
+
 def test_a_view_keeps_all_of_its_memory() -> None:
     assert counted(Holder(row=torch.zeros(1000, 10)[3])) == {"tensors": 1000 * 10 * FLOAT}
     assert counted(Holder(row=np.zeros((1000, 10), np.float32)[3])) == {"tensors": 1000 * 10 * FLOAT}
@@ -98,6 +123,23 @@ def test_a_view_keeps_all_of_its_memory() -> None:
 @attrs.define
 class Slotted:
     inside: Any
+
+
+class Private:
+    """Has slots of its own and those of a base, one of them under the same name."""
+
+    __slots__ = ("__hidden", "named")
+
+    def __init__(self) -> None:
+        self.__hidden, self.named = torch.zeros(1), torch.zeros(1)
+
+
+class Derived(Private):
+    __slots__ = ("named",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        Private.named.__set__(self, torch.zeros(1))  # type: ignore[attr-defined]
 
 
 class Listed(list[Any]):
@@ -115,12 +157,13 @@ def test_where_it_is_found() -> None:
         in_ordered=OrderedDict(x=torch.zeros(1)),
         in_deque=deque([torch.zeros(1)]),
         in_slots=Slotted(Slotted(torch.zeros(1))),
+        in_private=Derived(),
         in_list=Listed([torch.zeros(1)]),
         in_module=module,
         in_circle=circle,
         array=np.zeros(1, np.float32),
     )
-    assert counted(places) == {"tensors": 8 * FLOAT}
+    assert counted(places) == {"tensors": 11 * FLOAT}
 
 
 def test_what_is_not_looked_into() -> None:
@@ -158,7 +201,7 @@ def test_too_much_to_look_at() -> None:
     rows = [[Holder()] for _ in range(150_000)]
     found, complete = held_by(Holder(rows=rows, weights=torch.zeros(10)))
     assert not complete
-    assert [*found[Kind.TENSORS]["cpu"].values()] == [10 * FLOAT]
+    assert [*found[Purpose.TENSORS]["cpu"].values()] == [10 * FLOAT]
     assert counted(Holder(rows=[{"question": "x", "answer": 1.0}] * 10**6, weights=torch.zeros(1))) == {"tensors": 4}
 
 

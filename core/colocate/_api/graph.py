@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from colocate._api.memory import GroupMemory
 from colocate._api.memory import memory as memory_of
@@ -17,10 +17,12 @@ from colocate._system.limits import LEDGERS_WITHIN_S
 from colocate._system.lines import at
 from colocate._system.off_main import off_main
 from colocate._system.sizes import size_text
-from colocate.errors import ConfigError
+from colocate.errors import ColocateError, ConfigError
 
 FORMATS = ("tree", "mermaid", "dot", "json")
-_NOTHING: Mapping[str, GroupMemory] = {}
+
+Measured: TypeAlias = Mapping[str, "GroupMemory | BaseException"]
+"""By group what its memory is used for, or why that isn't known."""
 
 
 class Graph:
@@ -33,9 +35,13 @@ class Graph:
         """The graph as nested plain data: kind, name, state, age, line, children and what else a kind knows.
 
         Args:
-            memory: Whether workers are asked for the memory of their roles, in bytes. See `ColocatedGroup.memory`.
+            memory: Whether workers are asked for the memory of their roles, in bytes, see `ColocatedGroup.memory`;
+                "unmeasured" says of a group why that isn't known.
         """
-        return _node(self._root, off_main(lambda: _measured(self._root)) if memory else {})
+        if not memory:
+            return _node(self._root, {})
+        deadline = Deadline(LEDGERS_WITHIN_S)
+        return _node(self._root, off_main(lambda: _measured(self._root, deadline)))
 
     def render(self, format: str = "tree", memory: bool = False) -> str:
         """The graph as text.
@@ -60,18 +66,27 @@ class Graph:
         return shown(self._root)
 
 
-def _measured(node: Owned) -> dict[str, GroupMemory]:
-    """What the memory of each group below a node is used for, of those that can be asked."""
-    if isinstance(node, Crew):
-        return {node.name: memory_of(node, Deadline(LEDGERS_WITHIN_S))} if node.state == "ready" else {}
-    return {name: found for child in list(node.children.values()) for name, found in _measured(child).items()}
+def _measured(node: Owned, deadline: Deadline) -> Measured:
+    """What the memory of each group below a node is used for, of those that are ready."""
+    if not isinstance(node, Crew):
+        below = (_measured(child, deadline) for child in list(node.children.values()))
+        return {name: found for measured in below for name, found in measured.items()}
+    if node.state != "ready":
+        return {}
+    try:
+        return {node.name: memory_of(node, deadline)}
+    except (ColocateError, TimeoutError) as error:
+        return {node.name: error}
 
 
-def _node(node: Owned, measured: Mapping[str, GroupMemory] = _NOTHING) -> dict[str, Any]:
+def _node(node: Owned, measured: Measured) -> dict[str, Any]:
     data = node.describe()
     data["children"] = [_node(child, measured) for child in list(node.children.values())]
     if isinstance(node, Crew):
-        data["children"] += [*_workers(node, measured.get(node.name)), *_residents(node), *_calls(node)]
+        found = measured.get(node.name)
+        if isinstance(found, BaseException):
+            data["unmeasured"], found = error_text(found), None
+        data["children"] += [*_workers(node, found), *_residents(node), *_calls(node)]
     return data
 
 
@@ -138,6 +153,8 @@ def _known(data: Mapping[str, Any]) -> list[str]:
     found = [f"{key} {data[key]}" for key in ("pid", "node", "device") if data.get(key) is not None]
     if data.get("bytes"):
         found.append(size_text(data["bytes"]))
+    if "unmeasured" in data:
+        found.append(f"its memory isn't known: {data['unmeasured']}")
     if "age_s" in data:
         found.append(f"{data['age_s']:.0f} s")
     if "line" in data:

@@ -9,14 +9,13 @@ from typing import Any
 import attrs
 
 from colocate._crew.crew import Crew
-from colocate._protocol.ledger import Ledger
+from colocate._protocol.ledger import Ledger, Purpose
 from colocate._system import html
 from colocate._system.columns import columns
 from colocate._system.deadline import Deadline
 from colocate._system.sizes import size_text
-from colocate.worker.holdings import Kind
 
-KINDS = tuple(kind.word for kind in Kind)
+KINDS = tuple(purpose.word for purpose in Purpose)
 
 
 @attrs.frozen
@@ -28,7 +27,7 @@ class RoleMemory:
         rank: The rank.
         device: On the slot's device, by kind: "parameters", "gradients", "optimizer" (its state), "buffers", "declared"
             (by the role's `device_state()`), "tensors" (others, in attributes), "residents".
-        host: In the host's memory, where the slot's device isn't the CPU, by kind.
+        host: Elsewhere, by kind: in the host's memory, where the slot's device isn't the CPU.
         shared: What it holds besides and counts with another role.
         complete: Whether all that it leads to was looked at.
     """
@@ -115,7 +114,7 @@ class GroupMemory:
         return json.dumps(self.data(), indent=2)
 
     def __str__(self) -> str:
-        rows = [*map(_texts, self._shown())]
+        rows = self.texts()
         title = f"memory of group {self.group!r}"
         if not rows:
             return title
@@ -124,10 +123,15 @@ class GroupMemory:
         return "\n".join([title, *lines])
 
     def _repr_html_(self) -> str:
-        return html.page(html.heading("memory of", self.group, ""), html.table([*map(_texts, self._shown())]))
+        return html.page(html.heading("memory of", self.group, ""), html.table(self.texts()))
+
+    def texts(self) -> list[dict[str, str]]:
+        """As `print` shows it: a row for each role and rank and for what nobody owns, without kinds that nobody has."""
+        return [*map(_texts, self._shown())]
 
     def _shown(self) -> Iterator[dict[str, Any]]:
-        used = [kind for kind in KINDS if any(row[kind] for row in self.rows())]
+        rows = self.rows()
+        used = [kind for kind in KINDS if any(row[kind] for row in rows)]
         for slot in self.slots:
             for row in _rows(slot):
                 yield {key: value for key, value in row.items() if key not in KINDS or key in used}
@@ -151,7 +155,7 @@ def _slot(crew: Crew, slot: int, ledger: Ledger) -> SlotMemory:
         device: dict[str, int] = {}
         host: dict[str, int] = {}
         for (kind, where), size in held.items():
-            place = host if where == "cpu" and boot.device != "cpu" else device
+            place = device if where == boot.device else host
             place[kind] = place.get(kind, 0) + size
         shared = ledger.shared.get(name, 0)
         roles.append(RoleMemory(name, rank, device, host, shared, name not in ledger.partial))

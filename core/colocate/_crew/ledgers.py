@@ -39,7 +39,7 @@ class Ledgers:
         def too_late(owing: str) -> str:
             return (
                 f"worker {owing} of group {self._link.name!r} has not said in time what its memory is used for: it is "
-                "stopped, or C code holds the GIL"
+                "stopped, or C code holds the GIL, or a role's device_state() goes on"
             )
 
         return self._requests.ask(slots, ask, deadline, too_late)
@@ -50,11 +50,12 @@ class Ledgers:
             self._requests.answered(told.token, worker.slot, told.ledger)
             return
         group = self._link.name
+        what = f"what role {told.role!r} of group {group!r} holds" if told.role else f"the memory of group {group!r}"
         error = RoleError(
-            f"what role {told.role!r} of group {group!r} holds in worker {worker.slot} on {worker.boot.node} could not "
-            f"be looked at: {told.trace.strip().splitlines()[-1]}",
+            f"{what} in worker {worker.slot} on {worker.boot.node} could not be looked at: "
+            f"{told.trace.strip().splitlines()[-1]}",
             group=group,
-            role=told.role,
+            role=told.role or None,
             node=worker.boot.node,
             pid=worker.pid,
             remote_traceback=told.trace,

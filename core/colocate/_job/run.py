@@ -18,16 +18,19 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from colocate._api.memory import GroupMemory
 from colocate._job.folder import RunFolder
 from colocate._job.log import RunLog, tail_of
 from colocate._plugins.plugins import find_job
 from colocate._runs.calls import CallLog
 from colocate._runs.record import Row, RunRecord
-from colocate._system.limits import TOLD_WITHIN_S
+from colocate._system.deadline import Deadline
+from colocate._system.jobs import error_text
+from colocate._system.limits import LEDGERS_WITHIN_S, TOLD_WITHIN_S
 from colocate._system.off_main import Flag, off_main
 from colocate._system.tracebacks import told
 from colocate.config.schema import Config
-from colocate.errors import ConfigError, GroupRestarted
+from colocate.errors import ColocateError, ConfigError, GroupRestarted
 
 if TYPE_CHECKING:
     from colocate._api.group import ColocatedGroup
@@ -323,8 +326,25 @@ def _record(run: Run, calls: CallLog, started: float, start_up: float) -> RunRec
         seconds=time.time() - started,
         stopped=run._signals.received,
         start_up=start_up,
+        memory=_memory(run),
         log=tail_of(run.directory / "log.txt"),
     )
+
+
+def _memory(run: Run) -> tuple[GroupMemory, ...]:
+    """What groups use their memory for, where roles hold some."""
+    found: list[GroupMemory] = []
+    deadline = Deadline(LEDGERS_WITHIN_S)
+    for name, group in run.runtime.groups.items():
+        if group.state != "ready":
+            continue
+        try:
+            told = group.memory(deadline.left)
+        except (ColocateError, TimeoutError) as error:
+            run._screen.say(f"what the memory of group {name!r} was used for isn't known: {error_text(error)}")
+        else:
+            found += [told] if any(role.total for slot in told.slots for role in slot.roles) else []
+    return tuple(found)
 
 
 def _never_started(begun: Begun, started: float) -> RunRecord:

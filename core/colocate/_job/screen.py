@@ -189,7 +189,7 @@ class Screen:
                 os.write(2, f"{received}: stopping after a checkpoint (a second one ends it at once)\n".encode())
 
     def finished(self, record: RunRecord) -> None:
-        """Show what a run leaves: its tables, time per phase and per role, and who owned what."""
+        """Show what a run leaves: its tables, time per phase and per role, who had how much memory, who owned what."""
         for title, rows in record.tables.items():
             self._show(title, rows)
         whole = record.seconds or 1.0
@@ -201,6 +201,8 @@ class Screen:
             for each in record.totals
         ]
         self._show("time per role", calls)
+        for memory in record.memory:
+            self.say(f"\n{memory}")
         self.say("\n" + record.tree.rstrip())
 
     def reported(self, path: Path | None) -> None:

@@ -1,10 +1,28 @@
-"""`Ledger`: what a worker tells of its memory."""
+"""What a worker tells of its memory."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from enum import Enum, auto
 
 import attrs
+
+
+class Purpose(Enum):
+    """What memory is for. What is of several kinds counts as the first of them."""
+
+    PARAMETERS = auto()
+    GRADIENTS = auto()
+    OPTIMIZER = auto()
+    BUFFERS = auto()
+    DECLARED = auto()
+    TENSORS = auto()
+    RESIDENTS = auto()
+
+    @property
+    def word(self) -> str:
+        """What it is called."""
+        return self.name.lower()
 
 
 @attrs.frozen
@@ -12,7 +30,7 @@ class Ledger:
     """A worker's memory in bytes.
 
     Attributes:
-        roles: By role, kind (see `Kind`) and device; residents of functions are those of a role without a name.
+        roles: By role, kind (see `Purpose`) and device; residents of functions are those of a role without a name.
         shared: What roles hold that counts with another role, by role.
         partial: Roles that hold more objects than were looked at.
         private: What of the process's memory is its own; None where the process is the driver's.

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import attrs
 
+from colocate._api.memory import GroupMemory
 from colocate._runs.calls import Span, Total
 
 Row: TypeAlias = Mapping[str, Any]
@@ -34,6 +35,7 @@ class RunRecord:
         stopped: The signal that ended it early; None when it came to its own end.
         start_up: Seconds until all workers ran and had their roles.
         log: The last part of all that was printed.
+        memory: What the memory of the groups was used for when the job was done, of those that could be asked.
     """
 
     name: str
@@ -52,6 +54,7 @@ class RunRecord:
     stopped: str | None = None
     start_up: float = 0.0
     log: str = ""
+    memory: Sequence[GroupMemory] = ()
 
 
 def timed_phases(record: RunRecord) -> dict[str, float]:

@@ -30,7 +30,7 @@ def parse_bytes(value: str | int, what: str) -> int:
 def size_text(count: float) -> str:
     """A number of bytes as people read it."""
     units = ["B", "KiB", "MiB", "GiB", "TiB"]
-    while count >= 1024 and len(units) > 1:
+    while abs(count) >= 1024 and len(units) > 1:
         count /= 1024
         del units[0]
     return f"{count:.1f}".removesuffix(".0") + f" {units[0]}"

@@ -15,6 +15,7 @@ from colocate._runs.record import timed_phases
 from colocate._system.numbers import plural
 from colocate.report.config_text import config_text
 from colocate.report.curves import Curves, Series, curves, headline, series_of
+from colocate.report.memory import Memory, memory
 from colocate.report.ownership import Node, ownership
 from colocate.report.scale import duration, number
 from colocate.report.tables import Table, tables
@@ -52,6 +53,7 @@ class Page:
     timeline: Timeline
     dropped: int
     roles: Mapping[str, int]
+    memory: tuple[Memory, ...]
     ownership: Node | None
     config: str
     environment: Mapping[str, str]
@@ -99,6 +101,7 @@ def page_of(record: RunRecord, error: str | None = None) -> Page:
         timeline=timeline(record.spans, roles, start, record.started + record.seconds),
         dropped=KEPT_SPANS if dropped else 0,
         roles=roles,
+        memory=memory(record.memory, roles),
         ownership=ownership(record.graph, roles),
         config=config_text(record.config),
         environment=record.environment,
@@ -107,7 +110,8 @@ def page_of(record: RunRecord, error: str | None = None) -> Page:
 
 def _roles(record: RunRecord) -> dict[str, int]:
     """The roles in the order of their first calls, with the number of the colour that is theirs on all of the page."""
-    names = dict.fromkeys([*(total.role for total in record.totals), *(span.role for span in record.spans)])
+    holding = (role.role for group in record.memory for slot in group.slots for role in slot.roles)
+    names = dict.fromkeys([*(total.role for total in record.totals), *(span.role for span in record.spans), *holding])
     return {name: index % COLOURS for index, name in enumerate(names)}
 
 

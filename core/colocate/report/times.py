@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import attrs
 
@@ -42,7 +42,7 @@ class MethodRow:
 
 @attrs.frozen
 class Bar:
-    """Parts of the wall time, and rows of a table: number (for the colour), name, seconds, part."""
+    """Parts of a whole, and rows of a table: number (for the colour), name, size, part."""
 
     segments: tuple[Segment, ...]
     rows: tuple[tuple[int, str, str, str], ...]
@@ -72,10 +72,14 @@ def times(phases: Mapping[str, float], totals: Iterable[Total], roles: Mapping[s
     for total in totals:
         per_role[total.role] = per_role.get(total.role, 0.0) + total.seconds
     return Times(
-        phases=_bar(
-            [(index % COLOURS, words(phase), spent) for index, (phase, spent) in enumerate(phases.items())], seconds
+        phases=share_bar(
+            [(index % COLOURS, words(phase), spent) for index, (phase, spent) in enumerate(phases.items())],
+            seconds,
+            duration,
         ),
-        roles=_bar([(roles[role], role_label(role), spent) for role, spent in per_role.items()], seconds),
+        roles=share_bar(
+            [(roles[role], role_label(role), spent) for role, spent in per_role.items()], seconds, duration
+        ),
         methods=tuple(_methods(totals, roles, seconds)),
     )
 
@@ -85,16 +89,25 @@ def role_label(role: str) -> str:
     return role or "functions"
 
 
-def _bar(parts: Sequence[tuple[int, str, float]], seconds: float) -> Bar:
-    """A bar that stands for the wall time, or for the parts' sum when they overlap and are more."""
-    whole = max(seconds, sum(spent for _, _, spent in parts)) or 1.0
-    rows = tuple((number, label, duration(spent), _share(spent, seconds)) for number, label, spent in parts)
-    widths = [percent(spent / whole) for _, _, spent in parts]
+N = TypeVar("N", int, float)
+
+
+def share_bar(parts: Sequence[tuple[int, str, N]], of: N, text: Callable[[N], str]) -> Bar:
+    """A bar that stands for a whole, or for the parts' sum when they overlap and are more.
+
+    Args:
+        parts: Number (for the colour), name and size of each.
+        of: The size of the whole.
+        text: Says a size.
+    """
+    whole = max(of, sum(size for _, _, size in parts)) or 1.0
+    rows = tuple((number, label, text(size), _share(size, of)) for number, label, size in parts)
+    widths = [percent(size / whole) for _, _, size in parts]
     ends = accumulate(widths)
     return Bar(
         tuple(
-            Segment(label, number, width, end - width / 2, f"{label}\n{spent}, {share}")
-            for (number, label, spent, share), width, end in zip(rows, widths, ends, strict=True)
+            Segment(label, number, width, end - width / 2, f"{label}\n{size}, {share}")
+            for (number, label, size, share), width, end in zip(rows, widths, ends, strict=True)
         ),
         rows,
     )
@@ -114,8 +127,8 @@ def _methods(totals: Sequence[Total], roles: Mapping[str, int], seconds: float) 
         )
 
 
-def _share(spent: float, seconds: float) -> str:
-    if seconds <= 0:
+def _share(size: float, of: float) -> str:
+    if of <= 0:
         return ""
-    share = spent / seconds
+    share = size / of
     return "< 1%" if 0 < share < 0.005 else f"{share:.0%}"

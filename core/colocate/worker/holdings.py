@@ -13,34 +13,18 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Iterable
-from enum import Enum, auto
 from typing import Any, TypeAlias
 
+from colocate._protocol.ledger import Purpose
 from colocate._role.context import Context
 from colocate._system.by_type import by_type
 from colocate._system.imported import imported
+from colocate._values.leaves import is_collection
 from colocate._values.leaving import has_memory, memories, sparse_parts
 from colocate._values.tree import PLAIN
 
 # A role may hold a data set of millions of small things. What is so far inside it that as many are nearer isn't found.
 _LOOKS = 200_000
-
-
-class Kind(Enum):
-    """What memory is for. What is of several kinds counts as the first of them."""
-
-    PARAMETERS = auto()
-    GRADIENTS = auto()
-    OPTIMIZER = auto()
-    BUFFERS = auto()
-    DECLARED = auto()
-    TENSORS = auto()
-    RESIDENTS = auto()
-
-    @property
-    def word(self) -> str:
-        """What it is called."""
-        return self.name.lower()
 
 
 class Storages(dict[str, dict[int, int]]):
@@ -86,15 +70,18 @@ class Storages(dict[str, dict[int, int]]):
             return
         while isinstance(item.base, numpy.ndarray):
             item = item.base
-        if item.nbytes:
+        torch = imported("torch")
+        if torch is not None and isinstance(item.base, torch.Tensor):  # `tensor.numpy()`
+            self.add_tensor(item.base, torch)
+        elif item.nbytes:
             self.setdefault("cpu", {})[item.__array_interface__["data"][0]] = item.nbytes
 
 
-Held: TypeAlias = dict[Kind, Storages]
+Holdings: TypeAlias = dict[Purpose, Storages]
 """What somebody has, by what it is for."""
 
 
-def held_by(instance: object, declared: Iterable[Any] = (), apart: Iterable[object] = ()) -> tuple[Held, bool]:
+def held_by(instance: object, declared: Iterable[Any] = (), apart: Iterable[object] = ()) -> tuple[Holdings, bool]:
     """What an object holds.
 
     Args:
@@ -108,7 +95,7 @@ def held_by(instance: object, declared: Iterable[Any] = (), apart: Iterable[obje
     search = _Search(apart)
     complete = search.through(instance)
     for value in declared:
-        search.add(Kind.DECLARED, value)
+        search.add(Purpose.DECLARED, value)
     return search.found, complete
 
 
@@ -116,7 +103,7 @@ class _Search:
     """Breadth first, so that what is nearest is found when there is too much."""
 
     def __init__(self, apart: Iterable[object]) -> None:
-        self.found: Held = {kind: Storages() for kind in Kind}
+        self.found: Holdings = {purpose: Storages() for purpose in Purpose}
         self._apart = list(apart)
         self._seen = {id(each) for each in self._apart}
         self._todo: deque[Any] = deque()
@@ -140,8 +127,7 @@ class _Search:
         if id(item) in self._seen:
             return
         self._seen.add(id(item))
-        kind = type(item)
-        if has_memory(kind):
+        if self._is_memory(item):
             self._tensor(item)
         elif isinstance(item, dict):
             self._all(item.values())
@@ -153,6 +139,18 @@ class _Search:
             self._optimizer(item)
         else:
             self._all(_attributes(item))
+
+    def _is_memory(self, item: Any) -> bool:
+        # Others may call an attribute `nbytes` too, and hold tensors.
+        kind = type(item)
+        if not has_memory(kind):
+            return False
+        numpy = imported("numpy")
+        return (
+            is_collection(kind)
+            or (self._torch is not None and isinstance(item, self._torch.Tensor))
+            or (numpy is not None and isinstance(item, numpy.ndarray))
+        )
 
     def _all(self, items: Iterable[Any]) -> None:
         copied = list(items)  # in one step: other threads go on with theirs
@@ -167,7 +165,7 @@ class _Search:
         for buffer in list(own.get("_buffers", {}).values()):
             if buffer is not None:
                 self._seen.add(id(buffer))
-                self.add(Kind.BUFFERS, buffer)
+                self.add(Purpose.BUFFERS, buffer)
         self._todo.extend(each for each in list(own.get("_modules", {}).values()) if each is not None)
         self._all([own[name] for name in own.keys() - self._usual])
 
@@ -175,35 +173,35 @@ class _Search:
         if id(parameter) in self._seen:
             return
         self._seen.add(id(parameter))
-        self.add(Kind.PARAMETERS, parameter)
+        self.add(Purpose.PARAMETERS, parameter)
         if parameter.is_leaf and parameter.grad is not None:
-            self.add(Kind.GRADIENTS, parameter.grad)
+            self.add(Purpose.GRADIENTS, parameter.grad)
 
     def _optimizer(self, optimizer: Any) -> None:
         for group in list(optimizer.param_groups):
             for parameter in list(group["params"]):
                 self._parameter(parameter)
-            self.add(Kind.OPTIMIZER, [value for name, value in list(group.items()) if name != "params"])
+            self.add(Purpose.OPTIMIZER, [value for name, value in list(group.items()) if name != "params"])
         for state in list(optimizer.state.values()):
             for value in list(state.values()) if isinstance(state, dict) else [state]:
-                self.add(Kind.OPTIMIZER, value)
+                self.add(Purpose.OPTIMIZER, value)
         own = vars(optimizer)
         self._all([value for name, value in list(own.items()) if name not in ("state", "param_groups", "defaults")])
 
     def _tensor(self, item: Any) -> None:
         is_leaf = self._torch is not None and isinstance(item, self._torch.Tensor) and item.is_leaf
         if is_leaf and item.grad is not None:
-            self.add(Kind.GRADIENTS, item.grad)
-        self.add(Kind.TENSORS, item)
+            self.add(Purpose.GRADIENTS, item.grad)
+        self.add(Purpose.TENSORS, item)
 
-    def add(self, kind: Kind, value: Any) -> None:
+    def add(self, purpose: Purpose, value: Any) -> None:
         """Note the memory of a value."""
         if (
             type(value) in self._plain and value.layout is self._torch.strided and not value.is_meta
         ):  # as nearly all are
-            self.found[kind].add_plain(value)
+            self.found[purpose].add_plain(value)
         else:
-            self.found[kind].add(value)
+            self.found[purpose].add(value)
 
 
 @functools.lru_cache(maxsize=64)
@@ -239,28 +237,21 @@ def _is_barren(kind: type) -> bool:
 
 
 @by_type
-def _slots(kind: type) -> tuple[str, ...]:
-    """The names of a type's slots."""
-    found: list[str] = []
-    for base in kind.__mro__:
-        names = vars(base).get("__slots__", ())
-        found += [names] if isinstance(names, str) else names
-    return tuple(name for name in found if name not in ("__dict__", "__weakref__"))
+def _slots(kind: type) -> tuple[types.MemberDescriptorType, ...]:
+    """A type's slots, also private ones and those that a base has under the same name."""
+    members = (member for base in kind.__mro__ if base is not object for member in vars(base).values())
+    return tuple(member for member in members if isinstance(member, types.MemberDescriptorType))
 
 
 def _attributes(item: Any) -> list[Any]:
     """What an object has in its own dict and slots; no property is asked."""
     kind = type(item)
     found = list(getattr(item, "__dict__", {}).values()) if _has_dict(kind) else []
-    for name in _slots(kind):
-        slot: Any = kind.__dict__.get(name)
-        if slot is None:
-            slot = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
-        if isinstance(slot, types.MemberDescriptorType):
-            try:
-                found.append(slot.__get__(item))
-            except AttributeError:  # nothing is in it
-                continue
+    for slot in _slots(kind):
+        try:
+            found.append(slot.__get__(item))
+        except AttributeError:  # nothing is in it
+            continue
     return found
 
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-import threading
+import traceback
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -63,6 +63,9 @@ class WorkerHost(Site):
         self.peers = peers(self)
         self._transfer = JobThread(  # waits for residents and sends them, so that the lane never does
             f"colocate-transfer-{boot.worker}", partial(self._thread_failed, "the thread that sends its residents")
+        )
+        self._ledgers = JobThread(  # looks at what roles hold
+            f"colocate-ledger-{boot.worker}", partial(self._thread_failed, "the thread that looks at its memory")
         )
         broken = partial(self._thread_failed, "its lane")
         self.lane = Lane(f"{LANE}{boot.worker}", self.scope, self._held, broken, turns, daemon=in_process)
@@ -174,8 +177,7 @@ class WorkerHost(Site):
 
     def _on_ledger(self, asked: messages.AskLedger, body: None) -> None:
         # Neither here, where messages wait, nor on the lane, where a call may take long.
-        name = f"colocate-ledger-{self.boot.worker}"
-        threading.Thread(target=self._tell_ledger, args=(asked.token,), name=name, daemon=True).start()
+        self._ledgers.soon(partial(self._tell_ledger, asked.token))
 
     def _on_fetch(self, asked: messages.Fetch, body: None) -> None:
         self._transfer.soon(partial(self._fetch, asked))
@@ -236,6 +238,7 @@ class WorkerHost(Site):
         self.lane.thread.join()
         self.groups.close()
         self._transfer.close()
+        self._ledgers.close(0.0)  # a role's code may run there, and go on
         self.peers.close()
         tell_imports()  # what values needed, too
         self.ended = True
@@ -251,13 +254,15 @@ class WorkerHost(Site):
         running = ", ".join(work.label for work in list(self.lane.running.values())) or "nothing"
         return f"running {running}\n{stack}" if stack else f"running {running}; its lane has ended"
 
-    # -- on a thread of their own
+    # -- on the ledgers' thread
 
     def _tell_ledger(self, token: int) -> None:
         try:
             told = messages.LedgerTold(token, ledger(self))
         except LookError as error:
             told = messages.LedgerTold(token, None, error.role, error.trace)
+        except Exception:  # CUDA's, say, which is out of order
+            told = messages.LedgerTold(token, None, "", traceback.format_exc())
         self.say(told)
 
     # -- on the lane

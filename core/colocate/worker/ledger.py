@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from colocate._protocol.ledger import Ledger
+from colocate._protocol.ledger import Ledger, Purpose
 from colocate._role.context import reset_current, set_current
 from colocate._system.imported import imported
-from colocate.worker.holdings import Held, Kind, Storages, held_by
+from colocate.worker.holdings import Holdings, Storages, held_by
 from colocate.worker.hosted import HostedRole
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 class LookError(Exception):
     """What a role holds can't be looked at: its `device_state()` has raised, or code of a tensor of its own kind.
 
-    The role's name, and the traceback.
+    So may looking at what the role changes just then. The role's name, and the traceback.
     """
 
     def __init__(self, role: str, trace: str) -> None:
@@ -35,23 +36,30 @@ def ledger(site: Site) -> Ledger:
         LookError: What a role holds can't be looked at.
     """
     roles = {role.name: role for role in list(site.roles.values()) if role.name is not None}
-    held: dict[str, Held] = {}
+    held: dict[str, Holdings] = {}
     partial: list[str] = []
     for name, role in roles.items():
         others = [other.instance for other in roles.values() if other is not role]
-        try:
+        with _looking_at(name):
             held[name], complete = held_by(role.instance, _declared(role), others)
-        except Exception:
-            raise LookError(name, traceback.format_exc()) from None
         if not complete:
             partial.append(name)
     for maker, value in site.store.values():
         owner, _, method = maker.partition(".")
         kept = held.setdefault(owner if method else "", {})
-        kept.setdefault(Kind.RESIDENTS, Storages()).add(value)
+        with _looking_at(owner):
+            kept.setdefault(Purpose.RESIDENTS, Storages()).add(value)
     owned, shared = _shares(held)
     private = None if site.in_process else private_bytes()
     return Ledger(owned, shared, tuple(partial), private, site.empty, _gpu(site.boot.device))
+
+
+@contextlib.contextmanager
+def _looking_at(role: str) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:  # a `device_state()` may even end the interpreter
+        raise LookError(role, traceback.format_exc()) from error
 
 
 def private_bytes() -> int:
@@ -73,7 +81,7 @@ def _declared(role: HostedRole) -> Iterable[Any]:
         reset_current(token)
 
 
-def _shares(held: Mapping[str, Held]) -> tuple[dict[str, dict[tuple[str, str], int]], dict[str, int]]:
+def _shares(held: Mapping[str, Holdings]) -> tuple[dict[str, dict[tuple[str, str], int]], dict[str, int]]:
     """Each role's bytes by kind and device, and what of its memory counts with another role.
 
     What several hold counts as the first of the kinds that it is of, with the first of the roles for which it is that.
@@ -81,9 +89,9 @@ def _shares(held: Mapping[str, Held]) -> tuple[dict[str, dict[tuple[str, str], i
     owners: dict[str, dict[int, str]] = {}
     owned: dict[str, dict[tuple[str, str], int]] = {role: {} for role in held}
     shared: dict[str, dict[tuple[str, int], int]] = {role: {} for role in held}
-    for kind in Kind:
+    for purpose in Purpose:
         for role, found in held.items():
-            for device, pieces in found.get(kind, {}).items():
+            for device, pieces in found.get(purpose, {}).items():
                 its_owners, own = owners.setdefault(device, {}), 0
                 for address, nbytes in pieces.items():
                     owner = its_owners.get(address)
@@ -93,7 +101,7 @@ def _shares(held: Mapping[str, Held]) -> tuple[dict[str, dict[tuple[str, str], i
                     elif owner != role:
                         shared[role][device, address] = nbytes
                 if own:
-                    owned[role][kind.word, device] = own
+                    owned[role][purpose.word, device] = own
     return owned, {role: sum(pieces.values()) for role, pieces in shared.items()}
 
 

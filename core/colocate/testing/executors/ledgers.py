@@ -131,6 +131,15 @@ class Ledgers(ExecutorCase):
         assert "(Holding)" in runtime.graph.render("tree")
         assert holding.name in tree
 
+    def test_memory_in_the_graph_where_a_group_can_not_tell(self, runtime: Runtime, spawn: Spawn) -> None:
+        """The graph says why, and has the others'."""
+        pytest.importorskip("torch")
+        failing = spawn({"failing": colocate.role(Declaring, fails=True)}, slots=1)
+        spawn({"other": colocate.role(Declaring)}, slots=1)
+        tree = runtime.graph.render("tree", memory=True)
+        assert f"group {failing.name} (ready, its memory isn't known: RoleError: what role 'failing' of group" in tree
+        assert "(Declaring, 3.9 KiB)" in tree
+
     def test_memory_as_people_and_programs_read_it(self, holding: ColocatedGroup) -> None:
         """A table in text and in a notebook, rows, JSON."""
         found = holding.memory()
