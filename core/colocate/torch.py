@@ -19,6 +19,7 @@ from colocate._role.context import Context, context
 from colocate.errors import ConfigError
 
 M = TypeVar("M", bound=nn.Module)
+_KNOWN = "2.11 to 2.13"
 
 
 def renew(module: M, optimizer: torch.optim.Optimizer | None = None, ctx: Context | None = None) -> M:
@@ -38,8 +39,8 @@ def renew(module: M, optimizer: torch.optim.Optimizer | None = None, ctx: Contex
         The module.
 
     Raises:
-        ConfigError: It can't be renewed: it is sharded by `FullyShardedDataParallel` (FSDP1), or lies on process groups
-            that neither colocate has made nor this role can make again.
+        ConfigError: It can't be renewed: it is sharded by `FullyShardedDataParallel` (FSDP1), lies on process groups
+            that neither colocate has made nor this role can make again, or torch is of a version that isn't known here.
     """
     if any(isinstance(each, FullyShardedDataParallel) for each in module.modules()):
         raise ConfigError(
@@ -48,6 +49,20 @@ def renew(module: M, optimizer: torch.optim.Optimizer | None = None, ctx: Contex
         )
     ctx = context() if ctx is None else ctx
     ctx._its_groups.make_again(ctx)
+    try:
+        _go_on(module, optimizer)
+    except AttributeError as error:
+        raise ConfigError(
+            f"{type(module).__name__} can't be renewed: that needs parts of torch which {torch.__version__} hasn't "
+            f"({error}); it is known to work with torch {_KNOWN}"
+        ) from error
+    module.zero_grad(set_to_none=True)
+    if optimizer is not None:
+        optimizer.zero_grad(set_to_none=True)
+    return module
+
+
+def _go_on(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     for mesh in _meshes(module, optimizer):
         _look_up_groups(mesh)
     _reset_sharded([each for each in module.modules() if isinstance(each, FSDPModule)])
@@ -55,10 +70,6 @@ def renew(module: M, optimizer: torch.optim.Optimizer | None = None, ctx: Contex
         if isinstance(each, DistributedDataParallel):
             wrapped: Any = each
             wrapped._update_process_group(_again(wrapped.process_group, "DistributedDataParallel"))
-    module.zero_grad(set_to_none=True)
-    if optimizer is not None:
-        optimizer.zero_grad(set_to_none=True)
-    return module
 
 
 def _again(group: Any, what: str) -> Any:

@@ -50,7 +50,6 @@ def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
     monkeypatch.setattr(torch_groups, "connect_store", lambda *_: None)
     monkeypatch.setattr(Plan, "make", make)
-    monkeypatch.setattr(ProcessGroups, "_watch_collectives", lambda self: None)  # of torch, for all of this process
     yield waiting
     end.set()
 

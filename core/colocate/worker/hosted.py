@@ -15,12 +15,17 @@ from colocate._role.standalone import awaited
 
 @attrs.define(eq=False)
 class HostedRole:
-    """A role instance and what is needed to run its methods; without a name it is what functions run in."""
+    """A role instance and what is needed to run its methods; without a name it is what functions run in.
+
+    Attributes:
+        operations: How many operations of process groups it has begun in the calls that have ended.
+    """
 
     name: str | None
     instance: Any
     methods: Mapping[str, MethodSpec]
     ctx: Context
+    operations: int = attrs.field(default=0, init=False)
     _labels: Mapping[str, str] = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:

@@ -16,7 +16,6 @@ import sys
 from functools import partial
 
 from colocate import wire
-from colocate._role.torch_groups import record as record_groups
 from colocate._values.codec import BY_VALUE
 from colocate.executor import Boot
 from colocate.worker.host import WorkerHost
@@ -121,9 +120,10 @@ def start(boot: Boot, service: Service, lane: wire.SocketLane) -> WorkerHost:
 
 
 def _look_at_torch(host: WorkerHost) -> None:
-    host.empty = private_bytes()  # no role has a tensor yet
-    record_groups()
-    count_updates(host.lane.last)
+    if not host.roles:  # else what they hold is there already
+        host.empty = private_bytes()
+    host.groups.watch_collectives()
+    count_updates(host.lane.last, host.groups.count)
 
 
 def _interface(host: str) -> str | None:

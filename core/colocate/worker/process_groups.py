@@ -124,10 +124,17 @@ class ProcessGroups:
         self.slots = 1
         self.generation = 0
         self.timeout_s = 1800.0
+        self.cuts = 0  # how often one was cut
 
     def are_of(self, slots: int, generation: int, timeout_s: float) -> None:
         """Know the colocated group, before anything is asked for."""
         self.slots, self.generation, self.timeout_s = slots, generation, timeout_s
+
+    def watch_collectives(self) -> None:
+        """Know all groups of this process and what is done on them, whoever makes them. Torch is there."""
+        torch_groups.record()
+        if not self._device.startswith("cuda"):
+            guard(self._hopeless)
 
     # -- what roles ask for
 
@@ -242,7 +249,6 @@ class ProcessGroups:
                 )
             store = torch_groups.hash_store()
             if self.slots > 1:
-                self._watch_collectives()
                 store = self._store_for(board, default)
             with self._lock:
                 self._unfinished.add(name)
@@ -275,11 +281,6 @@ class ProcessGroups:
             self._worker.ask(Meet(board, self.slots, None, True, why), apart=True)
         except ColocateError:  # that is the answer, if it isn't the end of the worker
             pass
-
-    def _watch_collectives(self) -> None:
-        torch_groups.record()
-        if not self._device.startswith("cuda"):
-            guard(self._hopeless)
 
     # -- the others
 
@@ -408,6 +409,7 @@ class ProcessGroups:
     def _cut_those(self, names: Collection[str]) -> None:
         with self._lock:
             self._cut.update(names)
+        self.cuts += len(names)
         torch_groups.cut(names)
 
     def back(self, hold: int) -> tuple[Operations, list[str]]:

@@ -88,7 +88,8 @@ class Runner:
         start = time.time()
         tokens = set_current(role.ctx), running_call.set(work)
         role.ctx.last_call = work
-        work.operations = site.groups.count()
+        work.operations, work.cuts = site.groups.count(), site.groups.cuts
+        work.before = role.operations - work.operations
         try:
             site.definitions.load(work.lots)
             resolver = self._resolver(call.seq) if call.uses else None
@@ -102,6 +103,7 @@ class Runner:
             self._finish(result, work, call, role, spec, resolver, start)
         except BaseException as error:  # whatever role code raises is the caller's to see, SystemExit included
             site.peers.given_back(work.label)
+            self._ended(role, work)
             self._failed(call.seq, call.keep, role.name, error, work)
             return False
         finally:
@@ -152,6 +154,7 @@ class Runner:
             self._finish(await coroutine, work, call, role, spec, resolver, start)
         except BaseException as error:
             self._site.peers.given_back(work.label)
+            self._ended(role, work)
             self._failed(call.seq, call.keep, role.name, error, work)
             return False
         return True
@@ -221,6 +224,9 @@ class Runner:
         if len(site.store) or resolver is not None:
             self._check_writes(label, role, resolver)
         valid, halves = work.valid_rows, self._updates(work)
+        self._ended(role, work)
+        if site.groups.cuts != work.cuts and site.groups.count() != work.operations:
+            raise Consequence(f"process groups were cut while {label} used them: what it has got of them isn't true")
         if call.keep is None:
             body = None if result is None else site.packed(result, label)
             try:
@@ -235,11 +241,11 @@ class Runner:
             site.say(messages.Done(call.seq, valid, start, time.time(), (nbytes, rows), halves))
 
     def _updates(self, work: Work) -> int:
-        """Beginnings and ends of updates in a call, of weights that the ranks share.
+        """Beginnings and ends of updates in a call, of weights that the ranks share."""
+        return work.halves if work.shares or self._site.groups.count() != work.operations else 0
 
-        That they do is seen by the operations of process groups in the same call.
-        """
-        return work.halves if work.halves and self._site.groups.count() != work.operations else 0
+    def _ended(self, role: HostedRole, work: Work) -> None:
+        role.operations = max(role.operations, work.before + self._site.groups.count())
 
     def _check_writes(self, label: str, role: HostedRole, resolver: Resolver | None) -> None:
         site = self._site

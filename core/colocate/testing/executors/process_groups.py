@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from colocate.executor import OwnProcess
 from colocate.testing import leaks
 from colocate.testing.executors._base import ExecutorCase, Shared, Spawn, needs
 from colocate.testing.gate import Gate
+from colocate.testing.probes.careless import Careless, Independent
 from colocate.testing.probes.faulty import Faulty
 from colocate.testing.probes.rows import Axes
 from colocate.testing.probes.tensors import Collective, Launched, Meeting, Own, Together
@@ -275,6 +278,57 @@ class ProcessGroups(ExecutorCase):
         assert pair.sum(1.0) == [2.0] * 2
 
     @needs(OwnProcess)
+    @pytest.mark.parametrize(("method", "given"), [("sum", [1.0]), ("sum_in_default", [])])
+    def test_a_peer_that_never_comes(self, no_leaks: None, method: str, given: list[float]) -> None:
+        """Torch gives up who waits for one that isn't called, after the runtime's `collective_timeout`."""
+        pytest.importorskip("torch")
+        with self.connect(collective_timeout=2.25) as runtime, runtime.reserve(2, cpus=0) as pool:
+            group = pool.spawn({"ring": colocate.role(Collective).on(default_group=True)})
+            ring = group.role("ring", Collective)
+            total = getattr(ring, method)
+            total(*given)
+            began = time.monotonic()
+            error = total.options(ranks=[0]).submit(*given).exception(PATIENCE_S)
+            assert time.monotonic() - began >= 2.25
+            assert isinstance(error, RoleError)
+            assert error.rank == 0
+            assert "Timed out waiting 2250ms" in str(error)
+            assert ring.sum(1.0) == [2.0, 2.0]
+
+    @needs(OwnProcess)
+    def test_a_default_group_that_a_role_makes(self, spawn: Spawn, tmp_path: Path) -> None:
+        """It is cut as those are that colocate makes: nobody waits for who has failed."""
+        pytest.importorskip("torch")
+        ring = spawn({"ring": colocate.role(Independent, str(tmp_path))}).role("ring", Independent)
+        assert ring.total() == [2.0] * 2
+        with Gate() as gate:
+            failing = ring.total.submit(1, gate.address)
+            gate.wait_for(2)
+            gate.open()
+            error = failing.exception(PATIENCE_S)
+        assert isinstance(error, RoleError)
+        assert "on purpose" in str(error)
+        assert ring.total() == [2.0] * 2
+
+    @needs(OwnProcess)
+    def test_what_a_cut_group_has_given(self, spawn: Spawn) -> None:
+        """It is no result, also where a collective on a cut group doesn't raise: who made it failed with its peers."""
+        pytest.importorskip("torch")
+        careless = spawn({"careless": colocate.role(Careless)}).role("careless", Careless)
+        assert careless.total() == [2.0] * 2
+        with Gate() as failing, Gate() as beginning:
+            root = careless.fail.submit(1, failing.address)
+            later = careless.total.submit(beginning.address)
+            beginning.wait_for(1)  # rank 0 is in it, for which rank 1 will never come
+            beginning.open()
+            failing.open()
+            assert isinstance(root.exception(PATIENCE_S), RoleError)
+            error = later.exception(PATIENCE_S)
+        assert isinstance(error, ColocateError)
+        assert "process groups were cut while careless.total used them" in str(error)
+        assert careless.total() == [2.0] * 2
+
+    @needs(OwnProcess)
     def test_kept_group(self, spawn: Spawn) -> None:
         """A group on which nobody waits when a call fails goes on."""
         pytest.importorskip("torch")
@@ -347,6 +401,29 @@ class ProcessGroups(ExecutorCase):
             {"dp": (1, 4), "tp": (1, 5)},
         ]
         assert ring.role("pair", Collective).mesh() == [{"dp": (0, 3)}, {"dp": (1, 3)}]
+
+    @needs(OwnProcess)
+    def test_device_mesh_by_name(self, square: ColocatedGroup) -> None:
+        """Each of a role's meshes has its own axes and groups, also where two name an axis alike."""
+        pytest.importorskip("torch")
+        named = square.role("named", Collective)
+        train = [
+            {"pp": (0, 2), "dp": (0, 1)},
+            {"pp": (0, 4), "dp": (1, 1)},
+            {"pp": (1, 2), "dp": (0, 5)},
+            {"pp": (1, 4), "dp": (1, 5)},
+        ]
+        infer = [
+            {"dp": (0, 2), "tp": (0, 1)},
+            {"dp": (0, 4), "tp": (1, 1)},
+            {"dp": (1, 2), "tp": (0, 5)},
+            {"dp": (1, 4), "tp": (1, 5)},
+        ]
+        assert [named.mesh("train"), named.mesh("infer"), named.mesh("train")] == [train, infer, train]
+        with pytest.raises(RoleError, match=r"has 'train' or 'infer'; say which"):
+            named.mesh()
+        with pytest.raises(RoleError, match=r"device_mesh\('trian'\).*did you mean 'train'"):
+            named.mesh("trian")
 
     def test_device_mesh_of_one(self, ring: ColocatedGroup) -> None:
         """A role of one rank has one on every executor."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from colocate.testing.probes.trainers import (
     RATE,
     Broken,
     Coach,
+    InTwoMethods,
     Kind,
     Renewing,
     Trainer,
@@ -30,6 +32,13 @@ from colocate.testing.waiting import PATIENCE_S
 
 _STEPS = 4
 KINDS: tuple[Kind, ...] = ("ddp", "ddp in the default group", "fsdp2", "tp")
+
+NOT_RENEWED: dict[Kind, str] = {
+    "fsdp1": r"FullyShardedDataParallel can't be renewed: .* \(FSDP1\) .* by torch\.distributed\.fsdp\.fully_shard",
+    "ddp in its own group": r"DistributedDataParallel lies on .* '\d+', which was cut, .* give it ctx\.process_group",
+    "own mesh": r"mesh DeviceMesh\(.*\) lies on .* '\d+', which was cut, .* or a mesh of ctx\.device_mesh",
+}
+"""What says that a model can't be renewed, by how it is shared."""
 
 
 def alone() -> tuple[list[float], dict[str, Any]]:
@@ -130,8 +139,9 @@ class Renewals(ExecutorCase):
         group = spawn({"trainer": colocate.role(Renewing, kind).on(default_group=True)})
         trainer = group.role("trainer", Renewing)
         trainer.step(0)
-        failing = trainer.step.submit(1, 1, "after")
-        queued = trainer.step.submit(1)
+        with group.pipeline():  # or it may have failed before another call can be made
+            failing = trainer.step.submit(1, 1, "after")
+            queued = trainer.step.submit(1)
         root = failing.exception(PATIENCE_S)
         assert isinstance(root, RoleError)
         error = queued.exception(PATIENCE_S)
@@ -144,13 +154,35 @@ class Renewals(ExecutorCase):
     def test_weights_of_a_part_of_a_step(self, spawn: Spawn) -> None:
         """So is it where a rank fails within its update."""
         pytest.importorskip("torch")
-        trainer = spawn({"trainer": colocate.role(Renewing, "ddp")}).role("trainer", Renewing)
-        failing = trainer.step.submit(0, 1, "update")
-        queued = trainer.step.submit(0)
+        group = spawn({"trainer": colocate.role(Renewing, "ddp")})
+        trainer = group.role("trainer", Renewing)
+        with group.pipeline():
+            failing = trainer.step.submit(0, 1, "update")
+            queued = trainer.step.submit(0)
         assert isinstance(failing.exception(PATIENCE_S), RoleError)
         error = queued.exception(PATIENCE_S)
         assert isinstance(error, RenewalError)
         assert "rank 0 1, rank 1 0 and a part of one" in str(error)
+
+    @needs(OwnProcess)
+    @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+    def test_weights_updated_by_a_method_of_its_own(self, spawn: Spawn, kind: Kind) -> None:
+        """That they are shared is known from the call in which the gradients were made."""
+        pytest.importorskip("torch")
+        trainer = spawn({"trainer": colocate.role(InTwoMethods, kind)}).role("trainer", InTwoMethods)
+        trainer.learn(0)
+        assert isinstance(trainer.apply.submit(EVERYWHERE).exception(PATIENCE_S), RoleError)
+        trainer.apply()  # nobody had made it
+        assert trainer.updates() == [(0, {1})] * 2
+        trainer.learn(1)
+        with Gate() as gate:  # a rank that hasn't begun the call when it fails would make no update
+            failing, queued = trainer.apply.submit(1, gate.address), trainer.learn.submit(2)
+            gate.wait_for(2)
+            gate.open()
+            root, error = failing.exception(PATIENCE_S), queued.exception(PATIENCE_S)
+        assert isinstance(error, RenewalError)
+        assert "rank 0 1, rank 1 0" in str(error)
+        assert error.__cause__ is root
 
     @needs(OwnProcess)
     def test_weights_that_nobody_shares(self, spawn: Spawn) -> None:
@@ -166,8 +198,9 @@ class Renewals(ExecutorCase):
         """Whoever makes the update, by its sibling say, makes it of what is shared."""
         pytest.importorskip("torch")
         group = spawn({"trainer": colocate.role(Renewing, "ddp"), "coach": colocate.role(Coach)})
-        failing = group.role("coach", Coach).train.submit(0, 1)
-        queued = group.role("trainer", Renewing).step.submit(1)
+        with group.pipeline():
+            failing = group.role("coach", Coach).train.submit(0, 1)
+            queued = group.role("trainer", Renewing).step.submit(1)
         assert isinstance(failing.exception(PATIENCE_S), RoleError)
         error = queued.exception(PATIENCE_S)
         assert isinstance(error, RenewalError)
@@ -230,12 +263,23 @@ class Renewals(ExecutorCase):
         assert "this model can't go on" in str(error)
         assert "in the backward pass" in str(error)
 
+    @needs(OwnProcess)
+    @pytest.mark.parametrize(("kind", "words"), NOT_RENEWED.items(), ids=NOT_RENEWED)
+    def test_what_can_not_be_renewed(self, spawn: Spawn, kind: Kind, words: str) -> None:
+        """A model of FSDP1, or on a group that its role has made by itself: the error says which, and what to use."""
+        pytest.importorskip("torch")
+        error = self._fail(spawn({"trainer": colocate.role(Renewing, kind).on(default_group=True)}))
+        assert re.search(rf"renew\(\) of role 'trainer' raised \S+ConfigError on slot \d .*: {words}", str(error))
+
     def _fail(self, group: ColocatedGroup) -> RenewalError:
         trainer = group.role("trainer", Trainer)
         trainer.step(0)
-        failing = trainer.step.submit(1, 0, "backward")
-        queued = trainer.step.submit(1)
-        assert isinstance(failing.exception(PATIENCE_S), RoleError)
+        with Gate() as gate:  # a rank that hasn't begun the step when it fails would have no part in it
+            failing = trainer.step.submit(1, 0, "backward", gate.address)
+            queued = trainer.step.submit(1)
+            gate.wait_for(2)
+            gate.open()
+            assert isinstance(failing.exception(PATIENCE_S), RoleError)
         error = queued.exception(PATIENCE_S)
         assert isinstance(error, RenewalError)
         assert group.state == "failed"

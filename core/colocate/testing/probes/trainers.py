@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,7 +13,7 @@ from colocate.testing.gate import Address, pass_gate
 if TYPE_CHECKING:
     import torch
 
-Kind = Literal["none", "ddp", "ddp in the default group", "fsdp2", "tp"]
+Kind = Literal["none", "ddp", "ddp in the default group", "fsdp2", "tp", "fsdp1", "ddp in its own group", "own mesh"]
 Where = Literal["before", "forward", "backward", "after", "update"]
 FEATURES, ROWS, RATE = 8, 8, 0.05
 EVERYWHERE = -1
@@ -75,10 +76,15 @@ class Trainer(Role):
         if self.kind.startswith("ddp"):
             from torch.nn.parallel import DistributedDataParallel
 
-            group = self.ctx.process_group() if self.kind == "ddp" else None
-            return DistributedDataParallel(net, process_group=group)
-        mesh = self.ctx.device_mesh()
-        if self.kind == "fsdp2":
+            return DistributedDataParallel(net, process_group=self._group())
+        if self.kind == "fsdp1":
+            from torch.distributed.fsdp import FullyShardedDataParallel
+
+            with warnings.catch_warnings():  # that it is deprecated
+                warnings.simplefilter("ignore", FutureWarning)
+                return FullyShardedDataParallel(net, self.ctx.process_group(), device_id=self.ctx.device)
+        mesh = self.ctx.device_mesh() if self.kind != "own mesh" else self._own_mesh()
+        if self.kind in ("fsdp2", "own mesh"):
             from torch.distributed.fsdp import fully_shard
 
             for part in net:
@@ -88,6 +94,21 @@ class Trainer(Role):
         from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
         return parallelize_module(net, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+    def _group(self) -> Any:
+        """What DDP is given; None for the default group."""
+        if self.kind == "ddp in its own group":
+            import torch.distributed as dist
+
+            return dist.new_group()
+        return self.ctx.process_group() if self.kind == "ddp" else None
+
+    def _own_mesh(self) -> Any:
+        """A mesh of all ranks that the role makes by torch's own means, in a group beside the default one."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        shape = (1, self.ctx.world_size)
+        return init_device_mesh(self.ctx.device.type, shape, mesh_dim_names=("pp", "dp"))["dp"]
 
     @method
     def step(
@@ -195,3 +216,24 @@ class Broken(Trainer):
     def renew(self) -> None:
         """Raise."""
         raise colocate.ColocateError("this model can't go on")
+
+
+@needs("process_group")
+class InTwoMethods(Renewing):
+    """Makes gradients by one method, and uses them by another, in which ranks exchange nothing."""
+
+    @method
+    def learn(self, number: int) -> None:
+        """Gradients of a batch."""
+        self.optimizer.zero_grad()
+        x, y = (rows[self.ctx.rank :: self.ctx.world_size].to(self.ctx.device) for rows in batch(number))
+        ((self.net(x) - y) ** 2).mean().backward()
+
+    @method
+    def apply(self, failing: int | None = None, gate: Address | None = None) -> None:
+        """An update by them, after the gate."""
+        if gate is not None:
+            pass_gate(gate)
+        if failing in (self.ctx.rank, EVERYWHERE):
+            raise Failure("before the update")
+        self.optimizer.step()
