@@ -55,7 +55,7 @@ versions: $(OLDEST)/.installed $(TORCH)/.installed  ## Dask's tests and the suit
 	$(OLDEST)/bin/python -c "import distributed; assert distributed.__version__ == '2025.4.0'"
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(OLDEST)/bin/python -m pytest -n 2 --dist loadfile tests/dask tests/conformance/test_dask.py
 	$(TORCH)/bin/python -c "import torch; assert torch.__version__.startswith('2.11.')"
-	$(TORCH)/bin/python -m pytest -n 2 --dist loadfile tests/conformance/test_processes.py -k "Renewals or group or step or weights or mesh"
+	$(TORCH)/bin/python -m pytest -n 2 --dist loadfile tests/conformance/test_processes.py -k "renewals or process_group"
 
 SITE := build/site/.built
 SITE_FROM := mkdocs.yml $(sort $(shell find docs core executors plugins -name __pycache__ -prune -o -type f -print))

@@ -118,9 +118,12 @@ def _is_long(module: str, area: str, name: str) -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark them."""
+    """Mark them, and have `-k` find all tests of an area by its module's name."""
     for item in items:
         function = getattr(item, "function", None)
-        is_of_suite = function is not None and function.__module__.startswith("colocate.testing.executors.")
-        if is_of_suite and _is_long(item.path.stem, function.__module__.rpartition(".")[2], item.name):
+        if function is None or not function.__module__.startswith("colocate.testing.executors."):
+            continue
+        area = function.__module__.rpartition(".")[2]
+        item.extra_keyword_matches.add(area)
+        if _is_long(item.path.stem, area, item.name):
             item.add_marker("long")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import attrs
 import pytest
 import torch
 from torch import Tensor
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from colocate_ppo import maths
 from colocate_ppo.actor import Actor
@@ -127,6 +129,39 @@ def test_an_entropy_bonus_raises_entropy(case: Case) -> None:
     first = case.actor.update(case.rollout, case.log_probs, nothing, minibatch=12, entropy_coefficient=1.0)
     second = case.actor.update(case.rollout, case.log_probs, nothing, minibatch=12, entropy_coefficient=1.0)
     assert second["entropy"] > first["entropy"]
+
+
+def passes_of_layers(model: torch.nn.Module, update: Callable[[], object]) -> list[int]:
+    """How often an update computes each layer: which is seen inside, as a layer that is computed anew isn't called."""
+    counts: collections.Counter[int] = collections.Counter()
+    layers = [each for each in model.modules() if isinstance(each, GradientCheckpointingLayer)]
+    handles = [
+        attention.register_forward_pre_hook(lambda *_, number=number: counts.update([number]))
+        for number, layer in enumerate(layers)
+        for name, attention in layer.named_children()
+        if name == "self_attn"
+    ]
+    update()
+    for handle in handles:
+        handle.remove()
+    return [counts[number] for number in range(len(layers))]
+
+
+@pytest.mark.parametrize("anew", [False, True])
+def test_gradient_checkpointing_computes_each_layer_twice(case: Case, anew: bool) -> None:
+    """In an update, once more in the backward pass of each minibatch; in a pass without gradients never."""
+    actor = Actor(layers=2, hidden=32, heads=2, feed_forward=64, gradient_checkpointing=anew)
+    critic = Critic(gradient_checkpointing=anew)
+    actor.load(case.actor.weights())
+    critic.load(case.actor.weights())
+    updates = {
+        actor: lambda: actor.update(case.rollout, case.log_probs, case.estimates, minibatch=4),
+        critic: lambda: critic.update(case.rollout, case.values, case.estimates, minibatch=4),
+    }
+    for role, update in updates.items():
+        assert passes_of_layers(role.model.module, update) == [6 if anew else 3] * 2  # of twelve rows
+    assert passes_of_layers(actor.model.module, lambda: actor.log_probs(case.rollout)) == [1, 1]
+    assert passes_of_layers(critic.model.module, lambda: critic.values(case.rollout)) == [1, 1]
 
 
 def test_an_update_of_the_critic_brings_it_nearer_to_the_returns(case: Case) -> None:

@@ -88,6 +88,7 @@ def _fetched(made: Made, value: Any) -> None:
 DURATIONS: dict[str, Callable[[Made, Any], Any]] = {
     "options(timeout)": lambda made, value: made.echo.options(timeout=value)(1),
     "connect(call_timeout)": lambda made, value: _connected(call_timeout=value),
+    "connect(collective_timeout)": lambda made, value: _connected(collective_timeout=value),
     "result(timeout)": lambda made, value: made.call().result(value),
     "exception(timeout)": lambda made, value: made.call().exception(timeout=value),
     "wait(timeout)": lambda made, value: colocate.wait([made.call()], timeout=value),
@@ -100,7 +101,7 @@ DURATIONS: dict[str, Callable[[Made, Any], Any]] = {
     "spawn(timeout)": _spawned,
     "wait_ready(timeout)": lambda made, value: made.group.wait_ready(value),
 }
-POSITIVE = {"options(timeout)", "connect(call_timeout)"}
+POSITIVE = {"options(timeout)", "connect(call_timeout)", "connect(collective_timeout)"}
 # What starts a worker for each value: with processes only what waits for ever is theirs, the rest is the driver's.
 STARTS = {"close(grace)", "close(grace) ", "spawn(timeout)"}
 FOR_EVER = [math.inf, 1e12, sys.maxsize, 10**5000]

@@ -9,7 +9,6 @@ import attrs
 
 from colocate._system.numbers import plural
 from colocate._system.sizes import size_text
-from colocate.report.scale import words
 from colocate.report.tables import ROWS, Cell, Table
 from colocate.report.times import Bar, role_label, share_bar
 
@@ -61,8 +60,7 @@ def _table(group: GroupMemory) -> Table:
     columns = list(rows[0]) if rows else []
     cells = [tuple(Cell(row[column], column != "role", None) for column in columns) for row in rows[:ROWS]]
     hidden = len(rows) - ROWS
-    heads = tuple(map(words, columns))
-    return Table(group.group, heads, tuple(cells), f"and {plural(hidden, 'more row')}" if hidden > 0 else "")
+    return Table(group.group, tuple(columns), tuple(cells), f"and {plural(hidden, 'more row')}" if hidden > 0 else "")
 
 
 def _bars(slots: Sequence[SlotMemory], roles: Mapping[str, int]) -> Iterator[tuple[str, Bar]]:
