@@ -149,10 +149,11 @@ class WorkerHost(Site):
 
     def _on_renew(self, message: messages.DropGroups, body: None) -> None:
         self.scope.resume()  # all are back: what waits from now on is a role's `renew`
+        self.groups.about_to_drop(message.names)
         self.lane.do(partial(self._runner.renew, message))
 
     def _on_join(self, message: messages.Join, body: None) -> None:
-        self.groups.join()
+        self.groups.asked_to_join()
 
     def _on_resume(self, resume: messages.Resume, body: None) -> None:
         self.scope.resume()

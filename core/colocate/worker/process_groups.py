@@ -113,6 +113,8 @@ class ProcessGroups:
         self._meshes: dict[tuple[str | None, str], DeviceMesh] = {}
         self._default: _Default | None = None
         self._former: _Default | None = None  # of before the default group was renewed, whose store goes on
+        self._doomed = False  # the default group will be dropped as soon as the lane comes to it
+        self._joins_after_that = False
         self._making: tuple[int, Future[str | None]] | None = None  # for which call; why it was left, if it was
         self._not_made = False
         self._epoch = self._default_epoch = 0
@@ -232,6 +234,14 @@ class ProcessGroups:
             arguments = default, former
             threading.Thread(target=self._join, args=arguments, name="colocate-default-group", daemon=True).start()
         return default
+
+    def asked_to_join(self) -> None:
+        """Another slot makes the default group. It may have dropped the former one before this one has."""
+        with self._lock:
+            if self._doomed:
+                self._joins_after_that = True
+                return
+        self.join()
 
     def _join(self, default: _Default, former: _Default | None) -> None:
         name, board = f"{self._group}/default", f"{self._group}/{self.generation}/{default.epoch}/default"
@@ -431,6 +441,11 @@ class ProcessGroups:
     def _is_a_roles(self, name: str) -> bool:
         return name.startswith(f"{self._group}/") and name != f"{self._group}/default"
 
+    def about_to_drop(self, names: Sequence[str]) -> None:
+        """The lane will be told to drop these groups; from any thread."""
+        with self._lock:
+            self._doomed = self._doomed or f"{self._group}/default" in names
+
     def drop(self, names: Sequence[str]) -> None:
         """Drop these groups, which are of no use any more, so that the next ones are new. On the lane."""
         default = f"{self._group}/default"
@@ -438,9 +453,8 @@ class ProcessGroups:
             pass
         if (rest := torch_groups.cut(names)) is not None:  # what still runs on a device ends
             rest.join()
-        if default in names:  # with which torch forgets all others
-            with self._lock:
-                self._former, self._default, self._default_epoch = self._default, None, self._epoch
+        whole = default in names
+        if whole:  # with which torch forgets all others
             names = [*torch_groups.all_groups()]
         self._meshes.clear()
         left = []
@@ -451,7 +465,12 @@ class ProcessGroups:
             left += torch_groups.forget(name)
         with self._lock:
             self._cut.update(names)  # until the roles have gone on without them: who comes after this driver asks again
+            if whole:
+                self._former, self._default, self._default_epoch = self._default, None, self._epoch
+            joins, self._doomed, self._joins_after_that = self._joins_after_that, False, False
         bury(left)
+        if joins:
+            self.join()
 
     def renewed(self) -> None:
         """The roles go on without those that were dropped."""

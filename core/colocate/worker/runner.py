@@ -37,6 +37,7 @@ class Runner:
     def __init__(self, site: Site) -> None:
         """Args: site: Whose roles it constructs and runs."""
         self._site = site
+        self._has_default = False  # whether a role wants the default group to be there, though it may never ask for it
 
     def build(self, work: Work) -> bool:
         """Construct this slot's roles, and restore them if that is asked for; whether it went well."""
@@ -46,6 +47,7 @@ class Runner:
         start = time.time()
         try:
             site.definitions.compare_modules()
+            self._has_default = message.default_group
             if message.default_group:
                 site.groups.have_default()
             if message.nodes is not None:
@@ -117,14 +119,16 @@ class Runner:
         if message.names:
             site.groups.drop(message.names)
         told, body = None, None
-        for role in list(site.roles.values()):
-            if role.name is None or not (message.everybody or site.groups.concerns(message.names, role.name)):
-                continue
-            try:
-                role.renew()
-            except BaseException as error:
-                told, body = failure.failed(error, site.codec, site.definitions, role.name, False)
-                break
+        name: str | None = None
+        try:
+            if self._has_default:
+                site.groups.have_default()
+            for role in list(site.roles.values()):
+                name = role.name
+                if name is not None and (message.everybody or site.groups.concerns(message.names, name)):
+                    role.renew()
+        except BaseException as error:
+            told, body = failure.failed(error, site.codec, site.definitions, name, False)
         holders = site.groups.holders()
         if told is None and not holders:
             site.groups.renewed()

@@ -296,6 +296,16 @@ class ProcessGroups(ExecutorCase):
             assert ring.sum(1.0) == [2.0, 2.0]
 
     @needs(OwnProcess)
+    def test_default_group_after_it_was_cut(self, spawn: Spawn) -> None:
+        """It is there again for a role, or a library in it, that only ever asks torch for it."""
+        pytest.importorskip("torch")
+        ring = spawn({"ring": colocate.role(Collective).on(default_group=True)}).role("ring", Collective)
+        before = ring.sum_in_default()
+        with pytest.raises(CallTimeout):
+            ring.sum_in_default.options(timeout=0.5, ranks=[0])()
+        assert ring.sum_in_default() == before
+
+    @needs(OwnProcess)
     def test_a_default_group_that_a_role_makes(self, spawn: Spawn, tmp_path: Path) -> None:
         """It is cut as those are that colocate makes: nobody waits for who has failed."""
         pytest.importorskip("torch")

@@ -37,7 +37,8 @@ class Residents(ExecutorCase):
         with Gate() as gate:
             kept = log.peak.keep(gate.address)
             gate.wait_for(1)
-            error = log.peak.options(timeout=0.2).submit(kept.ref).exception(PATIENCE_S)
+            unmade: Any = kept.ref
+            error = log.peak.options(timeout=0.2).submit(unmade).exception(PATIENCE_S)
             assert isinstance(error, CallTimeout)
             gate.open()
             kept.wait(PATIENCE_S)
