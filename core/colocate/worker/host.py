@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import threading
 import traceback
 from collections.abc import Callable
 from functools import partial
@@ -64,9 +65,8 @@ class WorkerHost(Site):
         self._transfer = JobThread(  # waits for residents and sends them, so that the lane never does
             f"colocate-transfer-{boot.worker}", partial(self._thread_failed, "the thread that sends its residents")
         )
-        self._ledgers = JobThread(  # looks at what roles hold
-            f"colocate-ledger-{boot.worker}", partial(self._thread_failed, "the thread that looks at its memory")
-        )
+        self._ledgers: list[int] = []  # that were asked for; a thread tells them, as long as there are some
+        self._ledgers_lock = threading.Lock()
         broken = partial(self._thread_failed, "its lane")
         self.lane = Lane(f"{LANE}{boot.worker}", self.scope, self._held, broken, turns, daemon=in_process)
         self._runner = Runner(self)
@@ -177,8 +177,13 @@ class WorkerHost(Site):
         self.say(messages.Stack(asked.token, self.stack(), tuple(self.lane.running)))
 
     def _on_ledger(self, asked: messages.AskLedger, body: None) -> None:
+        with self._ledgers_lock:
+            self._ledgers.append(asked.token)
+            if len(self._ledgers) > 1:  # one thread looks, and a role's `device_state` may keep it for long
+                return
         # Neither here, where messages wait, nor on the lane, where a call may take long.
-        self._ledgers.soon(partial(self._tell_ledger, asked.token))
+        name = f"colocate-ledger-{self.boot.worker}"
+        threading.Thread(target=self._tell_ledgers, name=name, daemon=True).start()
 
     def _on_fetch(self, asked: messages.Fetch, body: None) -> None:
         self._transfer.soon(partial(self._fetch, asked))
@@ -239,7 +244,6 @@ class WorkerHost(Site):
         self.lane.thread.join()
         self.groups.close()
         self._transfer.close()
-        self._ledgers.close(0.0)  # a role's code may run there, and go on
         self.peers.close()
         tell_imports()  # what values needed, too
         self.ended = True
@@ -256,6 +260,14 @@ class WorkerHost(Site):
         return f"running {running}\n{stack}" if stack else f"running {running}; its lane has ended"
 
     # -- on the ledgers' thread
+
+    def _tell_ledgers(self) -> None:
+        while True:
+            self._tell_ledger(self._ledgers[0])
+            with self._ledgers_lock:
+                del self._ledgers[0]
+                if not self._ledgers:
+                    return
 
     def _tell_ledger(self, token: int) -> None:
         try:

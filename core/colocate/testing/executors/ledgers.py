@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -74,6 +75,12 @@ class Ledgers(ExecutorCase):
         with pytest.raises(RoleError, match=r"role 'failing' of group .* could not be looked at.*rank \d can't") as e:
             failing.memory()
         assert "in device_state" in (e.value.remote_traceback or "")
+
+    def test_memory_asked_for_at_once(self, holding: ColocatedGroup) -> None:
+        """By several threads: each has its answer."""
+        with ThreadPoolExecutor(8) as pool:
+            found = list(pool.map(lambda _: holding.memory(PATIENCE_S), range(16)))
+        assert [[row["total"] for row in each.rows()] for each in found] == [[_MIB + 4096] * 4] * 16
 
     def test_memory_beside_a_call(self, holding: ColocatedGroup) -> None:
         """Whatever a lane runs."""
