@@ -105,7 +105,7 @@ class Runner:
             self._finish(result, work, call, role, spec, resolver, start)
         except BaseException as error:  # whatever role code raises is the caller's to see, SystemExit included
             site.peers.given_back(work.label)
-            self._ended(role, work)
+            role.operations = max(role.operations, work.before + site.groups.count())
             self._failed(call.seq, call.keep, role.name, error, work)
             return False
         finally:
@@ -158,7 +158,7 @@ class Runner:
             self._finish(await coroutine, work, call, role, spec, resolver, start)
         except BaseException as error:
             self._site.peers.given_back(work.label)
-            self._ended(role, work)
+            role.operations = max(role.operations, work.before + self._site.groups.count())
             self._failed(call.seq, call.keep, role.name, error, work)
             return False
         return True
@@ -227,9 +227,10 @@ class Runner:
             result = without_padding(result, work.rows, work.valid_rows, label)
         if len(site.store) or resolver is not None:
             self._check_writes(label, role, resolver)
-        valid, halves = work.valid_rows, self._updates(work)
-        self._ended(role, work)
-        if site.groups.cuts != work.cuts and site.groups.count() != work.operations:
+        operations = site.groups.count()
+        valid, halves = work.valid_rows, _updates(work, operations)
+        role.operations = max(role.operations, work.before + operations)
+        if site.groups.cuts != work.cuts and operations != work.operations:
             raise Consequence(f"process groups were cut while {label} used them: what it has got of them isn't true")
         if call.keep is None:
             body = None if result is None else site.packed(result, label)
@@ -243,13 +244,6 @@ class Runner:
             rows = rows_to_join(result, spec, role.ctx)
             nbytes = site.store.put(call.keep, result, label, valid)
             site.say(messages.Done(call.seq, valid, start, time.time(), (nbytes, rows), halves))
-
-    def _updates(self, work: Work) -> int:
-        """Beginnings and ends of updates in a call, of weights that the ranks share."""
-        return work.halves if work.shares or self._site.groups.count() != work.operations else 0
-
-    def _ended(self, role: HostedRole, work: Work) -> None:
-        role.operations = max(role.operations, work.before + self._site.groups.count())
 
     def _check_writes(self, label: str, role: HostedRole, resolver: Resolver | None) -> None:
         site = self._site
@@ -269,17 +263,20 @@ class Runner:
         self, seq: int, keep: int | None, role: str | None, error: BaseException, work: Work | None = None
     ) -> None:
         site = self._site
-        halves = self._updates(work) if work is not None else 0
-        operations = site.groups.operations()
-        amid = work is not None and (
-            site.groups.count() != work.operations or (bool(operations) and failure.is_in_backward(error))
-        )
+        begun, operations = site.groups.count(), site.groups.operations()
+        halves = _updates(work, begun) if work is not None else 0
+        amid = work is not None and (begun != work.operations or (bool(operations) and failure.is_in_backward(error)))
         secondary = isinstance(error, Consequence) or site.groups.lost_a_peer()
         told, body = failure.failed(error, site.codec, site.definitions, role, secondary)
         if not site.scope.let_go(seq):  # otherwise nobody would lead the hold that follows
             site.say(messages.Failed(seq, told, operations, halves, amid), body)
         if keep is not None:  # who uses it fails of that in turn, and is to be heard of later than this
             site.store.fail(keep, f"{told.type}: {told.text}")
+
+
+def _updates(work: Work, operations: int) -> int:
+    """Beginnings and ends of updates in a call, of weights that the ranks share."""
+    return work.halves if work.shares or operations != work.operations else 0
 
 
 def _written(label: str, maker: str, key: int) -> RoleError:
