@@ -5,7 +5,7 @@ What torch has no public way for is done here and nowhere else, by what there is
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -16,31 +16,43 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from colocate._role.context import Context, context
+from colocate._role.rebuilt import rebuilt
 from colocate.errors import ConfigError
 
 M = TypeVar("M", bound=nn.Module)
 _KNOWN = "2.11 to 2.13"
 
 
-def renew(module: M, optimizer: torch.optim.Optimizer | None = None, ctx: Context | None = None) -> M:
+def renew(
+    module: M,
+    optimizer: torch.optim.Optimizer | None = None,
+    ctx: Context | None = None,
+    rebuild: Callable[[], M] | None = None,
+) -> M:
     """Have a model go on with new process groups, after those that it had were cut: for a role's method `renew(self)`.
 
     Its parameters are the same tensors afterwards, with their values, and the optimizer's state stays as it is. What
     the step that failed had begun is lost: gradients, also those that were accumulated under `no_sync`, and whatever a
     communication hook keeps. All ranks of the role call it, in the same order for several models.
 
+    Where that can't be, since the model lies on process groups that the role has made by itself, or torch is of a
+    version that isn't known here, the model is made once more by `rebuild`: its parameters and the optimizer get what
+    the former ones have on this rank, shard by shard.
+
     Args:
         module: Wrapped by `DistributedDataParallel`, sharded by `fully_shard` (FSDP2), or with parameters on a mesh of
             `ctx.device_mesh()` (tensor parallelism); also several of them in one.
         optimizer: The model's, whose gradients and state are looked at as well.
         ctx: The role's context; by default that of the role whose code runs.
+        rebuild: Makes the model as it was made, its groups and meshes too. On the meta device it takes no memory
+            beside the former one's, otherwise that of a second one until this returns.
 
     Returns:
-        The module.
+        The module; if `rebuild` was called, what that gave.
 
     Raises:
-        ConfigError: It can't be renewed: it is sharded by `FullyShardedDataParallel` (FSDP1), lies on process groups
-            that neither colocate has made nor this role can make again, or torch is of a version that isn't known here.
+        ConfigError: It can't be renewed: it is sharded by `FullyShardedDataParallel` (FSDP1), or `rebuild` is missing
+            where it is needed, or has made another model.
     """
     if any(isinstance(each, FullyShardedDataParallel) for each in module.modules()):
         raise ConfigError(
@@ -51,18 +63,36 @@ def renew(module: M, optimizer: torch.optim.Optimizer | None = None, ctx: Contex
     ctx._its_groups.make_again(ctx)
     try:
         _go_on(module, optimizer)
-    except AttributeError as error:
-        raise ConfigError(
-            f"{type(module).__name__} can't be renewed: that needs parts of torch which {torch.__version__} hasn't "
-            f"({error}); it is known to work with torch {_KNOWN}"
-        ) from error
+    except _CannotGoOn as error:
+        if rebuild is None:
+            raise ConfigError(f"{type(module).__name__} can't be renewed in place: {error}") from error.__cause__
+        module = rebuilt(module, optimizer, rebuild)
     module.zero_grad(set_to_none=True)
     if optimizer is not None:
         optimizer.zero_grad(set_to_none=True)
     return module
 
 
+class _CannotGoOn(Exception):
+    """Why a model can't be renewed in place."""
+
+
 def _go_on(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """Renew a model in place.
+
+    Raises:
+        _CannotGoOn: It can't be.
+    """
+    try:
+        _point_to_new_groups(module, optimizer)
+    except AttributeError as error:
+        raise _CannotGoOn(
+            f"that needs parts of torch which {torch.__version__} hasn't ({error}); it is known to work with torch "
+            f"{_KNOWN}, and with others by `rebuild`"
+        ) from error
+
+
+def _point_to_new_groups(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     for mesh in _meshes(module, optimizer):
         _look_up_groups(mesh)
     _reset_sharded([each for each in module.modules() if isinstance(each, FSDPModule)])
@@ -83,9 +113,9 @@ def _resolve(name: str, what: str) -> Any:
     try:
         return _resolve_process_group(name)  # type: ignore[arg-type]
     except RuntimeError:
-        raise ConfigError(
+        raise _CannotGoOn(
             f"{what} lies on the process group {name!r}, which was cut, and which colocate can't make again: give it "
-            "ctx.process_group(), or a mesh of ctx.device_mesh()"
+            "ctx.process_group(), or a mesh of ctx.device_mesh(), or say how it is made by `rebuild`"
         ) from None
 
 

@@ -466,6 +466,15 @@ def forget_all() -> list[Any]:
     return [backend for name in [*all_groups()] for backend in forget(name)]
 
 
+def point(mesh: DeviceMesh, groups: Iterable[ProcessGroup]) -> bool:
+    """Have a mesh go on with other groups of the same names; whether it can."""
+    registry: dict[str, ProcessGroup] | None = getattr(mesh, "_pg_registry", None)
+    if registry is None:
+        return False
+    registry.update({str(group.group_name): group for group in groups})
+    return True
+
+
 def _close_sockets(names: Iterable[str]) -> None:
     with _books:
         for name in names:

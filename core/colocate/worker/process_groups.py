@@ -111,6 +111,7 @@ class ProcessGroups:
         self._made: dict[str, _Made] = {}
         self._asked: dict[tuple[str | None, str | None], None] = {}  # by role and axis, in order
         self._meshes: dict[tuple[str | None, str], DeviceMesh] = {}
+        self._former_meshes: dict[tuple[str | None, str], weakref.ref[DeviceMesh]] = {}
         self._default: _Default | None = None
         self._former: _Default | None = None  # of before the default group was renewed, whose store goes on
         self._doomed = False  # the default group will be dropped as soon as the lane comes to it
@@ -176,12 +177,18 @@ class ProcessGroups:
             axes = tuple(place.shape)
             groups = [self.get(ctx, prefix + axis) for axis in axes]
             ranks = [0] if self._in_process else list(ctx.slots)
-            found = DeviceMesh.from_group(
-                groups,
-                self._device.partition(":")[0],
-                mesh=tensor(ranks).reshape([*place.shape.values()]),
-                mesh_dim_names=axes,
-            )
+            # The same object again, as long as anybody has it: to torch's caches of how tensors lie on meshes, another
+            # one would be equal to it, so that tensors on the new one would become tensors on the former.
+            former = self._former_meshes.pop((ctx.role, which), _nobody)()
+            if former is not None and torch_groups.point(former, groups):
+                found = former
+            else:
+                found = DeviceMesh.from_group(
+                    groups,
+                    self._device.partition(":")[0],
+                    mesh=tensor(ranks).reshape([*place.shape.values()]),
+                    mesh_dim_names=axes,
+                )
             self._meshes[ctx.role, which] = found
         return found
 
@@ -456,6 +463,7 @@ class ProcessGroups:
         whole = default in names
         if whole:  # with which torch forgets all others
             names = [*torch_groups.all_groups()]
+        self._former_meshes.update({key: weakref.ref(mesh) for key, mesh in self._meshes.items()})
         self._meshes.clear()
         left = []
         for name in names:
@@ -500,6 +508,10 @@ class ProcessGroups:
             self.cut()
             left = torch_groups.forget_all()
         bury(left, GROUPS_CLOSE_WITHIN_S)
+
+
+def _nobody() -> None:
+    """In place of a reference to what there never was."""
 
 
 def _limit(name: str, gone: Mapping[int, Operations]) -> float:

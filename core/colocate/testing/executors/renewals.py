@@ -19,9 +19,11 @@ from colocate.testing.probes.trainers import (
     EVERYWHERE,
     RATE,
     Broken,
+    ByHand,
     Coach,
     InTwoMethods,
     Kind,
+    Rebuilding,
     Renewing,
     Trainer,
     Where,
@@ -273,6 +275,68 @@ class Renewals(ExecutorCase):
         pytest.importorskip("torch")
         error = self._fail(spawn({"trainer": colocate.role(Renewing, kind).on(default_group=True)}))
         assert re.search(rf"renew\(\) of role 'trainer' raised \S+ConfigError on slot \d .*: {words}", str(error))
+
+    @needs(OwnProcess)
+    @pytest.mark.parametrize(
+        ("kind", "device", "torch_is_known"),
+        [
+            ("own mesh", None, True),
+            ("own mesh", "meta", True),
+            ("ddp in its own group", None, True),
+            ("ddp", None, False),
+            ("fsdp2", "meta", False),
+            ("fsdp2", None, False),
+            ("tp", None, False),
+        ],
+    )
+    def test_a_model_made_anew(self, spawn: Spawn, kind: Kind, device: str | None, torch_is_known: bool) -> None:
+        """One that can't be renewed in place takes over the weights and the optimizer's state of the former one."""
+        np, _ = pytest.importorskip("numpy"), pytest.importorskip("torch")
+        role = colocate.role(Rebuilding, kind, device=device, torch_is_known=torch_is_known).on(default_group=True)
+        trainer = spawn({"trainer": role}).role("trainer", Rebuilding)
+        losses = []
+        for number in range(_STEPS):
+            if number in (1, 3):
+                self._fail_amid(trainer, number)
+            losses.append(sum(trainer.step(number)) / 2)
+        expected, weights = alone()
+        assert losses == pytest.approx(expected, rel=1e-4)
+        for found in trainer.weights():
+            for name, value in weights.items():
+                np.testing.assert_allclose(found[name], value, rtol=1e-3, atol=1e-5)
+        assert trainer.updates() == [(2, {_STEPS})] * 2
+        assert trainer.made_anew() == [2, 2]
+
+    @needs(OwnProcess)
+    def test_no_model_is_made_anew_for_nothing(self, spawn: Spawn) -> None:
+        """One that can be renewed in place stays."""
+        pytest.importorskip("torch")
+        trainer = spawn({"trainer": colocate.role(Rebuilding, "fsdp2")}).role("trainer", Rebuilding)
+        before = trainer.identities()
+        self._fail_amid(trainer, 0)
+        trainer.step(0)
+        assert trainer.made_anew() == [0, 0]
+        assert trainer.identities() == before
+
+    @needs(OwnProcess)
+    @pytest.mark.parametrize("kind", ["fsdp2", "tp"])
+    def test_a_model_made_anew_by_hand(self, spawn: Spawn, kind: Kind) -> None:
+        """What torch remembers of the former one's mesh keeps no group that was cut, however often."""
+        pytest.importorskip("torch")
+        trainer = spawn({"trainer": colocate.role(ByHand, kind)}).role("trainer", ByHand)
+        losses = [sum(trainer.step(0)) / 2]
+        for _ in range(2):
+            self._fail_amid(trainer, 1)
+        losses.append(sum(trainer.step(1)) / 2)
+        assert losses == pytest.approx(alone()[0][:2], rel=1e-4)
+        assert trainer.updates() == [(2, {1})] * 2
+
+    def _fail_amid(self, trainer: Any, number: int) -> None:
+        with Gate() as gate:  # a rank that hasn't begun the step when it fails would have no part in it
+            call = trainer.step.submit(number, 0, "backward", gate.address)
+            gate.wait_for(2)
+            gate.open()
+            assert isinstance(call.exception(PATIENCE_S), RoleError)
 
     def _fail(self, group: ColocatedGroup) -> RenewalError:
         trainer = group.role("trainer", Trainer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -67,7 +68,7 @@ class Trainer(Role):
         self.net: Any = self._wrapped(make_model().to(self.ctx.device))
         import torch
 
-        self.optimizer = torch.optim.Adam(self.net.parameters(), lr=RATE)
+        self.optimizer: Any = torch.optim.Adam(self.net.parameters(), lr=RATE)
         self.renewals = 0
 
     def _wrapped(self, net: Any) -> Any:
@@ -197,6 +198,70 @@ class Renewing(Trainer):
 
         self.renewals += 1
         renew(self.net, self.optimizer, self.ctx)
+
+
+@needs("process_group")
+class Rebuilding(Renewing):
+    """Goes on after a failed step with a model that is made anew, where it can't be renewed in place.
+
+    Args:
+        kind: How the ranks share it.
+        device: Where it is made anew; by default the slot's.
+        torch_is_known: Whether torch has the parts by which models are renewed in place.
+    """
+
+    def __init__(self, kind: Kind, device: str | None = None, torch_is_known: bool = True) -> None:
+        self.rebuilt = 0
+        self.device, self.torch_is_known = device, torch_is_known
+        super().__init__(kind)
+
+    def renew(self) -> None:
+        """Have the model, or one like it, go on."""
+        import pytest
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.nn.parallel import DistributedDataParallel
+
+        from colocate.torch import renew
+
+        self.renewals += 1
+        with pytest.MonkeyPatch.context() as patch:
+            if not self.torch_is_known:
+                patch.delattr(DeviceMesh, "_get_root_mesh")
+                patch.delattr(DistributedDataParallel, "_update_process_group")
+            again = partial(self._again, patch)
+            self.net = renew(self.net, self.optimizer, self.ctx, rebuild=again)
+
+    def _again(self, patch: Any) -> Any:
+        patch.undo()  # of use to torch itself
+        self.rebuilt += 1
+        return self._wrapped(make_model(seed=1).to(self.device or self.ctx.device))
+
+    @method
+    def made_anew(self) -> int:
+        """How often."""
+        return self.rebuilt
+
+
+@needs("process_group")
+class ByHand(Renewing):
+    """Keeps the weights aside, drops the model, and makes another one."""
+
+    def renew(self) -> None:
+        """Without any of colocate's help, so without the optimizer's state."""
+        import torch
+        from torch.distributed.tensor import DTensor
+
+        def local(value: torch.Tensor) -> torch.Tensor:
+            return value.to_local() if isinstance(value, DTensor) else value
+
+        self.renewals += 1
+        weights = {name: local(value) for name, value in self.net.state_dict().items()}
+        self.net = self.optimizer = None
+        self.net = self._wrapped(make_model(seed=1).to(self.ctx.device))
+        with torch.no_grad():
+            for name, value in self.net.state_dict().items():
+                local(value).copy_(weights[name])
+        self.optimizer = torch.optim.Adam(self.net.parameters(), lr=RATE)
 
 
 class Coach(Role):

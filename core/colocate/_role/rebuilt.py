@@ -1,0 +1,123 @@
+"""A model that takes over what a former one of its ranks has: parameters, buffers, and the optimizer's state.
+
+By torch's public ways alone, and shard by shard: nothing is gathered, so no rank ever has more than its part.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from colocate.errors import ConfigError
+
+M = TypeVar("M", bound=nn.Module)
+_LruCache = type(functools.cache(lambda: None))
+
+
+def rebuilt(former: M, optimizer: torch.optim.Optimizer | None, rebuild: Callable[[], M]) -> M:
+    """Make a model anew, give it what the former one has, and have the optimizer go on with it.
+
+    Tensors on the meta device get the former's shards themselves, all others a copy of the values, so that whatever
+    knows the tensors of the new model by now (DDP's reducer, say) stays right.
+
+    Raises:
+        ConfigError: They aren't of the same parameters and buffers.
+    """
+    former.state_dict(keep_vars=True)  # for which FSDP2 puts its shards back, wherever in a step it is
+    before = _tensors(former)
+    _forget_layouts()
+    fresh = rebuild()
+    names = _tensors(fresh)
+    if before.keys() != names.keys():
+        raise _other(f"other parameters or buffers: {', '.join(sorted(before.keys() ^ names.keys()))}")
+    taken: dict[int, torch.Tensor] = {}  # by the former one: tied ones stay tied
+    for name, tensor in names.items():
+        old = before[name]
+        if _local(tensor).shape != _local(old).shape or tensor.shape != old.shape:
+            raise _other(f"{name} of {_shapes(tensor)}, not {_shapes(old)}")
+        if id(old) not in taken:
+            taken[id(old)] = _moved(old, tensor)
+        if taken[id(old)] is not tensor:
+            owner, _, last = name.rpartition(".")
+            setattr(fresh.get_submodule(owner), last, taken[id(old)])
+    modes = {name: each.training for name, each in former.named_modules()}
+    for name, each in fresh.named_modules():
+        each.training = modes.get(name, each.training)
+    if optimizer is not None:
+        _hand_over(optimizer, {id(old): (old, taken[id(old)]) for old in before.values()})
+    return fresh
+
+
+def _forget_layouts() -> None:
+    """Have torch forget how tensors lie on meshes: to what it remembers, a mesh made anew is the former one."""
+    for each in gc.get_objects():
+        if type(each) is _LruCache and each.__module__.startswith("torch.distributed.tensor"):
+            each.cache_clear()
+    for holder, name in (
+        (sys.modules.get("torch.distributed.tensor._redistribute"), "clear_redistribute_planner_cache"),
+        (torch._C, "_clear_DTensor_sharding_propagator_cache"),
+    ):
+        clear: Callable[[], None] | None = getattr(holder, name, None)
+        if clear is not None:
+            clear()
+
+
+def _other(what: str) -> ConfigError:
+    return ConfigError(f"the model that `rebuild` has made has {what}; it has to make it as it was")
+
+
+def _shapes(tensor: torch.Tensor) -> str:
+    return f"shape {[*tensor.shape]}" + (f", {[*_local(tensor).shape]} here" if isinstance(tensor, DTensor) else "")
+
+
+def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    return {**parameters, **dict(module.named_buffers(remove_duplicate=False))}
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def _moved(old: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
+    """The values of the one where the other lies."""
+    if not into.is_meta:
+        _local(into).copy_(_local(old))
+        return into.requires_grad_(old.requires_grad)
+    moved = _laid_like(old, into)
+    return nn.Parameter(moved, old.requires_grad) if isinstance(into, nn.Parameter) else moved
+
+
+def _laid_like(old: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The former shard itself, on the mesh of another tensor."""
+    if not (isinstance(old, DTensor) and isinstance(like, DTensor)):
+        return old.detach()
+    found: DTensor = DTensor.from_local(
+        old.to_local().detach(),
+        like.device_mesh,
+        old.placements,
+        run_check=False,
+        shape=old.shape,
+        stride=old.stride(),
+    )
+    return found
+
+
+def _hand_over(optimizer: torch.optim.Optimizer, taken: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Have an optimizer go on with other parameters, each with the state of the former one."""
+    for group in optimizer.param_groups:
+        group["params"] = [taken[id(each)][1] if id(each) in taken else each for each in group["params"]]
+    for old, new in taken.values():
+        if old in optimizer.state:
+            state: dict[str, Any] = optimizer.state.pop(old)
+            optimizer.state[new] = {
+                name: _laid_like(value, new) if isinstance(value, DTensor) else value for name, value in state.items()
+            }
