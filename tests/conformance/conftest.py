@@ -94,12 +94,13 @@ KEPT_STAGES = ("test_ended_while[interrupted-calling]", "test_ended_while[termin
 # Models that ranks share: of what a failed step costs `make test` has what differs most, on processes.
 RENEWED = (
     *("test_a_failed_step_is_done_again", "test_the_first_step_is_done_again", "test_a_step_that_fails_everywhere"),
-    *("test_weights_of", "test_weights_that_another_role_changes"),
+    *("test_weights_of", "test_weights_that_another_role_changes", "test_a_model_made_anew"),
 )
 KEPT_RENEWALS = {
     *(f"test_a_failed_step_is_done_again[backward-{kind}]" for kind in ("ddp", "fsdp2")),
     *("test_the_first_step_is_done_again[fsdp2]", "test_a_step_that_fails_everywhere[backward-fsdp2]"),
     *("test_weights_of_two_steps[fsdp2]", "test_weights_of_a_later_call"),
+    *(f"test_a_model_made_anew{which}" for which in ("[own mesh-meta-True]", "[fsdp2-None-False]", "_by_hand[fsdp2]")),
 }
 
 

@@ -475,6 +475,16 @@ def point(mesh: DeviceMesh, groups: Iterable[ProcessGroup]) -> bool:
     return True
 
 
+def let_go(mesh: DeviceMesh) -> None:
+    """Have a mesh keep no group that was forgotten: torch may keep the mesh for good (2.11 loses references to it)."""
+    there = set(map(id, all_groups().values()))
+    root = getattr(mesh, "_get_root_mesh", lambda: mesh)()
+    for each in (root, mesh):
+        registry: dict[str, ProcessGroup] = getattr(each, "_pg_registry", {})
+        for name in [name for name, group in registry.items() if id(group) not in there]:
+            del registry[name]
+
+
 def _close_sockets(names: Iterable[str]) -> None:
     with _books:
         for name in names:
