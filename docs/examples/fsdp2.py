@@ -33,7 +33,7 @@ class Actor(Role):
         self.optimizer.zero_grad()
         return loss.item()
 
-    def renew(self) -> None:  # on all ranks, after a failure for which process groups had to be cut
+    def renew(self) -> None:  # on all ranks, after a failure in the middle of a step
         renew(self.net, self.optimizer, self.ctx)
 
 
