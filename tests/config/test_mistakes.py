@@ -143,6 +143,11 @@ class TestTypes:
             ("executor: [local]", "executor: must be a mapping, not a list"),
             ("job: {with: {}}", "job.use: is missing"),
             ("poolz: {}", "poolz: unknown key 'poolz' (did you mean 'pools'?)"),
+            (
+                "executor: {use: local, with: {collective_timeout: 0}}",
+                "executor.with.collective_timeout: must be a number of seconds, more than 0 (math.inf, in YAML .inf, "
+                "for ever), not 0",
+            ),
             ("zzz: {}", "unknown key 'zzz'; known here: name, seed, call_timeout, executor, pools, groups, job"),
         ],
     )

@@ -20,6 +20,7 @@ _NUMBERS: Mapping[str, Callable[[Any], str | None]] = {
     "cpus": amount_problem,
     "gpus": partial(amount_problem, whole=True),
     "timeout": duration_problem,
+    "collective_timeout": partial(duration_problem, positive=True),
 }
 
 
