@@ -327,7 +327,7 @@ class Resolver:
         # The first one decides which rows are this rank's.
         first, rows = self._first
         if isinstance(part, Own) and isinstance(first, Own) and self._is_aligned(first, part):
-            return self._own_part(part.source)
+            return self._own_part(part.source)[1]
         start, total = self._place(first)
         if (found := self._total(part.source)) != total:
             raise DispatchError(
@@ -338,8 +338,8 @@ class Resolver:
 
     def _first_part(self, part: Part | Own) -> Any:
         if isinstance(part, Own):
-            value = self._own_part(part.source)
-            self.valid = batch.rows(value, part.source.label)
+            rank, value = self._own_part(part.source)
+            self.valid = self._peers.rows(part.source, rank)
             self._first = part, self.valid
             return value
         total = self._total(part.source)
@@ -350,12 +350,17 @@ class Resolver:
         start, _ = self._place(part)
         return self._range(part.source, start, start + self.valid)
 
-    def _own_part(self, source: Source) -> Any:
-        """The part that lies here, or the one that counts in its place where the method has returned nothing here."""
-        value = self._peers.part(source, self._rank_here(source))
-        if value is not None:
-            return value
-        return self._peers.part(source, source.collect.sources(source.ranks)[self._index_here(source)])
+    def _own_part(self, source: Source) -> tuple[int, Any]:
+        """The part that lies here, or the one that counts in its place where the method has returned nothing here.
+
+        Returns:
+            Whose part it is, and the part.
+        """
+        rank = self._rank_here(source)
+        if (value := self._peers.part(source, rank)) is None:
+            rank = source.collect.sources(source.ranks)[self._index_here(source)]
+            value = self._peers.part(source, rank)
+        return rank, value
 
     def _place(self, part: Part | Own) -> tuple[int, int]:
         """Where the rows of a part begin in the whole, and how many that has."""

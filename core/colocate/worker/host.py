@@ -294,4 +294,4 @@ class WorkerHost(Site):
             told, body = failure.failed(error, self.codec, self.definitions, None, False)
             self.say(messages.Fetched(asked.token, None, told), body)
         else:
-            self.say(messages.Fetched(asked.token, entry.rows, None), body)
+            self.say(messages.Fetched(asked.token, entry.weight, None), body)

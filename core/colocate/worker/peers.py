@@ -42,13 +42,13 @@ class _HostPeers(Peers):
     def rows(self, source: Source, rank: int) -> int:
         """How many rows it has."""
         if self._is_here(source, rank):
-            return batch.rows(self._own(source).value, source.label)
+            return self._own(source).rows(source.label)
         return self._rows(source, rank)
 
     def weight(self, source: Source, rank: int) -> int | None:
         """How many rows the call that made it worked on there."""
         if self._is_here(source, rank):
-            return self._own(source).rows
+            return self._own(source).weight
         return self._weight(source, rank)
 
     def slice(self, source: Source, rank: int, start: int, stop: int) -> Any:
@@ -121,10 +121,10 @@ class LocalPeers(_HostPeers):
         return self._handed_over(entry, entry.value, source, rank)
 
     def _rows(self, source: Source, rank: int) -> int:
-        return batch.rows(self._entry(source, rank).value, source.label)
+        return self._entry(source, rank).rows(source.label)
 
     def _weight(self, source: Source, rank: int) -> int | None:
-        return self._entry(source, rank).rows
+        return self._entry(source, rank).weight
 
     def _slice(self, source: Source, rank: int, start: int, stop: int) -> Any:
         entry = self._entry(source, rank)

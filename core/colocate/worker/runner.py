@@ -242,7 +242,7 @@ class Runner:
                 ) from error
         else:
             rows = rows_to_join(result, spec, role.ctx)
-            nbytes = site.store.put(call.keep, result, label, valid)
+            nbytes = site.store.put(call.keep, result, label, valid, rows)
             site.say(messages.Done(call.seq, valid, start, time.time(), (nbytes, rows), halves))
 
     def _check_writes(self, label: str, role: HostedRole, resolver: Resolver | None) -> None:
@@ -250,7 +250,7 @@ class Runner:
         # A role may write into what it got now, or into what it returned before and still refers to.
         used = resolver.keys if resolver is not None else ()
         everything = site.store.strict or role.name is None  # a function may have asked any role for anything
-        keys = None if everything else [*used, *site.store.made_by(role.name or "")]
+        keys = None if everything else dict.fromkeys((*used, *site.store.made_by(role.name or "")))
         for key, maker, by in site.store.written(keys, label):
             raise _written(by or label, maker, key)
         for key, maker, by in site.peers.given_back(label) if resolver is not None else ():

@@ -12,7 +12,6 @@ from colocate._protocol.message import Head, Message
 from colocate._protocol.requests import Requests
 from colocate._protocol.uses import Peers
 from colocate._role.context import Context, running_call
-from colocate._values import batch
 from colocate._values.arguments import cuda_is_used
 from colocate._values.codec import Codec
 from colocate.executor import Boot
@@ -117,11 +116,11 @@ class Site:
 
     def part_rows(self, key: int) -> int:
         """How many rows it has."""
-        return batch.rows(self.part(key), f"resident {key}")
+        return self.store.wait(key).rows(f"resident {key}")
 
     def part_weight(self, key: int) -> int | None:
         """How many rows the call that made it worked on."""
-        return self.store.wait(key).rows
+        return self.store.wait(key).weight
 
     def report(self, ctx: Context, done: int, total: int | None) -> None:
         """A role's progress."""

@@ -10,21 +10,35 @@ import attrs
 
 from colocate._protocol.consequence import LET_GO, Consequence, Poisoned
 from colocate._protocol.uses import Written
+from colocate._values import batch
 from colocate._values.leaving import Watch
 from colocate.worker.scope import Scope
 
 
 @attrs.define(eq=False)
 class Entry:
-    """One rank's part of a resident: pending until its call has run, then a value or a failure."""
+    """One rank's part of a resident: pending until its call has run, then a value or a failure.
+
+    Attributes:
+        weight: How many rows the call that made it worked on; None where nothing was scattered.
+        counted: How many rows the value has, once that has been asked.
+        lent: Calls on other workers of this process that have the very value.
+    """
 
     value: Any = None
-    rows: int | None = None
+    weight: int | None = None
     error: str | None = None
     ready: bool = False
     maker: str = ""
     watch: Watch | None = None
-    lent: list[str] = attrs.field(factory=list)  # calls on other workers of this process that have the very value
+    lent: list[str] = attrs.field(factory=list)
+    counted: int | None = None
+
+    def rows(self, label: str) -> int:
+        """How many rows the value has, counted once: nobody changes it any more."""
+        if self.counted is None:
+            self.counted = batch.rows(self.value, label)
+        return self.counted
 
 
 class Store:
@@ -42,8 +56,15 @@ class Store:
         with self._news:
             self._entries[key] = Entry()
 
-    def put(self, key: int, value: Any, maker: str, rows: int | None) -> int:
+    def put(self, key: int, value: Any, maker: str, weight: int | None, rows: int | None = None) -> int:
         """Keep a value; dropped at once if it was freed before it was made.
+
+        Args:
+            key: Its id.
+            value: The value.
+            maker: The method that has returned it.
+            weight: How many rows that worked on; None where nothing was scattered.
+            rows: How many rows the value has, where that is known.
 
         Returns:
             Bytes of its tensors and arrays.
@@ -52,7 +73,9 @@ class Store:
         with self._news:
             entry = self._entries.get(key)
             if entry is not None:
-                entry.value, entry.maker, entry.watch, entry.rows, entry.ready = value, maker, watch, rows, True
+                entry.value, entry.maker, entry.watch, entry.weight = value, maker, watch, weight
+                entry.counted = rows
+                entry.ready = True
                 self._news.notify_all()
         return watch.nbytes
 
