@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         EngineError,
         ForkedError,
         GroupRestarted,
+        MemoryBudgetError,
         PipelineError,
         PlacementError,
         PlacementTimeout,
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
         RoleError,
         RoleStartError,
         SerializationError,
+        SleepingError,
         WorkerDied,
     )
 
@@ -136,6 +138,7 @@ _HOMES = {
         "EngineError",
         "ForkedError",
         "GroupRestarted",
+        "MemoryBudgetError",
         "PipelineError",
         "PlacementError",
         "PlacementTimeout",
@@ -144,6 +147,7 @@ _HOMES = {
         "RoleError",
         "RoleStartError",
         "SerializationError",
+        "SleepingError",
         "WorkerDied",
     ),
 }
@@ -174,6 +178,7 @@ __all__ = [
     "GroupMemory",
     "GroupRestarted",
     "Inspection",
+    "MemoryBudgetError",
     "Mesh",
     "OnRank",
     "PerRank",
@@ -201,6 +206,7 @@ __all__ = [
     "Runtime",
     "Scatter",
     "SerializationError",
+    "SleepingError",
     "Slot",
     "SlotMemory",
     "WorkerDied",

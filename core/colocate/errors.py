@@ -241,6 +241,14 @@ class ForkedError(ColocateError, RuntimeError):
     """A live object was used in a forked child, which owns nothing."""
 
 
+class MemoryBudgetError(ColocateError, MemoryError):
+    """Memory doesn't suffice for what was asked for; nothing has changed. Its notes say who has how much."""
+
+
+class SleepingError(ColocateError, RuntimeError):
+    """What was asked for is memory of a role that sleeps: `group.wake` brings it back."""
+
+
 class PipelineError(ColocateError, RuntimeError):
     """A call inside `group.pipeline()` that needs an answer before the pipeline has been sent."""
 

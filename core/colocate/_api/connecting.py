@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from colocate._plugins.plugins import find_executor
@@ -19,6 +20,7 @@ def connect(
     strict: bool = False,
     call_timeout: float | None = None,
     collective_timeout: float = 1800.0,
+    spill_dir: str | os.PathLike[str] | None = None,
     replace: bool = False,
     **options: Any,
 ) -> Runtime:
@@ -32,6 +34,8 @@ def connect(
         call_timeout: Seconds after which a call is given up that names no `options(timeout=...)` of its own; None for
             never.
         collective_timeout: Seconds after which torch gives up an operation of a process group that colocate makes.
+        spill_dir: A folder on a disk of the workers' machines, where memory of roles that sleep lies (`group.sleep`);
+            None for the folder of temporary files, or `/var/tmp`.
         replace: Close this process's earlier runtimes on this executor first, with all that they own: for a notebook's
             cell that is run again. What had gone wrong in them is logged.
         **options: The executor's own options.
@@ -48,4 +52,4 @@ def connect(
     off_main(lambda: cls.foresee(options))
     from colocate._api.runtime import begin
 
-    return begin(executor, cls, options, seed, strict, call_timeout, collective_timeout, replace)
+    return begin(executor, cls, options, seed, strict, call_timeout, collective_timeout, spill_dir, replace)

@@ -49,6 +49,7 @@ class Connection(Owned):
         strict: bool,
         call_timeout: float | None,
         collective_timeout: float,
+        spill_dir: str | None,
     ) -> None:
         super().__init__("runtime", name, None)
         runtime_id = f"{platform.node()}-{os.getpid()}-{next(_numbers)}"
@@ -59,6 +60,7 @@ class Connection(Owned):
             strict,
             FOREVER_S if call_timeout is None else call_timeout,
             collective_timeout,
+            spill_dir,
             timers=JobThread(f"colocate-timers-{runtime_id}", self._timers_failed),
             dispatcher=Dispatcher(f"colocate-dispatcher-{runtime_id}"),
             printer=Printer(f"colocate-output-{runtime_id}"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec, TypeVar, overload
@@ -14,12 +14,13 @@ from colocate._api.memory import GroupMemory, memory
 from colocate._crew.crew import Crew
 from colocate._role.context import Context
 from colocate._role.info import RoleInfo
+from colocate._role.method import Tag
 from colocate._system.deadline import Deadline
 from colocate._system.html import table
 from colocate._system.limits import LEDGERS_WITHIN_S
 from colocate._system.numbers import limit, seconds
 from colocate._system.off_main import off_main
-from colocate._views import checkpoint, functions
+from colocate._views import checkpoint, functions, sleeping
 from colocate._views.pipeline import pipeline, recording
 from colocate._views.view import RoleView
 from colocate.errors import ConfigError
@@ -204,6 +205,50 @@ class ColocatedGroup(Held[Crew], node=Crew):
         self._node.check()
         limited = limit(timeout, "memory(timeout)")
         return off_main(lambda: memory(self._node, Deadline(limited)))
+
+    def sleep(self, role: str, tags: Sequence[Tag] | None = None, timeout: float | None = None) -> int:
+        """Put memory of a role to sleep: it leaves the workers' memory for a file, and comes back as it was.
+
+        A call in the group's order. All ranks of the role do it, or none does. Tensors stay the same objects at the
+        same addresses. A call on the role wakes what its method needs (`@method(awake=...)`; by default everything),
+        and so does a checkpoint; `ctx.sibling` refuses a role of which memory sleeps. What another role, which is
+        awake, holds as well stays, and so does what lies in residents. A role with methods `sleep(tags)` and
+        `wake(tags)`, which aren't `@method`, has them called beside it: for what colocate can't find.
+
+        Args:
+            role: The role's name.
+            tags: What of it: "weights" (and buffers), "grads", "optimizer", "cache" (other tensors, and what
+                `device_state()` returns); None for all of it.
+            timeout: Seconds until it is given up; None for never.
+
+        Returns:
+            How many bytes have left the memory of the workers. What has been away before and wasn't written into since
+            costs nothing to put away.
+
+        Raises:
+            MemoryBudgetError: There is no room where it would go: nothing has changed.
+            RoleError: It can't be done; nothing has changed.
+        """
+        limited = limit(timeout, "sleep(timeout)", positive=True)
+        return sleeping.sleep(self._node, role, tags, limited)
+
+    def wake(self, role: str, tags: Sequence[Tag] | None = None, timeout: float | None = None) -> int:
+        """Have memory of a role that sleeps be there again, on all of its ranks or on none.
+
+        Args:
+            role: The role's name.
+            tags: What of it, as in `sleep`; None for all of it.
+            timeout: Seconds until it is given up; None for never.
+
+        Returns:
+            How many bytes have come back.
+
+        Raises:
+            MemoryBudgetError: They don't fit: nothing has changed.
+            RoleError: It can't be done, or the role's `wake` has raised.
+        """
+        limited = limit(timeout, "wake(timeout)", positive=True)
+        return sleeping.wake(self._node, role, tags, limited)
 
     def wait_ready(self, timeout: float | None = None) -> str | int | float | None:
         """Wait until it can be called; after a restart calls are refused until somebody has.

@@ -29,6 +29,7 @@ class RoleMemory:
             (by the role's `device_state()`), "tensors" (others, in attributes), "residents".
         host: Elsewhere, by kind: in the host's memory, where the slot's device isn't the CPU.
         shared: What it holds besides and counts with another role.
+        asleep: What it holds that isn't in memory now (`group.sleep`).
         complete: Whether all that it leads to was looked at.
     """
 
@@ -37,11 +38,12 @@ class RoleMemory:
     device: Mapping[str, int]
     host: Mapping[str, int]
     shared: int
+    asleep: int
     complete: bool
 
     @property
     def total(self) -> int:
-        """All of it, without what is shared."""
+        """All of it, without what is shared or sleeps."""
         return sum(self.device.values()) + sum(self.host.values())
 
 
@@ -131,13 +133,14 @@ class GroupMemory:
 
     def _shown(self) -> Iterator[dict[str, Any]]:
         rows = self.rows()
-        used = [kind for kind in KINDS if any(row[kind] for row in rows)]
+        unused = {column for column in (*KINDS, "asleep") if not any(row[column] for row in rows)}
         for slot in self.slots:
             for row in _rows(slot):
-                yield {key: value for key, value in row.items() if key not in KINDS or key in used}
+                yield {key: value for key, value in row.items() if key not in unused}
             for what, size in slot.unowned.items():
-                empty = dict.fromkeys(used, 0)
-                yield {"slot": slot.slot, "role": f"({what})", "rank": "", **empty, "total": size, "shared": 0}
+                empty = dict.fromkeys((*KINDS, "total", "shared", "asleep"), 0) | {"total": size}
+                nobody = {"slot": slot.slot, "role": f"({what})", "rank": "", **empty}
+                yield {key: value for key, value in nobody.items() if key not in unused}
 
 
 def memory(crew: Crew, deadline: Deadline) -> GroupMemory:
@@ -158,7 +161,8 @@ def _slot(crew: Crew, slot: int, ledger: Ledger) -> SlotMemory:
             place = device if where == boot.device else host
             place[kind] = place.get(kind, 0) + size
         shared = ledger.shared.get(name, 0)
-        roles.append(RoleMemory(name, rank, device, host, shared, name not in ledger.partial))
+        asleep = ledger.asleep.get(name, 0)
+        roles.append(RoleMemory(name, rank, device, host, shared, asleep, name not in ledger.partial))
     return SlotMemory(slot, boot.node, boot.device, tuple(roles), ledger.private, ledger.empty, ledger.gpu)
 
 
@@ -173,9 +177,10 @@ def _rows(slot: SlotMemory) -> Iterator[dict[str, Any]]:
             **counts,
             "total": role.total,
             "shared": role.shared,
+            "asleep": role.asleep,
         }
 
 
 def _texts(row: Mapping[str, Any]) -> dict[str, str]:
-    sizes = {*KINDS, "total", "shared"}
+    sizes = {*KINDS, "total", "shared", "asleep"}
     return {key: (size_text(value) if value else "") if key in sizes else str(value) for key, value in row.items()}

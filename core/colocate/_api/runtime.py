@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -36,6 +37,7 @@ def begin(
     strict: bool,
     call_timeout: float | None,
     collective_timeout: float,
+    spill_dir: str | os.PathLike[str] | None,
     replace: bool,
 ) -> Runtime:
     """As `connect`, whose executor has been found."""
@@ -43,15 +45,27 @@ def begin(
         options["strict"] = True
     call_timeout = limit(call_timeout, "connect(call_timeout)", positive=True)
     collective_timeout = seconds(collective_timeout, "connect(collective_timeout)", positive=True)
+    spill = _folder(spill_dir)
     making: Making[Connection] = Making(f"connect({executor!r})")
 
     def start() -> Connection:
         if replace:
             _close_earlier(executor)
         connected = _connected(executor, cls, options)
-        return making.made(Connection(executor, connected, seed, strict, call_timeout, collective_timeout))
+        return making.made(Connection(executor, connected, seed, strict, call_timeout, collective_timeout, spill))
 
     return making.run(start, Runtime._of)
+
+
+def _folder(directory: str | os.PathLike[str] | None) -> str | None:
+    if directory is None:
+        return None
+    path = os.fspath(directory)
+    if not os.path.isabs(path):
+        raise ConfigError(
+            f"connect(spill_dir) must be an absolute path, since it is one on the workers' machines, not {path!r}"
+        )
+    return path
 
 
 def _close_earlier(executor: str) -> None:

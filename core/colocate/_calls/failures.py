@@ -23,6 +23,7 @@ from colocate.errors import (
     RenewalError,
     RoleError,
     SerializationError,
+    SleepingError,
     WorkerDied,
 )
 from colocate.executor import Exit
@@ -36,7 +37,7 @@ def _names(*kinds: type[ColocateError]) -> set[str]:
 
 
 _CONSEQUENCES = _names(Consequence, Poisoned)
-_OWN_WORDS = _names(CapabilityError, DispatchError, RoleError, SerializationError)
+_OWN_WORDS = _names(CapabilityError, DispatchError, RoleError, SerializationError, SleepingError)
 _OF_A_CALL = ("group", "role", "method", "rank", "node", "remote_traceback", "called_at")
 
 

@@ -29,6 +29,7 @@ class Services:
         strict: Whether everything is checked.
         call_timeout: Seconds that a call may take which names no timeout of its own.
         collective_timeout: Seconds that an operation of a process group may take.
+        spill_dir: Where memory that sleeps lies on the workers' machines; None for one of the usual folders.
         timers: Keeps deadlines; nothing of the user's runs there.
         dispatcher: Runs users' callbacks.
         printer: Prints what workers print, and logs.
@@ -42,6 +43,7 @@ class Services:
     strict: bool
     call_timeout: float
     collective_timeout: float
+    spill_dir: str | None
     timers: JobThread
     dispatcher: Dispatcher
     printer: Printer

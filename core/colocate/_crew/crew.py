@@ -16,6 +16,7 @@ from colocate._crew.ledgers import Ledgers
 from colocate._crew.questions import Questions, Tell
 from colocate._crew.restart import Restartable, Restarts
 from colocate._crew.saved import Checkpoint
+from colocate._crew.sleepers import Sleepers
 from colocate._crew.spawn import Declared, warn_of_rebound
 from colocate._crew.taught import Taught
 from colocate._crew.worker import Worker
@@ -75,6 +76,7 @@ class Crew(Restartable):
         declared: Its roles as they were declared.
         roles: Its roles by name.
         seed: What the generators of its roles are derived from.
+        sleepers: Which roles may have memory that sleeps.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class Crew(Restartable):
         self.cancellations = Cancellations(self.order)
         self.taught = Taught(self, self.order.lock, lambda: self.workforce.workers, self.roles)
         self.restarts = Restarts(self, restarts)
+        self.sleepers = Sleepers(self.roles if home.attachment is not None else ())
         self._begin(places)
         self.residents = Residents(self, self.order)
         self._tell_state(State.STARTING)  # before `join`: from there on something else may be told
@@ -337,6 +340,7 @@ class Crew(Restartable):
             self.generation += 1
             self.order.renew()
             self.taught.renew()
+            self.sleepers.renew()
             self._begin(places)
             if (failure := self.life.told()) is not None:
                 self.residents.renew(failure)

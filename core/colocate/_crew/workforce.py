@@ -110,6 +110,7 @@ class Workforce:
                 declared.default_group,
                 self._nodes() if declared.torchrun else None,
                 link.services.collective_timeout,
+                link.services.spill_dir,
                 restored,
             )
             link.send(live, build, body)

@@ -25,6 +25,15 @@ class Purpose(Enum):
         return self.name.lower()
 
 
+TAGS: Mapping[str, tuple[Purpose, ...]] = {
+    "weights": (Purpose.PARAMETERS, Purpose.BUFFERS),
+    "grads": (Purpose.GRADIENTS,),
+    "optimizer": (Purpose.OPTIMIZER,),
+    "cache": (Purpose.DECLARED, Purpose.TENSORS),
+}
+"""What of a role's memory can sleep, by the words for it (`method.TAGS`)."""
+
+
 @attrs.frozen
 class Ledger:
     """A worker's memory in bytes.
@@ -32,6 +41,7 @@ class Ledger:
     Attributes:
         roles: By role, kind (see `Purpose`) and device; residents of functions are those of a role without a name.
         shared: What roles hold that counts with another role, by role.
+        asleep: What roles hold that isn't in memory (`group.sleep`), by role.
         partial: Roles that hold more objects than were looked at.
         private: What of the process's memory is its own; None where the process is the driver's.
         empty: What was its own before the first role was constructed.
@@ -41,6 +51,7 @@ class Ledger:
 
     roles: Mapping[str, Mapping[tuple[str, str], int]]
     shared: Mapping[str, int]
+    asleep: Mapping[str, int]
     partial: tuple[str, ...]
     private: int | None
     empty: int | None

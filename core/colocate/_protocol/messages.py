@@ -64,6 +64,7 @@ class Build(Message):
         default_group: Whether torch's default process group is there before them.
         nodes: Which slots lie on one node, in the environment that torchrun sets; None where nothing reads that.
         collective_timeout: How long an operation of a process group may take, in seconds.
+        spill_dir: The folder in which memory that sleeps lies; None for one of the usual ones.
         restored: The folder of the checkpoint that they go on from; None for none.
     """
 
@@ -72,6 +73,7 @@ class Build(Message):
     default_group: bool
     nodes: Sequence[int] | None
     collective_timeout: float
+    spill_dir: str | None
     restored: str | None
 
 

@@ -119,6 +119,7 @@ class Context:
     hosted: bool = True
     _device: str = attrs.field(default="cpu", alias="device")
     _siblings: Mapping[str, object] = attrs.field(factory=dict, alias="siblings")
+    _refuse: Callable[[str], None] | None = attrs.field(default=None, alias="refuse")
     slots: Sequence[int] = (0,)
     _groups: Groups | None = attrs.field(default=None, alias="groups")
     _report: Callable[[Context, int, int | None], None] | None = attrs.field(default=None, alias="report")
@@ -172,12 +173,15 @@ class Context:
 
         Raises:
             ColocateError: No such role on this slot (yet: roles are constructed in the order of their declaration).
+            SleepingError: Memory of that role sleeps.
         """
         if name not in self._siblings:
             raise ColocateError(
                 f"role {self.role!r} asked for its sibling {name!r}, but slot {self.slot} of group {self.group!r} has "
                 f"{sorted(self._siblings) or 'no other role'} (roles are constructed in the order of their declaration)"
             )
+        if self._refuse is not None:
+            self._refuse(name)
         return cast("R", self._siblings[name])
 
     def process_group(self, axis: str | None = None) -> ProcessGroup:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable, Coroutine, Sequence
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, Protocol, TypeAlias, TypeVar, overload
 
 from colocate._role.context import current
 from colocate._role.method_spec import MethodSpec
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from colocate._role.call import Call
     from colocate._role.resident import Resident
 
+Tag: TypeAlias = Literal["weights", "grads", "optimizer", "cache"]
+"""What of a role's memory can sleep: parameters and buffers; gradients; the state of optimizers; other tensors."""
+TAGS: tuple[Tag, ...] = ("weights", "grads", "optimizer", "cache")
 P = ParamSpec("P")
 T = TypeVar("T")
 R_co = TypeVar("R_co", covariant=True)
@@ -148,6 +151,7 @@ def method(  # type: ignore[overload-overlap]  # pyright: ignore[reportOverlappi
     concurrency: int = ...,
     readonly: Sequence[str] = ...,
     host: Sequence[str] = ...,
+    awake: Sequence[Tag] | None = ...,
 ) -> _Same: ...
 @overload
 def method(
@@ -157,6 +161,7 @@ def method(
     concurrency: int = ...,
     readonly: Sequence[str] = ...,
     host: Sequence[str] = ...,
+    awake: Sequence[Tag] | None = ...,
 ) -> _Same: ...
 @overload
 def method(
@@ -166,6 +171,7 @@ def method(
     concurrency: int = ...,
     readonly: Sequence[str] = ...,
     host: Sequence[str] = ...,
+    awake: Sequence[Tag] | None = ...,
 ) -> _List: ...
 @overload
 def method(
@@ -175,6 +181,7 @@ def method(
     concurrency: int = ...,
     readonly: Sequence[str] = ...,
     host: Sequence[str] = ...,
+    awake: Sequence[Tag] | None = ...,
 ) -> _Custom: ...
 def method(
     f: Callable[..., Any] | None = None,
@@ -185,6 +192,7 @@ def method(
     concurrency: int = 1,
     readonly: Sequence[str] = (),
     host: Sequence[str] = (),
+    awake: Sequence[Tag] | None = None,
 ) -> Any:
     """Make a function of a class a method of the role.
 
@@ -195,13 +203,15 @@ def method(
         concurrency: How many calls of an `async def` method may overlap.
         readonly: Parameters that it only reads, which allows an executor to hand them over without a copy.
         host: Parameters whose tensors arrive on the host. All others' arrive on `ctx.device`.
+        awake: What of the role's memory it uses: of "weights", "grads", "optimizer", "cache". A call wakes that, if it
+            sleeps (`group.sleep`), and leaves the rest. None for all of it.
 
     Raises:
         DispatchError: An unknown parameter name, or a dispatch and a collect that don't go together.
     """
 
     def decorate(function: Callable[..., Any]) -> RoleMethod[..., Any, Any]:
-        return RoleMethod(_declare(function, dispatch, collect, concurrency, readonly, host))
+        return RoleMethod(_declare(function, dispatch, collect, concurrency, readonly, host, awake))
 
     return decorate if f is None else decorate(f)
 
@@ -213,6 +223,7 @@ def _declare(
     concurrency: int,
     readonly: Sequence[str],
     host: Sequence[str],
+    awake: Sequence[str] | None,
 ) -> MethodSpec:
     where = function.__qualname__
     for given, kind in ((dispatch, Dispatch), (collect, Collect)):
@@ -233,6 +244,9 @@ def _declare(
             raise DispatchError(f"{where}: {option}={named!r} is a string; write {option}=({named!r},)")
         if unknown := [name for name in named if name not in names]:
             raise DispatchError(f"{where}: {option} names {unknown[0]!r}, but its parameters are {', '.join(names)}")
+    if awake is not None and (isinstance(awake, str) or (unknown := [tag for tag in awake if tag not in TAGS])):
+        what = f"is a string; write awake=({awake!r},)" if isinstance(awake, str) else f"names {unknown[0]!r}"
+        raise DispatchError(f"{where}: awake {what}; a role's memory is of {', '.join(TAGS)}")
     is_async = inspect.iscoroutinefunction(function)
     if concurrency < 1 or (concurrency > 1 and not is_async):
         raise DispatchError(f"{where}: concurrency={concurrency}; it is at least 1, and above 1 for async methods only")
@@ -246,4 +260,5 @@ def _declare(
         concurrency=concurrency,
         readonly=tuple(readonly),
         host=tuple(host),
+        awake=None if awake is None else tuple(awake),
     )

@@ -26,6 +26,7 @@ class MethodSpec:
     concurrency: int
     readonly: tuple[str, ...]
     host: tuple[str, ...]
+    awake: tuple[str, ...] | None = None
     simple: tuple[str, ...] | None = attrs.field(
         init=False, default=attrs.Factory(lambda self: _simple_names(self.signature), takes_self=True)
     )

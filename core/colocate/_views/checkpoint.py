@@ -14,11 +14,11 @@ from colocate._crew.saved import Checkpoint, Tag, refuse_others, savable
 from colocate._system.atomic import atomic_folder
 from colocate._system.numbers import FOREVER_S, shown
 from colocate._values.dispatch import plan
-from colocate._views.functions import everyone
 from colocate._views.sending import ready, refuse_inside, submit
+from colocate._views.waking import everyone
 from colocate.errors import ColocateError, ConfigError
 from colocate.worker.checkpoint import RECORD, role_folder
-from colocate.worker.functions import CHECKPOINT, SAVE
+from colocate.worker.functions import CHECKPOINT, SPECS
 
 
 def write(crew: Crew, folder: Path, tag: Tag) -> None:
@@ -72,7 +72,7 @@ def _committing(crew: Crew, checkpoint: Checkpoint, generation: int, saved: Coll
 
 
 def _submit(crew: Crew, part: Path) -> PendingCall:
-    role = everyone(crew)
-    planned = plan(SAVE.dispatch, {"directory": str(part)}, role.ranks)
+    role, spec = everyone(crew), SPECS[CHECKPOINT]
+    planned = plan(spec.dispatch, {"directory": str(part)}, role.ranks)
     call = PendingCall(CHECKPOINT, "", CHECKPOINT, role.slots)
-    return submit(ready(crew, call, role, SAVE, planned, [], FOREVER_S))  # large ones take long
+    return submit(ready(crew, call, role, spec, planned, [], FOREVER_S))  # large ones take long

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import attrs
 
 from colocate._calls.pending import PendingCall
+from colocate._calls.records import ended
 from colocate._crew.crew import Crew
 from colocate._kept.kept import Hold, Kept
 from colocate._protocol import messages
@@ -49,6 +51,15 @@ class Draft:
         """Give up on it when its time is over."""
         if self.timeout < FOREVER_S:
             self.crew.order.watch(self.call, self.timeout)
+
+
+def settled(crew: Crew, call: PendingCall) -> None:
+    """A call is about to be: what it used is given back, and observers are told."""
+    for use in call.uses:
+        use.give_back()
+    call.uses = ()
+    if crew.services.observers and call.seq >= 0:  # otherwise it was never sent
+        crew.services.dispatcher.gather(partial(crew.services.observers.tell_call, *ended(crew.name, call)))
 
 
 def send(drafts: Sequence[Draft]) -> None:

@@ -11,15 +11,13 @@ from colocate._crew.crew import Crew
 from colocate._crew.ship import ship
 from colocate._definitions.names import path_of
 from colocate._kept.handles import Consumer, Reference
-from colocate._role.info import RoleInfo
-from colocate._role.method_spec import MethodSpec
 from colocate._values.dispatch import plan
-from colocate._values.mesh import Mesh
 from colocate._values.nesting import no_end
 from colocate._views.pipeline import recording
 from colocate._views.sending import ready, refuse_inside, start, with_references
+from colocate._views.waking import everyone
 from colocate.worker.build import Shipped
-from colocate.worker.functions import RUN, Functions
+from colocate.worker.functions import RUN
 
 
 def run(crew: Crew, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PendingCall:
@@ -58,14 +56,6 @@ def _check_fits(function: Callable[..., Any], name: str, args: tuple[Any, ...], 
         signature.bind(None, *args, **kwargs)
     except TypeError as error:
         raise TypeError(f"{name}{signature}: {error}; its first argument is the worker's context") from None
-
-
-def everyone(crew: Crew) -> RoleInfo:
-    """The role that functions run in, on all slots. Workers know it by what its context needs."""
-    slots = range(len(crew.workforce.workers))
-    methods: Mapping[str, MethodSpec] = {RUN.name: RUN}
-    key = len(slots), crew.services.seed
-    return RoleInfo("", Functions, methods, slots, {"": Mesh({"dp": len(slots)})}, Functions.__module__, key=key)
 
 
 def _ship(function: Callable[..., Any], name: str, in_process: bool) -> Shipped:

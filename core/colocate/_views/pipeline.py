@@ -20,6 +20,7 @@ from colocate._system.here import Here
 from colocate._system.lines import caller
 from colocate._system.off_main import off_main
 from colocate._views.drafts import Draft, send
+from colocate._views.waking import behind_wakes
 from colocate.errors import ColocateError, PipelineError
 
 
@@ -150,7 +151,7 @@ def _send(drafts: Sequence[Draft]) -> None:
         for draft in ready:
             draft.call.submitted = now
         if ready:
-            send(ready)
+            send(behind_wakes(ready))
     for draft in drafts:
         draft.kept = draft.hold = None
         draft.watch()

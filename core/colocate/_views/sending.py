@@ -9,7 +9,6 @@ import attrs
 
 from colocate._calls.joiner import Joiner
 from colocate._calls.pending import PendingCall
-from colocate._calls.records import ended
 from colocate._crew.crew import Crew
 from colocate._kept.handles import Consumer, KeptResident, Reference
 from colocate._role import context
@@ -23,8 +22,9 @@ from colocate._system.off_main import hand_over, off_main, on_main
 from colocate._values.dispatch import Plan
 from colocate._values.nesting import has_attributes, has_fields, hides, kinds_inside, refuse_hidden
 from colocate._values.tree import PLAIN, map_leaves
-from colocate._views.drafts import Draft, send
+from colocate._views.drafts import Draft, send, settled
 from colocate._views.pipeline import Pipeline, recording, refuse_unsent
+from colocate._views.waking import behind_wakes
 from colocate.errors import ColocateError
 
 # A call's arguments may be millions of things, and on threads sending them costs nothing. What is so far inside them
@@ -83,7 +83,7 @@ def ready(
     call.canceller = crew.cancellations.cancel
     call._joiner = Joiner(crew, role, spec)
     if crew.services.observers or uses:
-        call.on_end = partial(_ended, crew)
+        call.on_end = partial(settled, crew)
     found = recording(crew)
     refuse_unsent(uses, call.label, found)
     packed = [bodies[id(arguments)] for arguments in planned.arguments]
@@ -150,21 +150,12 @@ def _send(draft: Draft) -> None:
             crew.order.give_up(call, error, sent=False)
             raise
         try:
-            send((draft,))
+            send(behind_wakes((draft,)))
         except BaseException:
             if call.keep is not None:
                 crew.residents.end(call.keep)
             raise
     draft.watch()
-
-
-def _ended(crew: Crew, call: PendingCall) -> None:
-    """A call is about to be settled."""
-    for use in call.uses:
-        use.give_back()
-    call.uses = ()
-    if crew.services.observers and call.seq >= 0:  # otherwise it was never sent
-        crew.services.dispatcher.gather(partial(crew.services.observers.tell_call, *ended(crew.name, call)))
 
 
 def refuse_inside(label: str, group: str) -> None:

@@ -20,12 +20,12 @@ from colocate._system.jobs import message_of
 from colocate._system.rebuilding import NotRebuilt
 from colocate._system.tracebacks import frames_of_users, told
 from colocate._values.codec import Codec
-from colocate.errors import CapabilityError, DispatchError, RoleError, SerializationError
+from colocate.errors import CapabilityError, DispatchError, RoleError, SerializationError, SleepingError
 from colocate.worker import imports
 from colocate.worker.definitions import Definitions
 
 _OWN = tuple(str(Path(__file__).parents[1] / package) for package in ("worker", "_protocol"))
-_HOST_ERRORS = (DispatchError, RoleError, SerializationError)
+_HOST_ERRORS = (DispatchError, RoleError, SerializationError, SleepingError)
 _CALLS_ROLES = {("build.py", "construct"), ("method_spec.py", "call")}
 
 LOOKING = threading.Lock()

@@ -1,9 +1,9 @@
-"""What concerns a whole worker: functions of `group.run`, and checkpoints. A role without a name does it."""
+"""What concerns a whole worker: functions of `group.run`, checkpoints, sleep. A role without a name does it."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from colocate._role.context import Context, MeshPlace, current, derive_seed
@@ -15,13 +15,14 @@ from colocate.worker import checkpoint
 from colocate.worker.build import Shipped
 from colocate.worker.hosted import HostedRole
 from colocate.worker.site import Site
+from colocate.worker.sleeping import Outcome
 
 
 class Functions:
-    """What runs the functions, and has the roles of its worker saved."""
+    """What runs the functions, and does what concerns the roles of its worker."""
 
-    def __init__(self, roles: Mapping[Any, HostedRole]) -> None:
-        self._roles = roles
+    def __init__(self, site: Site) -> None:
+        self._site = site
 
     @method
     def run(self, function: Shipped, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -32,14 +33,36 @@ class Functions:
     @method
     def save(self, directory: str) -> None:
         """Have the roles write their states into a folder."""
-        checkpoint.save([role for role in self._roles.values() if role.name is not None], directory)
+        checkpoint.save([role for role in self._site.roles.values() if role.name is not None], directory)
+
+    @method
+    def sleep(self, role: str, tags: Sequence[str]) -> Outcome:
+        """Put memory of a role to sleep."""
+        return self._site.sleeper.sleep(role, tags, current_slots())
+
+    @method
+    def wake(self, role: str, tags: Sequence[str], beside: Mapping[str, int]) -> Outcome:
+        """Have it be there again. `beside`: how many of the group's workers lie on each node."""
+        return self._site.sleeper.wake(role, tags, current_slots(), beside)
 
 
-CHECKPOINT = "the checkpoint"  # no name of a function can be the same
-_run: RoleMethod[..., Any, Any] = Functions.__dict__["run"]
-_save: RoleMethod[..., Any, Any] = Functions.__dict__["save"]
-RUN: MethodSpec = _run.spec
-SAVE: MethodSpec = _save.spec
+def current_slots() -> int:
+    """How many slots the group has, whose function this is."""
+    ctx = current()
+    assert ctx is not None
+    return ctx.world_size
+
+
+def _spec(name: str) -> MethodSpec:
+    found: RoleMethod[..., Any, Any] = Functions.__dict__[name]
+    return found.spec
+
+
+# What calls say: no name of a function can be the same.
+CHECKPOINT, SLEEP, WAKE = "the checkpoint", "the sleep", "the wake"
+RUN = _spec("run")
+SPECS = {RUN.name: RUN, CHECKPOINT: _spec("save"), SLEEP: _spec("sleep"), WAKE: _spec("wake")}
+"""By what calls say."""
 
 
 def hosted_functions(site: Site, slots: int, seed: int) -> HostedRole:
@@ -63,8 +86,9 @@ def hosted_functions(site: Site, slots: int, seed: int) -> HostedRole:
         meshes={"": MeshPlace(Mesh({"dp": slots}), boot.slot)},
         device=boot.device,
         siblings=site.instances,
+        refuse=site.sleeper.refuse,
         slots=range(slots),
         groups=site.groups,
         report=site.report,
     )
-    return HostedRole(None, Functions(site.roles), {RUN.name: RUN, CHECKPOINT: SAVE}, ctx)
+    return HostedRole(None, Functions(site), SPECS, ctx)

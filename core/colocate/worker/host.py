@@ -103,6 +103,7 @@ class WorkerHost(Site):
     def _on_build(self, message: messages.Build, body: Any) -> None:
         # Not on the lane: another slot's may be faster, and have this one join in making the default group.
         self.groups.are_of(message.slots, message.generation, message.collective_timeout)
+        self.spill_dir = message.spill_dir
         work = Work(0, self._runner.build, "build", message, body)
         work.lots = self.definitions.count
         self.lane.put(work)
@@ -243,6 +244,7 @@ class WorkerHost(Site):
     def _end(self) -> None:
         self.lane.thread.join()
         self.groups.close()
+        self.sleeper.close()
         self._transfer.close()
         self.peers.close()
         tell_imports()  # what values needed, too

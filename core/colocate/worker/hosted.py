@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -35,14 +35,33 @@ class HostedRole:
 
     def renew(self) -> None:
         """Have it do without the process groups of before: it has a method `renew` for that, or keeps none."""
-        hook = getattr(self.instance, "renew", None)
-        if hook is None or "renew" in self.methods:
-            return
+        self.call_hook("renew")
+
+    def call_hook(self, name: str, *args: Any) -> bool:
+        """Call what its class has for a purpose of colocate's, if it has it; whether it does.
+
+        A method that is the role's own, for its callers, is no hook.
+        """
+        hook = getattr(self.instance, name, None)
+        if hook is None or name in self.methods:
+            return False
         token = set_current(self.ctx)
         try:
-            found = hook()
+            found = hook(*args)
             if inspect.iscoroutine(found):
                 awaited(found)
+        finally:
+            reset_current(token)
+        return True
+
+    def declared(self) -> Sequence[Any]:
+        """What it says that it holds, by a hook `device_state`: for memory that nobody can find."""
+        hook = getattr(self.instance, "device_state", None)
+        if hook is None:
+            return ()
+        token = set_current(self.ctx)
+        try:
+            return (hook(),)
         finally:
             reset_current(token)
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from colocate._protocol.ledger import Ledger, Purpose
-from colocate._role.context import reset_current, set_current
 from colocate._system.imported import imported
 from colocate.worker.holdings import Holdings, Storages, held_by
-from colocate.worker.hosted import HostedRole
 
 if TYPE_CHECKING:
     from colocate.worker.site import Site
@@ -41,7 +39,7 @@ def ledger(site: Site) -> Ledger:
     for name, role in roles.items():
         others = [other.instance for other in roles.values() if other is not role]
         with _looking_at(name):
-            held[name], complete = held_by(role.instance, _declared(role), others)
+            held[name], complete = held_by(role.instance, role.declared(), others)
         if not complete:
             partial.append(name)
     for maker, value in site.store.values():
@@ -49,9 +47,9 @@ def ledger(site: Site) -> Ledger:
         kept = held.setdefault(owner if method else "", {})
         with _looking_at(owner):
             kept.setdefault(Purpose.RESIDENTS, Storages()).add(value)
-    owned, shared = _shares(held)
-    private = None if site.in_process else private_bytes()
-    return Ledger(owned, shared, tuple(partial), private, site.empty, _gpu(site.boot.device))
+    owned, shared, asleep = _shares(held, dict(site.sleeper.away))
+    private = None if site.in_process else private_bytes() + site.sleeper.in_memory()
+    return Ledger(owned, shared, asleep, tuple(partial), private, site.empty, _gpu(site.boot.device))
 
 
 @contextlib.contextmanager
@@ -70,25 +68,17 @@ def private_bytes() -> int:
     return (resident - shared) * os.sysconf("SC_PAGESIZE")
 
 
-def _declared(role: HostedRole) -> Iterable[Any]:
-    hook = getattr(role.instance, "device_state", None)
-    if hook is None:
-        return ()
-    token = set_current(role.ctx)
-    try:
-        return (hook(),)
-    finally:
-        reset_current(token)
-
-
-def _shares(held: Mapping[str, Holdings]) -> tuple[dict[str, dict[tuple[str, str], int]], dict[str, int]]:
-    """Each role's bytes by kind and device, and what of its memory counts with another role.
+def _shares(
+    held: Mapping[str, Holdings], away: Mapping[int, int]
+) -> tuple[dict[str, dict[tuple[str, str], int]], dict[str, int], dict[str, int]]:
+    """Each role's bytes by kind and device, what of its memory counts with another role, and what sleeps.
 
     What several hold counts as the first of the kinds that it is of, with the first of the roles for which it is that.
     """
     owners: dict[str, dict[int, str]] = {}
     owned: dict[str, dict[tuple[str, str], int]] = {role: {} for role in held}
     shared: dict[str, dict[tuple[str, int], int]] = {role: {} for role in held}
+    asleep = dict.fromkeys(held, 0)
     for purpose in Purpose:
         for role, found in held.items():
             for device, pieces in found.get(purpose, {}).items():
@@ -97,12 +87,15 @@ def _shares(held: Mapping[str, Holdings]) -> tuple[dict[str, dict[tuple[str, str
                     owner = its_owners.get(address)
                     if owner is None:
                         its_owners[address] = role
-                        own += nbytes
+                        if device == "cpu" and address in away:
+                            asleep[role] += nbytes
+                        else:
+                            own += nbytes
                     elif owner != role:
                         shared[role][device, address] = nbytes
                 if own:
                     owned[role][purpose.word, device] = own
-    return owned, {role: sum(pieces.values()) for role, pieces in shared.items()}
+    return owned, {role: sum(pieces.values()) for role, pieces in shared.items()}, asleep
 
 
 def _gpu(device: str) -> dict[str, int] | None:

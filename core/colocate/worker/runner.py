@@ -93,6 +93,7 @@ class Runner:
         work.operations, work.cuts = site.groups.count(), site.groups.cuts
         work.before = role.operations - work.operations
         try:
+            site.sleeper.check(role, spec)
             site.definitions.load(work.lots)
             resolver = self._resolver(call.seq) if call.uses else None
             arguments = self._arguments(body, resolver, role, spec)
@@ -126,6 +127,7 @@ class Runner:
             for role in list(site.roles.values()):
                 name = role.name
                 if name is not None and (message.everybody or site.groups.concerns(message.names, name)):
+                    site.sleeper.wake_alone(role)
                     role.renew()
         except BaseException as error:
             told, body = failure.failed(error, site.codec, site.definitions, name, False)

@@ -20,6 +20,7 @@ from colocate.worker.hosted import HostedRole
 from colocate.worker.lane import Lane
 from colocate.worker.process_groups import ProcessGroups
 from colocate.worker.scope import Scope
+from colocate.worker.sleeping import Sleeper
 from colocate.worker.store import Store
 
 Send: TypeAlias = Callable[[Head, Any], None]
@@ -38,6 +39,8 @@ class Site:
         instances: The same by name, as their contexts know each other.
         scope: Which calls may wait for others.
         groups: The process groups of its roles.
+        sleeper: What of its roles' memory sleeps.
+        spill_dir: Where that goes; None for where there is room.
         definitions: What it and its driver know of each other's classes and functions.
         lane: Where role code runs.
         peers: How it gets at other workers' residents.
@@ -47,6 +50,7 @@ class Site:
     lane: Lane
     peers: Peers
     empty: int | None = None
+    spill_dir: str | None = None
 
     def __init__(self, boot: Boot, codec: Codec, send: Send, in_process: bool) -> None:
         self.boot = boot
@@ -58,6 +62,7 @@ class Site:
         self.roles: dict[Any, HostedRole] = {}
         self.instances: dict[str, object] = {}
         self.groups = ProcessGroups(self, in_process, boot.group, boot.slot, boot.host, boot.device)
+        self.sleeper = Sleeper(self)
         self.definitions = Definitions(self.ask, self.say, in_process)
         self._questions: Requests[None, Any] = Requests()
         self.scope.ends(lambda seq, reason: self._questions.fail_those(seq, lambda: Consequence(reason)))

@@ -45,6 +45,7 @@ from colocate.testing.executors.renewals import Renewals
 from colocate.testing.executors.residents import Residents
 from colocate.testing.executors.restarting import Restarting
 from colocate.testing.executors.signals import Signals
+from colocate.testing.executors.sleeping import Sleeping
 from colocate.testing.executors.startup import Startup
 from colocate.testing.executors.successors import Successors
 from colocate.testing.executors.templates import Templates
@@ -62,6 +63,7 @@ class ExecutorSuite(
     TensorResidents,
     Memory,
     Ledgers,
+    Sleeping,
     Devices,
     NamedMeshes,
     Pipelines,

@@ -1,0 +1,50 @@
+"""Which roles of a group may have memory that sleeps: the workers know, and the driver errs on the safe side."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import TypeAlias
+
+from colocate._role.method import TAGS
+
+Mark: TypeAlias = tuple[str, str]
+"""A role and a tag of its memory."""
+
+
+class Sleepers:
+    """Marks for what may sleep. A call whose role has some is sent behind a call that wakes it.
+
+    Each step is one of a dict's, so no lock is taken. A mark is made before a sleep is sent and renewed after that, and
+    what has been woken takes away only marks that it has seen: whatever comes between, a mark stays too long at worst.
+    """
+
+    def __init__(self, roles: Iterable[str]) -> None:
+        """Args: roles: Those of a group that another driver may have put to sleep."""
+        self._marks: dict[Mark, object] = {(role, tag): object() for role in roles for tag in TAGS}
+
+    def __bool__(self) -> bool:
+        return bool(self._marks)
+
+    def mark(self, role: str, tags: Iterable[str]) -> None:
+        """They are about to sleep, or have been told to."""
+        for tag in tags:
+            self._marks[role, tag] = object()
+
+    def seen(self, role: str, tags: Collection[str]) -> dict[Mark, object]:
+        """The marks that a role has."""
+        return {mark: token for mark, token in list(self._marks.items()) if mark[0] == role and mark[1] in tags}
+
+    @property
+    def roles(self) -> list[str]:
+        """The roles that have marks."""
+        return list(dict.fromkeys(role for role, _ in list(self._marks)))
+
+    def woken(self, seen: dict[Mark, object]) -> None:
+        """They have been woken by a call that was made when these marks were there."""
+        for mark, token in seen.items():
+            if self._marks.get(mark) is token:
+                del self._marks[mark]
+
+    def renew(self) -> None:
+        """All roles have been made anew."""
+        self._marks.clear()

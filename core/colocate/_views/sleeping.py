@@ -1,0 +1,78 @@
+"""`group.sleep` and `group.wake`: calls in the group's order like any other, which all workers do or none does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from colocate._calls.pending import PendingCall
+from colocate._crew.crew import Crew
+from colocate._role.method import TAGS
+from colocate._system.nearest import did_you_mean
+from colocate._system.numbers import FOREVER_S
+from colocate._values.dispatch import plan
+from colocate._views.pipeline import recording
+from colocate._views.sending import ready, refuse_inside, start
+from colocate._views.waking import arguments, everyone, note, outcomes
+from colocate.errors import ConfigError, MemoryBudgetError, RoleError
+from colocate.worker.functions import SLEEP, SPECS, WAKE
+
+
+def sleep(crew: Crew, role: str, tags: Sequence[str] | None, timeout: float | None) -> int:
+    """Put memory of a role to sleep; see `ColocatedGroup.sleep`."""
+    chosen = _tags(crew, role, tags, "sleep")
+    crew.sleepers.mark(role, chosen)
+    call = _start(crew, SLEEP, f"sleep of {role}", {"role": role, "tags": chosen}, timeout)
+    crew.sleepers.mark(role, chosen)  # what has woken it before that doesn't count
+    return _result(crew, role, call, "put to sleep")
+
+
+def wake(crew: Crew, role: str, tags: Sequence[str] | None, timeout: float | None) -> int:
+    """Wake memory of a role; see `ColocatedGroup.wake`."""
+    chosen = _tags(crew, role, tags, "wake")
+    marks = crew.sleepers.seen(role, chosen)
+    call = _start(crew, WAKE, f"wake of {role}", arguments(crew, role, chosen), timeout)
+    woken = _result(crew, role, call, "woken")
+    note(crew, marks, call)
+    return woken
+
+
+def _tags(crew: Crew, role: str, tags: Sequence[str] | None, what: str) -> list[str]:
+    if role not in crew.roles:
+        raise ConfigError(
+            f"group.{what}({role!r}): group {crew.name!r} has no such role: it has {', '.join(crew.roles)}"
+            f"{did_you_mean(role, crew.roles)}"
+        )
+    if isinstance(tags, str):
+        raise ConfigError(f"group.{what}(tags={tags!r}) is a string; write tags=({tags!r},)")
+    for tag in tags or ():
+        if tag not in TAGS:
+            raise ConfigError(f"group.{what}(tags) names {tag!r}; a role's memory is of {', '.join(TAGS)}")
+    return list(TAGS if tags is None else tags)
+
+
+def _start(crew: Crew, method: str, label: str, given: Mapping[str, Any], timeout: float | None) -> PendingCall:
+    if (pipeline := recording(crew)) is not None:
+        pipeline.refuse_call(f"the {label}")
+    crew.check()
+    refuse_inside(f"the {label}", crew.name)
+    info, spec = everyone(crew), SPECS[method]
+    planned = plan(spec.dispatch, dict(given), info.ranks)
+    call = PendingCall(label, "", method, info.slots)
+    return start(ready(crew, call, info, spec, planned, [], FOREVER_S if timeout is None else timeout))
+
+
+def _result(crew: Crew, role: str, call: PendingCall, done: str) -> int:
+    """The bytes that were moved on all ranks.
+
+    Raises:
+        ColocateError: A rank could not do it, so that none has.
+    """
+    told = outcomes(call)
+    refusal = next((each for each in told if each.own), None)
+    if refusal is None:
+        return sum(each.nbytes for each in told)
+    text = f"role {role!r} of group {crew.name!r} could not be {done}, and is as it was: {refusal.refusal}"
+    if refusal.fits:
+        raise RoleError(text, group=crew.name, role=role)
+    raise MemoryBudgetError(text, group=crew.name, role=role)

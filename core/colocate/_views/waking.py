@@ -1,0 +1,84 @@
+"""Calls whose role may sleep go behind one that wakes it: what is asked for by a call wakes by itself."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from colocate._calls.joiner import Joiner
+from colocate._calls.pending import PendingCall
+from colocate._crew.crew import Crew
+from colocate._crew.sleepers import Mark
+from colocate._role.info import RoleInfo
+from colocate._role.method import TAGS
+from colocate._system.numbers import FOREVER_S
+from colocate._values.dispatch import plan
+from colocate._values.mesh import Mesh
+from colocate._views.drafts import Draft, settled
+from colocate.worker.functions import CHECKPOINT, SPECS, WAKE, Functions
+from colocate.worker.sleeping import Outcome
+
+
+def everyone(crew: Crew) -> RoleInfo:
+    """The role that functions run in, on all slots. Workers know it by what its context needs."""
+    slots = range(len(crew.workforce.workers))
+    methods = {SPECS["run"].name: SPECS["run"]}
+    key = len(slots), crew.services.seed
+    return RoleInfo("", Functions, methods, slots, {"": Mesh({"dp": len(slots)})}, Functions.__module__, key=key)
+
+
+def behind_wakes(drafts: Sequence[Draft]) -> Sequence[Draft]:
+    """Calls of one group, which are about to be sent, each behind those that wake what it needs."""
+    crew = drafts[0].crew
+    if not crew.sleepers:
+        return drafts
+    found: list[Draft] = []
+    waking: set[Mark] = set()
+    for draft in drafts:
+        for role, tags in _needed(crew, draft).items():
+            if marks := {mark: token for mark, token in crew.sleepers.seen(role, tags).items() if mark not in waking}:
+                waking.update(marks)
+                found.append(_waking(crew, role, marks, draft.call))
+        found.append(draft)
+    return found
+
+
+def arguments(crew: Crew, role: str, tags: Sequence[str]) -> dict[str, Any]:
+    """Those of a call that wakes a role."""
+    return {"role": role, "tags": list(tags), "beside": dict(Counter(crew.node(slot) for slot in crew.live()))}
+
+
+def note(crew: Crew, marks: Mapping[Mark, object], call: PendingCall) -> None:
+    """A call that wakes a role is over: if it has, calls need no other one."""
+    if call._error is None and all(outcome.refusal is None for outcome in outcomes(call)):
+        crew.sleepers.woken(dict(marks))
+
+
+def outcomes(call: PendingCall) -> Sequence[Outcome]:
+    """What has become of a sleep or a wake, by slot."""
+    found: Sequence[Outcome] = call.result()
+    return found
+
+
+def _needed(crew: Crew, draft: Draft) -> dict[str, Sequence[str]]:
+    """What has to be awake for a call, by role."""
+    name = draft.call.role
+    if name in crew.roles:
+        awake = crew.roles[name].methods[draft.method].awake
+        return {name: TAGS if awake is None else awake}
+    return dict.fromkeys(crew.sleepers.roles, TAGS) if draft.method == CHECKPOINT else {}
+
+
+def _waking(crew: Crew, role: str, marks: Mapping[Mark, object], before: PendingCall) -> Draft:
+    info, spec, label = everyone(crew), SPECS[WAKE], f"wake of {role}"
+    planned = plan(spec.dispatch, arguments(crew, role, [tag for _, tag in marks]), info.ranks)
+    call = PendingCall(label, "", WAKE, info.slots)
+    call.line, call.submitted = before.line, before.submitted
+    call.canceller = crew.cancellations.cancel
+    call._joiner = Joiner(crew, info, spec)
+    call.on_end = partial(settled, crew)
+    call._then(partial(note, crew, marks))
+    body = crew.services.executor.codec.pack_arguments(dict(planned.arguments[0]), label)
+    return Draft(crew, call, info.key, WAKE, [body] * len(info.slots), planned.valid, FOREVER_S)

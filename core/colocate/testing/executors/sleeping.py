@@ -1,0 +1,269 @@
+"""`group.sleep` and `group.wake`: memory that leaves the workers and comes back, on all ranks or on none."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+import colocate
+from colocate import ColocatedGroup, Runtime
+from colocate._role.method import Tag
+from colocate.errors import ConfigError, MemoryBudgetError, PipelineError, RoleError, SleepingError
+from colocate.executor import Detachable, OwnProcess
+from colocate.testing.executors._base import ExecutorCase, Spawn, needs
+from colocate.testing.probes.sleepers import Dozing, Sharing
+from colocate.testing.waiting import PATIENCE_S, wait_until
+
+_MIB = 2**20
+_MIBS = 8
+_MOST = 0.98  # of what a role has, the pages at its tensors' ends stay
+
+
+class Sleeping(ExecutorCase):
+    """Memory of roles that sleeps."""
+
+    @pytest.fixture
+    def dozing(self, spawn: Spawn) -> ColocatedGroup:
+        """A model that has trained, on two slots."""
+        pytest.importorskip("torch")
+        group = spawn({"actor": colocate.role(Dozing, _MIBS), "other": colocate.role(Sharing)})
+        group.role("actor", Dozing).train()
+        return group
+
+    def test_sleep_and_wake(self, dozing: ColocatedGroup) -> None:
+        """All comes back as it was: the same objects, addresses and bits, tied weights, views and arrays with them."""
+        actor = dozing.role("actor", Dozing)
+        before, where = actor.digest(), actor.places()
+        size = sum(slot.roles[0].total for slot in dozing.memory().slots)
+        assert size >= 2 * 3 * _MIBS * _MIB
+        gone = dozing.sleep("actor")
+        assert size >= gone >= _MOST * size
+        assert dozing.memory().slots[0].roles[0].asleep >= gone / 2
+        assert dozing.wake("actor") == gone
+        assert dozing.memory().slots[0].roles[0].asleep == 0
+        assert (actor.digest(), actor.places()) == (before, where)
+
+    @needs(OwnProcess)
+    def test_sleep_frees_memory(self, spawn: Spawn) -> None:
+        """The process has that much less, and has it again when the role is awake."""
+        pytest.importorskip("torch")
+        dozing = spawn({"actor": colocate.role(Dozing, 64)}, slots=1)
+        dozing.sleep("actor")
+        dozing.wake("actor")  # what it needs for the first time is imported
+        awake = [slot.process or 0 for slot in dozing.memory().slots]
+        gone = dozing.sleep("actor")
+        asleep = [slot.process or 0 for slot in dozing.memory().slots]
+        assert all(more - less >= _MOST * gone for more, less in zip(awake, asleep, strict=True)), (awake, asleep, gone)
+        dozing.wake("actor")
+        again = [slot.process or 0 for slot in dozing.memory().slots]
+        assert all(abs(one - other) <= 0.05 * gone for one, other in zip(awake, again, strict=True)), (awake, again)
+
+    def test_a_call_wakes(self, dozing: ColocatedGroup) -> None:
+        """What it needs, and it goes on as if nothing had been."""
+        actor = dozing.role("actor", Dozing)
+        before = actor.digest()
+        dozing.sleep("actor")
+        assert actor.look() == [weights for weights, _ in before]  # it needs no more
+        assert actor.asleep() == [["grads", "optimizer", "cache"]] * 2
+        assert actor.digest() == before
+        assert actor.asleep() == [[]] * 2
+        dozing.sleep("actor")
+        kept = actor.weights.keep()
+        kept.wait()
+        assert actor.asleep() == [[]] * 2
+
+    def test_training_goes_on(self, spawn: Spawn) -> None:
+        """A model that sleeps between its steps learns what one learns that doesn't."""
+        pytest.importorskip("torch")
+        roles = {"one": colocate.role(Dozing, 1), "other": colocate.role(Dozing, 1)}
+        group = spawn(roles)
+        one, other = group.role("one", Dozing), group.role("other", Dozing)
+        orders: list[Sequence[Tag] | None] = [None, ["optimizer"], ["weights", "grads"], ["cache"]]
+        for tags in orders:
+            group.sleep("one", tags)
+            assert one.train() == other.train()
+        assert one.digest() == other.digest()
+
+    def test_sleep_in_a_pipeline(self, dozing: ColocatedGroup) -> None:
+        """Its calls wake, too; sleep and wake themselves wait for what they do."""
+        actor = dozing.role("actor", Dozing)
+        before = actor.digest()
+        dozing.sleep("actor")
+        with dozing.pipeline():
+            first, second = actor.look.submit(), actor.digest.submit()
+            with pytest.raises(PipelineError):
+                dozing.sleep("actor")
+            with pytest.raises(PipelineError):
+                dozing.wake("actor")
+        assert second.result(PATIENCE_S) == before
+        assert first.result(PATIENCE_S)
+
+    def test_sleep_again(self, dozing: ColocatedGroup) -> None:
+        """What sleeps stays so, and what is awake stays that."""
+        assert dozing.wake("actor") == 0
+        gone = dozing.sleep("actor", ("weights",))
+        assert gone
+        assert dozing.sleep("actor", ("weights",)) == 0
+        assert dozing.sleep("actor") > gone
+        assert dozing.wake("actor", ("weights",)) == gone
+
+    def test_sleep_of_what_others_hold(self, dozing: ColocatedGroup) -> None:
+        """It stays as long as somebody who is awake has it, and goes when nobody is."""
+        actor, other = dozing.role("actor", Dozing), dozing.role("other", Sharing)
+        other.share("actor")
+        before, looked = other.digest(), actor.look()
+        kept = actor.weights.keep()
+        kept.wait()
+        weights = 2 * _MIBS * _MIB
+        assert dozing.sleep("actor", ("weights",)) < weights / 10
+        assert dozing.sleep("other") < weights / 10  # the resident has it yet
+        dozing.wake("actor")
+        dozing.wake("other")
+        kept.free()
+        assert dozing.sleep("actor", ("weights",)) < weights / 10
+        assert dozing.sleep("other") >= _MOST * weights
+        assert other.digest() == before
+        assert dozing.sleep("other") >= _MOST * weights
+        assert actor.look() == looked
+
+    def test_residents_of_a_sleeping_role(self, dozing: ColocatedGroup) -> None:
+        """They can be used, by value and by reference."""
+        actor, other = dozing.role("actor", Dozing), dozing.role("other", Sharing)
+        kept = actor.make.keep(_MIB)
+        kept.wait()
+        dozing.sleep("actor")
+        assert other.total(kept.ref) == [2.0 * _MIB] * 2
+        assert len(kept.fetch()) == 2
+        assert actor.asleep.options(ranks=[0])()  # its method needs nothing awake
+
+    def test_sibling_of_a_sleeping_role(self, dozing: ColocatedGroup) -> None:
+        """It isn't reached by accident: who wants it is told what to do."""
+        other = dozing.role("other", Sharing)
+        dozing.sleep("actor")
+        with pytest.raises(RoleError, match=r"memory of role 'actor' sleeps.*group\.wake\('actor'\)") as caught:
+            other.share("actor")
+        assert isinstance(caught.value.__cause__, SleepingError)
+        dozing.wake("actor")
+        other.share("actor")
+
+    def test_sleep_without_room(self, spawn: Spawn) -> None:
+        """One rank has none: nothing has changed on any, and the error says which and why."""
+        pytest.importorskip("torch")
+        group = spawn({"actor": colocate.role(Dozing, 1, hooks=True)})
+        actor = group.role("actor", Dozing)
+        before = actor.digest()
+        actor.fail_hook(1, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+        with pytest.raises(MemoryBudgetError, match=r"'actor' .* could not be put to sleep.*rank 1 \(node .*No space"):
+            group.sleep("actor")
+        assert actor.asleep() == [[]] * 2
+        actor.fail_hook(1, None)
+        assert group.sleep("actor")
+        assert actor.digest() == before
+
+    def test_wake_without_room(self, dozing: ColocatedGroup) -> None:
+        """It sleeps on, on all ranks, and so do calls that need it; they say why."""
+        actor = dozing.role("actor", Dozing)
+        before = actor.digest()
+        dozing.sleep("actor")
+        actor.lack_room(0)
+        with pytest.raises(
+            MemoryBudgetError, match=r"could not be woken, and is as it was: rank 0 \(node .*are needed"
+        ):
+            dozing.wake("actor")
+        with pytest.raises(SleepingError, match=r"actor\.digest needs memory of its role that sleeps.*are needed"):
+            actor.digest()
+        assert actor.asleep() == [["weights", "grads", "optimizer", "cache"]] * 2
+        actor.lack_room(None)
+        assert actor.digest() == before
+
+    def test_hooks_of_sleep(self, spawn: Spawn) -> None:
+        """A role that has something else to put away is told, also when it comes to nothing."""
+        pytest.importorskip("torch")
+        group = spawn({"actor": colocate.role(Dozing, 1, hooks=True)})
+        actor = group.role("actor", Dozing)
+        group.sleep("actor", ("cache",))
+        assert actor.told() == [["sleep cache"]] * 2
+        group.wake("actor")
+        assert actor.told() == [["sleep cache", "wake cache"]] * 2
+        actor.fail_hook(1, RuntimeError("its engine is busy"))
+        with pytest.raises(
+            RoleError, match=r"could not be put to sleep.*rank 1 \(node .*RuntimeError: its engine is busy"
+        ):
+            group.sleep("actor", ("cache",))
+        assert actor.told() == [
+            ["sleep cache", "wake cache", "sleep cache", "wake cache"],
+            ["sleep cache", "wake cache"],
+        ]
+        assert actor.asleep() == [[]] * 2
+
+    def test_checkpoint_of_a_sleeping_role(self, dozing: ColocatedGroup, tmp_path: Path) -> None:
+        """It is woken for that."""
+        before = dozing.role("actor", Dozing).digest()
+        dozing.sleep("actor")
+        dozing.checkpoint(tmp_path / "c")
+        assert dozing.role("actor", Dozing).digest() == before
+
+    def test_a_failed_call_of_a_role_that_slept(self, dozing: ColocatedGroup) -> None:
+        """It stays awake, and can sleep again."""
+        actor = dozing.role("actor", Dozing)
+        before = actor.digest()
+        dozing.sleep("actor")
+        with pytest.raises(RoleError, match="a bad batch"):
+            actor.fail(1)
+        assert dozing.sleep("actor")
+        assert actor.digest() == before
+
+    @needs(OwnProcess)
+    def test_restart_of_a_sleeping_role(self, runtime: Runtime) -> None:
+        """The roles of the next generation are awake."""
+        pytest.importorskip("torch")
+        with runtime.reserve(2, cpus=0) as pool:
+            group = pool.spawn({"actor": colocate.role(Dozing, 1)}, on_failure="restart")
+            actor = group.role("actor", Dozing)
+            group.sleep("actor")
+            pid = group.run(_pid)[1]
+            os.kill(pid, 9)
+            wait_until(lambda: group.generation == 1, "it is made anew")
+            group.wait_ready(PATIENCE_S)
+            assert actor.asleep() == [[]] * 2
+            assert group.sleep("actor")
+            assert actor.look()
+
+    @needs(Detachable)
+    def test_sleep_from_driver_to_driver(self, dozing: ColocatedGroup) -> None:
+        """Who doesn't know what sleeps wakes it by calling, too."""
+        crew = dozing._node
+        before = dozing.role("actor", Dozing).digest()
+        dozing.sleep("actor")
+        crew.sleepers = type(crew.sleepers)(crew.roles)  # as a driver begins that attaches a pool
+        assert dozing.role("actor", Dozing).digest() == before
+
+    def test_sleep_of_what_there_is_not(self, dozing: ColocatedGroup) -> None:
+        """Roles and tags that there aren't."""
+        with pytest.raises(
+            ConfigError, match=r"group .* has no such role: it has actor, other; did you mean 'actor'\?"
+        ):
+            dozing.sleep("actr")
+        with pytest.raises(ConfigError, match="is a string"):
+            dozing.sleep("actor", "weights")  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="names 'weight'; a role's memory is of weights, grads, optimizer, cache"):
+            dozing.wake("actor", ["weight"])  # type: ignore[list-item]
+
+    def test_sleep_where_there_is_no_disk(self) -> None:
+        """A folder in memory is refused when it is needed, with what to do."""
+        pytest.importorskip("torch")
+        with self.connect(spill_dir="/dev/shm") as runtime, runtime.reserve(1, cpus=0) as pool:
+            group = pool.spawn({"actor": colocate.role(Dozing, 1)})
+            with pytest.raises(RoleError, match=r"/dev/shm is a tmpfs: what is put there stays in memory.*spill_dir"):
+                group.sleep("actor")
+            assert group.role("actor", Dozing).look()
+        with pytest.raises(ConfigError, match="must be an absolute path"):
+            self.connect(spill_dir="spill")
+
+
+def _pid(ctx: colocate.Context) -> int:
+    return os.getpid()

@@ -1,0 +1,166 @@
+"""Roles whose memory sleeps."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import colocate
+from colocate import Role, method
+from colocate._system.room import free_memory
+from colocate.worker.sleeping import Sleeper
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_MIB = 2**20
+
+
+class Dozing(Role):
+    """Has a model of one matrix that it trains, with all that may refer to a tensor; and a cache."""
+
+    def __init__(self, mib: int = 1, hooks: bool = False) -> None:
+        import torch
+
+        device = self.ctx.device
+        generator = torch.Generator(device).manual_seed(self.ctx.rank)
+        self.net = torch.nn.Linear(mib * _MIB // 4096, 1024, bias=False, device=device)
+        self.tied = torch.nn.Linear(mib * _MIB // 4096, 1024, bias=False, device=device)
+        self.tied.weight = self.net.weight
+        self.net.weight.data.normal_(std=0.02, generator=generator)
+        self.net.register_buffer("scale", torch.ones(1024, device=device))
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=1e-3, momentum=0.9)
+        self.cache = [torch.randn(mib * _MIB // 4, device=device, generator=generator)]
+        self.seen: dict[str, Any] = {"view": self.net.weight.detach()[3:]}
+        if device.type == "cpu":
+            self.seen["array"] = self.net.weight.detach().numpy()[:, 1:]
+        self._told: list[str] = []
+        self._failing: BaseException | None = None
+        if hooks:
+            self.sleep, self.wake = self._sleep, self._wake
+
+    def _sleep(self, tags: Sequence[str]) -> None:
+        if self._failing:
+            raise self._failing
+        self._told.append(f"sleep {' '.join(tags)}")
+
+    def _wake(self, tags: Sequence[str]) -> None:
+        self._told.append(f"wake {' '.join(tags)}")
+
+    @method(awake=())
+    def told(self) -> list[str]:
+        """What its hooks were told."""
+        return self._told
+
+    @method(awake=())
+    def fail_hook(self, rank: int, error: BaseException | None) -> None:
+        """Have a rank's hook raise from now on."""
+        self._failing = error if self.ctx.rank == rank else None
+
+    @method
+    def train(self) -> str:
+        """A step; gradients and the optimizer's state are there from then on. A digest of what it has made."""
+        import torch
+
+        self.net(torch.ones(1, self.net.in_features, device=self.ctx.device)).square().sum().backward()
+        self.optimizer.step()
+        return self._weights()
+
+    @method(awake=("weights",))
+    def look(self) -> str:
+        """A digest of the weights."""
+        return self._weights()
+
+    @method
+    def digest(self) -> tuple[str, str]:
+        """One of the weights, by whatever refers to them, and one of all the rest."""
+        rest = [self.net.weight.grad, *self.cache, self.net.get_buffer("scale")]
+        rest += [state["momentum_buffer"] for state in self.optimizer.state.values()]
+        return self._weights(), _digest(*(each for each in rest if each is not None))
+
+    @method
+    def places(self) -> list[tuple[int, int]]:
+        """Which objects its tensors are, and where they lie."""
+        tensors = [self.net.weight, self.tied.weight, self.net.weight.grad, *self.cache]
+        return [(id(each), each.data_ptr()) for each in tensors if each is not None]
+
+    @method
+    def weights(self) -> Tensor:
+        """The very weights."""
+        return self.net.weight.detach()
+
+    @method
+    def make(self, elements: int) -> Tensor:
+        """So many ones."""
+        import torch
+
+        return torch.ones(elements, device=self.ctx.device)
+
+    @method
+    def fail(self, rank: int) -> None:
+        """Raise on a rank."""
+        if self.ctx.rank == rank:
+            raise ValueError("a bad batch")
+
+    @method(awake=())
+    def asleep(self) -> list[str]:
+        """What of its memory sleeps."""
+        return asleep(self.ctx)
+
+    @method(awake=())
+    def lack_room(self, rank: int | None) -> None:
+        """Have a rank find no free memory; None for all of them finding it again."""
+        _sleeper(self.ctx).free = (lambda: 0) if self.ctx.rank == rank else free_memory
+
+    def _weights(self) -> str:
+        return _digest(self.net.weight, self.tied.weight, *self.seen.values())
+
+    def save(self, directory: str) -> None:
+        """Note that it is awake."""
+        assert not asleep(self.ctx)
+
+    def restore(self, directory: str) -> None:
+        """It has saved nothing."""
+
+
+class Sharing(Role):
+    """Has what another role has."""
+
+    net: Any = None
+
+    @method
+    def share(self, role: str) -> None:
+        """Have its model for its own from now on."""
+        self.net = self.ctx.sibling(role, Dozing).net
+
+    @method
+    def digest(self) -> str:
+        """One of that model's weights."""
+        return _digest(self.net.weight)
+
+    @method
+    def total(self, values: list[Tensor]) -> float:
+        """The sum of all that is in some tensors."""
+        return float(sum(value.sum().item() for value in values))
+
+
+def asleep(ctx: colocate.Context) -> list[str]:
+    """What of a role's memory sleeps in this worker."""
+    return list(_sleeper(ctx).tags(ctx.role))
+
+
+def _sleeper(ctx: colocate.Context) -> Sleeper:
+    refuse: Any = ctx._refuse
+    found: Sleeper = refuse.__self__
+    return found
+
+
+def _digest(*values: Any) -> str:
+    import torch
+
+    found = hashlib.blake2b(digest_size=8)
+    for value in values:
+        array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else value
+        found.update(array.tobytes())
+    return found.hexdigest()

@@ -1,0 +1,215 @@
+"""Memory that goes to a file and comes back in place."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from colocate._system import pages
+from colocate._system.pages import PAGE, SpillFile, areas_of, bring_back
+from colocate._system.room import free_memory, spill_directories
+
+DISK = Path("/var/tmp")
+BIG = 64 * PAGE
+
+
+@pytest.fixture
+def file() -> Iterator[SpillFile]:
+    made = SpillFile(DISK)
+    yield made
+    made.close()
+
+
+def piece(array: np.ndarray) -> tuple[int, int]:
+    return array.ctypes.data, array.nbytes
+
+
+def numbers(seed: int, nbytes: int = BIG) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 255, nbytes, dtype=np.uint8)
+
+
+def in_memory(array: np.ndarray) -> int:
+    """How many of the pages that lie in an array are in memory."""
+    (area,) = areas_of([piece(array)])
+    with open("/proc/self/pagemap", "rb", buffering=0) as found:
+        data = os.pread(found.fileno(), (area.stop - area.start) // PAGE * 8, area.start // PAGE * 8)
+    return int((np.frombuffer(data, dtype=np.uint64) >> np.uint64(63)).sum())
+
+
+def put_away(file: SpillFile, *arrays: np.ndarray) -> int:
+    areas = areas_of(map(piece, arrays))
+    file.write(areas).put_away()
+    return sum(area.stop - area.start for area in areas)
+
+
+def test_away_and_back(file: SpillFile) -> None:
+    """Nothing of it is in memory, then all of it is, with the same contents."""
+    array = numbers(0)
+    copy = array.copy()
+    assert put_away(file, array) >= BIG - 2 * PAGE
+    assert in_memory(array) == 0
+    assert file.in_memory() == 0
+    areas = areas_of([piece(array)])
+    bring_back(areas)
+    assert in_memory(array) == (areas[0].stop - areas[0].start) // PAGE
+    assert file.in_memory() == areas[0].stop - areas[0].start
+    assert (array == copy).all()
+
+
+def test_read_and_written_while_away(file: SpillFile) -> None:
+    """It is what it was, and what is written into it stays."""
+    array = numbers(1)
+    copy = array.copy()
+    put_away(file, array)
+    copy[7 * PAGE] = array[7 * PAGE] = 77
+    bring_back(areas_of([piece(array)]))
+    assert (array == copy).all()
+    put_away(file, array)
+    assert (array == copy).all()
+
+
+def test_only_what_was_written_is_written_again(file: SpillFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What hasn't changed since is put away at no cost."""
+    array = numbers(2)
+    put_away(file, array)
+    bring_back(areas_of([piece(array)]))
+    array[10 * PAGE], array[11 * PAGE], array[40 * PAGE] = 1, 2, 3
+    copy, sizes, pwrite = array.copy(), [], os.pwrite
+
+    def noted(fd: int, data: bytes, offset: int) -> int:
+        sizes.append(len(data))
+        return pwrite(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", noted)
+    put_away(file, array)
+    assert sizes == [2 * PAGE, PAGE]
+    assert (array == copy).all()
+
+
+def test_pages_that_hold_something_else_stay(file: SpillFile) -> None:
+    """Of a piece that begins and ends in the midst of pages, these aren't taken."""
+    array = numbers(3)
+    part = array[PAGE // 2 :][: BIG - PAGE]
+    (area,) = areas_of([piece(part)])
+    assert area.start >= part.ctypes.data
+    assert area.stop <= part.ctypes.data + part.nbytes
+    assert area.start % PAGE == area.stop % PAGE == 0
+
+
+def test_what_can_not_be_taken() -> None:
+    """Small pieces, memory that others see, and memory that can't be written."""
+    import mmap
+
+    shared = mmap.mmap(-1, BIG, mmap.MAP_SHARED)
+    fixed = mmap.mmap(-1, BIG, mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
+    for memory in (shared, fixed):
+        assert areas_of([piece(np.frombuffer(memory, dtype=np.uint8))]) == []
+    assert areas_of([piece(numbers(4, 8 * PAGE))]) == []
+    assert areas_of([]) == []
+
+
+def test_no_room_on_the_disk(file: SpillFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing has changed, and it can be done later."""
+    array = numbers(5)
+    copy = array.copy()
+
+    def full(fd: int, offset: int, size: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(OSError, match="No space"):
+            put_away(file, array)
+    assert in_memory(array) > 0
+    put_away(file, array)
+    assert (array == copy).all()
+
+
+def test_memory_that_was_freed_while_away(file: SpillFile) -> None:
+    """Whoever gets it next has what it puts there, and the disk's room is free again."""
+    for seed in range(8):
+        array = numbers(seed, 16 * BIG)
+        put_away(file, array)
+        del array
+        fresh = np.zeros(16 * BIG, dtype=np.uint8)
+        assert not fresh.any()
+        other = numbers(100 + seed, 16 * BIG)
+        copy = other.copy()
+        put_away(file, other)
+        assert (other == copy).all()
+    assert os.fstat(file._file).st_blocks * 512 <= 4 * 16 * BIG
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["away", "back", "write", "new"]), st.integers(0, 3)), max_size=24))
+def test_any_order(steps: list[tuple[str, int]]) -> None:
+    """Whatever is done in whatever order, everything holds what was last written into it."""
+    file = SpillFile(DISK)
+    arrays = [numbers(seed) for seed in range(4)]
+    copies = [array.copy() for array in arrays]
+    for number, (what, index) in enumerate(steps):
+        if what == "away":
+            put_away(file, *arrays[: index + 1])
+        elif what == "back":
+            bring_back(areas_of([piece(arrays[index])]))
+        elif what == "write":
+            place = number * 4111 % BIG
+            arrays[index][place] = copies[index][place] = number
+        else:
+            arrays[index] = numbers(number + 10)
+            copies[index] = arrays[index].copy()
+    for array, copy in zip(arrays, copies, strict=True):
+        assert (array == copy).all()
+    file.close()
+
+
+def test_folders_in_memory_are_refused() -> None:
+    """What is put there stays in memory."""
+    with pytest.raises(ValueError, match="/dev/shm is a tmpfs"):
+        SpillFile(Path("/dev/shm"))
+    with pytest.raises(OSError, match="No such file"):
+        SpillFile(DISK / "there-is-none")
+
+
+def test_another_allocator_is_refused(tmp_path: Path) -> None:
+    """One that may take pages which were put away for empty ones."""
+    source = tmp_path / "own.c"
+    source.write_text(
+        "#include <stddef.h>\nextern void *__libc_malloc(size_t);\n"
+        "void *malloc(size_t n) { return __libc_malloc(n); }\n"
+    )
+    library = tmp_path / "own.so"
+    try:
+        subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True, capture_output=True)
+    except FileNotFoundError:
+        pytest.skip("there is no compiler")
+    program = f"from pathlib import Path; from colocate._system.pages import SpillFile; SpillFile(Path({str(DISK)!r}))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, "LD_PRELOAD": str(library)}, capture_output=True, text=True
+    )
+    assert "own.so, which may take pages that were put away for empty ones" in done.stderr
+
+
+def test_too_many_mappings(file: SpillFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel's limit is told before anything is done."""
+    array = numbers(6)
+    areas = areas_of([piece(array)])
+    most = len(pages._mappings())
+    monkeypatch.setattr(pages, "_most_mappings", lambda: most)
+    with pytest.raises(OSError, match=r"vm\.max_map_count"):
+        file.write(areas)
+
+
+def test_room() -> None:
+    """Free memory is some, and memory is put away where somebody says."""
+    assert 0 < free_memory() < 1 << 50
+    assert spill_directories("/scratch") == ["/scratch"]
+    assert "/var/tmp" in spill_directories(None)
