@@ -6,7 +6,10 @@ BARE := .venv/bare
 VERL := .venv/verl
 MONARCH := .venv/monarch
 OLDEST := .venv/oldest
+TRAINERS := .venv/trainers
 TORCH := .venv/torch
+# Besides the one of constraints.txt.
+TORCHES := 2.11.0 2.12.0 2.14.1
 # Have an environment see the packages of .venv, after its own.
 PURELIB := -c "import sysconfig; print(sysconfig.get_path('purelib'))"
 BESIDE = site=$$($(BIN)/python $(PURELIB)); (echo $$site; grep -h '^/' $$site/*.pth) > "$$($(1)/bin/python $(PURELIB))/base.pth"
@@ -15,7 +18,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 # Tests start Python hundreds of times: a third of each start would be compiling what was compiled before.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo test suites versions docs check bench chaos gpu-wheels gpu format clean FORCE
+.PHONY: install demo test suites versions trainers docs check bench chaos gpu-wheels gpu format clean FORCE
 install: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt
@@ -45,17 +48,28 @@ $(OLDEST)/.installed: $(INSTALLED)  # the oldest Dask of the declared range, bes
 	$(OLDEST)/bin/python -m pip install --quiet --no-deps distributed==2025.4.0 dask==2025.4.0
 	touch $@
 
-$(TORCH)/.installed: $(INSTALLED)  # the oldest torch that models are renewed in, beside everything else; gigabytes
-	$(PYTHON) -m venv $(TORCH)
-	$(TORCH)/bin/python -m pip install --quiet torch==2.11.0 numpy
-	$(call BESIDE,$(TORCH))
+$(TORCH)-%/.installed: $(INSTALLED)  # another torch that models are renewed in, beside everything else; gigabytes
+	$(PYTHON) -m venv $(TORCH)-$*
+	$(TORCH)-$*/bin/python -m pip install --quiet torch==$* numpy
+	$(call BESIDE,$(TORCH)-$*)
 	touch $@
 
-versions: $(OLDEST)/.installed $(TORCH)/.installed  ## Dask's tests and the suite on the oldest version that colocate supports
+$(TRAINERS)/.installed: $(INSTALLED)  # libraries that people train with, beside everything that .venv has
+	$(PYTHON) -m venv $(TRAINERS)
+	$(call BESIDE,$(TRAINERS))
+	$(TRAINERS)/bin/python -m pip install --quiet --no-deps accelerate==1.15.0 lightning-fabric==2.6.0 lightning-utilities==0.15.2
+	touch $@
+
+trainers: $(TRAINERS)/.installed  ## what "Bring your trainer" says of Accelerate and Lightning Fabric
+	$(TRAINERS)/bin/python -m pytest tests/trainers
+
+versions: $(OLDEST)/.installed $(TORCHES:%=$(TORCH)-%/.installed)  ## Dask's tests and the suite on the versions that colocate supports
 	$(OLDEST)/bin/python -c "import distributed; assert distributed.__version__ == '2025.4.0'"
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(OLDEST)/bin/python -m pytest -n 2 --dist loadfile tests/dask tests/conformance/test_dask.py
-	$(TORCH)/bin/python -c "import torch; assert torch.__version__.startswith('2.11.')"
-	$(TORCH)/bin/python -m pytest -n 2 --dist loadfile tests/conformance/test_processes.py -k "renewals or process_group"
+	set -e; for version in $(TORCHES); do \
+		$(TORCH)-$$version/bin/python -c "import torch; assert torch.__version__.startswith('$$version')"; \
+		$(TORCH)-$$version/bin/python -m pytest -n 2 --dist loadfile tests/conformance/test_processes.py -k "renewals or process_group"; \
+	done
 
 SITE := build/site/.built
 SITE_FROM := mkdocs.yml $(sort $(shell find docs core executors plugins -name __pycache__ -prune -o -type f -print))

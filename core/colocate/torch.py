@@ -1,6 +1,7 @@
 """Models of torch that go on after a failed call: `renew`.
 
-What torch has no public way for is done here and nowhere else, by what there is in the versions from 2.11 on.
+What torch has no public way for is done here, for the versions that it was tried with and for no others. (What groups
+themselves need of torch is in `_role/torch_groups.py`.)
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from colocate._role.rebuilt import rebuilt
 from colocate.errors import ConfigError
 
 M = TypeVar("M", bound=nn.Module)
-_KNOWN = "2.11 to 2.13"
+_KNOWN = ("2.11", "2.12", "2.13", "2.14")
+"""Versions of torch in which models are renewed in place: `make versions` runs the suite's renewals there."""
 
 
 def renew(
@@ -48,7 +50,8 @@ def renew(
             beside the former one's, otherwise that of a second one until this returns.
 
     Returns:
-        The module; if `rebuild` was called, what that gave.
+        The module; if `rebuild` was called, what that gave. Its parameters are other ones then, which the optimizer has
+        in place of the former; what else holds those (a moving average, a scheduler) keeps them.
 
     Raises:
         ConfigError: It can't be renewed: it is sharded by `FullyShardedDataParallel` (FSDP1), or `rebuild` is missing
@@ -83,13 +86,15 @@ def _go_on(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     Raises:
         _CannotGoOn: It can't be.
     """
+    known = f"it is known to work with torch {_KNOWN[0]} to {_KNOWN[-1]}, and with others by `rebuild`"
+    if ".".join(torch.__version__.split(".")[:2]) not in _KNOWN:
+        raise _CannotGoOn(
+            f"that needs private parts of torch, and nobody has tried it with {torch.__version__}; {known}"
+        )
     try:
         _point_to_new_groups(module, optimizer)
     except AttributeError as error:
-        raise _CannotGoOn(
-            f"that needs parts of torch which {torch.__version__} hasn't ({error}); it is known to work with torch "
-            f"{_KNOWN}, and with others by `rebuild`"
-        ) from error
+        raise _CannotGoOn(f"that needs parts of torch which {torch.__version__} hasn't ({error}); {known}") from error
 
 
 def _point_to_new_groups(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:

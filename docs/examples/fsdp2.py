@@ -13,6 +13,7 @@ from colocate.torch import renew
 TINY = {"vocab_size": 32, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
 
 
+@colocate.needs("process_group")
 class Actor(Role):
     def __init__(self, lr: float = 3e-3) -> None:
         torch.manual_seed(0)  # the same weights on each rank, which keeps its shards of them

@@ -14,7 +14,9 @@ BY_VALUE = (
     *("meshes", "mixing", "pipelines", "residents", "tensors"),
 )
 # What processes of this machine can't break where threads don't, but for these tests, and those of every engine.
-ON_THREADS = ("borrows", "checkpoints", "closing", "converging", "devices", "ownership", "restarting", "startup")
+ON_THREADS = (
+    *("borrows", "checkpoints", "closing", "converging", "devices", "ownership", "restarting", "sleeping", "startup"),
+)
 ON_PROCESSES = {
     *("test_borrowed", "test_a_checkpoint_is_whole_or_not_there", "test_several_at_once"),
     *("test_arguments_arrive_on_the_device", "test_graph", "test_dropping_closes_nothing"),
@@ -22,6 +24,8 @@ ON_PROCESSES = {
     *("test_hung_rank", "test_slots_after_a_hung_rank", "test_where_a_silent_rank_is", "test_newest_first"),
     *("test_faulty_ranks", "test_several_that_hang", "test_one_that_hangs_as_it_ends"),
     *("test_who_leaves_slowly_beside_a_hung_rank", "test_a_hung_rank", "test_what_was_pending_is_told_once"),
+    # Memory is each process's own.
+    *("test_sleep_frees_memory", "test_wake_without_room", "test_restart_of_a_sleeping_role"),
     *("test_random_numbers_go_on", "test_nothing_is_left", "test_every_failure_of_its_own", "test_odd_failures[exit]"),
 }
 # The engine starts workers, where and with what they were asked for, and tells of those that don't come.
@@ -37,6 +41,7 @@ BRINGS = {
     *("test_class_of_the_script", "test_round_trip", "test_large", "test_shared_storage", "test_no_copy"),
     *("test_strict_contents", "test_between_slots", "test_between_groups", "test_broken_borrow"),
     *("test_named_residents_between_meshes", "test_all_ranks", "test_default_group", "test_hold_in_a_collective"),
+    *("test_a_failed_step_is_done_again[backward-fsdp2]", "test_sleep_and_wake"),
 }
 # It notices that a worker has died, or doesn't answer, and ends what is left of it.
 NOTICES = {
@@ -66,6 +71,7 @@ ON_DASK = {
 # core's, as Dask shows; elsewhere it is enough that they reach each other.
 REACHES = {
     *("test_plain_call", "test_class_of_the_script", "test_round_trip", "test_between_slots", "test_between_groups"),
+    *("test_a_failed_step_is_done_again[backward-fsdp2]", "test_sleep_and_wake"),
 }
 # What tests/ray has of it, on clusters of its own; and what a keeper says of its worker, in the same words as on Dask.
 OF_RAY = {"test_killed", "test_while_it_reserves", "test_gpus", "test_visible_gpus"}
@@ -93,12 +99,13 @@ STAGED = "test_ended_while"
 KEPT_STAGES = ("test_ended_while[interrupted-calling]", "test_ended_while[terminated-transferring]")
 # Models that ranks share: of what a failed step costs `make test` has what differs most, on processes.
 RENEWED = (
-    *("test_a_failed_step_is_done_again", "test_the_first_step_is_done_again", "test_a_step_that_fails_everywhere"),
+    *("test_a_failed_step_is_done_again", "test_the_first_step_is_done_again", "test_a_step_that_fails"),
     *("test_weights_of", "test_weights_that_another_role_changes", "test_a_model_made_anew"),
 )
 KEPT_RENEWALS = {
     *(f"test_a_failed_step_is_done_again[backward-{kind}]" for kind in ("ddp", "fsdp2")),
     *("test_the_first_step_is_done_again[fsdp2]", "test_a_step_that_fails_everywhere[backward-fsdp2]"),
+    *(f"test_a_step_that_fails_on_one_slot[backward-{kind}]" for kind in ("ddp", "fsdp2")),
     *("test_weights_of_two_steps[fsdp2]", "test_weights_of_a_later_call"),
     *(f"test_a_model_made_anew{which}" for which in ("[own mesh-meta-True]", "[fsdp2-None-False]", "_by_hand[fsdp2]")),
 }

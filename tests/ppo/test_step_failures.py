@@ -103,6 +103,15 @@ def test_other_layouts(tmp_path: Path, expected: Trained, kind: str, where: str)
     assert found.failed == {AT: 1}
 
 
+def test_on_one_slot(tmp_path: Path) -> None:
+    """Where nobody waits, models are in the middle of a step all the same."""
+    one = "pools.main.slots=1"
+    undisturbed = train(tmp_path / "undisturbed", one)
+    found = train(tmp_path / "run", one, *failing(tmp_path, "backward"))
+    assert found.undisturbed == undisturbed.rows
+    assert found.failed == {AT: 1}
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("minibatch", [0, 2])
 def test_in_other_minibatches(tmp_path: Path, expected: Trained, minibatch: int) -> None:

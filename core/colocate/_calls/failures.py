@@ -223,8 +223,8 @@ def torn_error(link: Link, call: PendingCall, updates: Mapping[int, int], cause:
     )
     error = RenewalError(
         f"group {link.name!r} failed: its ranks have no common state any more. In {call.label}, which failed, their "
-        f"optimizers have made different numbers of updates: {each}. Go on from a checkpoint: "
-        f'spawn(on_failure="restart") does by itself{_after(cause)}',
+        f"optimizers have made different numbers of updates: {each}. What they had in common last is in a checkpoint, "
+        f'if there is one: spawn(on_failure="restart") goes back to it{_after(cause)}',
         group=link.name,
         role=call.role or None,
         method=call.method,

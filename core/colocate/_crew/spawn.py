@@ -15,7 +15,7 @@ from colocate._plugins.plugins import find_role
 from colocate._role.info import RoleInfo
 from colocate._role.method_spec import MethodSpec
 from colocate._role.on_driver import refuse_in_constructor
-from colocate._role.role import RoleSpec, check_role
+from colocate._role.role import RoleSpec, check_role, torchrun_problem
 from colocate._values.collect import check_meshes
 from colocate._values.mesh import parse_meshes
 from colocate.errors import ColocateError, ConfigError, Mistake, RoleError, RoleStartError
@@ -86,6 +86,8 @@ def _declare_one(
     if spec.slots is not None and max(spec.slots) >= slots:
         raise ConfigError(f"slot {max(spec.slots)} is named, but the group has {slots} (from 0)")
     places = range(slots) if spec.slots is None else _short(spec.slots)
+    if spec.env == "torchrun" and (why := torchrun_problem(len(places), slots)) is not None:
+        raise ConfigError(why)
     declared = spec.mesh if spec.mesh is not None else mesh if places == range(slots) else None
     info = RoleInfo(name, cls, methods, places, parse_meshes(declared, len(places)), origin)
     _check_methods(methods, info)

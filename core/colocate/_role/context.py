@@ -142,7 +142,11 @@ class Context:
 
     @property
     def generator(self) -> torch.Generator:
-        """A random generator of this role and rank, equal on every executor for the same seed. Needs torch."""
+        """A random generator of this role and rank, equal on every executor for the same seed. Needs torch.
+
+        After a call that has failed on any rank it is where it was before, unless the role has begun another one since:
+        the call that is made again draws the same numbers.
+        """
         if self._generator is None:
             generator = need_torch("ctx.generator").Generator(device=self._device)
             generator.manual_seed(self.seed)

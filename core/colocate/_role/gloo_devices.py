@@ -37,14 +37,29 @@ def _sharing() -> Any:
     gloo: Any = dist.ProcessGroupGloo
 
     class Sharing(gloo):  # type: ignore[misc]
-        def __init__(self, store: Any, rank: int, size: int, timeout: datetime.timedelta) -> None:
-            options = gloo._Options()
-            options._devices = _devices(os.environ.get("GLOO_SOCKET_IFNAME", ""))
-            options._threads = 2 * len(options._devices)
-            options._timeout = timeout
-            super().__init__(store, rank, size, options)
+        def __init__(self, store: Any, rank: int, size: int, timeout: datetime.timedelta, **more: Any) -> None:
+            options = _options(gloo, timeout, more)
+            if options is None:  # a torch that makes them in another way: they have threads of their own
+                super().__init__(store, rank, size, timeout, **more)
+            else:
+                super().__init__(store, rank, size, options)
 
     return Sharing
+
+
+def _options(gloo: Any, timeout: datetime.timedelta, more: dict[str, Any]) -> Any:
+    """As torch's own constructor makes them of its arguments; None where that isn't known."""
+    try:
+        options = gloo._Options()
+        options._devices = _devices(os.environ.get("GLOO_SOCKET_IFNAME", ""))
+        options._threads = 2 * len(options._devices)
+        options._timeout = timeout
+        for name, value in more.items():  # from torch 2.14 on there is one
+            if value != getattr(options, name):
+                setattr(options, name, value)
+    except AttributeError:
+        return None
+    return options
 
 
 @functools.cache

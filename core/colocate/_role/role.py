@@ -105,6 +105,16 @@ class RoleSpec(Generic[R]):
         return self.target if isinstance(self.target, str) else self.target.__qualname__
 
 
+def torchrun_problem(ranks: int, slots: int) -> str | None:
+    """Why a role of so many ranks can't have torchrun's environment in a group of so many slots; None where it can."""
+    if ranks == slots:
+        return None
+    return (
+        f"torchrun's environment is of all {slots} slots of the group (WORLD_SIZE), and the role is on {ranks} of them"
+        ": a library would wait for ranks that aren't there. Give the role all slots, or a group of its own"
+    )
+
+
 @overload
 def role(target: str, /, **kwargs: Any) -> RoleSpec[Any]: ...
 @overload

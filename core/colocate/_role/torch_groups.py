@@ -222,13 +222,32 @@ def unshare_default(owner: object) -> list[Any]:
 
 def hint_for(error: BaseException) -> str | None:
     """What to do where a role, or a library of its, wants to make the default group itself."""
+    if isinstance(error, ValueError) and "environment variable RANK expected" in str(error):
+        return (
+            'A library reads what torchrun sets: say .on(env="torchrun") of its role, in a config env: torchrun. '
+            "Then torch's default process group is there as well, and init_process_group() is left out"
+        )
     if not (isinstance(error, ValueError) and "initialize the default process group twice" in str(error)):
         return None
+    if not _default_is_ours():
+        return (
+            "A role of this worker has made torch's default process group by init_process_group() already: leave that "
+            "out in all of them, and say .on(default_group=True) of these roles, for which colocate makes one over the "
+            "slots of the group"
+        )
     return (
         "In this worker the default process group is made by colocate already, over the slots of the group, and that "
         "is the one to use: torch.distributed.is_initialized() tells a library so. Leave init_process_group() out; who "
         "needs one of its own makes it inside that, by new_group()"
     )
+
+
+def _default_is_ours() -> bool:
+    """Whether torch's default group is one that colocate has made."""
+    from torch.distributed import distributed_c10d as c10d
+
+    default = c10d.GroupMember.WORLD
+    return default is None or str(default.group_name).endswith("/default")
 
 
 # -- all groups of this process

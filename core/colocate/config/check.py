@@ -10,6 +10,7 @@ import attrs
 
 from colocate._plugins.needs import lacks_processes
 from colocate._plugins.plugins import find_executor, find_job, find_role
+from colocate._role.role import torchrun_problem
 from colocate._signatures.annotations import Place, path_text
 from colocate._signatures.arguments import Arguments, arguments_of, options_of
 from colocate._system.nearest import nearest
@@ -195,6 +196,8 @@ def _slots(role: RoleConfig, pool: PoolConfig, place: Place, document: Document)
     if len(set(role.slots)) < len(role.slots):
         document.wrong((*place, "slots"), f"{role.slots} names a slot twice")
         return False
+    if role.env == "torchrun" and (why := torchrun_problem(len(role.slots), pool.slots)) is not None:
+        document.wrong((*place, "env"), why)
     return True
 
 

@@ -158,6 +158,8 @@ class WorkerHost(Site):
 
     def _on_resume(self, resume: messages.Resume, body: None) -> None:
         self.scope.resume()
+        for role in list(self.roles.values()):
+            role.take_back(resume.withdrawn)
         self.lane.resume(resume.number, frozenset(resume.withdrawn))
 
     def _on_cancel(self, message: messages.Cancel, body: None) -> None:

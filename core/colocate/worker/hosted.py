@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -27,11 +27,28 @@ class HostedRole:
     ctx: Context
     operations: int = attrs.field(default=0, init=False)
     _labels: Mapping[str, str] = attrs.field(init=False)
+    _drawn: tuple[int, Any] = attrs.field(default=(-1, None), init=False)
 
     def __attrs_post_init__(self) -> None:
         # Each call asks for one.
         named = self.name is not None
         self._labels = {method: f"{self.name}.{method}" if named else method for method in self.methods}
+
+    def begin(self, seq: int) -> None:
+        """A call of it begins: note where its random numbers are."""
+        generator = self.ctx._generator
+        self._drawn = seq, None if generator is None else generator.get_state()
+
+    def take_back(self, failed: Collection[int]) -> None:
+        """Some calls have failed, here or on another rank: if it has begun nothing since, it draws the same again."""
+        seq, state = self._drawn
+        generator = self.ctx._generator
+        if seq not in failed or generator is None:
+            return
+        if state is None:
+            generator.manual_seed(self.ctx.seed)
+        else:
+            generator.set_state(state)
 
     def renew(self) -> None:
         """Have it do without the process groups of before: it has a method `renew` for that, or keeps none."""

@@ -11,6 +11,7 @@ from typing import Any
 from colocate._protocol import messages
 from colocate._protocol.consequence import Consequence
 from colocate._protocol.uses import Resolver
+from colocate._role import torch_groups
 from colocate._role.context import reset_current, running_call, set_current
 from colocate._role.method_spec import MethodSpec
 from colocate._system.rebuilding import rebuilding
@@ -90,6 +91,7 @@ class Runner:
         start = time.time()
         tokens = set_current(role.ctx), running_call.set(work)
         role.ctx.last_call = work
+        role.begin(call.seq)
         work.operations, work.cuts = site.groups.count(), site.groups.cuts
         work.before = role.operations - work.operations
         try:
@@ -267,7 +269,10 @@ class Runner:
         site = self._site
         begun, operations = site.groups.count(), site.groups.operations()
         halves = _updates(work, begun) if work is not None else 0
-        amid = work is not None and (begun != work.operations or (bool(operations) and failure.is_in_backward(error)))
+        # Models of one rank only are in the middle of a step, too, though it has begun nothing that anybody counts.
+        amid = work is not None and (
+            begun != work.operations or (torch_groups.are_any() and failure.is_in_backward(error))
+        )
         secondary = isinstance(error, Consequence) or site.groups.lost_a_peer()
         told, body = failure.failed(error, site.codec, site.definitions, role, secondary)
         if not site.scope.let_go(seq):  # otherwise nobody would lead the hold that follows

@@ -110,6 +110,18 @@ class Contexts(ExecutorCase):
         tensors = pair.role("tensors", Tensors)
         assert not torch.equal(tensors.random(2), tensors.random(2))
 
+    def test_generator_after_a_failure(self, spawn: Spawn) -> None:
+        """A call that failed on one rank has drawn nothing on any: made again it draws the same."""
+        torch = pytest.importorskip("torch")
+        drawing = spawn({"tensors": colocate.role(Tensors)}, name="drawing").role("tensors", Tensors)
+        seeds = [derive_seed(0, "drawing", "tensors", rank) for rank in (0, 1)]
+        generators = [_generator(self.device, seed) for seed in seeds]
+        for failing in (0, 1, 0):  # at first nothing has been drawn at all
+            with pytest.raises(RoleError, match="a bad draw"):
+                drawing.random_but(3, failing)
+            expected = [torch.rand(2, generator=each, device=self.device) for each in generators]
+            assert torch.equal(drawing.random(2), torch.cat(expected).cpu())
+
     def test_device(self, pair: ColocatedGroup) -> None:
         """A slot without GPUs has the CPU, one with GPUs the first of them."""
         pytest.importorskip("torch")

@@ -14,6 +14,7 @@ from colocate.errors import (
     CallTimeout,
     CapabilityError,
     ColocateError,
+    ConfigError,
     RenewalError,
     RoleError,
     RoleStartError,
@@ -26,7 +27,7 @@ from colocate.testing.gate import Gate
 from colocate.testing.probes.careless import Careless, Independent
 from colocate.testing.probes.faulty import Faulty
 from colocate.testing.probes.rows import Axes
-from colocate.testing.probes.tensors import Collective, Launched, Meeting, Own, Together
+from colocate.testing.probes.tensors import Collective, Initializing, Launched, Meeting, Own, Together
 from colocate.testing.waiting import PATIENCE_S, becomes_true
 
 
@@ -141,6 +142,27 @@ class ProcessGroups(ExecutorCase):
         with pytest.raises(RoleStartError, match="the default process group is made by colocate already") as caught:
             spawn({"launched": colocate.role(Launched, fails=1).on(env="torchrun")})
         assert [*caught.value.errors] == [1]
+
+    @needs(OwnProcess)
+    def test_default_groups_of_two_libraries(self, spawn: Spawn) -> None:
+        """Two that make it themselves, where nobody has said that one is wanted."""
+        pytest.importorskip("torch")
+        with pytest.raises(RoleStartError, match=r"A role of this worker has made .* say \.on\(default_group=True\)"):
+            spawn({"one": colocate.role(Initializing), "other": colocate.role(Initializing)}, slots=1)
+
+    @needs(OwnProcess)
+    def test_torchrun_without_saying_so(self, spawn: Spawn) -> None:
+        """A library that reads torchrun's environment, where nobody has said so."""
+        pytest.importorskip("torch")
+        with pytest.raises(RoleStartError, match=r'reads what torchrun sets: say \.on\(env="torchrun"\)'):
+            spawn({"reading": colocate.role(Initializing, by_environment=True)}, slots=1)
+
+    def test_torchrun_on_some_slots(self, spawn: Spawn) -> None:
+        """Its environment is of all slots: a library would wait for those that the role isn't on."""
+        with pytest.raises(
+            ConfigError, match=r"of all 2 slots of the group \(WORLD_SIZE\), and the role is on 1 of them"
+        ):
+            spawn({"launched": colocate.role(Launched).on(slots=[1], env="torchrun")})
 
     def test_torchrun_on_threads(self, runtime: Runtime, spawn: Spawn) -> None:
         """They share the environment of their process, which is the driver's."""

@@ -12,6 +12,7 @@ import colocate
 from colocate import ColocatedGroup
 from colocate.errors import GroupRestarted, RenewalError, RoleError
 from colocate.executor import OwnProcess
+from colocate.testing import leaks
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs
 from colocate.testing.gate import Gate
 from colocate.testing.probes.tensors import Collective
@@ -119,6 +120,22 @@ class Renewals(ExecutorCase):
         losses += [sum(trainer.step(number)) / 2 for number in range(1, _STEPS)]
         assert losses == pytest.approx(alone()[0], rel=1e-4)
         assert [updates for _, updates in trainer.updates()] == [{_STEPS}, {_STEPS}]
+
+    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("where", ["forward", "backward", "after"])
+    def test_a_step_that_fails_on_one_slot(self, spawn: Spawn, kind: Kind, where: Where) -> None:
+        """Where the only rank of a model raises nobody waits for it; it is in the middle of a step nevertheless."""
+        pytest.importorskip("torch")
+        losses = []
+        with leaks.shared():  # the connections of gloo are the driver's, on threads
+            group = spawn({"trainer": colocate.role(Renewing, kind).on(default_group=True)}, slots=1)
+            trainer = group.role("trainer", Renewing)
+            for number in range(_STEPS):
+                if number in (1, 3):
+                    assert isinstance(trainer.step.submit(number, 0, where).exception(PATIENCE_S), RoleError)
+                losses += trainer.step(number)
+        assert losses == pytest.approx(alone()[0], rel=1e-4)
+        assert trainer.updates()[0][1] == {_STEPS}
 
     @needs(OwnProcess)
     @pytest.mark.parametrize("kind", ["ddp", "ddp in the default group"])

@@ -202,6 +202,16 @@ class Tensors(Role):
         return torch.rand(rows, generator=self.ctx.generator, device=self.ctx.device)
 
     @method(collect=Concat())
+    def random_but(self, rows: int, failing: int) -> torch.Tensor:
+        """The same, and a rank raises after it has drawn."""
+        import torch
+
+        drawn = torch.rand(rows, generator=self.ctx.generator, device=self.ctx.device)
+        if failing == self.ctx.rank:
+            raise ValueError("a bad draw")
+        return drawn
+
+    @method(collect=Concat())
     def random_from_start(self, rows: int) -> torch.Tensor:
         """What the context's generator draws first."""
         import torch
@@ -451,6 +461,23 @@ class Launched(Role):
         """The variables, what torch says, and whether they name the rendezvous."""
         named = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         return self.found, self.by_torch, named == (self.ctx.rendezvous.host, self.ctx.rendezvous.port)
+
+
+class Initializing(Role):
+    """Makes torch's default group in its constructor, by itself."""
+
+    def __init__(self, by_environment: bool = False) -> None:
+        import torch.distributed as dist
+
+        if by_environment:
+            dist.init_process_group("gloo")
+        else:
+            store = dist.HashStore()  # type: ignore[attr-defined]  # torch has it here without saying so
+            dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+
+    @method
+    def nothing(self) -> None:
+        """A role has a method."""
 
 
 class Meeting(Role):
