@@ -31,7 +31,7 @@ from colocate.keeper import forks  # noqa: E402
 from colocate.placement import Ledger  # noqa: E402
 from colocate.testing.executors import Calls, Contexts, Dispatching, Failures, Residents, TensorResidents  # noqa: E402
 from colocate.testing.executors.renewals import alone  # noqa: E402
-from colocate.testing.probes.trainers import Kind, Renewing  # noqa: E402
+from colocate.testing.probes.trainers import Kind, Renewing, Where  # noqa: E402
 from colocate.testing.waiting import wait_until  # noqa: E402
 from colocate_local.processes import LocalProcesses  # noqa: E402
 from colocate_local.threads import LocalThreads  # noqa: E402
@@ -322,6 +322,11 @@ class Sharded(Renewing):
         self.renew()
         return backends, groups.holders()
 
+    @method
+    def bound(self) -> str:
+        """The device that torch has bound the default group to."""
+        return str(dist.group.WORLD.bound_device_id)  # type: ignore[union-attr]
+
 
 class TestTrainers:
     """Models that ranks share; here there is one."""
@@ -337,6 +342,26 @@ class TestTrainers:
             assert found == ("cpu:gloo,cuda:gloo" if DRY else "cpu:gloo,cuda:nccl", [])
             losses += [sharded.step(number)[0] for number in range(2, 4)]
             assert losses == pytest.approx(alone()[0], rel=1e-3)
+
+    @pytest.mark.parametrize("kind", ["ddp", "ddp in the default group", "fsdp2", "tp"])
+    @pytest.mark.parametrize("where", ["forward", "backward", "after"])
+    def test_a_failed_step_is_done_again(self, kind: Kind, where: Where) -> None:
+        """A call has failed in the middle of a step: with the next one it is as if it hadn't been."""
+        with connect() as runtime:
+            role = colocate.role(Renewing, kind).on(default_group=True)
+            trainer = runtime.reserve().spawn({"trainer": role}).role("trainer", Renewing)
+            losses = trainer.step(0)
+            with pytest.raises(RoleError, match="Failure"):
+                trainer.step(1, 0, where)
+            losses += [trainer.step(number)[0] for number in range(1, 4)]
+            assert losses == pytest.approx(alone()[0], rel=1e-3)
+
+    @needs_cuda
+    def test_the_default_group_is_bound_to_the_device(self) -> None:
+        with connect() as runtime:
+            role = colocate.role(Sharded, "ddp").on(default_group=True)
+            sharded = runtime.reserve().spawn({"sharded": role}, name="sharded").role("sharded", Sharded)
+            assert sharded.bound() == [DEVICE]
 
 
 class TestPpo:
@@ -424,7 +449,7 @@ class TestWork:
 
     @needs_cuda
     def test_nccl_after_failures(self, processes: ColocatedGroup) -> None:
-        """After a failed call the next group is a new one, ten times."""
+        """A group that a failed call hasn't used goes on, ten times."""
         maker = processes.role("maker", Maker)
         for turn in range(10):
             assert maker.reduced(float(turn)) == [("nccl", float(turn))]
