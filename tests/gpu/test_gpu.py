@@ -31,6 +31,7 @@ from colocate.keeper import forks  # noqa: E402
 from colocate.placement import Ledger  # noqa: E402
 from colocate.testing.executors import Calls, Contexts, Dispatching, Failures, Residents, TensorResidents  # noqa: E402
 from colocate.testing.executors.renewals import alone  # noqa: E402
+from colocate.testing.probes.sleepers import Dozing  # noqa: E402
 from colocate.testing.probes.trainers import Kind, Renewing, Where  # noqa: E402
 from colocate.testing.waiting import wait_until  # noqa: E402
 from colocate_local.processes import LocalProcesses  # noqa: E402
@@ -362,6 +363,101 @@ class TestTrainers:
             role = colocate.role(Sharded, "ddp").on(default_group=True)
             sharded = runtime.reserve().spawn({"sharded": role}, name="sharded").role("sharded", Sharded)
             assert sharded.bound() == [DEVICE]
+
+
+class Sleeper(Dozing):
+    """Fills the rest of the GPU, too."""
+
+    @method(awake=())
+    def fill(self, gib: float) -> None:
+        """Take so much; 0 to give it back."""
+        self._filling = torch.empty(int(gib * 2**30), dtype=torch.uint8, device=self.ctx.device) if gib else None
+        self._hidden = lambda: self._filling  # where nobody looks for it
+
+    @method(awake=())
+    def used(self) -> tuple[int, int]:
+        """What torch has of the GPU in this process, and all that is in use there."""
+        free, total = torch.cuda.mem_get_info(self.ctx.device)
+        return torch.cuda.memory_reserved(self.ctx.device), total - free
+
+    @method(awake=())
+    def copy_speed(self, mib: int) -> float:
+        """Bytes a second between the device and pinned memory, there and back."""
+        here = torch.empty(mib * 2**20, dtype=torch.uint8, device=self.ctx.device)
+        there = torch.empty(mib * 2**20, dtype=torch.uint8, pin_memory=True)
+        seconds = []
+        for _ in range(5):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            there.copy_(here, non_blocking=True)
+            here.copy_(there, non_blocking=True)
+            torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - begin)
+        return 2 * mib * 2**20 / sorted(seconds)[2]
+
+
+class TestSleep:
+    """A role's memory on the GPU goes to the host, and comes back."""
+
+    @pytest.mark.parametrize("threads", [False, True])
+    def test_sleep_and_wake(self, threads: bool) -> None:
+        """All comes back as it was, and training goes on as where nothing has slept."""
+        with connect(threads=threads) as runtime:
+            roles = {name: colocate.role(Dozing, 8) for name in ("actor", "other")}
+            group = runtime.reserve().spawn(roles, name="sleepy")
+            actor, other = group.role("actor", Dozing), group.role("other", Dozing)
+            for tags in (None, ("weights",), ("optimizer", "grads"), ("cache",)):
+                before, objects = actor.digest(), actor.places()
+                gone = group.sleep("actor", tags)
+                assert gone > 0 or actor.digest() == before  # no gradients yet
+                assert group.memory().slots[0].roles[0].asleep >= gone * 0.98
+                group.wake("actor", tags)
+                assert (actor.digest(), actor.places()) == (before, objects)
+                group.sleep("actor", tags)
+                assert actor.train() == other.train()
+
+    @needs_cuda
+    def test_memory_is_given_back(self, record_property: Any) -> None:
+        """The GPU has it, and 98 % of it at least."""
+        with connect() as runtime:
+            group = runtime.reserve().spawn({"actor": colocate.role(Sleeper, 1024)})
+            actor = group.role("actor", Sleeper)
+            actor.train()
+            before, (awake,) = actor.digest(), actor.used()
+            size = group.memory().slots[0].roles[0].total
+            assert group.sleep("actor") >= 0.98 * size
+            (asleep,) = actor.used()
+            group.wake("actor")
+            seconds = []
+            for _ in range(5):
+                begin = time.perf_counter()
+                group.sleep("actor")
+                group.wake("actor")
+                seconds.append(time.perf_counter() - begin)
+            assert awake[1] - asleep[1] >= 0.98 * size, (awake, asleep, size)
+            assert actor.digest() == before
+            (speed,) = actor.copy_speed(1024)
+            median = sorted(seconds)[2]
+            record_property("sleep and wake of 4 GiB", f"{2 * size / median / 1e9:.1f} GB/s")
+            record_property("the same beside pinned copies", f"{2 * size / median / speed:.2f} x")
+
+    @needs_cuda
+    def test_wake_without_room(self) -> None:
+        """It sleeps on, as often as it is tried; and wakes when there is room."""
+        with connect() as runtime:
+            group = runtime.reserve().spawn({"actor": colocate.role(Sleeper, 1024), "other": colocate.role(Sleeper, 1)})
+            actor, other = group.role("actor", Sleeper), group.role("other", Sleeper)
+            before = actor.digest()
+            group.sleep("actor")
+            free = torch.cuda.mem_get_info(DEVICE)[0]
+            other.fill(free / 2**30 - 1)
+            for _ in range(3):
+                with pytest.raises(colocate.MemoryBudgetError, match=r"are needed on cuda:0"):
+                    group.wake("actor")
+            with pytest.raises(colocate.SleepingError, match="could not be woken"):
+                actor.digest()
+            other.fill(0)
+            assert actor.digest() == before
 
 
 class TestPpo:

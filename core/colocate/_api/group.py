@@ -207,12 +207,12 @@ class ColocatedGroup(Held[Crew], node=Crew):
         return off_main(lambda: memory(self._node, Deadline(limited)))
 
     def sleep(self, role: str, tags: Sequence[Tag] | None = None, timeout: float | None = None) -> int:
-        """Put memory of a role to sleep: it leaves the workers' memory for a file, and comes back as it was.
+        """Put memory of a role to sleep: that of a device goes to pinned memory, the host's to a file on a disk.
 
-        A call in the group's order. All ranks of the role do it, or none does. Tensors stay the same objects at the
-        same addresses. A call on the role wakes what its method needs (`@method(awake=...)`; by default everything),
-        and so does a checkpoint; `ctx.sibling` refuses a role of which memory sleeps. What another role, which is
-        awake, holds as well stays, and so does what lies in residents. A role with methods `sleep(tags)` and
+        A call in the group's order. All ranks of the role do it, or none does. Tensors stay the same objects, the
+        host's at the same addresses. A call on the role wakes what its method needs (`@method(awake=...)`; by default
+        everything), and so does a checkpoint; `ctx.sibling` refuses a role of which memory sleeps. What another role,
+        which is awake, holds as well stays, and so does what lies in residents. A role with methods `sleep(tags)` and
         `wake(tags)`, which aren't `@method`, has them called beside it: for what colocate can't find.
 
         Args:

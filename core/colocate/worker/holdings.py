@@ -12,7 +12,7 @@ import gc
 import types
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
 from colocate._protocol.ledger import Purpose
@@ -77,22 +77,56 @@ class Storages(dict[str, dict[int, int]]):
             self.setdefault("cpu", {})[item.__array_interface__["data"][0]] = item.nbytes
 
 
+class Objects(Storages):
+    """Storages with the objects themselves, where they are a device's: these are named by what torch has for them.
+
+    That stays when their memory goes.
+
+    Attributes:
+        storages: They, by that.
+        trained: Those of tensors that have gradients.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: dict[int, Any] = {}
+        self.trained: set[int] = set()
+
+    def add_plain(self, item: Any) -> None:
+        """Note that of a tensor which has one."""
+        if item.device.type == "cpu":
+            super().add_plain(item)
+            return
+        storage = item.untyped_storage()
+        key = storage._cdata
+        self.setdefault(_name_of(item.device), {})[key] = storage.nbytes()
+        self.storages[key] = storage
+        if item.requires_grad:
+            self.trained.add(key)
+
+
 Holdings: TypeAlias = dict[Purpose, Storages]
 """What somebody has, by what it is for."""
 
 
-def held_by(instance: object, declared: Iterable[Any] = (), apart: Iterable[object] = ()) -> tuple[Holdings, bool]:
+def held_by(
+    instance: object,
+    declared: Iterable[Any] = (),
+    apart: Iterable[object] = (),
+    storages: Callable[[], Storages] = Storages,
+) -> tuple[Holdings, bool]:
     """What an object holds.
 
     Args:
         instance: The object, a role's instance.
         declared: What it says that it holds besides.
         apart: What isn't looked into, though it may lead there: other roles.
+        storages: Makes what notes them.
 
     Returns:
         What was found, and whether that is all.
     """
-    search = _Search(apart)
+    search = _Search(apart, storages)
     complete = search.through(instance)
     for value in declared:
         search.add(Purpose.DECLARED, value)
@@ -102,8 +136,8 @@ def held_by(instance: object, declared: Iterable[Any] = (), apart: Iterable[obje
 class _Search:
     """Breadth first, so that what is nearest is found when there is too much."""
 
-    def __init__(self, apart: Iterable[object]) -> None:
-        self.found: Holdings = {purpose: Storages() for purpose in Purpose}
+    def __init__(self, apart: Iterable[object], storages: Callable[[], Storages]) -> None:
+        self.found: Holdings = {purpose: storages() for purpose in Purpose}
         self._apart = list(apart)
         self._seen = {id(each) for each in self._apart}
         self._todo: deque[Any] = deque()

@@ -48,6 +48,8 @@ def ledger(site: Site) -> Ledger:
         with _looking_at(owner):
             kept.setdefault(Purpose.RESIDENTS, Storages()).add(value)
     owned, shared, asleep = _shares(held, dict(site.sleeper.away))
+    for name, size in site.sleeper.on_device().items():
+        asleep[name] += size
     private = None if site.in_process else private_bytes() + site.sleeper.in_memory()
     return Ledger(owned, shared, asleep, tuple(partial), private, site.empty, _gpu(site.boot.device))
 

@@ -1,7 +1,7 @@
-"""Memory of roles that sleeps: a role's tensors go from the worker's memory to a file, and come back in place.
+"""Memory of roles that sleeps: a role's tensors go from the worker's memory to a file, a device's to the host's.
 
 Both are done by all ranks of the role or by none: each does what may fail, then they meet at the driver, and only when
-all are ready it is made so. What lies where is `_system.pages`'s.
+all are ready it is made so. How is in `_system/pages.py` and `offload.py`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from colocate._system.room import free_memory, spill_directories
 from colocate._system.sizes import size_text
 from colocate.errors import ColocateError, SleepingError
 from colocate.executor import Boot
-from colocate.worker.holdings import Holdings, Storages, held_by
+from colocate.worker.holdings import Holdings, Objects, held_by
 from colocate.worker.hosted import HostedRole
+from colocate.worker.offload import Offload
 from colocate.worker.store import Store
 
 _NO_ROOM = (errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -67,14 +68,16 @@ class Sleeper:
     """Puts memory of a worker's roles to sleep and wakes it, on the lane.
 
     Attributes:
-        away: The sizes of storages that aren't in memory, by their addresses.
-        free: How much memory is free.
+        away: The sizes of pieces of memory that aren't there, by what they are called: those of the host by their
+            addresses, those of a device by what torch calls their storages.
+        free: How much of the host's memory is free.
     """
 
     def __init__(self, site: Worker) -> None:
         self._site = site
         self._file: SpillFile | None = None
-        self._asleep: dict[str, dict[str, Storages]] = {}  # by role and tag, with what other roles hold too
+        self._offload = Offload(site.boot.device)
+        self._asleep: dict[str, dict[str, Objects]] = {}  # by role and tag, with what other roles hold too
         self._why: dict[str, str] = {}  # roles could not be woken when that was last tried
         self.away: dict[int, int] = {}
         self.free: Callable[[], int] = free_memory
@@ -82,6 +85,16 @@ class Sleeper:
     def tags(self, role: str | None) -> Sequence[str]:
         """What of a role sleeps."""
         return () if role is None else tuple(self._asleep.get(role, ()))
+
+    def on_device(self) -> dict[str, int]:
+        """Bytes of the slot's device that sleep, by role: nobody finds them there. Each counts once."""
+        seen: set[int] = set()
+        found: dict[str, int] = {}
+        for role, by_tag in list(self._asleep.items()):
+            keys = {key for pieces in list(by_tag.values()) for key in pieces.storages} - seen
+            found[role] = sum(self.away.get(key, 0) for key in keys)
+            seen |= keys
+        return found
 
     def check(self, role: HostedRole, spec: MethodSpec) -> None:
         """Raise when a method's role isn't as awake as the method needs it.
@@ -121,25 +134,29 @@ class Sleeper:
         new = [tag for tag in TAGS if tag in tags and tag not in self.tags(name)]
         if role is None or not new:
             return Outcome(self._agree(members, None))
-        by_tag: dict[str, Storages] = {}
-        going: dict[int, int] = {}
-        size = stay = 0
+        seen: list[_Look] = []
 
         def begin() -> Callable[[], None]:
-            nonlocal by_tag, going, size, stay
-            by_tag, going, stay = self._look(name, role, new)
-            areas = areas_of(going.items())
-            size = sum(area.stop - area.start for area in areas)
-            written = self._spill().write(areas)
+            found = _Look(name, role, new, self)
+            seen.append(found)
+            written = self._spill().write(found.areas) if found.areas else None
+            offloading = self._offload.write(found.storages)
             role.call_hook("sleep", tuple(new))
-            return written.put_away
+
+            def end() -> None:
+                if written is not None:
+                    written.put_away()
+                offloading.put_away()
+
+            return end
 
         outcome = self._all_or_none(role, members, begin, lambda: role.call_hook("wake", tuple(new)))
         if outcome.refusal is not None:
             return outcome
-        self._asleep.setdefault(name, {}).update(by_tag)
-        self.away.update(going)
-        return Outcome(nbytes=size, stay=stay + sum(going.values()) - size)
+        (found,) = seen
+        self._asleep.setdefault(name, {}).update(found.by_tag)
+        self.away.update(found.going)
+        return Outcome(nbytes=found.size, stay=found.stay)
 
     def wake(self, name: str, tags: Sequence[str], members: int, beside: Mapping[str, int]) -> Outcome:
         """Have memory of a role be there again, if it is so on all ranks.
@@ -154,22 +171,26 @@ class Sleeper:
         asleep = [tag for tag in self.tags(name) if tag in tags]
         if role is None or not asleep:
             return Outcome(self._agree(members, None))
-        coming = self._coming(name, asleep)
-        areas = areas_of(coming.items())
-        size = sum(area.stop - area.start for area in areas)
+        coming = _Coming(self._asleep[name], asleep, self.away)
         share = self.free() // beside.get(self._site.boot.node, 1)
 
         def begin() -> Callable[[], None]:
-            if size > share:
-                raise MemoryError(f"{size_text(size)} are needed, and {size_text(share)} are free for this rank")
-            bring_back(areas)
-            return lambda: None
+            if coming.on_host > share:
+                raise MemoryError(f"{size_text(coming.on_host)} are needed, and {size_text(share)} free for this rank")
+            bring_back(coming.areas)
+            self._offload.bring_back(coming.storages)
+            return lambda: self._offload.let_go(coming.trained)
 
-        outcome = self._all_or_none(role, members, begin, lambda: self._spill().write(areas).put_away())
+        def undo() -> None:
+            if coming.areas:
+                self._spill().write(coming.areas).put_away()
+            self._offload.undo(coming.storages)
+
+        outcome = self._all_or_none(role, members, begin, undo)
         if outcome.refusal is None:
             self._are_awake(name, asleep, coming)
             role.call_hook("wake", tuple(asleep))
-            return Outcome(nbytes=size)
+            return Outcome(nbytes=coming.size)
         self._why[name] = outcome.refusal
         return outcome
 
@@ -177,8 +198,9 @@ class Sleeper:
         """Have all of a role be there again on this rank, as on all others: their models are about to be renewed."""
         if asleep := self.tags(role.name):
             assert role.name is not None
-            coming = self._coming(role.name, asleep)
-            bring_back(areas_of(coming.items()))
+            coming = _Coming(self._asleep[role.name], asleep, self.away)
+            bring_back(coming.areas)
+            self._offload.bring_back(coming.storages)
             self._are_awake(role.name, asleep, coming)
             role.call_hook("wake", tuple(asleep))
 
@@ -238,55 +260,51 @@ class Sleeper:
 
     # -- what sleeps
 
-    def _look(
-        self, name: str, role: HostedRole, tags: Iterable[str]
-    ) -> tuple[dict[str, Storages], dict[int, int], int]:
-        """What is to sleep by its tags, what of it can go with its sizes, and the bytes that somebody awake has too.
+    def held_awake(self, name: str) -> set[int]:
+        """What other roles hold that doesn't sleep there, and what lies in residents.
 
         Raises:
-            SleepingError: Memory of a GPU is among it.
+            MemoryError: Not everything can be looked at, and a device's memory mustn't be used while it sleeps.
         """
-        roles = {each.name: each for each in self._site.roles.values() if each.name is not None}
-        apart = {each: [other.instance for other in roles.values() if other is not roles[each]] for each in roles}
-        found, _ = held_by(role.instance, role.declared() if "cache" in tags else (), apart[name])
-        by_tag = _by_tag(found)
-        elsewhere = {where for tag in tags for where, pieces in by_tag[tag].items() if where != "cpu" and pieces}
-        if elsewhere:
-            raise SleepingError(
-                f"role {name!r} has memory on {', '.join(sorted(elsewhere))}: only the host's can sleep"
-            )
-        awake = self._held_awake(name, roles, apart)
-        for tag in TAGS:
-            if tag not in tags and tag not in self.tags(name):
-                awake.update(by_tag[tag].get("cpu", {}))
-        wanted = {key: size for tag in tags for key, size in by_tag[tag].get("cpu", {}).items()}
-        going = {key: size for key, size in wanted.items() if key not in awake and key not in self.away}
-        return {tag: by_tag[tag] for tag in tags}, going, sum(size for key, size in wanted.items() if key in awake)
-
-    def _held_awake(
-        self, name: str, roles: Mapping[str, HostedRole], apart: Mapping[str, Iterable[object]]
-    ) -> dict[int, int]:
-        """What other roles hold that doesn't sleep there, and what lies in residents."""
-        awake: dict[int, int] = {}
-        for other in roles:
-            if other != name:
-                asleep = self._asleep.get(other, {})
-                for tag, pieces in _by_tag(held_by(roles[other].instance, (), apart[other])[0]).items():
-                    if tag not in asleep:
-                        awake.update(pieces.get("cpu", {}))
-        kept = Storages()
+        roles = [each for each in self._site.roles.values() if each.name is not None]
+        awake: set[int] = set()
+        for role in roles:
+            if role.name is None or role.name == name:
+                continue
+            apart = [other.instance for other in roles if other is not role]
+            found, complete = held_by(role.instance, (), apart, Objects)
+            self.refuse_partial(role.name, complete)
+            for tag, pieces in by_tags(found).items():
+                if tag not in self.tags(role.name):
+                    awake.update(key for place in pieces.values() for key in place)
+        kept = Objects()
         for _, value in self._site.store.values():
             kept.add(value)
-        awake.update(kept.get("cpu", {}))
+        awake.update(key for place in kept.values() for key in place)
         return awake
 
-    def _coming(self, name: str, tags: Iterable[str]) -> dict[int, int]:
-        asleep = self._asleep[name]
-        keys = (key for tag in tags for key in asleep[tag].get("cpu", {}))
-        return {key: self.away[key] for key in keys if key in self.away}
+    def refuse_partial(self, role: str, complete: bool) -> None:
+        """Raise when not all that a role holds was looked at, where that matters.
 
-    def _are_awake(self, name: str, tags: Iterable[str], coming: Iterable[int]) -> None:
-        for key in coming:
+        Raises:
+            ColocateError: It does.
+        """
+        if not complete and self._site.boot.device != "cpu":
+            raise ColocateError(
+                f"role {role!r} holds more objects than were looked at: what else uses memory of the device isn't known"
+            )
+
+    def apart_from(self, name: str) -> list[object]:
+        """The other roles' objects."""
+        return [each.instance for each in self._site.roles.values() if each.name not in (None, name)]
+
+    @property
+    def device(self) -> str:
+        """Of the slot."""
+        return self._site.boot.device
+
+    def _are_awake(self, name: str, tags: Iterable[str], coming: _Coming) -> None:
+        for key in coming.pieces:
             del self.away[key]
         self._why.pop(name, None)
         asleep = self._asleep[name]
@@ -311,16 +329,86 @@ class Sleeper:
         return self._file
 
 
-def _by_tag(found: Holdings) -> dict[str, Storages]:
+class _Look:
+    """What of a role is to sleep, and can.
+
+    Attributes:
+        by_tag: What is to, by its tags.
+        going: The sizes of what goes.
+        areas: Pages of the host that go.
+        storages: Storages of the device that go.
+        size: The bytes that go.
+        stay: Those that were to and stay.
+    """
+
+    def __init__(self, name: str, role: HostedRole, tags: Sequence[str], sleeper: Sleeper) -> None:
+        declared = role.declared() if "cache" in tags else ()
+        found, complete = held_by(role.instance, declared, sleeper.apart_from(name), Objects)
+        sleeper.refuse_partial(name, complete)
+        every = by_tags(found)
+        self.by_tag = {tag: every[tag] for tag in tags}
+        awake = sleeper.held_awake(name)
+        for tag in TAGS:
+            if tag not in tags and tag not in sleeper.tags(name):
+                awake.update(key for place in every[tag].values() for key in place)
+        places = {"cpu", sleeper.device}
+        wanted = {
+            key: (place, size)
+            for pieces in self.by_tag.values()
+            for place, sizes in pieces.items()
+            for key, size in sizes.items()
+        }
+        going = {
+            key: (place, size)
+            for key, (place, size) in wanted.items()
+            if place in places and key not in awake and key not in sleeper.away
+        }
+        self.going = {key: size for key, (_, size) in going.items()}
+        self.areas = areas_of((key, size) for key, (place, size) in going.items() if place == "cpu")
+        objects = {key: storage for pieces in self.by_tag.values() for key, storage in pieces.storages.items()}
+        self.storages = {key: objects[key] for key, (place, _) in going.items() if place != "cpu"}
+        self.size = sum(area.stop - area.start for area in self.areas)
+        self.size += sum(self.going[key] for key in self.storages)
+        here = (size for key, (_, size) in wanted.items() if key not in sleeper.away)
+        self.stay = sum(here) - self.size
+
+
+class _Coming:
+    """What of a role is to be there again.
+
+    Attributes:
+        pieces: The sizes of its pieces.
+        areas: Pages of the host.
+        storages: Storages of the device.
+        trained: Those of them that will have changed when they go the next time.
+        on_host: The bytes of the pages.
+        size: All bytes.
+    """
+
+    def __init__(self, asleep: Mapping[str, Objects], tags: Iterable[str], away: Mapping[int, int]) -> None:
+        found = [asleep[tag] for tag in tags]
+        keys = {key for pieces in found for place in pieces.values() for key in place}
+        self.pieces = {key: away[key] for key in keys if key in away}
+        self.storages = {key for pieces in found for key in pieces.storages if key in self.pieces}
+        self.trained = {key for pieces in found for key in pieces.trained} & self.storages
+        self.areas = areas_of((key, size) for key, size in self.pieces.items() if key not in self.storages)
+        self.on_host = sum(area.stop - area.start for area in self.areas)
+        self.size = self.on_host + sum(self.pieces[key] for key in self.storages)
+
+
+def by_tags(found: Holdings) -> dict[str, Objects]:
     """What was found, where each piece counts as the first of what it is for."""
     tag_of = {purpose: tag for tag, purposes in TAGS.items() for purpose in purposes}
-    by_tag = {tag: Storages() for tag in TAGS}
-    seen: set[tuple[str, int]] = set()
+    by_tag = {tag: Objects() for tag in TAGS}
+    seen: set[int] = set()
     for purpose in Purpose:
-        if purpose not in tag_of:
+        pieces = found.get(purpose)
+        if purpose not in tag_of or not isinstance(pieces, Objects):
             continue
-        for device, pieces in found.get(purpose, {}).items():
-            own = by_tag[tag_of[purpose]].setdefault(device, {})
-            own.update({key: size for key, size in pieces.items() if (device, key) not in seen})
-            seen.update((device, key) for key in pieces)
+        own = by_tag[tag_of[purpose]]
+        for place, sizes in pieces.items():
+            own.setdefault(place, {}).update({key: size for key, size in sizes.items() if key not in seen})
+        own.storages.update({key: each for key, each in pieces.storages.items() if key not in seen})
+        own.trained |= pieces.trained - seen
+        seen.update(key for sizes in pieces.values() for key in sizes)
     return by_tag

@@ -81,9 +81,9 @@ class Dozing(Role):
 
     @method
     def places(self) -> list[tuple[int, int]]:
-        """Which objects its tensors are, and where they lie."""
+        """Which objects its tensors are, and where they lie on the host."""
         tensors = [self.net.weight, self.tied.weight, self.net.weight.grad, *self.cache]
-        return [(id(each), each.data_ptr()) for each in tensors if each is not None]
+        return [(id(each), each.data_ptr() if each.is_cpu else 0) for each in tensors if each is not None]
 
     @method
     def weights(self) -> Tensor:

@@ -1,0 +1,192 @@
+"""Memory of a device that goes to pinned memory of the host, and back: storages lose their memory and get it again.
+
+Tensors and storages stay the same objects, and so do views and tied weights; addresses may be others afterwards.
+Nothing may be computed with them meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, TypeAlias
+
+import attrs
+
+from colocate._system.imported import imported
+from colocate._system.sizes import size_text
+
+Key: TypeAlias = int
+"""What a storage is called as long as there is a reference to it: `storage._cdata`."""
+
+_WORDS_AT_ONCE = 1 << 20  # what is looked at of a storage needs as much memory beside it
+_ODD = 0x9E3779B97F4A7C15 - (1 << 64)
+_PRIME = 1_000_003
+
+
+class _Reference:
+    """Tells whether a storage is there, and finds it; keeps none."""
+
+    __slots__ = ("_weak",)
+
+    def __init__(self, storage: Any) -> None:
+        from torch.multiprocessing.reductions import StorageWeakRef
+
+        self._weak: Any = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+    def expired(self) -> bool:
+        return bool(self._weak.expired())
+
+    def storage(self) -> Any:
+        torch = imported("torch")
+        return torch.UntypedStorage._new_with_weak_ptr(self._weak.cdata)
+
+
+@attrs.define(eq=False)
+class _Copy:
+    """A storage's contents on the host.
+
+    Attributes:
+        host: They, as bytes.
+        digest: A number that they make.
+        storage: The storage, while it has no memory; None while it has, when nothing keeps it here.
+        reference: What tells whether it is there.
+    """
+
+    host: Any
+    digest: int
+    storage: Any
+    reference: _Reference
+
+
+class Offload:
+    """Storages of one device that are on the host, and copies of such as hardly change."""
+
+    def __init__(self, device: str) -> None:
+        """Args: device: As torch calls it."""
+        self._device = device
+        self._copies: dict[Key, _Copy] = {}
+
+    def write(self, storages: Mapping[Key, Any]) -> Offloading:
+        """Copy storages to the host; they keep their memory until `Offloading.put_away`.
+
+        What is there already as it is now isn't copied again.
+
+        Raises:
+            MemoryError: The host has no room for them: nothing has changed.
+        """
+        for key in [key for key, known in self._copies.items() if known.reference.expired()]:
+            del self._copies[key]
+        copies: dict[Key, _Copy] = {}
+        for key, storage in storages.items():
+            view = _view(storage)
+            digest = _digest(view)
+            known = self._copies.pop(key, None)
+            if known is not None and known.digest == digest:
+                copies[key] = attrs.evolve(known, storage=storage)
+                continue
+            copies[key] = _Copy(self._to_host(view), digest, storage, _Reference(storage))
+        self._settle()
+        return Offloading(self, copies)
+
+    def away(self, key: Key) -> bool:
+        """Whether a storage has no memory."""
+        found = self._copies.get(key)
+        return found is not None and found.storage is not None
+
+    def put_away(self, copies: Mapping[Key, _Copy]) -> None:
+        """Take the memory from storages whose contents are on the host."""
+        for copy in copies.values():
+            copy.storage.resize_(0)
+        self._copies.update(copies)
+        self._give_back()
+
+    def bring_back(self, keys: Collection[Key]) -> None:
+        """Give storages their memory and contents; the copies stay.
+
+        Raises:
+            MemoryError: The device hasn't that much: nothing has changed.
+        """
+        there: list[Any] = []
+        try:
+            for key in keys:
+                copy = self._copies[key]
+                copy.storage.resize_(copy.host.numel())
+                there.append(copy.storage)
+                _view(copy.storage).copy_(copy.host, non_blocking=True)
+            self._settle()
+        except RuntimeError as error:  # torch.OutOfMemoryError is one
+            for storage in there:
+                storage.resize_(0)
+            self._give_back()
+            size = sum(self._copies[key].host.numel() for key in keys)
+            what = str(error).partition("\n")[0]
+            raise MemoryError(f"{size_text(size)} are needed on {self._device}: {what}") from error
+        for key in keys:
+            self._copies[key].storage = None
+
+    def let_go(self, keys: Collection[Key]) -> None:
+        """Forget the copies of storages that are there."""
+        for key in keys:
+            del self._copies[key]
+
+    def undo(self, keys: Iterable[Key]) -> None:
+        """Put storages away again that have just been brought back, with all their copies kept."""
+        for copy, storage in [(self._copies[key], self._copies[key].reference.storage()) for key in keys]:
+            copy.storage = storage
+            storage.resize_(0)
+        self._give_back()
+
+    def _to_host(self, view: Any) -> Any:
+        torch = imported("torch")
+        try:
+            host = torch.empty(view.numel(), dtype=torch.uint8, pin_memory=self._is_cuda)
+        except RuntimeError as error:
+            raise MemoryError(f"{size_text(view.numel())} of pinned memory are needed: {error}") from error
+        return host.copy_(view, non_blocking=True)
+
+    @property
+    def _is_cuda(self) -> bool:
+        return self._device.startswith("cuda")
+
+    def _settle(self) -> None:
+        """Wait until all that was begun on the device is done."""
+        if self._is_cuda:
+            imported("torch").cuda.synchronize(self._device)
+
+    def _give_back(self) -> None:
+        """Have the device's other users get what torch keeps for itself."""
+        if self._is_cuda:
+            imported("torch").cuda.empty_cache()
+
+
+@attrs.frozen
+class Offloading:
+    """Storages whose contents are on the host, too."""
+
+    _offload: Offload
+    _copies: Mapping[Key, _Copy]
+
+    def put_away(self) -> None:
+        """Have them be there only."""
+        self._offload.put_away(self._copies)
+
+
+def _view(storage: Any) -> Any:
+    """A storage's bytes as a tensor."""
+    torch = imported("torch")
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def _digest(view: Any) -> int:
+    """A number of 64 bits that depends on each byte and its place, worked out where the bytes are."""
+    torch = imported("torch")
+    whole = view.numel() // 8 * 8
+    words = view[:whole].view(torch.int64)
+    # Odd factors: times an even one the highest bits would make no difference.
+    count = min(_WORDS_AT_ONCE, words.numel())
+    places = (2 * torch.arange(count, dtype=torch.int64, device=view.device) + 1) * _ODD
+    total = torch.zeros((), dtype=torch.int64, device=view.device)
+    for part in words.split(_WORDS_AT_ONCE):
+        total = total * _PRIME + (part * places[: part.numel()]).sum()
+    for byte in view[whole:].tolist():
+        total = total * _PRIME + byte
+    return int(total)

@@ -1,0 +1,131 @@
+"""Storages that lose their memory and get it again; the host's own stand for a device's here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from colocate.worker.offload import Offload, _digest, _view  # noqa: E402
+
+
+def storages(*tensors: Any) -> dict[int, Any]:
+    found = [tensor.untyped_storage() for tensor in tensors]
+    return {storage._cdata: storage for storage in found}
+
+
+def test_away_and_back() -> None:
+    """The same objects with the same bits: tied weights, views, gradients and Adam's state with them."""
+    net, tied = torch.nn.Linear(100, 100), torch.nn.Linear(100, 100)
+    tied.weight = net.weight
+    optimizer = torch.optim.Adam(net.parameters())
+    net(torch.ones(1, 100)).sum().backward()
+    optimizer.step()
+    view = net.weight.detach()[3:]
+    state = [value for values in optimizer.state.values() for value in values.values()]
+    tensors = [net.weight, net.bias, net.weight.grad, *state]
+    before = [tensor.detach().clone() for tensor in (*tensors, view)]
+    offload, chosen = Offload("cpu"), storages(*tensors)
+    offload.write(chosen).put_away()
+    assert all(storage.nbytes() == 0 for storage in chosen.values())
+    assert all(map(offload.away, chosen))
+    offload.bring_back(chosen)
+    assert not any(map(offload.away, chosen))
+    assert tied.weight is net.weight
+    for tensor, copy in zip((*tensors, view), before, strict=True):
+        assert torch.equal(tensor, copy)
+    net(torch.ones(1, 100)).sum().backward()
+    optimizer.step()
+
+
+def test_what_has_not_changed_is_not_copied_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reference model's copy stays; it is seen when its weights have changed, however that was done."""
+    weights = torch.randn(10_000)
+    offload, chosen = Offload("cpu"), storages(weights)
+    copied: list[int] = []
+    to_host = offload._to_host
+
+    def noted(view: Any) -> Any:
+        copied.append(view.numel())
+        return to_host(view)
+
+    monkeypatch.setattr(offload, "_to_host", noted)
+    for _ in range(3):
+        offload.write(chosen).put_away()
+        offload.bring_back(chosen)
+    assert copied == [40_000]
+    weights.data[77] += 1
+    before = weights.clone()
+    offload.write(chosen).put_away()
+    offload.bring_back(chosen)
+    offload.let_go(chosen)
+    assert copied == [40_000, 40_000]
+    assert torch.equal(weights, before)
+
+
+def test_a_copy_of_something_that_is_gone() -> None:
+    """Nothing is kept for it, and who gets its place has its own."""
+    offload = Offload("cpu")
+    for seed in range(20):
+        torch.manual_seed(seed)
+        weights = torch.randn(1000)
+        before = weights.clone()
+        chosen = storages(weights)
+        offload.write(chosen).put_away()
+        offload.bring_back(chosen)
+        assert torch.equal(weights, before)
+        del weights, chosen
+
+
+def test_no_room_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing has changed: all of it is away, and can come back later."""
+    one, other = torch.randn(1000), torch.randn(1000)
+    before = one.clone(), other.clone()
+    offload, chosen = Offload("cpu"), storages(one, other)
+    offload.write(chosen).put_away()
+
+    def fail() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4 KiB\nand more")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(offload, "_settle", fail)
+        with pytest.raises(
+            MemoryError, match=r"7.8 KiB are needed on cpu: CUDA out of memory. Tried to allocate 4 KiB$"
+        ):
+            offload.bring_back(chosen)
+    assert all(storage.nbytes() == 0 for storage in chosen.values())
+    offload.bring_back(chosen)
+    assert torch.equal(one, before[0])
+    assert torch.equal(other, before[1])
+
+
+def test_undone() -> None:
+    """Another rank has no room: it is away as before."""
+    tensor = torch.randn(1000)
+    before = tensor.clone()
+    offload, chosen = Offload("cpu"), storages(tensor)
+    offload.write(chosen).put_away()
+    offload.bring_back(chosen)
+    offload.undo(chosen)
+    assert all(map(offload.away, chosen))
+    assert next(iter(chosen.values())).nbytes() == 0
+    offload.bring_back(chosen)
+    assert torch.equal(tensor, before)
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 7, 8, 9, 4096, 3 * 8 * (1 << 20) + 5])
+def test_digests(nbytes: int) -> None:
+    """Each byte and its place make a difference."""
+    data = torch.randint(0, 255, (nbytes,), dtype=torch.uint8)
+    found = _digest(_view(data.untyped_storage()))
+    assert found == _digest(_view(data.clone().untyped_storage()))
+    for place in {0, nbytes // 2, nbytes - 1} if nbytes else ():
+        other = data.clone()
+        other[place] ^= 1
+        assert _digest(_view(other.untyped_storage())) != found
+    if nbytes > 16:
+        swapped = data.clone()
+        swapped[0:8], swapped[8:16] = data[8:16], data[0:8]
+        assert _digest(_view(swapped.untyped_storage())) != found

@@ -1,0 +1,203 @@
+"""A device's memory that sleeps: the host's own stands for it here, under another name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from colocate import method  # noqa: E402
+from colocate._role.context import CallState, running_call, standalone_context  # noqa: E402
+from colocate._role.role import methods_of  # noqa: E402
+from colocate.errors import ColocateError, SleepingError  # noqa: E402
+from colocate.executor import Boot  # noqa: E402
+from colocate.worker import holdings, offload  # noqa: E402
+from colocate.worker.hosted import HostedRole  # noqa: E402
+from colocate.worker.scope import Scope  # noqa: E402
+from colocate.worker.sleeping import Sleeper  # noqa: E402
+from colocate.worker.store import Store  # noqa: E402
+
+DEVICE = "other:0"
+TAGS = ("weights", "grads", "optimizer", "cache")
+
+
+class Model:
+    """A role."""
+
+    def __init__(self, net: Any = None) -> None:
+        self.net = torch.nn.Linear(50, 50) if net is None else net
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9)
+        self.cache = torch.ones(5000)
+
+    @method
+    def train(self) -> None:
+        """A step."""
+        self.net(torch.ones(1, 50)).sum().backward()
+        self.optimizer.step()
+
+    @method(awake=("weights",))
+    def look(self) -> None:
+        """Use the weights."""
+
+
+class Worker:
+    """One of a group of one, whose device is the other one."""
+
+    spill_dir = None
+
+    def __init__(self, boot: Boot) -> None:
+        self.boot = boot
+        self.store = Store(False, Scope())
+        self.roles: dict[Any, HostedRole] = {}
+        self.refusal: str | None = None
+
+    def add(self, name: str, instance: Any) -> HostedRole:
+        self.roles[name] = HostedRole(name, instance, methods_of(type(instance)), standalone_context(name))
+        return self.roles[name]
+
+    def ask(self, question: Any) -> None:
+        reason = question.refusal or self.refusal
+        if reason:
+            raise ColocateError(reason)
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> Worker:
+    def add_plain(self: holdings.Objects, item: Any) -> None:
+        storage = item.untyped_storage()
+        self.setdefault(DEVICE, {})[storage._cdata] = storage.nbytes()
+        self.storages[storage._cdata] = storage
+        if item.requires_grad:
+            self.trained.add(storage._cdata)
+
+    monkeypatch.setattr(holdings.Objects, "add_plain", add_plain)
+    running_call.set(CallState(1))
+    return Worker(Boot("worker", "group", 0, "node", DEVICE))
+
+
+def contents(model: Model) -> list[Any]:
+    state = [value for values in model.optimizer.state.values() for value in values.values()]
+    tensors = [*model.net.parameters(), *(each.grad for each in model.net.parameters()), model.cache, *state]
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+def equal(one: list[Any], other: list[Any]) -> bool:
+    return all(map(torch.equal, one, other))
+
+
+def test_away_and_back(worker: Worker) -> None:
+    """All of it is away, and comes back as it was."""
+    model = Model()
+    role = worker.add("model", model)
+    model.train()
+    before = contents(model)
+    size = sum(tensor.nbytes for tensor in before)
+    sleeper = Sleeper(worker)
+    assert sleeper.sleep("model", TAGS, 1).nbytes == size
+    assert sleeper.on_device() == {"model": size}
+    assert model.net.weight.untyped_storage().nbytes() == 0
+    with pytest.raises(SleepingError, match=r"model\.train needs memory of its role that sleeps"):
+        sleeper.check(role, role.spec("train"))
+    assert sleeper.wake("model", ("weights",), 1, {}).nbytes == sum(each.nbytes for each in model.net.parameters())
+    sleeper.check(role, role.spec("look"))
+    with pytest.raises(SleepingError):
+        sleeper.check(role, role.spec("train"))
+    sleeper.wake("model", TAGS, 1, {})
+    assert equal(contents(model), before)
+    assert sleeper.on_device() == {}
+    model.train()
+
+
+def test_refused_by_another_rank(worker: Worker) -> None:
+    """It stays awake, or asleep, as it was."""
+    model = Model()
+    worker.add("model", model)
+    model.train()
+    before = contents(model)
+    sleeper = Sleeper(worker)
+    worker.refusal = "rank 7: no room"
+    assert sleeper.sleep("model", TAGS, 1).refusal == "rank 7: no room"
+    assert equal(contents(model), before)
+    worker.refusal = None
+    sleeper.sleep("model", TAGS, 1)
+    worker.refusal = "rank 7: no room"
+    assert sleeper.wake("model", TAGS, 1, {}).refusal == "rank 7: no room"
+    assert model.cache.untyped_storage().nbytes() == 0
+    worker.refusal = None
+    sleeper.wake("model", TAGS, 1, {})
+    assert equal(contents(model), before)
+
+
+def test_no_room_on_the_device(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It sleeps on, and says what is needed."""
+    model = Model()
+    worker.add("model", model)
+    model.train()
+    before = contents(model)
+    sleeper = Sleeper(worker)
+    sleeper.sleep("model", TAGS, 1)
+
+    def full(self: offload.Offload) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(offload.Offload, "_settle", full)
+        outcome = sleeper.wake("model", TAGS, 1, {})
+    assert (outcome.own, outcome.fits) == (True, False)
+    assert "KiB are needed on other:0: CUDA out of memory" in (outcome.refusal or "")
+    assert model.cache.untyped_storage().nbytes() == 0
+    sleeper.wake("model", TAGS, 1, {})
+    assert equal(contents(model), before)
+
+
+def test_what_somebody_uses_stays(worker: Worker) -> None:
+    """Another role, which is awake, or a resident: nothing that is used loses its memory."""
+    model = Model()
+    other = Model(model.net)
+    worker.add("model", model)
+    worker.add("other", other)
+    model.train()
+    worker.store.expect(1)
+    worker.store.put(1, model.cache[3:], "model.make", None)
+    sleeper = Sleeper(worker)
+    outcome = sleeper.sleep("model", TAGS, 1)
+    weights = sum(2 * each.nbytes for each in model.net.parameters())  # gradients with them
+    assert outcome.stay == weights + model.cache.nbytes
+    assert model.net.weight.untyped_storage().nbytes() > 0
+    assert sleeper.sleep("other", TAGS, 1).nbytes == weights + other.cache.nbytes
+    assert model.net.weight.untyped_storage().nbytes() == 0
+    assert sleeper.wake("model", TAGS, 1, {}).nbytes > weights
+    assert model.net.weight.untyped_storage().nbytes() > 0
+    sleeper.wake("other", TAGS, 1, {})
+    model.train()
+
+
+def test_weights_that_stay_as_they_are_are_copied_once(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a reference model."""
+    model = Model()
+    model.net.requires_grad_(False)
+    worker.add("model", model)
+    copied: list[int] = []
+    to_host = offload.Offload._to_host
+
+    def noted(self: offload.Offload, view: Any) -> Any:
+        copied.append(view.numel())
+        return to_host(self, view)
+
+    monkeypatch.setattr(offload.Offload, "_to_host", noted)
+    sleeper = Sleeper(worker)
+    for _ in range(3):
+        sleeper.sleep("model", TAGS, 1)
+        sleeper.wake("model", TAGS, 1, {})
+    assert sorted(copied) == sorted([200, 10_000, 20_000])
+
+
+def test_more_than_can_be_looked_at(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody may use it: it stays."""
+    model = Model()
+    worker.add("model", model)
+    monkeypatch.setattr(holdings, "_LOOKS", 2)
+    assert "holds more objects than were looked at" in (Sleeper(worker).sleep("model", TAGS, 1).refusal or "")
+    assert model.cache.untyped_storage().nbytes() > 0
