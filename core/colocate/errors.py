@@ -19,6 +19,7 @@ class ColocateError(Exception):
     Attributes that the cause doesn't know are None (never a guess).
     """
 
+    _follows = False  # whether it only says what has kept a rank from going on, of which another rank's is the cause
     _told = (
         False  # whether somebody has been given it; it may be the error of several calls, of which one led to others
     )

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
+
 from colocate import Concat, Gather, Role, Scatter, method
 
 if TYPE_CHECKING:
@@ -20,6 +22,7 @@ Seen: TypeAlias = tuple[str, int, tuple[int, ...], Any]
 """What a rank answers: its nonce, its rank, the calls that its worker has begun so far, and the call's own value."""
 
 FOR_EVER_S = 3600
+BALLAST = 1 << 18
 _HOLDS = "holds the gil"
 _STEP_S = 0.005
 
@@ -31,6 +34,22 @@ class Deliberate(Exception):
         super().__init__(ident, rank)
         self.ident = ident
         self.rank = rank
+
+
+class Ballast:
+    """Memory that sleeps and wakes, with something that wants it to be what it was."""
+
+    def __init__(self) -> None:
+        self.array = np.zeros(BALLAST, dtype=np.uint8)
+        self.view = self.array[1000:]
+        self.sum = zlib.crc32(self.array.data)
+
+    def use(self, ident: int) -> None:
+        """Look at all of it, and write somewhere."""
+        if zlib.crc32(self.array.data) != self.sum:
+            raise AssertionError(f"call {ident} finds memory that isn't what it was")
+        self.view[ident * 4099 % len(self.view)] = ident % 251
+        self.sum = zlib.crc32(self.array.data)
 
 
 class Machine(Role):
@@ -46,6 +65,7 @@ class Machine(Role):
         time.sleep(takes_s)
         self.main = not main
         self.nonce = secrets.token_hex(4)
+        self.ballast = Ballast()
         self.notes: list[int] = self.ctx.sibling(main, Machine).notes if main else []
 
     def save(self, directory: str) -> None:
@@ -59,6 +79,7 @@ class Machine(Role):
             self.notes[:] = json.loads(Path(directory, str(self.ctx.rank)).read_text())
 
     def _note(self, ident: int, work_s: float = 0.0) -> None:
+        self.ballast.use(ident)
         self.notes.append(ident)
         if work_s:
             time.sleep(work_s)

@@ -121,7 +121,7 @@ def _is_behind(sent: Sent, error: BaseException, group: Played) -> bool:
 
 def _follows(sent: Sent, error: BaseException, group: Played) -> bool:
     """Whether it waited on one rank for others when an earlier call failed there: it is withdrawn, and says why."""
-    if sent.what not in ("take", "add", "train") or not isinstance(error, RoleError):
+    if sent.what not in ("take", "add", "train", "sleep", "wake") or not isinstance(error, RoleError):
         return False
     earlier = [each.error for each in group.sent if each.ident < sent.ident and each.error is not None]
     return any(cause is each for cause in chain(error)[1:] for each in earlier)

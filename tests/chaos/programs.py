@@ -17,7 +17,7 @@ DROPS = {
 }
 """The sockets that are ours, by executor: `local` has no keeper and no envoy, Dask no envoy."""
 
-MOMENTS = ("idle", "call", "call", "queue", "transfer", "pipeline", "run", "spawn", "close")
+MOMENTS = ("idle", "call", "call", "queue", "transfer", "pipeline", "run", "sleep", "wake", "spawn", "close")
 TORCH = {"local": 0.45, "ray": 0.05, "dask": 0.05}
 """The share of programs that use process groups and train: importing torch takes longer than all the rest."""
 TEARS = 0.7
@@ -192,7 +192,7 @@ def _targets(executor: str, slots: int) -> tuple[str, ...]:
 def _step(draw: random.Random, groups: tuple[int, ...], second: str, torch: bool) -> Step:
     what = draw.choice(
         ("step", "submit", "submit", "some", "use", "use", "lend", "share", "pipeline", "run", "fail", "cancel")
-        + ("until_cancelled", "fetch")
+        + ("until_cancelled", "fetch", "sleep", "sleep", "wake", "wake")
         + (("add", "add", "add_failing", "train", "train", *["train_failing"] * 8, "train_cancel") if torch else ())
     )
     group = draw.randrange(len(groups))

@@ -19,6 +19,7 @@ from tests.chaos.records import Played, Sent
 import colocate
 from colocate._system.off_main import off_main
 from colocate._views.functions import run as run_later
+from colocate._views.sleeping import start_sleep, start_wake
 
 LONG_S = float(os.environ.get("COLOCATE_CHAOS_LONG_S", "30"))
 """The timeout of calls that nothing should delay but the import of torch, on a machine that is busy with faults."""
@@ -40,6 +41,12 @@ class _Kept:
     sent: Sent
     resident: Any
     rows: list[bytes]
+
+
+def moved(outcomes: Sequence[Any]) -> str | None:
+    """Compares with memory that has gone, or come back, on all workers."""
+    refused = [each.refusal for each in outcomes if each.refusal is not None]
+    return f"refused: {refused}" if refused else None
 
 
 class Steps:
@@ -245,6 +252,30 @@ class Steps:
         # sent meanwhile, and what is submitted next could come before it.
         def later(view: Any, ident: int) -> colocate.Call[Any]:
             return colocate.Call(off_main(lambda: run_later(group._node, ran, (ident,), {})))
+
+        self.submit(played, sent, later)
+        return sent
+
+    def _sleep(self, step: Step, played: Played, timeout: float | None) -> Sent:
+        """A role's memory goes to sleep; calls of it wake it."""
+        return self._moved(step, played, timeout, start_sleep)
+
+    def _wake(self, step: Step, played: Played, timeout: float | None) -> Sent:
+        """It comes back, ahead of calls; some of these come at once."""
+        self._moved(step, played, timeout, start_sleep)
+        self._plain(step, played, timeout)
+        self._moved(step, played, timeout, start_sleep)
+        return self._moved(step, played, timeout, start_wake)
+
+    def _moved(self, step: Step, played: Played, timeout: float | None, move: Callable[..., Any]) -> Sent:
+        group = played.group
+        assert group is not None
+        role, _ = self._role(played, step)
+        sent = self.new(move.__name__.removeprefix("start_"), (), timeout)  # no rank notes it
+        sent.expected = moved
+
+        def later(view: Any, ident: int) -> colocate.Call[Any]:
+            return colocate.Call(off_main(lambda: move(group._node, role, None, timeout)))
 
         self.submit(played, sent, later)
         return sent

@@ -7,6 +7,7 @@ import pickle
 import pytest
 
 from colocate import errors
+from colocate._crew.spawn import BuildErrors
 from colocate.errors import ColocateError
 
 ALL = [cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, ColocateError)]
@@ -22,3 +23,19 @@ def test_each_comes_back_as_it_was(cls: type[ColocateError]) -> None:
     assert back.args == error.args
     assert (back.group, back.rank) == ("policy", 1)
     assert isinstance(back.__cause__, ValueError)
+
+
+def test_what_only_follows_is_not_told_of_a_start() -> None:
+    """A rank that was kept from constructing its role by another one's failure isn't where to look."""
+    follows, cause = (
+        errors.RoleError("was given up", rank=0),
+        errors.RoleError("raised", rank=1, remote_traceback="at x"),
+    )
+    follows._follows = True
+    found = BuildErrors("policy")
+    found.add(0, follows)
+    assert found.error().errors == {0: follows}
+    found.add(1, cause)
+    error = found.error()
+    assert (dict(error.errors), error.rank, error.remote_traceback) == ({1: cause}, 1, "at x")
+    assert "1 rank failed" in str(error)

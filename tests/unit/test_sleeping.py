@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import pytest
@@ -46,6 +47,7 @@ class Worker:
     """One of a group of one, whose device is the other one."""
 
     spill_dir = None
+    lane: Any = types.SimpleNamespace(resumed=0)
 
     def __init__(self, boot: Boot) -> None:
         self.boot = boot

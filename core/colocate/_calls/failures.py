@@ -69,6 +69,7 @@ def failure_error(link: Link, call: PendingCall, slot: int, failure: Failure, bo
         remote_traceback=with_cells(failure.traceback),
         called_at=_line(call),
     )
+    error._follows = follows
     if not follows:  # unpickled later, not on this thread, which reads all connections
         error._unpickle = lambda: off_main(lambda: _original(link, body, kind, text))
     return error

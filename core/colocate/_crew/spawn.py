@@ -164,17 +164,19 @@ class BuildErrors:
         self.errors.setdefault(slot, error)
 
     def error(self) -> RoleStartError:
-        """All of them as one."""
-        first = self.errors[min(self.errors)]
-        lines = [f"  rank {rank}: {error.message}" for rank, error in sorted(self.errors.items())]
+        """All of them as one, without those that only follow from another one."""
+        causes = {rank: error for rank, error in sorted(self.errors.items()) if not error._follows}
+        errors = causes or dict(sorted(self.errors.items()))
+        rank, first = next(iter(errors.items()))
+        lines = [f"  rank {rank}: {error.message}" for rank, error in errors.items()]
         failed = f"{len(lines)} ranks" if len(lines) > 1 else "1 rank"
         found = RoleStartError(
             f"group {self._group!r} could not start: {failed} failed\n" + "\n".join(lines),
-            errors=dict(sorted(self.errors.items())),
+            errors=errors,
             group=self._group,
             role=first.role,
             method=first.method,
-            rank=min(self.errors),
+            rank=rank,
             node=first.node,
             pid=first.pid,
             remote_traceback=first.remote_traceback,

@@ -16,5 +16,9 @@ class Poisoned(Consequence):
     """
 
 
+class PutBack(Consequence):
+    """What a call of colocate's own waited for was broken before it had changed anything: it begins anew after that."""
+
+
 POISONED = f"{Poisoned.__module__}.{Poisoned.__qualname__}"  # as a worker tells it
 LET_GO = "the driver that asked for it has let go of the group"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from colocate._calls.pending import PendingCall
@@ -20,21 +21,30 @@ from colocate.worker.functions import SLEEP, SPECS, WAKE
 
 def sleep(crew: Crew, role: str, tags: Sequence[str] | None, timeout: float | None) -> int:
     """Put memory of a role to sleep; see `ColocatedGroup.sleep`."""
+    return _result(crew, role, start_sleep(crew, role, tags, timeout), "put to sleep")
+
+
+def start_sleep(crew: Crew, role: str, tags: Sequence[str] | None, timeout: float | None) -> PendingCall:
+    """Send a sleep to all workers."""
     chosen = _tags(crew, role, tags, "sleep")
     crew.sleepers.mark(role, chosen)
     call = _start(crew, SLEEP, f"sleep of {role}", {"role": role, "tags": chosen}, timeout)
     crew.sleepers.mark(role, chosen)  # what has woken it before that doesn't count
-    return _result(crew, role, call, "put to sleep")
+    return call
 
 
 def wake(crew: Crew, role: str, tags: Sequence[str] | None, timeout: float | None) -> int:
     """Wake memory of a role; see `ColocatedGroup.wake`."""
+    return _result(crew, role, start_wake(crew, role, tags, timeout), "woken")
+
+
+def start_wake(crew: Crew, role: str, tags: Sequence[str] | None, timeout: float | None) -> PendingCall:
+    """Send a wake to all workers."""
     chosen = _tags(crew, role, tags, "wake")
     marks = crew.sleepers.seen(role, chosen)
     call = _start(crew, WAKE, f"wake of {role}", arguments(crew, role, chosen), timeout)
-    woken = _result(crew, role, call, "woken")
-    note(crew, marks, call)
-    return woken
+    call._then(partial(note, crew, marks))
+    return call
 
 
 def _tags(crew: Crew, role: str, tags: Sequence[str] | None, what: str) -> list[str]:

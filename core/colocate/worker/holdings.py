@@ -52,7 +52,8 @@ class Storages(dict[str, dict[int, int]]):
         if parts is None and hasattr(item, "__tensor_flatten__"):
             parts = [getattr(item, name) for name in item.__tensor_flatten__()[0]]
         for part in parts or ():
-            self.add_tensor(part, torch)
+            if isinstance(part, torch.Tensor):  # a DTensor names its mesh there, too
+                self.add_tensor(part, torch)
 
     def add_plain(self, item: Any) -> None:
         """Note that of a tensor which has one."""

@@ -27,10 +27,13 @@ if TYPE_CHECKING:
 
 @attrs.define(eq=False)
 class Work(CallState):
-    """One call for the lane. `run` says whether it went well; for an async method it returns a coroutine of that."""
+    """One call for the lane. `run` says whether it went well; for an async method it returns a coroutine of that.
+
+    None says that it hasn't begun, though it had: it takes its place again.
+    """
 
     # Made for each call: given by position, and what begins as nothing isn't given at all.
-    run: Callable[[Work], bool | Coroutine[Any, Any, bool]]
+    run: Callable[[Work], bool | Coroutine[Any, Any, bool] | None]
     label: str
     message: Message | None = None
     body: Any = None
@@ -142,6 +145,11 @@ class Lane:
     def _limit_to(self, number: int, failed: int) -> None:
         # Each hold has its own: the next one may be heard of before the lane has taken note of the end of this one.
         self._limits[number] = min(self._limits.get(number, _NEVER), failed)
+
+    @property
+    def resumed(self) -> int:
+        """The last hold that is over: the same on all ranks for a call that all of them begin."""
+        return self._resumed
 
     @property
     def _limit(self) -> int:
@@ -339,7 +347,10 @@ class Lane:
 
     def _run(self, work: Work) -> None:
         try:
-            if not work.run(work):
+            went = work.run(work)
+            if went is None:
+                self._waiting.appendleft(work)
+            elif not went:
                 self._stop(work)
         finally:
             del self.running[work.seq]
@@ -355,7 +366,7 @@ class Lane:
 
     def _start(self, work: Work) -> None:
         coroutine = work.run(work)
-        if isinstance(coroutine, bool):  # it failed before there was anything to await
+        if coroutine is None or isinstance(coroutine, bool):  # it failed before there was anything to await
             del self.running[work.seq]
             if not coroutine:
                 self._stop(work)

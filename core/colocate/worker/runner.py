@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from colocate._protocol import messages
-from colocate._protocol.consequence import Consequence
+from colocate._protocol.consequence import Consequence, PutBack
 from colocate._protocol.uses import Resolver
 from colocate._role import torch_groups
 from colocate._role.context import reset_current, running_call, set_current
@@ -106,6 +106,9 @@ class Runner:
             if spec.is_async:
                 return self._finish_async(result, work, call, role, spec, resolver, start)
             self._finish(result, work, call, role, spec, resolver, start)
+        except PutBack:
+            work.body = body
+            return None
         except BaseException as error:  # whatever role code raises is the caller's to see, SystemExit included
             site.peers.given_back(work.label)
             role.operations = max(role.operations, work.before + site.groups.count())

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import attrs
 
 from colocate._protocol import messages
-from colocate._protocol.consequence import Consequence
+from colocate._protocol.consequence import Consequence, PutBack
 from colocate._protocol.ledger import TAGS, Purpose
 from colocate._protocol.message import Message
 from colocate._role.context import running_call
@@ -26,6 +26,7 @@ from colocate.errors import ColocateError, SleepingError
 from colocate.executor import Boot
 from colocate.worker.holdings import Holdings, Objects, held_by
 from colocate.worker.hosted import HostedRole
+from colocate.worker.lane import Lane
 from colocate.worker.offload import Offload
 from colocate.worker.store import Store
 
@@ -38,6 +39,7 @@ class Worker(Protocol):
     boot: Boot
     store: Store
     roles: dict[Any, HostedRole]
+    lane: Lane
     spill_dir: str | None
 
     def ask(self, question: Message) -> Any:
@@ -222,7 +224,7 @@ class Sleeper:
         """Begin, and end it when all ranks have begun; otherwise undo it.
 
         Raises:
-            Consequence: The call was given up; it is undone.
+            PutBack: An earlier call has failed on another rank, which will begin this one after that; it is undone.
         """
         refusal: str | None = None
         end: Callable[[], None] | None = None
@@ -236,7 +238,7 @@ class Sleeper:
             refusal = f"rank {role.ctx.rank} (node {role.ctx.node}): {what}{error}"
         try:
             refusal = self._agree(members, refusal)
-        except Consequence:
+        except PutBack:
             if end is not None:
                 undo()
             raise
@@ -251,9 +253,10 @@ class Sleeper:
         call = running_call.get()
         assert call is not None
         try:
-            self._site.ask(messages.Meet(f"sleep {call.seq}", members, None, False, refusal))
-        except Consequence:
-            raise
+            board = f"sleep {call.seq} {self._site.lane.resumed}"
+            self._site.ask(messages.Meet(board, members, None, False, refusal))
+        except Consequence as error:
+            raise PutBack(error.message) from error
         except ColocateError as error:
             return error.message
         return None

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +18,10 @@ from colocate._role.method import Tag
 from colocate.errors import ConfigError, MemoryBudgetError, PipelineError, RoleError, SleepingError
 from colocate.executor import Detachable, OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs
+from colocate.testing.executors.renewals import alone
+from colocate.testing.gate import Gate
 from colocate.testing.probes.sleepers import Dozing, Sharing
+from colocate.testing.probes.trainers import Renewing
 from colocate.testing.waiting import PATIENCE_S, wait_until
 
 _MIB = 2**20
@@ -215,6 +221,46 @@ class Sleeping(ExecutorCase):
         with pytest.raises(RoleError, match="a bad batch"):
             actor.fail(1)
         assert dozing.sleep("actor")
+        assert actor.digest() == before
+
+    @needs(OwnProcess)
+    def test_sleep_of_a_model_in_shards(self, spawn: Spawn) -> None:
+        """By FSDP2: each rank's shards are its own, and count so; training goes on."""
+        pytest.importorskip("torch")
+        group = spawn({"trainer": colocate.role(Renewing, "fsdp2")})
+        trainer = group.role("trainer", Renewing)
+        expected, weights = alone()
+        size = sum(value.nbytes for value in weights.values())
+        parts = [slot.roles[0].device["parameters"] for slot in group.memory().slots]
+        assert size <= sum(parts) <= 1.25 * size  # torch pads what can't be cut evenly
+        losses = []
+        for number, _ in enumerate(expected):
+            group.sleep("trainer")
+            losses.append(sum(trainer.step(number)) / 2)
+        assert losses == pytest.approx(expected, rel=1e-4)
+
+    @pytest.mark.parametrize("what", ["sleep", "wake", "call"])
+    def test_while_an_earlier_call_fails(self, dozing: ColocatedGroup, what: str) -> None:
+        """A rank waits for the others to sleep or wake, of which one has failed: all do it after that."""
+        actor, other = dozing.role("actor", Dozing), dozing.role("other", Sharing)
+        before = actor.digest()
+        if what != "sleep":
+            dozing.sleep("actor")
+        with Gate() as gate, ThreadPoolExecutor(1) as pool:
+            failed = other.fail_at.options(ranks=[1]).submit(gate.address)
+            gate.wait_for(1)
+            doing: dict[str, Callable[[], Any]] = {
+                "sleep": partial(dozing.sleep, "actor"),
+                "wake": partial(dozing.wake, "actor"),
+                "call": actor.digest,
+            }
+            done = pool.submit(doing[what])
+            wait_until(lambda: dozing._node.questions._meetings, "rank 0 waits for rank 1")
+            gate.open()
+            with pytest.raises(RoleError, match="a bad batch"):
+                failed.result(PATIENCE_S)
+            assert done.result(PATIENCE_S)
+        assert actor.asleep() == [["weights", "grads", "optimizer", "cache"] if what == "sleep" else []] * 2
         assert actor.digest() == before
 
     @needs(OwnProcess)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import colocate
 from colocate import Role, method
 from colocate._system.room import free_memory
+from colocate.testing.gate import Address, pass_gate
 from colocate.worker.sleeping import Sleeper
 
 if TYPE_CHECKING:
@@ -138,6 +139,12 @@ class Sharing(Role):
     def digest(self) -> str:
         """One of that model's weights."""
         return _digest(self.net.weight)
+
+    @method
+    def fail_at(self, gate: Address) -> None:
+        """Raise when the gate is open."""
+        pass_gate(gate)
+        raise ValueError("a bad batch")
 
     @method
     def total(self, values: list[Tensor]) -> float:
