@@ -82,6 +82,13 @@ def uncounted_updates() -> None:
     _replace(_Hold, "torn", lambda self: None)
 
 
+def unwritten_pages() -> None:
+    """Memory that was away before goes again as it was then."""
+    from colocate._system import pages
+
+    vars(pages)["_written_in"] = lambda part: iter(())
+
+
 def _replace(owner: Any, name: str, patch: Callable[..., Any]) -> None:
     assert hasattr(owner, name), f"{owner.__name__} has no {name} any more: the mutant breaks nothing"
     setattr(owner, name, patch)
@@ -97,5 +104,6 @@ MUTANTS: dict[str, Callable[[], None]] = {
         stale_pairing,
         unrenewed_model,
         uncounted_updates,
+        unwritten_pages,
     )
 }

@@ -55,6 +55,11 @@ def with_weights_of_two_steps(episode: Episode) -> bool:
     return done == ["tear"] and not episode.restart and episode.fault.moment not in ("spawn", "close")
 
 
+def with_memory_that_went_twice(episode: Episode) -> bool:
+    done = [(step.what, step.role, step.group) for step in episode.before]
+    return done == [("wake", "a", 0), ("step", "a", 0)] and episode.fault.moment not in ("spawn", "close")
+
+
 def anything(episode: Episode) -> bool:
     return True
 
@@ -91,6 +96,7 @@ CASES = [
     ("stale_pairing", "kill", with_a_collective_after_a_failed_one, "ended with RoleError"),
     ("unrenewed_model", "kill", with_a_step_that_ranks_wait_in, "ended with"),
     ("uncounted_updates", "kill", with_weights_of_two_steps, "without a common state"),
+    ("unwritten_pages", "kill", with_memory_that_went_twice, "memory that isn't what it was"),
 ]
 # All of them but one when the chaos suite has changed: `make suites`.
 SAMPLED = [case if case[0] == "unresolved_future" else pytest.param(*case, marks=pytest.mark.long) for case in CASES]

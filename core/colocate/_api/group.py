@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec, TypeVar, overload
 
@@ -23,7 +23,7 @@ from colocate._system.off_main import off_main
 from colocate._views import checkpoint, functions, sleeping
 from colocate._views.pipeline import pipeline, recording
 from colocate._views.view import RoleView
-from colocate.errors import ConfigError
+from colocate.errors import ColocateError, ConfigError, MemoryBudgetError
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -230,7 +230,8 @@ class ColocatedGroup(Held[Crew], node=Crew):
             RoleError: It can't be done; nothing has changed.
         """
         limited = limit(timeout, "sleep(timeout)", positive=True)
-        return sleeping.sleep(self._node, role, tags, limited)
+        with self._telling_who_has_it():
+            return sleeping.sleep(self._node, role, tags, limited)
 
     def wake(self, role: str, tags: Sequence[Tag] | None = None, timeout: float | None = None) -> int:
         """Have memory of a role that sleeps be there again, on all of its ranks or on none.
@@ -248,7 +249,18 @@ class ColocatedGroup(Held[Crew], node=Crew):
             RoleError: It can't be done, or the role's `wake` has raised.
         """
         limited = limit(timeout, "wake(timeout)", positive=True)
-        return sleeping.wake(self._node, role, tags, limited)
+        with self._telling_who_has_it():
+            return sleeping.wake(self._node, role, tags, limited)
+
+    @contextmanager
+    def _telling_who_has_it(self) -> Iterator[None]:
+        """Have an error that memory doesn't suffice say what it is used for, where that can be had."""
+        try:
+            yield
+        except MemoryBudgetError as error:
+            with suppress(ColocateError, TimeoutError):
+                error.add_note(str(self.memory()))
+            raise
 
     def wait_ready(self, timeout: float | None = None) -> str | int | float | None:
         """Wait until it can be called; after a restart calls are refused until somebody has.

@@ -176,10 +176,10 @@ class Sleeping(ExecutorCase):
         before = actor.digest()
         dozing.sleep("actor")
         actor.lack_room(0)
-        with pytest.raises(
-            MemoryBudgetError, match=r"could not be woken, and is as it was: rank 0 \(node .*are needed"
-        ):
+        refused = r"could not be woken, and is as it was: rank 0 \(node .*are needed"
+        with pytest.raises(MemoryBudgetError, match=refused) as caught:
             dozing.wake("actor")
+        assert "memory of group" in caught.value.__notes__[0]
         with pytest.raises(SleepingError, match=r"actor\.digest needs memory of its role that sleeps.*are needed"):
             actor.digest()
         assert actor.asleep() == [["weights", "grads", "optimizer", "cache"]] * 2
