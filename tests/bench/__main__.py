@@ -17,6 +17,7 @@ PARTS = (
     "residents",
     "scale",
     "memory",
+    "sleep",
     "ppo",
     "sharded",
     "engines",
