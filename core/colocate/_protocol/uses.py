@@ -425,7 +425,7 @@ class Resolver:
         return pieces[0] if len(pieces) == 1 else batch.concat(pieces, source.label)
 
     def _rank_here(self, source: Source) -> int:
-        return source.slots.index(self._slot)
+        return source.origin.slots.index(self._slot)
 
     def _index_here(self, source: Source) -> int:
         """Where along the axis of its parts the one of this worker is."""

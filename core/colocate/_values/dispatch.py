@@ -9,9 +9,10 @@ from typing import Any, ClassVar, Literal, overload
 import attrs
 
 from colocate._system.nearest import did_you_mean
-from colocate._values.batch import Deferred, resolve
+from colocate._values.batch import Deferred, is_deferred, resolve
 from colocate._values.mesh import Ranks
 from colocate._values.scatter import lay_out, own_parts
+from colocate._values.tree import PLAIN
 from colocate.errors import ConfigError, DispatchError
 
 Arguments = Mapping[str, Any]
@@ -200,6 +201,8 @@ class Scatter(Dispatch):
         """The parts of the named parameters, everything else whole."""
         mesh = ranks.mesh(self.mesh)
         count = mesh.size(self.axis)
+        if not self.pad and (own := self._own(arguments, count)) is not None:
+            return [own] * ranks.world_size
         scattered = {name: arguments[name] for name in self.parameters if name in arguments}
         others = whole({name: value for name, value in arguments.items() if name not in scattered})
         base = {name: others.get(name) for name in arguments}  # in the order of the call, and so are its copies
@@ -218,6 +221,30 @@ class Scatter(Dispatch):
             None if layout.sizes is None else [layout.sizes[place] for place in places],
             None if layout.each is None else [layout.each] * ranks.world_size,
         )
+
+    def _own(self, arguments: Arguments, count: int) -> dict[str, Any] | None:
+        """What `split` gives where it is seen without looking into anything, as of most calls of a step; else None.
+
+        What is scattered lies in the ranks' own workers, and besides it there are numbers and the like.
+        """
+        found: dict[str, Any] = {}
+        scattered = False
+        for name, value in arguments.items():
+            kind = type(value)
+            if kind in PLAIN:
+                if name in self.parameters:
+                    return None
+                found[name] = value
+            elif not is_deferred(kind):
+                return None
+            elif name not in self.parameters:
+                found[name] = value.whole()
+            elif (own := value.own(self.axis, self.mesh, count)) is not None:
+                found[name] = own
+                scattered = True
+            else:
+                return None
+        return found if scattered else None
 
     def __repr__(self) -> str:
         usual = {"axis": "dp", "pad": False, "empty": "error", "mesh": None}

@@ -67,7 +67,7 @@ class _HostPeers(Peers):
 
     def _is_here(self, source: Source, rank: int) -> bool:
         boot, origin = self._host.boot, source.origin
-        return source.slot(rank) == boot.slot and origin.group == boot.group and origin.generation == boot.generation
+        return origin.slots[rank] == boot.slot and origin.group == boot.group and origin.generation == boot.generation
 
     # -- the same of another worker
 

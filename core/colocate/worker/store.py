@@ -108,6 +108,9 @@ class Store:
         Raises:
             ColocateError: It failed, the worker is closing, or the wait was interrupted.
         """
+        entry = self._entries.get(key)
+        if entry is not None and entry.ready and entry.error is None and self._scope.closed is None:
+            return entry  # as nearly always; it is noted to be ready when all else of it is there
         with self._news:
             while True:
                 entry = self._entries.get(key)
