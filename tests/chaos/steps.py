@@ -245,6 +245,8 @@ class Steps:
         """A plain function on every worker. `group.run` takes no timeout: a close ends it."""
         assert played.group is not None
         group = played.group
+        # It wants role "a" by its name, and no function wakes one: who knows what it will ask for?
+        self._moved(Step("wake", group=step.group), played, timeout, start_wake)
         sent = self.new("run", range(played.slots), None)
         sent.expected = value_of([(None, rank, sent.ident) for rank in range(played.slots)])
 
