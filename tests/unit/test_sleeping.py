@@ -112,6 +112,22 @@ def test_away_and_back(worker: Worker) -> None:
     model.train()
 
 
+def test_awake_on_this_rank_alone(worker: Worker) -> None:
+    """As before the models of all ranks are renewed: nothing is kept on the host of what is trained."""
+    model = Model()
+    role = worker.add("model", model)
+    model.train()
+    before = contents(model)
+    sleeper = Sleeper(worker)
+    sleeper.sleep("model", TAGS, 1)
+    sleeper.wake_alone(role)
+    assert equal(contents(model), before)
+    assert sleeper.tags("model") == ()
+    weights = {parameter.untyped_storage()._cdata for parameter in model.net.parameters()}
+    assert weights.isdisjoint(sleeper._offload._copies)
+    sleeper.wake_alone(role)  # what is awake stays so
+
+
 def test_refused_by_another_rank(worker: Worker) -> None:
     """It stays awake, or asleep, as it was."""
     model = Model()

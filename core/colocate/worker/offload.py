@@ -94,9 +94,9 @@ class Offload:
 
     def put_away(self, copies: Mapping[Key, _Copy]) -> None:
         """Take the memory from storages whose contents are on the host."""
+        self._copies.update(copies)  # first: from here on they are the only ones
         for copy in copies.values():
             copy.storage.resize_(0)
-        self._copies.update(copies)
         self._give_back()
 
     def bring_back(self, keys: Collection[Key]) -> None:

@@ -181,7 +181,7 @@ class Sleeper:
                 raise MemoryError(f"{size_text(coming.on_host)} are needed, and {size_text(share)} free for this rank")
             bring_back(coming.areas)
             self._offload.bring_back(coming.storages)
-            return lambda: self._offload.let_go(coming.trained)
+            return lambda: None
 
         def undo() -> None:
             if coming.areas:
@@ -267,7 +267,7 @@ class Sleeper:
         """What other roles hold that doesn't sleep there, and what lies in residents.
 
         Raises:
-            MemoryError: Not everything can be looked at, and a device's memory mustn't be used while it sleeps.
+            ColocateError: Not everything can be looked at, and a device's memory mustn't be used while it sleeps.
         """
         roles = [each for each in self._site.roles.values() if each.name is not None]
         awake: set[int] = set()
@@ -307,6 +307,7 @@ class Sleeper:
         return self._site.boot.device
 
     def _are_awake(self, name: str, tags: Iterable[str], coming: _Coming) -> None:
+        self._offload.let_go(coming.trained)
         for key in coming.pieces:
             del self.away[key]
         self._why.pop(name, None)
