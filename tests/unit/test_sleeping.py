@@ -10,8 +10,11 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from colocate import method  # noqa: E402
+from colocate._calls.pending import PendingCall  # noqa: E402
+from colocate._crew.sleepers import Sleepers  # noqa: E402
 from colocate._role.context import CallState, running_call, standalone_context  # noqa: E402
 from colocate._role.role import methods_of  # noqa: E402
+from colocate._views.waking import note  # noqa: E402
 from colocate.errors import ColocateError, SleepingError  # noqa: E402
 from colocate.executor import Boot  # noqa: E402
 from colocate.worker import holdings, offload  # noqa: E402
@@ -219,3 +222,16 @@ def test_more_than_can_be_looked_at(worker: Worker, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(holdings, "_LOOKS", 2)
     assert "holds more objects than were looked at" in (Sleeper(worker).sleep("model", TAGS, 1).refusal or "")
     assert model.cache.untyped_storage().nbytes() > 0
+
+
+def test_a_wake_whose_answer_can_not_be_read() -> None:
+    """The thread that hears of it raises nothing: the calls that it goes before say it, and go behind the next one."""
+    sleepers = Sleepers(["actor"])
+
+    def unreadable(call: Any, bodies: Any) -> Any:
+        raise ColocateError("a module of the driver's is another one")
+
+    call = PendingCall("wake of actor", "", "wake", [0])
+    call._settle([], unreadable)
+    note(types.SimpleNamespace(sleepers=sleepers), sleepers.seen("actor", TAGS), call)  # type: ignore[arg-type]
+    assert sleepers.roles == ["actor"]

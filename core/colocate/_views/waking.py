@@ -51,8 +51,11 @@ def arguments(crew: Crew, role: str, tags: Sequence[str]) -> dict[str, Any]:
 
 
 def note(crew: Crew, marks: Mapping[Mark, object], call: PendingCall) -> None:
-    """A call that wakes a role is over: if it has, calls need no other one."""
-    if call._error is None and all(outcome.refusal is None for outcome in outcomes(call)):
+    """A call that wakes a role is over: if it has, calls need no other one.
+
+    That what it says can't be read here is for whoever reads the call that it goes before.
+    """
+    if call.exception() is None and all(outcome.refusal is None for outcome in outcomes(call)):
         crew.sleepers.woken(dict(marks))
 
 
