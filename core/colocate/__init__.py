@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from colocate._api.memory import GroupMemory, RoleMemory, SlotMemory
     from colocate._api.pool import Pool, PoolPart, Slot
     from colocate._api.runtime import Runtime
-    from colocate._calls.records import CallRecord
+    from colocate._calls.records import CallRecord, MoveRecord
     from colocate._job.launch import launch
     from colocate._job.run import Run
     from colocate._plugins.needs import needs
@@ -94,6 +94,7 @@ _HOMES = {
     "_job.launch": ("launch",),
     "_values.mesh": (
         "Mesh",
+        "MoveRecord",
         "Ranks",
     ),
     "_role.method": (
@@ -107,7 +108,7 @@ _HOMES = {
         "PoolPart",
         "Slot",
     ),
-    "_calls.records": ("CallRecord",),
+    "_calls.records": ("CallRecord", "MoveRecord"),
     "_role.resident": (
         "Resident",
         "ResidentSpec",
@@ -180,6 +181,7 @@ __all__ = [
     "Inspection",
     "MemoryBudgetError",
     "Mesh",
+    "MoveRecord",
     "OnRank",
     "PerRank",
     "PipelineError",

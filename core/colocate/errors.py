@@ -243,7 +243,10 @@ class ForkedError(ColocateError, RuntimeError):
 
 
 class MemoryBudgetError(ColocateError, MemoryError):
-    """Memory doesn't suffice for what was asked for; nothing has changed. Its notes say who has how much."""
+    """Memory doesn't suffice: there is no room for what was asked for, or roles hold more than they may (a budget).
+
+    It says who has how much. A sleep or a wake that fails so has changed nothing.
+    """
 
 
 class SleepingError(ColocateError, RuntimeError):

@@ -10,7 +10,7 @@ from torch import Tensor
 from colocate import Concat, First, Reduce, Role, Scatter, method, needs
 from colocate_ppo import checkpoint, maths
 from colocate_ppo.critic import Estimates
-from colocate_ppo.forward import response_log_probs, response_logits
+from colocate_ppo.forward import INFERENCE, response_log_probs, response_logits
 from colocate_ppo.generation import generate
 from colocate_ppo.learner import Learner
 from colocate_ppo.model import Weights, pretrained_model, scratch_model, small_llama
@@ -112,7 +112,7 @@ class Actor(Role):
         loss = maths.token_mean(surprise, answers.mask, total(self.ctx)(answers.mask.sum()))
         self.learner.step(loss, lr, loss=loss)
 
-    @method(dispatch=Scatter("problems"), collect=Concat())
+    @method(dispatch=Scatter("problems"), collect=Concat(), awake=INFERENCE)
     def generate(
         self,
         problems: Problems,
@@ -146,7 +146,7 @@ class Actor(Role):
             )
         return join(prompts, responses, problems, self.tokenizer.texts(responses))
 
-    @method(dispatch=Scatter("rollout"), collect=Concat())
+    @method(dispatch=Scatter("rollout"), collect=Concat(), awake=INFERENCE)
     @torch.no_grad()
     def log_probs(self, rollout: Rollout, temperature: float = 1.0) -> Tensor:
         """The log-probability of each response token, `[B, R]`."""

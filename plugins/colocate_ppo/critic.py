@@ -9,7 +9,7 @@ from torch import Tensor
 
 from colocate import Concat, Reduce, Role, Scatter, method, needs
 from colocate_ppo import checkpoint, maths
-from colocate_ppo.forward import response_values
+from colocate_ppo.forward import INFERENCE, response_values
 from colocate_ppo.learner import Learner
 from colocate_ppo.model import ValueModel, Weights, value_model_from
 from colocate_ppo.parallel import minibatches, per_rank, total
@@ -69,13 +69,17 @@ class Critic(Role):
         """Start from the backbone of a language model; every value is 0 at first."""
         self._adopt(value_model_from(weights))
 
-    @method(dispatch=Scatter("rollout"), collect=Concat())
+    @method(dispatch=Scatter("rollout"), collect=Concat(), awake=INFERENCE)
     @torch.no_grad()
     def values(self, rollout: Rollout) -> Tensor:
         """The value of the state in which each response token was chosen, `[B, R]`."""
         return response_values(self.model, rollout["tokens"], rollout["attention"], rollout["mask"].shape[1])
 
-    @method(dispatch=Scatter("rollout", "scores", "values", "log_probs", "reference_log_probs"), collect=Concat())
+    @method(
+        dispatch=Scatter("rollout", "scores", "values", "log_probs", "reference_log_probs"),
+        collect=Concat(),
+        awake=(),
+    )
     def advantages(
         self,
         rollout: Rollout,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from torch import Tensor
 
@@ -11,6 +11,9 @@ from colocate_ppo.maths import token_log_probs
 from colocate_ppo.rollout import Rollout
 
 Model: TypeAlias = Callable[..., Any]
+
+INFERENCE: tuple[Literal["weights"], Literal["cache"]] = ("weights", "cache")
+"""What of a role's memory a forward pass needs: neither gradients nor the optimizer's state."""
 
 
 def response_logits(

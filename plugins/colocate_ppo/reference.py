@@ -55,7 +55,7 @@ class Reference(Role):
         """The log-probability of each response token, `[B, R]`."""
         return response_log_probs(self.model, rollout, temperature)
 
-    @method(dispatch=Scatter("rollout", "log_probs", "reference_log_probs"), collect=Reduce("sum"))
+    @method(dispatch=Scatter("rollout", "log_probs", "reference_log_probs"), collect=Reduce("sum"), awake=())
     def kl(
         self, rollout: Rollout, log_probs: Tensor, reference_log_probs: Tensor, estimator: maths.KlEstimator = "k1"
     ) -> float:

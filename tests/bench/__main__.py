@@ -18,6 +18,7 @@ PARTS = (
     "scale",
     "memory",
     "sleep",
+    "budget",
     "ppo",
     "sharded",
     "engines",

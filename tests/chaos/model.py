@@ -155,7 +155,8 @@ def is_death(error: BaseException, fault: Applied) -> bool:
         return isinstance(error, WorkerDied | EngineError)
     if not isinstance(error, WorkerDied) or error.rank != fault.rank:
         return False
-    if fault.pid and error.pid not in (None, fault.pid, fault.below):
+    # As it starts, the worker may have become one process more, below its supervisor, after that was looked at.
+    if fault.pid and fault.moment != "spawn" and error.pid not in (None, fault.pid, fault.below):
         return False
     return fault.kind != "kill" or error.signal == "SIGKILL"
 

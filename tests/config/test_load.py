@@ -141,8 +141,9 @@ def test_a_dump_loads_as_the_same(write: Write, options: dict[str, Any]) -> None
 def test_a_dump_says_everything(write: Write) -> None:
     assert load_config(write("pools: {main: {slots: 1}}")).dump() == (
         "name: demo\nseed: 0\ncall_timeout: null\nexecutor:\n  use: local\n  with: {}\n"
-        "pools:\n  main:\n    slots: 1\n    gpus: 0\n    cpus: 1\n    host_memory: null\n    strategy: pack\n"
-        "    timeout: 60\n    env: {}\ngroups: {}\njob: null\nplugins:\n  allow: null\n"
+        "pools:\n  main:\n    slots: 1\n    gpus: 0\n    cpus: 1\n    host_memory: null\n"
+        "    device_memory: null\n    strategy: pack\n    timeout: 60\n    env: {}\n"
+        "groups: {}\njob: null\nplugins:\n  allow: null\n"
     )
 
 

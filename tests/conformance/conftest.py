@@ -15,7 +15,8 @@ BY_VALUE = (
 )
 # What processes of this machine can't break where threads don't, but for these tests, and those of every engine.
 ON_THREADS = (
-    *("borrows", "checkpoints", "closing", "converging", "devices", "ownership", "restarting", "sleeping", "startup"),
+    *("borrows", "budgets", "checkpoints", "closing", "converging", "devices", "ownership", "restarting"),
+    *("sleeping", "startup"),
 )
 ON_PROCESSES = {
     *("test_borrowed", "test_a_checkpoint_is_whole_or_not_there", "test_several_at_once"),
@@ -26,6 +27,7 @@ ON_PROCESSES = {
     *("test_who_leaves_slowly_beside_a_hung_rank", "test_a_hung_rank", "test_what_was_pending_is_told_once"),
     # Memory is each process's own.
     *("test_sleep_frees_memory", "test_wake_without_room", "test_restart_of_a_sleeping_role"),
+    *("test_roles_take_turns", "test_restart_of_roles_that_take_turns"),
     *("test_random_numbers_go_on", "test_nothing_is_left", "test_every_failure_of_its_own", "test_odd_failures[exit]"),
 }
 # The engine starts workers, where and with what they were asked for, and tells of those that don't come.
@@ -41,7 +43,7 @@ BRINGS = {
     *("test_class_of_the_script", "test_round_trip", "test_large", "test_shared_storage", "test_no_copy"),
     *("test_strict_contents", "test_between_slots", "test_between_groups", "test_broken_borrow"),
     *("test_named_residents_between_meshes", "test_all_ranks", "test_default_group", "test_hold_in_a_collective"),
-    *("test_a_failed_step_is_done_again[backward-fsdp2]", "test_sleep_and_wake"),
+    *("test_a_failed_step_is_done_again[backward-fsdp2]", "test_sleep_and_wake", "test_turns_are_told"),
 }
 # It notices that a worker has died, or doesn't answer, and ends what is left of it.
 NOTICES = {
@@ -55,7 +57,7 @@ LEAVES = {
     *("test_claimed_pool", "test_forgotten_group"),
 }
 # It keeps slots without a driver. Who has them then, and until when, is decided by a keeper, as Dask shows.
-DETACHES = {"test_goes_on"}
+DETACHES = {"test_goes_on", "test_budgets_from_driver_to_driver"}
 OF_LEADS = {"test_expired_frees_its_slots", "test_taken_from_a_live_driver"}
 # It has slots to give, and GPUs.
 RESERVES = {
@@ -71,7 +73,7 @@ ON_DASK = {
 # core's, as Dask shows; elsewhere it is enough that they reach each other.
 REACHES = {
     *("test_plain_call", "test_class_of_the_script", "test_round_trip", "test_between_slots", "test_between_groups"),
-    *("test_a_failed_step_is_done_again[backward-fsdp2]", "test_sleep_and_wake"),
+    *("test_a_failed_step_is_done_again[backward-fsdp2]", "test_sleep_and_wake", "test_turns_are_told"),
 }
 # What tests/ray has of it, on clusters of its own; and what a keeper says of its worker, in the same words as on Dask.
 OF_RAY = {"test_killed", "test_while_it_reserves", "test_gpus", "test_visible_gpus"}

@@ -14,6 +14,7 @@ import pytest
 from colocate._protocol import commands, message, messages, parts
 from colocate._protocol.ledger import Ledger
 from colocate._protocol.message import Message, read
+from colocate._role.budget import Budgets, Limit
 from colocate_ray import terms
 
 CORE = Path(message.__file__).parents[1]
@@ -27,6 +28,7 @@ KINDS = [
 
 
 NESTED = {
+    (messages.Build, "budgets"): Budgets((Limit("the group", None, True, 1),), {"role": 2}, True, ("role",)),
     (messages.Batch, "calls"): [(messages.Call(1, "role", "method", 2, 3, True, (4,)), (0, 5, (1, 2)))],
     (messages.Failed, "failure"): messages.Failure("type", "text", "trace", True, False, "role", None),
     (messages.GroupsDropped, "failure"): messages.Failure("type", "text", "trace", True, False, "role", None),

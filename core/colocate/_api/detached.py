@@ -148,7 +148,7 @@ def attach(connection: Connection, name: str, own: bool) -> Slots:
     try:
         connection.check()
         record = pool_record.load(adopted.record, name)
-        pool = Slots(connection, record.name, record.request)
+        pool = Slots(connection, record.name, record.request, record.budget)
     except BaseException:
         executor.let_go(adopted.reservation)
         raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 import attrs
 
@@ -14,9 +14,10 @@ from colocate._api.group import ColocatedGroup
 from colocate._api.held import Held
 from colocate._api.slots import Slots
 from colocate._crew.crew import Crew
-from colocate._crew.spawn import declare
+from colocate._crew.spawn import Declared, declare
 from colocate._owned.owned import Making
 from colocate._plugins.needs import check_needs
+from colocate._role.budget import Budget, budgets
 from colocate._role.role import RoleSpec
 from colocate._system.numbers import amount_problem, limit, seconds
 from colocate._system.off_main import off_main
@@ -41,6 +42,20 @@ class Slot:
     state: str
 
 
+@attrs.frozen
+class Allowance:
+    """How much memory a group has, and how its roles share it."""
+
+    budget: Budget
+    residency: Literal["swap"] | None
+    step: Sequence[str] | None
+
+    def of(self, slot: Budget, declared: Declared) -> Declared:
+        """The roles with that."""
+        found = budgets(slot, self.budget, declared.specs, self.residency, self.step)
+        return attrs.evolve(declared, budgets=found)
+
+
 @attrs.frozen(eq=False)
 class PoolPart:
     """Some slots of a pool, to spawn on. A name: it owns nothing and decides no lifetime."""
@@ -62,9 +77,14 @@ class PoolPart:
         timeout: float | None = None,
         restarts: int = 3,
         restore: str | os.PathLike[str] | None = None,
+        device_memory: str | int | None = None,
+        host_memory: str | int | None = None,
+        residency: Literal["swap"] | None = None,
+        step: Sequence[str] | None = None,
     ) -> ColocatedGroup:
         """As `Pool.spawn`, on these slots."""
-        return self.pool._spawn(self.indices, roles, name, mesh, on_failure, timeout, restarts, restore)
+        allowance = Allowance(Budget.of(device_memory, host_memory, "spawn() "), residency, step)
+        return self.pool._spawn(self.indices, roles, name, mesh, on_failure, timeout, restarts, restore, allowance)
 
 
 class Pool(Held[Slots], node=Slots):
@@ -108,6 +128,10 @@ class Pool(Held[Slots], node=Slots):
         timeout: float | None = None,
         restarts: int = 3,
         restore: str | os.PathLike[str] | None = None,
+        device_memory: str | int | None = None,
+        host_memory: str | int | None = None,
+        residency: Literal["swap"] | None = None,
+        step: Sequence[str] | None = None,
     ) -> ColocatedGroup:
         """Start one worker per slot and construct the roles in it; returns when every role of every rank is there.
 
@@ -120,12 +144,22 @@ class Pool(Held[Slots], node=Slots):
             timeout: Seconds that starting may take at most, also of a restart; None for no limit.
             restarts: How often it is rebuilt without a new checkpoint in between, before it fails for good.
             restore: Folder of a checkpoint to start from.
+            device_memory: How much memory of each slot's device its roles may have together, as "40GiB" or in bytes;
+                see `group.memory()` for what is counted. When they hold more as one is constructed or after a call,
+                that fails with `MemoryBudgetError`, which says who has what.
+            host_memory: How much of the host's, with what sleeps.
+            residency: "swap": roles take turns. Where `device_memory` needs it, who isn't called sleeps, and wakes for
+                its call.
+            step: The roles in the order in which they are called, again and again, as in `("actor", "critic")`: then
+                turns are planned from the first one on. By default that is found from the calls.
 
         Raises:
             ConfigError: The declaration is wrong; says all mistakes.
             RoleStartError: A role could not be constructed; `errors` names each rank. Nothing is left running.
         """
-        return self._spawn(tuple(range(len(self))), roles, name, mesh, on_failure, timeout, restarts, restore)
+        allowance = Allowance(Budget.of(device_memory, host_memory, "spawn() "), residency, step)
+        everything = tuple(range(len(self)))
+        return self._spawn(everything, roles, name, mesh, on_failure, timeout, restarts, restore, allowance)
 
     def _spawn(
         self,
@@ -137,6 +171,7 @@ class Pool(Held[Slots], node=Slots):
         timeout: float | None,
         restarts: int,
         restore: str | os.PathLike[str] | None,
+        allowance: Allowance,
     ) -> ColocatedGroup:
         node = self._node
         node.check()
@@ -145,7 +180,7 @@ class Pool(Held[Slots], node=Slots):
         if (problem := amount_problem(restarts, whole=True, least=1)) is not None:
             raise ConfigError(f"spawn(restarts) {problem}; a group that isn't restarted has on_failure='fail'")
         timeout = limit(timeout, "spawn(timeout)")
-        declared = declare(roles, len(indices), mesh)
+        declared = allowance.of(node.budget, declare(roles, len(indices), mesh))
         for role, info in declared.infos.items():
             spec, kind = declared.specs[role], type(node.connection.services.executor)
             check_needs(role, info.cls, spec.default_group, spec.env, len(info.slots), kind)

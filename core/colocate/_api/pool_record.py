@@ -15,12 +15,13 @@ from colocate._crew.crew import Crew
 from colocate._crew.saved import Checkpoint, Tag
 from colocate._crew.spawn import Declared
 from colocate._definitions.whole import pack_whole, unpack_whole
+from colocate._role.budget import Budget
 from colocate._role.info import RoleInfo
 from colocate._role.role import check_role
 from colocate.errors import ColocateError
 from colocate.executor import Request
 
-_FORM = 2  # goes up when what is pickled in a record has moved or changed, and the version of colocate hasn't
+_FORM = 3  # goes up when what is pickled in a record has moved or changed, and the version of colocate hasn't
 
 
 @attrs.frozen
@@ -64,7 +65,7 @@ class GroupRecord:
             ColocateError: They can't be imported here, or this driver's script has others of their names.
         """
         try:
-            (default_group, torchrun, distributions, roles), definitions = unpack_whole(self.roles)
+            (default_group, torchrun, distributions, budgets, roles), definitions = unpack_whole(self.roles)
         except ColocateError as error:
             raise ColocateError(f"group {self.name!r} can't be taken up here: {error.message}") from error
         except Exception as error:  # a module or class that isn't there; anything that its import raises
@@ -83,6 +84,7 @@ class GroupRecord:
             default_group,
             torchrun,
             definitions,
+            budgets,
         )
 
 
@@ -92,6 +94,7 @@ class PoolRecord:
 
     name: str
     request: Request
+    budget: Budget
     line: tuple[str, int]
     created: float
     ttl: float
@@ -105,7 +108,7 @@ def record_of(pool: Slots, groups: Iterable[Crew], ttl: float) -> bytes:
         SerializationError: A role can't be pickled.
     """
     groups_found = tuple(_group(pool, each) for each in groups)
-    found = PoolRecord(pool.name, pool.request, pool.line, pool.created, ttl, groups_found)
+    found = PoolRecord(pool.name, pool.request, pool.budget, pool.line, pool.created, ttl, groups_found)
     return pickle.dumps((_versions(), pickle.dumps(found)))
 
 
@@ -141,8 +144,9 @@ def _group(pool: Slots, group: Crew) -> GroupRecord:
         name: (info.cls, declared.specs[name], info.slots, info.meshes, info.origin)
         for name, info in declared.infos.items()
     }
+    whole = declared.default_group, declared.torchrun, dict(declared.distributions), declared.budgets, roles
     what = f"what the roles of group {group.name!r} are made of"
-    pickled = pack_whole((declared.default_group, declared.torchrun, dict(declared.distributions), roles), what)
+    pickled = pack_whole(whole, what)
     workers = group.workforce.workers
     return GroupRecord(
         group.name,

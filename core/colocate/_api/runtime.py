@@ -17,12 +17,12 @@ from colocate._api.held import Held
 from colocate._api.pool import Pool
 from colocate._api.slots import Slots
 from colocate._owned.owned import Making
+from colocate._role.budget import Budget
 from colocate._signatures.annotations import path_text
 from colocate._signatures.arguments import options_of
 from colocate._system.lines import at, caller
 from colocate._system.numbers import amount_problem, duration_problem, limit, seconds
 from colocate._system.off_main import off_main
-from colocate._system.sizes import parse_bytes
 from colocate.errors import ConfigError, Mistake, PlacementTimeout
 from colocate.executor import Detachable, Executor, OwnProcess, Request
 
@@ -116,8 +116,9 @@ class Runtime(Held[Connection], node=Connection):
 
         Hooks are `colocate_group_spawned(group)`, `colocate_call_finished(record)` (a `CallRecord`),
         `colocate_worker_died(error)`, `colocate_group_changed(name, state, cause)` (its new state, and the error that
-        made it fail) and `colocate_group_closed(name)`. Calls are told of a moment after their end, those of the same
-        moment one after the other, and before whatever happens later.
+        made it fail), `colocate_group_closed(name)` and `colocate_memory_moved(record)` (a `MoveRecord`: a role that
+        takes turns sleeps, or was woken). Calls are told of a moment after their end, those of the same moment one
+        after the other, and before whatever happens later.
         """
         self._node.services.observers.add(plugin)
 
@@ -127,6 +128,7 @@ class Runtime(Held[Connection], node=Connection):
         gpus: int = 0,
         cpus: float = 1,
         host_memory: str | int | None = None,
+        device_memory: str | int | None = None,
         strategy: str = "pack",
         timeout: float = 60.0,
         env: Mapping[str, str] | None = None,
@@ -139,7 +141,10 @@ class Runtime(Held[Connection], node=Connection):
             slots: How many.
             gpus: GPUs of each.
             cpus: CPUs of each.
-            host_memory: Memory of each ("8GiB" or bytes), where the executor counts it.
+            host_memory: The host's memory of each ("8GiB" or bytes): where the executor counts it, it is reserved; and
+                it is the budget of what roles hold there, with what sleeps.
+            device_memory: The budget of what roles hold of each one's device: a group in which they hold more fails
+                with `MemoryBudgetError` where that shows.
             strategy: "pack" on as few nodes as possible, or "spread" over as many.
             timeout: Seconds to wait while they could fit but don't now; `math.inf` waits for ever.
             env: Environment variables, set in the workers before torch or a role is imported. With one that is read
@@ -161,15 +166,15 @@ class Runtime(Held[Connection], node=Connection):
             connection.require(OwnProcess, "set the environment of a worker (env=)")
         if detachable:
             connection.require(Detachable, "give a pool to its cluster (detachable=)")
-        memory = None if host_memory is None else parse_bytes(host_memory, "host_memory")
+        budget = Budget.of(device_memory, host_memory)
         chosen = name or connection.pool_name()
         variables = {key: str(value) for key, value in (env or {}).items()}
         id = connection.pool_id(chosen)
-        request = Request(slots, gpus, cpus, memory, strategy, timeout, chosen, variables, id, detachable)
+        request = Request(slots, gpus, cpus, budget.host, strategy, timeout, chosen, variables, id, detachable)
         making: Making[Slots] = Making(f"reserve(name={chosen!r})")
 
         def reserve() -> Slots:
-            slots = making.made(Slots(connection, chosen, request))
+            slots = making.made(Slots(connection, chosen, request, budget))
             try:
                 connection.check()  # again: who has closed it meanwhile didn't see the pool
                 reservation = connection.services.executor.reserve(request)

@@ -13,6 +13,7 @@ from colocate._crew.attachment import Attachment
 from colocate._crew.crew import Crew, Home
 from colocate._crew.spawn import Declared
 from colocate._owned.owned import raise_together
+from colocate._role.budget import Budget
 from colocate._system.deadline import Deadline
 from colocate._system.epochs import base_of
 from colocate._system.limits import REPLACED_EVERY_S
@@ -26,6 +27,7 @@ class Slots(Home):
     Attributes:
         connection: Of its runtime.
         request: What was asked for.
+        budget: How much memory the roles of each may have.
         reservation: What the executor has given; None before, and while lost slots are reserved anew.
         places: Where its slots lie.
         taken: The crew on each that isn't free; replaced by another mapping when one goes.
@@ -34,10 +36,11 @@ class Slots(Home):
         lock: Held while any of these changes.
     """
 
-    def __init__(self, connection: Connection, name: str, request: Request) -> None:
+    def __init__(self, connection: Connection, name: str, request: Request, budget: Budget) -> None:
         super().__init__("pool", name, connection)
         self.connection = connection
         self.request = request
+        self.budget = budget
         self.reservation: Reservation | None = None
         self.epoch = 1
         self.attachment: Attachment | None = None

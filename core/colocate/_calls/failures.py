@@ -20,6 +20,7 @@ from colocate.errors import (
     CapabilityError,
     ColocateError,
     DispatchError,
+    MemoryBudgetError,
     RenewalError,
     RoleError,
     SerializationError,
@@ -37,7 +38,7 @@ def _names(*kinds: type[ColocateError]) -> set[str]:
 
 
 _CONSEQUENCES = _names(Consequence, Poisoned)
-_OWN_WORDS = _names(CapabilityError, DispatchError, RoleError, SerializationError, SleepingError)
+_OWN_WORDS = _names(CapabilityError, DispatchError, MemoryBudgetError, RoleError, SerializationError, SleepingError)
 _OF_A_CALL = ("group", "role", "method", "rank", "node", "remote_traceback", "called_at")
 
 

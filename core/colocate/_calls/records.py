@@ -38,6 +38,29 @@ class CallRecord:
     error: str | None
 
 
+@attrs.frozen
+class MoveRecord:
+    """Memory of a role that has gone to sleep, or was woken, so that roles keep within a budget (`residency="swap"`).
+
+    Attributes:
+        group: Name of the group.
+        role: Name of the role.
+        rank: The rank.
+        kind: "sleep" or "wake".
+        nbytes: How many bytes.
+        start: When it began, in seconds of time.time() on the worker.
+        end: When it was done.
+    """
+
+    group: str
+    role: str
+    rank: int
+    kind: str
+    nbytes: int
+    start: float
+    end: float
+
+
 def ended(group: str, call: PendingCall) -> tuple[Any, ...]:
     """What is to be told of a call that has ended. It holds nothing that hangs on the call, such as its result."""
     error = None if call._error is None else str(call._error).partition("\n")[0]

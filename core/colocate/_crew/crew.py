@@ -10,6 +10,7 @@ from typing import Any
 from colocate._calls.cancel import Cancellations
 from colocate._calls.order import CallOrder
 from colocate._calls.pending import PendingCall
+from colocate._calls.records import MoveRecord
 from colocate._calls.services import Services
 from colocate._crew.attachment import Attachment
 from colocate._crew.ledgers import Ledgers
@@ -232,6 +233,12 @@ class Crew(Restartable):
     def _ledger_told(self, worker: Worker, told: messages.LedgerTold, body: None) -> None:
         self.ledgers.answered(worker, told)
 
+    def _moved(self, worker: Worker, moved: messages.Moved, body: None) -> None:
+        rank = self.roles[moved.role].slots.index(worker.slot)
+        kind = "sleep" if moved.asleep else "wake"
+        record = MoveRecord(self.name, moved.role, rank, kind, moved.nbytes, moved.start, moved.end)
+        self.services.tell("colocate_memory_moved", record)
+
     def _can_withdraw(self, worker: Worker, answer: messages.CanWithdraw, body: None) -> None:
         self.cancellations.answered(worker.slot, answer)
 
@@ -424,6 +431,7 @@ _HEARD: dict[type[Message], Callable[[Crew, Worker, Any, Any], None]] = {
     messages.GroupsDropped: Crew._renewed,
     messages.Stack: Crew._stack,
     messages.LedgerTold: Crew._ledger_told,
+    messages.Moved: Crew._moved,
     messages.CanWithdraw: Crew._can_withdraw,
     messages.Fetched: Crew._fetched,
     messages.Ask: Crew._ask,

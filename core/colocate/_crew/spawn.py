@@ -12,6 +12,7 @@ from colocate import wire
 from colocate._crew.ship import ship
 from colocate._definitions.rebound import rebound
 from colocate._plugins.plugins import find_role
+from colocate._role.budget import NO_BUDGETS, Budgets
 from colocate._role.info import RoleInfo
 from colocate._role.method_spec import MethodSpec
 from colocate._role.on_driver import refuse_in_constructor
@@ -36,6 +37,7 @@ class Declared:
     default_group: bool
     torchrun: bool
     definitions: Inbox | None = None
+    budgets: Budgets = NO_BUDGETS
 
 
 def declare(roles: Mapping[str, RoleSpec[Any]], slots: int, mesh: Mapping[str, Any] | None) -> Declared:

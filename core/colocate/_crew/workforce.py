@@ -111,6 +111,7 @@ class Workforce:
                 self._nodes() if declared.torchrun else None,
                 link.services.collective_timeout,
                 link.services.spill_dir,
+                declared.budgets,
                 restored,
             )
             link.send(live, build, body)

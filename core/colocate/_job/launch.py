@@ -102,9 +102,26 @@ def _spawn(pool: Pool, name: str, config: Config) -> ColocatedGroup:
     entry = config.groups[name]
     roles: dict[str, RoleSpec[Any]] = {key: _role(role) for key, role in entry.roles.items()}
     with made_for(config.origins.get(f"groups.{name}")):
-        return pool.spawn(roles, name=name, mesh=entry.mesh, on_failure=entry.on_failure, restarts=entry.restarts)
+        return pool.spawn(
+            roles,
+            name=name,
+            mesh=entry.mesh,
+            on_failure=entry.on_failure,
+            restarts=entry.restarts,
+            device_memory=entry.device_memory,
+            host_memory=entry.host_memory,
+            residency=entry.residency,
+            step=entry.step,
+        )
 
 
 def _role(entry: RoleConfig) -> RoleSpec[Any]:
-    spec = role(entry.use, **entry.with_)
-    return spec.on(slots=entry.slots, mesh=entry.mesh, default_group=entry.default_group, env=entry.env)
+    return role(entry.use, **entry.with_).on(
+        slots=entry.slots,
+        mesh=entry.mesh,
+        default_group=entry.default_group,
+        env=entry.env,
+        device_memory=entry.device_memory,
+        host_memory=entry.host_memory,
+        reserve_activations=entry.reserve_activations,
+    )

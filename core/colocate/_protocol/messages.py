@@ -9,6 +9,7 @@ import attrs
 
 from colocate._protocol.ledger import Ledger
 from colocate._protocol.message import Head, Message, message, read, values
+from colocate._role.budget import Budgets
 
 # Where in a message's body the one of a call lies: the index, where bodies are handed over as they are, or the range
 # of bytes of its pickle and the buffers that it refers to.
@@ -65,6 +66,7 @@ class Build(Message):
         nodes: Which slots lie on one node, in the environment that torchrun sets; None where nothing reads that.
         collective_timeout: How long an operation of a process group may take, in seconds.
         spill_dir: The folder in which memory that sleeps lies; None for one of the usual ones.
+        budgets: How much memory they may have.
         restored: The folder of the checkpoint that they go on from; None for none.
     """
 
@@ -74,7 +76,19 @@ class Build(Message):
     nodes: Sequence[int] | None
     collective_timeout: float
     spill_dir: str | None
+    budgets: Budgets
     restored: str | None
+
+    def head(self) -> Head:
+        """What travels of it."""
+        kind, *before, budgets, restored = super().head()
+        return kind, *before, budgets.plain(), restored
+
+    @classmethod
+    def of(cls, *values: Any) -> Build:
+        """As `Message.of`."""
+        generation, slots, default_group, nodes, timeout, spill_dir, budgets, restored = values
+        return cls(generation, slots, default_group, nodes, timeout, spill_dir, Budgets.read(budgets), restored)
 
 
 @message
@@ -570,6 +584,25 @@ class Broken(Message):
 @message
 class Closed(Message):
     """It runs role code no longer, and is about to leave."""
+
+
+@message
+class Moved(Message):
+    """Memory of a role that takes turns has gone to sleep, or has been woken.
+
+    Attributes:
+        role: The role.
+        asleep: Whether it has gone.
+        nbytes: How many bytes.
+        start: When that began, in seconds of time.time().
+        end: When it was done.
+    """
+
+    role: str
+    asleep: bool
+    nbytes: int
+    start: float
+    end: float
 
 
 @message

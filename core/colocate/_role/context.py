@@ -119,11 +119,12 @@ class Context:
     hosted: bool = True
     _device: str = attrs.field(default="cpu", alias="device")
     _siblings: Mapping[str, object] = attrs.field(factory=dict, alias="siblings")
-    _refuse: Callable[[str], None] | None = attrs.field(default=None, alias="refuse")
+    _reach: Callable[[str], None] | None = attrs.field(default=None, alias="reach")
     slots: Sequence[int] = (0,)
     _groups: Groups | None = attrs.field(default=None, alias="groups")
     _report: Callable[[Context, int, int | None], None] | None = attrs.field(default=None, alias="report")
     _generator: torch.Generator | None = attrs.field(default=None, init=False)
+    asked: set[str] = attrs.field(factory=set, init=False)
     last_call: CallState = attrs.field(factory=lambda: CallState(0), init=False)
 
     @property
@@ -184,8 +185,9 @@ class Context:
                 f"role {self.role!r} asked for its sibling {name!r}, but slot {self.slot} of group {self.group!r} has "
                 f"{sorted(self._siblings) or 'no other role'} (roles are constructed in the order of their declaration)"
             )
-        if self._refuse is not None:
-            self._refuse(name)
+        if self._reach is not None:
+            self._reach(name)
+            self.asked.add(name)
         return cast("R", self._siblings[name])
 
     def process_group(self, axis: str | None = None) -> ProcessGroup:

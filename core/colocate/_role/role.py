@@ -7,10 +7,12 @@ from typing import Any, Generic, Literal, ParamSpec, TypeVar, overload
 
 import attrs
 
+from colocate._role.budget import NO_BUDGET, Budget
 from colocate._role.context import Context, current, standalone_context
 from colocate._role.method import RoleMethod
 from colocate._role.method_spec import MethodSpec
 from colocate._system.nearest import did_you_mean
+from colocate._system.sizes import parse_bytes
 from colocate.errors import ConfigError
 
 P = ParamSpec("P")
@@ -57,6 +59,8 @@ class RoleSpec(Generic[R]):
         mesh: Axes over its ranks, or several by name; None for one axis, dp.
         default_group: Whether torch's default process group, whose ranks are the group's slots, is there before it.
         env: "torchrun": so are the environment variables that torchrun sets.
+        budget: How much memory it may have on each slot.
+        activations: How many bytes of that stay free for what its methods compute with.
     """
 
     target: type[R] | str
@@ -66,6 +70,8 @@ class RoleSpec(Generic[R]):
     mesh: Mapping[str, Any] | None = None
     default_group: bool = False
     env: Literal["torchrun"] | None = None
+    budget: Budget = NO_BUDGET
+    activations: int = 0
 
     def on(
         self,
@@ -74,8 +80,14 @@ class RoleSpec(Generic[R]):
         mesh: Mapping[str, int] | Mapping[str, Mapping[str, int]] | None = None,
         default_group: bool | None = None,
         env: Literal["torchrun"] | None = None,
+        device_memory: str | int | None = None,
+        host_memory: str | int | None = None,
+        reserve_activations: str | int | None = None,
     ) -> RoleSpec[R]:
-        """The same role, placed.
+        """The same role, placed, and how much memory it may have on each of its slots.
+
+        When it holds more than that as it is constructed or after one of its methods, that fails with a
+        `MemoryBudgetError`. What is counted is what `group.memory()` says: the role's state and its residents.
 
         Args:
             slots: Indices of the slots it lives on (default: all of the group's).
@@ -85,6 +97,10 @@ class RoleSpec(Generic[R]):
             env: "torchrun": the environment variables that torchrun sets are there too (`MASTER_ADDR`, `MASTER_PORT`,
                 `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`), for a library that reads them. They are the
                 worker's, and as the default group has them.
+            device_memory: The memory of the slot's device that it may have, as "20GiB" or in bytes.
+            host_memory: The host's, with what sleeps.
+            reserve_activations: How much of `device_memory`, and of the group's, stays free while its methods run: for
+                activations, which nobody can know beforehand.
         """
         changes: dict[str, Any] = {}
         if slots is not None:
@@ -97,6 +113,14 @@ class RoleSpec(Generic[R]):
             if env != "torchrun":
                 raise ConfigError(f'env={env!r}: it is "torchrun", or None for no variables')
             changes["env"] = env
+        if device_memory is not None or host_memory is not None:
+            given = Budget.of(device_memory, host_memory, "on() ")
+            changes["budget"] = Budget(
+                self.budget.device if given.device is None else given.device,
+                self.budget.host if given.host is None else given.host,
+            )
+        if reserve_activations is not None:
+            changes["activations"] = parse_bytes(reserve_activations, "on() reserve_activations")
         return attrs.evolve(self, **changes)
 
     @property

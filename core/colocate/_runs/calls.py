@@ -7,7 +7,7 @@ from collections import deque
 
 import attrs
 
-from colocate._calls.records import CallRecord
+from colocate._calls.records import CallRecord, MoveRecord
 from colocate._plugins.plugins import hookimpl
 from colocate.config.schema import Config
 
@@ -65,6 +65,16 @@ class CallLog:
             for rank, start, end in record.spans:
                 slot = self._slot(record.group, record.role, rank)
                 self._spans.append(Span(record.group, slot, record.role, record.method, start, end))
+
+    @hookimpl
+    def colocate_memory_moved(self, record: MoveRecord) -> None:
+        """Count a sleep or a wake as a call. Comes on the runtime's thread."""
+        key = (record.group, record.role, record.kind)
+        with self._lock:
+            calls, seconds = self._totals.get(key, (0, 0.0))
+            self._totals[key] = calls + 1, seconds + record.end - record.start
+            slot = self._slot(record.group, record.role, record.rank)
+            self._spans.append(Span(record.group, slot, record.role, record.kind, record.start, record.end))
 
     def totals(self) -> tuple[Total, ...]:
         """Per method, in the order of their first calls."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
 
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -47,4 +46,6 @@ def spill_directories(wanted: str | None) -> list[str]:
     """The folders in which memory may be put away, the first that does: the one that was named, or the usual ones."""
     if wanted is not None:
         return [wanted]
-    return list(dict.fromkeys([tempfile.gettempdir(), "/var/tmp", os.getcwd()]))
+    # Not `tempfile.gettempdir()`, which writes a file there to see whether it may: who is killed then leaves that.
+    named = [os.environ[name] for name in ("TMPDIR", "TEMP", "TMP") if os.environ.get(name)]
+    return list(dict.fromkeys([*named, "/tmp", "/var/tmp", os.getcwd()]))

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import attrs
 
 from colocate._plugins.needs import lacks_processes
 from colocate._plugins.plugins import find_executor, find_job, find_role
-from colocate._role.role import torchrun_problem
+from colocate._role.budget import NO_BUDGET, Budget, budgets
+from colocate._role.role import RoleSpec, torchrun_problem
 from colocate._signatures.annotations import Place, path_text
 from colocate._signatures.arguments import Arguments, arguments_of, options_of
 from colocate._system.nearest import nearest
 from colocate._system.numbers import amount_problem, duration_problem
 from colocate._system.sizes import parse_bytes
 from colocate._values.mesh import parse_meshes
-from colocate.config.schema import Config, PoolConfig, RoleConfig
+from colocate.config.schema import Config, GroupConfig, PoolConfig, RoleConfig
 from colocate.config.source import Document
 from colocate.config.trust import Trust
 from colocate.errors import ConfigError, PluginError
@@ -109,11 +110,7 @@ def _pool(pool: PoolConfig, executor: type[Executor] | None, place: Place, docum
             "is started, or use executor.with.processes=true"
         )
         document.wrong((*place, "env"), text)
-    if pool.host_memory is not None:
-        try:
-            parse_bytes(pool.host_memory, "host_memory")
-        except ConfigError as error:
-            document.wrong((*place, "host_memory"), error.message)
+    _sizes(pool, ("host_memory", "device_memory"), place, document)
     found = {
         "slots": amount_problem(pool.slots, whole=True, least=1),
         "gpus": amount_problem(pool.gpus, whole=True),
@@ -123,6 +120,48 @@ def _pool(pool: PoolConfig, executor: type[Executor] | None, place: Place, docum
     for key, problem in found.items():
         if problem is not None:
             document.wrong((*place, key), problem)
+
+
+def _sizes(entry: attrs.AttrsInstance, names: Sequence[str], place: Place, document: Document) -> bool:
+    """Whether all sizes of an entry are some."""
+    problems = _size_problems(entry, names)
+    for name, problem in problems.items():
+        document.wrong((*place, name), problem)
+    return not problems
+
+
+def _size_problems(entry: attrs.AttrsInstance, names: Sequence[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name in names:
+        if (size := getattr(entry, name)) is not None:
+            try:
+                parse_bytes(size, name)
+            except ConfigError as error:
+                found[name] = error.message
+    return found
+
+
+def _budgets(group: GroupConfig, pool: PoolConfig | None, place: Place, document: Document) -> None:
+    """Whether a group's budgets go together."""
+    memory = ("device_memory", "host_memory")
+    fine = [_sizes(group, memory, place, document)]
+    for name, role in group.roles.items():
+        fine.append(_sizes(role, (*memory, "reserve_activations"), (*place, "roles", name), document))
+    if not all(fine) or (pool is not None and _size_problems(pool, memory)):
+        return
+    roles: dict[str, RoleSpec[Any]] = {
+        name: RoleSpec(role.use).on(
+            device_memory=role.device_memory,
+            host_memory=role.host_memory,
+            reserve_activations=role.reserve_activations,
+        )
+        for name, role in group.roles.items()
+    }
+    slot = NO_BUDGET if pool is None else Budget.of(pool.device_memory, pool.host_memory)
+    try:
+        budgets(slot, Budget.of(group.device_memory, group.host_memory), roles, group.residency, group.step)
+    except ConfigError as error:
+        document.wrong(place, error.message)
 
 
 def _groups(config: Config, executor: type[Executor] | None, trust: Trust, document: Document) -> None:
@@ -135,6 +174,7 @@ def _groups(config: Config, executor: type[Executor] | None, trust: Trust, docum
         pool = config.pools.get(group.pool)
         if pool is not None:
             _mesh(group.mesh, pool.slots, (*place, "mesh"), document)
+        _budgets(group, pool, place, document)
         for role_name, role in group.roles.items():
             below = (*place, "roles", role_name)
             cls = _role(role_name, role, pool, trust, below, document)

@@ -31,7 +31,9 @@ class PoolConfig:
         slots: How many, all or none.
         gpus: GPUs of each slot.
         cpus: CPUs of each slot. Workers that are processes set torch's threads from it.
-        host_memory: Memory of each slot, in bytes or as "8GiB", where the executor counts it.
+        host_memory: The host's memory of each slot, in bytes or as "8GiB", for what roles hold there, with what sleeps;
+            reserved where the executor counts it.
+        device_memory: How much of its device's memory the roles of each slot may hold, in bytes or as "40GiB".
         strategy: As few nodes as possible, or as many.
         timeout: Seconds to wait for slots that could fit but don't now.
         env: Environment variables, set in the worker before torch or a role is imported. With one that is read before
@@ -42,6 +44,7 @@ class PoolConfig:
     gpus: int = 0
     cpus: float = 1
     host_memory: int | str | None = None
+    device_memory: int | str | None = None
     strategy: Literal["pack", "spread"] = "pack"
     timeout: float = 60
     env: dict[str, str] = attrs.field(factory=dict)
@@ -58,6 +61,9 @@ class RoleConfig:
         mesh: Axes over its ranks, or several such by name.
         default_group: Whether torch's default process group, whose ranks are the group's slots, is there before it.
         env: `torchrun` for the environment variables that torchrun sets, for a library that reads them.
+        device_memory: How much of the slot's device's memory it may hold, in bytes or as "20GiB".
+        host_memory: How much of the host's, with what sleeps.
+        reserve_activations: How much of `device_memory` stays free for what its methods compute with.
     """
 
     use: str
@@ -66,6 +72,9 @@ class RoleConfig:
     mesh: Mesh | None = None
     default_group: bool = False
     env: Literal["torchrun"] | None = None
+    device_memory: int | str | None = None
+    host_memory: int | str | None = None
+    reserve_activations: int | str | None = None
 
 
 @attrs.frozen
@@ -79,6 +88,10 @@ class GroupConfig:
         on_failure: Whether a group that fails ends with an error, or is rebuilt in its pool, and the job goes on from
             its last checkpoint.
         restarts: How often it is rebuilt without a new checkpoint in between.
+        device_memory: How much of each slot's device's memory its roles may hold together, in bytes or as "40GiB".
+        host_memory: How much of the host's, with what sleeps.
+        residency: `swap` for roles that take turns: who isn't called sleeps, so that `device_memory` is kept.
+        step: The roles in the order in which they are called again and again; found from the calls by default.
     """
 
     pool: str
@@ -86,6 +99,10 @@ class GroupConfig:
     mesh: Mesh | None = None
     on_failure: Literal["fail", "restart"] = "fail"
     restarts: int = 3
+    device_memory: int | str | None = None
+    host_memory: int | str | None = None
+    residency: Literal["swap"] | None = None
+    step: list[str] | None = None
 
 
 @attrs.frozen

@@ -105,7 +105,7 @@ def construct(build: RoleBuild, site: Site) -> HostedRole:
         meshes={name: MeshPlace(mesh, rank) for name, mesh in build.meshes.items()},
         device=site.boot.device,
         siblings=site.instances,
-        refuse=site.sleeper.refuse,
+        reach=site.residency.reach,
         slots=build.slots,
         groups=site.groups,
         report=site.report,

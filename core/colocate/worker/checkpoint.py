@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,13 @@ RECORD = "checkpoint.json"  # in the folder of one that is complete
 OWN = ".colocate"
 
 
-def save(roles: Sequence[HostedRole], directory: str) -> None:
+def save(roles: Sequence[HostedRole], directory: str, awaken: Callable[[HostedRole], None]) -> None:
     """Have roles write their states.
 
     Args:
         roles: Those of this worker.
         directory: The checkpoint's folder.
+        awaken: Has a role's memory be there.
 
     Raises:
         ColocateError: This machine doesn't see the folder.
@@ -37,6 +38,7 @@ def save(roles: Sequence[HostedRole], directory: str) -> None:
             "driver and all workers share"
         )
     for role in roles:
+        awaken(role)
         _call(role, "save", folder)
         generator = role.ctx._generator
         if generator is not None:

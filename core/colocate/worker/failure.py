@@ -16,16 +16,24 @@ from typing import Any
 from colocate._protocol.consequence import Consequence
 from colocate._protocol.messages import Failure
 from colocate._role import torch_groups
+from colocate._system.imported import imported
 from colocate._system.jobs import message_of
 from colocate._system.rebuilding import NotRebuilt
 from colocate._system.tracebacks import frames_of_users, told
 from colocate._values.codec import Codec
-from colocate.errors import CapabilityError, DispatchError, RoleError, SerializationError, SleepingError
+from colocate.errors import (
+    CapabilityError,
+    DispatchError,
+    MemoryBudgetError,
+    RoleError,
+    SerializationError,
+    SleepingError,
+)
 from colocate.worker import imports
 from colocate.worker.definitions import Definitions
 
 _OWN = tuple(str(Path(__file__).parents[1] / package) for package in ("worker", "_protocol"))
-_HOST_ERRORS = (DispatchError, RoleError, SerializationError, SleepingError)
+_HOST_ERRORS = (DispatchError, MemoryBudgetError, RoleError, SerializationError, SleepingError)
 _CALLS_ROLES = {("build.py", "construct"), ("method_spec.py", "call")}
 
 LOOKING = threading.Lock()
@@ -147,6 +155,16 @@ def _from_role_code(trace: TracebackType | None) -> TracebackType | None:
         last = last.tb_next
     code = last.tb_frame.f_code
     return None if (Path(code.co_filename).name, code.co_name) in _CALLS_ROLES else trace
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that there is no memory left, of a device or of the host."""
+    if isinstance(error, MemoryError):
+        return not isinstance(error, MemoryBudgetError)  # which says itself who has it
+    torch = imported("torch")
+    if torch is None or not isinstance(error, RuntimeError):
+        return False
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
 
 
 def is_in_backward(error: BaseException) -> bool:

@@ -33,7 +33,8 @@ class Functions:
     @method
     def save(self, directory: str) -> None:
         """Have the roles write their states into a folder."""
-        checkpoint.save([role for role in self._site.roles.values() if role.name is not None], directory)
+        roles = [role for role in self._site.roles.values() if role.name is not None]
+        checkpoint.save(roles, directory, self._site.residency.awaken)
 
     @method
     def sleep(self, role: str, tags: Sequence[str]) -> Outcome:
@@ -43,6 +44,7 @@ class Functions:
     @method
     def wake(self, role: str, tags: Sequence[str], beside: Mapping[str, int]) -> Outcome:
         """Have it be there again. `beside`: how many of the group's workers lie on each node."""
+        self._site.residency.make_room(role)
         return self._site.sleeper.wake(role, tags, current_slots(), beside)
 
 
@@ -86,7 +88,7 @@ def hosted_functions(site: Site, slots: int, seed: int) -> HostedRole:
         meshes={"": MeshPlace(Mesh({"dp": slots}), boot.slot)},
         device=boot.device,
         siblings=site.instances,
-        refuse=site.sleeper.refuse,
+        reach=site.residency.reach,
         slots=range(slots),
         groups=site.groups,
         report=site.report,

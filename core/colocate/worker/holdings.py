@@ -78,6 +78,24 @@ class Storages(dict[str, dict[int, int]]):
             self.setdefault("cpu", {})[item.__array_interface__["data"][0]] = item.nbytes
 
 
+class Versions(Storages):
+    """Storages, and how often their tensors have been written into, as far as torch knows.
+
+    Attributes:
+        written: That.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = 0
+
+    def add_plain(self, item: Any) -> None:
+        """Note that of a tensor which has one."""
+        super().add_plain(item)
+        if not item.is_inference():
+            self.written += item._version
+
+
 class Objects(Storages):
     """Storages with the objects themselves, where they are a device's: these are named by what torch has for them.
 

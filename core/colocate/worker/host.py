@@ -104,6 +104,8 @@ class WorkerHost(Site):
         # Not on the lane: another slot's may be faster, and have this one join in making the default group.
         self.groups.are_of(message.slots, message.generation, message.collective_timeout)
         self.spill_dir = message.spill_dir
+        self.accounts.budgets = message.budgets
+        self.residency.begin()
         work = Work(0, self._runner.build, "build", message, body)
         work.lots = self.definitions.count
         self.lane.put(work)
@@ -275,7 +277,7 @@ class WorkerHost(Site):
 
     def _tell_ledger(self, token: int) -> None:
         try:
-            told = messages.LedgerTold(token, ledger(self))
+            told = messages.LedgerTold(token, ledger(self, self.sleeper))
         except LookError as error:
             told = messages.LedgerTold(token, None, error.role, error.trace)
         except Exception:  # CUDA's, say, which is out of order

@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import traceback
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import attrs
 
 from colocate._protocol.ledger import Ledger, Purpose
 from colocate._system.imported import imported
 from colocate.worker.holdings import Holdings, Storages, held_by
-
-if TYPE_CHECKING:
-    from colocate.worker.site import Site
+from colocate.worker.sleeping import Sleeper, Worker
 
 
 class LookError(Exception):
@@ -27,31 +27,77 @@ class LookError(Exception):
         self.role, self.trace = role, trace
 
 
-def ledger(site: Site) -> Ledger:
+def ledger(site: Worker, sleeper: Sleeper) -> Ledger:
     """Look at everything that a worker holds, on any thread.
 
     Raises:
         LookError: What a role holds can't be looked at.
     """
-    roles = {role.name: role for role in list(site.roles.values()) if role.name is not None}
+    names = [role.name for role in list(site.roles.values()) if role.name is not None]
     held: dict[str, Holdings] = {}
     partial: list[str] = []
-    for name, role in roles.items():
-        others = [other.instance for other in roles.values() if other is not role]
-        with _looking_at(name):
-            held[name], complete = held_by(role.instance, role.declared(), others)
+    for name in names:
+        held[name], complete = look_at(site, name)
         if not complete:
             partial.append(name)
-    for maker, value in site.store.values():
+    shares = shares_of(site, sleeper, held)
+    private = None if site.in_process else private_bytes() + sleeper.in_memory()
+    return Ledger(
+        shares.owned, shares.shared, shares.asleep, tuple(partial), private, site.empty, _gpu(site.boot.device)
+    )
+
+
+def look_at(site: Worker, name: str, storages: Callable[[], Storages] = Storages) -> tuple[Holdings, bool]:
+    """What a role holds, and whether that is all. `storages` makes what notes it.
+
+    Raises:
+        LookError: It can't be looked at.
+    """
+    role = site.roles[name]
+    others = [other.instance for other in list(site.roles.values()) if other.name not in (None, name)]
+    with _looking_at(name):
+        return held_by(role.instance, role.declared(), others, storages)
+
+
+@attrs.frozen
+class Shares:
+    """What roles have, where each byte counts once.
+
+    Attributes:
+        owned: Bytes by role, kind and device.
+        shared: What of its memory counts with another role, by role.
+        asleep: What sleeps, by role.
+    """
+
+    owned: dict[str, dict[tuple[str, str], int]]
+    shared: dict[str, int]
+    asleep: dict[str, int]
+
+
+def shares_of(
+    site: Worker, sleeper: Sleeper, held: Mapping[str, Holdings], more: Mapping[str, Any] | None = None
+) -> Shares:
+    """What roles have, with their residents.
+
+    Args:
+        site: The worker.
+        sleeper: What of it sleeps.
+        held: What they hold.
+        more: Values that are about to be kept, by who has made them.
+
+    Raises:
+        LookError: A resident can't be looked at.
+    """
+    found: dict[str, Holdings] = {name: {**each, Purpose.RESIDENTS: Storages()} for name, each in held.items()}
+    for maker, value in [*site.store.values(), *(more or {}).items()]:
         owner, _, method = maker.partition(".")
-        kept = held.setdefault(owner if method else "", {})
+        kept = found.setdefault(owner if method else "", {})
         with _looking_at(owner):
             kept.setdefault(Purpose.RESIDENTS, Storages()).add(value)
-    owned, shared, asleep = _shares(held, dict(site.sleeper.away))
-    for name, size in site.sleeper.on_device().items():
-        asleep[name] += size
-    private = None if site.in_process else private_bytes() + site.sleeper.in_memory()
-    return Ledger(owned, shared, asleep, tuple(partial), private, site.empty, _gpu(site.boot.device))
+    shares = _shares(found, dict(sleeper.away))
+    for name, size in sleeper.on_device().items():
+        shares.asleep[name] = shares.asleep.get(name, 0) + size
+    return shares
 
 
 @contextlib.contextmanager
@@ -70,10 +116,8 @@ def private_bytes() -> int:
     return (resident - shared) * os.sysconf("SC_PAGESIZE")
 
 
-def _shares(
-    held: Mapping[str, Holdings], away: Mapping[int, int]
-) -> tuple[dict[str, dict[tuple[str, str], int]], dict[str, int], dict[str, int]]:
-    """Each role's bytes by kind and device, what of its memory counts with another role, and what sleeps.
+def _shares(held: Mapping[str, Holdings], away: Mapping[int, int]) -> Shares:
+    """Each role's share.
 
     What several hold counts as the first of the kinds that it is of, with the first of the roles for which it is that.
     """
@@ -97,7 +141,7 @@ def _shares(
                         shared[role][device, address] = nbytes
                 if own:
                     owned[role][purpose.word, device] = own
-    return owned, {role: sum(pieces.values()) for role, pieces in shared.items()}, asleep
+    return Shares(owned, {role: sum(pieces.values()) for role, pieces in shared.items()}, asleep)
 
 
 def _gpu(device: str) -> dict[str, int] | None:

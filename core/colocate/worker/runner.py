@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -65,6 +66,7 @@ class Runner:
             try:
                 site.definitions.load(work.lots)
                 site.roles[build.name] = construct(build, site)
+                site.residency.check(build.name, f"the constructor of role {build.name!r}")
             except BaseException as error:
                 self._failed(0, None, build.name, error)
                 return False
@@ -72,7 +74,9 @@ class Runner:
         if message.restored is not None:
             for role in list(site.roles.values()):
                 try:
+                    site.residency.awaken(role)
                     checkpoint.restore(role, message.restored)
+                    site.residency.check(role.name, f"restoring role {role.name!r}")
                 except BaseException as error:
                     self._failed(0, None, role.name, error)
                     return False
@@ -95,6 +99,7 @@ class Runner:
         work.operations, work.cuts = site.groups.count(), site.groups.cuts
         work.before = role.operations - work.operations
         try:
+            site.residency.enter(call.seq, role, spec)
             site.sleeper.check(role, spec)
             site.definitions.load(work.lots)
             resolver = self._resolver(call.seq) if call.uses else None
@@ -110,6 +115,7 @@ class Runner:
             work.body = body
             return None
         except BaseException as error:  # whatever role code raises is the caller's to see, SystemExit included
+            site.residency.leave(call.seq)
             site.peers.given_back(work.label)
             role.operations = max(role.operations, work.before + site.groups.count())
             self._failed(call.seq, call.keep, role.name, error, work)
@@ -132,7 +138,7 @@ class Runner:
             for role in list(site.roles.values()):
                 name = role.name
                 if name is not None and (message.everybody or site.groups.concerns(message.names, name)):
-                    site.sleeper.wake_alone(role)
+                    site.residency.awaken(role)
                     role.renew()
         except BaseException as error:
             told, body = failure.failed(error, site.codec, site.definitions, name, False)
@@ -164,6 +170,7 @@ class Runner:
         try:
             self._finish(await coroutine, work, call, role, spec, resolver, start)
         except BaseException as error:
+            self._site.residency.leave(call.seq)
             self._site.peers.given_back(work.label)
             role.operations = max(role.operations, work.before + self._site.groups.count())
             self._failed(call.seq, call.keep, role.name, error, work)
@@ -234,6 +241,8 @@ class Runner:
             result = without_padding(result, work.rows, work.valid_rows, label)
         if len(site.store) or resolver is not None:
             self._check_writes(label, role, resolver)
+        site.residency.check(role.name, label, None if call.keep is None else {label: result})
+        site.residency.leave(call.seq)
         operations = site.groups.count()
         valid, halves = work.valid_rows, _updates(work, operations)
         role.operations = max(role.operations, work.before + operations)
@@ -270,6 +279,9 @@ class Runner:
         self, seq: int, keep: int | None, role: str | None, error: BaseException, work: Work | None = None
     ) -> None:
         site = self._site
+        if failure.is_out_of_memory(error):
+            with suppress(RoleError):
+                error.add_note(site.accounts.told(role))
         begun, operations = site.groups.count(), site.groups.operations()
         halves = _updates(work, begun) if work is not None else 0
         # Models of one rank only are in the middle of a step, too, though it has begun nothing that anybody counts.

@@ -15,10 +15,12 @@ from colocate._role.context import Context, running_call
 from colocate._values.arguments import cuda_is_used
 from colocate._values.codec import Codec
 from colocate.executor import Boot
+from colocate.worker.accounts import Accounts
 from colocate.worker.definitions import Definitions
 from colocate.worker.hosted import HostedRole
 from colocate.worker.lane import Lane
 from colocate.worker.process_groups import ProcessGroups
+from colocate.worker.residency import Residency
 from colocate.worker.scope import Scope
 from colocate.worker.sleeping import Sleeper
 from colocate.worker.store import Store
@@ -40,6 +42,8 @@ class Site:
         scope: Which calls may wait for others.
         groups: The process groups of its roles.
         sleeper: What of its roles' memory sleeps.
+        accounts: What they have, and may have.
+        residency: Who is awake, where they take turns.
         spill_dir: Where that goes; None for where there is room.
         definitions: What it and its driver know of each other's classes and functions.
         lane: Where role code runs.
@@ -63,6 +67,8 @@ class Site:
         self.instances: dict[str, object] = {}
         self.groups = ProcessGroups(self, in_process, boot.group, boot.slot, boot.host, boot.device)
         self.sleeper = Sleeper(self)
+        self.accounts = Accounts(self, self.sleeper)
+        self.residency = Residency(self, self.sleeper, self.accounts)
         self.definitions = Definitions(self.ask, self.say, in_process)
         self._questions: Requests[None, Any] = Requests()
         self.scope.ends(lambda seq, reason: self._questions.fail_those(seq, lambda: Consequence(reason)))

@@ -41,9 +41,15 @@ class Worker(Protocol):
     roles: dict[Any, HostedRole]
     lane: Lane
     spill_dir: str | None
+    in_process: bool
+    empty: int | None
 
     def ask(self, question: Message) -> Any:
         """Ask the driver."""
+        ...
+
+    def say(self, message: Message) -> None:
+        """Tell the driver."""
         ...
 
 
@@ -73,6 +79,7 @@ class Sleeper:
         away: The sizes of pieces of memory that aren't there, by what they are called: those of the host by their
             addresses, those of a device by what torch calls their storages.
         free: How much of the host's memory is free.
+        refuse_more: Raises when a budget has no room for so many more bytes of a role, of the device or the host.
     """
 
     def __init__(self, site: Worker) -> None:
@@ -83,6 +90,7 @@ class Sleeper:
         self._why: dict[str, str] = {}  # roles could not be woken when that was last tried
         self.away: dict[int, int] = {}
         self.free: Callable[[], int] = free_memory
+        self.refuse_more: Callable[[str, int, bool, str], None] = lambda role, nbytes, device, what: None
 
     def tags(self, role: str | None) -> Sequence[str]:
         """What of a role sleeps."""
@@ -139,25 +147,15 @@ class Sleeper:
         seen: list[_Look] = []
 
         def begin() -> Callable[[], None]:
-            found = _Look(name, role, new, self)
+            found, end = self._copied(name, role, new)
             seen.append(found)
-            written = self._spill().write(found.areas) if found.areas else None
-            offloading = self._offload.write(found.storages)
-            role.call_hook("sleep", tuple(new))
-
-            def end() -> None:
-                if written is not None:
-                    written.put_away()
-                offloading.put_away()
-
             return end
 
         outcome = self._all_or_none(role, members, begin, lambda: role.call_hook("wake", tuple(new)))
         if outcome.refusal is not None:
             return outcome
         (found,) = seen
-        self._asleep.setdefault(name, {}).update(found.by_tag)
-        self.away.update(found.going)
+        self._are_asleep(name, found)
         return Outcome(nbytes=found.size, stay=found.stay)
 
     def wake(self, name: str, tags: Sequence[str], members: int, beside: Mapping[str, int]) -> Outcome:
@@ -177,6 +175,7 @@ class Sleeper:
         share = self.free() // beside.get(self._site.boot.node, 1)
 
         def begin() -> Callable[[], None]:
+            self.refuse_more(name, coming.size, True, f"waking role {name!r}")
             if coming.on_host > share:
                 raise MemoryError(f"{size_text(coming.on_host)} are needed, and {size_text(share)} free for this rank")
             bring_back(coming.areas)
@@ -196,15 +195,45 @@ class Sleeper:
         self._why[name] = outcome.refusal
         return outcome
 
-    def wake_alone(self, role: HostedRole) -> None:
-        """Have all of a role be there again on this rank, as on all others: their models are about to be renewed."""
-        if asleep := self.tags(role.name):
-            assert role.name is not None
-            coming = _Coming(self._asleep[role.name], asleep, self.away)
-            bring_back(coming.areas)
-            self._offload.bring_back(coming.storages)
-            self._are_awake(role.name, asleep, coming)
-            role.call_hook("wake", tuple(asleep))
+    def sleep_alone(self, name: str) -> int:
+        """Put all of a role to sleep on this rank, whatever others do: it is awake again before anything uses it.
+
+        Returns:
+            The bytes that have gone.
+
+        Raises:
+            OSError: There is no room where it would go.
+            MemoryError: Nor there.
+            ValueError: It can't be put away here.
+        """
+        role = self._site.roles[name]
+        new = [tag for tag in TAGS if tag not in self.tags(name)]
+        found, end = self._copied(name, role, new)
+        end()
+        self._are_asleep(name, found)
+        return found.size
+
+    def wake_alone(self, role: HostedRole, tags: Sequence[str] = tuple(TAGS)) -> int:
+        """Have memory of a role be there again on this rank, whatever others do.
+
+        Returns:
+            The bytes that have come back.
+        """
+        asleep = [tag for tag in self.tags(role.name) if tag in tags]
+        if not asleep:
+            return 0
+        assert role.name is not None
+        coming = _Coming(self._asleep[role.name], asleep, self.away)
+        bring_back(coming.areas)
+        self._offload.bring_back(coming.storages)
+        self._are_awake(role.name, asleep, coming)
+        role.call_hook("wake", tuple(asleep))
+        return coming.size
+
+    def size(self, name: str, tags: Sequence[str]) -> int:
+        """The bytes of a role's memory that sleep, of such tags."""
+        asleep = [tag for tag in self.tags(name) if tag in tags]
+        return _Coming(self._asleep[name], asleep, self.away).size if asleep else 0
 
     def in_memory(self) -> int:
         """Bytes of the file that are memory of the process again."""
@@ -306,6 +335,25 @@ class Sleeper:
         """Of the slot."""
         return self._site.boot.device
 
+    def _copied(self, name: str, role: HostedRole, tags: Sequence[str]) -> tuple[_Look, Callable[[], None]]:
+        """What of a role is to sleep, copied to where it goes; and what ends its being in memory."""
+        found = _Look(name, role, tags, self)
+        self.refuse_more(name, found.on_device, False, f"putting role {name!r} to sleep")
+        written = self._spill().write(found.areas) if found.areas else None
+        offloading = self._offload.write(found.storages)
+        role.call_hook("sleep", tuple(tags))
+
+        def end() -> None:
+            if written is not None:
+                written.put_away()
+            offloading.put_away()
+
+        return found, end
+
+    def _are_asleep(self, name: str, found: _Look) -> None:
+        self._asleep.setdefault(name, {}).update(found.by_tag)
+        self.away.update(found.going)
+
     def _are_awake(self, name: str, tags: Iterable[str], coming: _Coming) -> None:
         self._offload.let_go(coming.trained)
         for key in coming.pieces:
@@ -341,6 +389,7 @@ class _Look:
         going: The sizes of what goes.
         areas: Pages of the host that go.
         storages: Storages of the device that go.
+        on_device: Their bytes.
         size: The bytes that go.
         stay: Those that were to and stay.
     """
@@ -372,7 +421,8 @@ class _Look:
         objects = {key: storage for pieces in self.by_tag.values() for key, storage in pieces.storages.items()}
         self.storages = {key: objects[key] for key, (place, _) in going.items() if place != "cpu"}
         self.size = sum(area.stop - area.start for area in self.areas)
-        self.size += sum(self.going[key] for key in self.storages)
+        self.on_device = sum(self.going[key] for key in self.storages)
+        self.size += self.on_device
         here = (size for key, (_, size) in wanted.items() if key not in sleeper.away)
         self.stay = sum(here) - self.size
 

@@ -16,6 +16,7 @@ from colocate.testing.executors._base import ExecutorCase, Spawn, needs
 from colocate.testing.executors.attaching import Attaching
 from colocate.testing.executors.auditing import Auditing
 from colocate.testing.executors.borrows import Borrows
+from colocate.testing.executors.budgets import Budgets
 from colocate.testing.executors.calls import Calls
 from colocate.testing.executors.cancelling import Cancelling
 from colocate.testing.executors.checkpoints import Checkpoints
@@ -64,6 +65,7 @@ class ExecutorSuite(
     Memory,
     Ledgers,
     Sleeping,
+    Budgets,
     Devices,
     NamedMeshes,
     Pipelines,
@@ -102,6 +104,7 @@ __all__ = [
     "Attaching",
     "Auditing",
     "Borrows",
+    "Budgets",
     "Calls",
     "Cancelling",
     "Checkpoints",

@@ -20,6 +20,7 @@ from colocate import Audit, ColocatedGroup, Context, RoleSpec, Runtime
 from colocate._api.slots import Slots
 from colocate._crew.worker import Worker
 from colocate._owned.owned import Owned
+from colocate._role.budget import Budget
 from colocate.errors import RoleStartError
 from colocate.executor import Detachable, Exit, OwnProcess, Reservation
 from colocate.testing import leaks
@@ -231,7 +232,9 @@ class Auditing(ExecutorCase):
         """Slots that the graph has and nobody holds are missing."""
         with runtime.reserve(1, cpus=0) as real:
             connection = runtime._node
-            ghost = Slots(connection, "ghost", attrs.evolve(real._node.request, id=f"{connection.services.id}/ghost"))
+            ghost = Slots(
+                connection, "ghost", attrs.evolve(real._node.request, id=f"{connection.services.id}/ghost"), Budget()
+            )
             ghost.reservation = Reservation(real._node.places)
             try:
                 audit = runtime.audit()

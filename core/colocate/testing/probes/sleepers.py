@@ -158,8 +158,8 @@ def asleep(ctx: colocate.Context) -> list[str]:
 
 
 def _sleeper(ctx: colocate.Context) -> Sleeper:
-    refuse: Any = ctx._refuse
-    found: Sleeper = refuse.__self__
+    reach: Any = ctx._reach
+    found: Sleeper = reach.__self__._site.sleeper
     return found
 
 

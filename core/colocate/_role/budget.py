@@ -1,0 +1,166 @@
+"""Memory budgets: of a pool's slots, a group and its roles, as they are declared and as workers are told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import attrs
+
+from colocate._system.nearest import did_you_mean
+from colocate._system.sizes import parse_bytes, size_text
+from colocate.errors import ConfigError
+
+
+@attrs.frozen
+class Limit:
+    """How much somebody may have on one slot.
+
+    Attributes:
+        owner: Who that is, as errors say it.
+        role: The role; None for all roles of the slot together.
+        device: Whether it is memory of the slot's device; otherwise the host's, with what sleeps.
+        nbytes: How many bytes.
+    """
+
+    owner: str
+    role: str | None
+    device: bool
+    nbytes: int
+
+    @property
+    def word(self) -> str:
+        """What it is called where it is set."""
+        return "device_memory" if self.device else "host_memory"
+
+
+@attrs.frozen
+class Budgets:
+    """Those of a group.
+
+    Attributes:
+        limits: What mustn't be exceeded.
+        activations: By role, the bytes of the device that stay free for what its methods compute with.
+        swap: Whether roles take turns, so that what is set for all of them together is kept.
+        step: The roles in the order in which they are called again and again, where that was declared.
+    """
+
+    limits: tuple[Limit, ...] = ()
+    activations: Mapping[str, int] = attrs.field(factory=dict)
+    swap: bool = False
+    step: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.limits)
+
+    def plain(self) -> tuple[Any, ...]:
+        """It as it travels."""
+        return [attrs.astuple(limit) for limit in self.limits], dict(self.activations), self.swap, self.step
+
+    @classmethod
+    def read(cls, plain: Sequence[Any]) -> Budgets:
+        """What has travelled."""
+        limits, *more = plain
+        return cls(tuple(Limit(*limit) for limit in limits), *more)
+
+
+NO_BUDGETS = Budgets()
+
+
+@attrs.frozen
+class Budget:
+    """How many bytes of a slot's memory somebody may have; None for no limit.
+
+    Attributes:
+        device: On the slot's device.
+        host: In the host's memory, with what sleeps.
+    """
+
+    device: int | None = None
+    host: int | None = None
+
+    @classmethod
+    def of(cls, device_memory: str | int | None, host_memory: str | int | None, what: str = "") -> Budget:
+        """The budget of such sizes.
+
+        Args:
+            device_memory: "20GiB", or bytes.
+            host_memory: Likewise.
+            what: What they are given to, as errors say it before their names.
+
+        Raises:
+            ConfigError: One of them is no size.
+        """
+        device = None if device_memory is None else parse_bytes(device_memory, f"{what}device_memory")
+        return cls(device, None if host_memory is None else parse_bytes(host_memory, f"{what}host_memory"))
+
+    def limits(self, owner: str, role: str | None = None) -> list[Limit]:
+        """What it says, as workers are told."""
+        sizes = ((True, self.device), (False, self.host))
+        return [Limit(owner, role, device, nbytes) for device, nbytes in sizes if nbytes is not None]
+
+
+NO_BUDGET = Budget()
+
+
+def budgets(
+    slot: Budget,
+    group: Budget,
+    roles: Mapping[str, Any],
+    residency: Literal["swap"] | None = None,
+    step: Sequence[str] | None = None,
+) -> Budgets:
+    """Those of a group.
+
+    Args:
+        slot: What its pool's slots have.
+        group: What it has of each.
+        roles: Its roles, as they were declared (`RoleSpec`).
+        residency: Whether they take turns.
+        step: The order in which they are called, again and again.
+
+    Raises:
+        ConfigError: They contradict each other.
+    """
+    limits = [*slot.limits("the pool's slots"), *group.limits("the group")]
+    for name, spec in roles.items():
+        own = spec.budget.limits(f"role {name!r}", name)
+        for limit in own:
+            for above in limits:
+                if above.role is None and above.device is limit.device and above.nbytes < limit.nbytes:
+                    raise ConfigError(
+                        f"role {name!r} can't fit: it may have {size_text(limit.nbytes)} ({limit.word}), and "
+                        f"{above.owner} {size_text(above.nbytes)}"
+                    )
+        limits += own
+    activations = {name: spec.activations for name, spec in roles.items() if spec.activations}
+    for limit in limits:
+        for name in activations if limit.device else ():
+            if limit.role in (None, name) and activations[name] >= limit.nbytes:
+                raise ConfigError(
+                    f"role {name!r} can't fit: {size_text(activations[name])} are to stay free for what it computes "
+                    f"with (reserve_activations), and {limit.owner} may have {size_text(limit.nbytes)} ({limit.word})"
+                )
+    return Budgets(tuple(limits), activations, *_turns(limits, roles, residency, step))
+
+
+def _turns(
+    limits: Sequence[Limit], roles: Mapping[str, Any], residency: str | None, step: Sequence[str] | None
+) -> tuple[bool, tuple[str, ...]]:
+    if residency not in (None, "swap"):
+        raise ConfigError(f'residency={residency!r}: it is "swap", or None for roles that stay where they are')
+    if residency is None:
+        if step is not None:
+            raise ConfigError('step= is the order in which roles take turns: it needs residency="swap"')
+        return False, ()
+    if not any(limit.role is None and limit.device for limit in limits):
+        raise ConfigError(
+            'residency="swap" keeps the roles of a group within a budget: say it, as in '
+            'pool.spawn(..., residency="swap", device_memory="40GiB")'
+        )
+    if isinstance(step, str):
+        raise ConfigError(f"step={step!r} is a string; write step=({step!r}, ...)")
+    for name in step or ():
+        if name not in roles:
+            raise ConfigError(f"step= names role {name!r}: there are {', '.join(roles)}{did_you_mean(name, roles)}")
+    return True, tuple(step or ())

@@ -1,0 +1,241 @@
+"""Memory budgets: who has more than it may is told, and roles that take turns keep within them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import colocate
+from colocate import ColocatedGroup, Context, RoleSpec, Runtime
+from colocate.errors import ConfigError, MemoryBudgetError, RoleError, RoleStartError, SleepingError
+from colocate.executor import Detachable, OwnProcess
+from colocate.testing.executors._base import ExecutorCase, Spawn, needs
+from colocate.testing.probes.sleepers import Dozing, Sharing
+from colocate.testing.waiting import PATIENCE_S, wait_until
+
+_MIB = 2**20
+
+
+class Budgets(ExecutorCase):
+    """What roles, groups and slots may have."""
+
+    def test_budget_of_a_role(self, spawn: Spawn) -> None:
+        """One that has come to hold more fails of that, with who has what; the group goes on."""
+        pytest.importorskip("torch")
+        group = spawn({"actor": colocate.role(Dozing, 1).on(device_memory="3MiB"), "other": colocate.role(Sharing)})
+        actor = group.role("actor", Dozing)
+        before = actor.look()
+        words = r"after actor\.train, 4 MiB of .* are in use, and role 'actor' may have 3 MiB \(device_memory\)"
+        with pytest.raises(MemoryBudgetError, match=words) as error:
+            actor.train()
+        assert "actor 4 MiB (parameters 1 MiB, gradients 1 MiB, optimizer 1 MiB" in error.value.message
+        assert (error.value.role, error.value.method) == ("actor", "train")
+        group.sleep("actor", ("optimizer", "grads"))
+        assert actor.look() != before  # what it has computed is there
+
+    def test_budget_of_a_group(self, spawn: Spawn) -> None:
+        """All its roles and residents together; what sleeps doesn't count, and what would be too much isn't woken."""
+        pytest.importorskip("torch")
+        group = spawn({"one": colocate.role(Dozing, 1), "other": colocate.role(Dozing, 1)}, device_memory="7MiB")
+        one, other = group.role("one", Dozing), group.role("other", Dozing)
+        group.sleep("one")
+        kept = other.make.keep(_MIB + 2**14)
+        kept.wait()
+        with pytest.raises(MemoryBudgetError, match=r"waking role 'one' needs .*the group may have 7 MiB"):
+            group.wake("one")
+        with pytest.raises(SleepingError, match="could not be woken"):
+            one.look()
+        with pytest.raises(MemoryBudgetError, match=r"after other\.make, .*residents 6\.1 MiB"):
+            other.make.keep(_MIB // 2).wait()
+        assert len(other.make(_MIB)) == 2  # what is only on its way doesn't count
+        kept.free()
+        assert group.wake("one")
+
+    def test_budget_of_a_slot(self, runtime: Runtime) -> None:
+        """It is the pool's, and of each group there."""
+        pytest.importorskip("torch")
+        with runtime.reserve(1, cpus=0, device_memory="1MiB") as pool:
+            with pytest.raises(RoleStartError, match="the pool's slots may have 1 MiB") as error:
+                pool.spawn({"actor": colocate.role(Dozing, 1)})
+            assert isinstance(error.value.errors[0], MemoryBudgetError)
+            with pytest.raises(ConfigError, match=r"role 'actor' can't fit: it may have 2 MiB \(device_memory\)"):
+                pool.spawn({"actor": colocate.role(Dozing, 1).on(device_memory="2MiB")})
+
+    def test_budget_of_the_host(self, spawn: Spawn) -> None:
+        """What sleeps counts there."""
+        pytest.importorskip("torch")
+        group = spawn({"actor": colocate.role(Dozing, 1), "other": colocate.role(Dozing, 1)}, host_memory="5MiB")
+        group.sleep("actor")
+        words = r"the group may have 5 MiB \(host_memory\).* actor 2 MiB \(asleep 2 MiB\)"
+        with pytest.raises(MemoryBudgetError, match=words):
+            group.role("other", Dozing).train()
+
+    def test_memory_for_activations(self, spawn: Spawn) -> None:
+        """It stays free while the role runs, and only then."""
+        pytest.importorskip("torch")
+        roles = {"one": colocate.role(Dozing, 1).on(reserve_activations="1500KiB"), "other": colocate.role(Dozing, 1)}
+        group = spawn(roles, device_memory="5MiB")
+        assert len(group.role("other", Dozing).look()) == 2
+        with pytest.raises(MemoryBudgetError, match=r"with 1\.5 MiB to stay free for activations"):
+            group.role("one", Dozing).look()
+
+    def test_no_memory_left(self, spawn: Spawn) -> None:
+        """The error of a role that has found none says who has it, and the group goes on."""
+        pytest.importorskip("torch")
+        group = spawn({"actor": colocate.role(Dozing, 1)})
+        actor = group.role("actor", Dozing)
+        with pytest.raises(RoleError, match=r"can't allocate memory|out of memory") as error:
+            actor.make(2**50)
+        assert "memory of this worker: actor 2 MiB (parameters 1 MiB" in str(error.value)
+        assert actor.train()
+
+    def test_budgets_that_can_not_be(self, spawn: Spawn) -> None:
+        """They are refused before anything starts."""
+        role = colocate.role(Dozing)
+        wrong: list[tuple[str, Callable[[], Any]]] = [
+            ("is no size", lambda: role.on(device_memory="much")),
+            ("is no size", lambda: spawn({"a": role}, host_memory=-1)),
+            ("reserve_activations", lambda: spawn({"a": role.on(device_memory=5, reserve_activations=6)})),
+            ('it is "swap"', lambda: spawn({"a": role}, residency="stay", device_memory=5)),
+            ("say it, as in", lambda: spawn({"a": role}, residency="swap")),
+            ('needs residency="swap"', lambda: spawn({"a": role}, step=["a"])),
+            ("names role 'b'", lambda: spawn({"a": role}, residency="swap", device_memory=5, step=["b"])),
+            ("is a string", lambda: spawn({"a": role}, residency="swap", device_memory=5, step="a")),
+        ]
+        for words, try_it in wrong:
+            with pytest.raises(ConfigError, match=words):
+                try_it()
+
+    # -- taking turns
+
+    @pytest.fixture
+    def turns(self, spawn: Spawn) -> ColocatedGroup:
+        """Three models that train, of 4, 8 and 4 MiB when they have, where 10 MiB are to be used."""
+        pytest.importorskip("torch")
+        roles = {"one": colocate.role(Dozing, 1), "two": colocate.role(Dozing, 2), "three": colocate.role(Dozing, 1)}
+        return spawn(roles, residency="swap", device_memory="10MiB")
+
+    def test_roles_take_turns(self, turns: ColocatedGroup, spawn: Spawn) -> None:
+        """They compute what they do without, and are within the budget whenever one looks."""
+        free = spawn(
+            {"one": colocate.role(Dozing, 1), "two": colocate.role(Dozing, 2), "three": colocate.role(Dozing, 1)}
+        )
+        for name in ["one", "two", "three", "two"] * 5:
+            assert turns.role(name, Dozing).train() == free.role(name, Dozing).train()
+            for slot in turns.memory().slots:
+                assert sum(role.total for role in slot.roles) <= 10 * _MIB
+        asleep = [role.asleep for slot in turns.memory().slots for role in slot.roles]
+        assert sum(asleep) >= 2 * 6 * _MIB
+        for name in ("one", "two", "three"):
+            assert turns.role(name, Dozing).digest() == free.role(name, Dozing).digest()
+
+    def test_turns_in_a_pipeline(self, turns: ColocatedGroup) -> None:
+        """Its calls wake whom they need, one after the other."""
+        with turns.pipeline():
+            calls = [turns.role(name, Dozing).train.submit() for name in ["one", "two", "three"] * 4]
+        assert all(len(call.result(PATIENCE_S)) == 2 for call in calls)
+        assert any(role.asleep for slot in turns.memory().slots for role in slot.roles)
+
+    def test_turns_are_told(self, turns: ColocatedGroup, runtime: Runtime) -> None:
+        """Observers hear of each sleep and wake, with its bytes."""
+        records: list[colocate.MoveRecord] = []
+
+        class Mover:
+            def colocate_memory_moved(self, record: colocate.MoveRecord) -> None:
+                records.append(record)
+
+        runtime.observe(Mover())
+        for name in ("one", "two", "three", "one", "two", "three"):
+            turns.role(name, Dozing).train()
+        kinds = {(kind, rank) for kind in ("sleep", "wake") for rank in (0, 1)}
+        wait_until(lambda: {(record.kind, record.rank) for record in records} == kinds, "both ranks have told of both")
+        assert all(record.nbytes > 0 and record.end >= record.start for record in records)
+        assert {record.group for record in records} == {turns.name}
+
+    def test_only_what_is_needed_wakes(self, spawn: Spawn) -> None:
+        """A method that needs only the weights has the rest of its role sleep on."""
+        pytest.importorskip("torch")
+        roles = {"one": colocate.role(Dozing, 2), "two": colocate.role(Dozing, 2)}
+        group = spawn(roles, slots=1, residency="swap", device_memory="12MiB")
+        one, two = group.role("one", Dozing), group.role("two", Dozing)
+        one.train()
+        two.train()
+        assert one.asleep() == [["weights", "grads", "optimizer", "cache"]]
+        one.look()
+        assert one.asleep() == [["grads", "optimizer", "cache"]]
+        assert two.asleep() == [[]]
+
+    def test_turns_of_siblings(self, spawn: Spawn) -> None:
+        """A role that has asked for another one has that awake whenever it runs."""
+        pytest.importorskip("torch")
+        roles: dict[str, RoleSpec[Any]] = {"actor": colocate.role(Dozing, 1), "other": colocate.role(Sharing)}
+        roles["large"] = colocate.role(Dozing, 2)
+        group = spawn(roles, residency="swap", device_memory="10MiB")
+        actor, other, large = group.role("actor", Dozing), group.role("other", Sharing), group.role("large", Dozing)
+        other.share("actor")
+        before = other.digest()
+        for _ in range(3):
+            large.train.options(ranks=[0])()
+            assert other.digest() == before
+        assert actor.asleep() == [[], []]
+
+    def test_a_role_that_can_not_take_turns(self, spawn: Spawn) -> None:
+        """It alone is too much: its start says so; what it has come to hold later, its call."""
+        pytest.importorskip("torch")
+        roles = {"one": colocate.role(Dozing, 1), "two": colocate.role(Dozing, 4)}
+        with pytest.raises(RoleStartError, match="after the constructor of role 'two', 8 MiB"):
+            spawn(roles, residency="swap", device_memory="7MiB")
+        roles = {"one": colocate.role(Dozing, 1), "two": colocate.role(Dozing, 2)}
+        group = spawn(roles, residency="swap", device_memory="7MiB")
+        with pytest.raises(MemoryBudgetError, match=r"after two\.train, 8 MiB"):
+            group.role("two", Dozing).train()
+        assert group.role("one", Dozing).train()
+
+    def test_checkpoint_of_roles_that_take_turns(self, turns: ColocatedGroup, tmp_path: Any) -> None:
+        """Each is awake as it is saved."""
+        for name in ("one", "two", "three"):
+            turns.role(name, Dozing).train()
+        turns.checkpoint(tmp_path / "saved")  # `Dozing.save` asserts it
+
+    @needs(OwnProcess)
+    def test_restart_of_roles_that_take_turns(self, runtime: Runtime) -> None:
+        """The next generation keeps within the budget, too."""
+        pytest.importorskip("torch")
+        roles = {"one": colocate.role(Dozing, 2), "two": colocate.role(Dozing, 2)}
+        with runtime.reserve(1, cpus=0) as pool:
+            group = pool.spawn(roles, residency="swap", device_memory="9MiB", on_failure="restart")
+            one, two = group.role("one", Dozing), group.role("two", Dozing)
+            before = one.train(), two.train()
+            os.kill(group.run(_pid)[0], signal.SIGKILL)
+            wait_until(lambda: group.generation == 1, "it is made anew")
+            group.wait_ready(PATIENCE_S)
+            assert (one.train(), two.train()) == before
+            assert one.asleep() != [[]]
+
+    @needs(Detachable)
+    def test_budgets_from_driver_to_driver(self, runtime: Runtime) -> None:
+        """They are of the pool and its groups, whoever has them."""
+        pytest.importorskip("torch")
+        name = f"test-{uuid.uuid4().hex[:8]}"
+        pool = runtime.reserve(1, cpus=0, detachable=True, device_memory="9MiB")
+        pool.spawn({"one": colocate.role(Dozing, 1)}, name="budgets", host_memory="8MiB", residency="swap")
+        pool.detach(name, ttl=60)
+        with runtime.attach(name, own=True) as taken:
+            group = taken.groups["budgets"]
+            declared = group._node.declared.budgets
+            assert {(limit.owner, limit.nbytes) for limit in declared.limits} == {
+                ("the pool's slots", 9 * _MIB),
+                ("the group", 8 * _MIB),
+            }
+            assert declared.swap
+            assert taken._node.budget.device == 9 * _MIB
+            assert group.role("one", Dozing).train()
+
+
+def _pid(ctx: Context) -> int:
+    return os.getpid()

@@ -1,0 +1,143 @@
+"""What the roles of a worker hold, beside what they may: whether that is too much, as soon as it shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from colocate._protocol.ledger import Purpose
+from colocate._role.budget import NO_BUDGETS, Budgets, Limit
+from colocate._system.sizes import size_text
+from colocate.errors import MemoryBudgetError, RoleError
+from colocate.worker.holdings import Holdings, Versions
+from colocate.worker.ledger import LookError, Shares, look_at, shares_of
+from colocate.worker.sleeping import Sleeper, Worker
+
+
+class Accounts:
+    """What the roles of a worker have beside what they may have, on the lane.
+
+    A role is looked at after its own methods only: nothing else changes what it holds, but for functions, which may do
+    anything.
+
+    Attributes:
+        budgets: What they may have.
+    """
+
+    def __init__(self, site: Worker, sleeper: Sleeper) -> None:
+        self._site = site
+        self._sleeper = sleeper
+        sleeper.refuse_more = self.refuse_more
+        self._held: dict[str, Holdings] = {}
+        self.budgets: Budgets = NO_BUDGETS
+
+    def look(self, role: str | None, more: Mapping[str, Any] | None = None) -> Shares:
+        """What all roles have, where one of them may have changed that.
+
+        Args:
+            role: That role; None for any.
+            more: Values that are about to be kept, by the method that has made them.
+
+        Raises:
+            RoleError: Something of it can't be looked at.
+        """
+        names = [each.name for each in list(self._site.roles.values()) if each.name is not None]
+        changed = set(names) if role is None else {role, *self._site.roles[role].ctx.asked}
+        for name in names:
+            if name in changed or name not in self._held:
+                try:
+                    self._held[name], _ = look_at(self._site, name, Versions)
+                except LookError as error:
+                    raise RoleError(
+                        f"what role {name!r} holds could not be looked at: {error.trace.strip().splitlines()[-1]}"
+                    ) from error
+        return self.shares(more)
+
+    def shares(self, more: Mapping[str, Any] | None = None) -> Shares:
+        """What all roles have, as they were last looked at.
+
+        Args:
+            more: Values that are about to be kept, by the method that has made them.
+        """
+        return shares_of(self._site, self._sleeper, self._held, more)
+
+    def written(self, role: str) -> int:
+        """How often the tensors of a role had been written into when it was last looked at."""
+        return sum(each.written for each in self._held[role].values() if isinstance(each, Versions))
+
+    def judge(self, role: str | None, what: str, shares: Shares) -> None:
+        """Raise when the roles have more than they may.
+
+        Args:
+            role: The role that has just run; None for a function.
+            what: What it has run.
+            shares: What all have.
+
+        Raises:
+            MemoryBudgetError: They have.
+        """
+        for limit in self.budgets.limits:
+            if role is not None and limit.role not in (None, role):
+                continue
+            activations = self.budgets.activations.get(role or "", 0) if limit.device else 0
+            if self.used(shares, limit) + activations > limit.nbytes:
+                kept = f", with {size_text(activations)} to stay free for activations" if activations else ""
+                raise self.exceeded(shares, limit, f"after {what}{kept}")
+
+    def refuse_more(self, role: str, nbytes: int, device: bool, what: str) -> None:
+        """Raise when there is no room for what a role is about to have besides.
+
+        Raises:
+            MemoryBudgetError: There is none.
+        """
+        limits = [each for each in self.budgets.limits if each.device is device and each.role in (None, role)]
+        if not limits:
+            return
+        shares = self.look(role)
+        for limit in limits:
+            if self.used(shares, limit) + nbytes > limit.nbytes:
+                raise self.exceeded(shares, limit, f"{what} needs {size_text(nbytes)}")
+
+    def used(self, shares: Shares, limit: Limit) -> int:
+        """Bytes that count towards a limit."""
+        roles = shares.owned.keys() | shares.asleep.keys() if limit.role is None else {limit.role}
+        return sum(self._used_by(shares, role, limit.device) for role in roles)
+
+    def exceeded(self, shares: Shares, limit: Limit, what: str) -> MemoryBudgetError:
+        """The error that a limit is exceeded, or would be."""
+        place = self._site.boot.device if limit.device else "the host"
+        used, most = self.used(shares, limit), size_text(limit.nbytes)
+        text = size_text(used) if size_text(used) != most else f"{size_text(used)} ({used - limit.nbytes} bytes more)"
+        roles = shares.owned.keys() | shares.asleep.keys()
+        told = "; ".join(filter(None, [self._told(shares, role, limit.device) for role in sorted(roles)]))
+        return MemoryBudgetError(
+            f"{what}, {text} of {place} are in use, and {limit.owner} may have {most} ({limit.word}). "
+            f"Who has it: {told or 'nobody'}"
+        )
+
+    def told(self, role: str | None) -> str:
+        """Who has how much, as a note to an error says it."""
+        shares = self.look(role)
+        places = (False,) if self._site.boot.device == "cpu" else (True, False)
+        told = [self._told(shares, each, device) for each in shares.owned for device in places]
+        return f"memory of this worker: {'; '.join(filter(None, told)) or 'nothing that its roles hold'}"
+
+    def _used_by(self, shares: Shares, role: str, device: bool) -> int:
+        return sum(size for _, size in self._parts(shares, role, device))
+
+    def _parts(self, shares: Shares, role: str, device: bool) -> Iterable[tuple[str, int]]:
+        """What a role has, by kind. What sleeps counts with the host's memory: so it does on a device, which it is."""
+        here = self._site.boot.device
+        for (kind, where), size in shares.owned.get(role, {}).items():
+            if (where == here) if device else (where == "cpu"):
+                yield kind, size
+        if not device and (asleep := shares.asleep.get(role, 0)):
+            yield "asleep", asleep
+
+    def _told(self, shares: Shares, role: str, device: bool) -> str:
+        parts = dict(self._parts(shares, role, device))
+        if not parts:
+            return ""
+        order = [*(purpose.word for purpose in Purpose), "asleep"]
+        kinds = ", ".join(f"{kind} {size_text(parts[kind])}" for kind in order if kind in parts)
+        return f"{role or 'functions'} {size_text(sum(parts.values()))} ({kinds})"

@@ -1,0 +1,250 @@
+"""Roles of a worker that take turns within its budget (`residency="swap"`).
+
+Each worker decides for itself, on the lane: where a role's memory is makes no difference to what it computes, so ranks
+needn't agree. Before a call, who isn't needed makes room, and the role is woken; after it, where it has come to hold
+more, others make room again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from colocate._protocol import messages
+from colocate._protocol.ledger import TAGS, Purpose
+from colocate._role.budget import Limit
+from colocate._role.method_spec import MethodSpec
+from colocate._system.sizes import size_text
+from colocate.errors import MemoryBudgetError
+from colocate.worker.accounts import Accounts
+from colocate.worker.hosted import HostedRole
+from colocate.worker.ledger import Shares
+from colocate.worker.sleeping import Sleeper, Worker
+from colocate.worker.swapping import Order, Room, State, by_last_use, who_goes
+
+
+class Residency:
+    """Has the roles of a worker be awake when they are called, and keeps all of them within the budget."""
+
+    def __init__(self, site: Worker, sleeper: Sleeper, accounts: Accounts) -> None:
+        self._site = site
+        self._sleeper = sleeper
+        self._accounts = accounts
+        self._order: Order | None = None
+        self._limit: Limit | None = None
+        self._needed: dict[int, frozenset[str]] = {}  # by the calls that run, and are to stay awake
+        self._peaks: dict[str, int] = {}  # what roles have had at most
+        self._written: dict[str, int] = {}  # how often their tensors had been, when that was last looked at
+        self._copied: set[str] = set()  # whose copies are up to date
+
+    @property
+    def on(self) -> bool:
+        """Whether its roles take turns."""
+        return self._order is not None
+
+    def begin(self) -> None:
+        """The budgets are known."""
+        budgets = self._accounts.budgets
+        if budgets.swap:
+            self._order = Order(budgets.step)
+            self._limit = min((each for each in budgets.limits if each.role is None and each.device), key=_nbytes)
+
+    # -- around calls
+
+    def enter(self, seq: int, role: HostedRole, spec: MethodSpec) -> None:
+        """A method is about to run: what it needs is awake afterwards.
+
+        Raises:
+            MemoryBudgetError: There is no room for it.
+        """
+        if self._order is None or role.name is None or spec.awake == ():
+            return
+        self._order.begins(role.name)
+        needed = frozenset(self._with_siblings(role.name))
+        self._needed[seq] = needed
+        for name in sorted(needed - {role.name}):
+            self._awaken(name, tuple(TAGS))
+        self._awaken(role.name, tuple(TAGS) if spec.awake is None else spec.awake)
+
+    def leave(self, seq: int) -> None:
+        """A call has ended."""
+        self._needed.pop(seq, None)
+
+    def reach(self, name: str) -> None:
+        """A role's object is wanted, in whatever runs.
+
+        Raises:
+            SleepingError: Memory of it sleeps.
+            MemoryBudgetError: It does, and there is no room for it.
+        """
+        if self._order is None:
+            self._sleeper.refuse(name)
+            return
+        for seq, needed in list(self._needed.items()):
+            self._needed[seq] = needed | {name}
+        self._awaken(name, tuple(TAGS))
+
+    def awaken(self, role: HostedRole) -> None:
+        """All of a role is to be awake, on this rank as on all others.
+
+        Raises:
+            MemoryBudgetError: There is no room for it.
+        """
+        if self._order is not None and role.name is not None:
+            self._awaken(role.name, tuple(TAGS))
+        else:
+            self._sleeper.wake_alone(role)
+
+    def make_room(self, name: str) -> None:
+        """A role is about to be woken: have others make room, as far as they can."""
+        if self._order is not None:
+            self._make_room(name, self._coming(name, tuple(TAGS)))
+
+    def check(self, role: str | None, what: str, more: Mapping[str, Any] | None = None) -> None:
+        """A role has run, or been constructed: raise when all have more than they may, and nobody can make room.
+
+        Args:
+            role: The role; None for a function.
+            what: What it has run.
+            more: Values that are about to be kept, by the method that has made them.
+
+        Raises:
+            MemoryBudgetError: They have.
+            RoleError: What one of them has can't be looked at.
+        """
+        if not self._accounts.budgets:
+            return
+        shares = self._accounts.look(role, more)
+        if self._order is not None:
+            shares = self._settled(role, shares, more)
+        self._accounts.judge(role, what, shares)
+
+    # -- how
+
+    def _settled(self, name: str | None, shares: Shares, more: Mapping[str, Any] | None) -> Shares:
+        """When too much is awake, have who isn't needed make room; what all have then."""
+        if name is not None:
+            self._note(name, shares)
+        needed = frozenset().union(*self._needed.values()) | ({name} if name is not None else set())
+        tried: set[str] = set()
+        while self._over(shares, name) > 0 and (goers := self._goers(shares, name, needed | tried)):
+            for each in goers:
+                tried.add(each)
+                self._put_to_sleep(each, name or "a function")
+            shares = self._accounts.shares(more)
+        return shares
+
+    def _with_siblings(self, name: str) -> set[str]:
+        """A role, and the roles of its worker that it has asked for, and may have kept."""
+        found: set[str] = set()
+        todo = [name]
+        while todo:
+            each = todo.pop()
+            if each not in found and each in self._site.roles:
+                found.add(each)
+                todo.extend(self._site.roles[each].ctx.asked)
+        return found
+
+    def _awaken(self, name: str, tags: Sequence[str]) -> None:
+        asleep = [tag for tag in self._sleeper.tags(name) if tag in tags]
+        coming = self._coming(name, tags)
+        self._make_room(name, coming)
+        if asleep:
+            start = time.time()
+            nbytes = self._sleeper.wake_alone(self._site.roles[name], asleep)
+            self._site.say(messages.Moved(name, False, nbytes, start, time.time()))
+
+    def _coming(self, name: str, tags: Sequence[str]) -> int:
+        return self._sleeper.size(name, tags)
+
+    def _make_room(self, name: str, coming: int) -> None:
+        """Have so many bytes be free, and what the role needs while it runs."""
+        assert self._limit is not None
+        shares = self._accounts.shares()
+        if self._over(shares, name) + coming + self._growth(name, shares) <= 0:
+            return
+        pinned = frozenset().union({name}, *self._needed.values())
+        tried: set[str] = set()
+        while self._over(shares, name) + coming + self._growth(name, shares) > 0:
+            goers = self._goers(shares, name, pinned | tried, coming)
+            if not goers:
+                break
+            for each in goers:
+                tried.add(each)
+                self._put_to_sleep(each, name)
+            shares = self._accounts.shares()
+        if coming and self._over(shares, name) + coming > 0:
+            raise self._accounts.exceeded(shares, self._limit, f"waking role {name!r} needs {size_text(coming)}")
+
+    def _over(self, shares: Shares, name: str | None) -> int:
+        """The bytes that are too many, while a role runs."""
+        assert self._limit is not None
+        activations = self._accounts.budgets.activations.get(name or "", 0)
+        return self._accounts.used(shares, self._limit) + activations - self._limit.nbytes
+
+    def _growth(self, name: str, shares: Shares) -> int:
+        """What a role has had besides what it has: gradients, say, that it has let go of."""
+        return max(0, self._peaks.get(name, 0) - self._size(name, shares))
+
+    def _goers(self, shares: Shares, name: str | None, stay: frozenset[str], coming: int = 0) -> Iterable[str]:
+        """Who is to make room next, so that a role can run."""
+        assert self._order is not None
+        assert self._limit is not None
+        roles = [each.name for each in list(self._site.roles.values()) if each.name is not None]
+        awake = {each: self._awake(each, shares) for each in roles}
+        # What several hold counts with one of them, and stays as long as another one is awake.
+        candidates = {each for each in roles if each not in stay and (awake[each] or shares.shared.get(each))}
+        if not candidates:
+            return ()
+        runs = name or ""
+        moving = candidates | {runs}
+        sizes = {each: awake[each] or self._size(each, shares) for each in roles}
+        sizes[runs] = awake.get(runs, 0) + coming
+        fixed = self._accounts.used(shares, self._limit) - sum(awake.get(each, 0) for each in moving)
+        needs = dict(self._accounts.budgets.activations)
+        if name is not None:
+            needs[name] = needs.get(name, 0) + self._growth(name, shares)
+        room = Room(self._limit.nbytes - fixed, sizes, needs)
+        state = State(frozenset(moving), frozenset(moving - self._copied))
+        ahead = self._order.ahead()
+        if ahead is not None and ahead[0].role == runs:
+            goers = who_goes([use for use in ahead if use.role in moving or use.role not in stay], room, state)
+        else:
+            goers = by_last_use(self._order.recent, runs, room, state)
+        return candidates if goers is None else goers
+
+    def _put_to_sleep(self, name: str, why: str) -> None:
+        start = time.time()
+        try:
+            nbytes = self._sleeper.sleep_alone(name)
+        except (OSError, ValueError, MemoryError) as error:
+            raise MemoryBudgetError(f"role {name!r} could not make room for {why}: {error}") from error
+        self._copied.add(name)
+        self._site.say(messages.Moved(name, True, nbytes, start, time.time()))
+
+    def _note(self, name: str, shares: Shares) -> None:
+        """What a role has come to hold, and whether it was written into."""
+        assert self._order is not None
+        self._peaks[name] = max(self._peaks.get(name, 0), self._size(name, shares))
+        written = self._accounts.written(name)
+        if self._written.get(name) != written:
+            self._written[name] = written
+            self._copied.discard(name)
+            self._order.wrote(name)
+
+    def _awake(self, name: str, shares: Shares) -> int:
+        """The bytes of a role that could go."""
+        here = self._site.boot.device
+        owned = shares.owned.get(name, {})
+        return sum(size for (kind, where), size in owned.items() if where == here and kind != _RESIDENTS)
+
+    def _size(self, name: str, shares: Shares) -> int:
+        return self._awake(name, shares) + shares.asleep.get(name, 0)
+
+
+_RESIDENTS = Purpose.RESIDENTS.word
+
+
+def _nbytes(limit: Limit) -> int:
+    return limit.nbytes

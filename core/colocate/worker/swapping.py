@@ -1,0 +1,237 @@
+"""Roles that take turns within a budget: who makes room when one is called that sleeps, so that the least is copied.
+
+The order in which a step calls its roles is the same again and again, so it is known what is needed next. With few
+roles the cheapest way through the step is searched for, otherwise who is needed last makes room, and where no order is
+known, who was called longest ago.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import combinations, count
+from typing import NamedTuple
+
+_FEW = 6
+_AHEAD = 3
+"""Steps that are looked ahead: where the first begins is given, and the others are as all will be."""
+_LONGEST = 64
+"""Turns of a step at most; what comes again after more isn't looked for."""
+
+
+class Use(NamedTuple):
+    """A role's turn in a step.
+
+    Attributes:
+        role: The role.
+        writes: Whether its memory is written then, so that its copy is out of date.
+    """
+
+    role: str
+    writes: bool
+
+
+class State(NamedTuple):
+    """Who is awake, and who of them has been written into since it was last copied."""
+
+    awake: frozenset[str]
+    dirty: frozenset[str]
+
+
+class Room(NamedTuple):
+    """What there is room for.
+
+    Attributes:
+        nbytes: What roles may have together.
+        sizes: What each has.
+        needs: What each needs besides, while it runs.
+    """
+
+    nbytes: int
+    sizes: Mapping[str, int]
+    needs: Mapping[str, int]
+
+    def over(self, awake: Iterable[str], runs: str) -> int:
+        """The bytes that are too many when these roles are awake and one of them runs."""
+        return sum(self.sizes[role] for role in awake) + self.needs.get(runs, 0) - self.nbytes
+
+
+def cost(step: Sequence[Use], room: Room, start: State, end: frozenset[str] | None = None) -> int | None:
+    """The bytes that the cheapest way through a step copies; None where there is none.
+
+    Args:
+        step: The uses.
+        room: What there is room for.
+        start: Who is awake before it.
+        end: Who is to be awake after it; None for anybody.
+    """
+    found = _way(step, room, start, end)
+    return None if found is None else found[0]
+
+
+def who_goes(step: Sequence[Use], room: Room, state: State) -> frozenset[str] | None:
+    """Who makes room for the first use of a step that is gone through again and again; None where there is no room.
+
+    Args:
+        step: The uses of one step, from the one that is about to come.
+        room: What there is room for.
+        state: Who is awake.
+    """
+    if len({use.role for use in step} | state.awake) > _FEW:
+        return by_next_use(step, room, state)
+    found = _way(list(step) * _AHEAD, room, state, None)
+    return None if found is None else found[1]
+
+
+def by_next_use(step: Sequence[Use], room: Room, state: State) -> frozenset[str] | None:
+    """The same for many roles: who is needed last and is large makes room; who has to be copied goes later."""
+    role = step[0].role
+    places = {use.role: place for place, use in reversed(list(enumerate(step)))}
+
+    def gain(other: str) -> tuple[float, int]:
+        size, copied = room.sizes[other], room.sizes[other] * (2 if other in state.dirty else 1)
+        return places.get(other, len(step)) * size / max(1, copied), size
+
+    return _until_it_fits(sorted(state.awake - {role}, key=gain, reverse=True), role, room, state)
+
+
+def by_last_use(order: Sequence[str], role: str, room: Room, state: State) -> frozenset[str] | None:
+    """Who makes room for a role where no order is known: who was called longest ago.
+
+    Args:
+        order: Roles, the one that was called last at the end.
+        role: The role that is about to be called.
+        room: What there is room for.
+        state: Who is awake.
+    """
+    last = {each: place for place, each in enumerate(order)}
+    return _until_it_fits(sorted(state.awake - {role}, key=lambda each: last.get(each, -1)), role, room, state)
+
+
+def _until_it_fits(goers: Sequence[str], role: str, room: Room, state: State) -> frozenset[str] | None:
+    going: set[str] = set()
+    awake = state.awake | {role}
+    for each in goers:
+        if room.over(awake - going, role) <= 0:
+            break
+        going.add(each)
+    if room.over(awake - going, role) > 0:
+        return None
+    for each in sorted(going, key=lambda other: room.sizes[other], reverse=True):  # some of them may do
+        if room.over(awake - going | {each}, role) <= 0:
+            going.discard(each)
+    return frozenset(going)
+
+
+def _way(
+    uses: Sequence[Use], room: Room, start: State, end: frozenset[str] | None
+) -> tuple[int, frozenset[str]] | None:
+    """What the cheapest way through some uses copies, and who goes at its first one."""
+    order = count()
+    todo: list[tuple[int, int, int, State, frozenset[str]]] = [(0, next(order), 0, start, frozenset())]
+    done: set[tuple[int, State]] = set()
+    while todo:
+        copied, _, place, state, first = heapq.heappop(todo)
+        if (place, state) in done:
+            continue
+        done.add((place, state))
+        if place == len(uses) + (end is not None):
+            return copied, first
+        if place == len(uses):
+            assert end is not None
+            more = sum(room.sizes[role] for role in (state.dirty - end) | (end - state.awake))
+            heapq.heappush(todo, (copied + more, next(order), place + 1, State(end, frozenset()), first))
+            continue
+        for going, more, then in _choices(uses[place], room, state):
+            heapq.heappush(todo, (copied + more, next(order), place + 1, then, going if place == 0 else first))
+    return None
+
+
+def _choices(use: Use, room: Room, state: State) -> Iterator[tuple[frozenset[str], int, State]]:
+    """Who may go at a use, what that copies, and how it is then.
+
+    Nobody goes who needn't: it could still go later, for the same.
+    """
+    role = use.role
+    coming = 0 if role in state.awake else room.sizes[role]
+    awake = state.awake | {role}
+    others = sorted(state.awake - {role})
+    enough: list[frozenset[str]] = []
+    for number in range(len(others) + 1):
+        for each in combinations(others, number):
+            going = frozenset(each)
+            if any(less <= going for less in enough) or room.over(awake - going, role) > 0:
+                continue
+            enough.append(going)
+            out = sum(room.sizes[other] for other in going & state.dirty)
+            dirty = state.dirty - going
+            yield going, coming + out, State(awake - going, dirty | {role} if use.writes else dirty)
+
+
+class Order:
+    """The order in which roles are called, as far as it is known."""
+
+    def __init__(self, declared: Sequence[str] = ()) -> None:
+        """Args: declared: The roles of a step."""
+        self._step = [Use(role, True) for role in _apart(declared)]
+        self._declared = bool(declared)
+        self._place: int | None = None  # of the use that is on
+        self._past: list[Use] = []
+
+    @property
+    def recent(self) -> list[str]:
+        """Roles, the one that was called last at the end."""
+        return list(dict.fromkeys(use.role for use in reversed(self._past)))[::-1]
+
+    def begins(self, role: str) -> None:
+        """A role is about to be called."""
+        if self._past and self._past[-1].role == role:
+            return
+        if self._place is not None:
+            self._step[self._place] = self._past[-1]  # as it was this time, it will be
+        self._past.append(Use(role, False))
+        del self._past[: -2 * _LONGEST]
+        expected = self._place is not None and self._step[(self._place + 1) % len(self._step)].role == role
+        self._place = self._placed(role)
+        if not expected and not self._declared:
+            self._find()
+
+    def wrote(self, role: str) -> None:
+        """A role has been written into: it matters when it is its turn."""
+        if self._past and self._past[-1].role == role:
+            self._past[-1] = self._past[-1]._replace(writes=True)
+
+    def ahead(self) -> list[Use] | None:
+        """The uses of one step from the one that is on; None where they aren't known."""
+        if self._place is None:
+            return None
+        return self._step[self._place :] + self._step[: self._place]
+
+    def _placed(self, role: str) -> int | None:
+        """Where in the step this is: after the last use, or where the uses before it were the same."""
+        step, place = self._step, self._place
+        if place is not None and step[(place + 1) % len(step)].role == role:
+            return (place + 1) % len(step)
+        places = [at for at, use in enumerate(step) if use.role == role]
+        past = [use.role for use in self._past]
+
+        def alike(at: int) -> int:
+            pairs = zip(reversed(past), (step[(at - back) % len(step)].role for back in count()), strict=False)
+            return next((number for number, (one, other) in enumerate(pairs) if one != other), len(past))
+
+        return max(places, key=alike, default=None)
+
+    def _find(self) -> None:
+        """What has been gone through twice is a step."""
+        roles = [use.role for use in self._past]
+        for length in range(2, min(_LONGEST, len(roles) // 2) + 1):
+            if roles[-length:] == roles[-2 * length : -length]:
+                # It begins where it was found, so the use that is on is its last. How that was is known of the first.
+                self._step, self._place = self._past[-2 * length : -length], length - 1
+                return
+
+
+def _apart(roles: Sequence[str]) -> list[str]:
+    """Without those that follow themselves, from the last one to the first as well."""
+    found = [role for before, role in zip((None, *roles), roles, strict=False) if role != before]
+    return found[:-1] if len(found) > 1 and found[0] == found[-1] else found
