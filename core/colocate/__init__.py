@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from colocate._api.memory import GroupMemory, RoleMemory, SlotMemory
     from colocate._api.pool import Pool, PoolPart, Slot
     from colocate._api.runtime import Runtime
+    from colocate._api.trace import Trace
     from colocate._calls.records import CallRecord, MoveRecord
     from colocate._job.launch import launch
     from colocate._job.run import Run
@@ -94,7 +95,6 @@ _HOMES = {
     "_job.launch": ("launch",),
     "_values.mesh": (
         "Mesh",
-        "MoveRecord",
         "Ranks",
     ),
     "_role.method": (
@@ -121,6 +121,7 @@ _HOMES = {
     "_job.run": ("Run",),
     "_runs.record": ("RunRecord",),
     "_api.runtime": ("Runtime",),
+    "_api.trace": ("Trace",),
     "_views.view": (
         "Inspection",
         "RoleView",
@@ -211,6 +212,7 @@ __all__ = [
     "SleepingError",
     "Slot",
     "SlotMemory",
+    "Trace",
     "WorkerDied",
     "as_completed",
     "connect",

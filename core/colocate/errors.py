@@ -248,6 +248,9 @@ class MemoryBudgetError(ColocateError, MemoryError):
     It says who has how much. A sleep or a wake that fails so has changed nothing.
     """
 
+    def __str__(self) -> str:
+        return self.message + _called(self)
+
 
 class SleepingError(ColocateError, RuntimeError):
     """What was asked for is memory of a role that sleeps: `group.wake` brings it back."""

@@ -22,7 +22,7 @@ _CHANGES = [
 ]
 _BUDGET = ["groups.policy.residency=swap", "groups.policy.device_memory=7.2MiB"]
 _SAME = ("reward", "kl", "value_loss", "policy_loss", "entropy")
-_ROUNDS, _FIRST = 3, 3
+_ROUNDS, _FIRST = 2, 3
 
 
 def rows() -> Iterator[Row]:

@@ -12,7 +12,7 @@ from colocate.testing.probes.plain import Echo
 
 HELD = ("alive", "close", "name", "owner", "state")
 SURFACE = {
-    "runtime": (*HELD, "attach", "audit", "detached", "graph", "groups", "observe", "reserve", "seed"),
+    "runtime": (*HELD, "attach", "audit", "detached", "graph", "groups", "observe", "reserve", "seed", "trace"),
     "pool": (*HELD, "detach", "groups", "slots", "spawn"),
     "group": (
         *HELD,

@@ -6,6 +6,7 @@ import logging
 import math
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, cast
 
 from colocate._api.audit import Audit, audit
@@ -16,6 +17,7 @@ from colocate._api.group import ColocatedGroup
 from colocate._api.held import Held
 from colocate._api.pool import Pool
 from colocate._api.slots import Slots
+from colocate._api.trace import Trace
 from colocate._owned.owned import Making
 from colocate._role.budget import Budget
 from colocate._signatures.annotations import path_text
@@ -121,6 +123,24 @@ class Runtime(Held[Connection], node=Connection):
         after the other, and before whatever happens later.
         """
         self._node.services.observers.add(plugin)
+
+    def trace(self, path: str | os.PathLike[str]) -> Trace:
+        """Write what happens from now on into a file, for Perfetto (ui.perfetto.dev) or chrome://tracing.
+
+        Each group is a process there and each of its slots a thread, with what its roles ran and for how long a call
+        had waited, and for whom; with sleeps and wakes, and the bytes that sleep. Nothing is measured in addition.
+
+        Args:
+            path: The file; one that is there is replaced.
+
+        Returns:
+            The trace, a context manager that ends it. What has been told is in the file at any time.
+
+        Raises:
+            OSError: The file can't be written.
+        """
+        self._node.check()
+        return Trace(self._node, Path(path))
 
     def reserve(
         self,

@@ -120,7 +120,7 @@ class CallOrder:
             self._begin_hold(call.seq, known=None, cut=True)
         if self._hold is not None:
             self._hold.withdrawn.add(call.seq)
-        self._end(call)
+        self._end(call, error)
         call._fail(error)
 
     def drop(self, call: PendingCall, error: BaseException) -> None:
@@ -128,7 +128,7 @@ class CallOrder:
         with self.lock:
             if not call.done():
                 call.pipeline = None
-                self._end(call)
+                self._end(call, error)
                 call._fail(error)
 
     def watch(self, call: PendingCall, timeout: float) -> None:
@@ -156,7 +156,7 @@ class CallOrder:
             if call.remaining == 0:
                 # What it used was given up, though the ranks had it: nothing was made, for whoever looks.
                 poison = call.poison() if call.uses else None
-                self._end(call)
+                self._end(call, poison)
                 if poison is None:
                     call._settle(call.bodies, call._joiner)
                 else:
@@ -241,7 +241,7 @@ class CallOrder:
         with self.lock:
             calls = list(self.pending.values())
             for call in calls:
-                self._end(call)
+                self._end(call, error)
                 call._fail(error)
             if self._hold is not None and self._hold.timer is not None:
                 self._hold.timer.cancel()
@@ -274,7 +274,7 @@ class CallOrder:
     def _tell_root(self, hold: _Hold, call: PendingCall, error: ColocateError) -> None:
         if hold.root is None or call.seq <= hold.failed:
             hold.root = error
-        self._end(call)
+        self._end(call, error)
         call._fail(error)
 
     def _suspect(self, hold: _Hold, call: PendingCall, error: ColocateError) -> None:
@@ -324,7 +324,7 @@ class CallOrder:
         for later, error, follows in sorted(hold.later, key=lambda item: item[0].seq):
             if not later.done():
                 error = later.poison() or later_error(error, hold.root, follows)
-                self._end(later)
+                self._end(later, error)
                 later._fail(error)
         if hold.timer is not None:
             hold.timer.cancel()
@@ -402,13 +402,13 @@ class CallOrder:
             if call.seq == seq:
                 call.updates[slot] = updates
 
-    def _end(self, call: PendingCall) -> None:
-        """Take a call out of the books; it is settled next."""
+    def _end(self, call: PendingCall, error: BaseException | None) -> None:
+        """Take a call out of the books; it is settled next, with this error if there is one."""
         self.pending.pop(call.seq, None)
         if self._hold is not None and call.seq in self._hold.withdrawn:
             self._hold.failures.append(call)
         if call.timer is not None:
             call.timer.cancel()
         if call.on_end is not None:
-            call.on_end(call)
+            call.on_end(call, error)
             call.on_end = None

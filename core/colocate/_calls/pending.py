@@ -72,7 +72,7 @@ class PendingCall(Underway):
         self.timer: Timer | None = None
         self.submitted = time.time()
         self.line: tuple[str, int] = ("", 0)
-        self.on_end: Callable[[PendingCall], None] | None = None
+        self.on_end: Callable[[PendingCall, BaseException | None], None] | None = None
         self.dispatcher: Dispatcher | None = None
         self.timers: JobThread | None = None
         self.canceller: Callable[[PendingCall], bool] | None = None

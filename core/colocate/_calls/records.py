@@ -61,10 +61,10 @@ class MoveRecord:
     end: float
 
 
-def ended(group: str, call: PendingCall) -> tuple[Any, ...]:
+def ended(group: str, call: PendingCall, error: BaseException | None) -> tuple[Any, ...]:
     """What is to be told of a call that has ended. It holds nothing that hangs on the call, such as its result."""
-    error = None if call._error is None else str(call._error).partition("\n")[0]
-    return group, call.role, call.method, call.ranks, call.spans, call.submitted, call.keep is not None, error
+    words = None if error is None else str(error).partition("\n")[0]
+    return group, call.role, call.method, call.ranks, call.spans, call.submitted, call.keep is not None, words
 
 
 class Observers:

@@ -14,6 +14,8 @@ import attrs
 from colocate._calls.records import Observers
 from colocate._owned.dispatcher import Dispatcher
 from colocate._system.jobs import JobThread
+from colocate._system.limits import TOLD_WITHIN_S
+from colocate._system.off_main import Flag, off_main
 from colocate._system.printer import Printer
 from colocate.executor import Executor
 
@@ -59,6 +61,12 @@ class Services:
     def new_key(self) -> int:
         """An id for a resident."""
         return next(self._keys)
+
+    def settle(self) -> None:
+        """Wait until observers have been told of all that has happened, unless one of them doesn't return."""
+        told = Flag()
+        off_main(lambda: self.dispatcher.soon(told.set))
+        told.wait(TOLD_WITHIN_S)  # the runtime's close tells who is in the way
 
     def tell(self, hook: str, *args: Any) -> None:
         """Tell the observers what has happened, on the dispatcher's thread."""

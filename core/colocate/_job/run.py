@@ -26,8 +26,7 @@ from colocate._runs.calls import CallLog
 from colocate._runs.record import Row, RunRecord
 from colocate._system.deadline import Deadline
 from colocate._system.jobs import error_text
-from colocate._system.limits import LEDGERS_WITHIN_S, TOLD_WITHIN_S
-from colocate._system.off_main import Flag, off_main
+from colocate._system.limits import LEDGERS_WITHIN_S
 from colocate._system.tracebacks import told
 from colocate.config.schema import Config
 from colocate.errors import ColocateError, ConfigError, GroupRestarted
@@ -277,7 +276,8 @@ def execute(begun: Begun, runtime: Runtime, groups: Mapping[str, ColocatedGroup]
     name = begun.config.name
     run = Run(name, runtime, groups, folder.path, resumed, folder, screen, signals, begun.metrics)
     try:
-        with contextlib.closing(folder), screen.running(name, folder.path, begun.step), signals:
+        trace = runtime.trace(folder.path / "trace.json") if begun.config.trace else contextlib.nullcontext()
+        with contextlib.closing(folder), trace, screen.running(name, folder.path, begun.step), signals:
             _until_done(run, lambda: begun.job(run))
     except KeyboardInterrupt:
         raise
@@ -395,9 +395,7 @@ def _settle(runtime: Runtime) -> None:
     """Wait until observers have been told of every call that has ended, unless one of them doesn't return."""
     if not runtime.alive:  # a job may close what it was given, and closing has told them
         return
-    told = Flag()
-    off_main(lambda: runtime._node.services.dispatcher.soon(told.set))
-    told.wait(TOLD_WITHIN_S)  # the close tells who is in the way
+    runtime._node.services.settle()
 
 
 def _report(record: RunRecord, error: str | None = None) -> Path | None:

@@ -124,7 +124,7 @@ class Context:
     _groups: Groups | None = attrs.field(default=None, alias="groups")
     _report: Callable[[Context, int, int | None], None] | None = attrs.field(default=None, alias="report")
     _generator: torch.Generator | None = attrs.field(default=None, init=False)
-    asked: set[str] = attrs.field(factory=set, init=False)
+    _asked: set[str] = attrs.field(factory=set, init=False)
     last_call: CallState = attrs.field(factory=lambda: CallState(0), init=False)
 
     @property
@@ -187,7 +187,7 @@ class Context:
             )
         if self._reach is not None:
             self._reach(name)
-            self.asked.add(name)
+            self._asked.add(name)
         return cast("R", self._siblings[name])
 
     def process_group(self, axis: str | None = None) -> ProcessGroup:

@@ -53,13 +53,13 @@ class Draft:
             self.crew.order.watch(self.call, self.timeout)
 
 
-def settled(crew: Crew, call: PendingCall) -> None:
+def settled(crew: Crew, call: PendingCall, error: BaseException | None) -> None:
     """A call is about to be: what it used is given back, and observers are told."""
     for use in call.uses:
         use.give_back()
     call.uses = ()
     if crew.services.observers and call.seq >= 0:  # otherwise it was never sent
-        crew.services.dispatcher.gather(partial(crew.services.observers.tell_call, *ended(crew.name, call)))
+        crew.services.dispatcher.gather(partial(crew.services.observers.tell_call, *ended(crew.name, call, error)))
 
 
 def send(drafts: Sequence[Draft]) -> None:

@@ -144,6 +144,7 @@ class Config:
         groups: Groups to spawn, by name, in this order.
         job: What `colocate run` runs; null for a config that is only launched.
         plugins: Which plugins may be used.
+        trace: Whether the run's folder gets a `trace.json` for Perfetto; see `Runtime.trace`.
         origins: File and line of each pool and group, and of the executor ("pools.main"), for the ownership graph; an
             option of the command line, with line 0, where that has made it.
     """
@@ -156,6 +157,7 @@ class Config:
     groups: dict[str, GroupConfig] = attrs.field(factory=dict)
     job: JobConfig | None = None
     plugins: PluginsConfig = attrs.field(factory=PluginsConfig)
+    trace: bool = False
     origins: Mapping[str, tuple[str, int]] = attrs.field(factory=dict, eq=False, repr=False, metadata={"key": False})
 
     def dump(self) -> str:

@@ -42,7 +42,7 @@ class Accounts:
             RoleError: Something of it can't be looked at.
         """
         names = [each.name for each in list(self._site.roles.values()) if each.name is not None]
-        changed = set(names) if role is None else {role, *self._site.roles[role].ctx.asked}
+        changed = set(names) if role is None else {role, *self._site.roles[role].ctx._asked}
         for name in names:
             if name in changed or name not in self._held:
                 try:

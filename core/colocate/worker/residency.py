@@ -143,7 +143,7 @@ class Residency:
             each = todo.pop()
             if each not in found and each in self._site.roles:
                 found.add(each)
-                todo.extend(self._site.roles[each].ctx.asked)
+                todo.extend(self._site.roles[each].ctx._asked)
         return found
 
     def _awaken(self, name: str, tags: Sequence[str]) -> None:

@@ -174,6 +174,8 @@ class Deaths(ExecutorCase):
             group.role("faulty", Faulty).kill.submit().exception(PATIENCE_S)
         assert observer.heard[:2] == [("spawned", "watched"), ("finished", ("faulty", "fine", None))]
         assert ("died", 0) in observer.heard
+        (error,) = [what[2] for kind, what in observer.heard if kind == "finished" and what[1] == "kill"]
+        assert "was killed by SIGKILL while it ran faulty.kill" in error
         assert observer.heard[-1] == ("closed", "watched")
 
     @needs(OwnProcess)

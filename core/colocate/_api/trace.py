@@ -1,0 +1,149 @@
+"""`runtime.trace`: what a driver's calls do and when, as a file for Perfetto or chrome://tracing."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from colocate._api.connection import Connection
+from colocate._calls.records import CallRecord, MoveRecord
+from colocate.errors import ColocateError
+
+_DRIVER = 0
+
+
+class Trace:
+    """A trace that is being written; a context manager that ends it.
+
+    In the form of Chrome's trace events: each group is a process, each of its slots a thread, with what its roles ran,
+    slept and woke there, and what a call had waited for; the driver is another process, with each call from when it was
+    submitted to its last answer. What is in the file can be read at any time, also after a driver was killed.
+    """
+
+    def __init__(self, connection: Connection, path: Path) -> None:
+        """Use `runtime.trace`.
+
+        Raises:
+            OSError: The file can't be written.
+        """
+        self._connection = connection
+        self._file: IO[str] | None = path.open("w", encoding="utf-8")
+        self._lock = threading.Lock()  # observers are told by one thread, and it may be closed by any
+        self._lines: list[str] = []
+        self._groups: dict[str, int] = {}
+        self._last: dict[tuple[int, int], tuple[float, str]] = {}  # what ended last on a slot, and when
+        self._asleep: dict[tuple[int, int], dict[str, int]] = {}
+        self._number = 0
+        self._named("process_name", _DRIVER, name="driver")
+        self._write("[\n")
+        connection.services.observers.add(self)
+
+    def __enter__(self) -> Trace:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End it: what has happened until now is in the file."""
+        if self._file is None:
+            return
+        services = self._connection.services
+        services.settle()
+        services.observers.remove(self)
+        with self._lock:
+            self._file.write("\n]\n")
+            self._file.close()
+            self._file = None
+
+    # -- hooks, on the dispatcher's thread
+
+    def colocate_call_finished(self, record: CallRecord) -> None:
+        """A call has ended."""
+        with self._lock:
+            self._call(record)
+            self._write()
+
+    def colocate_memory_moved(self, record: MoveRecord) -> None:
+        """A role sleeps, or is awake."""
+        with self._lock:
+            group, slot = self._group(record.group), self._slot(record.group, record.role, record.rank)
+            asleep = self._asleep.setdefault((group, slot), {})
+            change = record.nbytes if record.kind == "sleep" else -record.nbytes
+            asleep[record.role] = max(0, asleep.get(record.role, 0) + change)
+            args = {"rank": record.rank, "bytes": record.nbytes}
+            self._span(group, slot, record.role, f"{record.role} {record.kind}", record.start, record.end, args)
+            counter = {"pid": group, "tid": slot, "name": f"asleep on slot {slot} (bytes)", "args": dict(asleep)}
+            self._event(record.end, ph="C", **counter)
+            self._write()
+
+    def colocate_group_changed(self, name: str, state: str, cause: ColocateError | None) -> None:
+        """A group is in another state."""
+        with self._lock:
+            args = {} if cause is None else {"cause": str(cause).partition("\n")[0]}
+            event = {"pid": self._group(name), "tid": 0, "name": f"group {name} is {state}", "args": args}
+            self._event(time.time(), ph="i", s="p", **event)
+            self._write()
+
+    # -- how, with its lock held
+
+    def _call(self, record: CallRecord) -> None:
+        name = f"{record.role}.{record.method}" if record.role else record.method
+        group = self._group(record.group)
+        self._number += 1
+        args: dict[str, Any] = {"group": record.group, "ranks": list(record.ranks), "kept": record.kept}
+        if record.error is not None:
+            args["error"] = record.error
+        submitted = {"cat": "calls", "id": self._number, "pid": _DRIVER, "tid": 0, "name": name}
+        self._event(record.submitted, ph="b", args=args, **submitted)
+        self._event(max(record.finished, record.submitted), ph="e", **submitted)
+        for rank, start, end in record.spans:
+            slot = self._slot(record.group, record.role, rank)
+            more: dict[str, Any] = {"rank": rank, "waited_ms": round(max(0.0, start - record.submitted) * 1e3, 3)}
+            before, what = self._last.get((group, slot), (0.0, ""))
+            if before > record.submitted:
+                more["waited_for"] = what
+            self._last[group, slot] = end, name
+            self._span(group, slot, record.role or "group", name, start, end, more)
+
+    def _group(self, name: str) -> int:
+        number = self._groups.get(name)
+        if number is None:
+            number = self._groups[name] = len(self._groups) + 1
+            self._named("process_name", number, name=f"group {name}")
+            crew = self._connection.crews.get(name)
+            for worker in () if crew is None else crew.workforce.workers:
+                where = f"slot {worker.slot} ({worker.boot.node}, {worker.boot.device})"
+                self._named("thread_name", number, worker.slot, name=where)
+        return number
+
+    def _slot(self, group: str, role: str, rank: int) -> int:
+        crew = self._connection.crews.get(group)
+        info = None if crew is None else crew.roles.get(role)
+        return rank if info is None else info.slots[rank]
+
+    def _span(
+        self, group: int, slot: int, role: str, name: str, start: float, end: float, args: Mapping[str, Any]
+    ) -> None:
+        length = round(max(0.0, end - start) * 1e6, 3)
+        self._event(start, ph="X", dur=length, cat=role, pid=group, tid=slot, name=name, args=args)
+
+    def _named(self, kind: str, process: int, thread: int = 0, **args: str) -> None:
+        self._event(0.0, ph="M", pid=process, tid=thread, name=kind, args=args)
+
+    def _event(self, ts: float, **event: Any) -> None:
+        """Note one; `ts` in seconds."""
+        self._lines.append(json.dumps({"ts": round(ts * 1e6, 3), **event}))
+
+    def _write(self, before: str = ",\n") -> None:
+        lines, self._lines = self._lines, []
+        if self._file is not None:
+            self._file.write(before + ",\n".join(lines))
+            self._file.flush()
