@@ -114,6 +114,10 @@ def test_all_output_lies_in_the_folder_and_the_report(colocate: CommandLine) -> 
         assert any(line.startswith("[policy") and line.endswith(said) for line in log)
     assert sorted(log) == sorted([*done.stdout.splitlines(), *done.stderr.splitlines()])
     assert "complained" in (folder / "report.html").read_text()
+    assert not (folder / "trace.json").exists()
+    assert colocate("run", "demo.yaml", "--set", "trace=true").returncode == 0
+    (trace,) = colocate.folder.glob("runs/*/trace.json")
+    assert "talking.talk" in [event["name"] for event in json.loads(trace.read_text())]
 
 
 SLOW_TO_START = """
