@@ -27,6 +27,7 @@ NOT_RUN: dict[tuple[str, str], int] = {
     ("restart.md", "it trains for a minute"): 1,
     ("bring-your-trainer.md", "it trains for more than a minute"): 1,
     ("detached-pools.md", "needs a cluster"): 1,
+    ("cli.md", "needs a job that runs; tests/cli/test_top.py has one"): 1,
     ("memory.md", "trains for about a minute; the test test_with_a_budget does it with few steps"): 1,
     ("gpu.md", "needs minutes"): 1,
     ("gpu.md", "needs a GPU"): 1,

@@ -1,4 +1,4 @@
-"""The command line: `colocate run / check / plugins / doctor / audit / groups / close`.
+"""The command line: `colocate run / check / top / plugins / doctor / audit / groups / close`.
 
 Commands are imported when they are run, and what completes them when a shell asks.
 """
@@ -161,6 +161,21 @@ def audit(
     from colocate.cli.cluster import Cluster
 
     raise typer.Exit(find_strays(Cluster(file, executor, address, changes or [], not no_import), json=json))
+
+
+@app.command()
+def top(
+    job: Annotated[
+        str | None, typer.Argument(help="The job's name, or its driver's process; the only one by default.")
+    ] = None,
+    once: Annotated[bool, typer.Option("--once", help="Show it once, and end.")] = False,
+    every: Annotated[float, typer.Option("--every", metavar="SECONDS", min=0.1, help="How often to look.")] = 1.0,
+    json: Json = False,
+) -> None:
+    """Watch a job that runs on this machine: what its roles hold, how busy they are, what runs and what waits."""
+    from colocate.cli.top import show_top
+
+    raise typer.Exit(show_top(job, once=once, every=every, json=json))
 
 
 @app.command()

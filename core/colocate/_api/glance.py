@@ -1,0 +1,104 @@
+"""What the groups of a runtime do just now, for who looks from outside: `colocate top`."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from colocate._api.connection import Connection
+from colocate._api.memory import SlotMemory, memory
+from colocate._calls.records import CallRecord, MoveRecord
+from colocate._crew.crew import Crew
+from colocate._system.deadline import Deadline
+from colocate.errors import ColocateError
+
+RECENT_S = 10.0
+"""Of so much time the busy share is told."""
+_LEDGERS_WITHIN_S = 1.0
+
+
+class Recent:
+    """An observer that knows how long each role has run on each slot in the last seconds."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._spans: deque[tuple[str, str, int, float, float]] = deque(maxlen=20_000)
+
+    def colocate_call_finished(self, record: CallRecord) -> None:
+        """A call has ended."""
+        with self._lock:
+            for rank, start, end in record.spans:
+                self._spans.append((record.group, record.role, rank, start, end))
+
+    def colocate_memory_moved(self, record: MoveRecord) -> None:
+        """A sleep or a wake is busy, too."""
+        with self._lock:
+            self._spans.append((record.group, record.role, record.rank, record.start, record.end))
+
+    def shares(self, now: float) -> Mapping[tuple[str, str, int], float]:
+        """The part of the last seconds that was spent, by group, role and rank."""
+        since = now - RECENT_S
+        found: dict[tuple[str, str, int], float] = {}
+        with self._lock:
+            while self._spans and self._spans[0][4] < since:
+                self._spans.popleft()
+            spans = list(self._spans)
+        for group, role, rank, start, end in spans:
+            spent = max(0.0, end - max(start, since)) / RECENT_S
+            found[group, role, rank] = found.get((group, role, rank), 0.0) + spent
+        return found
+
+
+def glance(connection: Connection, recent: Recent) -> list[dict[str, Any]]:
+    """The groups of a runtime, as plain data: what each slot runs, what waits there, and what its roles hold."""
+    now = time.time()
+    shares = recent.shares(now)
+    return [_group(crew, shares, now) for crew in list(connection.crews.values())]
+
+
+def _group(crew: Crew, shares: Mapping[tuple[str, str, int], float], now: float) -> dict[str, Any]:
+    held: dict[int, SlotMemory] = {}
+    trouble: str | None = None
+    try:
+        held = {slot.slot: slot for slot in memory(crew, Deadline(_LEDGERS_WITHIN_S)).slots}
+    except (ColocateError, TimeoutError) as error:  # one that is starting, or hangs: the rest is of use all the same
+        trouble = str(error).partition("\n")[0]
+    waiting: dict[int, list[Any]] = {worker.slot: [] for worker in crew.workforce.workers}
+    for call in list(crew.order.pending.values()):
+        for slot in call.missing():
+            waiting[slot].append(call)
+    slots = []
+    for worker in crew.workforce.workers:
+        calls = waiting[worker.slot]
+        roles = [
+            {
+                "role": name,
+                "rank": (rank := info.slots.index(worker.slot)),
+                "busy": round(shares.get((crew.name, name, rank), 0.0), 4),
+                **_held(held.get(worker.slot), name),
+            }
+            for name, info in crew.roles.items()
+            if worker.slot in info.slots
+        ]
+        slots.append(
+            {
+                "slot": worker.slot,
+                "node": worker.boot.node,
+                "device": worker.boot.device,
+                "pid": worker.pid,
+                "queue": max(0, len(calls) - 1),
+                "call": calls[0].label if calls else None,
+                "age": round(now - calls[0].submitted, 3) if calls else None,
+                "roles": roles,
+            }
+        )
+    told = {"group": crew.name, "state": crew.life.state.value, "generation": crew.generation, "slots": slots}
+    return told if trouble is None else {**told, "memory": trouble}
+
+
+def _held(slot: SlotMemory | None, role: str) -> dict[str, int | None]:
+    found = None if slot is None else next((each for each in slot.roles if each.role == role), None)
+    return {"bytes": None if found is None else found.total, "asleep": None if found is None else found.asleep}

@@ -1,0 +1,94 @@
+"""`colocate top`: who looks at a running job sees what it does, and changes nothing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+from tests.cli.conftest import CommandLine
+
+from colocate._job.window import Job, _listed, jobs
+from colocate.cli.top import rows
+
+JOB = """
+import sys
+import colocate
+
+class Waiting(colocate.Role):
+    @colocate.method
+    def wait(self):
+        print("waiting", flush=True)
+        sys.stdin.readline()
+
+    @colocate.method
+    def work(self):
+        return 1
+
+def job(run):
+    group = run.groups["policy"]
+    calls = [group["waiting"].wait.submit(), group["waiting"].work.submit(), group["other"].work.submit()]
+    colocate.wait(calls)
+"""
+CONFIG = """
+pools: {main: {slots: 1}}
+groups: {policy: {pool: main, roles: {waiting: "beside:Waiting", other: "beside:Waiting"}}}
+job: beside:job
+"""
+
+
+@pytest.fixture
+def running(colocate: CommandLine) -> Iterator[subprocess.Popen[str]]:
+    """A job that waits in a call, with two more behind it."""
+    colocate.write("beside.py", JOB)
+    colocate.write("demo.yaml", CONFIG)
+    job = colocate.start("run", "demo.yaml", stdin=True)
+    assert job.stdout is not None
+    while "waiting" not in (line := job.stdout.readline()):
+        assert line, job.communicate()[1]
+    yield job
+    job.kill()
+    job.communicate()
+
+
+def test_a_job_is_seen(colocate: CommandLine, running: subprocess.Popen[str]) -> None:
+    """By its name or process: what runs, for how long, and what is behind it; then it goes on as if nobody had."""
+    (found,) = [job for job in jobs() if job.pid == running.pid]
+    assert found == Job("demo", running.pid)
+    told = json.loads(colocate("top", str(running.pid), "--json").stdout)
+    (group,) = told["groups"]
+    (slot,) = group["slots"]
+    assert (told["job"], group["group"], group["state"]) == ("demo", "policy", "ready")
+    assert (slot["call"], slot["queue"]) == ("waiting.wait", 2)
+    assert slot["age"] > 0
+    assert [(role["role"], role["bytes"]) for role in slot["roles"]] == [("waiting", 0), ("other", 0)]
+    shown = colocate("top", str(running.pid))
+    assert "waiting.wait" in shown.stdout
+    assert "policy (ready)" in shown.stdout
+    wrong = colocate("top", "demmo")
+    assert wrong.returncode == 1
+    assert "no job is called 'demmo'" in wrong.stderr
+    assert "did you mean 'demo'" in wrong.stderr
+    assert running.communicate("\n")[1] == ""
+    assert running.returncode == 0
+    assert not [job for job in jobs() if job.pid == running.pid]
+    ended = colocate("top", str(running.pid))
+    assert ended.returncode == 1
+
+
+def test_what_is_listed() -> None:
+    """Sockets that listen, by their names."""
+    head = "Num       RefCount Protocol Flags    Type St Inode Path\n"
+    listed = "0000000000000000: 00000002 00000000 00010000 0001 01 11 @colocate-job/7/2/a.b-c\n"
+    connected = "0000000000000000: 00000003 00000000 00000000 0001 03 12 @colocate-job/7/2/a.b-c\n"
+    other = "0000000000000000: 00000002 00000000 00010000 0001 01 13 @colocate-other/7/1/a\n"
+    assert list(_listed(head + listed + connected + other)) == [Job("a.b-c", 7, 2)]
+
+
+def test_what_is_not_known_is_not_shown() -> None:
+    """A group that is just starting, and a slot that idles."""
+    role = {"role": "actor", "rank": 0, "busy": 0.256, "bytes": None, "asleep": None}
+    slot = {"slot": 0, "node": "n", "device": "cpu", "pid": 1, "queue": 0, "call": None, "age": None, "roles": [role]}
+    (row,) = rows({"groups": [{"group": "policy", "state": "starting", "slots": [slot]}]})
+    assert list(row.values()) == ["policy (starting)", "0 n cpu", "actor", "", "", "26%", "0", "", ""]
