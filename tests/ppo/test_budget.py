@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from tests.conformance.shared import cluster
+from tests.ppo.test_step_failures import AT, failing, train
 
 import colocate
 
@@ -70,3 +71,25 @@ def test_with_a_budget(engine: tuple[Mapping[str, Any], int], tmp_path: Path, mo
     assert within == free
     assert all(each <= 0.6 * HELD_MIB for each in held)
     assert {(record.role, record.kind) for record in moves.records} >= {("actor", "sleep"), ("critic", "wake")}
+
+
+SHARDED = [
+    "groups.policy.roles.actor.with.hidden=256",
+    "groups.policy.roles.actor.with.feed_forward=512",
+    "groups.policy.on_failure=restart",
+    "job.with={task_options: {min_word_len: 3, max_word_len: 5}, warm_up_steps: 2, warm_up_batch: 9, steps: 4,"
+    " batch: 24, minibatch: 8, critic_only_steps: 0, actor_ramp: 1, eval_every: 4, eval_problems: 8,"
+    " checkpoint_every: 2}",
+]
+ITS_BUDGET = ["groups.policy.residency=swap", "groups.policy.device_memory=16MiB"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("where", ["rollout", "before", "backward", "last collective"])
+def test_a_failed_step_within_a_budget(where: str, tmp_path: Path) -> None:
+    """Models in shards take turns, and a step in which one rank raises is done again as if nothing had happened."""
+    expected = train(tmp_path / "free", *SHARDED)
+    within = train(tmp_path / "within", *SHARDED, *ITS_BUDGET, *failing(tmp_path, where))
+    assert within.undisturbed == expected.rows
+    torn = where == "last collective"  # the ranks have other weights: the group goes back to its checkpoint
+    assert (within.failed, within.generation) == (({}, 1) if torn else ({AT: 1}, 0))
