@@ -396,6 +396,50 @@ class Sleeper(Dozing):
         return 2 * mib * 2**20 / sorted(seconds)[2]
 
 
+class TestTurns:
+    """Roles that don't fit together take turns on the GPU."""
+
+    @pytest.mark.parametrize("threads", [False, True])
+    def test_roles_take_turns(self, threads: bool) -> None:
+        """They compute what they do without, within what they may have."""
+        names = ("one", "two", "three")
+        with connect(threads=threads) as runtime:
+            roles = {name: colocate.role(Dozing, 8) for name in names}
+            turns = runtime.reserve().spawn(roles, name="turns", residency="swap", device_memory="72MiB")
+            free = {}
+            for name in [*names, "two"] * 4:
+                free.setdefault(name, []).append(turns.role(name, Dozing).train())
+                (slot,) = turns.memory().slots
+                assert sum(sum(role.device.values()) for role in slot.roles) <= 72 * 2**20
+            assert sum(role.asleep for role in slot.roles) >= 24 * 2**20
+            turns.close()
+        with connect(threads=threads) as runtime:
+            group = runtime.reserve().spawn({name: colocate.role(Dozing, 8) for name in names}, name="free")
+            for name, digests in free.items():
+                assert [group.role(name, Dozing).train() for _ in digests] == digests
+
+    @needs_cuda
+    def test_a_budget_beside_the_allocator(self) -> None:
+        """What torch has allocated is what the ledger says, and no more than the budget."""
+        with connect() as runtime:
+            roles = {name: colocate.role(Dozing, 256) for name in ("one", "two", "three")}
+            turns = runtime.reserve().spawn(roles, residency="swap", device_memory="2304MiB")
+            for name in ("one", "two", "three") * 3:
+                turns.role(name, Dozing).train()
+                (slot,) = turns.memory().slots
+                assert slot.gpu is not None
+                assert slot.gpu["allocated"] <= 1.02 * 2304 * 2**20
+
+    def test_more_than_it_may(self) -> None:
+        """The error says who has what, and the group goes on."""
+        with connect() as runtime:
+            group = runtime.reserve().spawn({"one": colocate.role(Dozing, 8).on(device_memory="24MiB")})
+            with pytest.raises(colocate.MemoryBudgetError, match=r"one 32 MiB \(parameters 8 MiB, gradients 8 MiB"):
+                group.role("one", Dozing).train()
+            group.sleep("one", ("optimizer", "grads"))
+            assert group.role("one", Dozing).look()
+
+
 class TestSleep:
     """A role's memory on the GPU goes to the host, and comes back."""
 

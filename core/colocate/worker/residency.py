@@ -32,6 +32,7 @@ class Residency:
         self._sleeper = sleeper
         self._accounts = accounts
         self._order: Order | None = None
+        self._declared: Sequence[str] = ()
         self._limit: Limit | None = None
         self._needed: dict[int, frozenset[str]] = {}  # by the calls that run, and are to stay awake
         self._peaks: dict[str, int] = {}  # what roles have had at most
@@ -47,7 +48,8 @@ class Residency:
         """The budgets are known."""
         budgets = self._accounts.budgets
         if budgets.swap:
-            self._order = Order(budgets.step)
+            self._order = Order()
+            self._declared = budgets.step
             self._limit = min((each for each in budgets.limits if each.role is None and each.device), key=_nbytes)
 
     # -- around calls
@@ -60,6 +62,9 @@ class Residency:
         """
         if self._order is None or role.name is None or spec.awake == ():
             return
+        if self._declared:  # roles that live on other slots have no turn here
+            self._order = Order([name for name in self._declared if name in self._site.roles])
+            self._declared = ()
         self._order.begins(role.name)
         needed = frozenset(self._with_siblings(role.name))
         self._needed[seq] = needed
