@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from collections.abc import Iterator
 
 import pytest
 from tests.cli.conftest import CommandLine
 
-from colocate._job.window import Job, _listed, jobs
+import colocate as library
+from colocate._job.window import Job, _listed, jobs, look, window
 from colocate.cli.top import rows
 
 JOB = """
@@ -84,6 +86,18 @@ def test_what_is_listed() -> None:
     connected = "0000000000000000: 00000003 00000000 00000000 0001 03 12 @colocate-job/7/2/a.b-c\n"
     other = "0000000000000000: 00000002 00000000 00010000 0001 01 13 @colocate-other/7/1/a\n"
     assert list(_listed(head + listed + connected + other)) == [Job("a.b-c", 7, 2)]
+
+
+def test_names_of_any_length() -> None:
+    """A name that is too long for a socket is cut between letters; of two jobs in a process each has its own."""
+    name = "訓練" * 30
+    with library.connect() as runtime, window(runtime, name), window(runtime, name):
+        found = [job for job in jobs() if job.pid == os.getpid()]
+        assert [name.startswith(job.name) and len(job.name) == 21 for job in found] == [True, True]
+        assert len({job.number for job in found}) == 2
+        told = [look(job) for job in found]
+        assert [each and each["job"] for each in told] == [name] * 2
+    assert not [job for job in jobs() if job.pid == os.getpid()]
 
 
 def test_what_is_not_known_is_not_shown() -> None:

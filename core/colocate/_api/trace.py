@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from typing import IO, Any
 
 from colocate._api.connection import Connection
 from colocate._calls.records import CallRecord, MoveRecord
+from colocate._system.off_main import off_main
 from colocate.errors import ColocateError
 
 _DRIVER = 0
@@ -33,6 +35,7 @@ class Trace:
         """
         self._connection = connection
         self._file: IO[str] | None = path.open("w", encoding="utf-8")
+        self._process = os.getpid()
         self._lock = threading.Lock()  # observers are told by one thread, and it may be closed by any
         self._lines: list[str] = []
         self._groups: dict[str, int] = {}
@@ -53,15 +56,20 @@ class Trace:
 
     def close(self) -> None:
         """End it: what has happened until now is in the file."""
-        if self._file is None:
+        if os.getpid() != self._process:  # in a child, of which it isn't
             return
-        services = self._connection.services
-        services.settle()
-        services.observers.remove(self)
+        try:
+            self._connection.services.settle()
+        finally:
+            off_main(self._end, waits_s=None, in_any_case=True)
+
+    def _end(self) -> None:
         with self._lock:
-            self._file.write("\n]\n")
-            self._file.close()
-            self._file = None
+            file, self._file = self._file, None
+            if file is not None:
+                self._connection.services.observers.remove(self)
+                file.write("\n]\n")
+                file.close()
 
     # -- hooks, on the dispatcher's thread
 

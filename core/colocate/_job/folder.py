@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import re
@@ -43,6 +44,11 @@ class RunFolder:
                 number += 1
             else:
                 return cls(path)
+
+    def free(self, stem: str, suffix: str) -> Path:
+        """A name that no file has yet: a run that goes on keeps what it had written before."""
+        names = (f"{stem}{suffix}" if number == 1 else f"{stem}-{number}{suffix}" for number in itertools.count(1))
+        return next(path for name in names if not (path := self.path / name).exists())
 
     @classmethod
     def latest(cls, name: str, root: Path) -> RunFolder:

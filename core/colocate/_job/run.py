@@ -21,7 +21,7 @@ import attrs
 from colocate._api.memory import GroupMemory
 from colocate._job.folder import RunFolder
 from colocate._job.log import RunLog, tail_of
-from colocate._job.window import Window
+from colocate._job.window import window
 from colocate._plugins.plugins import find_job
 from colocate._runs.calls import CallLog
 from colocate._runs.record import Row, RunRecord
@@ -277,11 +277,10 @@ def execute(begun: Begun, runtime: Runtime, groups: Mapping[str, ColocatedGroup]
     name = begun.config.name
     run = Run(name, runtime, groups, folder.path, resumed, folder, screen, signals, begun.metrics)
     try:
-        trace = runtime.trace(folder.path / "trace.json") if begun.config.trace else contextlib.nullcontext()
         with (
             contextlib.closing(folder),
-            Window(runtime, name),
-            trace,
+            window(runtime, name),
+            runtime.trace(folder.free("trace", ".json")) if begun.config.trace else contextlib.nullcontext(),
             screen.running(name, folder.path, begun.step),
             signals,
         ):

@@ -6,6 +6,7 @@ one line of JSON, and nothing is read.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -16,18 +17,19 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from colocate._api.glance import Recent, glance
 from colocate._system.deadline import Deadline
+from colocate._system.jobs import report_exception
 
 if TYPE_CHECKING:
     from colocate._api.runtime import Runtime
 
 _NAME = "colocate-job"
 _PATIENCE_S = 5.0
-_LONGEST = 64  # of a name: a socket's has a limit
+_LONGEST = 64  # bytes of a name: a socket's has a limit
+_STEP_S = 0.1
 _CREDENTIALS = struct.Struct("3i")  # of a process: pid, user, group
 
 
@@ -48,42 +50,59 @@ class Job(NamedTuple):
     number: int = 1
 
 
-class Window:
-    """That of one job; a context manager that closes it."""
+@contextlib.contextmanager
+def window(runtime: Runtime, name: str) -> Iterator[None]:
+    """A block in which a job can be looked at. Where that can't be, it goes on without."""
+    try:
+        found = _Window(runtime, name)
+    except OSError:  # no descriptor is free, or another container of this network has one of that name
+        yield
+        return
+    try:
+        yield
+    finally:
+        found.close()
 
+
+class _Window:
     def __init__(self, runtime: Runtime, name: str) -> None:
         self._runtime = runtime
         self._name = name
         self._since = time.time()
+        self._process = os.getpid()
+        self._closing = False
         self._recent = Recent()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.bind(_address(Job(name, os.getpid(), next(_numbers))))
-        self._socket.listen(8)
-        self._thread = threading.Thread(target=self._serve, name=f"colocate-window-{name}", daemon=True)
+        try:
+            self._socket.bind(_address(Job(_short(name), os.getpid(), next(_numbers))))
+            self._socket.listen(8)
+        except OSError:
+            self._socket.close()
+            raise
+        runtime.observe(self._recent)
+        threading.Thread(target=self._serve, name=f"colocate-window-{name}", daemon=True).start()
 
-    def __enter__(self) -> Window:
-        self._runtime.observe(self._recent)
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._socket.shutdown(socket.SHUT_RDWR)  # which ends the wait for the next one
+    def close(self) -> None:
+        """Nobody looks any more."""
+        self._closing = True
+        if os.getpid() == self._process:  # a child's is the same one
+            self._socket.shutdown(socket.SHUT_RDWR)  # which ends the wait for the next one
         self._socket.close()
         self._runtime._node.services.observers.remove(self._recent)
 
     def _serve(self) -> None:
-        while True:
+        while not self._closing:
             try:
                 peer, _ = self._socket.accept()
-            except OSError:  # it was closed
-                return
+            except OSError:  # it was closed; or no descriptor is free just now
+                time.sleep(_STEP_S)
+                continue
             with peer:
                 try:
                     self._tell(peer)
-                except OSError:  # who looked has gone
-                    continue
+                except Exception as error:  # who looked has gone, say: whatever it is, the job has no part in it
+                    if not isinstance(error, OSError):
+                        report_exception()
 
     def _tell(self, peer: socket.socket) -> None:
         peer.settimeout(_PATIENCE_S)
@@ -126,9 +145,16 @@ def look(job: Job) -> dict[str, Any] | None:
             ) from None
         except OSError:
             return None
-    found: dict[str, Any] | None = json.loads(received) if received else None
+    try:
+        found: dict[str, Any] = json.loads(received)
+    except ValueError:  # it has ended in the middle of it, or has said nothing
+        return None
     return found
 
 
+def _short(name: str) -> str:
+    return name.encode()[:_LONGEST].decode(errors="ignore")
+
+
 def _address(job: Job) -> str:
-    return f"\0{_NAME}/{job.pid}/{job.number}/{job.name[:_LONGEST]}"
+    return f"\0{_NAME}/{job.pid}/{job.number}/{job.name}"

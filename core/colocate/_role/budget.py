@@ -8,6 +8,7 @@ from typing import Any, Literal
 import attrs
 
 from colocate._system.nearest import did_you_mean
+from colocate._system.numbers import shown
 from colocate._system.sizes import parse_bytes, size_text
 from colocate.errors import ConfigError
 
@@ -133,6 +134,12 @@ def budgets(
                         f"{above.owner} {size_text(above.nbytes)}"
                     )
         limits += own
+    for name, spec in roles.items():
+        if spec.activations and not any(each.device and each.role in (None, name) for each in limits):
+            raise ConfigError(
+                f"role {name!r}: reserve_activations keeps a part of device_memory free, and there is no budget of "
+                "that: say device_memory= of the role, the group or the pool"
+            )
     activations = {name: spec.activations for name, spec in roles.items() if spec.activations}
     for limit in limits:
         for name in activations if limit.device else ():
@@ -160,6 +167,10 @@ def _turns(
         )
     if isinstance(step, str):
         raise ConfigError(f"step={step!r} is a string; write step=({step!r}, ...)")
+    if step is not None and (
+        not isinstance(step, list | tuple) or not step or not all(isinstance(name, str) for name in step)
+    ):
+        raise ConfigError(f"step={shown(step)} is no list of roles; write step=({next(iter(roles))!r}, ...)")
     for name in step or ():
         if name not in roles:
             raise ConfigError(f"step= names role {name!r}: there are {', '.join(roles)}{did_you_mean(name, roles)}")

@@ -44,14 +44,16 @@ def show_top(name: str | None, *, once: bool, every: float, json: bool) -> int:
 def _chosen(name: str | None) -> Job:
     """The job that is meant: by its name, or its driver's process, or the only one."""
     found = jobs()
-    matching = [job for job in found if name in (None, job.name, str(job.pid))]
+    matching = [job for job in found if name in (None, job.name, str(job.pid), f"{job.pid}/{job.number}")]
     if len(matching) == 1:
         return matching[0]
-    there = ", ".join(f"{job.name} (process {job.pid})" for job in found)
+    there = ", ".join(f"{job.name} ({job.pid}/{job.number})" for job in found)
     if not found:
         raise ConfigError("no job runs on this machine: `colocate run FILE` starts one")
     if matching:
-        raise ConfigError(f"which job? These run here: {there}. Say the process: colocate top {matching[0].pid}")
+        raise ConfigError(
+            f"which job? These run here: {there}. Say its number: colocate top {matching[0].pid}/{matching[0].number}"
+        )
     raise ConfigError(
         f"no job is called {name!r}: there is {there}{did_you_mean(name or '', [job.name for job in found])}"
     )

@@ -17,8 +17,7 @@ from colocate.worker.sleeping import Sleeper, Worker
 class Accounts:
     """What the roles of a worker have beside what they may have, on the lane.
 
-    A role is looked at after its own methods only: nothing else changes what it holds, but for functions, which may do
-    anything.
+    A role is looked at when something may have changed what it holds: its own methods, functions, a sleep, a wake.
 
     Attributes:
         budgets: What they may have.
@@ -29,7 +28,16 @@ class Accounts:
         self._sleeper = sleeper
         sleeper.refuse_more = self.refuse_more
         self._held: dict[str, Holdings] = {}
+        self._changed: set[str] = set()
         self.budgets: Budgets = NO_BUDGETS
+
+    def changed(self, role: str | None) -> None:
+        """What a role holds may have changed; None for any of them."""
+        names = [each.name for each in list(self._site.roles.values()) if each.name is not None]
+        if role is None:
+            self._changed.update(names)
+        elif role in self._site.roles:
+            self._changed.update({role, *self._site.roles[role].ctx._asked})
 
     def look(self, role: str | None, more: Mapping[str, Any] | None = None) -> Shares:
         """What all roles have, where one of them may have changed that.
@@ -41,25 +49,28 @@ class Accounts:
         Raises:
             RoleError: Something of it can't be looked at.
         """
-        names = [each.name for each in list(self._site.roles.values()) if each.name is not None]
-        changed = set(names) if role is None else {role, *self._site.roles[role].ctx._asked}
-        for name in names:
-            if name in changed or name not in self._held:
-                try:
-                    self._held[name], _ = look_at(self._site, name, Versions)
-                except LookError as error:
-                    raise RoleError(
-                        f"what role {name!r} holds could not be looked at: {error.trace.strip().splitlines()[-1]}"
-                    ) from error
+        self.changed(role)
         return self.shares(more)
 
     def shares(self, more: Mapping[str, Any] | None = None) -> Shares:
-        """What all roles have, as they were last looked at.
+        """What all roles have; who may have come to hold something else is looked at anew.
 
         Args:
             more: Values that are about to be kept, by the method that has made them.
+
+        Raises:
+            RoleError: Something of it can't be looked at.
         """
-        return shares_of(self._site, self._sleeper, self._held, more)
+        try:
+            for name in [each.name for each in list(self._site.roles.values()) if each.name is not None]:
+                if name in self._changed or name not in self._held:
+                    self._held[name], _ = look_at(self._site, name, Versions)
+                    self._changed.discard(name)
+            return shares_of(self._site, self._sleeper, self._held, more)
+        except LookError as error:
+            raise RoleError(
+                f"what role {error.role!r} holds could not be looked at: {error.trace.strip().splitlines()[-1]}"
+            ) from error
 
     def written(self, role: str) -> int:
         """How often the tensors of a role had been written into when it was last looked at."""
@@ -90,7 +101,9 @@ class Accounts:
         Raises:
             MemoryBudgetError: There is none.
         """
-        limits = [each for each in self.budgets.limits if each.device is device and each.role in (None, role)]
+        # What it may have of the device itself is judged after its calls: otherwise it could never let go of something.
+        whose = (None,) if device else (None, role)
+        limits = [each for each in self.budgets.limits if each.device is device and each.role in whose]
         if not limits:
             return
         shares = self.look(role)
@@ -115,9 +128,9 @@ class Accounts:
             f"Who has it: {told or 'nobody'}"
         )
 
-    def told(self, role: str | None) -> str:
+    def told(self) -> str:
         """Who has how much, as a note to an error says it."""
-        shares = self.look(role)
+        shares = self.look(None)
         places = (False,) if self._site.boot.device == "cpu" else (True, False)
         told = [self._told(shares, each, device) for each in shares.owned for device in places]
         return f"memory of this worker: {'; '.join(filter(None, told)) or 'nothing that its roles hold'}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,15 @@ RECORD = "checkpoint.json"  # in the folder of one that is complete
 OWN = ".colocate"
 
 
-def save(roles: Sequence[HostedRole], directory: str, awaken: Callable[[HostedRole], None]) -> None:
+def save(
+    roles: Sequence[HostedRole], directory: str, awake: Callable[[HostedRole], AbstractContextManager[None]]
+) -> None:
     """Have roles write their states.
 
     Args:
         roles: Those of this worker.
         directory: The checkpoint's folder.
-        awaken: Has a role's memory be there.
+        awake: Has a role's memory be there in a block.
 
     Raises:
         ColocateError: This machine doesn't see the folder.
@@ -38,8 +41,8 @@ def save(roles: Sequence[HostedRole], directory: str, awaken: Callable[[HostedRo
             "driver and all workers share"
         )
     for role in roles:
-        awaken(role)
-        _call(role, "save", folder)
+        with awake(role):
+            _call(role, "save", folder)
         generator = role.ctx._generator
         if generator is not None:
             own = _generator_file(role, folder)

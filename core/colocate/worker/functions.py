@@ -34,7 +34,7 @@ class Functions:
     def save(self, directory: str) -> None:
         """Have the roles write their states into a folder."""
         roles = [role for role in self._site.roles.values() if role.name is not None]
-        checkpoint.save(roles, directory, self._site.residency.awaken)
+        checkpoint.save(roles, directory, self._site.residency.awake)
 
     @method
     def sleep(self, role: str, tags: Sequence[str]) -> Outcome:
@@ -61,7 +61,7 @@ def _spec(name: str) -> MethodSpec:
 
 
 # What calls say: no name of a function can be the same.
-CHECKPOINT, SLEEP, WAKE = "the checkpoint", "the sleep", "the wake"
+CHECKPOINT, SLEEP, WAKE = OF_WORKERS = "the checkpoint", "the sleep", "the wake"
 RUN = _spec("run")
 SPECS = {RUN.name: RUN, CHECKPOINT: _spec("save"), SLEEP: _spec("sleep"), WAKE: _spec("wake")}
 """By what calls say."""

@@ -7,14 +7,16 @@ more, others make room again.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from colocate._protocol import messages
 from colocate._protocol.ledger import TAGS, Purpose
 from colocate._role.budget import Limit
 from colocate._role.method_spec import MethodSpec
+from colocate._system.jobs import error_text
 from colocate._system.sizes import size_text
 from colocate.errors import MemoryBudgetError
 from colocate.worker.accounts import Accounts
@@ -34,7 +36,7 @@ class Residency:
         self._order: Order | None = None
         self._declared: Sequence[str] = ()
         self._limit: Limit | None = None
-        self._needed: dict[int, frozenset[str]] = {}  # by the calls that run, and are to stay awake
+        self._needed: dict[object, frozenset[str]] = {}  # by what runs: who is to stay awake
         self._peaks: dict[str, int] = {}  # what roles have had at most
         self._written: dict[str, int] = {}  # how often their tensors had been, when that was last looked at
         self._copied: set[str] = set()  # whose copies are up to date
@@ -60,7 +62,10 @@ class Residency:
         Raises:
             MemoryBudgetError: There is no room for it.
         """
-        if self._order is None or role.name is None or spec.awake == ():
+        if self._order is None:
+            return
+        self._needed[seq] = frozenset()  # it may ask for siblings
+        if role.name is None or spec.awake == ():
             return
         if self._declared:  # roles that live on other slots have no turn here
             self._order = Order([name for name in self._declared if name in self._site.roles])
@@ -90,16 +95,32 @@ class Residency:
             self._needed[seq] = needed | {name}
         self._awaken(name, tuple(TAGS))
 
-    def awaken(self, role: HostedRole) -> None:
-        """All of a role is to be awake, on this rank as on all others.
+    @contextlib.contextmanager
+    def holding(self, name: str) -> Iterator[None]:
+        """A block in which a role is used: it stays awake, and so do the siblings that it asks for."""
+        self._needed[name] = frozenset({name})
+        try:
+            yield
+        finally:
+            del self._needed[name]
+
+    @contextlib.contextmanager
+    def awake(self, role: HostedRole) -> Iterator[None]:
+        """A block in which all of a role is awake, on this rank as on all others; what it holds may change there.
 
         Raises:
             MemoryBudgetError: There is no room for it.
         """
-        if self._order is not None and role.name is not None:
-            self._awaken(role.name, tuple(TAGS))
-        else:
-            self._sleeper.wake_alone(role)
+        assert role.name is not None
+        with self.holding(role.name):
+            if self._order is not None:
+                self._awaken(role.name, tuple(TAGS))
+            else:
+                self._sleeper.wake_alone(role)
+            try:
+                yield
+            finally:
+                self._accounts.changed(role.name)
 
     def make_room(self, name: str) -> None:
         """A role is about to be woken: have others make room, as far as they can."""
@@ -157,7 +178,12 @@ class Residency:
         self._make_room(name, coming)
         if asleep:
             start = time.time()
-            nbytes = self._sleeper.wake_alone(self._site.roles[name], asleep)
+            try:
+                nbytes = self._sleeper.wake_alone(self._site.roles[name], asleep)
+            except Exception as error:  # of its own hook, too
+                raise MemoryBudgetError(f"role {name!r} could not be woken: {error_text(error)}") from error
+            finally:
+                self._accounts.changed(name)
             self._site.say(messages.Moved(name, False, nbytes, start, time.time()))
 
     def _coming(self, name: str, tags: Sequence[str]) -> int:
@@ -199,7 +225,13 @@ class Residency:
         roles = [each.name for each in list(self._site.roles.values()) if each.name is not None]
         awake = {each: self._awake(each, shares) for each in roles}
         # What several hold counts with one of them, and stays as long as another one is awake.
-        candidates = {each for each in roles if each not in stay and (awake[each] or shares.shared.get(each))}
+        candidates = {
+            each
+            for each in roles
+            if each not in stay
+            and (awake[each] or shares.shared.get(each))
+            and len(self._sleeper.tags(each)) < len(TAGS)
+        }
         if not candidates:
             return ()
         runs = name or ""
@@ -223,8 +255,10 @@ class Residency:
         start = time.time()
         try:
             nbytes = self._sleeper.sleep_alone(name)
-        except (OSError, ValueError, MemoryError) as error:
-            raise MemoryBudgetError(f"role {name!r} could not make room for {why}: {error}") from error
+        except Exception as error:  # of its own hook, too: the role that is about to run isn't to blame
+            raise MemoryBudgetError(f"role {name!r} could not make room for {why}: {error_text(error)}") from error
+        finally:
+            self._accounts.changed(name)
         self._copied.add(name)
         self._site.say(messages.Moved(name, True, nbytes, start, time.time()))
 

@@ -24,6 +24,7 @@ from colocate._values.nesting import no_end
 from colocate.errors import DispatchError, RoleError, SerializationError
 from colocate.worker import checkpoint, failure
 from colocate.worker.build import RoleBuild, construct
+from colocate.worker.functions import OF_WORKERS
 from colocate.worker.hosted import HostedRole
 from colocate.worker.lane import Work
 from colocate.worker.ledger import private_bytes
@@ -65,7 +66,8 @@ class Runner:
                 continue
             try:
                 site.definitions.load(work.lots)
-                site.roles[build.name] = construct(build, site)
+                with site.residency.holding(build.name):
+                    site.roles[build.name] = construct(build, site)
                 site.residency.check(build.name, f"the constructor of role {build.name!r}")
             except BaseException as error:
                 self._failed(0, None, build.name, error)
@@ -74,8 +76,8 @@ class Runner:
         if message.restored is not None:
             for role in list(site.roles.values()):
                 try:
-                    site.residency.awaken(role)
-                    checkpoint.restore(role, message.restored)
+                    with site.residency.awake(role):
+                        checkpoint.restore(role, message.restored)
                     site.residency.check(role.name, f"restoring role {role.name!r}")
                 except BaseException as error:
                     self._failed(0, None, role.name, error)
@@ -138,8 +140,8 @@ class Runner:
             for role in list(site.roles.values()):
                 name = role.name
                 if name is not None and (message.everybody or site.groups.concerns(message.names, name)):
-                    site.residency.awaken(role)
-                    role.renew()
+                    with site.residency.awake(role):
+                        role.renew()
         except BaseException as error:
             told, body = failure.failed(error, site.codec, site.definitions, name, False)
         holders = site.groups.holders()
@@ -241,8 +243,10 @@ class Runner:
             result = without_padding(result, work.rows, work.valid_rows, label)
         if len(site.store) or resolver is not None:
             self._check_writes(label, role, resolver)
-        site.residency.check(role.name, label, None if call.keep is None else {label: result})
-        site.residency.leave(call.seq)
+        if call.method in OF_WORKERS:  # whether there is room they have looked at themselves
+            site.accounts.changed(None)
+        else:
+            site.residency.check(role.name, label, None if call.keep is None else {label: result})
         operations = site.groups.count()
         valid, halves = work.valid_rows, _updates(work, operations)
         role.operations = max(role.operations, work.before + operations)
@@ -260,6 +264,7 @@ class Runner:
             rows = rows_to_join(result, spec, role.ctx)
             nbytes = site.store.put(call.keep, result, label, valid, rows)
             site.say(messages.Done(call.seq, valid, start, time.time(), (nbytes, rows), halves))
+        site.residency.leave(call.seq)
 
     def _check_writes(self, label: str, role: HostedRole, resolver: Resolver | None) -> None:
         site = self._site
@@ -279,9 +284,10 @@ class Runner:
         self, seq: int, keep: int | None, role: str | None, error: BaseException, work: Work | None = None
     ) -> None:
         site = self._site
+        site.accounts.changed(role)
         if failure.is_out_of_memory(error):
-            with suppress(RoleError):
-                error.add_note(site.accounts.told(role))
+            with suppress(RoleError, MemoryError):  # there is perhaps no memory even to look
+                error.add_note(site.accounts.told())
         begun, operations = site.groups.count(), site.groups.operations()
         halves = _updates(work, begun) if work is not None else 0
         # Models of one rank only are in the middle of a step, too, though it has begun nothing that anybody counts.

@@ -171,11 +171,11 @@ class Sleeper:
         asleep = [tag for tag in self.tags(name) if tag in tags]
         if role is None or not asleep:
             return Outcome(self._agree(members, None))
-        coming = _Coming(self._asleep[name], asleep, self.away)
+        coming = self._coming(name, asleep)
         share = self.free() // beside.get(self._site.boot.node, 1)
 
         def begin() -> Callable[[], None]:
-            self.refuse_more(name, coming.size, True, f"waking role {name!r}")
+            self.refuse_more(name, coming.on_device, True, f"waking role {name!r}")
             if coming.on_host > share:
                 raise MemoryError(f"{size_text(coming.on_host)} are needed, and {size_text(share)} free for this rank")
             bring_back(coming.areas)
@@ -208,8 +208,14 @@ class Sleeper:
         """
         role = self._site.roles[name]
         new = [tag for tag in TAGS if tag not in self.tags(name)]
+        if not new:
+            return 0
         found, end = self._copied(name, role, new)
-        end()
+        try:
+            end()
+        except BaseException:
+            role.call_hook("wake", tuple(new))
+            raise
         self._are_asleep(name, found)
         return found.size
 
@@ -223,7 +229,7 @@ class Sleeper:
         if not asleep:
             return 0
         assert role.name is not None
-        coming = _Coming(self._asleep[role.name], asleep, self.away)
+        coming = self._coming(role.name, asleep)
         bring_back(coming.areas)
         self._offload.bring_back(coming.storages)
         self._are_awake(role.name, asleep, coming)
@@ -231,9 +237,9 @@ class Sleeper:
         return coming.size
 
     def size(self, name: str, tags: Sequence[str]) -> int:
-        """The bytes of a role's memory that sleep, of such tags."""
+        """The bytes of the device that a role will need when memory of such tags, which sleeps, is woken."""
         asleep = [tag for tag in self.tags(name) if tag in tags]
-        return _Coming(self._asleep[name], asleep, self.away).size if asleep else 0
+        return self._coming(name, asleep).on_device if asleep else 0
 
     def in_memory(self) -> int:
         """Bytes of the file that are memory of the process again."""
@@ -365,6 +371,9 @@ class Sleeper:
         if not asleep:
             del self._asleep[name]
 
+    def _coming(self, name: str, tags: Iterable[str]) -> _Coming:
+        return _Coming(self._asleep[name], tags, self.away, self.device)
+
     def _spill(self) -> SpillFile:
         if self._file is None:
             reasons = []
@@ -436,10 +445,13 @@ class _Coming:
         storages: Storages of the device.
         trained: Those of them that will have changed when they go the next time.
         on_host: The bytes of the pages.
+        on_device: What of all comes to the slot's device.
         size: All bytes.
     """
 
-    def __init__(self, asleep: Mapping[str, Objects], tags: Iterable[str], away: Mapping[int, int]) -> None:
+    def __init__(
+        self, asleep: Mapping[str, Objects], tags: Iterable[str], away: Mapping[int, int], device: str
+    ) -> None:
         found = [asleep[tag] for tag in tags]
         keys = {key for pieces in found for place in pieces.values() for key in place}
         self.pieces = {key: away[key] for key in keys if key in away}
@@ -447,7 +459,9 @@ class _Coming:
         self.trained = {key for pieces in found for key in pieces.trained} & self.storages
         self.areas = areas_of((key, size) for key, size in self.pieces.items() if key not in self.storages)
         self.on_host = sum(area.stop - area.start for area in self.areas)
-        self.size = self.on_host + sum(self.pieces[key] for key in self.storages)
+        stored = sum(self.pieces[key] for key in self.storages)
+        self.size = self.on_host + stored
+        self.on_device = self.size if device == "cpu" else stored
 
 
 def by_tags(found: Holdings) -> dict[str, Objects]:

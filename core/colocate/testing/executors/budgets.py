@@ -94,6 +94,29 @@ class Budgets(ExecutorCase):
         assert "memory of this worker: actor 2 MiB (parameters 1 MiB" in str(error.value)
         assert actor.train()
 
+    def test_no_memory_left_in_a_constructor(self, spawn: Spawn) -> None:
+        """A model that is too large is its constructor's failure."""
+        pytest.importorskip("torch")
+        with pytest.raises(RoleStartError, match=r"can't allocate memory|out of memory"):
+            spawn({"small": colocate.role(Dozing, 1), "large": colocate.role(Dozing, 2**30)})
+
+    def test_who_sleeps_is_within_a_budget_again(self, spawn: Spawn, tmp_path: Any) -> None:
+        """A sleep is done, whoever has too much; a role that has, is woken and may let go of it; all can be saved."""
+        pytest.importorskip("torch")
+        budget = {"device_memory": "3MiB"}
+        roles = {name: colocate.role(Dozing, 1).on(**budget) for name in ("one", "other")}  # type: ignore[arg-type]
+        group = spawn(roles)
+        one, other = group.role("one", Dozing), group.role("other", Dozing)
+        for role in (one, other):
+            with pytest.raises(MemoryBudgetError):
+                role.train()
+        assert group.sleep("one")
+        group.checkpoint(tmp_path / "saved")  # `Dozing.save` asserts that it is awake
+        one.let_go()
+        assert len(one.look()) == 2
+        with pytest.raises(MemoryBudgetError, match=r"after other\.look"):
+            other.look()
+
     def test_budgets_that_can_not_be(self, spawn: Spawn) -> None:
         """They are refused before anything starts."""
         role = colocate.role(Dozing)
@@ -105,6 +128,9 @@ class Budgets(ExecutorCase):
             ("say it, as in", lambda: spawn({"a": role}, residency="swap")),
             ('needs residency="swap"', lambda: spawn({"a": role}, step=["a"])),
             ("names role 'b'", lambda: spawn({"a": role}, residency="swap", device_memory=5, step=["b"])),
+            ("is no list of roles", lambda: spawn({"a": role}, residency="swap", device_memory=5, step=["a", 3])),
+            ("is no list of roles", lambda: spawn({"a": role}, residency="swap", device_memory=5, step=[])),
+            ("there is no budget", lambda: spawn({"a": role.on(reserve_activations=6)})),
             ("is a string", lambda: spawn({"a": role}, residency="swap", device_memory=5, step="a")),
         ]
         for words, try_it in wrong:
@@ -184,6 +210,33 @@ class Budgets(ExecutorCase):
             assert other.digest() == before
         assert actor.asleep() == [[], []]
 
+    def test_what_a_function_reaches_stays_awake(self, spawn: Spawn) -> None:
+        """As long as it runs; and what a role has come to hold in a call that failed counts."""
+        pytest.importorskip("torch")
+        roles = {name: colocate.role(Dozing, 2) for name in ("one", "two", "three")}
+        group = spawn(roles, slots=1, residency="swap", device_memory="9MiB")
+        assert group.run(_reach, "one", "two") == [[0, 0]]
+        with pytest.raises(RoleError, match="waking role 'three' needs"):
+            group.run(_reach, "one", "two", "three")
+        one = group.role("one", Dozing)
+        with pytest.raises(RoleError, match="a bad batch"):
+            one.grow_and_fail(3)
+        group.role("two", Dozing).look()
+        (slot,) = group.memory().slots
+        assert sum(role.total for role in slot.roles) <= 9 * _MIB
+
+    def test_a_role_that_can_not_be_put_to_sleep(self, spawn: Spawn) -> None:
+        """The error names it, and not the role that needs its room; that can run when it has some."""
+        pytest.importorskip("torch")
+        roles = {"one": colocate.role(Dozing, 2, hooks=True), "two": colocate.role(Dozing, 2)}
+        group = spawn(roles, slots=1, residency="swap", device_memory="9MiB")
+        one, two = group.role("one", Dozing), group.role("two", Dozing)
+        one.fail_hook(0, RuntimeError("not now"))
+        with pytest.raises(MemoryBudgetError, match="role 'one' could not make room for two: RuntimeError: not now"):
+            two.train()
+        one.fail_hook(0, None)
+        assert two.train()
+
     def test_a_role_that_can_not_take_turns(self, spawn: Spawn) -> None:
         """It alone is too much: its start says so; what it has come to hold later, its call."""
         pytest.importorskip("torch")
@@ -235,6 +288,14 @@ class Budgets(ExecutorCase):
             assert declared.swap
             assert taken._node.budget.device == 9 * _MIB
             assert group.role("one", Dozing).train()
+
+
+def _reach(ctx: Context, *names: str) -> list[int]:
+    """How much of some roles sleeps, when all have been reached."""
+    from colocate.testing.probes.sleepers import asleep
+
+    reached = [ctx.sibling(name, Dozing) for name in names]
+    return [len(asleep(each.ctx)) for each in reached]
 
 
 def _pid(ctx: Context) -> int:

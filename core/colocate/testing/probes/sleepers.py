@@ -104,6 +104,21 @@ class Dozing(Role):
         if self.ctx.rank == rank:
             raise ValueError("a bad batch")
 
+    @method
+    def let_go(self) -> None:
+        """Have no gradients, no cache and no state of the optimizer any more."""
+        self.optimizer.zero_grad()
+        self.optimizer.state.clear()
+        self.cache.clear()
+
+    @method
+    def grow_and_fail(self, mib: int) -> None:
+        """Come to hold more, and raise."""
+        import torch
+
+        self.cache.append(torch.ones(mib * _MIB // 4, device=self.ctx.device))
+        raise ValueError("a bad batch")
+
     @method(awake=())
     def asleep(self) -> list[str]:
         """What of its memory sleeps."""
