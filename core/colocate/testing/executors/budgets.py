@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import uuid
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -117,25 +116,27 @@ class Budgets(ExecutorCase):
         with pytest.raises(MemoryBudgetError, match=r"after other\.look"):
             other.look()
 
-    def test_budgets_that_can_not_be(self, spawn: Spawn) -> None:
+    def test_budgets_that_can_not_be(self, runtime: Runtime) -> None:
         """They are refused before anything starts."""
-        role = colocate.role(Dozing)
-        wrong: list[tuple[str, Callable[[], Any]]] = [
-            ("is no size", lambda: role.on(device_memory="much")),
-            ("is no size", lambda: spawn({"a": role}, host_memory=-1)),
-            ("reserve_activations", lambda: spawn({"a": role.on(device_memory=5, reserve_activations=6)})),
-            ('it is "swap"', lambda: spawn({"a": role}, residency="stay", device_memory=5)),
-            ("say it, as in", lambda: spawn({"a": role}, residency="swap")),
-            ('needs residency="swap"', lambda: spawn({"a": role}, step=["a"])),
-            ("names role 'b'", lambda: spawn({"a": role}, residency="swap", device_memory=5, step=["b"])),
-            ("is no list of roles", lambda: spawn({"a": role}, residency="swap", device_memory=5, step=["a", 3])),
-            ("is no list of roles", lambda: spawn({"a": role}, residency="swap", device_memory=5, step=[])),
-            ("there is no budget", lambda: spawn({"a": role.on(reserve_activations=6)})),
-            ("is a string", lambda: spawn({"a": role}, residency="swap", device_memory=5, step="a")),
+        role, named = colocate.role(Dozing), {"residency": "swap", "device_memory": 5}
+        wrong: list[tuple[str, RoleSpec[Any], dict[str, Any]]] = [
+            ("is no size", role, {"host_memory": -1}),
+            ("reserve_activations", role.on(device_memory=5, reserve_activations=6), {}),
+            ("there is no budget", role.on(reserve_activations=6), {}),
+            ('it is "swap"', role, {"residency": "stay", "device_memory": 5}),
+            ("say it, as in", role, {"residency": "swap"}),
+            ('needs residency="swap"', role, {"step": ["a"]}),
+            ("names role 'b'", role, {**named, "step": ["b"]}),
+            ("is no list of roles", role, {**named, "step": ["a", 3]}),
+            ("is no list of roles", role, {**named, "step": []}),
+            ("is a string", role, {**named, "step": "a"}),
         ]
-        for words, try_it in wrong:
-            with pytest.raises(ConfigError, match=words):
-                try_it()
+        with runtime.reserve(1, cpus=0) as pool:
+            for words, declared, options in wrong:
+                with pytest.raises(ConfigError, match=words):
+                    pool.spawn({"a": declared}, **options)
+        with pytest.raises(ConfigError, match="is no size"):
+            role.on(device_memory="much")
 
     # -- taking turns
 
