@@ -30,7 +30,8 @@ class Waiting(colocate.Role):
 
 def job(run):
     group = run.groups["policy"]
-    calls = [group["waiting"].wait.submit(), group["waiting"].work.submit(), group["other"].work.submit()]
+    with group.pipeline():  # one message: when the first one says that it waits, the others are there
+        calls = [group["waiting"].wait.submit(), group["waiting"].work.submit(), group["other"].work.submit()]
     colocate.wait(calls)
 """
 CONFIG = """
