@@ -41,11 +41,6 @@ class Residency:
         self._written: dict[str, int] = {}  # how often their tensors had been, when that was last looked at
         self._copied: set[str] = set()  # whose copies are up to date
 
-    @property
-    def on(self) -> bool:
-        """Whether its roles take turns."""
-        return self._order is not None
-
     def begin(self) -> None:
         """The budgets are known."""
         budgets = self._accounts.budgets
@@ -125,7 +120,8 @@ class Residency:
     def make_room(self, name: str) -> None:
         """A role is about to be woken: have others make room, as far as they can."""
         if self._order is not None:
-            self._make_room(name, self._coming(name, tuple(TAGS)))
+            with contextlib.suppress(MemoryBudgetError):  # the wake finds that, too, and tells all ranks of it
+                self._make_room(name, self._sleeper.size(name, tuple(TAGS)))
 
     def check(self, role: str | None, what: str, more: Mapping[str, Any] | None = None) -> None:
         """A role has run, or been constructed: raise when all have more than they may, and nobody can make room.
@@ -174,8 +170,7 @@ class Residency:
 
     def _awaken(self, name: str, tags: Sequence[str]) -> None:
         asleep = [tag for tag in self._sleeper.tags(name) if tag in tags]
-        coming = self._coming(name, tags)
-        self._make_room(name, coming)
+        self._make_room(name, self._sleeper.size(name, tags))
         if asleep:
             start = time.time()
             try:
@@ -185,9 +180,6 @@ class Residency:
             finally:
                 self._accounts.changed(name)
             self._site.say(messages.Moved(name, False, nbytes, start, time.time()))
-
-    def _coming(self, name: str, tags: Sequence[str]) -> int:
-        return self._sleeper.size(name, tags)
 
     def _make_room(self, name: str, coming: int) -> None:
         """Have so many bytes be free, and what the role needs while it runs."""

@@ -114,6 +114,7 @@ class Runner:
                 return self._finish_async(result, work, call, role, spec, resolver, start)
             self._finish(result, work, call, role, spec, resolver, start)
         except PutBack:
+            site.residency.leave(call.seq)
             work.body = body
             return None
         except BaseException as error:  # whatever role code raises is the caller's to see, SystemExit included

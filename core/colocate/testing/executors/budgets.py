@@ -226,6 +226,19 @@ class Budgets(ExecutorCase):
         (slot,) = group.memory().slots
         assert sum(role.total for role in slot.roles) <= 9 * _MIB
 
+    def test_a_wake_without_room_where_roles_take_turns(self, spawn: Spawn) -> None:
+        """All ranks or none, as ever: residents have the room, and don't sleep."""
+        pytest.importorskip("torch")
+        roles = {"one": colocate.role(Dozing, 3), "two": colocate.role(Dozing, 2)}
+        group = spawn(roles, residency="swap", device_memory="9MiB")
+        group.sleep("one")
+        kept = group.role("two", Dozing).make.keep(9 * _MIB // 8)
+        kept.wait()
+        with pytest.raises(MemoryBudgetError, match=r"'one' .*could not be woken, and is as it was"):
+            group.wake("one")
+        kept.free()
+        assert group.wake("one")
+
     def test_a_role_that_can_not_be_put_to_sleep(self, spawn: Spawn) -> None:
         """The error names it, and not the role that needs its room; that can run when it has some."""
         pytest.importorskip("torch")
