@@ -65,30 +65,30 @@ class Underway:
     def result(self, timeout: float | None = None) -> Any:
         """See `Call.result`."""
         self._wait(limit(timeout, "result(timeout)"))
+        error = self._failure()
+        if error is None:
+            return self._outcomes[0][0]
+        try:
+            # Otherwise each raise would add to the traceback of the one before, and keep all of their frames.
+            raise error.with_traceback(self._trace)
+        finally:
+            del self, error  # a cycle of error, frame and call would keep what role code held until it is collected
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """See `Call.exception`."""
+        self._wait(limit(timeout, "exception(timeout)"))
+        return self._failure()
+
+    def _failure(self) -> BaseException | None:
+        """What it failed with, when it is done; collects the value first, which may be what fails."""
         if self._error is None:
             self._collect_once()
-            value, self._error, self._trace = self._outcomes[0]
-            if self._error is None:
-                return value
-        cause: BaseException | None = self._error
+            _, self._error, self._trace = self._outcomes[0]
+        cause = self._error
         while cause is not None:  # looked at now: what prints it may not be Python code
             cause = cause.__cause__
         if isinstance(self._error, ColocateError):
             self._error._told = True
-        # Otherwise each raise would add to the traceback of the one before, and keep all of their frames.
-        raise self._error.with_traceback(self._trace)
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        """See `Call.exception`."""
-        timeout = limit(timeout, "exception(timeout)")
-        try:
-            self.result(timeout)
-        except TimeoutError:
-            if not self.done():
-                raise
-        except BaseException as error:
-            if error is not self._error:  # an interrupt of the waiting thread isn't the call's
-                raise
         return self._error
 
     def _then(self, callback: Callable[[Any], object], own: bool = True) -> None:
@@ -211,7 +211,10 @@ class Call(OnDriver, Generic[C_co]):
             TimeoutError: It isn't done yet; the call goes on.
             ColocateError: What went wrong with the call.
         """
-        value: C_co = self._underway.result(timeout)
+        try:
+            value: C_co = self._underway.result(timeout)
+        finally:
+            del self  # as there
         return value
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
@@ -240,7 +243,10 @@ class Call(OnDriver, Generic[C_co]):
 
         underway._then(notify)
         yield from future
-        return self.result()
+        try:
+            return self.result()
+        finally:
+            del self, underway  # as there
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(f"{self!r} lives on the driver and can't be sent; pass its result(), or keep it and pass .ref")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import gc
 import pickle
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -18,7 +21,7 @@ from colocate.testing.executors._base import ExecutorCase, Spawn
 from colocate.testing.probes.faulty import Faulty, Stubborn, Unreadable, nested
 from colocate.testing.probes.plain import Echo
 from colocate.testing.probes.rows import Rows
-from colocate.testing.waiting import PATIENCE_S
+from colocate.testing.waiting import PATIENCE_S, becomes_true
 
 
 @dataclasses.dataclass
@@ -58,8 +61,46 @@ class Without(Ordinary):
         return {}
 
 
+async def _awaited(submit: Callable[[], Call[Any]]) -> weakref.ref[RoleError]:
+    try:
+        await submit()
+    except RoleError as error:  # in here: what `asyncio.run` raises is in a cycle with its own frame
+        return weakref.ref(error)
+    raise AssertionError("it went well")
+
+
+def _refused(ask: Callable[[], object]) -> weakref.ref[RoleError]:
+    try:
+        ask()
+    except RoleError as error:
+        return weakref.ref(error)
+    raise AssertionError("it went well")
+
+
 class Failures(ExecutorCase):
     """Exceptions of roles."""
+
+    @pytest.mark.parametrize("asked", ["called", "result", "exception", "await", "kept", "run"])
+    def test_error_let_go_of(self, pair: ColocatedGroup, asked: str) -> None:
+        """An error that nobody holds is gone, with what frames of role code held: it needs no garbage collector."""
+        faulty = pair.role("faulty", Faulty)
+
+        ways: dict[str, Callable[[], weakref.ref[Any]]] = {
+            "called": lambda: _refused(faulty.fail),
+            "result": lambda: _refused(lambda: faulty.fail.submit().result(PATIENCE_S)),
+            "exception": lambda: weakref.ref(faulty.fail.submit().exception(PATIENCE_S)),
+            "await": lambda: asyncio.run(_awaited(faulty.fail.submit)),
+            "kept": lambda: _refused(lambda: faulty.fail.keep().fetch()),
+            "run": lambda: _refused(lambda: pair.run(_fails)),
+        }
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            left = ways[asked]()
+            assert becomes_true(lambda: left() is None), gc.get_referrers(left())
+        finally:
+            if collecting:
+                gc.enable()
 
     def test_role_error(self, pair: ColocatedGroup) -> None:
         """A role's exception comes as RoleError: where, what, the remote traceback, and the original as its cause."""
@@ -442,3 +483,8 @@ class Serialization(ExecutorCase):
         offset = 3
         function = pair.role("echo", Echo).first(lambda x: x + offset)
         assert function(1) == 4
+
+
+def _fails(ctx: colocate.Context) -> None:
+    """A function that fails."""
+    raise ValueError("a function's")
