@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from colocate._api.trace import Trace
     from colocate._calls.records import CallRecord, MoveRecord
     from colocate._job.launch import launch
+    from colocate._job.recording import record
     from colocate._job.run import Run
     from colocate._plugins.needs import needs
     from colocate._plugins.plugins import hookimpl
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from colocate._role.method import RoleCall, method
     from colocate._role.resident import Resident, ResidentSpec
     from colocate._role.role import Role, RoleSpec, role
-    from colocate._runs.record import RunRecord
+    from colocate._runs.record import LogRecord, RunInfo, RunRecord
     from colocate._values.batch import register_batch
     from colocate._values.collect import Collect, Concat, First, Gather, Reduce
     from colocate._values.dispatch import Broadcast, Dispatch, OnRank, PerRank, Scatter
@@ -118,8 +119,13 @@ _HOMES = {
         "RoleSpec",
         "role",
     ),
+    "_job.recording": ("record",),
     "_job.run": ("Run",),
-    "_runs.record": ("RunRecord",),
+    "_runs.record": (
+        "LogRecord",
+        "RunInfo",
+        "RunRecord",
+    ),
     "_api.runtime": ("Runtime",),
     "_api.trace": ("Trace",),
     "_views.view": (
@@ -180,6 +186,7 @@ __all__ = [
     "GroupMemory",
     "GroupRestarted",
     "Inspection",
+    "LogRecord",
     "MemoryBudgetError",
     "Mesh",
     "MoveRecord",
@@ -205,6 +212,7 @@ __all__ = [
     "RoleStartError",
     "RoleView",
     "Run",
+    "RunInfo",
     "RunRecord",
     "Runtime",
     "Scatter",
@@ -223,6 +231,7 @@ __all__ = [
     "load_config",
     "method",
     "needs",
+    "record",
     "register_batch",
     "role",
     "wait",

@@ -20,7 +20,7 @@ from mkdocs.structure.files import Files
 from mkdocs.structure.pages import Page
 
 import colocate
-from colocate._plugins.plugins import find_executor, find_job, find_role
+from colocate._plugins.plugins import find_executor, find_job, find_observer, find_role
 from colocate._role.role import methods_of
 from colocate._signatures.annotations import describe
 from colocate.config import schema
@@ -62,6 +62,13 @@ def _options(name: str) -> Iterator[str]:
     return _table("option", _parameters(connect, [*inspect.signature(connect).parameters.values()], None))
 
 
+def _observer(name: str) -> Iterator[str]:
+    """The options of an observer."""
+    made: Any = find_observer(name).load().__init__  # type: ignore[misc]
+    given = list(inspect.signature(made).parameters.values())[1:]
+    return _table("option", _parameters(made, given, None))
+
+
 def _plugin(name: str) -> Iterator[str]:
     """A plugin's roles, with the options that a config gives under `with`, and its jobs."""
     (module,) = [entry.load() for entry in _entry_points(name)]
@@ -86,7 +93,7 @@ def _returned(name: str) -> Iterator[str]:
     yield f"::: {found.__module__}.{found.__qualname__}"
 
 
-_GENERATED = {"config": _config, "options": _options, "plugin": _plugin, "returned": _returned}
+_GENERATED = {"config": _config, "options": _options, "observer": _observer, "plugin": _plugin, "returned": _returned}
 
 
 def _entry_points(name: str) -> Iterable[Any]:
@@ -134,7 +141,7 @@ def words(annotation: Any) -> str:
     own = [each for each in (annotation, *arguments) if getattr(each, "__module__", "") == schema.__name__]
     if own:
         name = own[0].__name__.removesuffix("Config").lower()
-        return f"{name}s by name" if typing.get_origin(annotation) is dict else name
+        return {dict: f"{name}s by name", list: f"list of {name}s"}.get(typing.get_origin(annotation), name)
     return describe(annotation)
 
 

@@ -12,7 +12,6 @@ from colocate._job.log import RunLog
 from colocate._job.screen import PLAIN_WIDTH, Screen, show_table
 from colocate._runs.calls import CallLog, Span, Total
 from colocate._runs.record import RunRecord
-from colocate.config import Config, GroupConfig, PoolConfig, RoleConfig
 from colocate.testing.waiting import becomes_true
 
 
@@ -190,12 +189,7 @@ def call(role: str, method: str, spans: Sequence[tuple[int, float, float]], grou
 
 
 def test_calls_are_counted_by_method_and_kept_by_slot() -> None:
-    config = Config(
-        "demo",
-        pools={"main": PoolConfig(3)},
-        groups={"policy": GroupConfig("main", {"wide": RoleConfig("a:A"), "narrow": RoleConfig("a:A", slots=[2])})},
-    )
-    calls = CallLog(config)
+    calls = CallLog(lambda group, role, rank: 2 if role == "narrow" else rank)
     calls.colocate_call_finished(call("wide", "go", [(0, 1.0, 2.0), (1, 1.0, 4.0)]))
     calls.colocate_call_finished(call("narrow", "go", [(0, 2.0, 3.0)]))
     calls.colocate_call_finished(call("wide", "go", [(0, 5.0, 6.0)]))

@@ -9,7 +9,7 @@ import pytest
 import colocate
 from colocate import CallRecord
 from colocate._calls import services
-from colocate._job import run
+from colocate._job import recording
 from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import PATIENCE_S
 
@@ -37,14 +37,14 @@ def test_an_observer_that_hangs_does_not_keep_the_record(monkeypatch: pytest.Mon
             echo.noop()
             assert observer.hangs.wait(PATIENCE_S)
             monkeypatch.setattr(services, "TOLD_WITHIN_S", 0.2)
-            settling = threading.Thread(target=run._settle, args=(runtime,), daemon=True)
+            settling = threading.Thread(target=recording._settle, args=(runtime,), daemon=True)
             settling.start()
             settling.join(PATIENCE_S)
             assert not settling.is_alive()
             assert not observer.told
             monkeypatch.setattr(services, "TOLD_WITHIN_S", PATIENCE_S)
             threading.Timer(0.2, observer.returns.set).start()
-            run._settle(runtime)
+            recording._settle(runtime)
             assert len(observer.told) == 1
         finally:
             observer.returns.set()

@@ -104,6 +104,12 @@ class Connection(Owned):
         if self.crews.get(crew.name) is crew:
             self.crews.pop(crew.name, None)
 
+    def slot_of(self, group: str, role: str, rank: int) -> int:
+        """The slot of a rank of a role, as far as it is known: of a group that is gone, the rank."""
+        crew = self.crews.get(group)
+        info = None if crew is None else crew.roles.get(role)
+        return rank if info is None else info.slots[rank]
+
     def require(self, capability: type, what: str) -> None:
         """Raise `CapabilityError` if the executor can't do something: who can is named."""
         if not isinstance(self.services.executor, capability):

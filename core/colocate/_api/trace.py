@@ -82,7 +82,7 @@ class Trace:
     def colocate_memory_moved(self, record: MoveRecord) -> None:
         """A role sleeps, or is awake."""
         with self._lock:
-            group, slot = self._group(record.group), self._slot(record.group, record.role, record.rank)
+            group, slot = self._group(record.group), self._connection.slot_of(record.group, record.role, record.rank)
             asleep = self._asleep.setdefault((group, slot), {})
             change = record.nbytes if record.kind == "sleep" else -record.nbytes
             asleep[record.role] = max(0, asleep.get(record.role, 0) + change)
@@ -113,7 +113,7 @@ class Trace:
         self._event(record.submitted, ph="b", args=args, **submitted)
         self._event(max(record.finished, record.submitted), ph="e", **submitted)
         for rank, start, end in record.spans:
-            slot = self._slot(record.group, record.role, rank)
+            slot = self._connection.slot_of(record.group, record.role, rank)
             more: dict[str, Any] = {"rank": rank, "waited_ms": round(max(0.0, start - record.submitted) * 1e3, 3)}
             before, what = self._last.get((group, slot), (0.0, ""))
             if before > record.submitted:
@@ -131,11 +131,6 @@ class Trace:
                 where = f"slot {worker.slot} ({worker.boot.node}, {worker.boot.device})"
                 self._named("thread_name", number, worker.slot, name=where)
         return number
-
-    def _slot(self, group: str, role: str, rank: int) -> int:
-        crew = self._connection.crews.get(group)
-        info = None if crew is None else crew.roles.get(role)
-        return rank if info is None else info.slots[rank]
 
     def _span(
         self, group: int, slot: int, role: str, name: str, start: float, end: float, args: Mapping[str, Any]

@@ -106,8 +106,16 @@ class Observers:
         )
 
     def tell(self, hook: str, *args: Any) -> None:
-        """Call a hook of every plugin that has it."""
+        """Call a hook of every plugin that has it. What one raises comes when all have been told."""
+        errors: list[BaseException] = []
         for plugin in list(self._plugins):
             function = getattr(plugin, hook, None)
             if function is not None:
-                function(*args)
+                try:
+                    function(*args)
+                except BaseException as error:
+                    errors.append(error)
+        if len(errors) == 1:
+            raise errors[0]
+        if errors:
+            raise BaseExceptionGroup(f"{len(errors)} observers raised in {hook}", errors)

@@ -49,7 +49,7 @@ class Launched:
             ConfigError: There is no job, or nothing to resume.
         """
         from colocate._job.log import RunLog
-        from colocate._job.run import begin, execute
+        from colocate._job.recording import begin, execute
         from colocate._job.screen import Screen
 
         screen, log = Screen(quiet=quiet), RunLog()

@@ -219,6 +219,11 @@ class Screen:
         if self._log is not None:
             self._log.write(f"{text}\n")
 
+    def note(self, text: str) -> None:
+        """Keep a text in the log only."""
+        if self._log is not None:
+            self._log.write(text)
+
     def _show(self, title: str, rows: Iterable[Mapping[str, Any]]) -> None:
         listed = list(rows)
         if not self.quiet:

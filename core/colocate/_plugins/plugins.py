@@ -1,7 +1,7 @@
 """Plugins by name: listed from metadata alone, and imported only when a name needs them.
 
-A plugin is an entry point of the group `colocate.executors` or `colocate.roles`; its object (mostly a module)
-implements hooks marked with `@colocate.hookimpl`.
+A plugin is an entry point of the group `colocate.executors`, `colocate.roles` or `colocate.observers`; its object
+(mostly a module) implements hooks marked with `@colocate.hookimpl`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import attrs
 
 from colocate._plugins.entry_points import (
     PluginGroup,
+    broken,
     distribution_name,
     entry_error,
     hookimpl,
@@ -32,10 +33,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FoundJob",
+    "FoundObserver",
     "FoundRole",
     "PluginInfo",
     "find_executor",
     "find_job",
+    "find_observer",
     "find_role",
     "hookimpl",
     "hookspec",
@@ -69,8 +72,18 @@ class RoleHooks:
         raise NotImplementedError
 
 
+class ObserverHooks:
+    """Hooks of entry points in the group `colocate.observers`; the entry's name is the observer's."""
+
+    @hookspec
+    def colocate_observer(self) -> Callable[..., object]:
+        """What makes the observer: its class. The options of the config are its arguments."""
+        raise NotImplementedError
+
+
 _EXECUTORS = PluginGroup("colocate.executors", "executor", ExecutorHooks)
 _ROLES = PluginGroup("colocate.roles", "role plugin", RoleHooks)
+_OBSERVERS = PluginGroup("colocate.observers", "observer", ObserverHooks)
 
 
 @attrs.frozen
@@ -78,7 +91,7 @@ class PluginInfo:
     """A plugin as its metadata says, unimported.
 
     Attributes:
-        kind: "executor" or "roles".
+        kind: "executor", "roles" or "observer".
         name: The name it is used by.
         distribution: The distribution it comes from.
         version: That distribution's version.
@@ -101,7 +114,7 @@ class PluginInfo:
     @property
     def brings(self) -> str:
         """What it brings, in words."""
-        return "executor" if self.kind == "executor" else "roles, jobs"
+        return "roles, jobs" if self.kind == "roles" else self.kind
 
     def needed(self) -> Mapping[str, str | None]:
         """The distributions of the extra that is named like it, with the installed version; None where it isn't."""
@@ -112,6 +125,8 @@ class PluginInfo:
         try:
             if self.kind == "executor":
                 find_executor(self.name)
+            elif self.kind == "observer":
+                find_observer(self.name).load()
             else:
                 _ROLES.call(_ROLES.find(self.name), "colocate_roles")
         except PluginError as error:
@@ -194,6 +209,35 @@ class FoundJob(_Found):
         return function
 
 
+@attrs.frozen
+class FoundObserver(_Found):
+    """The observer that a name stands for; its attributes are those of a `FoundRole`."""
+
+    def load(self) -> Callable[..., object]:
+        """Import what makes it.
+
+        Raises:
+            PluginError: It can't be imported, or can't be called.
+        """
+        found = self._resolve("observer")
+        if not callable(found):
+            raise self._error(f"{self._what('observer')} is {found!r}, which can't be called")
+        factory: Callable[..., object] = found
+        return factory
+
+    def make(self, options: Mapping[str, Any]) -> object:
+        """Make one.
+
+        Raises:
+            PluginError: It can't be imported, or what makes it raises.
+        """
+        factory = self.load()
+        try:
+            return factory(**options)
+        except Exception as error:
+            raise broken(f"{self._what('observer')}:", "could not be made", error, self._entry) from error
+
+
 _F = TypeVar("_F", FoundRole, FoundJob)
 
 
@@ -230,13 +274,29 @@ def find_job(name: str) -> FoundJob:
     return _find(name, "job", "colocate_jobs", FoundJob)
 
 
+def find_observer(name: str) -> FoundObserver:
+    """The observer of this name, or of `module:Class`. Imports the plugin that has it, and no other.
+
+    Raises:
+        PluginError: It is unknown, claimed twice, broken, or what it needs isn't installed.
+    """
+    if ":" in name:
+        return FoundObserver(name, name)
+    entry = _OBSERVERS.find(name)
+    found = _OBSERVERS.call(entry, "colocate_observer")
+    if not callable(found):
+        raise _wrong_return(entry, "colocate_observer", found, "a class of observers")
+    version = entry.dist.version if entry.dist is not None else None
+    return FoundObserver(name, found, distribution_name(entry), version, entry)
+
+
 def plugins() -> list[PluginInfo]:
     """All plugins there are, by metadata: nothing is imported."""
-    return [*_listing(_EXECUTORS, "executor"), *_listing(_ROLES, "roles")]
+    return [*_listing(_EXECUTORS, "executor"), *_listing(_ROLES, "roles"), *_listing(_OBSERVERS, "observer")]
 
 
 def plugins_named(name: str) -> list[PluginInfo]:
-    """The plugins of a name: an executor, one that brings roles and jobs, or one of each.
+    """The plugins of a name: an executor, one that brings roles and jobs, an observer, or one of each.
 
     Raises:
         PluginError: There is none.

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 
 import attrs
 
 from colocate._calls.records import CallRecord, MoveRecord
 from colocate._plugins.plugins import hookimpl
-from colocate.config.schema import Config
 
 KEPT_SPANS = 100_000  # a long run keeps its last hours in its report, and all of it in the totals
 
@@ -49,7 +49,7 @@ class Total:
 class CallLog:
     """An observer that keeps totals of all calls and the spans of the last ones."""
 
-    _config: Config
+    _slot: Callable[[str, str, int], int]  # of a group, a role and a rank
     _totals: dict[tuple[str, str, str], tuple[int, float]] = attrs.field(factory=dict, init=False)
     _spans: deque[Span] = attrs.field(factory=lambda: deque(maxlen=KEPT_SPANS), init=False)
     _lock: threading.Lock = attrs.field(factory=threading.Lock, init=False)
@@ -85,9 +85,3 @@ class CallLog:
         """The last spans, in the order in which their calls ended."""
         with self._lock:
             return tuple(self._spans)
-
-    def _slot(self, group: str, role: str, rank: int) -> int:
-        if group not in self._config.groups:  # one that the job made itself
-            return rank
-        found = self._config.groups[group].roles.get(role)
-        return rank if found is None or found.slots is None else found.slots[rank]

@@ -15,6 +15,42 @@ Row: TypeAlias = Mapping[str, Any]
 
 
 @attrs.frozen
+class RunInfo:
+    """A run that begins, as observers are told of it.
+
+    Attributes:
+        name: The config's name, or that of the folder that `record` was given.
+        directory: Its folder.
+        config: The config as run, every default written out; empty for a run that has none.
+        resumed: The step that it goes on after; None for a new run.
+        environment: Versions and machine.
+    """
+
+    name: str
+    directory: Path
+    config: Mapping[str, Any]
+    resumed: int | None
+    environment: Mapping[str, str]
+
+
+@attrs.frozen
+class LogRecord:
+    """What a run logged, as observers are told of it.
+
+    Attributes:
+        step: The step it belongs to. After a failure a run may go back, and come to the same step again.
+        scalars: Numbers by name.
+        seconds: Seconds per phase of the job since the last one.
+        time: When, in seconds of time.time().
+    """
+
+    step: int
+    scalars: Mapping[str, float]
+    seconds: Mapping[str, float]
+    time: float
+
+
+@attrs.frozen
 class RunRecord:
     """A finished run, as the report and the last page on the screen show it.
 

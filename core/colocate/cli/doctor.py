@@ -11,9 +11,9 @@ import attrs
 import psutil
 
 from colocate._job.launch import reserve_pool
-from colocate._job.run import environment
 from colocate._job.screen import console, show_table
 from colocate._plugins.plugins import PluginInfo, plugins
+from colocate._runs.environment import environment
 from colocate._system.pip import pip_line
 from colocate.cli.output import error_data, leaves, load, print_errors, print_json
 from colocate.config import Config

@@ -19,6 +19,7 @@ from colocate._plugins.plugins import (
     FoundRole,
     PluginInfo,
     find_executor,
+    find_observer,
     jobs_of,
     plugins_named,
     roles_of,
@@ -53,6 +54,8 @@ def _details(plugin: PluginInfo, faults: list[PluginError]) -> dict[str, Any]:
     """What it offers as plain data. What can't be imported has an `error` instead, which is among the faults too."""
     if plugin.kind == "executor":
         return _or_error(partial(_executor, plugin.name), faults)
+    if plugin.kind == "observer":
+        return _or_error(partial(_observer, plugin.name), faults)
     return _or_error(partial(_roles_and_jobs, plugin.name, faults), faults)
 
 
@@ -73,6 +76,15 @@ def _executor(name: str) -> dict[str, Any]:
         "about": _first_line(cls),
         "capabilities": getattr(cls, "variants", {}) | can,
         "options": options,
+    }
+
+
+def _observer(name: str) -> dict[str, Any]:
+    made: Any = find_observer(name).load()
+    return {
+        "class": f"{made.__module__}:{made.__qualname__}",
+        "about": _first_line(made),
+        "options": _options(arguments_of(made, name), made, made.__init__),
     }
 
 
@@ -180,11 +192,12 @@ def _docstring(described: Any) -> str:
 
 def _show(plugin: PluginInfo, details: Mapping[str, Any], to: Console) -> None:
     to.print(Text(f"{plugin.name}: {plugin.brings}, from {plugin.origin} ({plugin.value})", "bold"), soft_wrap=True)
-    if "capabilities" in details:
+    if "class" in details:
         _line(to, _about(details))
+    if "capabilities" in details:
         can = [name if plain == plugin.name else f"{name} ({plain})" for name, plain in details["capabilities"].items()]
         _line(to, f"capabilities: {', '.join(can) or 'none'}")
-        _show_options("options", details, to)
+    _show_options("options", details, to)
     for name, role in details.get("roles", {}).items():
         _heading(f"role {name}", role, to)
         _show_methods(role.get("methods", {}), to)

@@ -13,7 +13,7 @@ from typing import Any
 
 from colocate._job.launch import opened
 from colocate._job.log import RunLog
-from colocate._job.run import begin, execute
+from colocate._job.recording import begin, execute
 from colocate._job.screen import Screen
 from colocate._runs.record import RunRecord
 from colocate._system.numbers import plural

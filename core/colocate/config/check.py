@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import attrs
 
 from colocate._plugins.needs import lacks_processes
-from colocate._plugins.plugins import find_executor, find_job, find_role
+from colocate._plugins.plugins import find_executor, find_job, find_observer, find_role
 from colocate._role.budget import NO_BUDGET, Budget, budgets
 from colocate._role.role import RoleSpec, torchrun_problem
 from colocate._signatures.annotations import Place, path_text
@@ -18,9 +18,9 @@ from colocate._system.nearest import nearest
 from colocate._system.numbers import amount_problem, duration_problem
 from colocate._system.sizes import parse_bytes
 from colocate._values.mesh import parse_meshes
-from colocate.config.schema import Config, GroupConfig, PoolConfig, RoleConfig
+from colocate.config.schema import Config, GroupConfig, ObserverConfig, PoolConfig, RoleConfig
 from colocate.config.source import Document
-from colocate.config.trust import Trust
+from colocate.config.trust import Kind, Trust
 from colocate.errors import ConfigError, PluginError
 from colocate.executor import Executor, OwnProcess
 
@@ -39,6 +39,8 @@ def check(config: Config, document: Document, allow_import: bool = True) -> None
         _pool(pool, executor, ("pools", name), document)
     _groups(config, executor, trust, document)
     _job(config, trust, document)
+    for index, observer in enumerate(config.observe):
+        _observer(observer, trust, ("observe", index), document)
     if config.groups:  # a config without any is for code that spawns its own
         used = {group.pool for group in config.groups.values()}
         for name in config.pools:
@@ -46,7 +48,7 @@ def check(config: Config, document: Document, allow_import: bool = True) -> None
                 document.warn(("pools", name), "no group uses this pool; it would be reserved all the same")
 
 
-def _trusted(trust: Trust, use: str, kind: Literal["executor", "roles"], place: Place, document: Document) -> bool:
+def _trusted(trust: Trust, use: str, kind: Kind, place: Place, document: Document) -> bool:
     why = trust.objection(use, kind)
     if why is not None:
         document.wrong((*place, "use"), why)
@@ -101,6 +103,21 @@ def _job(config: Config, trust: Trust, document: Document) -> None:
         document.wrong(("job", "use"), error.message)
     else:
         _with(arguments_of(function, f"job {config.job.use}", skip=1), config.job.with_, ("job",), document)
+
+
+def _observer(observer: ObserverConfig, trust: Trust, place: Place, document: Document) -> None:
+    if not _trusted(trust, observer.use, "observer", place, document):
+        return
+    try:
+        factory = find_observer(observer.use).load()
+    except PluginError as error:
+        document.wrong((*place, "use"), error.message)
+        return
+    _with(arguments_of(factory, observer.use), observer.with_, place, document)
+    for name in observer.with_:
+        option = (*place, "with", name)
+        if (why := trust.objection_to_observers_option()) is not None and not document.is_callers(option):
+            document.wrong(option, why)
 
 
 def _pool(pool: PoolConfig, executor: type[Executor] | None, place: Place, document: Document) -> None:

@@ -14,11 +14,13 @@ from colocate.errors import Mistake
 
 
 def expand(document: Document) -> None:
-    """Write short forms out: a name where an executor, a role or a job stands is `{use: name}`."""
+    """Write short forms out: a name where an executor, a role, a job or an observer stands is `{use: name}`."""
     data = document.data
     for key in ("executor", "job"):
         if isinstance(data.get(key), str):
             data[key] = {"use": data[key]}
+    if isinstance(data.get("observe"), list):
+        data["observe"] = [{"use": each} if isinstance(each, str) else each for each in data["observe"]]
     for group in _mappings(data.get("groups")):
         roles = group.get("roles")
         if isinstance(roles, dict):

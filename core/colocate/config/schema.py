@@ -119,6 +119,20 @@ class JobConfig:
 
 
 @attrs.frozen
+class ObserverConfig:
+    """Who is told of a run.
+
+    Attributes:
+        use: Its name: `tensorboard`, `wandb`, `mlflow`, `prometheus`, `opentelemetry`, another entry point of the group
+            `colocate.observers`, or `module:Class`.
+        with_: Its options, checked against its signature.
+    """
+
+    use: str
+    with_: dict[str, Any] = attrs.field(factory=dict)
+
+
+@attrs.frozen
 class PluginsConfig:
     """Which plugins this config may use.
 
@@ -144,6 +158,7 @@ class Config:
         groups: Groups to spawn, by name, in this order.
         job: What `colocate run` runs; null for a config that is only launched.
         plugins: Which plugins may be used.
+        observe: Who is told of the run, as in `[tensorboard, {use: mlflow, with: {experiment: sums}}]`.
         trace: Whether the run's folder gets a `trace.json` for Perfetto; see `Runtime.trace`.
         origins: File and line of each pool and group, and of the executor ("pools.main"), for the ownership graph; an
             option of the command line, with line 0, where that has made it.
@@ -157,6 +172,7 @@ class Config:
     groups: dict[str, GroupConfig] = attrs.field(factory=dict)
     job: JobConfig | None = None
     plugins: PluginsConfig = attrs.field(factory=PluginsConfig)
+    observe: list[ObserverConfig] = attrs.field(factory=list)
     trace: bool = False
     origins: Mapping[str, tuple[str, int]] = attrs.field(factory=dict, eq=False, repr=False, metadata={"key": False})
 
@@ -164,7 +180,12 @@ class Config:
         """The config as YAML, every short form and default written out; `load_config` of it gives an equal one."""
         from colocate.config.source import write_yaml
 
-        return write_yaml(_plain(self))
+        return write_yaml(self.plain())
+
+    def plain(self) -> dict[str, Any]:
+        """The same as plain data."""
+        found: dict[str, Any] = _plain(self)
+        return found
 
 
 @attrs.frozen
@@ -192,6 +213,8 @@ class Shape:
 
     def below(self, key: str | int) -> Shape:
         """That of the value of a key. Below a key that the schema lacks nothing is known: it is the mistake."""
+        if isinstance(key, int):  # of a list, all of whose values are alike
+            return self
         if self.kind is None:
             return Shape(self.item) if self.item is not None else Shape(named=self.named or self.arguments)
         field = next((field.name for field in keys(self.kind) if key_of(field.name) == key), None)

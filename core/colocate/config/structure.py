@@ -8,7 +8,7 @@ from typing import Any, get_args, get_origin
 
 import attrs
 from cattrs import ClassValidationError, Converter, ForbiddenExtraKeysError, IterableValidationError
-from cattrs.cols import mapping_structure_factory
+from cattrs.cols import list_structure_factory, mapping_structure_factory
 from cattrs.gen import make_dict_structure_fn, override
 
 from colocate._signatures.annotations import Place, Problem, path_text, problems, shown
@@ -108,6 +108,10 @@ def _mapping_of_classes(annotation: Any) -> bool:
     return get_origin(annotation) is dict and attrs.has(get_args(annotation)[1])
 
 
+def _list_of_classes(annotation: Any) -> bool:
+    return get_origin(annotation) is list and attrs.has(get_args(annotation)[0])
+
+
 def _holds_class(annotation: Any) -> bool:
     return attrs.has(annotation) or any(_holds_class(each) for each in get_args(annotation))
 
@@ -123,10 +127,18 @@ def _of_mapping(annotation: Any, converter: Converter) -> Callable[[Any, Any], A
     return _mappings_only(mapping_structure_factory(annotation, converter))
 
 
+def _of_list(annotation: Any, converter: Converter) -> Callable[[Any, Any], Any]:
+    return _only(list, "a list", list_structure_factory(annotation, converter))
+
+
 def _mappings_only(inner: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    return _only(dict, "a mapping", inner)
+
+
+def _only(kind: type, words: str, inner: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     def hook(value: Any, annotation: Any) -> Any:
-        if not isinstance(value, dict):
-            raise _Misfit([Problem((), f"must be a mapping, not {shown(value)}")])
+        if not isinstance(value, kind):
+            raise _Misfit([Problem((), f"must be {words}, not {shown(value)}")])
         return inner(value, annotation)
 
     return hook
@@ -144,6 +156,7 @@ def _new_converter() -> Converter:
         converter.register_structure_hook(scalar, _of_plain)
     converter.register_structure_hook_func(lambda annotation: not _holds_class(annotation), _of_plain)
     converter.register_structure_hook_factory(_mapping_of_classes, _of_mapping)
+    converter.register_structure_hook_factory(_list_of_classes, _of_list)
     converter.register_structure_hook_factory(attrs.has, _of_class)
     return converter
 

@@ -9,13 +9,14 @@ for.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import attrs
 
 from colocate._plugins.plugins import plugins
 from colocate.executor import Executor
 
+Kind: TypeAlias = Literal["executor", "roles", "observer"]
 _OWN = "colocate"
 _CHECKS = "strict"  # `connect`'s own option: it checks more
 
@@ -60,11 +61,11 @@ class Trust:
     allow: Sequence[str] | None
     modules: bool
 
-    def objection(self, use: str, kind: Literal["executor", "roles"]) -> str | None:
+    def objection(self, use: str, kind: Kind) -> str | None:
         """Why what a config names isn't imported; None when it may be."""
         if ":" in use:
             return None if self.modules else f"{use!r} names a module, and this config may name plugins only"
-        name = use if kind == "executor" else use.partition(".")[0]
+        name = use.partition(".")[0] if kind == "roles" else use
         if self.allow is None or name in self.allow:
             return None
         found = next((each for each in plugins() if each.kind == kind and each.name == name), None)
@@ -80,6 +81,15 @@ class Trust:
             f"a config that may name plugins only can't set {name!r}: it isn't on the list of variables that hold "
             "numbers and switches and can't have anything loaded or run (docs/trust.md). Set it in your own "
             "environment, if you trust it"
+        )
+
+    def objection_to_observers_option(self) -> str | None:
+        """Why no option of an observer is used for a config; None when they are."""
+        if self.modules:
+            return None
+        return (
+            "a config that may name plugins only can't say where an observer sends what it is told: give its options "
+            "by --set, if you trust them"
         )
 
     def objections_to_options(self, executor: type[Executor], options: Mapping[str, Any]) -> Mapping[str, str]:

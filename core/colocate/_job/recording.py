@@ -1,0 +1,319 @@
+"""What remains of a run: its folder from its beginning, what was called in it, its report, and who is told of it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from colocate._api.memory import GroupMemory
+from colocate._job.folder import RunFolder
+from colocate._job.log import RunLog, tail_of
+from colocate._job.observing import RunObservers
+from colocate._job.run import Run
+from colocate._job.screen import Screen
+from colocate._job.stopping import StopSignals
+from colocate._job.window import window
+from colocate._plugins.plugins import find_job
+from colocate._runs.calls import CallLog
+from colocate._runs.environment import environment
+from colocate._runs.record import Row, RunInfo, RunRecord
+from colocate._system.deadline import Deadline
+from colocate._system.jobs import error_text
+from colocate._system.limits import LEDGERS_WITHIN_S
+from colocate._system.tracebacks import told
+from colocate.config.schema import Config
+from colocate.errors import ColocateError, ConfigError, GroupRestarted
+
+if TYPE_CHECKING:
+    from colocate._api.group import ColocatedGroup
+    from colocate._api.runtime import Runtime
+
+
+@attrs.define(eq=False)
+class Begun:
+    """A run that has its folder, before its job begins.
+
+    Attributes:
+        name: What it is called.
+        folder: Its folder.
+        step: The step it goes on from; None for a new run.
+        metrics: What was logged up to that step.
+        screen: Where it is shown.
+        config: Its config as plain data; empty for a run that has none.
+        trace: Whether a trace is written.
+        job: What it does; None where the code of a block does it.
+        observers: Who is told of it.
+        started: Whether all is there that the job needs; until then there is nothing to report but what went wrong.
+    """
+
+    name: str
+    folder: RunFolder
+    step: int | None
+    metrics: list[Row]
+    screen: Screen
+    config: Mapping[str, Any] = attrs.field(factory=dict)
+    trace: bool = False
+    job: Callable[[Run], object] | None = None
+    observers: RunObservers = attrs.field(init=False)
+    started: bool = attrs.field(default=False, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.observers = RunObservers(self.screen)
+
+
+def begin(config: Config, log: RunLog, *, resume: bool, screen: Screen) -> AbstractContextManager[Begun]:
+    """Give a config's run its folder. The log goes on there, and what ends the block by an error is told there.
+
+    Args:
+        config: The config.
+        log: Hears what is printed.
+        resume: Go on from the last complete checkpoint of a run of this name.
+        screen: Where it is shown.
+
+    Raises:
+        ConfigError: The config has no job, or there is nothing to resume.
+        PluginError: An observer can't be had.
+    """
+    if config.job is None:
+        raise ConfigError(f"config {config.name!r} has no job to run; add one: `job: plugin.job`, or module:function")
+    function, options = find_job(config.job.use).load(), config.job.with_
+    folder, step, metrics = _folder(config.name, resume)
+    folder.write("config.yaml", config.dump())
+    begun = Begun(
+        config.name, folder, step, metrics, screen, config.plain(), config.trace, lambda run: function(run, **options)
+    )
+    return _in_its_folder(begun, log, config.observe)
+
+
+def execute(begun: Begun, runtime: Runtime, groups: Mapping[str, ColocatedGroup], start_up: float) -> RunRecord:
+    """Run a config's job and write everything that remains of it.
+
+    Args:
+        begun: The run.
+        runtime: Its runtime.
+        groups: Its groups.
+        start_up: Seconds that starting these took.
+    """
+    job, signals = begun.job, StopSignals(begun.screen.stopping)
+    assert job is not None
+    with _recording(begun, runtime, groups, signals, start_up) as run, signals:
+        _until_done(run, lambda: job(run))
+    assert run.record is not None
+    return run.record
+
+
+@contextlib.contextmanager
+def record(
+    runtime: Runtime, directory: str | os.PathLike[str], *, observe: Sequence[object] = (), trace: bool = False
+) -> Iterator[Run]:
+    """Have a script or a notebook leave what a job leaves: a folder with metrics, log and report.
+
+    The block gets the same object as a job does: `run.log`, `run.timed`, `run.show`, `run.checkpoint`. Its
+    `run.groups` are those that there are when the block begins, and it installs no handlers of signals.
+
+    Args:
+        runtime: Whose calls are counted.
+        directory: The folder, as in "runs/x"; runs/x-2 and so on when that exists.
+        observe: Who else is told, as in a config: "tensorboard", {"use": "mlflow", "with": {...}}, or an object with
+            hooks.
+        trace: Whether the folder gets a trace.json for Perfetto.
+
+    Raises:
+        PluginError: An observer can't be had.
+    """
+    path = Path(directory)
+    screen, log = Screen(quiet=True), RunLog()
+    folder = RunFolder.create(path.name, path.parent)
+    begun = Begun(folder.path.name, folder, None, [], screen, trace=trace)
+    with (
+        log.listening(),
+        _in_its_folder(begun, log, observe),
+        _recording(begun, runtime, runtime.groups, StopSignals(screen.stopping), 0.0) as run,
+    ):
+        yield run
+
+
+@contextlib.contextmanager
+def _in_its_folder(begun: Begun, log: RunLog, observe: Sequence[object]) -> Iterator[Begun]:
+    """While the block runs, keep what is printed, and in the end what went wrong; tell observers of both ends."""
+    folder, screen, since = begun.folder, begun.screen, time.time()
+    folder.remove("error.txt")
+    log.open(folder.path / "log.txt")
+    try:
+        with screen.logging(log):
+            begun.observers.add(observe)
+            begun.observers.begin(RunInfo(begun.name, folder.path, begun.config, begun.step, environment()))
+            yield begun
+    except KeyboardInterrupt:  # a second Ctrl-C: at once
+        raise
+    except BaseException as error:
+        text = told(error)
+        log.write(text)
+        try:
+            folder.write("error.txt", text)
+        except OSError as other:
+            error.add_note(f"it could not be written to {folder.path / 'error.txt'}: {other}")
+        if not begun.started:
+            _failed(begun, lambda: _never_started(begun, since), error)
+        raise
+    finally:
+        log.close()
+        if log.fault is not None:
+            screen.say(f"log.txt isn't whole: {log.fault}")
+
+
+@contextlib.contextmanager
+def _recording(
+    begun: Begun, runtime: Runtime, groups: Mapping[str, ColocatedGroup], signals: StopSignals, start_up: float
+) -> Iterator[Run]:
+    """While the block runs, count what is called; then write the report, and tell observers that it is over."""
+    begun.started = True
+    name, folder, screen = begun.name, begun.folder, begun.screen
+    calls = CallLog(runtime._node.slot_of)
+    observers = (calls, *begun.observers)
+    for each in observers:
+        runtime.observe(each)
+    started = time.time() - start_up
+    resumed = None if begun.step is None else folder.checkpoints()[-1][1]
+    run = Run(name, runtime, groups, folder.path, resumed, folder, screen, signals, begun.metrics)
+    try:
+        with (
+            contextlib.closing(folder),
+            window(runtime, name),
+            runtime.trace(folder.free("trace", ".json")) if begun.trace else contextlib.nullcontext(),
+            screen.running(name, folder.path, begun.step),
+        ):
+            yield run
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        _failed(begun, lambda: _record(run, calls, started, start_up), error)
+        raise
+    else:
+        run.record = _record(run, calls, started, start_up)
+        screen.finished(run.record)
+        screen.reported(_report(run.record))
+        begun.observers.end(run.record, None)
+    finally:
+        for each in observers:
+            runtime._node.services.observers.remove(each)
+
+
+def _until_done(run: Run, job: Callable[[], object]) -> None:
+    """Run the job; once more, from its last checkpoint, whenever a group has been restarted under it.
+
+    One that ends by `sys.exit()` or `sys.exit(0)` has come to its end.
+    """
+    while True:
+        try:
+            job()
+        except GroupRestarted as restarted:
+            run._restart(restarted)
+        except SystemExit as ended:
+            if ended.code not in (None, 0):
+                raise
+            return
+        else:
+            return
+
+
+def _record(run: Run, calls: CallLog, started: float, start_up: float) -> RunRecord:
+    _settle(run.runtime)
+    return RunRecord(
+        name=run.name,
+        directory=run.directory,
+        config=run._folder.config(),
+        metrics=tuple(run._metrics),
+        tables=run._tables,
+        totals=calls.totals(),
+        spans=calls.spans(),
+        phases=run._phases,
+        tree=run.runtime.graph.render("tree"),
+        graph=run.runtime.graph.render("json"),
+        environment=environment(),
+        started=started,
+        seconds=time.time() - started,
+        stopped=run._signals.received,
+        start_up=start_up,
+        memory=_memory(run),
+        log=tail_of(run.directory / "log.txt"),
+    )
+
+
+def _memory(run: Run) -> tuple[GroupMemory, ...]:
+    """What groups use their memory for, where roles hold some."""
+    found: list[GroupMemory] = []
+    deadline = Deadline(LEDGERS_WITHIN_S)
+    for name, group in run.runtime.groups.items():
+        if group.state != "ready":
+            continue
+        try:
+            told = group.memory(deadline.left)
+        except (ColocateError, TimeoutError) as error:
+            run._screen.say(f"what the memory of group {name!r} was used for isn't known: {error_text(error)}")
+        else:
+            found += [told] if any(role.total for slot in told.slots for role in slot.roles) else []
+    return tuple(found)
+
+
+def _never_started(begun: Begun, started: float) -> RunRecord:
+    return RunRecord(
+        name=begun.name,
+        directory=begun.folder.path,
+        config=begun.folder.config(),
+        metrics=tuple(begun.metrics),
+        tables={},
+        totals=(),
+        spans=(),
+        phases={},
+        tree="",
+        graph="",
+        environment=environment(),
+        started=started,
+        seconds=time.time() - started,
+        log=tail_of(begun.folder.path / "log.txt"),
+    )
+
+
+def _folder(name: str, resume: bool) -> tuple[RunFolder, int | None, list[Row]]:
+    root = Path("runs")
+    if not resume:
+        return RunFolder.create(name, root), None, []
+    folder = RunFolder.latest(name, root)
+    step, _ = folder.checkpoints()[-1]
+    return folder, step, [*folder.rewind(step)]
+
+
+def _settle(runtime: Runtime) -> None:
+    """Wait until observers have been told of every call that has ended, unless one of them doesn't return."""
+    if not runtime.alive:  # a job may close what it was given, and closing has told them
+        return
+    runtime._node.services.settle()
+
+
+def _report(record: RunRecord, error: str | None = None) -> Path | None:
+    """Write report.html; None where what makes it isn't installed."""
+    if importlib.util.find_spec("jinja2") is None:
+        return None
+    from colocate import report
+
+    return report.write(record.directory, record, error=error)
+
+
+def _failed(begun: Begun, record: Callable[[], RunRecord], error: BaseException) -> None:
+    """Report a run that failed; what goes wrong in that is a note on its error, not in its place."""
+    try:
+        found = record()
+        _report(found, told(error).strip())
+    except Exception as other:
+        error.add_note(f"its report could not be written: {type(other).__name__}: {other}")
+    else:
+        begun.observers.end(found, error)

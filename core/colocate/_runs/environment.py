@@ -1,0 +1,25 @@
+"""What a run ran on."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import platform
+import sys
+
+
+def environment() -> dict[str, str]:
+    """Versions and machine, as people ask for them when numbers differ."""
+    found = {
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cpus": str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()),
+    }
+    for name in ("colocate", "torch", "numpy", "transformers", "ray", "distributed"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        found["gpus"] = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+    return found

@@ -1,0 +1,82 @@
+"""`observe: [opentelemetry]`: a run, its calls and what it logs, as OpenTelemetry has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from opentelemetry import trace
+from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.trace import Span, StatusCode
+
+import colocate
+
+
+class OpenTelemetry:
+    """Sends a span for the run and for each call on each rank, and a gauge for each number that is logged."""
+
+    def __init__(self, endpoint: str | None = None, service: str = "colocate") -> None:
+        """Send to a collector, by OTLP over HTTP.
+
+        Args:
+            endpoint: Its address, as in "http://127.0.0.1:4318"; None for what the environment says
+                (`OTEL_EXPORTER_OTLP_ENDPOINT`).
+            service: The name of the service there.
+        """
+        resource = Resource.create({"service.name": service})
+        spans, metrics = (None if endpoint is None else f"{endpoint}/v1/{kind}" for kind in ("traces", "metrics"))
+        self._spans = TracerProvider(resource=resource)
+        self._spans.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(spans)))
+        self._metrics = MeterProvider([PeriodicExportingMetricReader(OTLPMetricExporter(metrics))], resource=resource)
+        self._tracer, self._meter = self._spans.get_tracer("colocate"), self._metrics.get_meter("colocate")
+        self._gauges: dict[str, Callable[[float], None]] = {}
+        self._run: Span | None = None
+
+    def colocate_run_started(self, run: colocate.RunInfo) -> None:
+        """Begin the run's span."""
+        self._run = self._tracer.start_span(run.name, attributes=run.environment)
+
+    def colocate_run_logged(self, record: colocate.LogRecord) -> None:
+        """Set gauges."""
+        for name, value in {"step": record.step, **record.scalars}.items():
+            if name not in self._gauges:
+                self._gauges[name] = self._meter.create_gauge(f"colocate.{name}").set
+            self._gauges[name](value)
+
+    def colocate_call_finished(self, record: colocate.CallRecord) -> None:
+        """Send a call: one span for each rank on which it went well, or one for a call that failed."""
+        inside = None if self._run is None else trace.set_span_in_context(self._run)
+        name = f"{record.role}.{record.method}" if record.role else record.method
+        shared: dict[str, str | float] = {"colocate.group": record.group, "colocate.submitted": record.submitted}
+        ranks = record.spans if record.error is None else ((-1, record.submitted, record.finished),)
+        for rank, start, end in ranks:
+            attributes = {**shared, **({} if rank < 0 else {"colocate.rank": rank})}
+            span = self._tracer.start_span(name, inside, attributes=attributes, start_time=_ns(start))
+            if record.error is not None:
+                span.set_status(StatusCode.ERROR, record.error)
+            span.end(_ns(end))
+
+    def colocate_run_finished(self, record: colocate.RunRecord, error: BaseException | None) -> None:
+        """End the run's span, and send what hasn't been sent."""
+        if self._run is not None:
+            if error is not None:
+                self._run.record_exception(error)
+                self._run.set_status(StatusCode.ERROR, str(error).partition("\n")[0])
+            self._run.end()
+        self._spans.shutdown()
+        self._metrics.shutdown()
+
+
+def _ns(seconds: float) -> int:
+    return int(seconds * 1e9)
+
+
+@colocate.hookimpl
+def colocate_observer() -> type[OpenTelemetry]:
+    """See `ObserverHooks`."""
+    return OpenTelemetry

@@ -1,0 +1,67 @@
+"""`observe: [prometheus]`: an endpoint for Prometheus while a run runs."""
+
+from __future__ import annotations
+
+import threading
+from wsgiref.simple_server import WSGIServer
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
+
+import colocate
+
+
+class Prometheus:
+    """Serves what was logged last, calls and their seconds, and bytes that were moved."""
+
+    def __init__(self, port: int = 9464, address: str = "127.0.0.1") -> None:
+        """Listen.
+
+        Args:
+            port: The port; 0 for any that is free.
+            address: The address; who can reach it can read all numbers of the run.
+
+        Raises:
+            OSError: The port is taken.
+        """
+        registry = CollectorRegistry()
+        method, role = ("group", "role", "method"), ("group", "role", "kind")
+        self._step = Gauge("colocate_step", "the step that was logged last", registry=registry)
+        self._logged = Gauge("colocate_logged", "what was logged last", ("name",), registry=registry)
+        self._phase = Counter("colocate_phase_seconds", "seconds per phase of the job", ("phase",), registry=registry)
+        self._calls = Counter("colocate_calls", "calls that have ended", (*method, "outcome"), registry=registry)
+        self._busy = Counter("colocate_busy_seconds", "seconds that ranks have run", method, registry=registry)
+        self._moved = Counter("colocate_moved_bytes", "bytes that roles slept or woke with", role, registry=registry)
+        self._server: WSGIServer
+        self._thread: threading.Thread
+        self._server, self._thread = start_http_server(port, address, registry)
+        self.port: int = self._server.server_port
+
+    def colocate_run_logged(self, record: colocate.LogRecord) -> None:
+        """Note what was logged."""
+        self._step.set(record.step)
+        for name, value in record.scalars.items():
+            self._logged.labels(name).set(value)
+        for phase, seconds in record.seconds.items():
+            self._phase.labels(phase).inc(seconds)
+
+    def colocate_call_finished(self, record: colocate.CallRecord) -> None:
+        """Count a call."""
+        method = (record.group, record.role, record.method)
+        self._calls.labels(*method, "well" if record.error is None else "failed").inc()
+        self._busy.labels(*method).inc(sum(end - start for _, start, end in record.spans))
+
+    def colocate_memory_moved(self, record: colocate.MoveRecord) -> None:
+        """Count what was moved."""
+        self._moved.labels(record.group, record.role, record.kind).inc(record.nbytes)
+
+    def colocate_run_finished(self, record: colocate.RunRecord, error: BaseException | None) -> None:
+        """Listen no longer."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+@colocate.hookimpl
+def colocate_observer() -> type[Prometheus]:
+    """See `ObserverHooks`."""
+    return Prometheus

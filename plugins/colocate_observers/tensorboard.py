@@ -1,0 +1,49 @@
+"""`observe: [tensorboard]`: what a run logs, as TensorBoard shows it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from torch.utils.tensorboard import SummaryWriter
+
+import colocate
+
+
+class TensorBoard:
+    """Writes scalars, seconds per phase, and the config, for `tensorboard --logdir runs`."""
+
+    def __init__(self, directory: str | None = None) -> None:
+        """Write.
+
+        Args:
+            directory: Where each run gets a folder of its name; by default it is `tensorboard` in the run's own.
+        """
+        self._directory = directory
+        self._writer: SummaryWriter | None = None
+
+    def colocate_run_started(self, run: colocate.RunInfo) -> None:
+        """Begin to write; what comes after the step that a run goes on from is hidden."""
+        directory = Path(self._directory) / run.name if self._directory else run.directory / "tensorboard"
+        purge = None if run.resumed is None else run.resumed + 1
+        self._writer = SummaryWriter(str(directory), purge_step=purge)
+        self._writer.add_text("config", f"```json\n{json.dumps(run.config, indent=1)}\n```")
+
+    def colocate_run_logged(self, record: colocate.LogRecord) -> None:
+        """Write what was logged."""
+        if self._writer is not None:
+            for name, value in record.scalars.items():
+                self._writer.add_scalar(name, value, record.step, record.time)
+            for phase, seconds in record.seconds.items():
+                self._writer.add_scalar(f"seconds/{phase}", seconds, record.step, record.time)
+
+    def colocate_run_finished(self, record: colocate.RunRecord, error: BaseException | None) -> None:
+        """All is written."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+@colocate.hookimpl
+def colocate_observer() -> type[TensorBoard]:
+    """See `ObserverHooks`."""
+    return TensorBoard

@@ -1,0 +1,56 @@
+"""`observe: [wandb]`: what a run logs, for Weights & Biases."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import wandb
+
+import colocate
+
+
+class WeightsAndBiases:
+    """Sends scalars, seconds per phase, the config and the report."""
+
+    def __init__(
+        self,
+        project: str = "colocate",
+        entity: str | None = None,
+        mode: Literal["online", "offline", "disabled"] | None = None,
+        tags: list[str] | None = None,
+    ) -> None:
+        """Send.
+
+        Args:
+            project: The project there.
+            entity: Whose it is; None for what the environment says (`WANDB_ENTITY`), or your own.
+            mode: Whether it is sent, only written, or neither; None for what the environment says (`WANDB_MODE`).
+            tags: Labels of the run.
+        """
+        self._options: dict[str, Any] = {"project": project, "entity": entity, "mode": mode, "tags": tags}
+        self._run: wandb.Run | None = None
+
+    def colocate_run_started(self, run: colocate.RunInfo) -> None:
+        """Begin a run there; its files are in the run's folder."""
+        options = {**self._options, "config": dict(run.config)}
+        self._run = wandb.init(name=run.name, dir=str(run.directory), reinit="create_new", **options)
+
+    def colocate_run_logged(self, record: colocate.LogRecord) -> None:
+        """Send what was logged."""
+        if self._run is not None:
+            seconds = {f"seconds/{phase}": spent for phase, spent in record.seconds.items()}
+            self._run.log({**record.scalars, **seconds, "step": record.step})
+
+    def colocate_run_finished(self, record: colocate.RunRecord, error: BaseException | None) -> None:
+        """Send the report, and whether it went well; waits until all is sent."""
+        if self._run is not None:
+            report = record.directory / "report.html"
+            if report.exists():
+                self._run.save(str(report), base_path=str(record.directory), policy="now")
+            self._run.finish(exit_code=0 if error is None else 1)
+
+
+@colocate.hookimpl
+def colocate_observer() -> type[WeightsAndBiases]:
+    """See `ObserverHooks`."""
+    return WeightsAndBiases

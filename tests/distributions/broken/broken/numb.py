@@ -1,0 +1,6 @@
+import colocate
+
+
+@colocate.hookimpl
+def colocate_observer() -> int:
+    return 7

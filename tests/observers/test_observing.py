@@ -1,0 +1,147 @@
+"""Observers of a run: what they are told and when, and that none of them can harm it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import colocate
+from colocate.testing.probes.faulty import Faulty
+from colocate.testing.probes.plain import Echo
+
+
+class Notes:
+    """Notes what it is told, and raises in one hook."""
+
+    def __init__(self, raises_in: str = "") -> None:
+        self.told: list[str] = []
+        self.raises_in = raises_in
+        self.run: colocate.RunInfo | None = None
+        self.ended: tuple[colocate.RunRecord, BaseException | None] | None = None
+
+    def _note(self, hook: str) -> None:
+        self.told.append(hook)
+        if hook == self.raises_in:
+            raise LookupError(f"in {hook}")
+
+    def colocate_run_started(self, run: colocate.RunInfo) -> None:
+        self.run = run
+        self._note("started")
+
+    def colocate_run_logged(self, record: colocate.LogRecord) -> None:
+        self._note(f"logged {record.step}")
+
+    def colocate_call_finished(self, record: colocate.CallRecord) -> None:
+        self._note(record.method)
+
+    def colocate_run_finished(self, record: colocate.RunRecord, error: BaseException | None) -> None:
+        self.ended = record, error
+        self._note("finished")
+
+
+def in_a_run(runtime: colocate.Runtime, folder: Path, *observe: object, fails: bool = False) -> colocate.Run:
+    group = runtime.reserve(1).spawn({"echo": colocate.role(Echo), "faulty": colocate.role(Faulty)})
+    with colocate.record(runtime, folder / "sums", observe=observe) as run:
+        group.role("echo", Echo).noop()
+        run.log(0, loss=1.0)
+        if fails:
+            group.role("faulty", Faulty).fail()
+        run.log(1, loss=0.5)
+    return run
+
+
+def test_what_they_are_told(tmp_path: Path) -> None:
+    """In the order in which it happens, from before the block to after the report."""
+    notes = Notes()
+    with colocate.connect("local") as runtime:
+        run = in_a_run(runtime, tmp_path, notes)
+        assert notes.told == ["started", "noop", "logged 0", "logged 1", "finished"]
+        runtime.groups[next(iter(runtime.groups))].role("echo", Echo).noop()
+        runtime.audit()
+    assert notes.told[-1] == "finished"  # it is told of nothing that comes after
+    assert notes.run is not None
+    assert (notes.run.name, notes.run.directory, notes.run.resumed) == ("sums", tmp_path / "sums", None)
+    assert notes.ended is not None
+    assert notes.ended == (run.record, None)
+
+
+def test_what_remains(tmp_path: Path) -> None:
+    """The same as of a job; a second one of that name has a folder of its own."""
+    with colocate.connect("local") as runtime:
+        first, second = in_a_run(runtime, tmp_path), in_a_run(runtime, tmp_path)
+    assert (first.directory.name, second.directory.name) == ("sums", "sums-2")
+    assert {path.name for path in first.directory.iterdir()} >= {"metrics.jsonl", "log.txt", "report.html"}
+    assert second.record is not None
+    assert [(each.method, each.calls) for each in second.record.totals] == [("noop", 1)]
+    assert "step 1" in (first.directory / "log.txt").read_text()
+
+
+def test_a_block_that_raises(tmp_path: Path) -> None:
+    """They are told of the error, and so is the report."""
+    notes = Notes()
+    with colocate.connect("local") as runtime, pytest.raises(colocate.RoleError) as caught:
+        in_a_run(runtime, tmp_path, notes, fails=True)
+    assert notes.told == ["started", "noop", "logged 0", "fail", "finished"]
+    assert notes.ended is not None
+    assert notes.ended[1] is caught.value
+    for name in ("error.txt", "report.html"):
+        assert "a plain one" in (tmp_path / "sums" / name).read_text()
+
+
+@pytest.mark.parametrize("hook", ["noop", "logged 0", "finished"])
+def test_one_that_raises(tmp_path: Path, hook: str) -> None:
+    """It is told nothing more, which the log says, with the traceback; the others are, and the run goes on."""
+    broken, notes = Notes(hook), Notes()
+    with colocate.connect("local") as runtime:
+        in_a_run(runtime, tmp_path, broken, notes)
+    assert broken.told[-1] == hook
+    assert notes.told == ["started", "noop", "logged 0", "logged 1", "finished"]
+    log = (tmp_path / "sums" / "log.txt").read_text()
+    assert log.count("the observer 'Notes' raised in colocate_") == 1
+    assert f"is told nothing more: LookupError: in {hook}" in log
+    assert "_note" in log
+
+
+def test_one_that_raises_at_the_start(tmp_path: Path) -> None:
+    """The run doesn't begin; those that have been told that it would are told that it doesn't."""
+    first, broken, last = Notes(), Notes("started"), Notes()
+    with (
+        colocate.connect("local") as runtime,
+        pytest.raises(colocate.PluginError, match=r"'Notes' raised when") as error,
+    ):
+        in_a_run(runtime, tmp_path, first, broken, last)
+    assert isinstance(error.value.__cause__, LookupError)
+    assert (first.told, broken.told, last.told) == (["started", "finished"], ["started"], [])
+    assert first.ended is not None
+    assert first.ended[1] is error.value
+
+
+def test_several_of_a_runtime_that_raise(capsys: pytest.CaptureFixture[str]) -> None:
+    """What one raises keeps nobody else from being told."""
+    all_of_them = [Notes("noop"), Notes("noop"), Notes()]
+    with colocate.connect("local") as runtime:
+        for each in all_of_them:
+            runtime.observe(each)
+        group = runtime.reserve(1).spawn({"echo": colocate.role(Echo)})
+        group.role("echo", Echo).noop()
+        group.close()
+    assert [each.told for each in all_of_them] == [["noop"]] * 3
+    assert "2 observers raised in colocate_call_finished" in capsys.readouterr().err
+
+
+def test_what_may_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also a module's class; but a config that may name plugins only can't, nor can it say where numbers are sent."""
+    config: dict[str, Any] = {"name": "demo", "pools": {"main": {"slots": 1}}}
+    module = {"use": f"{__name__}:Notes", "with": {"raises_in": "noop"}}
+    (found,) = colocate.load_config({**config, "observe": [module]}).observe
+    assert (found.use, found.with_) == (module["use"], module["with"])
+    sent = {"use": "prometheus", "with": {"address": "0.0.0.0"}}
+    for observer, words in ((module, "names a module"), (sent, "can't say where an observer sends")):
+        with pytest.raises(colocate.ConfigError, match=words):
+            colocate.load_config({**config, "observe": [observer]}, allow_import=False)
+    changed = colocate.load_config(
+        {**config, "observe": ["prometheus"]}, allow_import=False, set=["observe[0].with.port=0"]
+    )
+    assert changed.observe[0].with_ == {"port": 0}

@@ -1,0 +1,250 @@
+"""Each tracker, read back with its own means: what a run logged, its calls, and how it ended."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import struct
+import subprocess
+import sys
+import threading
+import urllib.request
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import colocate
+from colocate.testing.probes.faulty import Faulty
+from colocate.testing.probes.plain import Echo
+
+STEPS = 3
+
+
+@pytest.fixture(autouse=True)
+def _at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a tracker's library writes elsewhere, it writes here."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("NO_PROXY", "*")
+
+
+def run_some(folder: Path, *observe: object, fails: bool = False) -> Path:
+    """A run that logs three steps, in each of which a call goes well."""
+    with colocate.connect("local") as runtime:
+        group = runtime.reserve(2).spawn({"echo": colocate.role(Echo), "faulty": colocate.role(Faulty)}, "policy")
+        with colocate.record(runtime, folder / "runs" / "sums", observe=observe) as run:
+            for step in range(STEPS):
+                with run.timed("echo"):
+                    group.role("echo", Echo).noop()
+                run.log(step, loss=1.0 / (step + 1), accuracy=step)
+            if fails:
+                group.role("faulty", Faulty).fail()
+        return run.directory
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
+        EventAccumulator,
+    )
+
+    found = EventAccumulator(str(run_some(tmp_path, "tensorboard") / "tensorboard"))
+    found.Reload()
+    assert [(each.step, each.value) for each in found.Scalars("accuracy")] == [(0, 0.0), (1, 1.0), (2, 2.0)]
+    assert [each.value for each in found.Scalars("loss")] == pytest.approx([1, 1 / 2, 1 / 3])
+    assert len(found.Scalars("seconds/echo")) == STEPS
+
+
+def log_records(data: bytes, block: int = 1 << 15) -> Iterator[bytes]:
+    """The records of a log as LevelDB writes it, after a header of seven bytes."""
+    at, parts = 7, b""
+    while at < len(data):
+        if block - at % block < 7:  # no header fits there
+            at += block - at % block
+            continue
+        length, kind = struct.unpack_from("<HB", data, at + 4)
+        parts += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # a whole one, or the last part of one
+            yield parts
+            parts = b""
+
+
+def run_for_wandb(folder: Path) -> None:
+    """Do it, and print what is in the store that it leaves: rows, and how it ended."""
+    directory = run_some(folder, {"use": "wandb", "with": {"mode": "offline"}})
+    import wandb
+    from wandb.proto import wandb_internal_pb2
+
+    wandb.teardown()  # the library's process has written all of it
+    (file,) = (directory / "wandb").glob("offline-run-*/run-*.wandb")
+    rows: list[dict[str, str]] = []
+    exits: list[int] = []
+    for data in log_records(file.read_bytes()):
+        record = wandb_internal_pb2.Record()  # type: ignore[attr-defined]
+        record.ParseFromString(data)
+        if record.WhichOneof("record_type") == "history":
+            rows.append({"/".join(item.nested_key) or item.key: item.value_json for item in record.history.item})
+        elif record.WhichOneof("record_type") == "exit":
+            exits.append(record.exit.exit_code)
+    print(json.dumps([rows, exits]))
+
+
+def test_wandb(tmp_path: Path) -> None:
+    """In a process of its own: the library's threads and folders go with theirs, and no sooner."""
+    script = f"from pathlib import Path; from {__name__} import run_for_wandb; run_for_wandb(Path.cwd())"
+    here = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=here, check=True, stdout=subprocess.PIPE)
+    rows, exits = json.loads(done.stdout.splitlines()[-1])
+    assert [row["accuracy"] for row in rows] == ["0", "1", "2"]
+    assert all("seconds/echo" in row for row in rows)
+    assert exits == [0]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    from mlflow import MlflowClient
+
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # those in databases need more libraries
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the library's own
+        store = (tmp_path / "store").as_uri()
+        observe = {"use": "mlflow", "with": {"tracking_uri": store, "experiment": "sums"}}
+        if fails:
+            with pytest.raises(colocate.RoleError):
+                run_some(tmp_path, observe, fails=True)
+        else:
+            run_some(tmp_path, observe)
+        client = MlflowClient(store)
+        experiment = client.get_experiment_by_name("sums")
+        assert experiment is not None
+        (run,) = client.search_runs([experiment.experiment_id])
+        assert run.info.status == ("FAILED" if fails else "FINISHED")
+        history = client.get_metric_history(run.info.run_id, "accuracy")
+        assert sorted((each.step, each.value) for each in history) == [(0, 0.0), (1, 1.0), (2, 2.0)]
+        assert run.data.params["colocate"] == colocate.__version__
+        assert {each.path for each in client.list_artifacts(run.info.run_id)} == {"config.json", "report.html"}
+
+
+def test_prometheus(tmp_path: Path) -> None:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    from colocate_observers.prometheus import Prometheus
+
+    observer = Prometheus(port=0)
+    told: dict[tuple[str, frozenset[str]], float] = {}
+
+    class Look:
+        """Asks the endpoint while the run runs, once the other one has been told."""
+
+        def colocate_run_logged(self, record: colocate.LogRecord) -> None:
+            if record.step == STEPS - 1:
+                with urllib.request.urlopen(f"http://127.0.0.1:{observer.port}/metrics", timeout=60) as answer:
+                    text = answer.read().decode()
+                for family in text_string_to_metric_families(text):
+                    for sample in family.samples:
+                        told[sample.name, frozenset(sample.labels.values())] = sample.value
+
+    run_some(tmp_path, observer, Look())
+    assert told["colocate_step", frozenset()] == STEPS - 1
+    assert told["colocate_logged", frozenset({"accuracy"})] == 2.0
+    assert told["colocate_calls_total", frozenset({"policy", "echo", "noop", "well"})] == STEPS
+    assert told["colocate_phase_seconds_total", frozenset({"echo"})] > 0
+    with pytest.raises(OSError, match="refused"):
+        urllib.request.urlopen(f"http://127.0.0.1:{observer.port}/metrics", timeout=60)
+
+
+def test_a_port_that_is_taken(tmp_path: Path) -> None:
+    """The run doesn't begin, and the error says which observer it is about."""
+    taken = http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
+    with taken, pytest.raises(colocate.PluginError, match=r"observer 'prometheus'.* could not be made: .*in use"):
+        run_some(tmp_path, {"use": "prometheus", "with": {"port": taken.server_port}})
+
+
+class Collector(http.server.BaseHTTPRequestHandler):
+    """Takes what is sent by OTLP over HTTP."""
+
+    bodies: list[tuple[str, bytes]]
+
+    def do_POST(self) -> None:
+        self.bodies.append((self.path, self.rfile.read(int(self.headers["Content-Length"]))))
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing."""
+
+
+@pytest.fixture
+def collector() -> Iterator[tuple[str, list[tuple[str, bytes]]]]:
+    bodies: list[tuple[str, bytes]] = []
+    handler = type("Handler", (Collector,), {"bodies": bodies})
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}", bodies
+        server.shutdown()
+        thread.join()
+
+
+def test_opentelemetry(tmp_path: Path, collector: tuple[str, list[tuple[str, bytes]]]) -> None:
+    import gzip
+
+    from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+    endpoint, bodies = collector
+    with pytest.raises(colocate.RoleError):
+        run_some(tmp_path, {"use": "opentelemetry", "with": {"endpoint": endpoint}}, fails=True)
+    spans: list[Any] = []
+    gauges: dict[str, float] = {}
+    for path, body in bodies:
+        data = gzip.decompress(body) if body[:2] == b"\x1f\x8b" else body
+        if path == "/v1/traces":
+            request = ExportTraceServiceRequest.FromString(data)
+            spans += [span for each in request.resource_spans for scope in each.scope_spans for span in scope.spans]
+        else:
+            assert path == "/v1/metrics"
+            metrics = ExportMetricsServiceRequest.FromString(data)
+            for each in metrics.resource_metrics:
+                for scope in each.scope_metrics:
+                    gauges |= {metric.name: metric.gauge.data_points[0].as_double for metric in scope.metrics}
+    (whole,) = [span for span in spans if span.name == "sums"]
+    calls = [span for span in spans if span.name == "echo.noop"]
+    (failed,) = [span for span in spans if span.name == "faulty.fail"]
+    assert len(calls) == 2 * STEPS  # on two ranks
+    assert all(span.parent_span_id == whole.span_id for span in [*calls, failed])
+    assert "ValueError" in failed.status.message
+    assert whole.status.code == failed.status.code == 2  # an error, by OTLP
+    assert gauges["colocate.loss"] == pytest.approx(1 / 3)
+
+
+def test_a_config_names_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By their names and options; what can't be is known before anything starts."""
+    monkeypatch.chdir(tmp_path)
+    config: Mapping[str, Any] = {
+        "name": "demo",
+        "pools": {"main": {"slots": 1}},
+        "groups": {"policy": {"pool": "main", "roles": {"echo": "colocate.testing.probes.plain:Echo"}}},
+        "job": f"{__name__}:job",
+    }
+    observe = ["tensorboard", {"use": "prometheus", "with": {"port": 0}}]
+    with colocate.launch(colocate.load_config({**config, "observe": observe})) as launched:
+        record = launched.run(quiet=True)
+    assert list((record.directory / "tensorboard").iterdir())
+    for wrong, words in {
+        "tensorbord": "did you mean 'tensorboard'",
+        "tracker": "no observer is called 'tracker'",
+    }.items():
+        with pytest.raises(colocate.ConfigError, match=words):
+            colocate.load_config({**config, "observe": [wrong]})
+    with pytest.raises(colocate.ConfigError, match=r"observe\[0\].with.port: must be an integer"):
+        colocate.load_config({**config, "observe": [{"use": "prometheus", "with": {"port": "eighty"}}]})
+    with pytest.raises(colocate.ConfigError, match=r"observe: .*list"):
+        colocate.load_config({**config, "observe": 7})
+
+
+def job(run: colocate.Run) -> None:
+    run.log(0, loss=1.0)
