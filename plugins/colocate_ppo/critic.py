@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TypedDict
 
 import torch
@@ -11,7 +12,7 @@ from colocate import Concat, Reduce, Role, Scatter, method, needs
 from colocate_ppo import checkpoint, maths
 from colocate_ppo.forward import INFERENCE, response_values
 from colocate_ppo.learner import Learner
-from colocate_ppo.model import ValueModel, Weights, value_model_from
+from colocate_ppo.model import ValueModel, Weights, actors_weights, value_model_from
 from colocate_ppo.parallel import minibatches, per_rank, total
 from colocate_ppo.rollout import Rollout
 from colocate_ppo.spread import Dtype, Layout, Parallel, SpreadModel, loaded
@@ -63,6 +64,10 @@ class Critic(Role):
         """Go on after a failed call, with new process groups."""
         if self.loaded is not None:
             self.loaded.renew()
+
+    def plan(self, roles: Mapping[str, object]) -> None:
+        """Have what `ppo.train` gives it, where its memory is planned."""
+        self.load(actors_weights(roles))
 
     @method
     def load(self, weights: Weights) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import torch
 from torch import Tensor, nn
 
+from colocate import ConfigError
 from colocate_ppo.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def scratch_model(config: PreTrainedConfig, generator: torch.Generator, device: 
 
     model = _empty(AutoModelForCausalLM, config)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in () if device.type == "meta" else model.parameters():
             if parameter.ndim > 1:  # the others are norms and biases, which start at one and zero
                 parameter.copy_(torch.randn(parameter.shape, generator=generator, device=generator.device))
                 parameter.mul_(getattr(config, "initializer_range", 0.02))
@@ -57,8 +58,10 @@ def scratch_model(config: PreTrainedConfig, generator: torch.Generator, device: 
 
 def pretrained_model(name: str, device: torch.device) -> PreTrainedModel:
     """The causal language model of a hub id or a local folder, in float32."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
+    if device.type == "meta":  # where only its memory is planned: without its weights
+        return _ready(_empty(AutoModelForCausalLM, AutoConfig.from_pretrained(name, dtype=torch.float32)), device)
     return _ready(AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32), device)
 
 
@@ -95,6 +98,20 @@ def value_model_from(weights: Weights) -> ValueModel:
     backbone = {name.removeprefix(prefix): t for name, t in weights["state"].items() if name.startswith(prefix)}
     model.backbone.load_state_dict(backbone)
     return model
+
+
+def actors_weights(roles: Mapping[str, object]) -> Weights:
+    """Those of the actor among roles.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    from colocate_ppo.actor import Actor  # which imports this
+
+    for role in roles.values():
+        if isinstance(role, Actor):
+            return role.weights()
+    raise ConfigError("it gets its model from an actor, and there is none")
 
 
 def config_from(fields: Mapping[str, Any]) -> PreTrainedConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from colocate import Concat, Reduce, Role, Scatter, method, needs
 from colocate_ppo import checkpoint, maths, parallel
 from colocate_ppo.forward import response_log_probs
-from colocate_ppo.model import Weights, config_from, empty_model
+from colocate_ppo.model import Weights, actors_weights, config_from, empty_model
 from colocate_ppo.rollout import Rollout
 from colocate_ppo.spread import Dtype, Layout, SpreadModel, loaded
 
@@ -42,6 +43,10 @@ class Reference(Role):
 
         if self.loaded is not None:
             renew(self.loaded.wrapped, None, self.ctx)
+
+    def plan(self, roles: Mapping[str, object]) -> None:
+        """Have what `ppo.train` gives it, where its memory is planned."""
+        self.load(actors_weights(roles))
 
     @method
     def load(self, weights: Weights) -> None:

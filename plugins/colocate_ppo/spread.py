@@ -74,7 +74,7 @@ class SpreadModel:
         if layout.parallel == "fsdp2":
             _copy_from_first(ctx, module)
             self._shard(ctx, layers)
-        elif layout.parallel == "ddp" and any(p.requires_grad for p in module.parameters()):
+        elif layout.parallel == "ddp" and any(p.requires_grad and not p.is_meta for p in module.parameters()):
             from torch.nn.parallel import DistributedDataParallel
 
             self.wrapped = DistributedDataParallel(module, process_group=ctx.process_group())

@@ -61,8 +61,8 @@ def _is_number(value: Any) -> bool:
 
 
 def plural(count: int, noun: str) -> str:
-    """`3 slots`, `1 slot`."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+    """`3 slots`, `1 slot`, `2 processes`."""
+    return f"{count:,} {noun}{'' if count == 1 else 'es' if noun.endswith('s') else 's'}"
 
 
 def shown(value: Any) -> str:

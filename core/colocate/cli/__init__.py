@@ -1,4 +1,4 @@
-"""The command line: `colocate run / check / top / plugins / doctor / audit / groups / close`.
+"""The command line: `colocate run / check / plan / top / plugins / doctor / audit / groups / close`.
 
 Commands are imported when they are run, and what completes them when a shell asks.
 """
@@ -112,6 +112,20 @@ def check(
     from colocate.cli.check import show_plan
 
     raise typer.Exit(show_plan(file, executor, changes or [], json=json, allow_import=not no_import))
+
+
+@app.command()
+def plan(
+    file: File,
+    executor: Executor = None,
+    changes: Changes = None,
+    no_import: NoImport = False,
+    json: Json = False,
+) -> None:
+    """Show what memory the roles of a config will hold, and who must take turns; builds and starts nothing."""
+    from colocate.cli.plan import show_memory
+
+    raise typer.Exit(show_memory(file, executor, changes or [], json=json, allow_import=not no_import))
 
 
 @app.command()

@@ -10,7 +10,7 @@ import attrs
 
 from colocate._plugins.needs import lacks_processes
 from colocate._plugins.plugins import find_executor, find_job, find_observer, find_role
-from colocate._role.budget import NO_BUDGET, Budget, budgets
+from colocate._role.budget import NO_BUDGET, Budget, Budgets, budgets
 from colocate._role.role import RoleSpec, torchrun_problem
 from colocate._signatures.annotations import Place, path_text
 from colocate._signatures.arguments import Arguments, arguments_of, options_of
@@ -166,6 +166,18 @@ def _budgets(group: GroupConfig, pool: PoolConfig | None, place: Place, document
         fine.append(_sizes(role, (*memory, "reserve_activations"), (*place, "roles", name), document))
     if not all(fine) or (pool is not None and _size_problems(pool, memory)):
         return
+    try:
+        budgets_of(group, pool)
+    except ConfigError as error:
+        document.wrong(place, error.message)
+
+
+def budgets_of(group: GroupConfig, pool: PoolConfig | None) -> Budgets:
+    """The budgets of a group.
+
+    Raises:
+        ConfigError: They contradict each other.
+    """
     roles: dict[str, RoleSpec[Any]] = {
         name: RoleSpec(role.use).on(
             device_memory=role.device_memory,
@@ -175,10 +187,7 @@ def _budgets(group: GroupConfig, pool: PoolConfig | None, place: Place, document
         for name, role in group.roles.items()
     }
     slot = NO_BUDGET if pool is None else Budget.of(pool.device_memory, pool.host_memory)
-    try:
-        budgets(slot, Budget.of(group.device_memory, group.host_memory), roles, group.residency, group.step)
-    except ConfigError as error:
-        document.wrong(place, error.message)
+    return budgets(slot, Budget.of(group.device_memory, group.host_memory), roles, group.residency, group.step)
 
 
 def _groups(config: Config, executor: type[Executor] | None, trust: Trust, document: Document) -> None:

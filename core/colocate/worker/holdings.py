@@ -152,6 +152,13 @@ def held_by(
     return search.found, complete
 
 
+def optimizers_of(instance: object, apart: Iterable[object] = ()) -> list[Any]:
+    """Torch's optimizers that an object holds; see `held_by`."""
+    search = _Search(apart, Storages)
+    search.through(instance)
+    return search.optimizers
+
+
 class _Search:
     """Breadth first, so that what is nearest is found when there is too much."""
 
@@ -160,6 +167,7 @@ class _Search:
         self._apart = list(apart)
         self._seen = {id(each) for each in self._apart}
         self._todo: deque[Any] = deque()
+        self.optimizers: list[Any] = []
         self._torch: Any = imported("torch")
         # What every module has: its parameters, hooks and the like.
         self._plain = () if self._torch is None else (self._torch.nn.Parameter, self._torch.Tensor)
@@ -231,6 +239,7 @@ class _Search:
             self.add(Purpose.GRADIENTS, parameter.grad)
 
     def _optimizer(self, optimizer: Any) -> None:
+        self.optimizers.append(optimizer)
         for group in list(optimizer.param_groups):
             for parameter in list(group["params"]):
                 self._parameter(parameter)

@@ -1,0 +1,304 @@
+"""What the roles of a config will hold, without building them.
+
+Each role is constructed on torch's meta device, which has shapes and no memory, as the first of its ranks; then every
+optimizer makes a step there, so that gradients and its state are known from what it really makes. What is computed with
+in between isn't known.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import attrs
+
+from colocate._plugins.plugins import find_role
+from colocate._protocol.ledger import Purpose
+from colocate._role.budget import Budgets, Limit
+from colocate._role.context import Context, MeshPlace, attach, derive_seed, need_torch, reset_current, set_current
+from colocate._role.planned_groups import PlannedGroups, planned_world
+from colocate._system.jobs import error_text
+from colocate._values.mesh import parse_meshes
+from colocate.config.check import budgets_of
+from colocate.config.schema import Config, GroupConfig
+from colocate.errors import ConfigError
+from colocate.worker.holdings import Holdings, Storages, held_by, optimizers_of
+from colocate.worker.swapping import Room, State, Use, cost
+
+KINDS = tuple(purpose.word for purpose in Purpose if purpose is not Purpose.RESIDENTS)
+
+
+@attrs.frozen
+class RolePlan:
+    """What one rank of a role will hold, in bytes.
+
+    Attributes:
+        role: Its name.
+        slots: Where it lives.
+        kinds: Bytes by kind, see `RoleMemory.device`.
+        unknown: Why that, or a part of it, isn't known; None when it is.
+    """
+
+    role: str
+    slots: tuple[int, ...]
+    kinds: Mapping[str, int]
+    unknown: str | None
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(self.kinds.values())
+
+
+@attrs.frozen
+class Turns:
+    """What a budget of all roles of a slot means.
+
+    Attributes:
+        limit: The budget.
+        slot: The slot.
+        needs: Bytes that they need together, with what is to stay free for what one of them computes with.
+        takers: Roles that can't be awake all the time; none where all fit.
+        misfits: Those of them that don't fit alone.
+        copies: Bytes that a step copies at most, once they take turns; None where no step was declared.
+    """
+
+    limit: Limit
+    slot: int
+    needs: int
+    takers: tuple[str, ...]
+    misfits: tuple[str, ...]
+    copies: int | None
+
+
+@attrs.frozen
+class GroupPlan:
+    """What the roles of a group will hold.
+
+    Attributes:
+        group: Its name.
+        slots: How many slots its pool has.
+        roles: Its roles.
+        budgets: What they may hold.
+    """
+
+    group: str
+    slots: int
+    roles: tuple[RolePlan, ...]
+    budgets: Budgets
+
+    def on(self, slot: int) -> tuple[RolePlan, ...]:
+        """The roles of a slot."""
+        return tuple(role for role in self.roles if slot in role.slots)
+
+    @property
+    def fullest(self) -> int:
+        """The slot whose roles hold most."""
+        return max(range(self.slots), key=lambda slot: sum(role.total for role in self.on(slot)))
+
+    @property
+    def fused(self) -> int:
+        """Bytes there."""
+        return sum(role.total for role in self.on(self.fullest))
+
+    @property
+    def processes(self) -> int:
+        """How many there would be if each rank of each role had one."""
+        return sum(len(role.slots) for role in self.roles)
+
+    @property
+    def all(self) -> int:
+        """Bytes of all ranks together."""
+        return sum(role.total * len(role.slots) for role in self.roles)
+
+    def turns(self) -> Iterator[Turns]:
+        """What each budget of all roles together means on the fullest slot."""
+        sizes = {role.role: role.total for role in self.on(self.fullest)}
+        free = {role: self.budgets.activations.get(role, 0) for role in sizes}
+        for limit in self.budgets.limits:
+            if limit.role is not None:
+                continue
+            room = Room(limit.nbytes, sizes, free if limit.device else {})
+            takers = tuple(_takers(room))
+            misfits = tuple(role for role in takers if room.over({role}, role) > 0)
+            copies = None if misfits else self._copies(room)
+            needs = sum(sizes.values()) + max(room.needs.values(), default=0)
+            yield Turns(limit, self.fullest, needs, takers, misfits, copies)
+
+    def misfits(self) -> Iterator[tuple[RolePlan, Limit]]:
+        """Roles that hold more than they may themselves."""
+        for role in self.roles:
+            for limit in self.budgets.limits:
+                free = self.budgets.activations.get(role.role, 0) if limit.device else 0
+                if limit.role == role.role and role.total + free > limit.nbytes:
+                    yield role, limit
+
+    def _copies(self, room: Room) -> int | None:
+        """What a step copies when it is one of many: what the third adds to two."""
+        written = {role.role for role in self.roles if role.kinds.get(Purpose.OPTIMIZER.word)}
+        step = [Use(role, role in written) for role in self.budgets.step if role in room.sizes]
+        nobody = State(frozenset(), frozenset())
+        two, three = cost(step * 2, room, nobody), cost(step * 3, room, nobody)
+        return None if not step or two is None or three is None else three - two
+
+
+def _takers(room: Room) -> Iterator[str]:
+    """Who can't be awake all the time: the smallest are, as long as there is room for the others one by one."""
+    rest = sorted(room.sizes, key=lambda role: room.sizes[role])
+    if all(room.over(rest, role) <= 0 for role in rest):
+        return
+    awake: list[str] = []
+    while rest and all(room.over({*awake, rest[0], other}, other) <= 0 for other in rest):
+        awake.append(rest.pop(0))
+    yield from (role for role in room.sizes if role in rest)
+
+
+def plan(config: Config) -> list[GroupPlan]:
+    """What the roles of a config's groups will hold.
+
+    Raises:
+        ConfigError: torch isn't installed.
+    """
+    try:
+        torch = need_torch("colocate plan")
+    except ImportError as error:
+        raise ConfigError(str(error)) from error
+    slots = {name: config.pools[group.pool].slots for name, group in config.groups.items()}
+    with planned_world(max(slots.values(), default=1)), torch.device("meta"):
+        made = {name: _construct(name, group, slots[name], config) for name, group in config.groups.items()}
+        roles = {name: each.instance for group in made.values() for name, each in group.items() if each.instance}
+        found = []
+        for name, group in config.groups.items():
+            for each in made[name].values():
+                each.go_on(roles)
+            plans = tuple(_read(made[name], group, slots[name]))
+            found.append(GroupPlan(name, slots[name], plans, budgets_of(group, config.pools[group.pool])))
+    return found
+
+
+@attrs.define(eq=False)
+class _Made:
+    """A role on the meta device.
+
+    Attributes:
+        role: Its name.
+        ctx: Its context.
+        instance: It itself; None where its constructor raised.
+        unknown: What went wrong.
+    """
+
+    role: str
+    ctx: Context
+    instance: Any = None
+    unknown: str | None = None
+
+    @contextlib.contextmanager
+    def _running(self, what: str) -> Iterator[None]:
+        token = set_current(self.ctx)
+        try:
+            yield
+        except Exception as error:
+            self.unknown = f"{what}: {error_text(error)}"
+        finally:
+            reset_current(token)
+
+    def construct(self, cls: type, options: Mapping[str, Any]) -> None:
+        """Have its constructor run."""
+        with self._running("its constructor raised on the meta device"):
+            self.instance = cls(**options)
+            attach(self.instance, self.ctx)
+
+    def go_on(self, roles: Mapping[str, Any]) -> None:
+        """Have it get what calls will give to it, and make a step of each of its optimizers."""
+        planned = getattr(self.instance, "plan", None)
+        if planned is not None:
+            with self._running("its plan() raised"):
+                planned(roles)
+        if self.instance is not None:
+            with self._running("a step of its optimizer raised on the meta device"):
+                for optimizer in optimizers_of(
+                    self.instance, [each for each in roles.values() if each is not self.instance]
+                ):
+                    _step(optimizer)
+
+
+def _construct(name: str, group: GroupConfig, slots: int, config: Config) -> dict[str, _Made]:
+    import torch
+
+    made: dict[str, _Made] = {}
+    siblings: dict[str, object] = {}
+    for role, entry in group.roles.items():
+        ranks = range(slots if entry.slots is None else len(entry.slots))
+        meshes = parse_meshes(entry.mesh or (group.mesh if entry.slots is None else None), len(ranks))
+        ctx = Context(
+            rank=0,
+            world_size=len(ranks),
+            slot=0,
+            node="localhost",
+            role=role,
+            group=name,
+            generation=0,
+            seed=derive_seed(config.seed, name, role, 0),
+            meshes={key: MeshPlace(mesh, 0) for key, mesh in meshes.items()},
+            device="meta",
+            siblings=siblings,
+            slots=ranks,
+            groups=PlannedGroups(),
+        )
+        ctx._generator = torch.Generator("cpu").manual_seed(ctx.seed)  # there is none for the meta device
+        made[role] = _Made(role, ctx)
+        made[role].construct(find_role(entry.use).load(), entry.with_)
+        if made[role].instance is not None:
+            siblings[role] = made[role].instance
+    return made
+
+
+def _read(made: Mapping[str, _Made], group: GroupConfig, slots: int) -> Iterator[RolePlan]:
+    counted: set[tuple[str, int]] = set()
+    for role, each in made.items():
+        kinds: dict[str, int] = {}
+        where = group.roles[role].slots
+        if each.instance is not None:
+            others = [other.instance for other in made.values() if other is not each and other.instance is not None]
+            held, _ = held_by(each.instance, _declared(each), others, _Planned)
+            kinds = {word: nbytes for word, nbytes in _sizes(held, counted) if nbytes}
+        yield RolePlan(role, tuple(range(slots)) if where is None else tuple(where), kinds, each.unknown)
+
+
+def _declared(made: _Made) -> list[Any]:
+    declared = getattr(made.instance, "device_state", None)
+    return [] if declared is None else list(declared().values())
+
+
+def _sizes(held: Holdings, counted: set[tuple[str, int]]) -> Iterator[tuple[str, int]]:
+    """The bytes of each kind that haven't been counted yet."""
+    for purpose in Purpose:
+        total = 0
+        for device, pieces in held.get(purpose, {}).items():
+            total += sum(nbytes for address, nbytes in pieces.items() if (device, address) not in counted)
+            counted |= {(device, address) for address in pieces}
+        yield purpose.word, total
+
+
+class _Planned(Storages):
+    """Also storages of the meta device, which have no address."""
+
+    def add_tensor(self, item: Any, torch: Any) -> None:
+        """Note that of a tensor."""
+        if item.is_meta and item.layout is torch.strided and not hasattr(item, "__tensor_flatten__"):
+            storage = item.untyped_storage()
+            self.setdefault("meta", {})[storage._cdata] = storage.nbytes()
+        else:
+            super().add_tensor(item, torch)
+
+
+def _step(optimizer: Any) -> None:
+    """Make a step without gradients worth having."""
+    import torch
+
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()

@@ -1,0 +1,96 @@
+"""`colocate plan`: what the roles of a config will hold, before anything of it is built."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+from rich.text import Text
+
+from colocate._job.planning import KINDS, GroupPlan, RolePlan, Turns, plan
+from colocate._job.screen import console, show_table
+from colocate._plugins.entry_points import listed
+from colocate._system.numbers import plural
+from colocate._system.sizes import size_text
+from colocate.cli.output import guarded, load, print_json
+
+
+def show_memory(
+    file: Path, executor: str | None, changes: Iterable[str], *, json: bool, allow_import: bool = True
+) -> int:
+    """Show what roles will hold; exit status 1 when one can't fit into what it may have, or isn't known."""
+
+    def command() -> int:
+        # Before torch is imported: of groups whose ranks aren't there it has warnings.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        config = load(file, executor, changes, allow_import=allow_import)
+        groups = plan(config)
+        if json:
+            print_json([_plain(group) for group in groups])
+        else:
+            _say(f"{config.name}: what roles will hold (nothing was built)")
+            for group in groups:
+                _show(group)
+        return 1 if any(any(_unfit(group)) for group in groups) else 0
+
+    return guarded(command, as_json=json)
+
+
+def _unfit(group: GroupPlan) -> Iterator[bool]:
+    yield any(role.unknown is not None for role in group.roles)
+    yield any(turns.misfits for turns in group.turns())
+    yield any(True for _ in group.misfits())
+
+
+def _plain(group: GroupPlan) -> dict[str, Any]:
+    return {
+        "group": group.group,
+        "roles": [{**attrs.asdict(role), "total": role.total} for role in group.roles],
+        "fused": {"processes": group.slots, "fullest": group.fused},
+        "separate": {"processes": group.processes, "all": group.all},
+        "budgets": [attrs.asdict(turns) for turns in group.turns()],
+        "misfits": [{"role": role.role, **attrs.asdict(limit)} for role, limit in group.misfits()],
+    }
+
+
+def _show(group: GroupPlan) -> None:
+    kinds = [kind for kind in KINDS if any(kind in role.kinds for role in group.roles)]
+    rows = [_row(role, group, kinds) for role in group.roles]
+    show_table(f"group {group.group}: each rank of a role", rows, console())
+    for role in group.roles:
+        if role.unknown is not None:
+            _say(f"{role.role} isn't known: {role.unknown}")
+    fused, separate = plural(group.slots, "worker"), plural(group.processes, "process")
+    _say(f"\nfused: {fused}, and the fullest holds {size_text(group.fused)}")
+    _say(f"separate: {separate}, which hold as much, each with its own Python, torch and, on a GPU, context")
+    for turns in group.turns():
+        _say(_of(turns, group))
+    for role, limit in group.misfits():
+        _say(f"{role.role} can't fit: it has {size_text(role.total)}, and may have {size_text(limit.nbytes)}")
+
+
+def _row(role: RolePlan, group: GroupPlan, kinds: Iterable[str]) -> dict[str, str]:
+    where = "all" if len(role.slots) == group.slots else ", ".join(map(str, role.slots))
+    sizes = {kind: size_text(role.kinds[kind]) if kind in role.kinds else "" for kind in kinds}
+    return {"role": role.role, "slots": where, **sizes, "total": size_text(role.total)}
+
+
+def _of(turns: Turns, group: GroupPlan) -> str:
+    """What a budget means, in a line."""
+    limit = turns.limit
+    begin = f"{limit.owner} may have {size_text(limit.nbytes)} of {limit.word}"
+    if turns.misfits:
+        return f"{begin}: {listed(turns.misfits)} can't fit alone"
+    if not turns.takers:
+        return f"{begin}: all roles fit together ({size_text(turns.needs)})"
+    text = f"{begin}, and they need {size_text(turns.needs)}: {listed(turns.takers)} must take turns"
+    if not group.budgets.swap:
+        return f"{text}; say residency: swap"
+    return text if turns.copies is None else f"{text}, and a step copies at most {size_text(turns.copies)}"
+
+
+def _say(text: str) -> None:
+    console().print(Text(text), soft_wrap=True)

@@ -1,0 +1,151 @@
+"""`colocate plan`: what roles will hold, who must take turns, and what isn't known."""
+
+import json
+from typing import Any
+
+from tests.cli.conftest import CommandLine
+
+ROLES = """
+    import torch
+    from torch import nn
+
+    from colocate import Role, method
+
+
+    class Net(Role):
+        def __init__(self, mib: int, trains: bool = True, grid: bool = False) -> None:
+            self.net = nn.Linear(1 << 18, mib, bias=False, device=self.ctx.device)
+            assert self.ctx.generator.device.type == "cpu"
+            if grid:
+                from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
+
+                mesh = self.ctx.device_mesh()["tp"]
+                self.net.weight = nn.Parameter(distribute_tensor(self.net.weight, mesh, [Shard(0)]))
+                torch.distributed.all_reduce(torch.ones(1), group=self.ctx.process_group("dp"))
+            self.optimizer = torch.optim.Adam(self.net.parameters()) if trains else None
+
+        @method
+        def use(self) -> None: ...
+
+
+    class Tied(Role):
+        def __init__(self) -> None:
+            self.net = self.ctx.sibling("first", Net).net
+
+        @method
+        def use(self) -> None: ...
+
+
+    class Later(Role):
+        def plan(self, roles: dict[str, object]) -> None:
+            self.copy = torch.empty_like(roles["first"].net.weight)
+
+        @method
+        def use(self) -> None: ...
+
+
+    class Looks(Role):
+        def __init__(self) -> None:
+            self.total = float(torch.ones(3).sum())
+
+        @method
+        def use(self) -> None: ...
+"""
+CONFIG = """
+    executor: {use: local, with: {processes: true}}
+    pools: {main: {slots: 4}}
+    groups:
+      all:
+        pool: main
+        roles:
+          first: {use: beside:Net, with: {mib: 8}}
+          second: {use: beside:Net, with: {mib: 4, trains: false}, slots: [1, 3]}
+"""
+MIB = 1 << 20
+
+
+def write(colocate: CommandLine, config: str = CONFIG) -> None:
+    colocate.write("beside.py", ROLES)
+    colocate.write("demo.yaml", config)
+
+
+def planned(colocate: CommandLine, config: str = CONFIG, *changes: str, status: int = 0) -> dict[str, Any]:
+    write(colocate, config)
+    done = colocate("plan", "demo.yaml", "--json", *(part for each in changes for part in ("--set", each)))
+    assert (done.returncode, done.stderr) == (status, "")
+    (group,) = json.loads(done.stdout)
+    return dict(group)
+
+
+def kinds(group: dict[str, Any], role: str) -> dict[str, int]:
+    (found,) = [each for each in group["roles"] if each["role"] == role]
+    return {kind: round(size / MIB) for kind, size in found["kinds"].items()}
+
+
+def test_what_they_hold(colocate: CommandLine) -> None:
+    """Adam has two moments, and what isn't trained has neither gradients nor any."""
+    group = planned(colocate)
+    assert kinds(group, "first") == {"parameters": 8, "gradients": 8, "optimizer": 16}
+    assert kinds(group, "second") == {"parameters": 4}
+    assert round(group["fused"]["fullest"] / MIB) == 36  # slot 1
+    assert group["fused"]["processes"] == 4
+    assert group["separate"]["processes"] == 6
+    assert round(group["separate"]["all"] / MIB) == 4 * 32 + 2 * 4
+
+
+def test_shards_of_a_mesh(colocate: CommandLine) -> None:
+    """A role on a mesh of two axes holds its part; collectives meet nobody."""
+    mesh = ("groups.all.roles.first.with.grid=true", "groups.all.roles.first.mesh={dp: 2, tp: 2}")
+    assert kinds(planned(colocate, CONFIG, *mesh), "first") == {"parameters": 4, "gradients": 4, "optimizer": 8}
+
+
+def test_what_two_roles_share_counts_once(colocate: CommandLine) -> None:
+    group = planned(
+        colocate, CONFIG.replace("use: beside:Net, with: {mib: 4, trains: false}, slots", "use: beside:Tied, slots")
+    )
+    assert kinds(group, "second") == {}
+
+
+def test_what_a_role_gets_later(colocate: CommandLine) -> None:
+    """By its `plan`, which is given the other roles."""
+    group = planned(
+        colocate, CONFIG.replace("use: beside:Net, with: {mib: 4, trains: false}, slots", "use: beside:Later, slots")
+    )
+    assert kinds(group, "second") == {"tensors": 8}
+
+
+def test_what_is_not_known(colocate: CommandLine) -> None:
+    """A constructor that wants to know numbers: the rest is told, and why it isn't."""
+    config = CONFIG.replace("use: beside:Net, with: {mib: 4, trains: false}, slots", "use: beside:Looks, slots")
+    group = planned(colocate, config, status=1)
+    assert kinds(group, "first")["parameters"] == 8
+    (second,) = [each for each in group["roles"] if each["role"] == "second"]
+    assert second["unknown"].startswith("its constructor raised on the meta device: ")
+    done = colocate("plan", "demo.yaml")
+    assert done.returncode == 1
+    assert "second isn't known: its constructor raised on the meta device: " in done.stdout
+    assert "rank0" not in done.stderr
+
+
+def test_budgets(colocate: CommandLine) -> None:
+    """Whether all fit, who must take turns, what a step copies, and who doesn't fit alone."""
+    write(colocate)
+
+    def said(*changes: str, status: int = 0) -> str:
+        done = colocate("plan", "demo.yaml", *(part for each in changes for part in ("--set", each)))
+        assert (done.returncode, done.stderr) == (status, "")
+        return str(done.stdout)
+
+    assert "device_memory: all roles fit together (36 MiB)" in said("groups.all.device_memory=37MiB")
+    few = "groups.all.device_memory=33MiB"
+    text = "33 MiB of device_memory, and they need 36 MiB: first and second must take turns"
+    assert f"{text}; say residency: swap" in said(few)
+    swap = "groups.all.residency=swap"
+    assert f"{text}\n" in said(few, swap)
+    # Into the room of one comes the other: 4 MiB that are clean, and 32 that are written, there and back.
+    assert f"{text}, and a step copies at most 68 MiB" in said(few, swap, "groups.all.step=[first, second]")
+    assert "30 MiB of device_memory: first can't fit alone" in said("groups.all.device_memory=30MiB", status=1)
+    own = "groups.all.roles.first.device_memory=20MiB"
+    assert "first can't fit: it has 32 MiB, and may have 20 MiB" in said(own, status=1)
+    free = ("groups.all.device_memory=40MiB", "groups.all.roles.first.reserve_activations=6MiB")
+    assert "they need 42 MiB: first and second must take turns" in said(*free)
