@@ -242,7 +242,7 @@ def __getattr__(name: str) -> Any:
     home = _HOME_OF.get(name)
     if home is not None:
         value = getattr(import_module(f"colocate.{home}"), name)
-    elif name in ("config", "errors", "executor"):
+    elif name in ("config", "errors", "executor", "torch"):
         value = import_module(f"colocate.{name}")
     else:
         raise AttributeError(f"module 'colocate' has no attribute {name!r}")

@@ -28,6 +28,12 @@ def test_import_loads_nothing_heavy() -> None:
     assert run(sys.executable, code).strip() == "[]"
 
 
+@pytest.mark.parametrize("name", ["config.load_config", "errors.RoleError", "executor.Executor", "torch.renew"])
+def test_modules_that_messages_name(name: str) -> None:
+    """They are there after `import colocate`."""
+    assert run(sys.executable, f"import colocate; print(colocate.{name}.__name__)").strip() == name.partition(".")[2]
+
+
 def test_threads_load_only_what_is_needed() -> None:
     """torch comes in when a tensor or a role needs it, a loop when there is something to await."""
     code = """
