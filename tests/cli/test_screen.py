@@ -185,7 +185,7 @@ def test_long_cells_are_shown_whole(make: object) -> None:
 
 def call(role: str, method: str, spans: Sequence[tuple[int, float, float]], group: str = "policy") -> CallRecord:
     ranks = tuple(rank for rank, _, _ in spans)
-    return CallRecord(group, role, method, ranks, 0.0, 9.0, tuple(spans), False, None)
+    return CallRecord(group, role, method, ranks, 0.0, 9.0, tuple(spans), False, None, 0.0)
 
 
 def test_calls_are_counted_by_method_and_kept_by_slot() -> None:

@@ -29,6 +29,8 @@ NOT_RUN: dict[tuple[str, str], int] = {
     ("detached-pools.md", "needs a cluster"): 1,
     ("cli.md", "needs a job that runs; tests/cli/test_top.py has one"): 1,
     ("memory.md", "trains for about a minute; the test test_with_a_budget does it with few steps"): 1,
+    ("memory.md", "numbers of a run of a minute"): 1,
+    ("observers.md", "a module of a distribution's"): 1,
     ("gpu.md", "needs minutes"): 1,
     ("gpu.md", "needs a GPU"): 1,
 }

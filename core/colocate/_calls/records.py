@@ -25,6 +25,8 @@ class CallRecord:
         spans: For each rank on which it went well: rank, start and end in the worker.
         kept: Whether the result stayed in the workers.
         error: The error's first line; None when it went well.
+        ready: When it could have run, if its slots had been its own: it was submitted, and all kept results that it
+            uses were there.
     """
 
     group: str
@@ -36,6 +38,7 @@ class CallRecord:
     spans: tuple[tuple[int, float, float], ...]
     kept: bool
     error: str | None
+    ready: float
 
 
 @attrs.frozen
@@ -64,7 +67,10 @@ class MoveRecord:
 def ended(group: str, call: PendingCall, error: BaseException | None) -> tuple[Any, ...]:
     """What is to be told of a call that has ended. It holds nothing that hangs on the call, such as its result."""
     words = None if error is None else str(error).partition("\n")[0]
-    return group, call.role, call.method, call.ranks, call.spans, call.submitted, call.keep is not None, words
+    used = [end for use in call.uses for _, _, end in use._kept.call.spans]
+    ready = max(call.submitted, *used) if used else call.submitted
+    kept = call.keep is not None
+    return group, call.role, call.method, call.ranks, call.spans, call.submitted, kept, words, ready
 
 
 class Observers:
@@ -94,6 +100,7 @@ class Observers:
         submitted: float,
         kept: bool,
         error: str | None,
+        ready: float,
     ) -> None:
         """Tell of a finished call, see `ended`."""
         # A rank on which it failed has answered, and nobody knows how long it took.
@@ -102,7 +109,7 @@ class Observers:
         ran_on = tuple(sorted([ranks[index] for index, _, _ in answers]))
         self.tell(
             "colocate_call_finished",
-            CallRecord(group, role, method, ran_on, submitted, finished, spans, kept, error),
+            CallRecord(group, role, method, ran_on, submitted, finished, spans, kept, error, ready),
         )
 
     def tell(self, hook: str, *args: Any) -> None:

@@ -244,6 +244,7 @@ def _record(run: Run, calls: CallLog, started: float, start_up: float) -> RunRec
         stopped=run._signals.received,
         start_up=start_up,
         memory=_memory(run),
+        contention=calls.contention(),
         log=tail_of(run.directory / "log.txt"),
     )
 

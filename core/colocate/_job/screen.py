@@ -19,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from colocate._runs.contention import waits
 from colocate._runs.record import RunRecord, timed_phases
 from colocate._system.columns import columns
 from colocate._system.pip import pip_line
@@ -201,6 +202,7 @@ class Screen:
             for each in record.totals
         ]
         self._show("time per role", calls)
+        self._show("who waited for whom", waits(record.contention))
         for memory in record.memory:
             self.say(f"\n{memory}")
         self.say("\n" + record.tree.rstrip())

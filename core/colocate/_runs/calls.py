@@ -10,6 +10,7 @@ import attrs
 
 from colocate._calls.records import CallRecord, MoveRecord
 from colocate._plugins.plugins import hookimpl
+from colocate._runs.contention import Busy, RoleUse, contention
 
 KEPT_SPANS = 100_000  # a long run keeps its last hours in its report, and all of it in the totals
 
@@ -52,6 +53,8 @@ class CallLog:
     _slot: Callable[[str, str, int], int]  # of a group, a role and a rank
     _totals: dict[tuple[str, str, str], tuple[int, float]] = attrs.field(factory=dict, init=False)
     _spans: deque[Span] = attrs.field(factory=lambda: deque(maxlen=KEPT_SPANS), init=False)
+    _ready: deque[float] = attrs.field(factory=lambda: deque(maxlen=KEPT_SPANS), init=False)
+    _moved: dict[tuple[str, str], int] = attrs.field(factory=dict, init=False)
     _lock: threading.Lock = attrs.field(factory=threading.Lock, init=False)
 
     @hookimpl
@@ -65,6 +68,7 @@ class CallLog:
             for rank, start, end in record.spans:
                 slot = self._slot(record.group, record.role, rank)
                 self._spans.append(Span(record.group, slot, record.role, record.method, start, end))
+                self._ready.append(record.ready)
 
     @hookimpl
     def colocate_memory_moved(self, record: MoveRecord) -> None:
@@ -75,11 +79,24 @@ class CallLog:
             self._totals[key] = calls + 1, seconds + record.end - record.start
             slot = self._slot(record.group, record.role, record.rank)
             self._spans.append(Span(record.group, slot, record.role, record.kind, record.start, record.end))
+            self._ready.append(record.start)
+            moved = record.group, record.role
+            self._moved[moved] = self._moved.get(moved, 0) + record.nbytes
 
     def totals(self) -> tuple[Total, ...]:
         """Per method, in the order of their first calls."""
         with self._lock:
             return tuple(Total(*key, *counts) for key, counts in self._totals.items())
+
+    def contention(self) -> tuple[RoleUse, ...]:
+        """What roles did to each other on their slots, as the last spans tell."""
+        with self._lock:
+            spans, moved = list(zip(self._spans, self._ready, strict=True)), dict(self._moved)
+        slots: dict[tuple[str, int], list[Busy]] = {}
+        for span, ready in spans:
+            busy = Busy(span.start, span.end, span.role, ready)
+            slots.setdefault((span.group, span.slot), []).append(busy)
+        return tuple(contention(slots, moved))
 
     def spans(self) -> tuple[Span, ...]:
         """The last spans, in the order in which their calls ended."""

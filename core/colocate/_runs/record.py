@@ -10,6 +10,7 @@ import attrs
 
 from colocate._api.memory import GroupMemory
 from colocate._runs.calls import Span, Total
+from colocate._runs.contention import RoleUse
 
 Row: TypeAlias = Mapping[str, Any]
 
@@ -71,6 +72,7 @@ class RunRecord:
         stopped: The signal that ended it early; None when it came to its own end.
         start_up: Seconds until all workers ran and had their roles.
         log: The last part of all that was printed.
+        contention: What roles did to each other on their slots (of a long run: in its last part).
         memory: What the memory of the groups was used for when the job was done, of those that could be asked.
     """
 
@@ -91,6 +93,7 @@ class RunRecord:
     start_up: float = 0.0
     log: str = ""
     memory: Sequence[GroupMemory] = ()
+    contention: Sequence[RoleUse] = ()
 
 
 def timed_phases(record: RunRecord) -> dict[str, float]:

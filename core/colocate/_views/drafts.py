@@ -55,11 +55,11 @@ class Draft:
 
 def settled(crew: Crew, call: PendingCall, error: BaseException | None) -> None:
     """A call is about to be: what it used is given back, and observers are told."""
+    if crew.services.observers and call.seq >= 0:  # otherwise it was never sent
+        crew.services.dispatcher.gather(partial(crew.services.observers.tell_call, *ended(crew.name, call, error)))
     for use in call.uses:
         use.give_back()
     call.uses = ()
-    if crew.services.observers and call.seq >= 0:  # otherwise it was never sent
-        crew.services.dispatcher.gather(partial(crew.services.observers.tell_call, *ended(crew.name, call, error)))
 
 
 def send(drafts: Sequence[Draft]) -> None:

@@ -11,8 +11,10 @@ import attrs
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from colocate._runs.calls import KEPT_SPANS
+from colocate._runs.contention import waits
 from colocate._runs.record import timed_phases
 from colocate._system.numbers import plural
+from colocate._system.sizes import size_text
 from colocate.report.config_text import config_text
 from colocate.report.curves import Curves, Series, curves, headline, series_of
 from colocate.report.memory import Memory, memory
@@ -50,6 +52,8 @@ class Page:
     curves: Curves
     tables: tuple[Table, ...]
     times: Times
+    waits: Table | None
+    saved: str
     timeline: Timeline
     dropped: int
     roles: Mapping[str, int]
@@ -98,6 +102,8 @@ def page_of(record: RunRecord, error: str | None = None) -> Page:
         tables=tables(record.tables),
         log=record.log,
         times=times(timed_phases(record), record.totals, roles, record.seconds),
+        waits=next(iter(tables({"waits": waits(record.contention)})), None) if waits(record.contention) else None,
+        saved=_saved(record),
         timeline=timeline(record.spans, roles, start, record.started + record.seconds),
         dropped=KEPT_SPANS if dropped else 0,
         roles=roles,
@@ -129,6 +135,18 @@ def _tiles(record: RunRecord, series: Sequence[Series], roles: Mapping[str, int]
         tiles.append(Tile(f"Calls to {plural(len(roles), 'role')} on {plural(slots, 'slot')}", number(calls)))
     seed = re.search(r"^seed: (\S+)$", record.config, re.MULTILINE)
     return [*tiles, Tile("Seed", seed[1])] if seed else tiles
+
+
+def _saved(record: RunRecord) -> str:
+    """What it saves that roles share processes, in words; nothing where none do."""
+    slots = [slot for group in record.memory for slot in group.slots]
+    fewer = sum(len([role for role in slot.roles if role.role]) - 1 for slot in slots if slot.roles)
+    if fewer <= 0:
+        return ""
+    text = f"As {plural(len(slots), 'process')} the roles of these slots are {fewer:,} fewer than one for each rank"
+    empty = [slot.empty for slot in slots if slot.empty is not None]
+    each = f": Python and torch alone have {size_text(max(empty))} in each" if empty else ""
+    return f"{text}{each}."
 
 
 def _sign(match: re.Match[str]) -> str:

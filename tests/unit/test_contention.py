@@ -1,0 +1,71 @@
+"""Who waits for whom: what counts is that a call could have run, and that another role of the slot ran."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import colocate
+from colocate._runs.contention import Busy, RoleUse, contention, waits
+from colocate.testing.gate import Address, Gate, pass_gate
+
+LANE = [
+    Busy(0.0, 2.0, "actor", 0.0),
+    Busy(2.0, 3.0, "critic", 0.5),  # it waits for the actor from 0.5 on
+    Busy(3.0, 4.0, "critic", 0.5),  # and this one, too, and then for its own role
+    Busy(4.0, 5.0, "actor", 3.5),  # half a second for the critic
+    Busy(6.0, 7.0, "reward", 5.5),  # for nobody
+]
+
+
+def test_who_is_in_the_way() -> None:
+    assert contention({("policy", 0): reversed(LANE)}, {("policy", "critic"): 7}) == [
+        RoleUse("policy", "actor", 3.0, {"critic": 0.5}, 0),
+        RoleUse("policy", "critic", 2.0, {"actor": 3.0}, 7),
+        RoleUse("policy", "reward", 1.0, {}, 0),
+    ]
+
+
+def test_slots_are_apart() -> None:
+    """Another slot, or another group, is in nobody's way."""
+    lanes = {("policy", 0): LANE[:1], ("policy", 1): LANE[1:2], ("other", 0): LANE[1:2]}
+    assert all(not use.waited for use in contention(lanes, {}))
+
+
+def test_rows() -> None:
+    """There are none where nobody waited."""
+    assert waits(contention({("policy", 0): LANE[4:]}, {})) == []
+    rows = waits(contention({("policy", 0): LANE}, {("policy", "critic"): 1 << 20}))
+    assert rows[1] == {"role": "critic", "busy (s)": 2.0, "waited (s)": 3.0, "for": "actor 3.000", "moved": "1 MiB"}
+
+
+class First(colocate.Role):
+    @colocate.method
+    def work(self, gate: Address) -> int:
+        pass_gate(gate)
+        return 1
+
+
+class Second(colocate.Role):
+    @colocate.method
+    def use(self, value: object = None) -> int:
+        return 2
+
+
+@pytest.mark.parametrize("depends", [False, True])
+def test_what_a_call_uses_is_no_contention(tmp_path: Path, depends: bool) -> None:
+    """One that needs another role's result would have waited for it anywhere; one that doesn't, not."""
+    with colocate.connect("local") as runtime, Gate() as gate:
+        group = runtime.reserve(1).spawn({"first": colocate.role(First), "second": colocate.role(Second)})
+        with colocate.record(runtime, tmp_path / "run") as run:
+            value = group.role("first", First).work.keep(gate.address)
+            call = group.role("second", Second).use.submit(value.ref if depends else None)
+            gate.wait_for(1)
+            gate.open()
+            call.result()
+            value.free()
+    assert run.record is not None
+    (second,) = [use for use in run.record.contention if use.role == "second"]
+    assert bool(second.waited) is not depends
+    assert ("who waited for whom" in (run.directory / "log.txt").read_text()) is not depends
