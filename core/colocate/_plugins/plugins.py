@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import attrs
 
@@ -193,37 +193,36 @@ class FoundRole(_Found):
 
 
 @attrs.frozen
-class FoundJob(_Found):
-    """The job that a name stands for; its attributes are those of a `FoundRole`."""
+class _FoundCallable(_Found):
+    """What is called."""
+
+    _noun: ClassVar[str]
 
     def load(self) -> Callable[..., Any]:
-        """Import the function.
+        """Import it.
 
         Raises:
             PluginError: It can't be imported, or can't be called.
         """
-        found = self._resolve("job")
+        found = self._resolve(self._noun)
         if not callable(found):
-            raise self._error(f"{self._what('job')} is {found!r}, which can't be called")
+            raise self._error(f"{self._what(self._noun)} is {found!r}, which can't be called")
         function: Callable[..., Any] = found
         return function
 
 
 @attrs.frozen
-class FoundObserver(_Found):
+class FoundJob(_FoundCallable):
+    """The job that a name stands for; its attributes are those of a `FoundRole`."""
+
+    _noun = "job"
+
+
+@attrs.frozen
+class FoundObserver(_FoundCallable):
     """The observer that a name stands for; its attributes are those of a `FoundRole`."""
 
-    def load(self) -> Callable[..., object]:
-        """Import what makes it.
-
-        Raises:
-            PluginError: It can't be imported, or can't be called.
-        """
-        found = self._resolve("observer")
-        if not callable(found):
-            raise self._error(f"{self._what('observer')} is {found!r}, which can't be called")
-        factory: Callable[..., object] = found
-        return factory
+    _noun = "observer"
 
     def make(self, options: Mapping[str, Any]) -> object:
         """Make one.
