@@ -43,7 +43,8 @@ class OpenTelemetry:
 
     def colocate_run_logged(self, record: colocate.LogRecord) -> None:
         """Set gauges."""
-        for name, value in {"step": record.step, **record.scalars}.items():
+        seconds = {f"seconds.{phase}": spent for phase, spent in record.seconds.items()}
+        for name, value in {"step": record.step, **record.scalars, **seconds}.items():
             if name not in self._gauges:
                 self._gauges[name] = self._meter.create_gauge(f"colocate.{name}").set
             self._gauges[name](value)

@@ -19,11 +19,9 @@ class Prometheus:
         Args:
             port: The port; 0 for any that is free.
             address: The address; who can reach it can read all numbers of the run.
-
-        Raises:
-            OSError: The port is taken.
         """
-        registry = CollectorRegistry()
+        self._at = port, address
+        self._registry = registry = CollectorRegistry()
         method, role = ("group", "role", "method"), ("group", "role", "kind")
         self._step = Gauge("colocate_step", "the step that was logged last", registry=registry)
         self._logged = Gauge("colocate_logged", "what was logged last", ("name",), registry=registry)
@@ -31,10 +29,20 @@ class Prometheus:
         self._calls = Counter("colocate_calls", "calls that have ended", (*method, "outcome"), registry=registry)
         self._busy = Counter("colocate_busy_seconds", "seconds that ranks have run", method, registry=registry)
         self._moved = Counter("colocate_moved_bytes", "bytes that roles slept or woke with", role, registry=registry)
-        self._server: WSGIServer
-        self._thread: threading.Thread
-        self._server, self._thread = start_http_server(port, address, registry)
-        self.port: int = self._server.server_port
+        self._served: tuple[WSGIServer, threading.Thread] | None = None
+
+    @property
+    def port(self) -> int | None:
+        """The port while it listens."""
+        return None if self._served is None else self._served[0].server_port
+
+    def colocate_run_started(self, run: colocate.RunInfo) -> None:
+        """Listen.
+
+        Raises:
+            OSError: The port is taken.
+        """
+        self._served = start_http_server(*self._at, self._registry)
 
     def colocate_run_logged(self, record: colocate.LogRecord) -> None:
         """Note what was logged."""
@@ -56,9 +64,12 @@ class Prometheus:
 
     def colocate_run_finished(self, record: colocate.RunRecord, error: BaseException | None) -> None:
         """Listen no longer."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        served, self._served = self._served, None
+        if served is not None:
+            server, thread = served
+            server.shutdown()
+            server.server_close()
+            thread.join()
 
 
 @colocate.hookimpl

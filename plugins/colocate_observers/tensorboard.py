@@ -24,7 +24,7 @@ class TensorBoard:
 
     def colocate_run_started(self, run: colocate.RunInfo) -> None:
         """Begin to write; what comes after the step that a run goes on from is hidden."""
-        directory = Path(self._directory) / run.name if self._directory else run.directory / "tensorboard"
+        directory = Path(self._directory) / run.directory.name if self._directory else run.directory / "tensorboard"
         purge = None if run.resumed is None else run.resumed + 1
         self._writer = SummaryWriter(str(directory), purge_step=purge)
         self._writer.add_text("config", f"```json\n{json.dumps(run.config, indent=1)}\n```")

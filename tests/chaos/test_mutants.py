@@ -26,7 +26,9 @@ def with_calls_pending(episode: Episode) -> bool:
 
 def with_a_failure(episode: Episode) -> bool:
     last = episode.before[-1].what if episode.before else ""
-    return episode.settled and last == "fail" and episode.fault.moment not in ("spawn", "close")
+    # A group that is restarted writes a checkpoint and would wait for it: the worker holds, as nobody has heard of it.
+    found = episode.settled and last == "fail" and not episode.restart
+    return found and episode.fault.moment not in ("spawn", "close")
 
 
 def with_a_collective_after_a_failed_one(episode: Episode) -> bool:

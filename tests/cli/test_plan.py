@@ -44,6 +44,17 @@ ROLES = """
         def use(self) -> None: ...
 
 
+    class Own(Role):
+        def __init__(self) -> None:
+            print("constructed on slot", self.ctx.slot)
+
+        @method
+        def plan(self, goals: int) -> None: ...
+
+        def device_state(self) -> dict[str, object]:
+            raise LookupError("nowhere")
+
+
     class Looks(Role):
         def __init__(self) -> None:
             self.total = float(torch.ones(3).sum())
@@ -136,16 +147,52 @@ def test_budgets(colocate: CommandLine) -> None:
         assert (done.returncode, done.stderr) == (status, "")
         return str(done.stdout)
 
-    assert "device_memory: all roles fit together (36 MiB)" in said("groups.all.device_memory=37MiB")
+    assert "device_memory, on slot 1, 3: all roles fit together (36 MiB)" in said("groups.all.device_memory=37MiB")
     few = "groups.all.device_memory=33MiB"
-    text = "33 MiB of device_memory, and they need 36 MiB: first and second must take turns"
+    text = "33 MiB of device_memory, on slot 1, 3, and they need 36 MiB: first and second must take turns"
     assert f"{text}; say residency: swap" in said(few)
+    assert "33 MiB of device_memory, on slot 0, 2: all roles fit together (32 MiB)" in said(few)
     swap = "groups.all.residency=swap"
     assert f"{text}\n" in said(few, swap)
     # Into the room of one comes the other: 4 MiB that are clean, and 32 that are written, there and back.
     assert f"{text}, and a step copies at most 68 MiB" in said(few, swap, "groups.all.step=[first, second]")
-    assert "30 MiB of device_memory: first can't fit alone" in said("groups.all.device_memory=30MiB", status=1)
+    assert "slot 1, 3: first can't fit alone" in said("groups.all.device_memory=30MiB", status=1)
     own = "groups.all.roles.first.device_memory=20MiB"
     assert "first can't fit: it has 32 MiB, and may have 20 MiB" in said(own, status=1)
     free = ("groups.all.device_memory=40MiB", "groups.all.roles.first.reserve_activations=6MiB")
     assert "they need 42 MiB: first and second must take turns" in said(*free)
+
+
+def test_slots_that_are_not_alike(colocate: CommandLine) -> None:
+    """The fullest isn't the one on which something can't fit."""
+    two = "{use: beside:Net, with: {mib: 10, trains: false}, slots: [0]}"
+    config = CONFIG.replace("{use: beside:Net, with: {mib: 8}}", two)
+    config = config.replace("mib: 4, trains: false}, slots: [1, 3]", "mib: 18, trains: false}, slots: [1]")
+    config = config.replace("          second:", f"          other: {two}\n          second:")
+    write(colocate, config)
+    done = colocate("plan", "demo.yaml", "--set", "groups.all.device_memory=15MiB")
+    assert done.returncode == 1
+    assert "15 MiB of device_memory, on slot 0, and they need 20 MiB: first and other must take turns" in done.stdout
+    assert "15 MiB of device_memory, on slot 1: second can't fit alone" in done.stdout
+
+
+def test_the_hosts_memory(colocate: CommandLine) -> None:
+    """What sleeps counts in it, so turns are of no use; and beside a GPU none of this is the host's."""
+    write(colocate)
+    done = colocate("plan", "demo.yaml", "--set", "groups.all.host_memory=33MiB")
+    assert done.returncode == 1
+    assert (
+        "33 MiB of host_memory, on slot 1, 3, also for what sleeps: first and second can't fit (36 MiB)" in done.stdout
+    )
+    options = ("--set", "groups.all.host_memory=1MiB", "--set", "pools.main.gpus=1")
+    done = colocate("plan", "demo.yaml", *options)
+    assert (done.returncode, "host_memory" in done.stdout) == (0, False)
+
+
+def test_what_is_called(colocate: CommandLine) -> None:
+    """A role method called `plan` isn't; what a constructor prints is no JSON; and a `device_state` may raise."""
+    write(colocate, CONFIG.replace("use: beside:Net, with: {mib: 4, trains: false}, slots", "use: beside:Own, slots"))
+    done = colocate("plan", "demo.yaml", "--json")
+    (group,) = json.loads(done.stdout)
+    assert done.stderr == "constructed on slot 1\n"
+    assert group["roles"][1]["unknown"] == "its device_state() raised: LookupError: nowhere"

@@ -90,6 +90,74 @@ def test_a_block_that_raises(tmp_path: Path) -> None:
         assert "a plain one" in (tmp_path / "sums" / name).read_text()
 
 
+def test_an_interrupt(tmp_path: Path) -> None:
+    """In a user's own code a Ctrl-C ends a run as any other error does."""
+    notes = Notes()
+    with (
+        pytest.raises(KeyboardInterrupt),
+        colocate.connect("local") as runtime,
+        colocate.record(runtime, tmp_path / "sums", observe=[notes]),
+    ):
+        raise KeyboardInterrupt
+    assert notes.told == ["started", "finished"]
+    assert (tmp_path / "sums" / "report.html").exists()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_report_that_can_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    """They are told of the end all the same."""
+    notes = Notes()
+
+    def full(*args: object, **kwargs: object) -> Path:
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr("colocate.report.write", full)
+    expected = colocate.RoleError if fails else OSError
+    with colocate.connect("local") as runtime, pytest.raises(expected):
+        in_a_run(runtime, tmp_path, notes, fails=fails)
+    assert notes.told[-1] == "finished"
+
+
+def test_two_at_once(tmp_path: Path) -> None:
+    """Each is told of what its own run logs."""
+    outer, inner = Notes(), Notes()
+    with (
+        colocate.connect("local") as runtime,
+        colocate.record(runtime, tmp_path / "a", observe=[outer]) as first,
+        colocate.record(runtime, tmp_path / "b", observe=[inner]) as second,
+    ):
+        first.log(1, loss=1.0)
+        second.log(2, loss=2.0)
+    assert outer.told == ["started", "logged 1", "finished"]
+    assert inner.told == ["started", "logged 2", "finished"]
+
+
+def test_secrets_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a config's keys call a secret is not handed to those who send it elsewhere."""
+    monkeypatch.chdir(tmp_path)
+    config = colocate.load_config(
+        {
+            "name": "demo",
+            "executor": {"use": "local", "with": {"processes": True}},
+            "pools": {"main": {"slots": 1, "env": {"HF_TOKEN": "hf_SECRET", "WORD": "shown"}}},
+            "job": f"{__name__}:keeps_what_it_is_told",
+            "observe": [f"{__name__}:Notes"],
+        }
+    )
+    monkeypatch.setattr(f"{__name__}.Notes", lambda: STARTED)
+    with colocate.launch(config) as launched:
+        launched.run(quiet=True)
+    assert STARTED.run is not None
+    assert STARTED.run.config["pools"]["main"]["env"] == {"HF_TOKEN": "(hidden)", "WORD": "shown"}
+
+
+STARTED = Notes()
+
+
+def keeps_what_it_is_told(run: colocate.Run) -> None:
+    """A job that does nothing."""
+
+
 @pytest.mark.parametrize("hook", ["noop", "logged 0", "finished"])
 def test_one_that_raises(tmp_path: Path, hook: str) -> None:
     """It is told nothing more, which the log says, with the traceback; the others are, and the run goes on."""
@@ -129,6 +197,14 @@ def test_several_of_a_runtime_that_raise(capsys: pytest.CaptureFixture[str]) -> 
         group.close()
     assert [each.told for each in all_of_them] == [["noop"]] * 3
     assert "2 observers raised in colocate_call_finished" in capsys.readouterr().err
+
+
+def test_entries_that_are_none(tmp_path: Path) -> None:
+    entries: list[dict[str, Any]] = [{"with": {}}, {"use": "prometheus", "wiht": {}}, {"use": 3}]
+    with colocate.connect("local") as runtime:
+        for entry in entries:
+            with pytest.raises(colocate.ConfigError, match=r"observe: .*: write \{'use': name"):
+                in_a_run(runtime, tmp_path, entry)
 
 
 def test_what_may_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,11 +135,13 @@ def test_prometheus(tmp_path: Path) -> None:
 
     observer = Prometheus(port=0)
     told: dict[tuple[str, frozenset[str]], float] = {}
+    ports: list[int | None] = []
 
     class Look:
         """Asks the endpoint while the run runs, once the other one has been told."""
 
         def colocate_run_logged(self, record: colocate.LogRecord) -> None:
+            ports.append(observer.port)
             if record.step == STEPS - 1:
                 with urllib.request.urlopen(f"http://127.0.0.1:{observer.port}/metrics", timeout=60) as answer:
                     text = answer.read().decode()
@@ -153,13 +155,14 @@ def test_prometheus(tmp_path: Path) -> None:
     assert told["colocate_calls_total", frozenset({"policy", "echo", "noop", "well"})] == STEPS
     assert told["colocate_phase_seconds_total", frozenset({"echo"})] > 0
     with pytest.raises(OSError, match="refused"):
-        urllib.request.urlopen(f"http://127.0.0.1:{observer.port}/metrics", timeout=60)
+        urllib.request.urlopen(f"http://127.0.0.1:{ports[0]}/metrics", timeout=60)
+    assert observer.port is None
 
 
 def test_a_port_that_is_taken(tmp_path: Path) -> None:
     """The run doesn't begin, and the error says which observer it is about."""
     taken = http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
-    with taken, pytest.raises(colocate.PluginError, match=r"observer 'prometheus'.* could not be made: .*in use"):
+    with taken, pytest.raises(colocate.PluginError, match=r"observer 'prometheus' raised when .*in use"):
         run_some(tmp_path, {"use": "prometheus", "with": {"port": taken.server_port}})
 
 

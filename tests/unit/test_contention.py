@@ -22,9 +22,23 @@ LANE = [
 def test_who_is_in_the_way() -> None:
     assert contention({("policy", 0): reversed(LANE)}, {("policy", "critic"): 7}) == [
         RoleUse("policy", "actor", 3.0, {"critic": 0.5}, 0),
-        RoleUse("policy", "critic", 2.0, {"actor": 3.0}, 7),
+        RoleUse("policy", "critic", 2.0, {"actor": 1.5}, 7),
         RoleUse("policy", "reward", 1.0, {}, 0),
     ]
+
+
+def test_calls_that_overlap() -> None:
+    """As those of async methods do: seconds count once, and a short one hides no long one."""
+    lane = [*[Busy(0.0, 10.0, "actor", 0.0)] * 4, Busy(1.0, 2.0, "actor", 1.0), Busy(10.0, 11.0, "critic", 5.0)]
+    (actor, critic) = contention({("policy", 0): lane}, {})
+    assert (actor.busy, critic.waited) == (41.0, {"actor": 5.0})
+
+
+def test_many_calls_that_wait_at_once() -> None:
+    """All submitted at the beginning, of two roles by turns: they waited no longer than it took."""
+    lane = [Busy(float(at), at + 1.0, ("actor", "critic")[at % 2], 0.0) for at in range(100_000)]
+    (actor, critic) = contention({("policy", 0): lane}, {})
+    assert (actor.waited, critic.waited) == ({"critic": 49_999.0}, {"actor": 50_000.0})
 
 
 def test_slots_are_apart() -> None:
@@ -37,7 +51,7 @@ def test_rows() -> None:
     """There are none where nobody waited."""
     assert waits(contention({("policy", 0): LANE[4:]}, {})) == []
     rows = waits(contention({("policy", 0): LANE}, {("policy", "critic"): 1 << 20}))
-    assert rows[1] == {"role": "critic", "busy (s)": 2.0, "waited (s)": 3.0, "for": "actor 3.000", "moved": "1 MiB"}
+    assert rows[1] == {"role": "critic", "busy (s)": 2.0, "waited (s)": 1.5, "for": "actor 1.500", "moved": "1 MiB"}
 
 
 class First(colocate.Role):

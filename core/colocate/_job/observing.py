@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from colocate._plugins.plugins import find_observer
-from colocate._runs.record import RunInfo, RunRecord
+from colocate._runs.record import LogRecord, RunInfo, RunRecord
 from colocate._system.tracebacks import told
 from colocate.config.schema import ObserverConfig
-from colocate.errors import PluginError
+from colocate.errors import ConfigError, PluginError
 
 if TYPE_CHECKING:
     from colocate._job.screen import Screen
@@ -52,11 +52,18 @@ class Guarded:
             text = f"the observer {self._name!r} raised when it was told that the run starts: "
             raise PluginError(f"{text}{type(error).__name__}: {error}", name=self._name) from error
 
+    def logged(self, record: LogRecord) -> None:
+        """Tell it what was logged."""
+        self._tell("colocate_run_logged", record)
+
     def end(self, record: RunRecord, error: BaseException | None) -> None:
         """Tell it that the run is over."""
-        finished: Callable[..., object] | None = getattr(self, "colocate_run_finished", None)
-        if finished is not None:
-            finished(record, error)
+        self._tell("colocate_run_finished", record, error)
+
+    def _tell(self, hook: str, *args: object) -> None:
+        function: Callable[..., object] | None = getattr(self, hook, None)
+        if function is not None:
+            function(*args)
 
     def _fell_silent(self, hook: str, error: Exception) -> None:
         self._observer = None
@@ -73,6 +80,9 @@ class RunObservers:
     _all: list[Guarded] = attrs.field(factory=list, init=False)
     _told: list[Guarded] = attrs.field(factory=list, init=False)
 
+    def __bool__(self) -> bool:
+        return bool(self._told)
+
     def __iter__(self) -> Iterator[Guarded]:
         return iter(self._told)
 
@@ -80,16 +90,21 @@ class RunObservers:
         """Make those that a config names: by name, as an entry of the config, or the observer itself.
 
         Raises:
+            ConfigError: An entry isn't one.
             PluginError: One is unknown, or can't be made.
         """
-        for each in observe:
+        for each in [observe] if isinstance(observe, str) else observe:
             match each:
                 case str():
                     self._make(each, {})
                 case ObserverConfig():
                     self._make(each.use, each.with_)
+                case {"use": str(name), "with": dict(options), **rest} if not rest:
+                    self._make(name, options)
+                case {"use": str(name), **rest} if not rest:
+                    self._make(name, {})
                 case Mapping():
-                    self._make(each["use"], each.get("with", {}))
+                    raise ConfigError(f"observe: {dict(each)!r}: write {{'use': name, 'with': {{...}}}}")
                 case _:
                     self._all.append(Guarded(type(each).__name__, each, self._screen))
 
@@ -105,6 +120,11 @@ class RunObservers:
         for each in self._all:
             each.begin(info)
             self._told.append(each)
+
+    def logged(self, record: LogRecord) -> None:
+        """Tell them what was logged."""
+        for each in self._told:
+            each.logged(record)
 
     def end(self, record: RunRecord, error: BaseException | None) -> None:
         """Tell them that it is over, and how."""

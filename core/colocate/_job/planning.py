@@ -18,6 +18,7 @@ from colocate._protocol.ledger import Purpose
 from colocate._role.budget import Budgets, Limit
 from colocate._role.context import Context, MeshPlace, attach, derive_seed, need_torch, reset_current, set_current
 from colocate._role.planned_groups import PlannedGroups, planned_world
+from colocate._role.role import methods_of
 from colocate._system.jobs import error_text
 from colocate._values.mesh import parse_meshes
 from colocate.config.check import budgets_of
@@ -57,15 +58,16 @@ class Turns:
 
     Attributes:
         limit: The budget.
-        slot: The slot.
-        needs: Bytes that they need together, with what is to stay free for what one of them computes with.
+        slots: The slots, which have the same roles.
+        needs: Bytes that these need together, with what is to stay free for what one of them computes with.
         takers: Roles that can't be awake all the time; none where all fit.
-        misfits: Those of them that don't fit alone.
+        misfits: Roles that don't fit: those that are too much alone, or all of them where turns are of no use, since
+            what sleeps counts, too.
         copies: Bytes that a step copies at most, once they take turns; None where no step was declared.
     """
 
     limit: Limit
-    slot: int
+    slots: tuple[int, ...]
     needs: int
     takers: tuple[str, ...]
     misfits: tuple[str, ...]
@@ -81,12 +83,14 @@ class GroupPlan:
         slots: How many slots its pool has.
         roles: Its roles.
         budgets: What they may hold.
+        on_host: Whether its slots' devices are the host itself.
     """
 
     group: str
     slots: int
     roles: tuple[RolePlan, ...]
     budgets: Budgets
+    on_host: bool
 
     def on(self, slot: int) -> tuple[RolePlan, ...]:
         """The roles of a slot."""
@@ -113,23 +117,33 @@ class GroupPlan:
         return sum(role.total * len(role.slots) for role in self.roles)
 
     def turns(self) -> Iterator[Turns]:
-        """What each budget of all roles together means on the fullest slot."""
-        sizes = {role.role: role.total for role in self.on(self.fullest)}
-        free = {role: self.budgets.activations.get(role, 0) for role in sizes}
-        for limit in self.budgets.limits:
-            if limit.role is not None:
-                continue
-            room = Room(limit.nbytes, sizes, free if limit.device else {})
-            takers = tuple(_takers(room))
-            misfits = tuple(role for role in takers if room.over({role}, role) > 0)
-            copies = None if misfits else self._copies(room)
-            needs = sum(sizes.values()) + max(room.needs.values(), default=0)
-            yield Turns(limit, self.fullest, needs, takers, misfits, copies)
+        """What each budget of all roles together means, for slots with the same roles at a time."""
+        alike: dict[tuple[str, ...], list[int]] = {}
+        for slot in range(self.slots):
+            alike.setdefault(tuple(role.role for role in self.on(slot)), []).append(slot)
+        for limit in self._limits():
+            for roles, slots in alike.items():
+                if roles and limit.role is None:
+                    yield self._turns(limit, tuple(slots), {role.role: role.total for role in self.on(slots[0])})
+
+    def _turns(self, limit: Limit, slots: tuple[int, ...], sizes: Mapping[str, int]) -> Turns:
+        if not limit.device:
+            needs = sum(sizes.values())
+            return Turns(limit, slots, needs, (), tuple(sizes) if needs > limit.nbytes else (), None)
+        room = Room(limit.nbytes, sizes, {role: self.budgets.activations.get(role, 0) for role in sizes})
+        takers = tuple(_takers(room))
+        misfits = tuple(role for role in takers if room.over({role}, role) > 0)
+        needs = sum(sizes.values()) + max(room.needs.values())
+        return Turns(limit, slots, needs, takers, misfits, None if misfits else self._copies(room))
+
+    def _limits(self) -> list[Limit]:
+        """Those that what is known here counts for: beside a GPU it isn't the host's."""
+        return [limit for limit in self.budgets.limits if limit.device or self.on_host]
 
     def misfits(self) -> Iterator[tuple[RolePlan, Limit]]:
         """Roles that hold more than they may themselves."""
         for role in self.roles:
-            for limit in self.budgets.limits:
+            for limit in self._limits():
                 free = self.budgets.activations.get(role.role, 0) if limit.device else 0
                 if limit.role == role.role and role.total + free > limit.nbytes:
                     yield role, limit
@@ -167,13 +181,13 @@ def plan(config: Config) -> list[GroupPlan]:
     slots = {name: config.pools[group.pool].slots for name, group in config.groups.items()}
     with planned_world(max(slots.values(), default=1)), torch.device("meta"):
         made = {name: _construct(name, group, slots[name], config) for name, group in config.groups.items()}
-        roles = {name: each.instance for group in made.values() for name, each in group.items() if each.instance}
         found = []
         for name, group in config.groups.items():
+            roles = _instances(*(made[other] for other in made if other != name), made[name])  # its own count first
             for each in made[name].values():
                 each.go_on(roles)
-            plans = tuple(_read(made[name], group, slots[name]))
-            found.append(GroupPlan(name, slots[name], plans, budgets_of(group, config.pools[group.pool])))
+            plans, pool = tuple(_read(made[name], group, slots[name])), config.pools[group.pool]
+            found.append(GroupPlan(name, slots[name], plans, budgets_of(group, pool), not pool.gpus))
     return found
 
 
@@ -212,15 +226,27 @@ class _Made:
     def go_on(self, roles: Mapping[str, Any]) -> None:
         """Have it get what calls will give to it, and make a step of each of its optimizers."""
         planned = getattr(self.instance, "plan", None)
-        if planned is not None:
+        if callable(planned) and "plan" not in methods_of(type(self.instance)):  # a role method of that name is another
             with self._running("its plan() raised"):
                 planned(roles)
         if self.instance is not None:
+            others = [each for each in roles.values() if each is not self.instance]
             with self._running("a step of its optimizer raised on the meta device"):
-                for optimizer in optimizers_of(
-                    self.instance, [each for each in roles.values() if each is not self.instance]
-                ):
+                for optimizer in optimizers_of(self.instance, others):
                     _step(optimizer)
+
+    def declared(self) -> list[Any]:
+        """What it says that it holds besides."""
+        found: list[Any] = []
+        if callable(declares := getattr(self.instance, "device_state", None)):
+            with self._running("its device_state() raised"):
+                found += declares().values()
+        return found
+
+
+def _instances(*groups: Mapping[str, _Made]) -> dict[str, Any]:
+    """The roles by name, of those groups' that could be constructed."""
+    return {name: each.instance for group in groups for name, each in group.items() if each.instance is not None}
 
 
 def _construct(name: str, group: GroupConfig, slots: int, config: Config) -> dict[str, _Made]:
@@ -234,7 +260,7 @@ def _construct(name: str, group: GroupConfig, slots: int, config: Config) -> dic
         ctx = Context(
             rank=0,
             world_size=len(ranks),
-            slot=0,
+            slot=0 if entry.slots is None else entry.slots[0],
             node="localhost",
             role=role,
             group=name,
@@ -260,15 +286,10 @@ def _read(made: Mapping[str, _Made], group: GroupConfig, slots: int) -> Iterator
         kinds: dict[str, int] = {}
         where = group.roles[role].slots
         if each.instance is not None:
-            others = [other.instance for other in made.values() if other is not each and other.instance is not None]
-            held, _ = held_by(each.instance, _declared(each), others, _Planned)
+            others = [other for other in _instances(made).values() if other is not each.instance]
+            held, _ = held_by(each.instance, each.declared(), others, _Planned)
             kinds = {word: nbytes for word, nbytes in _sizes(held, counted) if nbytes}
         yield RolePlan(role, tuple(range(slots)) if where is None else tuple(where), kinds, each.unknown)
-
-
-def _declared(made: _Made) -> list[Any]:
-    declared = getattr(made.instance, "device_state", None)
-    return [] if declared is None else list(declared().values())
 
 
 def _sizes(held: Holdings, counted: set[tuple[str, int]]) -> Iterator[tuple[str, int]]:

@@ -30,6 +30,7 @@ from colocate._system.jobs import error_text
 from colocate._system.limits import LEDGERS_WITHIN_S
 from colocate._system.tracebacks import told
 from colocate.config.schema import Config
+from colocate.config.secrets import without_secrets
 from colocate.errors import ColocateError, ConfigError, GroupRestarted
 
 if TYPE_CHECKING:
@@ -68,6 +69,10 @@ class Begun:
     def __attrs_post_init__(self) -> None:
         self.observers = RunObservers(self.screen)
 
+    def ends_at_once(self, error: BaseException) -> bool:
+        """Whether it ends without a report: by a job's second Ctrl-C. In code of the user's the first one is told."""
+        return self.job is not None and isinstance(error, KeyboardInterrupt)
+
 
 def begin(config: Config, log: RunLog, *, resume: bool, screen: Screen) -> AbstractContextManager[Begun]:
     """Give a config's run its folder. The log goes on there, and what ends the block by an error is told there.
@@ -87,9 +92,8 @@ def begin(config: Config, log: RunLog, *, resume: bool, screen: Screen) -> Abstr
     function, options = find_job(config.job.use).load(), config.job.with_
     folder, step, metrics = _folder(config.name, resume)
     folder.write("config.yaml", config.dump())
-    begun = Begun(
-        config.name, folder, step, metrics, screen, config.plain(), config.trace, lambda run: function(run, **options)
-    )
+    plain = without_secrets(config.plain())
+    begun = Begun(config.name, folder, step, metrics, screen, plain, config.trace, lambda run: function(run, **options))
     return _in_its_folder(begun, log, config.observe)
 
 
@@ -152,9 +156,9 @@ def _in_its_folder(begun: Begun, log: RunLog, observe: Sequence[object]) -> Iter
             begun.observers.add(observe)
             begun.observers.begin(RunInfo(begun.name, folder.path, begun.config, begun.step, environment()))
             yield begun
-    except KeyboardInterrupt:  # a second Ctrl-C: at once
-        raise
     except BaseException as error:
+        if begun.ends_at_once(error):
+            raise
         text = told(error)
         log.write(text)
         try:
@@ -183,7 +187,7 @@ def _recording(
         runtime.observe(each)
     started = time.time() - start_up
     resumed = None if begun.step is None else folder.checkpoints()[-1][1]
-    run = Run(name, runtime, groups, folder.path, resumed, folder, screen, signals, begun.metrics)
+    run = Run(name, runtime, groups, folder.path, resumed, folder, screen, signals, begun.metrics, begun.observers)
     try:
         with (
             contextlib.closing(folder),
@@ -192,16 +196,17 @@ def _recording(
             screen.running(name, folder.path, begun.step),
         ):
             yield run
-    except KeyboardInterrupt:
-        raise
     except BaseException as error:
-        _failed(begun, lambda: _record(run, calls, started, start_up), error)
+        if not begun.ends_at_once(error):
+            _failed(begun, lambda: _record(run, calls, started, start_up), error)
         raise
     else:
         run.record = _record(run, calls, started, start_up)
         screen.finished(run.record)
-        screen.reported(_report(run.record))
-        begun.observers.end(run.record, None)
+        try:
+            screen.reported(_report(run.record))
+        finally:
+            begun.observers.end(run.record, None)
     finally:
         for each in observers:
             runtime._node.services.observers.remove(each)
@@ -311,10 +316,11 @@ def _report(record: RunRecord, error: str | None = None) -> Path | None:
 
 def _failed(begun: Begun, record: Callable[[], RunRecord], error: BaseException) -> None:
     """Report a run that failed; what goes wrong in that is a note on its error, not in its place."""
+    found = _never_started(begun, time.time())
     try:
         found = record()
         _report(found, told(error).strip())
     except Exception as other:
         error.add_note(f"its report could not be written: {type(other).__name__}: {other}")
-    else:
+    finally:
         begun.observers.end(found, error)

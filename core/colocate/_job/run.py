@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from colocate._job.folder import RunFolder
+from colocate._job.observing import RunObservers
 from colocate._job.stopping import StopSignals
 from colocate._runs.record import LogRecord, Row, RunRecord
 from colocate.errors import GroupRestarted
@@ -43,6 +45,7 @@ class Run:
     _screen: Screen
     _signals: StopSignals
     _metrics: list[Row]
+    _observers: RunObservers | None = None
     record: RunRecord | None = attrs.field(default=None, init=False)
     _tables: dict[str, list[Row]] = attrs.field(factory=dict, init=False)
     _seconds: dict[str, float] = attrs.field(factory=dict, init=False)
@@ -67,10 +70,10 @@ class Run:
         self._folder.append(row)
         self._metrics.append(row)
         self._screen.logged(row)
-        scalars = {name: value for name, value in row.items() if name not in ("step", "seconds")}
-        self.runtime._node.services.tell(
-            "colocate_run_logged", LogRecord(step, scalars, row.get("seconds", {}), time.time())
-        )
+        if self._observers:
+            scalars = {name: value for name, value in row.items() if name not in ("step", "seconds")}
+            told = LogRecord(step, scalars, row.get("seconds", {}), time.time())
+            self.runtime._node.services.dispatcher.soon(partial(self._observers.logged, told))
 
     def total(self, steps: int) -> None:
         """Say how many steps there will be, for the progress bar."""

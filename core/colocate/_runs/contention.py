@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
 
 import attrs
 
@@ -35,7 +34,8 @@ class RoleUse:
         group: Name of its group.
         role: Its name.
         busy: Seconds that its ranks ran, added up, with its sleeps and wakes.
-        waited: Seconds that its calls could have run on a slot where another role ran, by that.
+        waited: Seconds in which a call of it could have run on a slot where another role ran, by that; of several calls
+            that waited at once they count once, and those of all slots are added up.
         moved: Bytes that it slept and woke with, for others' sake.
     """
 
@@ -56,24 +56,48 @@ def contention(slots: Mapping[tuple[str, int], Iterable[Busy]], moved: Mapping[t
     busy: dict[tuple[str, str], float] = {}
     waited: dict[tuple[str, str], dict[str, float]] = {}
     for (group, _), stretches in slots.items():
-        lane = sorted(stretches)
-        for each in lane:
-            key = group, each.role
-            busy[key] = busy.get(key, 0.0) + each.end - each.start
+        ran: dict[str, list[_Interval]] = {}
+        waits: dict[str, list[_Interval]] = {}
+        for each in sorted(stretches):
+            ran.setdefault(each.role, []).append((each.start, each.end))
+            waits.setdefault(each.role, []).append((each.ready, each.start))
+        merged = {role: _merged(intervals) for role, intervals in ran.items()}
+        for role, intervals in waits.items():
+            key = group, role
+            busy[key] = busy.get(key, 0.0) + sum(end - start for start, end in ran[role])
             its = waited.setdefault(key, {})
-            for other, seconds in _in_the_way(each, lane):
-                its[other] = its.get(other, 0.0) + seconds
+            waiting = _merged(intervals)
+            for other, running in merged.items():
+                if other != role and (seconds := _overlap(waiting, running)):
+                    its[other] = its.get(other, 0.0) + seconds
     return [RoleUse(*key, busy[key], waited[key], moved.get(key, 0)) for key in busy]
 
 
-def _in_the_way(waiting: Busy, lane: Sequence[Busy]) -> Iterator[tuple[str, float]]:
-    """Other roles that ran on the slot between a call's being ready and its beginning, and for how long."""
-    for before in reversed(lane[: bisect_right(lane, waiting.start, key=lambda each: each.start)]):
-        if before.end <= waiting.ready:  # a slot runs one after the other: so are those before it
-            return
-        overlap = min(before.end, waiting.start) - max(before.start, waiting.ready)
-        if before.role != waiting.role and overlap > 0:
-            yield before.role, overlap
+_Interval: TypeAlias = tuple[float, float]
+
+
+def _merged(intervals: Iterable[_Interval]) -> list[_Interval]:
+    """The same time in intervals that don't overlap, in order."""
+    found: list[_Interval] = []
+    for start, end in sorted(intervals):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        elif end > start:
+            found.append((start, end))
+    return found
+
+
+def _overlap(some: Sequence[_Interval], others: Sequence[_Interval]) -> float:
+    """How long is in both; each is merged."""
+    total, left, right = 0.0, 0, 0
+    while left < len(some) and right < len(others):
+        start, end = max(some[left][0], others[right][0]), min(some[left][1], others[right][1])
+        total += max(0.0, end - start)
+        if some[left][1] < others[right][1]:
+            left += 1
+        else:
+            right += 1
+    return total
 
 
 def waits(found: Sequence[RoleUse]) -> list[dict[str, str | float]]:

@@ -22,7 +22,8 @@ class RunInfo:
     Attributes:
         name: The config's name, or that of the folder that `record` was given.
         directory: Its folder.
-        config: The config as run, every default written out; empty for a run that has none.
+        config: The config as run, every default written out, and values hidden whose key calls itself a secret; empty
+            for a run that has none.
         resumed: The step that it goes on after; None for a new run.
         environment: Versions and machine.
     """

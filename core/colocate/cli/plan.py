@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,11 +29,13 @@ def show_memory(
         # Before torch is imported: of groups whose ranks aren't there it has warnings.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         config = load(file, executor, changes, allow_import=allow_import)
-        groups = plan(config)
+        # What constructors print must not get between a script and the JSON it waits for.
+        with contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext():
+            groups = plan(config)
         if json:
             print_json([_plain(group) for group in groups])
         else:
-            _say(f"{config.name}: what roles will hold (nothing was built)")
+            _say(f"{config.name}: what roles will hold (no memory was taken for it, and nothing was started)")
             for group in groups:
                 _show(group)
         return 1 if any(any(_unfit(group)) for group in groups) else 0
@@ -81,7 +85,10 @@ def _row(role: RolePlan, group: GroupPlan, kinds: Iterable[str]) -> dict[str, st
 def _of(turns: Turns, group: GroupPlan) -> str:
     """What a budget means, in a line."""
     limit = turns.limit
-    begin = f"{limit.owner} may have {size_text(limit.nbytes)} of {limit.word}"
+    where = "" if len(turns.slots) == group.slots else f", on slot {', '.join(map(str, turns.slots))}"
+    begin = f"{limit.owner} may have {size_text(limit.nbytes)} of {limit.word}{where}"
+    if turns.misfits and not limit.device:
+        return f"{begin}, also for what sleeps: {listed(turns.misfits)} can't fit ({size_text(turns.needs)})"
     if turns.misfits:
         return f"{begin}: {listed(turns.misfits)} can't fit alone"
     if not turns.takers:

@@ -139,14 +139,15 @@ def _tiles(record: RunRecord, series: Sequence[Series], roles: Mapping[str, int]
 
 def _saved(record: RunRecord) -> str:
     """What it saves that roles share processes, in words; nothing where none do."""
-    slots = [slot for group in record.memory for slot in group.slots]
-    fewer = sum(len([role for role in slot.roles if role.role]) - 1 for slot in slots if slot.roles)
+    processes = [slot for group in record.memory for slot in group.slots if slot.empty is not None]
+    fewer = sum(len([role for role in slot.roles if role.role]) - 1 for slot in processes)
     if fewer <= 0:
         return ""
-    text = f"As {plural(len(slots), 'process')} the roles of these slots are {fewer:,} fewer than one for each rank"
-    empty = [slot.empty for slot in slots if slot.empty is not None]
-    each = f": Python and torch alone have {size_text(max(empty))} in each" if empty else ""
-    return f"{text}{each}."
+    empty = size_text(max(slot.empty or 0 for slot in processes))
+    return (
+        f"Fused, they are {plural(len(processes), 'process')}; with one for each rank of each role there would be "
+        f"{fewer:,} more, and an empty one has {empty}."
+    )
 
 
 def _sign(match: re.Match[str]) -> str:
