@@ -1,6 +1,7 @@
 """`colocate plan`: what roles will hold, who must take turns, and what isn't known."""
 
 import json
+import subprocess
 from typing import Any
 
 from tests.cli.conftest import CommandLine
@@ -75,6 +76,15 @@ CONFIG = """
 MIB = 1 << 20
 
 
+def said_beside(done: "subprocess.CompletedProcess[str]") -> str:
+    """What is on standard error.
+
+    Without what torch's C++ says: how much that is it decides as it is loaded, and these commands are forks of a process
+    that may have it. tests/ppo/test_plan.py has a command that begins by itself.
+    """
+    return "".join(line for line in done.stderr.splitlines(keepends=True) if "ProcessGroup.hpp" not in line)
+
+
 def write(colocate: CommandLine, config: str = CONFIG) -> None:
     colocate.write("beside.py", ROLES)
     colocate.write("demo.yaml", config)
@@ -83,7 +93,7 @@ def write(colocate: CommandLine, config: str = CONFIG) -> None:
 def planned(colocate: CommandLine, config: str = CONFIG, *changes: str, status: int = 0) -> dict[str, Any]:
     write(colocate, config)
     done = colocate("plan", "demo.yaml", "--json", *(part for each in changes for part in ("--set", each)))
-    assert (done.returncode, done.stderr) == (status, "")
+    assert (done.returncode, said_beside(done)) == (status, "")
     (group,) = json.loads(done.stdout)
     return dict(group)
 
@@ -135,7 +145,7 @@ def test_what_is_not_known(colocate: CommandLine) -> None:
     done = colocate("plan", "demo.yaml")
     assert done.returncode == 1
     assert "second isn't known: its constructor raised on the meta device: " in done.stdout
-    assert "rank0" not in done.stderr
+    assert said_beside(done) == ""
 
 
 def test_budgets(colocate: CommandLine) -> None:
@@ -144,7 +154,7 @@ def test_budgets(colocate: CommandLine) -> None:
 
     def said(*changes: str, status: int = 0) -> str:
         done = colocate("plan", "demo.yaml", *(part for each in changes for part in ("--set", each)))
-        assert (done.returncode, done.stderr) == (status, "")
+        assert (done.returncode, said_beside(done)) == (status, "")
         return str(done.stdout)
 
     assert "device_memory, on slot 1, 3: all roles fit together (36 MiB)" in said("groups.all.device_memory=37MiB")
@@ -194,5 +204,5 @@ def test_what_is_called(colocate: CommandLine) -> None:
     write(colocate, CONFIG.replace("use: beside:Net, with: {mib: 4, trains: false}, slots", "use: beside:Own, slots"))
     done = colocate("plan", "demo.yaml", "--json")
     (group,) = json.loads(done.stdout)
-    assert done.stderr == "constructed on slot 1\n"
+    assert said_beside(done) == "constructed on slot 1\n"
     assert group["roles"][1]["unknown"] == "its device_state() raised: LookupError: nowhere"
