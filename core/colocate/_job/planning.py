@@ -238,9 +238,11 @@ class _Made:
     def declared(self) -> list[Any]:
         """What it says that it holds besides."""
         found: list[Any] = []
-        if callable(declares := getattr(self.instance, "device_state", None)):
+        declares: Any = getattr(self.instance, "device_state", None)
+        if callable(declares):
             with self._running("its device_state() raised"):
-                found += declares().values()
+                state: Any = declares()
+                found += state.values()
         return found
 
 
