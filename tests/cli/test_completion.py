@@ -74,7 +74,7 @@ def asked(folder: Path, **variables: str) -> list[str]:
 
 def test_commands_and_options(home: Path, folder: Path) -> None:
     command, option, options = bash(folder, ["pl"], ["run", "x.yaml", "--re"], ["--"])
-    assert command == ["plugins"]
+    assert command == ["plan", "plugins"]
     assert option == ["--resume"]
     assert "--version" in options
 
@@ -97,7 +97,7 @@ def test_executors_and_plugins(home: Path, folder: Path) -> None:
     assert bash(folder, ["run", "words.yaml", "--executor", ""], ["groups", "--executor", "d"], ["plugins", ""]) == [
         ["dask", "local", "ray"],
         ["dask"],
-        ["dask", "local", "ppo", "ray"],
+        ["dask", "local", "mlflow", "opentelemetry", "ppo", "prometheus", "ray", "tensorboard", "wandb"],
     ]
 
 
@@ -123,7 +123,8 @@ def test_nothing_is_imported_for_it(home: Path, folder: Path) -> None:
         "print([m for m in ('torch', 'numpy', 'cattrs', 'ruamel.yaml', 'psutil', 'colocate_ppo') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["dask", "local", "ray", "ppo", "[]"]
+    trackers = ["mlflow", "opentelemetry", "prometheus", "tensorboard", "wandb"]
+    assert done.stdout.split() == ["dask", "local", "ray", "ppo", *trackers, "[]"]
 
 
 def test_it_installs_itself(home: Path) -> None:

@@ -80,14 +80,18 @@ class _Window:
             self._socket.close()
             raise
         runtime.observe(self._recent)
-        threading.Thread(target=self._serve, name=f"colocate-window-{name}", daemon=True).start()
+        self._thread = threading.Thread(target=self._serve, name=f"colocate-window-{name}", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
         """Nobody looks any more."""
         self._closing = True
-        if os.getpid() == self._process:  # a child's is the same one
+        mine = os.getpid() == self._process  # a child's is the same one
+        if mine:
             self._socket.shutdown(socket.SHUT_RDWR)  # which ends the wait for the next one
         self._socket.close()
+        if mine:
+            self._thread.join(_STEP_S)  # as long as it waits there, the socket is listed
         self._runtime._node.services.observers.remove(self._recent)
 
     def _serve(self) -> None:
@@ -95,7 +99,8 @@ class _Window:
             try:
                 peer, _ = self._socket.accept()
             except OSError:  # it was closed; or no descriptor is free just now
-                time.sleep(_STEP_S)
+                if not self._closing:
+                    time.sleep(_STEP_S)
                 continue
             with peer:
                 try:
