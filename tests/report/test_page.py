@@ -10,8 +10,9 @@ import attrs
 import pytest
 from tests.report.sample import Page, calls, graph, record, totals
 
-from colocate import report
+from colocate import GroupMemory, RoleMemory, SlotMemory, report
 from colocate._runs.calls import KEPT_SPANS, Span
+from colocate._runs.contention import RoleUse
 
 PARTS = ["curves", "answers", "times", "timeline", "memory", "ownership", "setup"]
 LOADING = {"src", "href", "srcset", "data", "action", "poster", "background", "ping", "formaction"}
@@ -246,3 +247,18 @@ def test_a_huge_run_stays_a_page_that_opens(tmp_path: Path) -> None:
     assert "and 4,976 more workers" in page.words("ownership")
     assert "and 1,800 more rows" in page.words("answers")
     assert "36 more" in page.words("curves")
+
+
+@pytest.mark.parametrize(("empty", "said"), [(50 << 20, True), (None, False)], ids=["processes", "threads"])
+def test_what_fusing_saves(tmp_path: Path, empty: int | None, said: bool) -> None:
+    """Two slots with two roles each are two processes less than four; threads are none."""
+    roles = tuple(RoleMemory(name, 0, {"parameters": 1}, {}, 0, 0, True) for name in ("actor", "critic"))
+    slots = tuple(SlotMemory(slot, "a", "cpu", roles, empty, empty, None) for slot in range(2))
+    waiting = [RoleUse("policy", "actor", 2.0, {"critic": 0.5}, 0)]
+    page = Page(tmp_path, record(memory=(GroupMemory("policy", slots),), contention=waiting)).text
+    assert "Who waited for whom" in page
+    assert "critic 0.500" in page
+    text = (
+        "Fused, they are 2 processes; with one for each rank of each role there would be 2 more, and an empty one has"
+    )
+    assert (f"{text} 50 MiB." in page) is said

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +38,15 @@ def show_memory(
             _say(f"{config.name}: what roles will hold (no memory was taken for it, and nothing was started)")
             for group in groups:
                 _show(group)
-        return 1 if any(any(_unfit(group)) for group in groups) else 0
+        return 1 if any(_is_unfit(group) for group in groups) else 0
 
     return guarded(command, as_json=json)
 
 
-def _unfit(group: GroupPlan) -> Iterator[bool]:
-    yield any(role.unknown is not None for role in group.roles)
-    yield any(turns.misfits for turns in group.turns())
-    yield any(True for _ in group.misfits())
+def _is_unfit(group: GroupPlan) -> bool:
+    """Whether a role can't fit, or isn't known."""
+    unknown = any(role.unknown is not None for role in group.roles)
+    return unknown or any(turns.misfits for turns in group.turns()) or any(True for _ in group.misfits())
 
 
 def _plain(group: GroupPlan) -> dict[str, Any]:

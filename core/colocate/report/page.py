@@ -88,7 +88,7 @@ def visible(value: Any) -> Any:
 
 def page_of(record: RunRecord, error: str | None = None) -> Page:
     """What a run's page shows."""
-    roles = _roles(record)
+    roles, waiting = _roles(record), waits(record.contention)
     series = series_of(record.metrics)
     dropped = len(record.spans) >= KEPT_SPANS
     start = min((span.start for span in record.spans), default=record.started) if dropped else record.started
@@ -102,7 +102,7 @@ def page_of(record: RunRecord, error: str | None = None) -> Page:
         tables=tables(record.tables),
         log=record.log,
         times=times(timed_phases(record), record.totals, roles, record.seconds),
-        waits=next(iter(tables({"waits": waits(record.contention)})), None) if waits(record.contention) else None,
+        waits=tables({"waits": waiting})[0] if waiting else None,
         saved=_saved(record),
         timeline=timeline(record.spans, roles, start, record.started + record.seconds),
         dropped=KEPT_SPANS if dropped else 0,
