@@ -504,6 +504,118 @@ class TestSleep:
             assert actor.digest() == before
 
 
+class Spoiler(Role):
+    """Does what a device complains of later, has much at once, and captures a graph."""
+
+    def __init__(self) -> None:
+        torch.zeros(1, device=self.ctx.device)
+        self.graph: Any = None
+
+    @method
+    def spoil(self) -> str:
+        """Reads beyond the end of a tensor, which the device finds when this has returned."""
+        self.read = torch.zeros(1, device=self.ctx.device)[torch.tensor([5], device=self.ctx.device)]
+        return "begun"
+
+    @method
+    def fill(self, mib: int) -> int:
+        """Has so much for a while."""
+        return torch.ones(mib * 2**20, dtype=torch.uint8, device=self.ctx.device).numel()
+
+    @method
+    def replay(self, value: float) -> torch.Tensor:
+        """Runs a graph, whose output is always in the same place."""
+        if self.graph is None:
+            self.x = torch.zeros(1024, device=self.ctx.device)
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.y = self.x * 2
+        self.x.fill_(value)
+        self.graph.replay()
+        return self.y
+
+    @method
+    def stream(self) -> int:
+        """On which it computes; it leaves another one."""
+        found = torch.cuda.current_stream().stream_id
+        torch.cuda.set_stream(torch.cuda.Stream())
+        return found
+
+
+class OnASide(Spoiler):
+    """Has a stream of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.cuda.set_stream(torch.cuda.Stream())
+
+
+class TestErrors:
+    """What the device complains of when a method has returned."""
+
+    @needs_cuda
+    def test_a_lost_context(self) -> None:
+        """The call that has caused it fails, and then the group, whose process can't go on; another group can."""
+        with connect() as runtime:
+            roles = {"spoiler": colocate.role(Spoiler), "maker": colocate.role(Maker)}
+            other = runtime.reserve().spawn({"maker": colocate.role(Maker)}, name="other")
+            group = runtime.reserve().spawn(roles, name="spoiled")
+            spoiler, maker = group.role("spoiler", Spoiler), group.role("maker", Maker)
+            with group.pipeline():
+                spoiled, after = spoiler.spoil.submit(), maker.make.submit(3)
+            error = spoiled.exception()
+            assert isinstance(error, RoleError)
+            assert (error.role, error.method) == ("spoiler", "spoil")
+            assert "device-side assert" in str(error)
+            assert isinstance(after.exception(), WorkerDied)
+            with pytest.raises(WorkerDied, match="can't use cuda:0 any more"):
+                maker.make(3)
+            assert torch.equal(other.role("maker", Maker).make(3).cpu(), torch.arange(3.0))
+
+    @needs_cuda
+    def test_it_is_restarted(self) -> None:
+        with connect() as runtime:
+            roles = {"spoiler": colocate.role(Spoiler)}
+            group = runtime.reserve().spawn(roles, name="spoiled", on_failure="restart")
+            spoiler = group.role("spoiler", Spoiler)
+            with pytest.raises(RoleError, match="device-side assert"):
+                spoiler.spoil()
+            group.wait_ready()
+            assert spoiler.fill(1) == [2**20]
+
+    @needs_cuda
+    def test_peaks(self) -> None:
+        """What a method has had at most is known beside what its role holds."""
+        with connect() as runtime:
+            group = runtime.reserve().spawn({"spoiler": colocate.role(Spoiler)})
+            group.role("spoiler", Spoiler).fill(256)
+            group.role("spoiler", Spoiler).fill(64)
+            (role,) = group.memory().slots[0].roles
+            assert role.activations is not None
+            assert 256 * 2**20 <= role.activations["fill"] <= 258 * 2**20
+            assert role.total < 2**20
+
+    @needs_cuda
+    def test_outputs_of_graphs(self) -> None:
+        """A replay changes none that was returned before."""
+        with connect() as runtime:
+            spoiler = runtime.reserve().spawn({"spoiler": colocate.role(Spoiler)}).role("spoiler", Spoiler)
+            kept = [spoiler.replay.keep(float(value)) for value in range(4)]
+            for value, each in enumerate(kept):
+                assert torch.equal(each.fetch()[0].cpu(), torch.full((1024,), 2.0 * value))
+
+    @needs_cuda
+    def test_streams(self) -> None:
+        """Each role computes on its own; what a method leaves is forgotten."""
+        with connect() as runtime:
+            roles = {"one": colocate.role(Spoiler), "side": colocate.role(OnASide), "other": colocate.role(Spoiler)}
+            group = runtime.reserve().spawn(roles)
+            found = {name: {group.role(name, Spoiler).stream()[0] for _ in range(3)} for name in roles}
+            assert found["one"] == found["other"]
+            assert len(found["one"]) == len(found["side"]) == 1
+            assert found["one"] != found["side"]
+
+
 class TestPpo:
     """The roles of `ppo.train`."""
 

@@ -20,6 +20,7 @@ from colocate.executor import Boot  # noqa: E402
 from colocate.worker import holdings, offload  # noqa: E402
 from colocate.worker.hosted import HostedRole  # noqa: E402
 from colocate.worker.scope import Scope  # noqa: E402
+from colocate.worker.settings import Setting  # noqa: E402
 from colocate.worker.sleeping import Sleeper  # noqa: E402
 from colocate.worker.store import Store  # noqa: E402
 
@@ -59,7 +60,8 @@ class Worker:
         self.refusal: str | None = None
 
     def add(self, name: str, instance: Any) -> HostedRole:
-        self.roles[name] = HostedRole(name, instance, methods_of(type(instance)), standalone_context(name))
+        methods, setting = methods_of(type(instance)), Setting("cpu", in_process=False)
+        self.roles[name] = HostedRole(name, instance, methods, standalone_context(name), setting)
         return self.roles[name]
 
     def ask(self, question: Any) -> None:

@@ -16,6 +16,7 @@ from colocate._system.deadline import Deadline
 from colocate._system.sizes import size_text
 
 KINDS = tuple(purpose.word for purpose in Purpose)
+_SOMETIMES = ("asleep", "activations")
 
 
 @attrs.frozen
@@ -30,6 +31,8 @@ class RoleMemory:
         host: Elsewhere, by kind: in the host's memory, where the slot's device isn't the CPU.
         shared: What it holds besides and counts with another role.
         asleep: What it holds that isn't in memory now (`group.sleep`).
+        activations: What its methods have allocated on a GPU at most while they ran, beyond what was there when they
+            began, by method; None where nobody knows: on the CPU, and where slots are threads.
         complete: Whether all that it leads to was looked at.
     """
 
@@ -39,6 +42,7 @@ class RoleMemory:
     host: Mapping[str, int]
     shared: int
     asleep: int
+    activations: Mapping[str, int] | None
     complete: bool
 
     @property
@@ -133,12 +137,12 @@ class GroupMemory:
 
     def _shown(self) -> Iterator[dict[str, Any]]:
         rows = self.rows()
-        unused = {column for column in (*KINDS, "asleep") if not any(row[column] for row in rows)}
+        unused = {column for column in (*KINDS, *_SOMETIMES) if not any(row[column] for row in rows)}
         for slot in self.slots:
             for row in _rows(slot):
                 yield {key: value for key, value in row.items() if key not in unused}
             for what, size in slot.unowned.items():
-                empty = dict.fromkeys((*KINDS, "total", "shared", "asleep"), 0) | {"total": size}
+                empty = dict.fromkeys((*KINDS, "total", "shared", *_SOMETIMES), 0) | {"total": size}
                 nobody = {"slot": slot.slot, "role": f"({what})", "rank": "", **empty}
                 yield {key: value for key, value in nobody.items() if key not in unused}
 
@@ -162,8 +166,14 @@ def _slot(crew: Crew, slot: int, ledger: Ledger) -> SlotMemory:
             place[kind] = place.get(kind, 0) + size
         shared = ledger.shared.get(name, 0)
         asleep = ledger.asleep.get(name, 0)
-        roles.append(RoleMemory(name, rank, device, host, shared, asleep, name not in ledger.partial))
+        activations = None if ledger.peaks is None else _of_role(name, ledger.peaks)
+        roles.append(RoleMemory(name, rank, device, host, shared, asleep, activations, name not in ledger.partial))
     return SlotMemory(slot, boot.node, boot.device, tuple(roles), ledger.private, ledger.empty, ledger.gpu)
+
+
+def _of_role(name: str, peaks: Mapping[str, int]) -> dict[str, int]:
+    labels = {label: label.rpartition(".") for label in peaks}
+    return {method: peaks[label] for label, (role, _, method) in labels.items() if role == name}
 
 
 def _rows(slot: SlotMemory) -> Iterator[dict[str, Any]]:
@@ -178,9 +188,10 @@ def _rows(slot: SlotMemory) -> Iterator[dict[str, Any]]:
             "total": role.total,
             "shared": role.shared,
             "asleep": role.asleep,
+            "activations": None if role.activations is None else max(role.activations.values(), default=0),
         }
 
 
 def _texts(row: Mapping[str, Any]) -> dict[str, str]:
-    sizes = {*KINDS, "total", "shared", "asleep"}
+    sizes = {*KINDS, "total", "shared", *_SOMETIMES}
     return {key: (size_text(value) if value else "") if key in sizes else str(value) for key, value in row.items()}

@@ -10,7 +10,7 @@ from colocate._calls.link import Link
 from colocate._calls.pending import PendingCall
 from colocate._protocol.consequence import Consequence, Poisoned
 from colocate._protocol.messages import Failure
-from colocate._system.jobs import error_text
+from colocate._system.jobs import OUR_FAULT, error_text
 from colocate._system.limits import RENEWED_WITHIN_S
 from colocate._system.lines import at, with_cells
 from colocate._system.off_main import off_main
@@ -28,8 +28,6 @@ from colocate.errors import (
     WorkerDied,
 )
 from colocate.executor import Exit
-
-_OUR_FAULT = "That is a fault of colocate's own: please report it, with the traceback that was printed"
 
 
 def _names(*kinds: type[ColocateError]) -> set[str]:
@@ -241,13 +239,13 @@ def _after(cause: ColocateError | None) -> str:
 
 
 def broken_error(link: Link, slot: int, pid: int | None, reason: str) -> WorkerDied:
-    """The error of a group of whose workers one has lost a thread that it needs."""
-    return _died(link, slot, pid, f"can't go on: {reason}. {_OUR_FAULT}", detail=reason)
+    """The error of a group of whose workers one is of no use any more."""
+    return _died(link, slot, pid, f"can't go on: {reason}", detail=reason)
 
 
 def thread_error(name: str, reason: str) -> ColocateError:
     """The error of a group whose driver has lost a thread that it needs."""
-    return ColocateError(f"group {name!r} can't go on: {reason}. {_OUR_FAULT}", group=name)
+    return ColocateError(f"group {name!r} can't go on: {reason}. {OUR_FAULT}", group=name)
 
 
 def death_error(link: Link, slot: int, pid: int | None, exit: Exit, running: str | None) -> WorkerDied:

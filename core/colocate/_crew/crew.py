@@ -201,7 +201,7 @@ class Crew(Restartable):
         _HEARD[type(message)](self, worker, message, body)
 
     def broken(self, worker: Worker, reason: str) -> None:
-        """A thread that a worker needs has ended."""
+        """A worker is of no use any more."""
         self.workforce.broken(worker, reason)
 
     def lane_ended(self, worker: Worker) -> None:

@@ -34,7 +34,7 @@ class WorkerEvents(Protocol):
         """It has said anything else that isn't about itself."""
 
     def broken(self, worker: Worker, reason: str) -> None:
-        """A thread that it needs has ended."""
+        """It is of no use any more."""
 
     def lane_ended(self, worker: Worker) -> None:
         """It runs role code no longer, and is about to leave."""

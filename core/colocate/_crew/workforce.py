@@ -239,7 +239,7 @@ class Workforce:
         self.workers[slot].send(message)
 
     def broken(self, worker: Worker, reason: str) -> None:
-        """A thread that a worker needs has ended, and the worker with it."""
+        """A worker is of no use any more, and leaves."""
         error = broken_error(self._link, worker.slot, worker.pid, reason)
         if self._link.life.is_starting:
             self.built(worker.slot, error)

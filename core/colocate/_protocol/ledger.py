@@ -45,8 +45,9 @@ class Ledger:
         partial: Roles that hold more objects than were looked at.
         private: What of the process's memory is its own; None where the process is the driver's.
         empty: What was its own before the first role was constructed.
-        gpu: What CUDA knows of the slot's device: "allocated" and "reserved" by torch in this process, "used" by
-            anybody, "total"; None of a slot without one.
+        gpu: What torch knows of the slot's device: "allocated" and "reserved" by this process, "used" by anybody,
+            "total"; None of a slot without one.
+        peaks: What methods have allocated on it at most while they ran, by role and method; None where nobody knows.
     """
 
     roles: Mapping[str, Mapping[tuple[str, str], int]]
@@ -56,3 +57,4 @@ class Ledger:
     private: int | None
     empty: int | None
     gpu: Mapping[str, int] | None
+    peaks: Mapping[str, int] | None

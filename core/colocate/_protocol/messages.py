@@ -572,7 +572,7 @@ class Progress(Message):
 
 @message
 class Broken(Message):
-    """One of its own threads has ended, and it leaves.
+    """It lacks what it needs to run roles, such as a thread of its own or its device, and leaves.
 
     Attributes:
         reason: Why.

@@ -213,6 +213,9 @@ def error_text(error: BaseException) -> str:
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
+OUR_FAULT = "That is a fault of colocate's own: please report it, with the traceback that was printed"
+
+
 def report_exception() -> None:
     """Report the exception being handled as one that ended a thread would be."""
     kind, value, trace = sys.exc_info()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Callable
 from typing import Any
 
 from colocate._system.by_type import by_type
@@ -15,23 +16,30 @@ _PLAIN = (int, float, str, type(None))
 _COMPARED = (*_PLAIN, complex, bytes)
 
 
-def ordinary(value: Any) -> Any:
+def ordinary(value: Any, is_lent: Callable[[Any], bool] = lambda tensor: False) -> Any:
     """The value with its tensors detached from autograd, and inference tensors as ordinary ones.
 
-    Shares memory with the value; only an inference tensor is cloned, since nothing but a copy can make it ordinary.
+    Shares memory with the value; only an inference tensor is cloned, since nothing but a copy can make it ordinary, and
+    one that others will write into without torch's noticing.
+
+    Args:
+        value: The value.
+        is_lent: Whether a tensor is such a one.
     """
-    return value if isinstance(value, _PLAIN) else map_leaves(value, _ordinary, has_memory)
+    return value if isinstance(value, _PLAIN) else map_leaves(value, functools.partial(_ordinary, is_lent), has_memory)
 
 
-def _ordinary(item: Any) -> Any:
+def _ordinary(is_lent: Callable[[Any], bool], item: Any) -> Any:
     torch = imported("torch")
     if torch is not None and isinstance(item, torch.Tensor):
-        if _is_inference(item):
+        if _is_inference(item) or is_lent(item):
             with torch.inference_mode(False), torch.no_grad():
                 return item.clone()
         return item.detach() if item.requires_grad or isinstance(item, torch.nn.Parameter) else item
     kind: type = type(item)
-    return item.apply(_ordinary, filter_empty=False) if is_collection(kind) else item
+    if not is_collection(kind):
+        return item
+    return item.apply(functools.partial(_ordinary, is_lent), filter_empty=False)
 
 
 def _is_inference(tensor: Any) -> bool:

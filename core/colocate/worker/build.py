@@ -113,13 +113,16 @@ def construct(build: RoleBuild, site: Site) -> HostedRole:
     token = set_current(ctx)
     try:
         cls = build.shipped.load()
+        site.setting.base = site.setting.now()
         methods = check_role(build.name, cls)
         args, kwargs = _unpack(site, build.arguments)
         instance = cls(*args, **kwargs)
         attach(instance, ctx)
+        settings = site.setting.now()
     finally:
         reset_current(token)
-    return HostedRole(build.name, instance, methods, ctx)
+        site.setting.have(site.setting.base)
+    return HostedRole(build.name, instance, methods, ctx, site.setting, settings)
 
 
 def _unpack(site: Site, body: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -9,11 +9,10 @@ import inspect
 import json
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from colocate._role.context import reset_current, set_current
-from colocate._role.standalone import awaited
 from colocate.errors import ColocateError
 from colocate.worker.hosted import HostedRole
 
@@ -95,13 +94,7 @@ def _call(role: HostedRole, name: str, folder: Path) -> None:
     if name == "restore" and takes_ranks(type(role.instance)):
         record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
         more["ranks"] = record["roles"][role.name]["ranks"]
-    token = set_current(role.ctx)
-    try:
-        result = method(str(role_folder(folder, role.name)), **more)
-        if inspect.iscoroutine(result):
-            awaited(result)
-    finally:
-        reset_current(token)
+    role.run_hook(partial(method, **more), str(role_folder(folder, role.name)))
 
 
 def _generator_file(role: HostedRole, folder: Path) -> Path:

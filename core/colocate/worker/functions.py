@@ -93,4 +93,4 @@ def hosted_functions(site: Site, slots: int, seed: int) -> HostedRole:
         groups=site.groups,
         report=site.report,
     )
-    return HostedRole(None, Functions(site), SPECS, ctx)
+    return HostedRole(None, Functions(site), SPECS, ctx, site.setting)

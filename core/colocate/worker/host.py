@@ -15,7 +15,7 @@ from colocate._protocol import messages
 from colocate._protocol.bundle import take_apart
 from colocate._protocol.message import Head, Message, read
 from colocate._protocol.uses import Peers
-from colocate._system.jobs import JobThread, error_text, report_exception
+from colocate._system.jobs import OUR_FAULT, JobThread, error_text, report_exception
 from colocate._values.codec import Codec
 from colocate._values.leaving import describe
 from colocate.errors import ColocateError
@@ -69,7 +69,7 @@ class WorkerHost(Site):
         self._ledgers_lock = threading.Lock()
         broken = partial(self._thread_failed, "its lane")
         self.lane = Lane(f"{LANE}{boot.worker}", self.scope, self._held, broken, turns, daemon=in_process)
-        self._runner = Runner(self)
+        self._runner = Runner(self, self.broken)
         self._handlers: dict[type[Message], Callable[[Any, Any], None]] = {
             messages.Define: self.definitions.arrived,
             messages.Build: self._on_build,
@@ -236,10 +236,10 @@ class WorkerHost(Site):
     def _thread_failed(self, what: str, error: BaseException) -> None:
         """A thread of the worker has met an exception that nothing of a user's can cause, but a mistake here can."""
         report_exception()  # first: the process ends with the group
-        self.broken(f"{what} was ended by {error_text(error)}")
+        self.broken(f"{what} was ended by {error_text(error)}. {OUR_FAULT}")
 
     def broken(self, reason: str) -> None:
-        """Leave: without one of its threads it is of no use. Its group fails of that at once instead of waiting."""
+        """Leave, being of no use any more. Its group fails of that at once instead of waiting."""
         if not self._is_broken:
             self._is_broken = True
             self.say(messages.Broken(reason))

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypeVar
 
 import attrs
 
 from colocate._role.context import Context, reset_current, set_current
 from colocate._role.method_spec import MethodSpec
 from colocate._role.standalone import awaited
+from colocate.worker.settings import Setting, Settings
+
+T = TypeVar("T")
 
 
 @attrs.define(eq=False)
@@ -18,6 +21,8 @@ class HostedRole:
     """A role instance and what is needed to run its methods; without a name it is what functions run in.
 
     Attributes:
+        setting: What makes torch's settings.
+        settings: Which the role has of its own; None for those of all.
         operations: How many operations of process groups it has begun in the calls that have ended.
     """
 
@@ -25,6 +30,8 @@ class HostedRole:
     instance: Any
     methods: Mapping[str, MethodSpec]
     ctx: Context
+    setting: Setting
+    settings: Settings | None = None
     operations: int = attrs.field(default=0, init=False)
     _labels: Mapping[str, str] = attrs.field(init=False)
     _drawn: tuple[int, Any] = attrs.field(default=(-1, None), init=False)
@@ -62,14 +69,16 @@ class HostedRole:
         hook = getattr(self.instance, name, None)
         if hook is None or name in self.methods:
             return False
+        self.run_hook(hook, *args)
+        return True
+
+    def run_hook(self, hook: Callable[..., Any], *args: Any) -> None:
+        """Run a method that isn't one for its callers, to its end where it is async."""
         token = set_current(self.ctx)
         try:
-            found = hook(*args)
-            if inspect.iscoroutine(found):
-                awaited(found)
+            self.run(_run_to_its_end, hook, *args)
         finally:
             reset_current(token)
-        return True
 
     def declared(self) -> Sequence[Any]:
         """What it says that it holds, by a hook `device_state`: for memory that nobody can find."""
@@ -82,6 +91,18 @@ class HostedRole:
         finally:
             reset_current(token)
 
+    def run(self, code: Callable[..., T], *args: Any) -> T:
+        """Run code of the role's, with torch set as it is for the role."""
+        self.have_settings()
+        try:
+            return code(*args)
+        finally:
+            self.setting.have(self.setting.base)
+
+    def have_settings(self) -> None:
+        """Set torch as it is for the role."""
+        self.setting.have(self.settings or self.setting.base)
+
     def spec(self, method: str) -> MethodSpec:
         """One of its methods."""
         if self.name is None:
@@ -91,3 +112,9 @@ class HostedRole:
     def label(self, method: str) -> str:
         """What a method is called in errors and stacks."""
         return self._labels.get(method) or f"function {method}"
+
+
+def _run_to_its_end(hook: Callable[..., Any], *args: Any) -> None:
+    found = hook(*args)
+    if inspect.iscoroutine(found):
+        awaited(found)

@@ -42,6 +42,7 @@ class Work(CallState):
     on_drop: Callable[[], None] | None = attrs.field(default=None, init=False)
     operations: int = attrs.field(default=0, init=False)  # of process groups that came before it
     cuts: int = attrs.field(default=0, init=False)  # how often process groups had been cut before it
+    allocated: int | None = attrs.field(default=None, init=False)  # see `Device.begin`
     lots: int = attrs.field(default=0, init=False)  # how many lots of definitions came before it
 
 

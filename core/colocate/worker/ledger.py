@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 
 from colocate._protocol.ledger import Ledger, Purpose
-from colocate._system.imported import imported
+from colocate.worker.device import in_use
 from colocate.worker.holdings import Holdings, Storages, held_by
 from colocate.worker.sleeping import Sleeper, Worker
 
@@ -43,7 +43,14 @@ def ledger(site: Worker, sleeper: Sleeper) -> Ledger:
     shares = shares_of(site, sleeper, held)
     private = None if site.in_process else private_bytes() + sleeper.in_memory()
     return Ledger(
-        shares.owned, shares.shared, shares.asleep, tuple(partial), private, site.empty, _gpu(site.boot.device)
+        shares.owned,
+        shares.shared,
+        shares.asleep,
+        tuple(partial),
+        private,
+        site.empty,
+        _gpu(site.boot.device),
+        None if site.device.peaks is None else dict(site.device.peaks),
     )
 
 
@@ -145,13 +152,13 @@ def _shares(held: Mapping[str, Holdings], away: Mapping[int, int]) -> Shares:
 
 
 def _gpu(device: str) -> dict[str, int] | None:
-    torch = imported("torch")
-    if torch is None or not device.startswith("cuda") or not torch.cuda.is_initialized():
+    module = in_use(device)
+    if module is None:
         return None
-    free, total = torch.cuda.mem_get_info(device)
+    free, total = module.mem_get_info(device)
     return {
-        "allocated": torch.cuda.memory_allocated(device),
-        "reserved": torch.cuda.memory_reserved(device),
+        "allocated": module.memory_allocated(device),
+        "reserved": module.memory_reserved(device),
         "used": total - free,
         "total": total,
     }

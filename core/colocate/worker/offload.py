@@ -13,6 +13,7 @@ import attrs
 
 from colocate._system.imported import imported
 from colocate._system.sizes import size_text
+from colocate.worker.device import in_use
 
 Key: TypeAlias = int
 """What a storage is called as long as there is a reference to it: `storage._cdata`."""
@@ -138,24 +139,20 @@ class Offload:
     def _to_host(self, view: Any) -> Any:
         torch = imported("torch")
         try:
-            host = torch.empty(view.numel(), dtype=torch.uint8, pin_memory=self._is_cuda)
+            host = torch.empty(view.numel(), dtype=torch.uint8, pin_memory=in_use(self._device) is not None)
         except RuntimeError as error:
             raise MemoryError(f"{size_text(view.numel())} of pinned memory are needed: {error}") from error
         return host.copy_(view, non_blocking=True)
 
-    @property
-    def _is_cuda(self) -> bool:
-        return self._device.startswith("cuda")
-
     def _settle(self) -> None:
         """Wait until all that was begun on the device is done."""
-        if self._is_cuda:
-            imported("torch").cuda.synchronize(self._device)
+        if (module := in_use(self._device)) is not None:
+            module.synchronize(self._device)
 
     def _give_back(self) -> None:
         """Have the device's other users get what torch keeps for itself."""
-        if self._is_cuda:
-            imported("torch").cuda.empty_cache()
+        if (module := in_use(self._device)) is not None:
+            module.empty_cache()
 
 
 @attrs.frozen

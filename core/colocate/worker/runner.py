@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -37,9 +37,15 @@ from colocate.worker.torchrun import torchrun_environment
 class Runner:
     """Runs what a host's lane gives it, on the lane, and answers."""
 
-    def __init__(self, site: Site) -> None:
-        """Args: site: Whose roles it constructs and runs."""
+    def __init__(self, site: Site, broken: Callable[[str], None]) -> None:
+        """Make it.
+
+        Args:
+            site: Whose roles it constructs and runs.
+            broken: What the worker is told when it can't run them any more.
+        """
         self._site = site
+        self._broken = broken
         self._has_default = False  # whether a role wants the default group to be there, though it may never ask for it
 
     def build(self, work: Work) -> bool:
@@ -66,8 +72,10 @@ class Runner:
                 continue
             try:
                 site.definitions.load(work.lots)
+                before = site.device.begin()
                 with site.residency.holding(build.name):
                     site.roles[build.name] = construct(build, site)
+                site.device.end(f"{build.name}.__init__", before)
                 site.residency.check(build.name, f"the constructor of role {build.name!r}")
             except BaseException as error:
                 self._failed(0, None, build.name, error)
@@ -78,6 +86,7 @@ class Runner:
                 try:
                     with site.residency.awake(role):
                         checkpoint.restore(role, message.restored)
+                        site.device.end(f"{role.name}.restore")
                     site.residency.check(role.name, f"restoring role {role.name!r}")
                 except BaseException as error:
                     self._failed(0, None, role.name, error)
@@ -95,11 +104,13 @@ class Runner:
         role = site.roles[call.role]
         spec = role.spec(call.method)
         start = time.time()
+        site.setting.have(site.setting.base)  # an async method that waits may have left others
         tokens = set_current(role.ctx), running_call.set(work)
         role.ctx.last_call = work
         role.begin(call.seq)
         work.operations, work.cuts = site.groups.count(), site.groups.cuts
         work.before = role.operations - work.operations
+        work.allocated = None if spec.is_async else site.device.begin()  # others run beside it
         try:
             site.residency.enter(call.seq, role, spec)
             site.sleeper.check(role, spec)
@@ -109,7 +120,7 @@ class Runner:
             work.valid_rows = resolver.valid if call.valid is None and resolver is not None else call.valid
             if spec.padded is not None:
                 work.rows = batch.rows(arguments[spec.padded], spec.padded)
-            result = spec.call(role.instance, arguments)
+            result = role.run(spec.call, role.instance, arguments)
             if spec.is_async:
                 return self._finish_async(result, work, call, role, spec, resolver, start)
             self._finish(result, work, call, role, spec, resolver, start)
@@ -143,6 +154,7 @@ class Runner:
                 if name is not None and (message.everybody or site.groups.concerns(message.names, name)):
                     with site.residency.awake(role):
                         role.renew()
+                        site.device.end(f"{name}.renew")
         except BaseException as error:
             told, body = failure.failed(error, site.codec, site.definitions, name, False)
         holders = site.groups.holders()
@@ -170,8 +182,11 @@ class Runner:
         # A task has a context of its own, in which nothing has to be reset.
         set_current(role.ctx)
         running_call.set(work)
+        role.have_settings()
         try:
-            self._finish(await coroutine, work, call, role, spec, resolver, start)
+            result = await coroutine
+            self._site.setting.have(self._site.setting.base)
+            self._finish(result, work, call, role, spec, resolver, start)
         except BaseException as error:
             self._site.residency.leave(call.seq)
             self._site.peers.given_back(work.label)
@@ -239,7 +254,8 @@ class Runner:
         start: float,
     ) -> None:
         site, label = self._site, work.label
-        result = ordinary(result)
+        site.device.end(label, work.allocated)
+        result = ordinary(result, site.device.lends)
         if work.rows is not None and (result is not None or counts(spec, role.ctx)):
             result = without_padding(result, work.rows, work.valid_rows, label)
         if len(site.store) or resolver is not None:
@@ -301,6 +317,9 @@ class Runner:
             site.say(messages.Failed(seq, told, operations, halves, amid), body)
         if keep is not None:  # who uses it fails of that in turn, and is to be heard of later than this
             site.store.fail(keep, f"{told.type}: {told.text}")
+        # Not before it is told: what the device has to do may wait for other ranks, which hear of it by that.
+        if seq and (lost := site.device.why_lost()) is not None:
+            self._broken(lost)
 
 
 def _updates(work: Work, operations: int) -> int:

@@ -17,11 +17,13 @@ from colocate._values.codec import Codec
 from colocate.executor import Boot
 from colocate.worker.accounts import Accounts
 from colocate.worker.definitions import Definitions
+from colocate.worker.device import Device
 from colocate.worker.hosted import HostedRole
 from colocate.worker.lane import Lane
 from colocate.worker.process_groups import ProcessGroups
 from colocate.worker.residency import Residency
 from colocate.worker.scope import Scope
+from colocate.worker.settings import Setting
 from colocate.worker.sleeping import Sleeper
 from colocate.worker.store import Store
 
@@ -41,6 +43,8 @@ class Site:
         instances: The same by name, as their contexts know each other.
         scope: Which calls may wait for others.
         groups: The process groups of its roles.
+        device: What its slot computes on.
+        setting: What makes torch's settings.
         sleeper: What of its roles' memory sleeps.
         accounts: What they have, and may have.
         residency: Who is awake, where they take turns.
@@ -65,6 +69,8 @@ class Site:
         self.store = Store(boot.strict, self.scope)
         self.roles: dict[Any, HostedRole] = {}
         self.instances: dict[str, object] = {}
+        self.device = Device(boot.device, in_process)
+        self.setting = Setting(boot.device, in_process)
         self.groups = ProcessGroups(self, in_process, boot.group, boot.slot, boot.host, boot.device)
         self.sleeper = Sleeper(self)
         self.accounts = Accounts(self, self.sleeper)

@@ -24,6 +24,7 @@ from colocate._system.room import free_memory, spill_directories
 from colocate._system.sizes import size_text
 from colocate.errors import ColocateError, SleepingError
 from colocate.executor import Boot
+from colocate.worker.device import Device
 from colocate.worker.holdings import Holdings, Objects, held_by
 from colocate.worker.hosted import HostedRole
 from colocate.worker.lane import Lane
@@ -43,6 +44,7 @@ class Worker(Protocol):
     spill_dir: str | None
     in_process: bool
     empty: int | None
+    device: Device
 
     def ask(self, question: Message) -> Any:
         """Ask the driver."""

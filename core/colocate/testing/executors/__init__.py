@@ -45,6 +45,7 @@ from colocate.testing.executors.process_groups import ProcessGroups
 from colocate.testing.executors.renewals import Renewals
 from colocate.testing.executors.residents import Residents
 from colocate.testing.executors.restarting import Restarting
+from colocate.testing.executors.settings import TorchSettings
 from colocate.testing.executors.signals import Signals
 from colocate.testing.executors.sleeping import Sleeping
 from colocate.testing.executors.startup import Startup
@@ -67,6 +68,7 @@ class ExecutorSuite(
     Sleeping,
     Budgets,
     Devices,
+    TorchSettings,
     NamedMeshes,
     Pipelines,
     Functions,
@@ -142,6 +144,7 @@ __all__ = [
     "Successors",
     "Templates",
     "TensorResidents",
+    "TorchSettings",
     "Undisturbed",
     "needs",
 ]

@@ -1,0 +1,129 @@
+"""The device of a slot, where it works on its own time: torch's calls return before their work there is done.
+
+A call of a role has ended when its work there has. So an error of the device is that of the call that has caused it,
+what a call has kept is complete for whoever uses it, on whatever stream, and how long a call took is how long the
+device took. Work that a role begins on other streams than its current one is the role's to wait for, as ever with
+torch.
+"""
+
+from __future__ import annotations
+
+import bisect
+from typing import Any
+
+from colocate._system.imported import imported
+
+
+def in_use(device: str) -> Any:
+    """Torch's module for a kind of device, such as `torch.cuda`; None until this process has used it, and for the host.
+
+    Args:
+        device: As torch calls it, such as "cuda:0".
+    """
+    torch = imported("torch")
+    if device == "cpu" or torch is None:
+        return None
+    module = getattr(torch, device.partition(":")[0], None)
+    return module if hasattr(module, "is_initialized") and module.is_initialized() else None
+
+
+class Device:
+    """A slot's device, on the lane.
+
+    Attributes:
+        peaks: What methods have had at most of the device's memory while they ran, beyond what was there when they
+            began, in bytes: by role and method. None where nobody knows: on the host, and where slots are threads, for
+            which torch has one account.
+    """
+
+    def __init__(self, name: str, in_process: bool) -> None:
+        """Args: name: As torch calls it. in_process: Whether slots are threads."""
+        self._name = name
+        self._starts: list[int] = []  # of memory that isn't the allocator's to give to others
+        self._stops: list[int] = []
+        self._segments: object = None
+        self.peaks: dict[str, int] | None = None if name == "cpu" or in_process else {}
+
+    def begin(self) -> int | None:
+        """A call begins: the bytes that torch has allocated on the device; None where nobody knows whose they are."""
+        module = in_use(self._name)
+        if module is None or self.peaks is None:
+            return None
+        module.reset_peak_memory_stats(self._name)
+        return int(_allocated(module, self._name)["current"])
+
+    def end(self, label: str, before: int | None = None) -> None:
+        """A method has returned: wait for what it has the device do.
+
+        Args:
+            label: The role and method.
+            before: What `begin` said when it began; None where something else may have run beside it.
+
+        Raises:
+            RuntimeError: The device says that something was wrong with that.
+        """
+        module = in_use(self._name)
+        if module is None:
+            return
+        try:
+            _settle(module, self._name)
+        except RuntimeError as error:
+            error.add_note(
+                f"{self._name} told this when what {label} had begun there was waited for. To see which operation it "
+                'was, run it once with env={"CUDA_LAUNCH_BLOCKING": "1"} in the pool'
+            )
+            raise
+        if before is not None and self.peaks is not None:
+            peak = int(_allocated(module, self._name)["peak"]) - before
+            self.peaks[label] = max(self.peaks.get(label, 0), peak)
+
+    def why_lost(self) -> str | None:
+        """A call has failed: wait for what it had begun. Why the process can't use the device any more, if it can't."""
+        module = in_use(self._name)
+        if module is None:
+            return None
+        said: RuntimeError | None = None
+        for _ in range(2):  # what goes wrong in one piece of work is told once; a context that is lost says so for ever
+            try:
+                _settle(module, self._name)
+            except RuntimeError as error:
+                said = error
+            else:
+                return None
+        return f"this process can't use {self._name} any more: {said}"
+
+    def lends(self, tensor: Any) -> bool:
+        """Whether a tensor lies in memory that is written into without torch's noticing: a CUDA graph's.
+
+        Such a graph has a pool of memory to itself, and its outputs are there; a replay changes them.
+        """
+        module = in_use(self._name)
+        if module is None or tensor.device.type == "cpu" or not hasattr(module, "memory_snapshot"):
+            return False
+        self._look(module)
+        address = tensor.untyped_storage().data_ptr()
+        place = bisect.bisect_right(self._starts, address) - 1
+        return place >= 0 and address < self._stops[place]
+
+    def _look(self, module: Any) -> None:
+        segments = module.memory_stats_as_nested_dict(self._name)["segment"]["all"]
+        seen = segments["allocated"], segments["freed"]
+        if seen == self._segments:  # a look takes as long as a call, or longer
+            return
+        self._segments = seen
+        private = sorted(
+            (each["address"], each["address"] + each["total_size"])
+            for each in module.memory_snapshot()
+            if tuple(each["segment_pool_id"]) != (0, 0)
+        )
+        self._starts, self._stops = [start for start, _ in private], [stop for _, stop in private]
+
+
+def _settle(module: Any, device: str) -> None:
+    """Wait for what was begun on the thread's current stream."""
+    module.current_stream(device).synchronize()
+
+
+def _allocated(module: Any, device: str) -> Any:
+    # Not `memory_allocated`, which sorts all that there is to be known into one table first.
+    return module.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]

@@ -1,0 +1,90 @@
+"""What torch has set for a thread or a process, which each role of a worker has its own of.
+
+Roles share a process and a thread. What a role's constructor has set holds in its methods, as it would in a process of
+its own, and nobody else's; what a method leaves set is forgotten when it ends. What a module sets as it is imported
+holds for all roles.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+
+from colocate._system.imported import imported
+from colocate.worker.device import in_use
+
+
+@attrs.frozen
+class Settings:
+    """Torch's settings.
+
+    Attributes:
+        grad: Whether gradients are recorded.
+        dtype: That of new tensors of which none is said; None for the usual one.
+        device: Where such are made; None for the host.
+        stream: On which a GPU computes; None for the usual one.
+    """
+
+    grad: bool = True
+    dtype: Any = None
+    device: Any = None
+    stream: Any = None
+
+
+USUAL = Settings()
+"""As torch is imported."""
+
+
+class Setting:
+    """Reads and makes torch's settings, on the lane."""
+
+    def __init__(self, device: str, in_process: bool) -> None:
+        """Begin with the usual ones.
+
+        Args:
+            device: The slot's, as torch calls it.
+            in_process: Whether the process is the driver's: what is set for all of it is left alone.
+        """
+        self._device = device
+        self._in_process = in_process
+        self.base = USUAL
+        self._stream: Any = None  # the usual one
+
+    def now(self) -> Settings:
+        """As they are."""
+        torch = imported("torch")
+        if torch is None:
+            return USUAL
+        dtype = torch.get_default_dtype()
+        device = torch.get_default_device() if _may_have_device(torch) else None
+        module = in_use(self._device)
+        return Settings(
+            torch.is_grad_enabled(),
+            None if self._in_process or dtype is torch.float32 else dtype,
+            None if device is None or device.type == "cpu" else device,
+            None if module is None else module.current_stream(self._device),
+        )
+
+    def have(self, wanted: Settings) -> None:
+        """Make them so."""
+        torch = imported("torch")
+        if torch is None:
+            return
+        if torch.is_grad_enabled() is not wanted.grad:
+            torch.set_grad_enabled(wanted.grad)
+        if not self._in_process and torch.get_default_dtype() is not (dtype := wanted.dtype or torch.float32):
+            torch.set_default_dtype(dtype)
+        if (wanted.device is not None or _may_have_device(torch)) and self.now().device != wanted.device:
+            torch.set_default_device(wanted.device)
+        module = in_use(self._device)
+        if module is not None:
+            module.set_device(self._device)
+            if self._stream is None:
+                self._stream = module.current_stream(self._device)
+            module.set_stream(wanted.stream or self._stream)
+
+
+def _may_have_device(torch: Any) -> bool:
+    # A default device is one of torch's function modes. To ask for it takes as long as a short call.
+    return bool(torch._C._len_torch_function_stack())

@@ -1,0 +1,222 @@
+"""What a worker makes of a device that works on its own time: by one that a test plays. tests/gpu has the real one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import colocate
+from colocate import ColocatedGroup, Role, method
+from colocate.errors import RoleError, WorkerDied
+from colocate.worker import device as devices
+from colocate.worker.device import Device, in_use
+from colocate.worker.settings import Setting, Settings
+
+torch = pytest.importorskip("torch")
+
+
+class Gpu:
+    """Plays `torch.cuda`: work ends, and fails, when it is waited for."""
+
+    def __init__(self) -> None:
+        self.begun: list[str | None] = []  # pieces of work, by what will be wrong with them
+        self.is_dead = False
+        self.stream: Any = "usual"
+        self.device: Any = None
+        self.allocated = self.peak = 0
+        self.segments: list[dict[str, Any]] = []
+        self.looks = 0
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def current_stream(self, device: str) -> Any:
+        return self if self.stream == "usual" else self.stream
+
+    def set_stream(self, stream: Any) -> None:
+        self.stream = "usual" if stream is self else stream
+
+    def set_device(self, device: str) -> None:
+        self.device = device
+
+    def synchronize(self) -> None:
+        wrong = [each for each in self.begun if each is not None]
+        self.begun.clear()
+        if "lost" in wrong:
+            self.is_dead = True
+        if self.is_dead or wrong:
+            raise torch.AcceleratorError(f"CUDA error: {wrong[0] if wrong else 'device-side assert triggered'}")
+
+    def reset_peak_memory_stats(self, device: str) -> None:
+        self.peak = self.allocated
+
+    def take(self, nbytes: int) -> None:
+        self.allocated += nbytes
+        self.peak = max(self.peak, self.allocated)
+
+    def memory_stats_as_nested_dict(self, device: str) -> dict[str, Any]:
+        count = {"allocated": len(self.segments), "freed": 0}
+        return {
+            "allocated_bytes": {"all": {"current": self.allocated, "peak": self.peak}},
+            "segment": {"all": count},
+        }
+
+    def memory_snapshot(self) -> list[dict[str, Any]]:
+        self.looks += 1
+        return self.segments
+
+
+class Worker(Role):
+    """Has a device do something."""
+
+    @method
+    def begin(self, wrong: str | None = None, raises: bool = False) -> str:
+        gpu: Any = devices.in_use("cpu")
+        gpu.begun.append(wrong)
+        if raises:
+            raise ValueError("on purpose")
+        return "begun"
+
+    @method
+    def unfinished(self) -> int:
+        gpu: Any = devices.in_use("cpu")
+        return len(gpu.begun)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    played = Gpu()
+    monkeypatch.setattr(devices, "in_use", lambda name: played)
+    return played
+
+
+@pytest.fixture
+def group(gpu: Gpu) -> Iterator[ColocatedGroup]:
+    with colocate.connect("local") as runtime:
+        yield runtime.reserve(1).spawn({"one": colocate.role(Worker), "other": colocate.role(Worker)}, name="played")
+
+
+def test_a_call_ends_with_its_work(group: ColocatedGroup, gpu: Gpu) -> None:
+    one, other = group.role("one", Worker), group.role("other", Worker)
+    for _ in range(3):
+        with group.pipeline():
+            one.begin.submit()
+            found = other.unfinished.submit()
+        assert found.result() == [0]
+    assert one.begin() == ["begun"]
+    assert gpu.begun == []
+
+
+def test_an_error_is_that_of_the_call_that_has_caused_it(group: ColocatedGroup, gpu: Gpu) -> None:
+    """Not of the next one, and nothing else is wrong afterwards."""
+    one, other = group.role("one", Worker), group.role("other", Worker)
+    with group.pipeline():
+        first = one.begin.submit("misaligned address")
+        second = other.begin.submit()
+    error = first.exception()
+    assert isinstance(error, RoleError)
+    assert (error.role, error.method) == ("one", "begin")
+    assert "CUDA error: misaligned address" in str(error)
+    assert "what one.begin had begun there was waited for" in str(error)
+    assert "CUDA_LAUNCH_BLOCKING" in str(error)
+    assert second.result() == other.begin() == ["begun"]
+
+
+def test_a_call_that_fails_leaves_none_behind(group: ColocatedGroup, gpu: Gpu) -> None:
+    """It has failed already: what goes wrong with what it had begun is no other call's."""
+    one, other = group.role("one", Worker), group.role("other", Worker)
+    with pytest.raises(RoleError, match="on purpose"):
+        one.begin("misaligned address", raises=True)
+    assert other.begin() == ["begun"]
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_context_that_is_lost(group: ColocatedGroup, gpu: Gpu, raises: bool) -> None:
+    """The call fails, and then the group, which doesn't go on there."""
+    one = group.role("one", Worker)
+    with pytest.raises(RoleError, match="on purpose" if raises else "CUDA error: lost"):
+        one.begin("lost", raises)
+    with pytest.raises(WorkerDied) as caught:
+        one.begin()
+    text = str(caught.value)
+    assert "this process can't use cpu any more: CUDA error: device-side assert triggered" in text
+    assert "fault of colocate" not in text
+
+
+def test_peaks(gpu: Gpu) -> None:
+    """Of each method the most that it has had beyond what was there."""
+    device = Device("cuda:0", in_process=False)
+    gpu.take(100)
+    for amount in (30, 50, 20):
+        before = device.begin()
+        gpu.take(amount)
+        gpu.take(-amount)
+        device.end("actor.step", before)
+    gpu.take(1000)
+    device.end("actor.step", device.begin())
+    device.end("actor.soon", None)  # others ran beside it
+    assert device.peaks == {"actor.step": 50}
+    assert Device("cuda:0", in_process=True).peaks is None
+    assert Device("cpu", in_process=False).peaks is None
+
+
+def test_outputs_of_graphs(gpu: Gpu) -> None:
+    """What lies in a pool of a graph's own is told from what doesn't; the allocator is asked when it has changed."""
+    device = Device("cuda:0", in_process=False)
+    mine, other = torch.ones(64), torch.ones(64)
+    start = mine.untyped_storage().data_ptr()
+
+    class OnGpu:
+        device = torch.device("cuda", 0)
+
+        def __init__(self, tensor: Any) -> None:
+            self.untyped_storage = tensor.untyped_storage
+
+    assert not device.lends(OnGpu(mine))
+    gpu.segments += [
+        {"address": start - 64, "total_size": 512, "segment_pool_id": (0, 1)},
+        {"address": other.untyped_storage().data_ptr(), "total_size": 256, "segment_pool_id": (0, 0)},
+    ]
+    looks = gpu.looks
+    for _ in range(3):
+        assert device.lends(OnGpu(mine))
+        assert device.lends(OnGpu(mine[10:]))
+        assert not device.lends(OnGpu(other))
+        assert not device.lends(mine)  # a tensor of the host
+    assert gpu.looks == looks + 1
+
+
+def test_lent_results_are_copied() -> None:
+    from colocate._values.leaving import ordinary
+
+    lent, own = torch.arange(3.0), torch.arange(2.0)
+    found = ordinary({"a": [lent, own]}, lambda tensor: tensor is lent)
+    lent.zero_()
+    assert torch.equal(found["a"][0], torch.arange(3.0))
+    assert found["a"][1] is own
+
+
+def test_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A role computes on the stream that its constructor has left, and others on the usual one."""
+    from colocate.worker import settings
+
+    gpu = Gpu()
+    monkeypatch.setattr(settings, "in_use", lambda name: gpu)
+    setting = Setting("cuda:0", in_process=False)
+    setting.have(setting.base)
+    assert gpu.device == "cuda:0"
+    gpu.set_stream("side")
+    of_role = setting.now()
+    setting.have(setting.base)
+    assert gpu.current_stream("cuda:0") is gpu
+    setting.have(of_role)
+    assert gpu.current_stream("cuda:0") == "side"
+    setting.have(Settings())
+    assert gpu.current_stream("cuda:0") is gpu
+
+
+@pytest.mark.parametrize("name", ["cpu", "meta", "cuda:0", "nonsense:1"])
+def test_not_in_use(name: str) -> None:
+    assert in_use(name) is None or torch.cuda.is_initialized()
