@@ -1,7 +1,8 @@
 """The GPUs that a process may use: counted without initialising CUDA, and named for the workers that get some of them.
 
-A scheduler gives a job its GPUs by `CUDA_VISIBLE_DEVICES`: by number, by UUID, or as parts of one (MIG). What the job's
-workers see are some of these, so an executor deals in indices into that list, and `shown` says what they stand for.
+A scheduler gives a job its GPUs by a variable, `CUDA_VISIBLE_DEVICES` where they are NVIDIA's: by number, by UUID, or
+as parts of one (MIG). What the job's workers see are some of these, so an executor deals in indices into that list, and
+`shown` says what they stand for. `KINDS` has what is called otherwise for GPUs of other makers; a cluster has one kind.
 """
 
 from __future__ import annotations
@@ -13,10 +14,48 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
+
 from colocate._system.imported import imported
 from colocate.errors import ConfigError
 
-VARIABLE = "CUDA_VISIBLE_DEVICES"
+
+@attrs.frozen
+class Kind:
+    """GPUs of one maker, by what others call them.
+
+    Attributes:
+        device: Torch's name for the type of device.
+        variable: The environment variable that shows a process some of them.
+        backend: What torch.distributed has their collectives done by.
+    """
+
+    device: str
+    variable: str
+    backend: str
+
+
+KINDS = {
+    "NVIDIA": Kind("cuda", "CUDA_VISIBLE_DEVICES", "nccl"),
+    "AMD": Kind("cuda", "HIP_VISIBLE_DEVICES", "nccl"),  # in ROCm's torch they have CUDA's names, and RCCL has NCCL's
+    "Intel": Kind("xpu", "ZE_AFFINITY_MASK", "xccl"),
+}
+
+
+def kind_in(devices: Path, classes: Path) -> Kind:
+    """The kind of a machine's GPUs, by the kernel's folders for devices and their classes; NVIDIA's where unknown."""
+    if any(devices.glob("nvidia[0-9]*")):
+        return KINDS["NVIDIA"]
+    if (devices / "kfd").exists():
+        return KINDS["AMD"]
+    makers = {path.read_text().strip() for path in classes.glob("drm/renderD*/device/vendor")}
+    return KINDS["Intel" if makers == {_INTEL} else "NVIDIA"]
+
+
+_INTEL = "0x8086"
+KIND = kind_in(Path("/dev"), Path("/sys/class"))
+"""That of this machine."""
+VARIABLE = KIND.variable
 _PREFIXES = ("GPU-", "MIG-")
 _UUID_BYTES = 96  # NVML_DEVICE_UUID_V2_BUFFER_SIZE
 
@@ -82,8 +121,18 @@ def names(count: int, environ: Mapping[str, str] = os.environ) -> tuple[str, ...
 
 
 def shown(gpus: Sequence[str], indices: Sequence[int]) -> dict[str, str]:
-    """The environment in which a worker sees these of some GPUs, as cuda:0 and so on; empty for none of them."""
+    """The environment in which a worker sees these of some GPUs, numbered from 0; empty for none of them."""
     return {VARIABLE: ",".join(gpus[index] for index in indices)} if indices else {}
+
+
+def torch_device(index: int | None) -> str:
+    """What torch calls the slot's device: a GPU that its process sees, by number, or the CPU for none."""
+    return "cpu" if index is None else f"{KIND.device}:{index}"
+
+
+def backend_for(device: str) -> str | None:
+    """What does the collectives of a device's tensors, as torch.distributed names it; None for the host's."""
+    return next((f"{kind.device}:{kind.backend}" for kind in KINDS.values() if device.startswith(kind.device)), None)
 
 
 def indices(some: Iterable[str], gpus: Sequence[str] = ()) -> tuple[int, ...]:
@@ -105,11 +154,12 @@ def machine_gpus() -> tuple[str, ...]:
     """The UUIDs of this machine's NVIDIA GPUs ("" where one can't be had), without initialising CUDA.
 
     NVIDIA's management library knows best. Where there is none (a container may lack it) the device files tell, then
-    the driver's folder, and at last torch, if this process has it at work on CUDA already.
+    the driver's folder, and at last torch, if this process has it at work on them already. AMD's are counted by the
+    kernel's list of what computes.
     """
     found = _by_nvml()
     if found is None:
-        looks: tuple[Callable[[], int], ...] = _by_device_files, _by_driver_folder, _by_torch
+        looks: tuple[Callable[[], int], ...] = _by_device_files, _by_driver_folder, _by_amd_topology, _by_torch
         found = ("",) * next(filter(None, (look() for look in looks)), 0)
     return found
 
@@ -148,7 +198,14 @@ def _by_driver_folder(folder: Path = Path("/proc/driver/nvidia/gpus")) -> int:
     return len(list(folder.iterdir())) if folder.is_dir() else 0
 
 
+def _by_amd_topology(folder: Path = Path("/sys/class/kfd/kfd/topology/nodes")) -> int:
+    # CPUs are nodes as well; what has no SIMD units is one.
+    found = (re.search(r"^simd_count (\d+)$", path.read_text(), re.MULTILINE) for path in folder.glob("*/properties"))
+    return sum(1 for count in found if count is not None and int(count[1]))
+
+
 def _by_torch() -> int:
     torch = imported("torch")
-    # Asked for its devices before it is at work, it might initialise CUDA, which no fork survives.
-    return int(torch.cuda.device_count()) if torch is not None and torch.cuda.is_initialized() else 0
+    module = None if torch is None else getattr(torch, KIND.device)
+    # Asked for its devices before it is at work, it might initialise them, which no fork survives.
+    return int(module.device_count()) if module is not None and module.is_initialized() else 0

@@ -29,7 +29,7 @@ from colocate.executor import (
     Reservation,
     Running,
 )
-from colocate.gpus import VARIABLE, count_gpus, indices, names
+from colocate.gpus import VARIABLE, count_gpus, indices, names, torch_device
 from colocate.keeper import Keepers, KeptSlot, PoolKeepers
 from colocate.placement import Ledger, words
 from colocate_dask import far, reservations
@@ -350,7 +350,7 @@ def _running(held: Held) -> Running:
 
 
 def _device(devices: tuple[int, ...]) -> str:
-    return "cuda:0" if devices else "cpu"  # a worker sees its own devices only
+    return torch_device(0 if devices else None)  # a worker sees its own devices only
 
 
 def _is_loopback(grant: Grant) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from colocate.executor import Executor, Node, Request, Reservation, Running
-from colocate.gpus import count_gpus, names
+from colocate.gpus import count_gpus, names, torch_device
 from colocate.keeper import forks
 from colocate.placement import Ledger
 
@@ -72,7 +72,7 @@ class Local(Executor):
     @staticmethod
     def _device(devices: tuple[int, ...]) -> str:
         """What torch calls a slot's device in its worker."""
-        return f"cuda:{devices[0]}" if devices else "cpu"
+        return torch_device(devices[0] if devices else None)
 
     def nodes(self) -> Sequence[Node]:
         """This machine."""

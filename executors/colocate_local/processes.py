@@ -9,7 +9,7 @@ from typing import Any
 
 from colocate import wire
 from colocate.executor import Boot, Exit, Host, HostEvents, Node, OwnProcess, Place, Running
-from colocate.gpus import shown
+from colocate.gpus import shown, torch_device
 from colocate.keeper import AFTER_LANE_S, Launcher, WorkerProcess, below_this, first_message, forks, left_by
 from colocate_local.local import Local
 
@@ -27,7 +27,7 @@ class LocalProcesses(Local, OwnProcess):
 
     @staticmethod
     def _device(devices: tuple[int, ...]) -> str:
-        return "cuda:0" if devices else "cpu"  # the worker sees its own devices only
+        return torch_device(0 if devices else None)  # the worker sees its own devices only
 
     def launch(self, place: Place, boot: Boot, events: HostEvents) -> Host:
         """Start a worker as a process."""

@@ -24,7 +24,7 @@ from colocate.executor import (
     Reservation,
     Running,
 )
-from colocate.gpus import count_gpus, listed, names
+from colocate.gpus import count_gpus, listed, names, torch_device
 from colocate.keeper import Keepers, KeptSlot
 from colocate.placement import words
 from colocate_ray.certificates import tls_of_environment
@@ -203,7 +203,7 @@ class RayExecutor(Executor, OwnProcess, MultiNode):
 
 def place_of(slot: Slot, key: _Key) -> Place:
     """Where a slot lies, by which key this driver finds it again."""
-    device = "cuda:0" if slot.devices else "cpu"  # Ray shows an actor its own devices only
+    device = torch_device(0 if slot.devices else None)  # Ray shows an actor its own devices only
     return Place(slot.node, slot.devices, device, slot.host, key)
 
 

@@ -158,11 +158,47 @@ def test_without_nvml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpus._by_driver_folder(tmp_path) == 5
     for files, folder, torch, count in ((2, 8, 0, 2), (0, 8, 0, 8), (0, 0, 1, 1), (0, 0, 0, 0)):
         monkeypatch.setattr(gpus, "_by_nvml", lambda: None)
-        for name, found in (("device_files", files), ("driver_folder", folder), ("torch", torch)):
+        for name, found in (("device_files", files), ("driver_folder", folder), ("amd_topology", 0), ("torch", torch)):
             monkeypatch.setattr(gpus, f"_by_{name}", lambda found=found: found)
         assert gpus.machine_gpus() == ("",) * count
     monkeypatch.setattr(gpus, "_by_nvml", lambda: ())
     assert gpus.machine_gpus() == ()  # a driver without GPUs, whatever its files are
+
+
+def test_kinds(tmp_path: Path) -> None:
+    """By what the kernel shows of them."""
+    devices, classes = tmp_path / "dev", tmp_path / "class"
+    devices.mkdir()
+    assert gpus.kind_in(devices, classes) is gpus.KINDS["NVIDIA"]
+    for number, maker in ((128, "0x8086"), (129, "0x1a03")):
+        vendor = classes / "drm" / f"renderD{number}" / "device" / "vendor"
+        vendor.parent.mkdir(parents=True)
+        vendor.write_text(f"{maker}\n")
+        assert gpus.kind_in(devices, classes) is gpus.KINDS["Intel" if number == 128 else "NVIDIA"]
+    (devices / "kfd").touch()
+    assert gpus.kind_in(devices, classes) is gpus.KINDS["AMD"]
+    (devices / "nvidia0").touch()
+    assert gpus.kind_in(devices, classes) is gpus.KINDS["NVIDIA"]
+
+
+def test_count_of_amd(tmp_path: Path) -> None:
+    for number, units in enumerate((0, 304, 304)):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "properties").write_text(
+            f"cpu_cores_count 8\nsimd_count {units}\n"
+        )
+    assert gpus._by_amd_topology(tmp_path) == 2
+    assert gpus._by_amd_topology(tmp_path / "none") == 0
+
+
+@pytest.mark.parametrize("maker", list(gpus.KINDS))
+def test_what_they_are_called(monkeypatch: pytest.MonkeyPatch, maker: str) -> None:
+    kind = gpus.KINDS[maker]
+    monkeypatch.setattr(gpus, "KIND", kind)
+    assert gpus.torch_device(None) == "cpu"
+    assert gpus.backend_for("cpu") is None
+    assert gpus.torch_device(1) == f"{kind.device}:1"
+    assert gpus.backend_for(gpus.torch_device(1)) == f"{kind.device}:{kind.backend}"
 
 
 def test_torch_is_asked_at_last(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from colocate import wire
 from colocate._role.gloo_devices import on_one_device
 from colocate._system.limits import GROUPS_CONNECT_WITHIN_S
 from colocate.errors import ConfigError
+from colocate.gpus import backend_for
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -67,7 +68,8 @@ class Plan:
     @property
     def backend(self) -> str:
         """Tensors of the host go by gloo in any case."""
-        return "cpu:gloo,cuda:nccl" if self.device.startswith("cuda") else "gloo"
+        own = backend_for(self.device)
+        return "gloo" if own is None else f"cpu:gloo,{own}"
 
     def make(self, store: Any) -> ProcessGroup:
         """Make it, together with all its ranks, which meet through a store."""
@@ -80,7 +82,7 @@ class Plan:
         import torch.distributed.nn.functional
         from torch.distributed import distributed_c10d as c10d
 
-        bound = torch.device(self.device) if self.device.startswith("cuda") else None
+        bound = None if backend_for(self.device) is None else torch.device(self.device)
         with _no_split(c10d) if self.lies_in_default else contextlib.nullcontext():
             group, _ = c10d._new_process_group_helper(
                 len(self.slots),

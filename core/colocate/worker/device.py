@@ -23,7 +23,7 @@ def in_use(device: str) -> Any:
     torch = imported("torch")
     if device == "cpu" or torch is None:
         return None
-    module = getattr(torch, device.partition(":")[0], None)
+    module: Any = getattr(torch, device.partition(":")[0], None)
     return module if hasattr(module, "is_initialized") and module.is_initialized() else None
 
 

@@ -32,6 +32,7 @@ from colocate._system.jobs import message_of
 from colocate._system.limits import GROUPS_CLOSE_WITHIN_S, LOOKS_AT_GROUPS_EVERY_S
 from colocate._system.nearest import did_you_mean
 from colocate.errors import CapabilityError, ColocateError, ConfigError
+from colocate.gpus import backend_for
 from colocate.worker.collective_waits import bury, guard, is_transferring
 from colocate.worker.failure import LOOKING
 
@@ -136,7 +137,7 @@ class ProcessGroups:
     def watch_collectives(self) -> None:
         """Know all groups of this process and what is done on them, whoever makes them. Torch is there."""
         torch_groups.record()
-        if not self._device.startswith("cuda"):
+        if backend_for(self._device) is None:
             guard(self._hopeless)
 
     # -- what roles ask for
