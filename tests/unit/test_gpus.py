@@ -184,9 +184,7 @@ def test_kinds(tmp_path: Path) -> None:
 def test_count_of_amd(tmp_path: Path) -> None:
     for number, units in enumerate((0, 304, 304)):
         (tmp_path / str(number)).mkdir()
-        (tmp_path / str(number) / "properties").write_text(
-            f"cpu_cores_count 8\nsimd_count {units}\n"
-        )
+        (tmp_path / str(number) / "properties").write_text(f"cpu_cores_count 8\nsimd_count {units}\n")
     assert gpus._by_amd_topology(tmp_path) == 2
     assert gpus._by_amd_topology(tmp_path / "none") == 0
 

@@ -15,6 +15,7 @@ from colocate._system.imported import imported
 from colocate._values.leaves import is_collection
 from colocate._values.leaving import memories
 from colocate._values.tree import map_leaves
+from colocate.gpus import KIND
 
 
 def placed(arguments: dict[str, Any], device: str, host: Collection[str] = ()) -> dict[str, Any]:
@@ -38,10 +39,10 @@ def on_device(value: Any, device: str) -> Any:
     return value if torch is None else _Moves(torch, device).value(value)
 
 
-def cuda_is_used() -> bool:
-    """Whether this process has used CUDA, so that values in it may be on a GPU."""
+def gpu_is_used() -> bool:
+    """Whether this process has used a GPU, so that values in it may be there."""
     torch = imported("torch")
-    return torch is not None and bool(torch.cuda.is_initialized())
+    return torch is not None and bool(getattr(torch, KIND.device).is_initialized())
 
 
 class _Moves:

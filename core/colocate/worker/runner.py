@@ -104,14 +104,14 @@ class Runner:
         role = site.roles[call.role]
         spec = role.spec(call.method)
         start = time.time()
-        site.setting.have(site.setting.base)  # an async method that waits may have left others
         tokens = set_current(role.ctx), running_call.set(work)
         role.ctx.last_call = work
         role.begin(call.seq)
         work.operations, work.cuts = site.groups.count(), site.groups.cuts
         work.before = role.operations - work.operations
-        work.allocated = None if spec.is_async else site.device.begin()  # others run beside it
         try:
+            site.setting.have(site.setting.base)  # an async method that waits may have left others
+            work.allocated = None if spec.is_async else site.device.begin()  # others run beside it
             site.residency.enter(call.seq, role, spec)
             site.sleeper.check(role, spec)
             site.definitions.load(work.lots)

@@ -79,7 +79,8 @@ class Setting:
             torch.set_default_device(wanted.device)
         module = in_use(self._device)
         if module is not None:
-            module.set_device(self._device)
+            if module.current_device() != int(self._device.partition(":")[2] or 0):
+                module.set_device(self._device)
             if self._stream is None:
                 self._stream = module.current_stream(self._device)
             module.set_stream(wanted.stream or self._stream)

@@ -12,7 +12,7 @@ from colocate._protocol.message import Head, Message
 from colocate._protocol.requests import Requests
 from colocate._protocol.uses import Peers
 from colocate._role.context import Context, running_call
-from colocate._values.arguments import cuda_is_used
+from colocate._values.arguments import gpu_is_used
 from colocate._values.codec import Codec
 from colocate.executor import Boot
 from colocate.worker.accounts import Accounts
@@ -84,7 +84,7 @@ class Site:
     @property
     def moves_tensors(self) -> bool:
         """Whether tensors that arrive may be elsewhere than on the slot's device."""
-        return self.boot.device != "cpu" or (self.in_process and cuda_is_used())
+        return self.boot.device != "cpu" or (self.in_process and gpu_is_used())
 
     def _end_peers(self, seq: int, reason: str) -> None:
         if seq < 0 or any(running >= seq for running in list(self.lane.running)):
