@@ -15,19 +15,20 @@ import attrs
 
 from colocate._protocol import messages
 from colocate._protocol.consequence import Consequence, PutBack
-from colocate._protocol.ledger import TAGS, Purpose
+from colocate._protocol.ledger import TAGS
 from colocate._protocol.message import Message
 from colocate._role.context import running_call
 from colocate._role.method_spec import MethodSpec
-from colocate._system.pages import SpillFile, areas_of, bring_back
+from colocate._system.pages import SpillFile, bring_back
 from colocate._system.room import free_memory, spill_directories
 from colocate._system.sizes import size_text
 from colocate.errors import ColocateError, SleepingError
 from colocate.executor import Boot
 from colocate.worker.device import Device
-from colocate.worker.holdings import Holdings, Objects, held_by
+from colocate.worker.holdings import Objects, held_by
 from colocate.worker.hosted import HostedRole
 from colocate.worker.lane import Lane
+from colocate.worker.moves import Coming, Going, by_tags
 from colocate.worker.offload import Offload
 from colocate.worker.store import Store
 
@@ -146,7 +147,7 @@ class Sleeper:
         new = [tag for tag in TAGS if tag in tags and tag not in self.tags(name)]
         if role is None or not new:
             return Outcome(self._agree(members, None))
-        seen: list[_Look] = []
+        seen: list[Going] = []
 
         def begin() -> Callable[[], None]:
             found, end = self._copied(name, role, new)
@@ -157,7 +158,7 @@ class Sleeper:
         if outcome.refusal is not None:
             return outcome
         (found,) = seen
-        self._are_asleep(name, found)
+        self.are_asleep(name, found)
         return Outcome(nbytes=found.size, stay=found.stay)
 
     def wake(self, name: str, tags: Sequence[str], members: int, beside: Mapping[str, int]) -> Outcome:
@@ -173,15 +174,14 @@ class Sleeper:
         asleep = [tag for tag in self.tags(name) if tag in tags]
         if role is None or not asleep:
             return Outcome(self._agree(members, None))
-        coming = self._coming(name, asleep)
+        coming = self.coming(name, asleep)
         share = self.free() // beside.get(self._site.boot.node, 1)
 
         def begin() -> Callable[[], None]:
             self.refuse_more(name, coming.on_device, True, f"waking role {name!r}")
             if coming.on_host > share:
                 raise MemoryError(f"{size_text(coming.on_host)} are needed, and {size_text(share)} free for this rank")
-            bring_back(coming.areas)
-            self._offload.bring_back(coming.storages)
+            self.bring_back(coming)
             return lambda: None
 
         def undo() -> None:
@@ -191,7 +191,7 @@ class Sleeper:
 
         outcome = self._all_or_none(role, members, begin, undo)
         if outcome.refusal is None:
-            self._are_awake(name, asleep, coming)
+            self.are_awake(name, coming)
             role.call_hook("wake", tuple(asleep))
             return Outcome(nbytes=coming.size)
         self._why[name] = outcome.refusal
@@ -218,7 +218,7 @@ class Sleeper:
         except BaseException:
             role.call_hook("wake", tuple(new))
             raise
-        self._are_asleep(name, found)
+        self.are_asleep(name, found)
         return found.size
 
     def wake_alone(self, role: HostedRole, tags: Sequence[str] = tuple(TAGS)) -> int:
@@ -231,17 +231,16 @@ class Sleeper:
         if not asleep:
             return 0
         assert role.name is not None
-        coming = self._coming(role.name, asleep)
-        bring_back(coming.areas)
-        self._offload.bring_back(coming.storages)
-        self._are_awake(role.name, asleep, coming)
+        coming = self.coming(role.name, asleep)
+        self.bring_back(coming)
+        self.are_awake(role.name, coming)
         role.call_hook("wake", tuple(asleep))
         return coming.size
 
     def size(self, name: str, tags: Sequence[str]) -> int:
         """The bytes of the device that a role will need when memory of such tags, which sleeps, is woken."""
         asleep = [tag for tag in self.tags(name) if tag in tags]
-        return self._coming(name, asleep).on_device if asleep else 0
+        return self.coming(name, asleep).on_device if asleep else 0
 
     def in_memory(self) -> int:
         """Bytes of the file that are memory of the process again."""
@@ -300,7 +299,7 @@ class Sleeper:
 
     # -- what sleeps
 
-    def held_awake(self, name: str) -> set[int]:
+    def _held_awake(self, name: str) -> set[int]:
         """What other roles hold that doesn't sleep there, and what lies in residents.
 
         Raises:
@@ -313,7 +312,7 @@ class Sleeper:
                 continue
             apart = [other.instance for other in roles if other is not role]
             found, complete = held_by(role.instance, (), apart, Objects)
-            self.refuse_partial(role.name, complete)
+            self._refuse_partial(role.name, complete)
             for tag, pieces in by_tags(found).items():
                 if tag not in self.tags(role.name):
                     awake.update(key for place in pieces.values() for key in place)
@@ -323,7 +322,7 @@ class Sleeper:
         awake.update(key for place in kept.values() for key in place)
         return awake
 
-    def refuse_partial(self, role: str, complete: bool) -> None:
+    def _refuse_partial(self, role: str, complete: bool) -> None:
         """Raise when not all that a role holds was looked at, where that matters.
 
         Raises:
@@ -334,47 +333,84 @@ class Sleeper:
                 f"role {role!r} holds more objects than were looked at: what else uses memory of the device isn't known"
             )
 
-    def apart_from(self, name: str) -> list[object]:
-        """The other roles' objects."""
-        return [each.instance for each in self._site.roles.values() if each.name not in (None, name)]
-
-    @property
-    def device(self) -> str:
-        """Of the slot."""
-        return self._site.boot.device
-
-    def _copied(self, name: str, role: HostedRole, tags: Sequence[str]) -> tuple[_Look, Callable[[], None]]:
+    def _copied(self, name: str, role: HostedRole, tags: Sequence[str]) -> tuple[Going, Callable[[], None]]:
         """What of a role is to sleep, copied to where it goes; and what ends its being in memory."""
-        found = _Look(name, role, tags, self)
-        self.refuse_more(name, found.on_device, False, f"putting role {name!r} to sleep")
-        written = self._spill().write(found.areas) if found.areas else None
-        offloading = self._offload.write(found.storages)
+        going = self.going(name, tags)
+        end = self.copy_out(going)
         role.call_hook("sleep", tuple(tags))
+        return going, end
+
+    # -- the parts of it: what goes and comes is found, and noted, on the lane; it may be copied elsewhere
+
+    def going(self, name: str, tags: Sequence[str]) -> Going:
+        """What of a role is to sleep.
+
+        Raises:
+            MemoryBudgetError: There is no room where it goes.
+            ColocateError: Not everything can be looked at, where that matters.
+        """
+        role = self._site.roles[name]
+        declared = role.declared() if "cache" in tags else ()
+        apart = [each.instance for each in self._site.roles.values() if each.name not in (None, name)]
+        found, complete = held_by(role.instance, declared, apart, Objects)
+        self._refuse_partial(name, complete)
+        every = by_tags(found)
+        awake = self._held_awake(name)
+        for tag in TAGS:
+            if tag not in tags and tag not in self.tags(name):
+                awake.update(key for place in every[tag].values() for key in place)
+        going = Going({tag: every[tag] for tag in tags}, awake, self.away, self._site.boot.device)
+        self.refuse_more(name, going.on_device, False, f"putting role {name!r} to sleep")
+        return going
+
+    def copy_out(self, going: Going) -> Callable[[], None]:
+        """Copy memory to where it goes; and what ends its being here.
+
+        Raises:
+            OSError: There is no room where it would go.
+            MemoryError: Nor there.
+            ValueError: It can't be put away here.
+        """
+        written = self._spill().write(going.areas) if going.areas else None
+        offloading = self._offload.write(going.storages)
 
         def end() -> None:
             if written is not None:
                 written.put_away()
             offloading.put_away()
 
-        return found, end
+        return end
 
-    def _are_asleep(self, name: str, found: _Look) -> None:
-        self._asleep.setdefault(name, {}).update(found.by_tag)
-        self.away.update(found.going)
+    def coming(self, name: str, tags: Iterable[str]) -> Coming:
+        """What of a role is to be there again; all of these sleep."""
+        return Coming(self._asleep[name], tags, self.away, self._site.boot.device)
 
-    def _are_awake(self, name: str, tags: Iterable[str], coming: _Coming) -> None:
+    def bring_back(self, coming: Coming) -> None:
+        """Have it be in memory.
+
+        Raises:
+            OSError: It can't be read.
+            MemoryError: The device hasn't that much: nothing has changed.
+        """
+        bring_back(coming.areas)
+        self._offload.bring_back(coming.storages)
+
+    def are_asleep(self, name: str, going: Going) -> None:
+        """Note that a role's memory sleeps."""
+        self._asleep.setdefault(name, {}).update(going.by_tag)
+        self.away.update(going.pieces)
+
+    def are_awake(self, name: str, coming: Coming) -> None:
+        """Note that it is there again."""
         self._offload.let_go(coming.trained)
         for key in coming.pieces:
             del self.away[key]
         self._why.pop(name, None)
         asleep = self._asleep[name]
-        for tag in tags:
+        for tag in coming.tags:
             del asleep[tag]
         if not asleep:
             del self._asleep[name]
-
-    def _coming(self, name: str, tags: Iterable[str]) -> _Coming:
-        return _Coming(self._asleep[name], tags, self.away, self.device)
 
     def _spill(self) -> SpillFile:
         if self._file is None:
@@ -390,95 +426,3 @@ class Sleeper:
                     f"nothing can be put away ({'; '.join(reasons)}): name a folder on a disk as spill_dir"
                 )
         return self._file
-
-
-class _Look:
-    """What of a role is to sleep, and can.
-
-    Attributes:
-        by_tag: What is to, by its tags.
-        going: The sizes of what goes.
-        areas: Pages of the host that go.
-        storages: Storages of the device that go.
-        on_device: Their bytes.
-        size: The bytes that go.
-        stay: Those that were to and stay.
-    """
-
-    def __init__(self, name: str, role: HostedRole, tags: Sequence[str], sleeper: Sleeper) -> None:
-        declared = role.declared() if "cache" in tags else ()
-        found, complete = held_by(role.instance, declared, sleeper.apart_from(name), Objects)
-        sleeper.refuse_partial(name, complete)
-        every = by_tags(found)
-        self.by_tag = {tag: every[tag] for tag in tags}
-        awake = sleeper.held_awake(name)
-        for tag in TAGS:
-            if tag not in tags and tag not in sleeper.tags(name):
-                awake.update(key for place in every[tag].values() for key in place)
-        places = {"cpu", sleeper.device}
-        wanted = {
-            key: (place, size)
-            for pieces in self.by_tag.values()
-            for place, sizes in pieces.items()
-            for key, size in sizes.items()
-        }
-        going = {
-            key: (place, size)
-            for key, (place, size) in wanted.items()
-            if place in places and key not in awake and key not in sleeper.away
-        }
-        self.going = {key: size for key, (_, size) in going.items()}
-        self.areas = areas_of((key, size) for key, (place, size) in going.items() if place == "cpu")
-        objects = {key: storage for pieces in self.by_tag.values() for key, storage in pieces.storages.items()}
-        self.storages = {key: objects[key] for key, (place, _) in going.items() if place != "cpu"}
-        self.size = sum(area.stop - area.start for area in self.areas)
-        self.on_device = sum(self.going[key] for key in self.storages)
-        self.size += self.on_device
-        here = (size for key, (_, size) in wanted.items() if key not in sleeper.away)
-        self.stay = sum(here) - self.size
-
-
-class _Coming:
-    """What of a role is to be there again.
-
-    Attributes:
-        pieces: The sizes of its pieces.
-        areas: Pages of the host.
-        storages: Storages of the device.
-        trained: Those of them that will have changed when they go the next time.
-        on_host: The bytes of the pages.
-        on_device: What of all comes to the slot's device.
-        size: All bytes.
-    """
-
-    def __init__(
-        self, asleep: Mapping[str, Objects], tags: Iterable[str], away: Mapping[int, int], device: str
-    ) -> None:
-        found = [asleep[tag] for tag in tags]
-        keys = {key for pieces in found for place in pieces.values() for key in place}
-        self.pieces = {key: away[key] for key in keys if key in away}
-        self.storages = {key for pieces in found for key in pieces.storages if key in self.pieces}
-        self.trained = {key for pieces in found for key in pieces.trained} & self.storages
-        self.areas = areas_of((key, size) for key, size in self.pieces.items() if key not in self.storages)
-        self.on_host = sum(area.stop - area.start for area in self.areas)
-        stored = sum(self.pieces[key] for key in self.storages)
-        self.size = self.on_host + stored
-        self.on_device = self.size if device == "cpu" else stored
-
-
-def by_tags(found: Holdings) -> dict[str, Objects]:
-    """What was found, where each piece counts as the first of what it is for."""
-    tag_of = {purpose: tag for tag, purposes in TAGS.items() for purpose in purposes}
-    by_tag = {tag: Objects() for tag in TAGS}
-    seen: set[int] = set()
-    for purpose in Purpose:
-        pieces = found.get(purpose)
-        if purpose not in tag_of or not isinstance(pieces, Objects):
-            continue
-        own = by_tag[tag_of[purpose]]
-        for place, sizes in pieces.items():
-            own.setdefault(place, {}).update({key: size for key, size in sizes.items() if key not in seen})
-        own.storages.update({key: each for key, each in pieces.storages.items() if key not in seen})
-        own.trained |= pieces.trained - seen
-        seen.update(key for sizes in pieces.values() for key in sizes)
-    return by_tag

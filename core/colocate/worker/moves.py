@@ -1,0 +1,110 @@
+"""What of a role's memory goes when it sleeps, and what comes when it wakes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+from colocate._protocol.ledger import TAGS, Purpose
+from colocate._system.pages import areas_of
+from colocate.worker.holdings import Holdings, Objects
+
+
+class Going:
+    """What of a role is to sleep, and can.
+
+    Attributes:
+        by_tag: What is to, by its tags.
+        pieces: The sizes of what goes.
+        areas: Pages of the host that go.
+        storages: Storages of the device that go.
+        on_device: Their bytes.
+        size: The bytes that go.
+        stay: Those that were to and stay.
+    """
+
+    def __init__(
+        self, by_tag: Mapping[str, Objects], awake: Collection[int], away: Collection[int], device: str
+    ) -> None:
+        """Find out.
+
+        Args:
+            by_tag: What is to.
+            awake: What others use.
+            away: What sleeps already.
+            device: The slot's.
+        """
+        self.by_tag = by_tag
+        wanted = {
+            key: (place, size)
+            for pieces in by_tag.values()
+            for place, sizes in pieces.items()
+            for key, size in sizes.items()
+        }
+        going = {
+            key: (place, size)
+            for key, (place, size) in wanted.items()
+            if place in {"cpu", device} and key not in awake and key not in away
+        }
+        self.pieces = {key: size for key, (_, size) in going.items()}
+        self.areas = areas_of((key, size) for key, (place, size) in going.items() if place == "cpu")
+        objects = {key: storage for pieces in by_tag.values() for key, storage in pieces.storages.items()}
+        self.storages = {key: objects[key] for key, (place, _) in going.items() if place != "cpu"}
+        self.on_device = sum(self.pieces[key] for key in self.storages)
+        self.size = sum(area.stop - area.start for area in self.areas) + self.on_device
+        self.stay = sum(size for key, (_, size) in wanted.items() if key not in away) - self.size
+
+
+class Coming:
+    """What of a role is to be there again.
+
+    Attributes:
+        tags: What it is of.
+        pieces: The sizes of its pieces.
+        areas: Pages of the host.
+        storages: Storages of the device.
+        trained: Those of them that will have changed when they go the next time.
+        on_host: The bytes of the pages.
+        on_device: What of all comes to the slot's device.
+        size: All bytes.
+    """
+
+    def __init__(
+        self, asleep: Mapping[str, Objects], tags: Iterable[str], away: Mapping[int, int], device: str
+    ) -> None:
+        """Find out.
+
+        Args:
+            asleep: What of the role sleeps, by its tags.
+            tags: Those that are to wake.
+            away: The sizes of all that sleeps.
+            device: The slot's.
+        """
+        self.tags = {tag: asleep[tag] for tag in tags}
+        found = list(self.tags.values())
+        keys = {key for pieces in found for place in pieces.values() for key in place}
+        self.pieces = {key: away[key] for key in keys if key in away}
+        self.storages = {key for pieces in found for key in pieces.storages if key in self.pieces}
+        self.trained = {key for pieces in found for key in pieces.trained} & self.storages
+        self.areas = areas_of((key, size) for key, size in self.pieces.items() if key not in self.storages)
+        self.on_host = sum(area.stop - area.start for area in self.areas)
+        stored = sum(self.pieces[key] for key in self.storages)
+        self.size = self.on_host + stored
+        self.on_device = self.size if device == "cpu" else stored
+
+
+def by_tags(found: Holdings) -> dict[str, Objects]:
+    """What was found, where each piece counts as the first of what it is for."""
+    tag_of = {purpose: tag for tag, purposes in TAGS.items() for purpose in purposes}
+    by_tag = {tag: Objects() for tag in TAGS}
+    seen: set[int] = set()
+    for purpose in Purpose:
+        pieces = found.get(purpose)
+        if purpose not in tag_of or not isinstance(pieces, Objects):
+            continue
+        own = by_tag[tag_of[purpose]]
+        for place, sizes in pieces.items():
+            own.setdefault(place, {}).update({key: size for key, size in sizes.items() if key not in seen})
+        own.storages.update({key: each for key, each in pieces.storages.items() if key not in seen})
+        own.trained |= pieces.trained - seen
+        seen.update(key for sizes in pieces.values() for key in sizes)
+    return by_tag
