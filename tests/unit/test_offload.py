@@ -90,7 +90,7 @@ def test_no_room_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4 KiB\nand more")
 
     with monkeypatch.context() as patch:
-        patch.setattr(offload, "_settle", fail)
+        patch.setattr(offload, "_copying", fail)
         with pytest.raises(
             MemoryError, match=r"7.8 KiB are needed on cpu: CUDA out of memory. Tried to allocate 4 KiB$"
         ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from colocate.errors import ColocateError, SleepingError  # noqa: E402
 from colocate.executor import Boot  # noqa: E402
 from colocate.worker import holdings, offload  # noqa: E402
 from colocate.worker.hosted import HostedRole  # noqa: E402
+from colocate.worker.prefetch import Prefetch  # noqa: E402
 from colocate.worker.scope import Scope  # noqa: E402
 from colocate.worker.settings import Setting  # noqa: E402
 from colocate.worker.sleeping import Sleeper  # noqa: E402
@@ -58,6 +60,10 @@ class Worker:
         self.store = Store(False, Scope())
         self.roles: dict[Any, HostedRole] = {}
         self.refusal: str | None = None
+        self.said: list[Any] = []
+
+    def say(self, message: Any) -> None:
+        self.said.append(message)
 
     def add(self, name: str, instance: Any) -> HostedRole:
         methods, setting = methods_of(type(instance)), Setting("cpu", in_process=False)
@@ -166,7 +172,7 @@ def test_no_room_on_the_device(worker: Worker, monkeypatch: pytest.MonkeyPatch) 
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(offload.Offload, "_settle", full)
+        patch.setattr(offload.Offload, "_copying", full)
         outcome = sleeper.wake("model", TAGS, 1, {})
     assert (outcome.own, outcome.fits) == (True, False)
     assert "KiB are needed on other:0: CUDA out of memory" in (outcome.refusal or "")
@@ -237,3 +243,58 @@ def test_a_wake_whose_answer_can_not_be_read() -> None:
     call._settle([], unreadable)
     note(types.SimpleNamespace(sleepers=sleepers), sleepers.seen("actor", TAGS), call)  # type: ignore[arg-type]
     assert sleepers.roles == ["actor"]
+
+
+@pytest.fixture
+def two(worker: Worker) -> Iterator[tuple[Sleeper, Prefetch, dict[str, list[Any]]]]:
+    """One model that is awake, and another one that sleeps; what is in them."""
+    models = {name: Model() for name in ("one", "two")}
+    for name, model in models.items():
+        worker.add(name, model)
+        model.train()
+    before = {name: contents(model) for name, model in models.items()}
+    sleeper = Sleeper(worker)
+    sleeper.sleep_alone("two")
+    prefetch = Prefetch(worker, sleeper)
+    yield sleeper, prefetch, before
+    prefetch.close()
+
+
+def test_ahead_of_time(worker: Worker, two: tuple[Sleeper, Prefetch, dict[str, list[Any]]]) -> None:
+    """One goes, and the other one comes; both are told."""
+    sleeper, prefetch, before = two
+    prefetch.begin({"one": sleeper.going("one", TAGS)}, "two", sleeper.coming("two", TAGS))
+    assert prefetch.moving == {"one", "two"}
+    assert (sleeper.tags("one"), sleeper.tags("two")) == (TAGS, ())  # from now on
+    assert prefetch.settle() == set()
+    assert not prefetch.is_under_way
+    assert [(each.role, each.asleep) for each in worker.said] == [("one", True), ("two", False)]
+    assert worker.roles["one"].instance.cache.untyped_storage().nbytes() == 0
+    assert equal(contents(worker.roles["two"].instance), before["two"])
+    sleeper.wake_alone(worker.roles["one"])
+    assert equal(contents(worker.roles["one"].instance), before["one"])
+
+
+@pytest.mark.parametrize("turns", [0, 1])
+def test_ahead_of_time_without_room(
+    worker: Worker, two: tuple[Sleeper, Prefetch, dict[str, list[Any]]], monkeypatch: pytest.MonkeyPatch, turns: int
+) -> None:
+    """What can't go stays, what can't come sleeps on, and each can when there is room."""
+    sleeper, prefetch, before = two
+    copying, left = offload.Offload._copying, [turns]
+
+    def full(self: offload.Offload) -> Any:
+        if left[0]:
+            left[0] -= 1
+            return copying(self)
+        raise torch.OutOfMemoryError("CUDA out of memory") if turns else MemoryError("no pinned memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(offload.Offload, "_copying", full)
+        prefetch.begin({"one": sleeper.going("one", TAGS)}, "two", sleeper.coming("two", TAGS))
+        assert prefetch.settle() == (set() if turns else {"one"})
+    assert sleeper.tags("one") == (TAGS if turns else ())
+    assert sleeper.tags("two") == TAGS
+    for name in ("one", "two"):
+        sleeper.wake_alone(worker.roles[name])
+        assert equal(contents(worker.roles[name].instance), before[name])

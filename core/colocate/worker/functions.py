@@ -39,6 +39,7 @@ class Functions:
     @method
     def sleep(self, role: str, tags: Sequence[str]) -> Outcome:
         """Put memory of a role to sleep."""
+        self._site.residency.settle()
         return self._site.sleeper.sleep(role, tags, current_slots())
 
     @method

@@ -248,6 +248,7 @@ class WorkerHost(Site):
     def _end(self) -> None:
         self.lane.thread.join()
         self.groups.close()
+        self.residency.close()
         self.sleeper.close()
         self._transfer.close()
         self.peers.close()

@@ -62,15 +62,16 @@ class HostedRole:
         self.call_hook("renew")
 
     def call_hook(self, name: str, *args: Any) -> bool:
-        """Call what its class has for a purpose of colocate's, if it has it; whether it does.
-
-        A method that is the role's own, for its callers, is no hook.
-        """
-        hook = getattr(self.instance, name, None)
-        if hook is None or name in self.methods:
+        """Call what its class has for a purpose of colocate's, if it has it; whether it does."""
+        hook = self.hook(name)
+        if hook is None:
             return False
         self.run_hook(hook, *args)
         return True
+
+    def hook(self, name: str) -> Any:
+        """What its class has for a purpose of colocate's; None, or a method for its callers, is no hook."""
+        return None if name in self.methods else getattr(self.instance, name, None)
 
     def run_hook(self, hook: Callable[..., Any], *args: Any) -> None:
         """Run a method that isn't one for its callers, to its end where it is async."""

@@ -58,7 +58,7 @@ class Coming:
     """What of a role is to be there again.
 
     Attributes:
-        tags: What it is of.
+        by_tag: What is to, by its tags.
         pieces: The sizes of its pieces.
         areas: Pages of the host.
         storages: Storages of the device.
@@ -79,8 +79,8 @@ class Coming:
             away: The sizes of all that sleeps.
             device: The slot's.
         """
-        self.tags = {tag: asleep[tag] for tag in tags}
-        found = list(self.tags.values())
+        self.by_tag = {tag: asleep[tag] for tag in tags}
+        found = list(self.by_tag.values())
         keys = {key for pieces in found for place in pieces.values() for key in place}
         self.pieces = {key: away[key] for key in keys if key in away}
         self.storages = {key for pieces in found for key in pieces.storages if key in self.pieces}

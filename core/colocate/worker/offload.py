@@ -6,7 +6,8 @@ Nothing may be computed with them meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+import contextlib
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import attrs
@@ -65,6 +66,7 @@ class Offload:
         """Args: device: As torch calls it."""
         self._device = device
         self._copies: dict[Key, _Copy] = {}
+        self._stream: Any = None  # on which it copies, beside what is computed
 
     def write(self, storages: Mapping[Key, Any]) -> Offloading:
         """Copy storages to the host; they keep their memory until `Offloading.put_away`.
@@ -77,15 +79,15 @@ class Offload:
         for key in [key for key, known in self._copies.items() if known.reference.expired()]:
             del self._copies[key]
         copies: dict[Key, _Copy] = {}
-        for key, storage in storages.items():
-            view = _view(storage)
-            digest = _digest(view)
-            known = self._copies.pop(key, None)
-            if known is not None and known.digest == digest:
-                copies[key] = attrs.evolve(known, storage=storage)
-                continue
-            copies[key] = _Copy(self._to_host(view), digest, storage, _Reference(storage))
-        self._settle()
+        with self._copying():
+            for key, storage in storages.items():
+                view = _view(storage)
+                digest = _digest(view)
+                known = self._copies.pop(key, None)
+                if known is not None and known.digest == digest:
+                    copies[key] = attrs.evolve(known, storage=storage)
+                    continue
+                copies[key] = _Copy(self._to_host(view), digest, storage, _Reference(storage))
         return Offloading(self, copies)
 
     def away(self, key: Key) -> bool:
@@ -93,12 +95,13 @@ class Offload:
         found = self._copies.get(key)
         return found is not None and found.storage is not None
 
-    def put_away(self, copies: Mapping[Key, _Copy]) -> None:
+    def put_away(self, copies: Mapping[Key, _Copy], gives_back: bool) -> None:
         """Take the memory from storages whose contents are on the host."""
         self._copies.update(copies)  # first: from here on they are the only ones
         for copy in copies.values():
             copy.storage.resize_(0)
-        self._give_back()
+        if gives_back:
+            self._give_back()
 
     def bring_back(self, keys: Collection[Key]) -> None:
         """Give storages their memory and contents; the copies stay.
@@ -112,8 +115,10 @@ class Offload:
                 copy = self._copies[key]
                 copy.storage.resize_(copy.host.numel())
                 there.append(copy.storage)
-                _view(copy.storage).copy_(copy.host, non_blocking=True)
-            self._settle()
+            with self._copying():
+                for key in keys:
+                    copy = self._copies[key]
+                    _view(copy.storage).copy_(copy.host, non_blocking=True)
         except RuntimeError as error:  # torch.OutOfMemoryError is one
             for storage in there:
                 storage.resize_(0)
@@ -144,10 +149,20 @@ class Offload:
             raise MemoryError(f"{size_text(view.numel())} of pinned memory are needed: {error}") from error
         return host.copy_(view, non_blocking=True)
 
-    def _settle(self) -> None:
-        """Wait until all that was begun on the device is done."""
-        if (module := in_use(self._device)) is not None:
-            module.synchronize(self._device)
+    @contextlib.contextmanager
+    def _copying(self) -> Iterator[None]:
+        """A block whose copies are done on a stream of their own, and are done at its end."""
+        module = in_use(self._device)
+        if module is None:
+            yield
+            return
+        if self._stream is None:
+            self._stream = module.Stream(self._device)
+        # Memory that was just taken may have been let go of by what is still computed.
+        self._stream.wait_stream(module.current_stream(self._device))
+        with module.stream(self._stream):
+            yield
+        self._stream.synchronize()
 
     def _give_back(self) -> None:
         """Have the device's other users get what torch keeps for itself."""
@@ -162,9 +177,13 @@ class Offloading:
     _offload: Offload
     _copies: Mapping[Key, _Copy]
 
-    def put_away(self) -> None:
-        """Have them be there only."""
-        self._offload.put_away(self._copies)
+    def put_away(self, gives_back: bool = True) -> None:
+        """Have them be there only.
+
+        Args:
+            gives_back: Whether others get the memory, for which the device waits until nothing is computed.
+        """
+        self._offload.put_away(self._copies, gives_back)
 
 
 def _view(storage: Any) -> Any:

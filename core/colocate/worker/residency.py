@@ -18,12 +18,13 @@ from colocate._role.budget import Limit
 from colocate._role.method_spec import MethodSpec
 from colocate._system.jobs import error_text
 from colocate._system.sizes import size_text
-from colocate.errors import MemoryBudgetError
+from colocate.errors import ColocateError, MemoryBudgetError
 from colocate.worker.accounts import Accounts
 from colocate.worker.hosted import HostedRole
 from colocate.worker.ledger import Shares
+from colocate.worker.prefetch import Prefetch
 from colocate.worker.sleeping import Sleeper, Worker
-from colocate.worker.swapping import Order, Room, State, by_last_use, who_goes
+from colocate.worker.swapping import Order, Room, State, Use, by_last_use, who_goes
 
 
 class Residency:
@@ -40,6 +41,8 @@ class Residency:
         self._peaks: dict[str, int] = {}  # what roles have had at most
         self._written: dict[str, int] = {}  # how often their tensors had been, when that was last looked at
         self._copied: set[str] = set()  # whose copies are up to date
+        self._wanted: dict[str, Sequence[str]] = {}  # what of roles their turns have begun with
+        self._prefetch = Prefetch(site, sleeper)
 
     def begin(self) -> None:
         """The budgets are known."""
@@ -65,12 +68,17 @@ class Residency:
         if self._declared:  # roles that live on other slots have no turn here
             self._order = Order([name for name in self._declared if name in self._site.roles])
             self._declared = ()
-        self._order.begins(role.name)
+        tags = tuple(TAGS) if spec.awake is None else spec.awake
+        if begins := self._order.begins(role.name):
+            self._wanted[role.name] = tags
+        if begins or self._on_gpu:
+            self.settle()
         needed = frozenset(self._with_siblings(role.name))
         self._needed[seq] = needed
         for name in sorted(needed - {role.name}):
             self._awaken(name, tuple(TAGS))
-        self._awaken(role.name, tuple(TAGS) if spec.awake is None else spec.awake)
+        self._awaken(role.name, tags)
+        self._look_ahead(role.name)
 
     def leave(self, seq: int) -> None:
         """A call has ended."""
@@ -88,7 +96,21 @@ class Residency:
             return
         for seq, needed in list(self._needed.items()):
             self._needed[seq] = needed | {name}
+        if name in self._prefetch.moving:
+            self.settle()
         self._awaken(name, tuple(TAGS))
+
+    def settle(self) -> None:
+        """What is moved ahead of time is where it is to be from now on."""
+        if self._prefetch.is_under_way:
+            moved = self._prefetch.moving
+            self._copied -= self._prefetch.settle()
+            for name in moved:
+                self._accounts.changed(name)
+
+    def close(self) -> None:
+        """The worker ends."""
+        self._prefetch.close()
 
     @contextlib.contextmanager
     def holding(self, name: str) -> Iterator[None]:
@@ -107,6 +129,7 @@ class Residency:
             MemoryBudgetError: There is no room for it.
         """
         assert role.name is not None
+        self.settle()
         with self.holding(role.name):
             if self._order is not None:
                 self._awaken(role.name, tuple(TAGS))
@@ -119,6 +142,7 @@ class Residency:
 
     def make_room(self, name: str) -> None:
         """A role is about to be woken: have others make room, as far as they can."""
+        self.settle()
         if self._order is not None:
             with contextlib.suppress(MemoryBudgetError):  # the wake finds that, too, and tells all ranks of it
                 self._make_room(name, self._sleeper.size(name, tuple(TAGS)))
@@ -137,12 +161,19 @@ class Residency:
         """
         if not self._accounts.budgets:
             return
+        if self._on_gpu:
+            self.settle()
         shares = self._accounts.look(role, more)
         if self._order is not None:
             shares = self._settled(role, shares, more)
         self._accounts.judge(role, what, shares)
 
     # -- how
+
+    @property
+    def _on_gpu(self) -> bool:
+        """Whether what memory is used for shows when it has moved only. The host's is where it was."""
+        return self._site.boot.device != "cpu"
 
     def _settled(self, name: str | None, shares: Shares, more: Mapping[str, Any] | None) -> Shares:
         """When too much is awake, have who isn't needed make room; what all have then."""
@@ -170,6 +201,8 @@ class Residency:
 
     def _awaken(self, name: str, tags: Sequence[str]) -> None:
         asleep = [tag for tag in self._sleeper.tags(name) if tag in tags]
+        if asleep:
+            self.settle()
         self._make_room(name, self._sleeper.size(name, tags))
         if asleep:
             start = time.time()
@@ -210,40 +243,111 @@ class Residency:
         """What a role has had besides what it has: gradients, say, that it has let go of."""
         return max(0, self._peaks.get(name, 0) - self._size(name, shares))
 
-    def _goers(self, shares: Shares, name: str | None, stay: frozenset[str], coming: int = 0) -> Iterable[str]:
-        """Who is to make room next, so that a role can run."""
+    def _look_ahead(self, name: str) -> None:
+        """While a role runs, have the next one come, where there is room for both and nothing more is copied so."""
         assert self._order is not None
-        assert self._limit is not None
-        roles = [each.name for each in list(self._site.roles.values()) if each.name is not None]
-        awake = {each: self._awake(each, shares) for each in roles}
-        # What several hold counts with one of them, and stays as long as another one is awake.
-        candidates = {
+        ahead = self._order.ahead()
+        if self._prefetch.is_under_way or ahead is None or len(ahead) < 2 or ahead[0].role != name:
+            return
+        follows = ahead[1].role
+        wanted = self._wanted.get(follows, ())
+        asleep = [tag for tag in self._sleeper.tags(follows) if tag in wanted]
+        if not asleep:
+            return
+        coming, shares = self._sleeper.coming(follows, asleep), self._accounts.shares()
+        goers = self._choice(
+            shares, follows, frozenset({follows}), coming.on_device, [*ahead[1:], ahead[0]], ahead[0].writes
+        )
+        running = frozenset().union(*self._needed.values())
+        if goers is None or goers & running or any(self._has_hooks(each) for each in {follows, *goers}):
+            return
+        less = sum(self._awake(each, shares) for each in goers)
+        if self._over(shares, name) - less + coming.on_device + self._growth(name, shares) > 0:
+            return
+        try:
+            going = {
+                each: self._sleeper.going(each, [tag for tag in TAGS if tag not in self._sleeper.tags(each)])
+                for each in goers
+            }
+        except ColocateError:  # its turn will tell it
+            return
+        self._prefetch.begin(going, follows, coming)
+        self._copied |= goers
+        for each in {follows, *goers}:
+            self._accounts.changed(each)
+
+    def _has_hooks(self, name: str) -> bool:
+        """Whether code of a role's has to run when it sleeps or wakes."""
+        role = self._site.roles[name]
+        return any(role.hook(each) is not None for each in ("sleep", "wake"))
+
+    def _goers(self, shares: Shares, name: str | None, stay: frozenset[str], coming: int = 0) -> Iterable[str]:
+        """Who is to make room next, so that a role can run; all who can where nothing else helps."""
+        assert self._order is not None
+        ahead = self._order.ahead()
+        goers = self._choice(shares, name or "", stay, coming, ahead)
+        return self._candidates(shares, stay) if goers is None else goers
+
+    def _candidates(self, shares: Shares, stay: frozenset[str]) -> set[str]:
+        """Who can make room.
+
+        What several hold counts with one of them, and stays as long as another one is awake.
+        """
+        return {
             each
-            for each in roles
+            for each in self._names()
             if each not in stay
-            and (awake[each] or shares.shared.get(each))
+            and (self._awake(each, shares) or shares.shared.get(each))
             and len(self._sleeper.tags(each)) < len(TAGS)
         }
+
+    def _names(self) -> list[str]:
+        return [each.name for each in list(self._site.roles.values()) if each.name is not None]
+
+    def _choice(
+        self,
+        shares: Shares,
+        runs: str,
+        stay: frozenset[str],
+        coming: int,
+        ahead: Sequence[Use] | None,
+        writes: bool = False,
+    ) -> frozenset[str] | None:
+        """Who is to make room for a role; None where that doesn't help.
+
+        Args:
+            shares: What all have.
+            runs: The role; "" for a function.
+            stay: Who can't.
+            coming: What comes to the role.
+            ahead: The uses of one step from the role's on, where they are known.
+            writes: Whether the step's last use, which is on, writes.
+        """
+        assert self._order is not None
+        assert self._limit is not None
+        roles = self._names()
+        awake = {each: self._awake(each, shares) for each in roles}
+        candidates = self._candidates(shares, stay)
         if not candidates:
-            return ()
-        runs = name or ""
+            return frozenset()
         moving = candidates | {runs}
         sizes = {each: awake[each] or self._size(each, shares) for each in roles}
         sizes[runs] = awake.get(runs, 0) + coming
         fixed = self._accounts.used(shares, self._limit) - sum(awake.get(each, 0) for each in moving)
         needs = dict(self._accounts.budgets.activations)
-        if name is not None:
-            needs[name] = needs.get(name, 0) + self._growth(name, shares)
+        if runs:
+            needs[runs] = needs.get(runs, 0) + self._growth(runs, shares)
         room = Room(self._limit.nbytes - fixed, sizes, needs)
-        state = State(frozenset(moving), frozenset(moving - self._copied))
-        ahead = self._order.ahead()
+        dirty = moving - self._copied
+        if writes and ahead is not None:
+            dirty |= {ahead[-1].role} & moving
+        state = State(frozenset(moving), frozenset(dirty))
         if ahead is not None and ahead[0].role == runs:
-            goers = who_goes([use for use in ahead if use.role in moving or use.role not in stay], room, state)
-        else:
-            goers = by_last_use(self._order.recent, runs, room, state)
-        return candidates if goers is None else goers
+            return who_goes([use for use in ahead if use.role in moving or use.role not in stay], room, state)
+        return by_last_use(self._order.recent, runs, room, state)
 
     def _put_to_sleep(self, name: str, why: str) -> None:
+        self.settle()
         start = time.time()
         try:
             nbytes = self._sleeper.sleep_alone(name)

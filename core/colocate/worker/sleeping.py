@@ -191,6 +191,7 @@ class Sleeper:
 
         outcome = self._all_or_none(role, members, begin, undo)
         if outcome.refusal is None:
+            self.have_come(coming)
             self.are_awake(name, coming)
             role.call_hook("wake", tuple(asleep))
             return Outcome(nbytes=coming.size)
@@ -233,6 +234,7 @@ class Sleeper:
         assert role.name is not None
         coming = self.coming(role.name, asleep)
         self.bring_back(coming)
+        self.have_come(coming)
         self.are_awake(role.name, coming)
         role.call_hook("wake", tuple(asleep))
         return coming.size
@@ -363,8 +365,12 @@ class Sleeper:
         self.refuse_more(name, going.on_device, False, f"putting role {name!r} to sleep")
         return going
 
-    def copy_out(self, going: Going) -> Callable[[], None]:
+    def copy_out(self, going: Going, gives_back: bool = True) -> Callable[[], None]:
         """Copy memory to where it goes; and what ends its being here.
+
+        Args:
+            going: The memory.
+            gives_back: Whether other processes get that of a device, too.
 
         Raises:
             OSError: There is no room where it would go.
@@ -377,7 +383,7 @@ class Sleeper:
         def end() -> None:
             if written is not None:
                 written.put_away()
-            offloading.put_away()
+            offloading.put_away(gives_back)
 
         return end
 
@@ -395,19 +401,22 @@ class Sleeper:
         bring_back(coming.areas)
         self._offload.bring_back(coming.storages)
 
-    def are_asleep(self, name: str, going: Going) -> None:
-        """Note that a role's memory sleeps."""
-        self._asleep.setdefault(name, {}).update(going.by_tag)
-        self.away.update(going.pieces)
-
-    def are_awake(self, name: str, coming: Coming) -> None:
-        """Note that it is there again."""
+    def have_come(self, coming: Coming) -> None:
+        """It is in memory for good: copies that will be out of date the next time aren't kept."""
         self._offload.let_go(coming.trained)
-        for key in coming.pieces:
+
+    def are_asleep(self, name: str, moved: Going | Coming) -> None:
+        """Note that a role's memory sleeps, or does still."""
+        self._asleep.setdefault(name, {}).update(moved.by_tag)
+        self.away.update(moved.pieces)
+
+    def are_awake(self, name: str, moved: Coming | Going) -> None:
+        """Note that it is there again, or still."""
+        for key in moved.pieces:
             del self.away[key]
         self._why.pop(name, None)
         asleep = self._asleep[name]
-        for tag in coming.tags:
+        for tag in moved.by_tag:
             del asleep[tag]
         if not asleep:
             del self._asleep[name]

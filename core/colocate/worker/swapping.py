@@ -183,10 +183,10 @@ class Order:
         """Roles, the one that was called last at the end."""
         return list(dict.fromkeys(use.role for use in reversed(self._past)))[::-1]
 
-    def begins(self, role: str) -> None:
-        """A role is about to be called."""
+    def begins(self, role: str) -> bool:
+        """A role is about to be called; whether its turn begins with that."""
         if self._past and self._past[-1].role == role:
-            return
+            return False
         if self._place is not None:
             self._step[self._place] = self._past[-1]  # as it was this time, it will be
         self._past.append(Use(role, False))
@@ -195,6 +195,7 @@ class Order:
         self._place = self._placed(role)
         if not expected and not self._declared:
             self._find()
+        return True
 
     def wrote(self, role: str) -> None:
         """A role has been written into: it matters when it is its turn."""

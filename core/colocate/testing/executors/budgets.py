@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import uuid
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,10 +16,12 @@ from colocate import ColocatedGroup, Context, RoleSpec, Runtime
 from colocate.errors import ConfigError, MemoryBudgetError, RoleError, RoleStartError, SleepingError
 from colocate.executor import Detachable, OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs
+from colocate.testing.gate import Gate
 from colocate.testing.probes.sleepers import Dozing, Sharing
 from colocate.testing.waiting import PATIENCE_S, wait_until
 
 _MIB = 2**20
+STEP = ["one", "two", "one", "three"]
 
 
 class Budgets(ExecutorCase):
@@ -184,6 +188,70 @@ class Budgets(ExecutorCase):
         assert all(record.nbytes > 0 and record.end >= record.start for record in records)
         assert {record.group for record in records} == {turns.name}
 
+    @pytest.fixture
+    def four(self, spawn: Spawn, runtime: Runtime) -> tuple[ColocatedGroup, list[colocate.MoveRecord]]:
+        """Three models of 4 MiB, where there is room for two, after a few steps; and what has moved since then."""
+        pytest.importorskip("torch")
+        roles: dict[str, RoleSpec[Any]] = {name: colocate.role(Dozing, 1) for name in ("one", "two", "three")}
+        group = spawn(roles, slots=1, residency="swap", device_memory="9MiB")
+        records: list[colocate.MoveRecord] = []
+
+        class Mover:
+            def colocate_memory_moved(self, record: colocate.MoveRecord) -> None:
+                records.append(record)
+
+        runtime.observe(Mover())
+        for name in STEP * 3:
+            group.role(name, Dozing).train()
+        told = threading.Event()
+        runtime._node.services.dispatcher.soon(told.set)  # all that has moved was told before the last step was
+        assert told.wait(PATIENCE_S)
+        records.clear()
+        return group, records
+
+    def test_the_next_role_comes_while_one_runs(
+        self, four: tuple[ColocatedGroup, list[colocate.MoveRecord]], spawn: Spawn
+    ) -> None:
+        """Where another one than that makes room for it; nothing else is different, and no more is copied."""
+        group, records = four
+        free = spawn({name: colocate.role(Dozing, 1) for name in ("one", "two", "three")}, slots=1)
+        for name in STEP * 3:
+            free.role(name, Dozing).train()
+        for _ in range(2):
+            for name, following in zip(STEP, [*STEP[1:], STEP[0]], strict=True):
+                expected = free.role(name, Dozing).train()
+                if name != "one":
+                    assert group.role(name, Dozing).train() == expected
+                    continue
+                with Gate() as gate:
+                    call = group.role(name, Dozing).train_at.submit(gate.address)
+                    gate.wait_for(1)
+                    wait_until(partial(_is_awake, records, following), "the next one is there")
+                    (slot,) = group.memory().slots
+                    assert sum(role.total for role in slot.roles) <= 9 * _MIB
+                    assert {role.role for role in slot.roles if not role.asleep} == {name, following}
+                    records.clear()
+                assert call.result(PATIENCE_S) == expected
+        assert _moved(records) == []  # two and three were there already when they were called
+        for name in ("one", "two", "three"):
+            assert group.role(name, Dozing).digest() == free.role(name, Dozing).digest()
+
+    def test_another_role_than_expected(self, four: tuple[ColocatedGroup, list[colocate.MoveRecord]]) -> None:
+        """What has come for nothing makes room again; so does what a function reaches, or is woken by name."""
+        group, _ = four
+        one, two, three = (group.role(name, Dozing) for name in ("one", "two", "three"))
+        before = three.digest()
+        one.train()  # two comes, and three goes
+        assert three.digest() == before
+        one.train()
+        assert group.run(_reach, "three") == [[0]]
+        one.train()
+        group.sleep("two")
+        assert group.wake("two") > 0
+        assert two.train()
+        (slot,) = group.memory().slots
+        assert sum(role.total for role in slot.roles) <= 9 * _MIB
+
     def test_only_what_is_needed_wakes(self, spawn: Spawn) -> None:
         """A method that needs only the weights has the rest of its role sleep on."""
         pytest.importorskip("torch")
@@ -310,6 +378,14 @@ def _reach(ctx: Context, *names: str) -> list[int]:
 
     reached = [ctx.sibling(name, Dozing) for name in names]
     return [len(asleep(each.ctx)) for each in reached]
+
+
+def _moved(records: list[colocate.MoveRecord]) -> list[tuple[str, str]]:
+    return [(record.kind, record.role) for record in records]
+
+
+def _is_awake(records: list[colocate.MoveRecord], role: str) -> bool:
+    return ("wake", role) in _moved(records)
 
 
 def _pid(ctx: Context) -> int:

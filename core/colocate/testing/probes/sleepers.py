@@ -68,6 +68,12 @@ class Dozing(Role):
         self.optimizer.step()
         return self._weights()
 
+    @method
+    def train_at(self, gate: Address) -> str:
+        """A step, when a gate is open."""
+        pass_gate(gate)
+        return self.train()
+
     @method(awake=("weights",))
     def look(self) -> str:
         """A digest of the weights."""

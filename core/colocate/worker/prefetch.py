@@ -1,0 +1,122 @@
+"""The next role's memory comes while the present one computes, and memory of roles that make room for it goes.
+
+What moves is found and noted on the lane, as where nobody computes meanwhile; a thread does the copying. Whoever needs
+to know that it is done waits for it (`settle`). What can't be done so is as it was, and is done, or fails, when its
+turn comes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from functools import partial
+
+import attrs
+
+from colocate._protocol import messages
+from colocate._system.jobs import JobThread, report_exception
+from colocate.worker.moves import Coming, Going
+from colocate.worker.sleeping import Sleeper, Worker
+
+
+@attrs.define(eq=False)
+class _Moves:
+    """What is under way.
+
+    Attributes:
+        going: By role.
+        name: Whose memory comes.
+        coming: That.
+        gone: Of those, the roles whose memory has gone.
+        has_come: Whether it has.
+        is_over: Whether nothing more is done.
+    """
+
+    going: Mapping[str, Going]
+    name: str
+    coming: Coming
+    gone: set[str] = attrs.field(factory=set)
+    has_come: bool = False
+    is_over: threading.Event = attrs.field(factory=threading.Event)
+
+
+class Prefetch:
+    """Moves memory of a worker's roles beside the lane."""
+
+    def __init__(self, site: Worker, sleeper: Sleeper) -> None:
+        self._site = site
+        self._sleeper = sleeper
+        self._thread: JobThread | None = None
+        self._moves: _Moves | None = None
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether something moves, or has and isn't settled yet."""
+        return self._moves is not None
+
+    @property
+    def moving(self) -> set[str]:
+        """The roles of which memory moves."""
+        return set() if self._moves is None else {self._moves.name, *self._moves.going}
+
+    def begin(self, going: Mapping[str, Going], name: str, coming: Coming) -> None:
+        """Begin to move memory: it counts as moved from now on.
+
+        Args:
+            going: What goes first, by role.
+            name: Whose comes then.
+            coming: What comes.
+        """
+        for each, its in going.items():
+            self._sleeper.are_asleep(each, its)
+        self._sleeper.are_awake(name, coming)
+        moves = self._moves = _Moves(going, name, coming)
+        if self._thread is None:
+            self._thread = JobThread(f"colocate-prefetch-{self._site.boot.worker}", lambda error: report_exception())
+        self._thread.soon(partial(self._move, moves))
+
+    def settle(self) -> set[str]:
+        """Wait until it is done, on the lane: all is then where it is noted to be.
+
+        Returns:
+            The roles whose memory was to go and hasn't.
+        """
+        moves = self._moves
+        if moves is None:
+            return set()
+        moves.is_over.wait()
+        self._moves = None
+        stayed = moves.going.keys() - moves.gone
+        for each in stayed:
+            self._sleeper.are_awake(each, moves.going[each])
+        if moves.has_come:
+            self._sleeper.have_come(moves.coming)
+        else:
+            self._sleeper.are_asleep(moves.name, moves.coming)
+        return stayed
+
+    def close(self) -> None:
+        """The worker ends."""
+        if self._moves is not None:
+            self._moves.is_over.wait()
+        if self._thread is not None:
+            self._thread.close()
+
+    # -- on the thread
+
+    def _move(self, moves: _Moves) -> None:
+        try:
+            for name, going in moves.going.items():
+                start = time.time()
+                self._sleeper.copy_out(going, gives_back=False)()
+                moves.gone.add(name)
+                self._site.say(messages.Moved(name, True, going.size, start, time.time()))
+            start = time.time()
+            self._sleeper.bring_back(moves.coming)
+            moves.has_come = True
+            self._site.say(messages.Moved(moves.name, False, moves.coming.size, start, time.time()))
+        except (OSError, MemoryError, ValueError):
+            pass  # there is no room, or it can't be read: whoever needs it finds that, and tells it
+        finally:
+            moves.is_over.set()
