@@ -62,6 +62,9 @@ class Dozing(Role):
     @method
     def train(self) -> str:
         """A step; gradients and the optimizer's state are there from then on. A digest of what it has made."""
+        return self._train()
+
+    def _train(self) -> str:
         import torch
 
         self.net(torch.ones(1, self.net.in_features, device=self.ctx.device)).square().sum().backward()
@@ -72,7 +75,7 @@ class Dozing(Role):
     def train_at(self, gate: Address) -> str:
         """A step, when a gate is open."""
         pass_gate(gate)
-        return self.train()
+        return self._train()
 
     @method(awake=("weights",))
     def look(self) -> str:
