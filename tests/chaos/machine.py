@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import numpy as np
+from tests.chaos.ballast import Ballast
 
 from colocate import Concat, Gather, Role, Scatter, method
 
@@ -22,7 +22,6 @@ Seen: TypeAlias = tuple[str, int, tuple[int, ...], Any]
 """What a rank answers: its nonce, its rank, the calls that its worker has begun so far, and the call's own value."""
 
 FOR_EVER_S = 3600
-BALLAST = 1 << 18
 _HOLDS = "holds the gil"
 _STEP_S = 0.005
 
@@ -36,27 +35,18 @@ class Deliberate(Exception):
         self.rank = rank
 
 
-class Ballast:
-    """Memory that sleeps and wakes, with something that wants it to be what it was."""
-
-    def __init__(self) -> None:
-        self.array = np.zeros(BALLAST, dtype=np.uint8)
-        self.view = self.array[1000:]
-        self.sum = zlib.crc32(self.array.data)
-
-    def use(self, ident: int) -> None:
-        """Look at all of it, and write somewhere."""
-        if zlib.crc32(self.array.data) != self.sum:
-            raise AssertionError(f"call {ident} finds memory that isn't what it was")
-        self.view[ident * 4099 % len(self.view)] = ident % 251
-        self.sum = zlib.crc32(self.array.data)
-
-
 class Machine(Role):
-    """Its whole state is the list of the calls that its worker has begun."""
+    """Its whole state is the list of the calls that it has begun, and what these have written into its memory."""
 
-    def __init__(self, takes_s: float = 0.0, hangs: int | None = None, main: str = "") -> None:
-        """Args: takes_s: How long this takes. hangs: The rank that keeps the GIL here. main: Whose notes it adds to."""
+    def __init__(self, takes_s: float = 0.0, hangs: int | None = None, main: str = "", in_tensor: bool = False) -> None:
+        """Make it.
+
+        Args:
+            takes_s: How long this takes.
+            hangs: The rank that keeps the GIL here.
+            main: Whose notes it adds to.
+            in_tensor: Whether its memory is a tensor's.
+        """
         from tests.chaos import mutants  # here: by its name it would be pickled along
 
         mutants.apply_from_environment()
@@ -65,16 +55,19 @@ class Machine(Role):
         time.sleep(takes_s)
         self.main = not main
         self.nonce = secrets.token_hex(4)
-        self.ballast = Ballast()
+        assert self.ctx.role is not None
+        self.ballast = Ballast(self.ctx.role, self.ctx.rank, in_tensor)
         self.notes: list[int] = self.ctx.sibling(main, Machine).notes if main else []
 
     def save(self, directory: str) -> None:
-        """Write the notes down."""
+        """Write the notes down, and what the memory is."""
+        self.ballast.save(Path(directory, f"{self.ctx.rank}.memory"))
         if self.main:
             Path(directory, str(self.ctx.rank)).write_text(json.dumps(self.notes))
 
     def restore(self, directory: str) -> None:
-        """Go on with those that were written down; the other role of this worker has the very list."""
+        """Go on with what was written down; who adds to another role's notes has the very list."""
+        self.ballast.restore(Path(directory, f"{self.ctx.rank}.memory"))
         if self.main:
             self.notes[:] = json.loads(Path(directory, str(self.ctx.rank)).read_text())
 
@@ -92,6 +85,13 @@ class Machine(Role):
         """Take a while, and mix the argument with the rank."""
         self._note(ident, work_s)
         return self._seen(mixed(ident, self.ctx.rank, payload))
+
+    @method(collect=Gather())
+    def look(self, ident: int) -> Seen:
+        """What the memory is, which this call leaves as it is."""
+        found = self.ballast.look(ident)
+        self.notes.append(ident)
+        return self._seen(found)
 
     @method(collect=Concat())
     def make(self, ident: int, work_s: float, rows: int, size: int) -> list[bytes]:

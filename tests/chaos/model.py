@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from tests.chaos import training
+from tests.chaos.ballast import CHANGED, digest_after, size_of
 from tests.chaos.programs import PEERS
 from tests.chaos.records import Applied, Played, Sent, chain, leaves, short
 
@@ -174,7 +175,7 @@ def order(group: Played) -> Iterator[str]:
         if not sent.fine or not isinstance(sent.value, list):
             continue
         for nonce, rank, notes, _ in (seen for seen in sent.value if isinstance(seen, tuple) and len(seen) == 4):
-            known = _history(group, sent.generation)
+            known = [each for each in _history(group, sent.generation) if each.noted == sent.noted]
             by_ident = {each.ident: each for each in known}
             yield from (f"{sent} on rank {rank}: {words}" for words in _of_notes(sent, rank, notes, by_ident, known))
             before = last.get(nonce, ())
@@ -201,7 +202,7 @@ def _of_notes(
     for ident in notes:
         other = by_ident.get(ident)
         if other is None:
-            yield f"it has begun call {ident}, which is another group's, or generation's"
+            yield f"it has begun call {ident}, which is another group's, or role's, or generation's"
         elif other.withdrawn:
             yield f"it has begun {other}, which was withdrawn"
     for other in calls:
@@ -287,5 +288,35 @@ def seen_by(expected: Sequence[tuple[int, Any]]) -> Any:
         except (TypeError, ValueError):
             return f"{value!r:.200} is no list of what ranks have seen"
         return None if told == list(expected) else f"{told!r:.200} instead of {list(expected)!r:.200}"
+
+    return look
+
+
+def as_written(group: Played, role: str, ranks: int) -> Callable[[Any], str | None]:
+    """Compares a role's memory, on so many ranks, with what the calls that each has begun have written into it."""
+
+    def look(value: Any) -> str | None:
+        writers = {sent.ident for sent in group.sent if sent.role == role and sent.writes}
+        for _, rank, notes, digest in value:
+            if digest != digest_after(role, rank, [ident for ident in notes if ident in writers]):
+                return f"role {role!r} has, on rank {rank}, {CHANGED}: after {notes}"
+        found = [rank for _, rank, _, _ in value]
+        return None if found == list(range(ranks)) else f"{value!r:.200} isn't what {ranks} ranks have"
+
+    return look
+
+
+def within(budget: int) -> Callable[[Any], str | None]:
+    """Compares what is awake on each slot with what may be, and all there is with what there must be."""
+
+    def look(memory: Any) -> str | None:
+        for slot in memory.slots:
+            awake = {role.role: role.total for role in slot.roles}
+            if sum(awake.values()) > budget:
+                return f"on slot {slot.slot} {awake} are awake, and {budget} bytes may be"
+            missing = [role.role for role in slot.roles if role.total + role.asleep < size_of(role.role)]
+            if missing:
+                return f"on slot {slot.slot} {', '.join(missing)} have less than they have: {memory}"
+        return None
 
     return look

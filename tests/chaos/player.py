@@ -6,12 +6,13 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import attrs
 from tests.chaos import model
 from tests.chaos.faults import Injector
 from tests.chaos.machine import Machine, holds_the_gil
-from tests.chaos.programs import PEERS, Episode, Step
+from tests.chaos.programs import PEERS, TURNERS, Episode, Step
 from tests.chaos.records import Applied, Played, Sent, leaves
 from tests.chaos.steps import HANG_S, LONG_S, SHORT_S, STACKS_S, Say, Steps
 from tests.chaos.trainer import Trainer
@@ -82,6 +83,8 @@ class Player:
                     self._do(step)
                 if self._episode.settled:
                     self._settle_all()
+                    if self._fault.moment != "spawn":  # of which a worker may still die, or hang
+                        self._weigh_all()
                     if self._episode.restart:
                         self._steps.do(Step("checkpoint", group=self._fault.group))
                 self._strike()
@@ -98,6 +101,12 @@ class Player:
     def _settle_all(self) -> None:
         for played in self._played:
             self._steps.settle(played.sent)
+
+    def _weigh_all(self) -> None:
+        """Where roles take turns, no more is awake than may be."""
+        for played in self._played:
+            if played.budget:
+                self._steps.do(Step("memory", group=played.index))
 
     def _hits(self, played: Played) -> Applied | None:
         """The fault, if it has been done and was to this group."""
@@ -128,6 +137,12 @@ class Player:
             played.second = (0,) if self._episode.second == "first" else tuple(range(played.slots))
         if self._episode.trains:
             roles["t"] = colocate.role(Trainer, "a")
+        more: dict[str, Any] = {}
+        if self._episode.budget:
+            declared = colocate.role(Machine, in_tensor=self._episode.trains)
+            roles |= dict.fromkeys(TURNERS, declared)
+            played.budget = self._episode.budget
+            more = {"residency": "swap", "device_memory": played.budget, "step": self._episode.declared or None}
         played.restarts = self._episode.restart and played is self._faulty
         played.hurried = timeout < SPAWN_S
         first = sum(self._episode.groups[: played.index])
@@ -135,7 +150,9 @@ class Player:
         with self._steps.bound("spawn", timeout + CLOSE_S):
             try:
                 how = "restart" if played.restarts else "fail"
-                played.group = part.spawn(roles, name=played.name, timeout=timeout, on_failure=how, restarts=RESTARTS)
+                played.group = part.spawn(
+                    roles, name=played.name, timeout=timeout, on_failure=how, restarts=RESTARTS, **more
+                )
             except Exception as error:
                 played.spawn_error = error
 
@@ -223,6 +240,8 @@ class Player:
                 self._steps.do(Step("use", group=group, size=size), timeout)
         elif moment == "queue":
             self._steps.do(Step("submit", group=group, work_s=0.03, count=4), timeout)
+        elif moment == "turns":
+            self._steps.do(Step("turns", group=group, work_s=0.02, count=2, roles=("a", *TURNERS)), timeout)
         elif moment == "train":
             self._steps.do(Step("train", group=group, count=3), timeout)
         elif moment == "renewal":
@@ -258,6 +277,9 @@ class Player:
         self._steps.do(Step("step", group=played.index))
         if self._episode.trains:
             self._steps.do(Step("train", group=played.index))
+        if played.budget:
+            self._steps.do(Step("turns", group=played.index, count=2, roles=("a", *TURNERS)))
+            self._steps.do(Step("memory", group=played.index))
 
     def _probe_dead(self, played: Played, applied: Applied) -> None:
         """A call to a group one of whose workers has been ended fails, and says of what."""

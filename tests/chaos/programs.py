@@ -24,6 +24,12 @@ TEARS = 0.7
 """The share of these in which a group's ranks make different numbers of updates before the fault; also after it."""
 TOGETHER = ("collective", "collective", "train", "train", "renewal", "renewal")
 """Moments of these."""
+TURNERS = ("c", "d")
+"""The roles that are there beside the others where roles take turns. They ask for no sibling, and have most."""
+TURNS = 0.3
+"""The share of episodes in which they do."""
+BUDGETS = (1088 << 10, 1664 << 10)
+"""With the one, role "c" has room for nobody, with the other for one more; all have 1.75 MiB at least."""
 SLOTS = 3
 FREED = ("before", "backward")
 """Where a step of training raises when the other ranks are to wait for it."""
@@ -42,6 +48,7 @@ class Step:
         size: Bytes of what is passed on.
         count: How many calls.
         where: In a step of training, where the ranks raise.
+        roles: The order in which roles are called, again and again.
     """
 
     what: str
@@ -52,6 +59,7 @@ class Step:
     size: int = 0
     count: int = 1
     where: str = ""
+    roles: tuple[str, ...] = ()
 
 
 @attrs.frozen
@@ -93,6 +101,8 @@ class Episode:
         fault: What happens then.
         restart: Whether the group that is hit is restarted; if `settled`, from a checkpoint made before the fault.
         after: What is done once it has; with a group that has not failed it must work.
+        budget: The bytes that roles may have on each slot, so that they take turns; 0 where they don't.
+        declared: The order of calls of which the groups are told.
     """
 
     groups: tuple[int, ...]
@@ -103,6 +113,8 @@ class Episode:
     restart: bool
     fault: Fault
     after: tuple[Step, ...]
+    budget: int = 0
+    declared: tuple[str, ...] = ()
 
 
 @attrs.frozen
@@ -128,6 +140,8 @@ def program(executor: str, seed: int, torch: bool | None = None) -> Program:
     kind = kind_of(seed)
     slots = draw.choice((2, 2, 3)) if with_torch else draw.choice((1, 2, 2, 3))
     episodes = tuple(_episode(draw, executor, kind, slots, with_torch) for _ in range(draw.randint(2, 4)))
+    turns = random.Random(f"turns {seed}")  # its own: whatever else a seed has doesn't depend on it
+    episodes = tuple(_taking_turns(turns, each) if turns.random() < TURNS else each for each in episodes)
     return Program(seed, kind, slots, with_torch, episodes)
 
 
@@ -146,6 +160,33 @@ def _episode(draw: random.Random, executor: str, kind: str, slots: int, torch: b
         after = (*after, Step("tear", ranks=(draw.randrange(groups[0]),)))
     restart = draw.random() < 0.35 and kind != "driver" and _fails_alone(fault)
     return Episode(groups, second, torch, before, draw.random() < 0.5, restart, fault, after)
+
+
+def _taking_turns(draw: random.Random, episode: Episode) -> Episode:
+    """An episode with two more roles, under a budget that has no room for all of them."""
+    roles = ("a", *TURNERS, *(("b",) if episode.second else ()))
+
+    def of_any(step: Step) -> Step:
+        return attrs.evolve(step, role=draw.choice(TURNERS)) if draw.random() < 0.5 else step
+
+    def more(steps: tuple[Step, ...]) -> tuple[Step, ...]:
+        group, count = draw.randrange(len(episode.groups)), draw.randint(1, 3)
+        turns = Step("turns", group=group, count=count, roles=tuple(draw.choices(roles, k=draw.randint(3, 5))))
+        at = draw.randint(0, len(steps))
+        changed = [of_any(step) for step in steps]
+        return (*changed[:at], turns, *changed[at:])
+
+    fault = episode.fault
+    if fault.moment in ("idle", "call", "queue", "run", "sleep", "wake") and draw.random() < 0.5:
+        fault = attrs.evolve(fault, moment="turns")
+    return attrs.evolve(
+        episode,
+        before=more(episode.before),
+        fault=fault,
+        after=more(episode.after),
+        budget=draw.choice(BUDGETS),
+        declared=draw.choice(((), (), tuple(draw.sample(roles, len(roles))))),
+    )
 
 
 def _fails_alone(fault: Fault) -> bool:

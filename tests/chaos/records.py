@@ -7,6 +7,7 @@ from typing import Any
 
 import attrs
 from tests.chaos.machine import Deliberate
+from tests.chaos.programs import TURNERS
 
 from colocate import Call, ColocatedGroup
 from colocate.errors import RoleError, RoleStartError
@@ -32,6 +33,7 @@ class Sent:
         submitted: When, in monotonic time.
         settled: When it was known how it ended.
         where: In a step of training, where it is told to raise.
+        role: The role that it was made on.
     """
 
     ident: int
@@ -50,6 +52,17 @@ class Sent:
     settled: float | None = None
     uses: Sent | None = None
     where: str = ""
+    role: str = "a"
+
+    @property
+    def noted(self) -> str:
+        """The role whose notes it is in."""
+        return self.role if self.role in TURNERS else "a"
+
+    @property
+    def writes(self) -> bool:
+        """Whether it writes into its role's memory."""
+        return self.what not in ("look", "run", "sleep", "wake", "memory")
 
     @property
     def fine(self) -> bool:
@@ -92,6 +105,7 @@ class Played:
         checkpoint: The tag of its last one.
         saved: The generation of which each checkpoint is, by tag.
         restored: The tag of the checkpoint that a generation has begun from, if there was one.
+        budget: What its roles may have of each slot's memory, where they take turns.
     """
 
     index: int
@@ -111,6 +125,7 @@ class Played:
     restored: dict[int, int | None] = attrs.field(factory=dict)
     wrong: list[str] = attrs.field(factory=list)
     hurried: bool = False
+    budget: int = 0
     spawn_error: BaseException | None = None
 
 

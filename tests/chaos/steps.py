@@ -12,8 +12,8 @@ from typing import Any
 
 import attrs
 from tests.chaos.machine import mixed, put_in, ran, row
-from tests.chaos.model import seen_by, value_of
-from tests.chaos.programs import FREED, Step
+from tests.chaos.model import as_written, seen_by, value_of, within
+from tests.chaos.programs import FREED, TURNERS, Step
 from tests.chaos.records import Played, Sent
 
 import colocate
@@ -118,7 +118,7 @@ class Steps:
         """Submit a call, or find out that the group takes none any more."""
         assert played.group is not None
         played.sent.append(sent)
-        sent.generation = played.generation
+        sent.generation, sent.role = played.generation, role
         sent.submitted = time.monotonic()
         try:
             made = call(played.group.role(role), sent.ident)
@@ -135,6 +135,8 @@ class Steps:
     def _role(self, played: Played, step: Step) -> tuple[str, tuple[int, ...]]:
         if step.role == "b" and played.second:
             return "b", played.second
+        if step.role in TURNERS and played.budget:
+            return step.role, tuple(range(played.slots))
         return "a", tuple(range(played.slots))
 
     def _plain(self, step: Step, played: Played, timeout: float | None, chosen: tuple[int, ...] = ()) -> Sent:
@@ -164,6 +166,38 @@ class Steps:
 
     def _some(self, step: Step, played: Played, timeout: float | None) -> Sent:
         return self._plain(step, played, timeout, step.ranks)
+
+    def _look(self, step: Step, played: Played, timeout: float | None) -> Sent:
+        """What a role's memory is."""
+        role, slots = self._role(played, step)
+        sent = self.new("look", slots, timeout)
+        sent.expected = as_written(played, role, len(slots))
+        self.submit(played, sent, lambda view, ident: view.look.options(timeout=timeout).submit(ident), role)
+        return sent
+
+    def _turns(self, step: Step, played: Played, timeout: float | None) -> Sent:
+        """Roles are called in the same order again and again; some calls write, and some don't."""
+        for number in range(step.count):
+            for place, role in enumerate(step.roles):
+                one = self._look if (number + place) % 2 else self._plain
+                sent = one(attrs.evolve(step, role=role), played, timeout)
+        return sent
+
+    def _memory(self, step: Step, played: Played, timeout: float | None) -> Sent:
+        """What is awake, when nothing runs."""
+        self.settle(played.sent)
+        sent = self.new("memory", (), timeout)
+        sent.expected = within(played.budget)
+        assert played.group is not None
+        played.sent.append(sent)
+        sent.generation, sent.submitted = played.generation, time.monotonic()
+        with self.bound("memory()", LONG_S):
+            try:
+                sent.value = played.group.memory(LONG_S)
+            except Exception as error:
+                sent.error = error
+        sent.settled = time.monotonic()
+        return sent
 
     def _sync(self, step: Step, played: Played, timeout: float | None) -> None:
         self.settle(played.sent)
@@ -245,8 +279,9 @@ class Steps:
         """A plain function on every worker. `group.run` takes no timeout: a close ends it."""
         assert played.group is not None
         group = played.group
-        # It wants role "a" by its name, and no function wakes one: who knows what it will ask for?
-        self._moved(Step("wake", group=step.group), played, timeout, start_wake)
+        # It wants role "a" by its name, which wakes it where roles take turns only: who knows what it will ask for?
+        if not played.budget:
+            self._moved(Step("wake", group=step.group), played, timeout, start_wake)
         sent = self.new("run", range(played.slots), None)
         sent.expected = value_of([(None, rank, sent.ident) for rank in range(played.slots)])
 

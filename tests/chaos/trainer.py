@@ -96,6 +96,8 @@ class Trainer(Machine):
         """This rank's shards, and Adam's state of them."""
         import torch
 
+        super().save(directory)
+
         saved = [
             (_shard(weights), {name: _shard(value) for name, value in self.optimizer.state.get(weights, {}).items()})
             for weights in self.net.parameters()
@@ -107,6 +109,7 @@ class Trainer(Machine):
         import torch
         from torch.distributed.tensor import DTensor
 
+        super().restore(directory)
         saved = torch.load(Path(directory, f"{self.ctx.rank}.pt"))
         for weights, (shard, state) in zip(self.net.parameters(), saved, strict=True):
             _shard(weights).copy_(shard)

@@ -1,0 +1,84 @@
+"""Memory of a role that goes away and comes back, and what the calls of the role have made of it."""
+
+from __future__ import annotations
+
+import functools
+import random
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+SIZES = {"c": 1 << 20, "d": 1 << 19}
+_SIZE = 1 << 18
+_APART = (1 << 16) + 1
+CHANGED = "memory that isn't what it was"
+
+
+def size_of(role: str) -> int:
+    """The bytes that a role has."""
+    return SIZES.get(role, _SIZE)
+
+
+class Ballast:
+    """Memory that sleeps and wakes, with something that wants it to be what it was.
+
+    It is an array and a view of it, or both and the tensor that they are of.
+    """
+
+    def __init__(self, role: str, rank: int, tensor: bool = False) -> None:
+        if tensor:
+            import torch
+
+            self.tensor = torch.empty(size_of(role), dtype=torch.uint8)
+            self.array = self.tensor.numpy()
+        else:
+            self.array = np.empty(size_of(role), dtype=np.uint8)
+        self.array[:] = np.frombuffer(_first(role, rank), dtype=np.uint8)
+        self.view = self.array[1000:]
+        self.sum = self.digest()
+
+    def use(self, ident: int) -> None:
+        """Look at all of it, and write into some of its pages."""
+        self.look(ident)
+        self.write(ident)
+        self.sum = self.digest()
+
+    def look(self, ident: int) -> int:
+        """Look at all of it, for a call."""
+        found = self.digest()
+        if found != self.sum:
+            raise AssertionError(f"call {ident} finds {CHANGED}")
+        return found
+
+    def write(self, ident: int) -> None:
+        """What a call writes."""
+        self.view[ident * 4099 % len(self.view) :: _APART] = ident % 251
+
+    def digest(self) -> int:
+        """Of all bytes, where they are."""
+        return zlib.crc32(self.array.data)
+
+    def save(self, path: Path) -> None:
+        """Write it down."""
+        path.write_bytes(self.array.data)
+
+    def restore(self, path: Path) -> None:
+        """Have it be what was written down."""
+        self.array[:] = np.frombuffer(path.read_bytes(), dtype=np.uint8)
+        self.sum = self.digest()
+
+
+def digest_after(role: str, rank: int, idents: Iterable[int]) -> int:
+    """What it is to be after such calls, in this order."""
+    ballast = Ballast(role, rank)
+    for ident in idents:
+        ballast.write(ident)
+    return ballast.digest()
+
+
+@functools.lru_cache
+def _first(role: str, rank: int) -> bytes:
+    """What it is before them: no two pages are alike, or those of two ranks."""
+    return random.Random(f"{role} {rank}").randbytes(size_of(role))
