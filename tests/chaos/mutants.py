@@ -89,6 +89,27 @@ def unwritten_pages() -> None:
     vars(pages)["_written_in"] = lambda part: iter(())
 
 
+def lost_byte() -> None:
+    """What goes lacks its last byte when it comes back."""
+    from colocate._system.pages import SpillFile
+
+    write = SpillFile._write
+
+    def short(self: Any, start: int, stop: int, offset: int) -> None:
+        write(self, start, stop, offset)
+        write(self, stop - 2, stop - 1, offset + stop - start - 1)  # what is before it, once more
+
+    _replace(SpillFile, "_write", short)
+
+
+def unkept_budget() -> None:
+    """Roles that take turns are woken, and none makes room."""
+    from colocate.worker.residency import Residency
+
+    _replace(Residency, "_make_room", lambda self, name, coming: None)
+    _replace(Residency, "check", lambda self, role, what, more=None: None)
+
+
 def _replace(owner: Any, name: str, patch: Callable[..., Any]) -> None:
     assert hasattr(owner, name), f"{owner.__name__} has no {name} any more: the mutant breaks nothing"
     setattr(owner, name, patch)
@@ -105,5 +126,7 @@ MUTANTS: dict[str, Callable[[], None]] = {
         unrenewed_model,
         uncounted_updates,
         unwritten_pages,
+        lost_byte,
+        unkept_budget,
     )
 }

@@ -62,6 +62,10 @@ def with_memory_that_went_twice(episode: Episode) -> bool:
     return done == [("wake", "a", 0), ("step", "a", 0)] and episode.fault.moment not in ("spawn", "close")
 
 
+def with_roles_that_take_turns(episode: Episode) -> bool:
+    return bool(episode.budget) and episode.settled and episode.fault.moment not in ("spawn", "close")
+
+
 def anything(episode: Episode) -> bool:
     return True
 
@@ -99,6 +103,8 @@ CASES = [
     ("unrenewed_model", "kill", with_a_step_that_ranks_wait_in, "ended with"),
     ("uncounted_updates", "kill", with_weights_of_two_steps, "without a common state"),
     ("unwritten_pages", "kill", with_memory_that_went_twice, "memory that isn't what it was"),
+    ("lost_byte", "kill", with_roles_that_take_turns, "memory that isn't what it was"),
+    ("unkept_budget", "kill", with_roles_that_take_turns, "bytes may be"),
 ]
 # All of them but one when the chaos suite has changed: `make suites`.
 SAMPLED = [case if case[0] == "unresolved_future" else pytest.param(*case, marks=pytest.mark.long) for case in CASES]
