@@ -20,9 +20,9 @@ from typing import Any
 
 import attrs
 from tests.chaos import marks, model, mutants, training
+from tests.chaos.calls import HANG_S
 from tests.chaos.player import CLOSE_S, Player
 from tests.chaos.programs import SLOTS, Program, program
-from tests.chaos.steps import HANG_S
 
 import colocate
 from colocate import Pool, Runtime

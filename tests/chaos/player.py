@@ -8,13 +8,13 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import attrs
 from tests.chaos import model
+from tests.chaos.calls import HANG_S, LONG_S, SHORT_S, STACKS_S, Say
 from tests.chaos.faults import Injector
 from tests.chaos.machine import Machine, holds_the_gil
 from tests.chaos.programs import PEERS, TURNERS, Episode, Step
-from tests.chaos.records import Applied, Played, Sent, leaves
-from tests.chaos.steps import HANG_S, LONG_S, SHORT_S, STACKS_S, Say, Steps
+from tests.chaos.records import Applied, Outcome, Played, Sent, leaves
+from tests.chaos.steps import Steps
 from tests.chaos.trainer import Trainer
 
 import colocate
@@ -32,28 +32,6 @@ RESTARTS = 9
 """More than there are steps that can make a group restart."""
 KEEPER_S = 3.0
 """How long a keeper may take to end its worker."""
-
-
-@attrs.define(eq=False)
-class Outcome:
-    """What came of an episode.
-
-    Attributes:
-        played: Its groups, those that others have taken the place of among them.
-        applied: Its fault, if it could be done.
-        hangs: What outlived its bound.
-        error_s: From the fault to the first error that tells it.
-        close_over_s: What the close of a group that hung took beside its grace.
-        pool_closed: Whether the pool was closed with it.
-        unsafe: Whether the pool is of no use any more.
-    """
-
-    played: list[Played]
-    applied: Applied | None = None
-    hangs: list[str] = attrs.field(factory=list)
-    error_s: float | None = None
-    close_over_s: float | None = None
-    pool_closed: bool = False
 
 
 class Player:
@@ -130,29 +108,21 @@ class Player:
                 return
 
     def _spawn(self, played: Played, timeout: float, takes_s: float = 0.0, hangs: int | None = None) -> None:
-        roles = {"a": colocate.role(Machine, takes_s, hangs)}
-        if self._episode.second:
-            declared = colocate.role(Machine, 0.0, None, "a")
-            roles["b"] = declared.on(slots=[0]) if self._episode.second == "first" else declared
-            played.second = (0,) if self._episode.second == "first" else tuple(range(played.slots))
-        if self._episode.trains:
-            roles["t"] = colocate.role(Trainer, "a")
-        more: dict[str, Any] = {}
-        if self._episode.budget:
-            declared = colocate.role(Machine, in_tensor=self._episode.trains)
-            roles |= dict.fromkeys(TURNERS, declared)
-            played.budget = self._episode.budget
-            more = {"residency": "swap", "device_memory": played.budget, "step": self._episode.declared or None}
-        played.restarts = self._episode.restart and played is self._faulty
+        episode = self._episode
+        roles = declared(episode, takes_s, hangs)
+        if episode.second:
+            played.second = (0,) if episode.second == "first" else tuple(range(played.slots))
+        played.budget = episode.budget
+        played.restarts = episode.restart and played is self._faulty
         played.hurried = timeout < SPAWN_S
-        first = sum(self._episode.groups[: played.index])
+        more: dict[str, Any] = {"on_failure": "restart" if played.restarts else "fail", "restarts": RESTARTS}
+        if episode.budget:
+            more |= {"residency": "swap", "device_memory": episode.budget, "step": episode.declared or None}
+        first = sum(episode.groups[: played.index])
         part = self._pool[first : first + played.slots]
         with self._steps.bound("spawn", timeout + CLOSE_S):
             try:
-                how = "restart" if played.restarts else "fail"
-                played.group = part.spawn(
-                    roles, name=played.name, timeout=timeout, on_failure=how, restarts=RESTARTS, **more
-                )
+                played.group = part.spawn(roles, name=played.name, timeout=timeout, **more)
             except Exception as error:
                 played.spawn_error = error
 
@@ -423,3 +393,16 @@ def _soon(played: Played) -> list[Sent]:
 def _patient(played: Played) -> list[Sent]:
     """The calls that don't."""
     return [sent for sent in played.sent if sent.timeout is None or sent.timeout > SHORT_S]
+
+
+def declared(episode: Episode, takes_s: float, hangs: int | None) -> dict[str, colocate.RoleSpec[Any]]:
+    """The roles of an episode's groups."""
+    roles: dict[str, colocate.RoleSpec[Any]] = {"a": colocate.role(Machine, takes_s, hangs)}
+    if episode.second:
+        second = colocate.role(Machine, 0.0, None, "a")
+        roles["b"] = second.on(slots=[0]) if episode.second == "first" else second
+    if episode.trains:
+        roles["t"] = colocate.role(Trainer, "a")
+    if episode.budget:
+        roles |= dict.fromkeys(TURNERS, colocate.role(Machine, in_tensor=episode.trains))
+    return roles

@@ -158,6 +158,27 @@ class Applied:
     name: str = ""
 
 
+@attrs.define(eq=False)
+class Outcome:
+    """What came of an episode.
+
+    Attributes:
+        played: Its groups, those that others have taken the place of among them.
+        applied: Its fault, if it could be done.
+        hangs: What outlived its bound.
+        error_s: From the fault to the first error that tells it.
+        close_over_s: What the close of a group that hung took beside its grace.
+        pool_closed: Whether the pool was closed with it.
+    """
+
+    played: list[Played]
+    applied: Applied | None = None
+    hangs: list[str] = attrs.field(factory=list)
+    error_s: float | None = None
+    close_over_s: float | None = None
+    pool_closed: bool = False
+
+
 def leaves(error: BaseException) -> tuple[BaseException, ...]:
     """What an `ExceptionGroup` holds, or the error itself."""
     if isinstance(error, BaseExceptionGroup):

@@ -6,11 +6,11 @@ import os
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import attrs
+from tests.chaos.calls import LONG_S, Caller, Say
 from tests.chaos.machine import mixed, put_in, ran, row
 from tests.chaos.model import as_written, seen_by, value_of, within
 from tests.chaos.programs import FREED, TURNERS, Step
@@ -20,17 +20,6 @@ import colocate
 from colocate._system.off_main import off_main
 from colocate._views.functions import run as run_later
 from colocate._views.sleeping import start_sleep, start_wake
-
-LONG_S = float(os.environ.get("COLOCATE_CHAOS_LONG_S", "30"))
-"""The timeout of calls that nothing should delay but the import of torch, on a machine that is busy with faults."""
-SHORT_S = 0.3
-STACKS_S = 0.5
-"""How long a timed out call asks its late ranks for their stacks."""
-HANG_S = 5.0
-"""What outlives its bound by so much hangs."""
-
-Say = Callable[[str, float], None]
-Submit = Callable[[Any, int], Any]
 
 
 @attrs.define(eq=False)
@@ -49,20 +38,17 @@ def moved(outcomes: Sequence[Any]) -> str | None:
     return f"refused: {refused}" if refused else None
 
 
-class Steps:
+class Steps(Caller):
     """Does steps on the groups of one episode.
 
     Attributes:
-        hangs: What has outlived its bound, in words.
         folders: Where checkpoints are.
     """
 
     def __init__(self, played: Sequence[Played], idents: Iterator[int], say: Say) -> None:
-        self.hangs: list[str] = []
+        super().__init__(idents, say)
         self.folders: list[str] = []
         self._played = played
-        self._idents = idents
-        self._say = say
         self._kept: list[_Kept] = []
 
     def do(self, step: Step, timeout: float | None = LONG_S) -> Sent | None:
@@ -72,65 +58,6 @@ class Steps:
             return None
         sent: Sent | None = getattr(self, f"_{step.what}")(step, played, timeout)
         return sent
-
-    # -- bounds
-
-    @contextmanager
-    def bound(self, what: str, seconds: float) -> Iterator[None]:
-        """What must end within a time. Who watches from outside is told."""
-        self._say(what, seconds)
-        began = time.monotonic()
-        try:
-            yield
-        finally:
-            took = time.monotonic() - began
-            self._say("", 0.0)
-            if took > seconds + HANG_S:
-                self.hangs.append(f"{what} took {took:.2f} s, and has a bound of {seconds:.2f} s")
-
-    def settle(self, calls: Iterable[Sent]) -> None:
-        """Wait for calls, each within its own timeout."""
-        for sent in calls:
-            self.wait(sent)
-
-    def wait(self, sent: Sent) -> None:
-        """Wait for the end of a call."""
-        if sent.settled is not None or sent.call is None:
-            return
-        at_most = (LONG_S if sent.timeout is None else sent.timeout) + STACKS_S
-        self._say(str(sent), at_most)
-        try:
-            sent.value = sent.call.result(at_most + HANG_S)
-        except TimeoutError as error:
-            if not sent.call.done():
-                self.hangs.append(f"{sent} is not done {HANG_S:g} s after its timeout of {sent.timeout} s")
-                return
-            sent.error = error
-        except Exception as error:
-            sent.error = error
-        finally:
-            self._say("", 0.0)
-        sent.settled = time.monotonic()
-
-    # -- making calls
-
-    def submit(self, played: Played, sent: Sent, call: Submit, role: str = "a") -> Any:
-        """Submit a call, or find out that the group takes none any more."""
-        assert played.group is not None
-        played.sent.append(sent)
-        sent.generation, sent.role = played.generation, role
-        sent.submitted = time.monotonic()
-        try:
-            made = call(played.group.role(role), sent.ident)
-        except Exception as error:
-            sent.error, sent.settled = error, time.monotonic()
-            return None
-        sent.call = made if isinstance(made, colocate.Call) else colocate.Call(made._kept.call)
-        return made
-
-    def new(self, what: str, ranks: Sequence[int], timeout: float | None, **more: Any) -> Sent:
-        """The record of a call that is about to be made."""
-        return Sent(next(self._idents), what, tuple(ranks), timeout, value_of(None), **more)
 
     def _role(self, played: Played, step: Step) -> tuple[str, tuple[int, ...]]:
         if step.role == "b" and played.second:

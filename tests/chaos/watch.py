@@ -17,7 +17,7 @@ from typing import Any
 
 import attrs
 from tests.chaos import marks
-from tests.chaos.steps import HANG_S
+from tests.chaos.calls import HANG_S
 
 _GRACE_S = 3.0  # what a driver finds out by itself, it says within so much
 _STARTS_S = 120.0
