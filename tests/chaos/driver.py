@@ -158,6 +158,7 @@ def play(stage: Stage, played: Program, episodes: int | None) -> None:
             left=left,
             took_s=time.monotonic() - began,
             calls=sum(len(each.sent) for each in outcome.played),
+            turns=bool(episode.budget),
             trained=training.count(outcome.played),
         )
     say(program=played.seed, wrong=[], left=[], hangs=stage.take_hangs())

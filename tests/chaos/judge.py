@@ -133,6 +133,7 @@ class Lane:
             if told["applied"]:
                 tally.tried += 1
                 tally.survived += not bad
+                tally.turns += told["turns"]
                 tally.count(told["target"] or told["moment"])
             for name, number in told["trained"].items():
                 tally.trained[name] = tally.trained.get(name, 0) + number

@@ -60,6 +60,7 @@ class Tally:
         over_ms: What closes took beside their grace.
         free_ms: From the end of a driver until nothing of it was left.
         targets: Faults by what they hit: moments, sockets.
+        turns: Those of the faults tried that came where roles take turns.
         trained: Steps of training: those that were done, and those that failed as they were told to, by where.
     """
 
@@ -74,6 +75,7 @@ class Tally:
     over_ms: list[float] = attrs.field(factory=list)
     free_ms: list[float] = attrs.field(factory=list)
     targets: dict[str, int] = attrs.field(factory=dict)
+    turns: int = 0
     trained: dict[str, int] = attrs.field(factory=dict)
 
     def count(self, target: str) -> None:

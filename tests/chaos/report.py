@@ -45,6 +45,8 @@ def show(ledger: Ledger, console: Console) -> None:
             if kind in kinds:
                 hit = ", ".join(f"{name} {count}" for name, count in sorted(kinds[kind].targets.items()))
                 console.print(f"{executor} {kind}: seeds {ranges(kinds[kind].seeds)}; hit: {hit}", style="dim")
+        if turns := sum(tally.turns for tally in kinds.values()):
+            console.print(f"{executor}: faults where roles take turns: {turns}", style="dim")
         if trained := steps(kinds):
             console.print(f"{executor}: steps of training: {trained}", style="dim")
         if NOT_APPLICABLE.get(executor):

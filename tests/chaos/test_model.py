@@ -7,11 +7,13 @@ from typing import Any
 import attrs
 import pytest
 from tests.chaos import model, training
+from tests.chaos.ballast import Ballast, digest_after, size_of
 from tests.chaos.ledger import ROOT, Ledger, ranges, spelled_out
 from tests.chaos.machine import Deliberate
-from tests.chaos.programs import KINDS, kind_of, program
+from tests.chaos.programs import BUDGETS, KINDS, TURNERS, kind_of, program
 from tests.chaos.records import Applied, Played, Sent
 
+from colocate import GroupMemory, RoleMemory, SlotMemory
 from colocate.errors import (
     CallCancelled,
     CallTimeout,
@@ -199,6 +201,87 @@ def test_weights_of_two_steps() -> None:
     late = CallTimeout("late", stacks={1: ""})
     failed.__cause__ = late
     assert wrong(sent(1, what="train", error=late), later, applied=STOPPED) == ""
+
+
+def noted(ident: int, notes: list[int], role: str) -> Sent:
+    """A call of a role on two ranks, and what that has begun there."""
+    made = sent(ident, notes, role=role)
+    made.value = [(f"{role}{nonce}", *rest) for nonce, *rest in made.value]
+    return made
+
+
+def test_notes_of_roles() -> None:
+    """Each role that takes turns has its own; the others of a worker share theirs."""
+    calls = noted(1, [1], "c"), noted(2, [2], "d"), noted(3, [3], "a"), noted(4, [3, 4], "b")
+    assert wrong(*calls, noted(5, [1, 5], "c")) == ""
+    assert "had succeeded, and is lost" in wrong(*calls, noted(5, [5], "c"))
+    assert "which is another group's, or role's" in wrong(*calls, noted(5, [1, 2, 5], "c"))
+    assert "had succeeded, and is lost" in wrong(*calls, noted(5, [4, 5], "a"))
+
+
+def looked(group: Played, role: str, ident: int, notes: tuple[int, ...], digest: int | None = None) -> None:
+    """A look at a role's memory on two ranks; the second one's is another."""
+    made = sent(ident, what="look", role=role)
+    of = digest_after(role, 0, notes[:-1]), digest_after(role, 1, notes[:-1]) if digest is None else digest
+    made.value = [(f"{role}{rank}", rank, notes, own) for rank, own in enumerate(of)]
+    made.expected = model.as_written(group, role, 2)
+    group.sent.append(made)
+
+
+@pytest.mark.parametrize("role", ["a", *TURNERS])
+def test_memory(role: str) -> None:
+    """It is what the role's own calls have made of it, in their order, and no call that only looks."""
+    played = Played(0, "g", 2, sent=[sent(1, [1], role=role), sent(2, [1, 2], role=role)])
+    looked(played, role, 3, (1, 2, 3))
+    assert model.complaints([played], None) == []
+    for digest in (digest_after(role, 1, (1,)), digest_after(role, 1, (2, 1, 3)), digest_after(role, 0, (1, 2))):
+        other = Played(0, "g", 2, sent=played.sent[:2])
+        looked(other, role, 3, (1, 2, 3), digest)
+        assert "memory that isn't what it was" in "\n".join(model.complaints([other], None))
+
+
+def test_memory_is_what_a_role_has(tmp_path: Any) -> None:
+    """The model works out what a role has, in an array or in a tensor, also when that has come from a checkpoint."""
+    pytest.importorskip("torch")
+    for tensor in (False, True):
+        ballast = Ballast("c", 1, tensor)
+        for ident in (3, 5):
+            ballast.use(ident)
+        ballast.save(tmp_path / "memory")
+        ballast.use(7)
+        assert ballast.look(8) == digest_after("c", 1, (3, 5, 7))
+        ballast.restore(tmp_path / "memory")
+        assert ballast.look(8) == digest_after("c", 1, (3, 5))
+        ballast.array[-1] ^= 1
+        with pytest.raises(AssertionError, match="isn't what it was"):
+            ballast.use(9)
+
+
+def test_within_a_budget() -> None:
+    """No more is awake than may be, and all that roles have is awake or asleep."""
+
+    def memory(awake: int, asleep: int) -> GroupMemory:
+        role = RoleMemory("c", 0, {"tensors": awake}, {}, 0, asleep, complete=True)
+        return GroupMemory("g", (SlotMemory(0, "n", "cpu", (role,), None, None, None),))
+
+    size = size_of("c")
+    assert model.within(size)(memory(size, 0)) is None
+    assert model.within(size)(memory(0, size)) is None
+    assert "bytes may be" in str(model.within(size - 1)(memory(size, 0)))
+    assert "have less" in str(model.within(size)(memory(0, size - 1)))
+
+
+def test_turns() -> None:
+    """They do where not all have room, and each has with those that it asks for."""
+    episodes = [each for seed in range(100) for each in program("local", seed).episodes if each.budget]
+    assert {each.budget for each in episodes} == set(BUDGETS)
+    for episode in episodes:
+        together = ["a", *(["b"] if episode.second else []), *(["t"] if episode.trains else [])]
+        alone = [sum(map(size_of, together)), *map(size_of, TURNERS)]
+        assert max(alone) < episode.budget < sum(map(size_of, ("a", *TURNERS)))
+        there = {"a", *TURNERS, *(["b"] if episode.second else [])}
+        for steps in (episode.before, episode.after):
+            assert [set(step.roles) <= there for step in steps if step.what == "turns"] == [True]
 
 
 def test_close() -> None:

@@ -49,6 +49,7 @@ def test_all_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     tally.tried, tally.survived, tally.seeds = 3, 2, [3, 8, 13]
     tally.count("lane")
     tally.trained = {"done": 5, "after": 2}
+    tally.turns = 4
     ledger.save()
     arguments = ["--show", "--ledger", str(path)]
     assert __main__.main(arguments) == 0
@@ -59,6 +60,7 @@ def test_all_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "dask drop: seeds 3-13; hit: lane 1" in text
     assert "dask: steps of training: 5 done; failed on a rank: 0 before the forward pass" in text
     assert "2 after the last collective" in text
+    assert "dask: faults where roles take turns: 4" in text
     assert "dask: not applicable: envoy" in text
     assert "dask seed 8 (drop): left: process 7 is left" in text
     assert json.loads(path.read_text())["executors"]["dask"]["drop"]["left"] == 1
