@@ -222,7 +222,8 @@ class Player:
 
     def _aftermath(self) -> None:
         """A group that the fault has hit says so; every other one goes on."""
-        for played in tuple(self._played):
+        # Who was hit comes first: an error is timed when somebody looks.
+        for played in sorted(self._played, key=lambda each: self._hits(each) is None):
             applied = self._hits(played)
             if applied is not None and applied.kind in model.DEADLY:
                 self._probe_dead(played, applied)
