@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,7 +24,7 @@ class Gpu:
     def __init__(self) -> None:
         self.begun: list[str | None] = []  # pieces of work, by what will be wrong with them
         self.is_dead = False
-        self.stream: Any = "usual"
+        self.current: Any = "usual"
         self.device: Any = None
         self.allocated = self.peak = 0
         self.segments: list[dict[str, Any]] = []
@@ -33,13 +34,22 @@ class Gpu:
         return True
 
     def current_stream(self, device: str) -> Any:
-        return self if self.stream == "usual" else self.stream
+        return self if self.current == "usual" else self.current
 
     def set_stream(self, stream: Any) -> None:
-        self.stream = "usual" if stream is self else stream
+        self.current = "usual" if stream is self else stream
 
     def current_device(self) -> int:
         return 1
+
+    def Stream(self, device: str) -> str:
+        return f"another of {device}"
+
+    @contextlib.contextmanager
+    def stream(self, stream: str) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
 
     def set_device(self, device: str) -> None:
         self.device = device
@@ -218,6 +228,15 @@ def test_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpu.current_stream("cuda:0") == "side"
     setting.have(Settings())
     assert gpu.current_stream("cuda:0") is gpu
+
+
+def test_copies_aside(gpu: Gpu) -> None:
+    """What is fetched while the lane computes is copied on another stream."""
+    device = Device("cuda:0", in_process=False)
+    for _ in range(2):
+        with device.aside():
+            assert gpu.current == "another of cuda:0"
+        assert gpu.current == "usual"
 
 
 @pytest.mark.parametrize("name", ["cpu", "meta", "cuda:0", "nonsense:1"])

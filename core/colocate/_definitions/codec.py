@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 # A smaller tensor is copied into the pickle: it costs less than a buffer of its own, and a small tensor that is kept
 # doesn't keep the memory of the whole message.
 _SMALL_BYTES = 2048
+_PINNED_BYTES = 1 << 16  # from here on a copy from a GPU is worth memory of its own kind
 _ATOMS = frozenset({type(None), bool, int, float, str})
 _PLAIN_ITEMS = 16
 
@@ -171,12 +172,27 @@ def _reduce_tensor(tensor: Any) -> Any:
         return tensor.__reduce_ex__(5)
     marked = _on_device(tensor)
     if marked:
-        tensor = tensor.cpu()
+        tensor = _on_host(tensor, torch)
     tensor = tensor.resolve_conj().resolve_neg().contiguous()
     # Not reshape(-1): a dimension of size one may have any stride in a contiguous tensor, and would keep it.
     flat = (tensor if tensor.stride() == (1,) else tensor.as_strided((tensor.numel(),), (1,))).view(torch.uint8).numpy()
     memory = pickle.PickleBuffer(flat) if flat.nbytes > _SMALL_BYTES else bytearray(flat)
     return _tensor, (memory, str(tensor.dtype)[6:], tuple(tensor.shape), marked)
+
+
+def _on_host(tensor: Any, torch: Any) -> Any:
+    """A GPU's tensor on the host, when what makes it on the thread's current stream is done."""
+    module = getattr(torch, tensor.device.type, None)
+    if tensor.nbytes < _PINNED_BYTES or not tensor.is_contiguous() or not hasattr(module, "current_stream"):
+        return tensor.cpu()
+    try:
+        # Torch keeps such memory for the next one; a copy to any other goes through some of the driver's own.
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+    except RuntimeError:  # there is no more of it
+        return tensor.cpu()
+    host.copy_(tensor, non_blocking=True)
+    module.current_stream(tensor.device).synchronize()
+    return host
 
 
 def _unwrapped(tensor: Any) -> Any:

@@ -9,6 +9,8 @@ torch.
 from __future__ import annotations
 
 import bisect
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from colocate._system.imported import imported
@@ -42,6 +44,7 @@ class Device:
         self._starts: list[int] = []  # of memory that isn't the allocator's to give to others
         self._stops: list[int] = []
         self._segments: object = None
+        self._aside: Any = None
         self.peaks: dict[str, int] | None = None if name == "cpu" or in_process else {}
 
     def begin(self) -> int | None:
@@ -91,6 +94,18 @@ class Device:
             else:
                 return None
         return f"this process can't use {self._name} any more: {said}"
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """A block, off the lane, in which what is complete is copied: it doesn't wait for what the lane computes."""
+        module = in_use(self._name)
+        if module is None:
+            yield
+            return
+        if self._aside is None:
+            self._aside = module.Stream(self._name)
+        with module.stream(self._aside):
+            yield
 
     def lends(self, tensor: Any) -> bool:
         """Whether a tensor lies in memory that is written into without torch's noticing: a CUDA graph's.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
+import threading
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -123,7 +125,9 @@ class Site:
 
     def packed(self, result: Any, label: str, wait: bool = False) -> Any:
         """What a role has returned, as it travels; a SerializationError names the method. `wait`: see `tell`."""
-        body = self.codec.pack_named(result, "result", f"the result of {label}")
+        on_lane = threading.current_thread() is self.lane.thread
+        with contextlib.nullcontext() if on_lane else self.device.aside():
+            body = self.codec.pack_named(result, "result", f"the result of {label}")
         self.definitions.tell(body, wait)
         return body
 
