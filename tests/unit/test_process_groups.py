@@ -119,6 +119,20 @@ def test_who_looks_at_stacks_holds_no_group() -> None:
     assert holders == [[]]
 
 
+def test_backends_go_when_the_roles_have_gone_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model lets go of its group on the lane: it mustn't be the last that holds what may still run in it."""
+    backends = [Group()]
+    there = weakref.ref(backends[0])
+    monkeypatch.setattr(torch_groups, "cut", lambda names: None)
+    monkeypatch.setattr(torch_groups, "reference", lambda name: None)
+    monkeypatch.setattr(torch_groups, "forget", lambda name: [backends.pop()])
+    groups = ProcessGroups(Asking(), in_process=False, group="policy")
+    groups.drop(["policy/actor/all"])
+    assert there() is not None
+    assert groups.holders() == []
+    wait_until(lambda: there() is None, "they are gone")
+
+
 class Threads(Role):
     """Asks from a thread of its own."""
 

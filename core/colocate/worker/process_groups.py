@@ -125,6 +125,7 @@ class ProcessGroups:
         self._unfinished: set[str] = set()  # being made: nobody can have begun anything on them here
         self._watching: threading.Event | None = None
         self._dropped: list[tuple[weakref.ref[ProcessGroup], str]] = []
+        self._left: list[Any] = []  # the backends of these
         self.slots = 1
         self.generation = 0
         self.timeout_s = 1800.0
@@ -466,18 +467,16 @@ class ProcessGroups:
             names = [*torch_groups.all_groups()]
         self._former_meshes.update({key: weakref.ref(mesh) for key, mesh in self._meshes.items()})
         self._meshes.clear()
-        left = []
         for name in names:
             self._made.pop(name.removeprefix(f"{self._group}/"), None)
             if (found := torch_groups.reference(name)) is not None:
                 self._dropped.append((found, name))
-            left += torch_groups.forget(name)
+            self._left += torch_groups.forget(name)
         with self._lock:
             self._cut.update(names)  # until the roles have gone on without them: who comes after this driver asks again
             if whole:
                 self._former, self._default, self._default_epoch = self._default, None, self._epoch
             joins, self._doomed, self._joins_after_that = self._joins_after_that, False, False
-        bury(left)
         if joins:
             self.join()
 
@@ -489,11 +488,12 @@ class ProcessGroups:
     def holders(self) -> list[str]:
         """Which of the dropped groups somebody still holds; none are known as dropped after that. On the lane."""
         dropped, self._dropped = self._dropped, []
-        if not dropped:
-            return []
-        with LOOKING:  # whoever looked at the lane's frames before has let go of them
-            pass
-        gc.collect()  # a role's frames may be part of cycles
+        if dropped:
+            with LOOKING:  # whoever looked at the lane's frames before has let go of them
+                pass
+            gc.collect()  # a role's frames may be part of cycles
+        # Not before: a model that lets go of a group on the lane would be the last, and wait for what runs in it.
+        bury(self._left)
         return sorted({name for group, name in dropped if group() is not None})
 
     def close(self) -> None:
