@@ -1,0 +1,263 @@
+"""What sharing a GPU costs and saves there: figures for docs/gpu.md. See test_gpu.py."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.gpu.test_gpu import DEVICE, DRY, Sharded, Sleeper, connect, needs_cuda
+
+torch = pytest.importorskip("torch")
+
+import colocate  # noqa: E402
+from colocate import First, Role, method  # noqa: E402
+from colocate.errors import CallTimeout, ColocateError  # noqa: E402
+from colocate.testing.waiting import wait_until  # noqa: E402
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not (DRY or torch.cuda.is_available()), reason="needs CUDA")]
+ROOT = Path(__file__).parents[2]
+SMALL_KERNELS, STEPS = (100, 2) if DRY else (10_000, 6)
+SIZE = "tiny" if DRY else "half-a-billion"
+
+
+class Busy(Role):
+    """Has the GPU do many small things, one that takes long, or nothing."""
+
+    def __init__(self) -> None:
+        self.x = torch.zeros(64, device=self.ctx.device)
+
+    @method(collect=First())
+    def small(self, kernels: int) -> float:
+        """The seconds that so many take."""
+        return small(self.x, kernels)
+
+    @method
+    def spin(self) -> None:
+        """For minutes."""
+        torch.cuda._sleep(10**12)
+        torch.cuda.synchronize()
+
+    @method
+    def work(self, rounds: int) -> torch.Tensor:
+        """For some time; what comes of it."""
+        x = torch.eye(4096 if not DRY else 64, device=self.ctx.device)
+        for _ in range(rounds):
+            x = x @ x
+        return x
+
+
+def small(x: Any, kernels: int) -> float:
+    began = time.perf_counter()
+    for _ in range(kernels):
+        x.add_(1)
+    float(x[0])  # waits for them
+    return time.perf_counter() - began
+
+
+PLAIN = """
+import sys, time, torch
+{small}
+x = torch.zeros(64, device=sys.argv[1])
+for _ in range(int(sys.argv[3])):
+    print(small(x, int(sys.argv[2])))
+"""
+
+
+class TestOverhead:
+    """Beside a plain script."""
+
+    def test_small_kernels(self, record_property: Any) -> None:
+        """What a method launches it launches as fast as a script."""
+        import inspect
+
+        command = [sys.executable, "-c", PLAIN.format(small=inspect.getsource(small).replace("Any", "object"))]
+        script = subprocess.check_output([*command, DEVICE, str(SMALL_KERNELS), "9"], text=True)
+        plain = statistics.median([float(line) for line in script.split()][2:])
+        with connect() as runtime:
+            busy = runtime.reserve().spawn({"busy": colocate.role(Busy)}).role("busy", Busy)
+            ours = statistics.median([busy.small(SMALL_KERNELS) for _ in range(9)][2:])
+        record_property(f"{SMALL_KERNELS} small kernels beside a plain script", f"{ours / plain:.3f} x")
+
+    @needs_cuda
+    def test_a_fetch_waits_for_nobody(self) -> None:
+        """What is complete is copied while the lane computes something else."""
+        with connect() as runtime:
+            busy = runtime.reserve().spawn({"busy": colocate.role(Busy)}).role("busy", Busy)
+            kept = busy.work.keep(1)
+            kept.wait()
+            call = busy.work.submit(3000)
+            kept.fetch()
+            assert not call.done()
+            call.result()
+
+
+class TestContexts:
+    """Several roles in one process."""
+
+    @needs_cuda
+    def test_four_roles(self, record_property: Any) -> None:
+        """Beside four processes with one each: how much of the GPU is used."""
+        names = ("actor", "critic", "reference", "reward")
+        used = []
+        for together in (True, False):
+            with connect() as runtime:
+                before = torch.cuda.mem_get_info()[0]
+                for roles in [names] if together else [(name,) for name in names]:
+                    runtime.reserve().spawn({name: colocate.role(Busy) for name in roles}, name=roles[0])
+                used.append(before - torch.cuda.mem_get_info()[0])
+            wait_until(lambda before=before: torch.cuda.mem_get_info()[0] >= before, "its memory is free")
+        assert used[0] < used[1]
+        record_property("four roles in one process", f"{used[0] / 2**20:.0f} MiB of the GPU")
+        record_property("the same in four processes", f"{used[1] / 2**20:.0f} MiB of the GPU")
+
+
+class TestGroups:
+    """Process groups that come and go."""
+
+    def test_fifty(self, record_property: Any) -> None:
+        """Each is cut and made anew; the GPU's memory doesn't go with them."""
+        with connect() as runtime:
+            role = colocate.role(Sharded, "ddp").on(default_group=True)
+            group = runtime.reserve().spawn({"sharded": role}, name="sharded")
+            sharded = group.role("sharded", Sharded)
+            sharded.step(0)
+            sharded.cut()
+            free = 0 if DRY else torch.cuda.mem_get_info()[0]
+            seconds = []
+            for number in range(5 if DRY else 50):
+                began = time.perf_counter()
+                sharded.cut()
+                sharded.step(number)
+                seconds.append(time.perf_counter() - began)
+            if not DRY:
+                lost = free - torch.cuda.mem_get_info()[0]
+                assert lost < 64 * 2**20
+                record_property("50 process groups made anew, memory of the GPU lost", f"{lost / 2**20:.0f} MiB")
+            record_property(
+                "a process group cut and made anew, and a step", f"{statistics.median(seconds) * 1e3:.0f} ms"
+            )
+
+
+class TestSpinning:
+    """A kernel that doesn't end."""
+
+    @needs_cuda
+    def test_it_is_given_up(self, record_property: Any) -> None:
+        """The call times out, its group is closed in time, and the GPU is free for others."""
+        with connect() as runtime:
+            group = runtime.reserve().spawn({"busy": colocate.role(Busy)}, name="spinning")
+            with pytest.raises(CallTimeout):
+                group.role("busy", Busy).spin.options(timeout=2)()
+            began = time.perf_counter()
+            try:
+                group.close(grace=1, force=True)
+            except* ColocateError:
+                pass  # that it had to be killed
+            record_property(
+                "a worker with a spinning kernel is gone, beside 1 s of grace",
+                f"{time.perf_counter() - began - 1:.2f} s",
+            )
+            other = runtime.reserve().spawn({"busy": colocate.role(Busy)}, name="other")
+            assert other.role("busy", Busy).small(10) < 60
+
+
+class TestLargeSleep:
+    """A role with 14 GiB."""
+
+    @needs_cuda
+    def test_fourteen(self, record_property: Any) -> None:
+        with connect() as runtime:
+            group = runtime.reserve().spawn({"actor": colocate.role(Sleeper, 3584)})
+            actor = group.role("actor", Sleeper)
+            actor.train()
+            before, size = actor.digest(), group.memory().slots[0].roles[0].total
+            (awake,) = actor.used()
+            assert group.sleep("actor") >= 0.98 * size
+            (asleep,) = actor.used()
+            assert awake[1] - asleep[1] >= 0.98 * size
+            group.wake("actor")
+            seconds = []
+            for _ in range(3):
+                began = time.perf_counter()
+                group.sleep("actor")
+                group.wake("actor")
+                seconds.append(time.perf_counter() - began)
+            assert actor.digest() == before
+            speed = 2 * size / statistics.median(seconds) / 1e9
+            record_property(f"sleep and wake of {size / 2**30:.0f} GiB", f"{speed:.1f} GB/s")
+
+
+class Llama(Role):
+    """A model, as tests/gpu/loop.py has it."""
+
+    def __init__(self, size: str, seed: int) -> None:
+        from tests.gpu.loop import SIZES, Learner
+
+        self.learner = Learner(SIZES[size], self.ctx.device, seed)
+
+    @method(collect=First())
+    def generate(self, prompts: torch.Tensor) -> torch.Tensor:
+        return self.learner.generate(prompts)
+
+    @method(collect=First())
+    def log_probs(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.learner.log_probs(tokens)
+
+    @method(collect=First())
+    def values(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.learner.values(tokens)
+
+    @method(collect=First())
+    def learn_policy(self, tokens: torch.Tensor, old: torch.Tensor, both: tuple[torch.Tensor, torch.Tensor]) -> float:
+        return self.learner.learn_policy(tokens, old, both[0])
+
+    @method(collect=First())
+    def learn_values(self, tokens: torch.Tensor, both: tuple[torch.Tensor, torch.Tensor]) -> float:
+        return self.learner.learn_values(tokens, both[1])
+
+    @method(collect=First())
+    def advantages(self, *given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        from tests.gpu.loop import advantages
+
+        return advantages(*given)
+
+
+class TestLlama:
+    """PPO with models of half a billion parameters in bfloat16."""
+
+    def test_beside_a_loop_by_hand(self, record_property: Any) -> None:
+        """Equal losses; and how many tokens a second."""
+        from tests.gpu.loop import SIZES, prompts
+
+        size = SIZES[SIZE]
+        command = [sys.executable, "-m", "tests.gpu.loop", SIZE, DEVICE, str(STEPS)]
+        plain = json.loads(subprocess.check_output(command, text=True, cwd=ROOT).splitlines()[-1])
+        told: dict[str, list[float]] = {"policy": [], "values": [], "seconds": []}
+        with connect() as runtime:
+            roles = {name: colocate.role(Llama, SIZE, seed) for name, seed in (("actor", 1), ("critic", 2), ("ref", 1))}
+            group = runtime.reserve().spawn(roles, name="llama")
+            actor, critic, reference = (group.role(name, Llama) for name in roles)
+            for step in range(STEPS):
+                began = time.perf_counter()
+                with group.scope(), group.pipeline():
+                    tokens = actor.generate.keep(prompts(size, step))
+                    old, other = actor.log_probs.keep(tokens.ref), reference.log_probs.keep(tokens.ref)
+                    values = critic.values.keep(tokens.ref)
+                    both = actor.advantages.keep(old.ref, other.ref, values.ref, tokens.ref)
+                    learned = critic.learn_values.submit(tokens.ref, both.ref)
+                    policy = actor.learn_policy.submit(tokens.ref, old.ref, both.ref)
+                told["values"].append(learned.result())
+                told["policy"].append(policy.result())
+                told["seconds"].append(time.perf_counter() - began)
+        assert told["policy"] == plain["policy"]
+        assert told["values"] == plain["values"]
+        ratio = statistics.median(plain["seconds"][1:]) / statistics.median(told["seconds"][1:])
+        speed = size.batch * size.response / statistics.median(told["seconds"][1:])
+        record_property("PPO with a Llama's shape of 0.5B, bfloat16", f"{speed:.0f} tokens/s")
+        record_property("the same beside the loop by hand", f"{ratio:.3f} x")
