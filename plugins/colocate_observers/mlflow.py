@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 
@@ -9,7 +12,11 @@ import colocate
 
 
 class MLflow:
-    """Writes scalars, seconds per phase, versions, the config and the report."""
+    """Writes scalars, seconds per phase, versions, the config and the report.
+
+    What is logged is sent by a thread of its own, and together with what has been logged meanwhile: other observers
+    don't wait for the store.
+    """
 
     def __init__(self, experiment: str = "colocate", tracking_uri: str | None = None) -> None:
         """Write to a store.
@@ -22,6 +29,9 @@ class MLflow:
         self._client = MlflowClient(tracking_uri)  # no active run of MLflow's, which belongs to a thread
         self._experiment = experiment
         self._run: str | None = None
+        self._sender = ThreadPoolExecutor(1, "colocate-mlflow")
+        self._unsent: deque[Metric] = deque()
+        self._failure: Exception | None = None
 
     def colocate_run_started(self, run: colocate.RunInfo) -> None:
         """Begin a run there."""
@@ -33,20 +43,36 @@ class MLflow:
         self._client.log_dict(self._run, dict(run.config), "config.json")
 
     def colocate_run_logged(self, record: colocate.LogRecord) -> None:
-        """Write what was logged."""
+        """Have it sent."""
         if self._run is not None:
+            self._raise_failure()
             seconds = {f"seconds/{phase}": spent for phase, spent in record.seconds.items()}
             at = int(record.time * 1000)
             rows = [Metric(name, value, at, record.step) for name, value in {**record.scalars, **seconds}.items()]
-            self._client.log_batch(self._run, rows)
+            self._unsent.extend(rows)
+            self._sender.submit(self._send, self._run)
+
+    def _send(self, run: str) -> None:
+        rows = [self._unsent.popleft() for _ in range(len(self._unsent))]
+        if rows and self._failure is None:
+            try:
+                self._client.log_batch(run, rows)
+            except Exception as error:
+                self._failure = error
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
 
     def colocate_run_finished(self, record: colocate.RunRecord, error: BaseException | None) -> None:
-        """Write the report, and whether it went well."""
+        """Wait until all is sent; write the report, and whether it went well."""
         if self._run is not None:
+            self._sender.shutdown()
             report = record.directory / "report.html"
             if report.exists():
                 self._client.log_artifact(self._run, str(report))
             self._client.set_terminated(self._run, "FINISHED" if error is None else "FAILED")
+            self._raise_failure()
 
 
 @colocate.hookimpl

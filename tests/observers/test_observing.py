@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,88 @@ def test_one_that_raises(tmp_path: Path, hook: str) -> None:
     assert log.count("the observer 'Notes' raised in colocate_") == 1
     assert f"is told nothing more: LookupError: in {hook}" in log
     assert "_note" in log
+
+
+class Stuck(Notes):
+    """Stays in the hook of a step until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.go = threading.Event(), threading.Event()
+
+    def colocate_run_logged(self, record: colocate.LogRecord) -> None:
+        super().colocate_run_logged(record)
+        self.inside.set()
+        assert self.go.wait(60)
+
+
+class StepsOnly:
+    """Is told of nothing but steps."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def colocate_run_logged(self, record: colocate.LogRecord) -> None:
+        self.steps.append(record.step)
+
+
+def test_one_that_does_not_return(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Who hasn't been told of all by the end is named, with how much, and whom it waited for; it is told of the end."""
+    monkeypatch.setattr("colocate._calls.services.TOLD_WITHIN_S", 0.1)
+    first, stuck, behind, steps = Notes(), Stuck(), Notes(), StepsOnly()
+    with colocate.connect("local") as runtime:
+        group = runtime.reserve(1).spawn({"echo": colocate.role(Echo)})
+        with colocate.record(runtime, tmp_path / "sums", observe=[first, stuck, behind, steps]) as run:
+            run.log(0, loss=1.0)
+            assert stuck.inside.wait(60)
+            for step in (1, 2):
+                group.role("echo", Echo).noop()
+                run.log(step, loss=1.0)
+            group.role("echo", Echo).noop()
+        assert first.told == ["started", "logged 0", "finished"]
+        assert behind.told == ["started", "finished"]
+        stuck.go.set()
+        runtime._node.services.dispatcher.run(lambda: None)  # it has come to the rest, which is nobody's by now
+    assert stuck.told == ["started", "logged 0", "finished"]
+    assert (first.told, behind.told, steps.steps) == (["started", "logged 0", "finished"], ["started", "finished"], [])
+    (warning,) = [each.getMessage() for each in caplog.records if each.name == "colocate"]
+    log = (run.directory / "log.txt").read_text()
+    for words in (
+        "the observer 'Notes' hasn't been told of 2 logged steps and 3 calls",
+        "the observer 'Stuck' hasn't been told of 3 logged steps and 3 calls",
+        "the observer 'Notes' hasn't been told of 3 logged steps and 3 calls",
+        "the observer 'StepsOnly' hasn't been told of 3 logged steps",
+        "its report lacks 3 calls",
+        "because 'Stuck' hasn't returned from colocate_run_logged",
+    ):
+        assert words in warning
+        assert words in log
+    assert "assert self.go.wait(60)" in log  # its stack
+
+
+def test_a_callback_that_does_not_return(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is in the way of observers too; a run without any says what its report lacks."""
+    monkeypatch.setattr("colocate._calls.services.TOLD_WITHIN_S", 0.1)
+    go, notes = threading.Event(), Notes()
+    with colocate.connect("local") as runtime:
+        group = runtime.reserve(1).spawn({"echo": colocate.role(Echo)})
+        for name, observe in (("watched", [notes]), ("plain", [])):
+            go.clear()
+            with colocate.record(runtime, tmp_path / name, observe=observe):
+                call = group.role("echo", Echo).noop.submit()
+                call.add_done_callback(lambda call: go.wait(60))
+                call.result()
+                group.role("echo", Echo).noop()
+            go.set()
+    watched, plain = [each.getMessage() for each in caplog.records if each.name == "colocate"]
+    assert "the observer 'Notes' hasn't been told of" in watched
+    assert "because a callback goes on" in watched
+    assert "observer" not in plain
+    assert "its report lacks" in plain
 
 
 def test_one_that_raises_at_the_start(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import sys
 import threading
 import urllib.request
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +126,67 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool) ->
         assert sorted((each.step, each.value) for each in history) == [(0, 0.0), (1, 1.0), (2, 2.0)]
         assert run.data.params["colocate"] == colocate.__version__
         assert {each.path for each in client.list_artifacts(run.info.run_id)} == {"config.json", "report.html"}
+
+
+class Last:
+    """Says when it has been told of the last step."""
+
+    def __init__(self) -> None:
+        self.told = threading.Event()
+
+    def colocate_run_logged(self, record: colocate.LogRecord) -> None:
+        if record.step == STEPS - 1:
+            self.told.set()
+
+
+def test_an_mlflow_store_that_is_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who comes after it isn't held up, and in the end the store has all of it."""
+    from mlflow import MlflowClient
+
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    last, log_batch = Last(), MlflowClient.log_batch
+    waited: list[bool] = []
+
+    def slow(client: MlflowClient, run: str, metrics: Sequence[Any] = (), **rest: Any) -> None:
+        if metrics:
+            waited.append(last.told.wait(60))
+        log_batch(client, run, metrics, **rest)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the library's own
+        monkeypatch.setattr(MlflowClient, "log_batch", slow)
+        store = (tmp_path / "store").as_uri()
+        run_some(tmp_path, {"use": "mlflow", "with": {"tracking_uri": store}}, last)
+        client = MlflowClient(store)
+        experiment = client.get_experiment_by_name("colocate")
+        assert experiment is not None
+        (run,) = client.search_runs([experiment.experiment_id])
+        history = client.get_metric_history(run.info.run_id, "accuracy")
+    assert sorted((each.step, each.value) for each in history) == [(0, 0.0), (1, 1.0), (2, 2.0)]
+    assert waited
+    assert all(waited)
+
+
+def test_an_mlflow_store_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What its thread meets is the observer's: log.txt has it."""
+    from mlflow import MlflowClient
+
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    log_batch = MlflowClient.log_batch
+
+    def gone(client: MlflowClient, run: str, metrics: Sequence[Any] = (), **rest: Any) -> None:
+        if metrics:
+            raise ConnectionError("the store is gone")
+        log_batch(client, run, metrics, **rest)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the library's own
+        monkeypatch.setattr(MlflowClient, "log_batch", gone)
+        store = (tmp_path / "store").as_uri()
+        folder = run_some(tmp_path, {"use": "mlflow", "with": {"tracking_uri": store}})
+    log = (folder / "log.txt").read_text()
+    assert log.count("the observer 'mlflow' raised in colocate_run_") == 1
+    assert "ConnectionError: the store is gone" in log
 
 
 def test_prometheus(tmp_path: Path) -> None:

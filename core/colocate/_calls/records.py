@@ -10,6 +10,8 @@ import attrs
 if TYPE_CHECKING:
     from colocate._calls.pending import PendingCall
 
+CALL_FINISHED = "colocate_call_finished"
+
 
 @attrs.frozen
 class CallRecord:
@@ -108,7 +110,7 @@ class Observers:
         finished = max((end for _, _, end in spans), default=submitted)
         ran_on = tuple(sorted([ranks[index] for index, _, _ in answers]))
         self.tell(
-            "colocate_call_finished",
+            CALL_FINISHED,
             CallRecord(group, role, method, ran_on, submitted, finished, spans, kept, error, ready),
         )
 

@@ -6,12 +6,14 @@ import itertools
 import os
 import secrets
 import sys
+from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import attrs
 
-from colocate._calls.records import Observers
+from colocate._calls.records import CALL_FINISHED, Observers
 from colocate._owned.dispatcher import Dispatcher
 from colocate._system.jobs import JobThread
 from colocate._system.limits import TOLD_WITHIN_S
@@ -62,13 +64,23 @@ class Services:
         """An id for a resident."""
         return next(self._keys)
 
-    def settle(self) -> None:
-        """Wait until observers have been told of all that has happened, unless one of them doesn't return."""
+    def settle(self) -> bool:
+        """Wait until observers have been told of all that has happened; False when one of them doesn't return."""
         told = Flag()
         off_main(lambda: self.dispatcher.soon(told.set))
-        told.wait(TOLD_WITHIN_S)  # the runtime's close tells who is in the way
+        return told.wait(TOLD_WITHIN_S)
+
+    def untold(self) -> Counter[str]:
+        """How often observers are still to be told of something, by hook."""
+        found: Counter[str] = Counter()
+        for job in self.dispatcher.waiting():
+            if isinstance(job, partial) and job.func == self.observers.tell:
+                found[job.args[0]] += 1
+            elif isinstance(job, partial) and job.func == self.observers.tell_call:
+                found[CALL_FINISHED] += 1
+        return found
 
     def tell(self, hook: str, *args: Any) -> None:
         """Tell the observers what has happened, on the dispatcher's thread."""
         if self.observers:
-            self.dispatcher.soon(lambda: self.observers.tell(hook, *args))
+            self.dispatcher.soon(partial(self.observers.tell, hook, *args))

@@ -13,6 +13,7 @@ import attrs
 from colocate._role.role import RoleSpec, role
 from colocate._runs.stage import Stage
 from colocate._system.lines import made_for
+from colocate._system.numbers import plural
 from colocate.config.schema import Config, RoleConfig
 
 if TYPE_CHECKING:
@@ -78,18 +79,13 @@ def opened(config: Config, stage: Stage) -> Iterator[Launched]:
     with runtime:
         pools, groups = {}, {}
         for name, pool in config.pools.items():
-            with stage(f"pool {name}", f"reserving pool {name}: {count(pool.slots, 'slot')}"):
+            with stage(f"pool {name}", f"reserving pool {name}: {plural(pool.slots, 'slot')}"):
                 pools[name] = reserve_pool(runtime, name, config)
         for name, group in config.groups.items():
-            workers, roles = count(len(pools[group.pool]), "worker"), count(len(group.roles), "role")
+            workers, roles = plural(len(pools[group.pool]), "worker"), plural(len(group.roles), "role")
             with stage(f"group {name}", f"starting group {name}: {workers} with {roles}"):
                 groups[name] = _spawn(pools[group.pool], name, config)
         yield Launched(config, runtime, groups, time.monotonic() - began)
-
-
-def count(number: int, what: str) -> str:
-    """So many of something."""
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def reserve_pool(runtime: Runtime, name: str, config: Config) -> Pool:

@@ -2,40 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from colocate._calls.records import CALL_FINISHED
+from colocate._job.screen import Screen, short
+from colocate._plugins.entry_points import listed
 from colocate._plugins.plugins import find_observer
 from colocate._runs.record import LogRecord, RunInfo, RunRecord
+from colocate._system.limits import TOLD_WITHIN_S
+from colocate._system.numbers import plural
 from colocate._system.tracebacks import told
 from colocate.config.schema import ObserverConfig
 from colocate.errors import ConfigError, PluginError
 
 if TYPE_CHECKING:
-    from colocate._job.screen import Screen
+    from colocate._calls.services import Services
+
+LOGGED, FINISHED = "colocate_run_logged", "colocate_run_finished"
+_log = logging.getLogger("colocate")
 
 
 @attrs.define(eq=False)
 class Guarded:
-    """An observer that can't harm the run: it hears nothing more once it has raised, which is said once."""
+    """An observer that can't harm the run: it hears nothing more once it has raised, which is said once.
 
-    _name: str
+    Attributes:
+        name: What it is called.
+        heard: How often it has been told, by hook.
+        hook: The hook that it is in.
+    """
+
+    name: str
     _observer: object
     _screen: Screen
-
-    def __getattr__(self, hook: str) -> Callable[..., object]:
-        function = getattr(self._observer, hook)
-
-        def call(*args: object) -> None:
-            if self._observer is not None:
-                try:
-                    function(*args)
-                except Exception as error:
-                    self._fell_silent(hook, error)
-
-        return call
+    heard: Counter[str] = attrs.field(factory=Counter, init=False)
+    hook: str | None = attrs.field(default=None, init=False)
+    _stopped: bool = attrs.field(default=False, init=False)
 
     def begin(self, info: RunInfo) -> None:
         """Tell it of the run, which doesn't begin if it can't hear of that.
@@ -49,42 +58,67 @@ class Guarded:
         try:
             started(info)
         except Exception as error:
-            text = f"the observer {self._name!r} raised when it was told that the run starts: "
-            raise PluginError(f"{text}{type(error).__name__}: {error}", name=self._name) from error
+            text = f"the observer {self.name!r} raised when it was told that the run starts: "
+            raise PluginError(f"{text}{type(error).__name__}: {error}", name=self.name) from error
 
-    def logged(self, record: LogRecord) -> None:
-        """Tell it what was logged."""
-        self._tell("colocate_run_logged", record)
+    def tell(self, hook: str, *args: object) -> None:
+        """Tell it something, if it has the hook, and hasn't been stopped."""
+        if self._stopped:
+            return
+        if self.has(hook):
+            self.hook = hook
+            self._call(hook, *args)
+            self.hook = None
+        self.heard[hook] += 1
+
+    def stop(self) -> None:
+        """Tell it nothing more, but for the end."""
+        self._stopped = True
 
     def end(self, record: RunRecord, error: BaseException | None) -> None:
         """Tell it that the run is over."""
-        self._tell("colocate_run_finished", record, error)
+        if self.has(FINISHED):
+            self._call(FINISHED, record, error)
 
-    def _tell(self, hook: str, *args: object) -> None:
-        function: Callable[..., object] | None = getattr(self, hook, None)
-        if function is not None:
-            function(*args)
+    def missing(self, given: Counter[str]) -> Counter[str]:
+        """How often it would have been told, and hasn't been, by hook."""
+        return Counter({hook: number for hook, number in (given - self.heard).items() if self.has(hook)})
 
-    def _fell_silent(self, hook: str, error: Exception) -> None:
-        self._observer = None
-        words = f"{type(error).__name__}: {error}".partition("\n")[0]
-        self._screen.say(f"the observer {self._name!r} raised in {hook}, and is told nothing more: {words}")
-        self._screen.note(told(error))
+    def has(self, hook: str) -> bool:
+        """Whether it wants to be told."""
+        return getattr(self._observer, hook, None) is not None
+
+    def _call(self, hook: str, *args: object) -> None:
+        try:
+            getattr(self._observer, hook)(*args)
+        except Exception as error:
+            self._observer = None
+            words = f"{type(error).__name__}: {error}".partition("\n")[0]
+            self._screen.say(f"the observer {self.name!r} raised in {hook}, and is told nothing more: {words}")
+            self._screen.note(told(error))
 
 
 @attrs.define(eq=False)
 class RunObservers:
-    """All of a run."""
+    """All of a run; to the runtime they are one."""
 
     _screen: Screen
     _all: list[Guarded] = attrs.field(factory=list, init=False)
     _told: list[Guarded] = attrs.field(factory=list, init=False)
+    _given: Counter[str] = attrs.field(factory=Counter, init=False)  # how often they have been told, or were to be
 
     def __bool__(self) -> bool:
         return bool(self._told)
 
-    def __iter__(self) -> Iterator[Guarded]:
-        return iter(self._told)
+    def __getattr__(self, hook: str) -> Callable[..., None]:
+        if not hook.startswith("colocate_"):
+            raise AttributeError(hook)
+        return partial(self._tell, hook)
+
+    def _tell(self, hook: str, *args: object) -> None:
+        self._given[hook] += 1
+        for each in self._told:
+            each.tell(hook, *args)
 
     def add(self, observe: Sequence[object]) -> None:
         """Make those that a config names: by name, as an entry of the config, or the observer itself.
@@ -121,12 +155,49 @@ class RunObservers:
             each.begin(info)
             self._told.append(each)
 
-    def logged(self, record: LogRecord) -> None:
-        """Tell them what was logged."""
+    def logged(self, record: LogRecord, services: Services) -> None:
+        """Have them told what was logged, in the order of all that happens."""
+        if self._told:
+            self._given[LOGGED] += 1
+            services.dispatcher.soon(partial(self._tell_logged, record))
+
+    def _tell_logged(self, record: LogRecord) -> None:
         for each in self._told:
-            each.logged(record)
+            each.tell(LOGGED, record)
+
+    def settle(self, services: Services, directory: Path) -> None:
+        """Wait until they have been told of all that has happened. Whom somebody keeps from that is named.
+
+        Args:
+            services: Those of the run's runtime.
+            directory: The run's folder.
+        """
+        if services.settle():
+            return
+        for each in self._told:  # before counting: what they haven't been told, they won't be
+            each.stop()
+        waiting = services.untold()
+        given = self._given + waiting
+        slow = next((each for each in self._told if each.hook is not None), None)
+        in_the_way = f"{slow.name!r} hasn't returned from {slow.hook}" if slow is not None else "a callback goes on"
+        untold = [(each.name, _words(each.missing(given))) for each in self._told]
+        lines = [f"the observer {name!r} hasn't been told of {words}" for name, words in untold if words]
+        if waiting[CALL_FINISHED]:
+            lines.append(f"its report lacks {plural(waiting[CALL_FINISHED], 'call')}")
+        if lines:
+            text = (
+                f"run {short(directory)}, {TOLD_WITHIN_S:g} s after its end: {'; '.join(lines)}, because {in_the_way}"
+            )
+            _log.warning("%s; log.txt there has the stack, metrics.jsonl all that was logged", text)
+            self._screen.note(f"{text}:\n{services.dispatcher.stack}\n")
 
     def end(self, record: RunRecord, error: BaseException | None) -> None:
         """Tell them that it is over, and how."""
         for each in self._told:
             each.end(record, error)
+
+
+def _words(untold: Counter[str]) -> str:
+    steps, calls = untold.pop(LOGGED, 0), untold.pop(CALL_FINISHED, 0)
+    parts = {"logged step": steps, "call": calls, "other event": untold.total()}
+    return listed([plural(number, what) for what, number in parts.items() if number])

@@ -182,7 +182,7 @@ def _recording(
     begun.started = True
     name, folder, screen = begun.name, begun.folder, begun.screen
     calls = CallLog(runtime._node.slot_of)
-    observers = (calls, *begun.observers)
+    observers = (calls, *([begun.observers] if begun.observers else []))
     for each in observers:
         runtime.observe(each)
     started = time.time() - start_up
@@ -198,10 +198,10 @@ def _recording(
             yield run
     except BaseException as error:
         if not begun.ends_at_once(error):
-            _failed(begun, lambda: _record(run, calls, started, start_up), error)
+            _failed(begun, lambda: _record(begun, run, calls, started, start_up), error)
         raise
     else:
-        run.record = _record(run, calls, started, start_up)
+        run.record = _record(begun, run, calls, started, start_up)
         screen.finished(run.record)
         try:
             screen.reported(_report(run.record))
@@ -230,8 +230,8 @@ def _until_done(run: Run, job: Callable[[], object]) -> None:
             return
 
 
-def _record(run: Run, calls: CallLog, started: float, start_up: float) -> RunRecord:
-    _settle(run.runtime)
+def _record(begun: Begun, run: Run, calls: CallLog, started: float, start_up: float) -> RunRecord:
+    begun.observers.settle(run.runtime._node.services, run.directory)
     return RunRecord(
         name=run.name,
         directory=run.directory,
@@ -296,13 +296,6 @@ def _folder(name: str, resume: bool) -> tuple[RunFolder, int | None, list[Row]]:
     folder = RunFolder.latest(name, root)
     step, _ = folder.checkpoints()[-1]
     return folder, step, [*folder.rewind(step)]
-
-
-def _settle(runtime: Runtime) -> None:
-    """Wait until observers have been told of every call that has ended, unless one of them doesn't return."""
-    if not runtime.alive:  # a job may close what it was given, and closing has told them
-        return
-    runtime._node.services.settle()
 
 
 def _report(record: RunRecord, error: str | None = None) -> Path | None:

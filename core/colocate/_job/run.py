@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,7 +72,7 @@ class Run:
         if self._observers:
             scalars = {name: value for name, value in row.items() if name not in ("step", "seconds")}
             told = LogRecord(step, scalars, row.get("seconds", {}), time.time())
-            self.runtime._node.services.dispatcher.soon(partial(self._observers.logged, told))
+            self._observers.logged(told, self.runtime._node.services)
 
     def total(self, steps: int) -> None:
         """Say how many steps there will be, for the progress bar."""
