@@ -318,6 +318,60 @@ class MultiNode:
 
 
 @attrs.frozen
+class Window:
+    """Where a job of a cluster can be looked at (`colocate top`). Whoever knows the key may look, and do nothing else.
+
+    Attributes:
+        name: The job's.
+        id: Unique in the cluster: the driver's machine, its process, and which one it is there.
+        address: Where to look.
+        key: What the sides of a connection prove to know.
+    """
+
+    name: str
+    id: str
+    address: str
+    key: bytes = attrs.field(repr=False)
+
+
+@attrs.frozen
+class Reach:
+    """How a driver is reached by others of its cluster.
+
+    Attributes:
+        host: Address of its machine under which others reach it; None when there are no others.
+        tls: What connections between machines are encrypted with; None leaves them in clear text.
+    """
+
+    host: str | None = None
+    tls: wire.Tls | None = None
+
+
+class Watchable(abc.ABC):
+    """Capability: a job is found by its name by others of its cluster, who look at it. The engine has the names."""
+
+    @abc.abstractmethod
+    def reach(self) -> Reach:
+        """How this driver is reached, and what it reaches others with."""
+
+    @abc.abstractmethod
+    def announce(self, window: Window) -> None:
+        """Have it found, until it is retracted, or this driver is gone in whatever way.
+
+        Raises:
+            EngineError: The cluster doesn't confirm it.
+        """
+
+    @abc.abstractmethod
+    def retract(self, window: Window) -> None:
+        """Have it found no longer. Harmless when the cluster is gone."""
+
+    @abc.abstractmethod
+    def windows(self) -> Sequence[Window]:
+        """Those of all drivers of the cluster that there are."""
+
+
+@attrs.frozen
 class Lease:
     """The lease on which a pool was given to the cluster.
 

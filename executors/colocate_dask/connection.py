@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import os
+import socket
 import ssl
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -62,6 +64,17 @@ class Connection:
     def address(self) -> str:
         """The scheduler's address."""
         return str(self._client.scheduler.address) if self._client.scheduler is not None else "(closed)"
+
+    @property
+    def host(self) -> str | None:
+        """Address of this machine from which it talks to the scheduler; None when that is on this machine."""
+
+        async def find() -> str | None:
+            sockets = undocumented.sockets_of(self._client)
+            found = [sock.getsockname()[0] for sock in sockets if sock.family != socket.AF_UNIX]
+            return next((host for host in found if not ipaddress.ip_address(host).is_loopback), None)
+
+        return self._loop.run(find())
 
     @property
     def tls(self) -> Tls | None:

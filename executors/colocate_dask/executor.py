@@ -62,7 +62,7 @@ class DaskExecutor(Executor, OwnProcess, MultiNode):
     """Slots are Dask workers that are held; roles run in processes beside them."""
 
     name = "dask"
-    variants: ClassVar[dict[str, str]] = {"Detachable": "dask with address=…"}
+    variants: ClassVar[dict[str, str]] = dict.fromkeys(("Detachable", "Watchable"), "dask with address=…")
 
     @classmethod
     def connect(  # type: ignore[override]  # its options are the user's to see

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import attrs
 
-from colocate.errors import ConfigError
-from colocate.executor import Adopted, Boot, Detachable, Host, HostEvents, Place, Reservation
+from colocate.errors import ConfigError, EngineError
+from colocate.executor import (
+    Adopted,
+    Boot,
+    Detachable,
+    Host,
+    HostEvents,
+    Place,
+    Reach,
+    Reservation,
+    Watchable,
+    Window,
+)
 from colocate.keeper import (
     AdoptedSlot,
     Adoption,
@@ -25,7 +37,7 @@ from colocate_dask import reservations
 from colocate_dask.executor import ANSWER_S, DaskExecutor, Lot
 
 
-class JoinedDaskExecutor(DaskExecutor, Detachable):
+class JoinedDaskExecutor(DaskExecutor, Detachable, Watchable):
     """A cluster that others use too. The scheduler's plugin has the names; the first slot's keeper is the lead."""
 
     def publish(self, reservation: Reservation, lease: Lease) -> None:
@@ -104,6 +116,24 @@ class JoinedDaskExecutor(DaskExecutor, Detachable):
             del self._held[held.id]
         if held.keepers is not None:
             held.keepers.give_up()
+
+    def reach(self) -> Reach:
+        """By the address from which this driver talks to the scheduler."""
+        return Reach(self._connection.host, self._keepers.tls)
+
+    def announce(self, window: Window) -> None:
+        """In the scheduler's plugin."""
+        self._connection.on_scheduler(reservations.announce, window, self._connection.id, within_s=ANSWER_S)
+
+    def retract(self, window: Window) -> None:
+        """In the scheduler's plugin."""
+        with contextlib.suppress(EngineError):  # it is gone, or this driver has left it
+            self._connection.on_scheduler(reservations.retract, window, within_s=ANSWER_S)
+
+    def windows(self) -> Sequence[Window]:
+        """By the scheduler's plugin."""
+        found: list[Window] = self._connection.on_scheduler(reservations.windows, within_s=ANSWER_S)
+        return found
 
     def _registrations(self) -> dict[str, Registration]:
         found = self._connection.on_scheduler(reservations.registrations, within_s=ANSWER_S)

@@ -15,6 +15,7 @@ from typing import Any
 import attrs
 from distributed.diagnostics.plugin import SchedulerPlugin
 
+from colocate.executor import Window
 from colocate.keeper import Registration
 from colocate_dask import far, undocumented
 from colocate_dask.far import TOPIC
@@ -64,6 +65,7 @@ class Reservations(SchedulerPlugin):
         self._registrations: dict[
             str, tuple[str, str, Registration]
         ] = {}  # detached: by name the reservation, its lead, and the rest
+        self._windows: dict[str, tuple[str, Window]] = {}  # of jobs: by id, with their clients
 
     async def start(self, scheduler: Any) -> None:
         """Called by Dask, in the scheduler."""
@@ -160,6 +162,18 @@ class Reservations(SchedulerPlugin):
         """What is detached."""
         return [registration for _, _, registration in self._registrations.values()]
 
+    def announce(self, window: Window, client: str) -> None:
+        """Have a job of a client's be found, until that client goes."""
+        self._windows[window.id] = client, window
+
+    def retract(self, window: Window) -> None:
+        """Have it found no longer."""
+        self._windows.pop(window.id, None)
+
+    def windows(self) -> list[Window]:
+        """The jobs of all clients that there are."""
+        return [window for client, window in self._windows.values() if client in self._scheduler.clients]
+
     def _forget(self, reservation: str) -> None:
         self._registrations = {
             name: registration for name, registration in self._registrations.items() if registration[0] != reservation
@@ -196,6 +210,7 @@ class Reservations(SchedulerPlugin):
     def remove_client(self, scheduler: Any, client: str) -> None:
         """A driver is gone: its slots are freed."""
         self._waiting = {key: of for key, of in self._waiting.items() if of != client}
+        self._windows = {id: (of, window) for id, (of, window) in self._windows.items() if of != client}
         self._news()
         self._background(self._end_all(lambda hold: hold.client == client))
 
@@ -372,6 +387,21 @@ def withdraw(reservation: str, client: str, *, dask_scheduler: Any) -> None:
 def registrations(*, dask_scheduler: Any) -> list[Registration]:
     """See `Reservations.registrations`."""
     return _table(dask_scheduler).registrations()
+
+
+def announce(window: Window, client: str, *, dask_scheduler: Any) -> None:
+    """See `Reservations.announce`."""
+    _table(dask_scheduler).announce(window, client)
+
+
+def retract(window: Window, *, dask_scheduler: Any) -> None:
+    """See `Reservations.retract`."""
+    _table(dask_scheduler).retract(window)
+
+
+def windows(*, dask_scheduler: Any) -> list[Window]:
+    """See `Reservations.windows`."""
+    return _table(dask_scheduler).windows()
 
 
 def _table(scheduler: Any) -> Reservations:

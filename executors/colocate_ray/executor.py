@@ -45,7 +45,7 @@ class RayExecutor(Executor, OwnProcess, MultiNode):
     """Workers on the machines of a Ray cluster, or of a private Ray on this one."""
 
     name = "ray"
-    variants: ClassVar[dict[str, str]] = {"Detachable": "ray with address=…"}
+    variants: ClassVar[dict[str, str]] = dict.fromkeys(("Detachable", "Watchable"), "ray with address=…")
 
     @classmethod
     def connect(  # type: ignore[override]  # its options are the user's to see

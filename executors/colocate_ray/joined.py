@@ -11,7 +11,20 @@ import attrs
 
 from colocate import wire
 from colocate.errors import ColocateError, ConfigError, EngineError
-from colocate.executor import Adopted, Boot, Detachable, Host, HostEvents, Place, Request, Reservation, Running
+from colocate.executor import (
+    Adopted,
+    Boot,
+    Detachable,
+    Host,
+    HostEvents,
+    Place,
+    Reach,
+    Request,
+    Reservation,
+    Running,
+    Watchable,
+    Window,
+)
 from colocate.keeper import (
     AdoptedSlot,
     Adoption,
@@ -36,7 +49,7 @@ class _Owned:
     keepers: PoolKeepers
 
 
-class JoinedRayExecutor(RayExecutor, Detachable):
+class JoinedRayExecutor(RayExecutor, Detachable, Watchable):
     """A cluster that others use too. Ray's store has the names; an owner has the lead keeper, and owns the slots."""
 
     def __init__(self, cluster: Cluster) -> None:
@@ -154,6 +167,24 @@ class JoinedRayExecutor(RayExecutor, Detachable):
         if owned is not None:
             owned.keepers.give_up()
             self._forget(reservation)
+
+    def reach(self) -> Reach:
+        """By the address that Ray has for this machine."""
+        return Reach(self._envoy.call("address_here"), self._keepers.tls)
+
+    def announce(self, window: Window) -> None:
+        """In Ray's store."""
+        self._envoy.call("announce", window, within_s=LISTED_WITHIN_S)
+
+    def retract(self, window: Window) -> None:
+        """In Ray's store."""
+        with contextlib.suppress(ColocateError):  # the cluster is gone, or this driver has left it
+            self._envoy.call("retract", window, within_s=LISTED_WITHIN_S)
+
+    def windows(self) -> Sequence[Window]:
+        """By Ray's store, of the drivers that Ray has."""
+        found: list[Window] = self._envoy.call("windows", within_s=LISTED_WITHIN_S)
+        return found
 
     def _kept(self, slot: Slot, key: bytes, number: int, owner: str) -> KeptSlot:
         ends = partial(self._end_by_owner, (number, slot.index), owner)

@@ -43,13 +43,18 @@ def of_this_job(nodes: Nodes, held: Collection[str] = ()) -> list[Running]:
 def of_ended_jobs(nodes: Nodes) -> list[Running]:
     """The placement groups and actors of drivers that are gone."""
     jobs = {job["JobID"]: job for job in _jobs()}
-    living = {name for name, job in jobs.items() if not job["IsDead"]}
+    living = living_jobs()
     everyone = _actors()
     owned = _by_owner(everyone)
     groups = [group for group in _groups() if group["job"] not in living]
     actors = [actor for actor in everyone if actor["JobID"] not in living and _reservation_of(actor) not in owned]
     found = [_reservation(each, nodes, jobs.get(each["job"])) for each in groups if _id_of(each) not in owned]
     return found + [_actor(actor, nodes) for actor in actors]
+
+
+def living_jobs() -> set[str]:
+    """The ids of the drivers that there are."""
+    return {job["JobID"] for job in _jobs() if not job["IsDead"]}
 
 
 def owner_of(name: str) -> tuple[str, int] | None:

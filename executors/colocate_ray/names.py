@@ -1,7 +1,7 @@
-"""The names of detached pools in a Ray cluster: a table in Ray's own store. Nobody needs it to free anything.
+"""The names of detached pools, and of jobs, in a Ray cluster: tables in its own store. Nothing is freed by them.
 
-All that is used of Ray's internal store is here; tests/ray/test_detached.py guards it. An entry whose owner is gone
-is stale, and nobody's.
+All that is used of Ray's internal store is here; tests/ray/test_detached.py guards it. The entry of a pool whose owner
+is gone, or of a job whose driver is, is stale, and nobody's.
 """
 
 from __future__ import annotations
@@ -13,10 +13,13 @@ from typing import Any
 import ray
 from ray.experimental import internal_kv
 
+from colocate.executor import Window
 from colocate.keeper import Registration
+from colocate_ray.listing import living_jobs
 
 NAMESPACE = "colocate"
 _PREFIX = b"colocate/detached/"
+_WINDOWS = b"colocate/windows/"
 
 _put: Callable[..., bool] = internal_kv._internal_kv_put  # whether there was one already
 _get: Callable[..., bytes | None] = internal_kv._internal_kv_get
@@ -54,6 +57,33 @@ def forget(owner: str) -> None:
     for registration in _registrations():
         if registration.facts[0] == owner:
             _delete(_PREFIX + registration.name.encode())
+
+
+def announce(window: Window) -> None:
+    """Enter a job of this driver's, and take out those of drivers that are gone."""
+    job: str = ray.get_runtime_context().get_job_id()
+    living = {*living_jobs(), job}
+    for key, (other, _) in _windows():
+        if other not in living:
+            _delete(key)
+    _put(_WINDOWS + window.id.encode(), pickle.dumps((job, window)), overwrite=True)
+
+
+def retract(window: Window) -> None:
+    """Take a job out."""
+    _delete(_WINDOWS + window.id.encode())
+
+
+def windows() -> list[Window]:
+    """The jobs of all drivers that there are."""
+    living = living_jobs()
+    return [window for _, (job, window) in _windows() if job in living]
+
+
+def _windows() -> Iterator[tuple[bytes, tuple[str, Window]]]:
+    for key in _list(_WINDOWS):
+        if (value := _get(key)) is not None:
+            yield key, pickle.loads(value)
 
 
 def owner_of(name: str) -> Any:

@@ -11,7 +11,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 import colocate
 from colocate.errors import ColocateError, EngineError
-from colocate.executor import Request, Running
+from colocate.executor import Request, Running, Window
 from colocate.keeper import Registration
 from colocate_ray import listing, names
 from colocate_ray.holders import kill
@@ -107,6 +107,23 @@ class OwnedPlacing(Placing):
     def withdraw(self, owner: str) -> None:
         """The pool isn't detached after all."""
         names.forget(owner)
+
+    def address_here(self) -> str:
+        """Under which others of the cluster reach this machine."""
+        address: Callable[[], str] = ray.util.get_node_ip_address
+        return address()
+
+    def announce(self, window: Window) -> None:
+        """See `names.announce`."""
+        names.announce(window)
+
+    def retract(self, window: Window) -> None:
+        """See `names.retract`."""
+        names.retract(window)
+
+    def windows(self) -> list[Window]:
+        """See `names.windows`."""
+        return names.windows()
 
     def _owner(self, request: Request) -> str:
         """The runtime: its holders outlive its reservations."""

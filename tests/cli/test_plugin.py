@@ -67,8 +67,14 @@ def test_executors(colocate: CommandLine) -> None:
     assert list(local["options"]) == ["processes", "cpus", "gpus", "strict"]
     assert local["options"]["cpus"]["about"] == "CPUs to hand out; None doesn't count them."
     dask = shown(colocate, "dask")
-    assert dask["capabilities"] == {"Detachable": "dask with address=…", "OwnProcess": "dask", "MultiNode": "dask"}
-    assert "capabilities: Detachable (dask with address=…), OwnProcess, MultiNode" in colocate("plugins", "dask").stdout
+    assert dask["capabilities"] == {
+        **dict.fromkeys(("Detachable", "Watchable"), "dask with address=…"),
+        **dict.fromkeys(("OwnProcess", "MultiNode"), "dask"),
+    }
+    assert (
+        "capabilities: Detachable (dask with address=…), Watchable (dask with address=…), OwnProcess, MultiNode"
+        in colocate("plugins", "dask").stdout
+    )
 
 
 def test_any_plugin_that_is_listed(colocate: CommandLine) -> None:

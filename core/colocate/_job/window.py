@@ -1,7 +1,8 @@
-"""A window into a running job, for the same user on the same machine: who looks changes nothing.
+"""A window into a running job: who looks changes nothing.
 
-A socket without a file, whose name says the process and the job. Who connects is told what the groups do just then, as
-one line of JSON, and nothing is read.
+For the same user on the same machine it is a socket without a file, whose name says the process and the job. Who
+connects is told what the groups do just then, as one line of JSON, and nothing is read. For others of its cluster see
+`cluster_window.py`.
 """
 
 from __future__ import annotations
@@ -9,29 +10,35 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import logging
 import os
+import platform
 import re
 import socket
 import struct
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from colocate._api.glance import Recent, glance
+from colocate._job.cluster_window import PATIENCE_S, ClusterWindow
 from colocate._system.deadline import Deadline
 from colocate._system.jobs import report_exception
+from colocate._system.off_main import off_main
+from colocate.errors import ColocateError
+from colocate.executor import Watchable
 
 if TYPE_CHECKING:
     from colocate._api.runtime import Runtime
 
 _NAME = "colocate-job"
-_PATIENCE_S = 5.0
 _LONGEST = 64  # bytes of a name: a socket's has a limit
 _STEP_S = 0.1
 _CREDENTIALS = struct.Struct("3i")  # of a process: pid, user, group
-
+_log = logging.getLogger("colocate")
 
 _numbers = itertools.count(1)
 
@@ -49,38 +56,64 @@ class Job(NamedTuple):
     pid: int
     number: int = 1
 
+    @property
+    def id(self) -> str:
+        """What tells it apart on its machine."""
+        return f"{self.pid}/{self.number}"
+
 
 @contextlib.contextmanager
 def window(runtime: Runtime, name: str) -> Iterator[None]:
     """A block in which a job can be looked at. Where that can't be, it goes on without."""
-    try:
-        found = _Window(runtime, name)
-    except OSError:  # no descriptor is free, or another container of this network has one of that name
+    job, scene = Job(name, os.getpid(), next(_numbers)), Scene(runtime, name)
+    executor = runtime._node.services.executor
+    with contextlib.ExitStack() as windows:
+        runtime.observe(scene.recent)
+        windows.callback(runtime._node.services.observers.remove, scene.recent)
+        with contextlib.suppress(OSError):  # no descriptor is free, or another container of this network has that name
+            windows.callback(_Window(job, scene).close)
+        if isinstance(executor, Watchable):
+            new = partial(ClusterWindow, executor, name, f"{platform.node()}/{job.id}", scene.seen)
+            try:
+                windows.callback(off_main, off_main(new).close)
+            except (OSError, ColocateError) as error:
+                _log.info("others of the cluster can't look at job %s: %s", name, error)
         yield
-        return
-    try:
-        yield
-    finally:
-        found.close()
 
 
-class _Window:
+class Scene:
+    """What is seen of a job.
+
+    Attributes:
+        recent: Knows who was busy: an observer.
+    """
+
     def __init__(self, runtime: Runtime, name: str) -> None:
         self._runtime = runtime
         self._name = name
         self._since = time.time()
+        self.recent = Recent()
+
+    def seen(self) -> dict[str, Any]:
+        """What the groups do just now."""
+        groups = glance(self._runtime._node, self.recent) if self._runtime.alive else []
+        seconds = round(time.time() - self._since, 3)
+        return {"job": self._name, "node": platform.node(), "pid": os.getpid(), "seconds": seconds, "groups": groups}
+
+
+class _Window:
+    def __init__(self, job: Job, scene: Scene) -> None:
+        self._scene = scene
         self._process = os.getpid()
         self._closing = False
-        self._recent = Recent()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            self._socket.bind(_address(Job(_short(name), os.getpid(), next(_numbers))))
+            self._socket.bind(_address(job._replace(name=_short(job.name))))
             self._socket.listen(8)
         except OSError:
             self._socket.close()
             raise
-        runtime.observe(self._recent)
-        self._thread = threading.Thread(target=self._serve, name=f"colocate-window-{name}", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name=f"colocate-window-{job.name}", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -92,7 +125,6 @@ class _Window:
         self._socket.close()
         if mine:
             self._thread.join(_STEP_S)  # as long as it waits there, the socket is listed
-        self._runtime._node.services.observers.remove(self._recent)
 
     def _serve(self) -> None:
         while not self._closing:
@@ -110,14 +142,11 @@ class _Window:
                         report_exception()
 
     def _tell(self, peer: socket.socket) -> None:
-        peer.settimeout(_PATIENCE_S)
+        peer.settimeout(PATIENCE_S)
         _, user, _ = _CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
         if user not in (os.getuid(), 0):
             return
-        groups = glance(self._runtime._node, self._recent) if self._runtime.alive else []
-        seconds = round(time.time() - self._since, 3)
-        told = {"job": self._name, "pid": os.getpid(), "seconds": seconds, "groups": groups}
-        peer.sendall(json.dumps(told).encode() + b"\n")
+        peer.sendall(json.dumps(self._scene.seen()).encode() + b"\n")
 
 
 def jobs() -> list[Job]:
@@ -136,10 +165,10 @@ def look(job: Job) -> dict[str, Any] | None:
     Raises:
         TimeoutError: It doesn't answer.
     """
-    deadline, received = Deadline(_PATIENCE_S), b""
+    deadline, received = Deadline(PATIENCE_S), b""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
         try:
-            peer.settimeout(_PATIENCE_S)
+            peer.settimeout(PATIENCE_S)
             peer.connect(_address(job))
             while chunk := peer.recv(1 << 16):
                 received += chunk

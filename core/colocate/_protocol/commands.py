@@ -214,10 +214,10 @@ class Confirmed(Message):
 
 @message
 class Seen(Message):
-    """Who has the pool.
+    """What there is to be seen: of a pool, who has it; through a job's window, what its groups do.
 
     Attributes:
-        facts: What listings show; None when it isn't detached.
+        facts: As listings show it; None of a pool that isn't detached.
     """
 
     facts: Mapping[str, Any] | None

@@ -182,14 +182,21 @@ def top(
     job: Annotated[
         str | None, typer.Argument(help="The job's name, or its driver's process; the only one by default.")
     ] = None,
+    file: ClusterOf = None,
+    executor: Executor = None,
+    address: Address = None,
+    changes: Changes = None,
+    no_import: NoImport = False,
     once: Annotated[bool, typer.Option("--once", help="Show it once, and end.")] = False,
     every: Annotated[float, typer.Option("--every", metavar="SECONDS", min=0.1, help="How often to look.")] = 1.0,
     json: Json = False,
 ) -> None:
-    """Watch a job that runs on this machine: what its roles hold, how busy they are, what runs and what waits."""
+    """Watch a job of this machine, or of a cluster: what its roles hold, how busy they are, what runs and waits."""
+    from colocate.cli.cluster import Cluster
     from colocate.cli.top import show_top
 
-    raise typer.Exit(show_top(job, once=once, every=every, json=json))
+    cluster = Cluster(file, executor, address, changes or [], not no_import)
+    raise typer.Exit(show_top(job, cluster, once=once, every=every, json=json))
 
 
 @app.command()

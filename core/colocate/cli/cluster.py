@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from colocate.cli.output import load
 from colocate.errors import ConfigError
+
+if TYPE_CHECKING:
+    from colocate._api.runtime import Runtime
 
 ADDRESS = "address"  # the option by which an executor joins what is there; without it there is nothing to join
 
@@ -23,6 +26,31 @@ class Cluster:
     address: str | None = None
     changes: Sequence[str] = ()
     allow_import: bool = True
+
+    @property
+    def given(self) -> bool:
+        """Whether one was named."""
+        return any([self.file, self.executor, self.address, self.changes])
+
+    def joined(self, command: str, lacks: str) -> Runtime:
+        """A runtime of it.
+
+        Args:
+            command: What it is for.
+            lacks: What a private one doesn't have, in words.
+
+        Raises:
+            ConfigError: No cluster is named that is there already.
+        """
+        from colocate import connect
+
+        name, options = self.engine(command)
+        if name is None or options.get(ADDRESS) is None:
+            raise ConfigError(
+                f"which cluster? A private one has no {lacks}: `colocate {command} --executor ray --address ...`, "
+                "or a config whose executor has an address"
+            )
+        return connect(name, **options)
 
     def engine(self, command: str) -> tuple[str | None, Mapping[str, Any]]:
         """Which executor, and its options.

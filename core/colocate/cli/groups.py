@@ -8,18 +8,16 @@ from typing import Any
 from rich.text import Text
 
 from colocate._api.detached import close_detached, seen
-from colocate._api.runtime import Runtime
 from colocate._job.screen import console, show_table
-from colocate.cli.cluster import ADDRESS, Cluster
+from colocate.cli.cluster import Cluster
 from colocate.cli.output import guarded, print_json
-from colocate.errors import ConfigError
 
 
 def show_groups(cluster: Cluster, *, json: bool) -> int:
     """Show the detached pools of a cluster."""
 
     def command() -> int:
-        with _joined(cluster, "groups") as runtime:
+        with cluster.joined("groups", "detached pools") as runtime:
             found = sorted(runtime.detached(), key=lambda each: str(each["name"]))
         if json:
             print_json({"pools": [seen(each) for each in found]})
@@ -36,7 +34,7 @@ def close_pool(name: str, cluster: Cluster, *, force: bool, json: bool) -> int:
     """End a detached pool."""
 
     def command() -> int:
-        with _joined(cluster, f"close {name}") as runtime:
+        with cluster.joined(f"close {name}", "detached pools") as runtime:
             close_detached(runtime._node, name, force)
         if json:
             print_json({"closed": name})
@@ -45,18 +43,6 @@ def close_pool(name: str, cluster: Cluster, *, force: bool, json: bool) -> int:
         return 0
 
     return guarded(command, as_json=json)
-
-
-def _joined(cluster: Cluster, command: str) -> Runtime:
-    from colocate import connect
-
-    name, options = cluster.engine(command)
-    if name is None or options.get(ADDRESS) is None:
-        raise ConfigError(
-            f"which cluster? A private one has no detached pools: `colocate {command} --executor ray --address ...`, "
-            "or a config whose executor has an address"
-        )
-    return connect(name, **options)
 
 
 def _row(found: Mapping[str, Any]) -> dict[str, Any]:

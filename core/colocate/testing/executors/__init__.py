@@ -53,6 +53,7 @@ from colocate.testing.executors.successors import Successors
 from colocate.testing.executors.templates import Templates
 from colocate.testing.executors.tensors import Memory, TensorResidents
 from colocate.testing.executors.threads import Undisturbed
+from colocate.testing.executors.watching import Watching
 
 
 class ExecutorSuite(
@@ -98,6 +99,7 @@ class ExecutorSuite(
     Attaching,
     Successors,
     Undisturbed,
+    Watching,
 ):
     """Everything that holds for every executor."""
 
@@ -146,5 +148,6 @@ __all__ = [
     "TensorResidents",
     "TorchSettings",
     "Undisturbed",
+    "Watching",
     "needs",
 ]

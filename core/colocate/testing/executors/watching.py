@@ -1,0 +1,123 @@
+"""A job that is looked at by others of its cluster, who find it by its name."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterator
+from typing import cast
+
+import attrs
+import pytest
+
+from colocate import Runtime, wire
+from colocate._job.cluster_window import look_at
+from colocate.cli.cluster import Cluster
+from colocate.cli.top import show_top
+from colocate.errors import EngineError
+from colocate.executor import Watchable, Window
+from colocate.testing.executors._base import needs
+from colocate.testing.executors.drivers import Driver, Scripted, Scripts
+from colocate.testing.gate import Gate
+from colocate.testing.waiting import wait_until
+
+_JOB = """
+from colocate.testing.probes.counting import Counting
+
+with CONNECT as runtime:
+    roles = {"counting": colocate.role(Counting), "other": colocate.role(Counting).on(slots=[0])}
+    group = runtime.reserve(2, cpus=0).spawn(roles, name="policy")
+    with colocate.record(runtime, NAME):
+        with group.pipeline():
+            call = group.role("counting", Counting).wait_and_add.submit(GATE)
+            group.role("other", Counting).add.submit()
+        say(call.result())
+        wait()
+"""
+
+
+class Watching(Scripted):
+    """`colocate top`, from elsewhere."""
+
+    @pytest.fixture
+    def job(self) -> str:
+        """A name for a job."""
+        return f"test-{uuid.uuid4().hex[:8]}"
+
+    @pytest.fixture
+    def gate(self) -> Iterator[Gate]:
+        """Where its first call waits."""
+        with Gate() as gate:
+            yield gate
+
+    def begin(self, scripts: Scripts, job: str, gate: Gate) -> Driver:
+        """Start it; both slots are in a call when this returns."""
+        driver = scripts.start(f"NAME, GATE = {job!r}, {gate.address!r}\n{_JOB}")
+        gate.wait_for(2)
+        return driver
+
+    @needs(Watchable)
+    def test_looked_at_from_elsewhere(
+        self, scripts: Scripts, runtime: Runtime, job: str, gate: Gate, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Another driver sees what runs, for how long, and what waits; the job goes on as if nobody had looked."""
+        driver = self.begin(scripts, job, gate)
+        window = found(runtime, job)
+        assert window is not None
+        (group,) = look_at(window, watchable(runtime))["groups"]
+        assert (group["group"], group["state"], len(group["slots"])) == ("policy", "ready", 2)
+        first, second = group["slots"]
+        assert [(each["call"], each["queue"]) for each in (first, second)] == [
+            ("counting.wait_and_add", 1),
+            ("counting.wait_and_add", 0),
+        ]
+        assert [role["role"] for role in first["roles"]] == ["counting", "other"]
+        assert first["age"] > 0
+        assert first["age"] < look_at(window, watchable(runtime))["groups"][0]["slots"][0]["age"]
+        with pytest.raises(EngineError, match="can't be reached from here"):
+            look_at(attrs.evolve(window, key=wire.new_key()), watchable(runtime))
+
+        config = scripts.folder / "cluster.yaml"
+        config.write_text(json.dumps({"executor": {"use": self.executor, "with": dict(self.options)}}))
+        cluster = Cluster(config)
+        assert show_top(job, cluster, once=True, every=1.0, json=False) == 0
+        shown = capsys.readouterr().out
+        assert f"{job} (process {driver.process.pid} on " in shown
+        assert "counting.wait_and_add" in shown
+        assert show_top(f"{job}x", cluster, once=True, every=1.0, json=False) == 1
+        said = capsys.readouterr().err
+        assert f"no job is called '{job}x'" in said
+        assert f"did you mean '{job}'?" in said
+
+        gate.open()
+        assert driver.hear() == [1, 1]
+        assert driver.end() == (0, "")
+        assert found(runtime, job) is None
+        with pytest.raises(EngineError, match="can't be reached from here"):
+            look_at(window, watchable(runtime))
+        assert show_top(job, cluster, once=True, every=1.0, json=False) == 1
+        assert "no job " in capsys.readouterr().err
+
+    @needs(Watchable)
+    def test_window_of_a_driver_that_is_killed(self, scripts: Scripts, runtime: Runtime, job: str, gate: Gate) -> None:
+        """It isn't listed any more."""
+        driver = self.begin(scripts, job, gate)
+        assert found(runtime, job) is not None
+        driver.process.kill()
+        driver.process.wait()
+        wait_until(lambda: found(runtime, job) is None, "its window isn't listed any more")
+
+    def test_who_has_no_windows(self, capsys: pytest.CaptureFixture[str]) -> None:
+        """A job of a private engine is seen on its own machine only, which the command says."""
+        assert show_top(None, Cluster(executor=self.executor), once=True, every=1.0, json=False) == 1
+        assert "which cluster? A private one has no jobs but its driver's" in capsys.readouterr().err
+
+
+def watchable(runtime: Runtime) -> Watchable:
+    """Its executor."""
+    return cast("Watchable", runtime._node.services.executor)
+
+
+def found(runtime: Runtime, name: str) -> Window | None:
+    """What the cluster has of a job."""
+    return next((each for each in watchable(runtime).windows() if each.name == name), None)
