@@ -431,6 +431,15 @@ class Detachable(abc.ABC):
         """The detached pools of the cluster, as `colocate.keeper.listed` describes each."""
 
     @abc.abstractmethod
+    def look(self, name: str) -> Mapping[str, Any]:
+        """What a detached pool does, as `colocate.keeper.look_inside` describes it. Nothing of it changes by that.
+
+        Raises:
+            ConfigError: There is no such pool.
+            EngineError: It is gone.
+        """
+
+    @abc.abstractmethod
     def adopt(self, name: str, who: str, own: bool, fenced: Callable[[str], None]) -> Adopted:
         """Command a detached pool from now on.
 

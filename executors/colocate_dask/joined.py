@@ -31,6 +31,7 @@ from colocate.keeper import (
     Registration,
     adopt_lead,
     listed,
+    look_inside,
     registration_of,
 )
 from colocate_dask import reservations
@@ -66,6 +67,10 @@ class JoinedDaskExecutor(DaskExecutor, Detachable, Watchable):
     def published(self) -> Sequence[Mapping[str, Any]]:
         """Ask the lead of each."""
         return listed(self._keepers, self._registrations().values())
+
+    def look(self, name: str) -> Mapping[str, Any]:
+        """Ask the lead, and the keepers of all slots."""
+        return look_inside(self._keepers, registration_of(self._registrations(), name))
 
     def adopt(self, name: str, who: str, own: bool, fenced: Callable[[str], None]) -> Adopted:
         """Adopt the lead, and by its leave the others."""

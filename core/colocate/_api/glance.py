@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,43 +11,23 @@ from colocate._api.memory import SlotMemory, memory
 from colocate._calls.records import CallRecord, MoveRecord
 from colocate._crew.crew import Crew
 from colocate._system.deadline import Deadline
+from colocate._system.recent import RecentSpans
 from colocate.errors import ColocateError
 
-RECENT_S = 10.0
-"""Of so much time the busy share is told."""
 _LEDGERS_WITHIN_S = 1.0
 
 
-class Recent:
-    """An observer that knows how long each role has run on each slot in the last seconds."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._spans: deque[tuple[str, str, int, float, float]] = deque(maxlen=20_000)
+class Recent(RecentSpans[tuple[str, str, int]]):
+    """An observer that knows how long each role has run on each slot in the last seconds: by group, role and rank."""
 
     def colocate_call_finished(self, record: CallRecord) -> None:
         """A call has ended."""
-        with self._lock:
-            for rank, start, end in record.spans:
-                self._spans.append((record.group, record.role, rank, start, end))
+        for rank, start, end in record.spans:
+            self.add((record.group, record.role, rank), start, end)
 
     def colocate_memory_moved(self, record: MoveRecord) -> None:
         """A sleep or a wake is busy, too."""
-        with self._lock:
-            self._spans.append((record.group, record.role, record.rank, record.start, record.end))
-
-    def shares(self, now: float) -> Mapping[tuple[str, str, int], float]:
-        """The part of the last seconds that was spent, by group, role and rank."""
-        since = now - RECENT_S
-        found: dict[tuple[str, str, int], float] = {}
-        with self._lock:
-            while self._spans and self._spans[0][4] < since:
-                self._spans.popleft()
-            spans = list(self._spans)
-        for group, role, rank, start, end in spans:
-            spent = max(0.0, end - max(start, since)) / RECENT_S
-            found[group, role, rank] = found.get((group, role, rank), 0.0) + spent
-        return found
+        self.add((record.group, record.role, record.rank), record.start, record.end)
 
 
 def glance(connection: Connection, recent: Recent) -> list[dict[str, Any]]:

@@ -126,6 +126,11 @@ class Look(Message):
 
 
 @message
+class LookInside(Message):
+    """Somebody asks what the workers here do; answered by `SeenInside`."""
+
+
+@message
 class Attach(Message):
     """Somebody wants to command; answered by `Granted` or `Refused`.
 
@@ -221,6 +226,19 @@ class Seen(Message):
     """
 
     facts: Mapping[str, Any] | None
+
+
+@message
+class SeenInside(Message):
+    """What the workers do that have answered.
+
+    Attributes:
+        workers: As each says it, in JSON.
+        silent: The ids of the others.
+    """
+
+    workers: Sequence[bytes]
+    silent: Sequence[str]
 
 
 @message

@@ -14,17 +14,18 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from colocate._api.glance import RECENT_S
 from colocate._job.cluster_window import look_at
 from colocate._job.screen import console, show_table
 from colocate._job.window import Job, jobs, look
 from colocate._system.nearest import did_you_mean
+from colocate._system.numbers import plural
 from colocate._system.off_main import off_main
+from colocate._system.recent import RECENT_S
 from colocate._system.sizes import size_text
 from colocate.cli.cluster import Cluster
 from colocate.cli.output import guarded, print_json
 from colocate.errors import ConfigError, EngineError
-from colocate.executor import Watchable, Window
+from colocate.executor import Detachable, Executor, Watchable, Window
 
 _NUMBERS = ("holds", "asleep", "busy", "queue", "for")
 
@@ -57,8 +58,10 @@ def show_top(name: str | None, cluster: Cluster, *, once: bool, every: float, js
         call = " ".join(filter(None, ("top", name)))
         with cluster.joined(call, "jobs but its driver's, which `colocate top` shows on its machine") as runtime:
             runtime._node.require(Watchable, "say which jobs run on its cluster")
-            executor = cast("Watchable", runtime._node.services.executor)
-            found = [_there(window, executor) for window in off_main(executor.windows)]
+            executor = runtime._node.services.executor
+            found = [_there(window, executor) for window in off_main(cast("Watchable", executor).windows)]
+            if isinstance(executor, Detachable):
+                found += [_detached(str(pool["name"]), executor) for pool in off_main(executor.published)]
             _show(_chosen(name, found, "on this cluster"), once, every, json)
         return 0
 
@@ -69,16 +72,45 @@ def _here(job: Job) -> Sight:
     return Sight(job.name, (job.id, str(job.pid)), partial(look, job))
 
 
-def _there(window: Window, executor: Watchable) -> Sight:
+def _there(window: Window, executor: Executor) -> Sight:
+    watchable = cast("Watchable", executor)
+
     def seen() -> Mapping[str, Any] | None:
         try:
-            return look_at(window, executor)
+            return look_at(window, watchable)
         except EngineError:
-            if any(window.id == each.id for each in executor.windows()):
+            if any(window.id == each.id for each in watchable.windows()):
                 raise
             return None  # it has ended
 
     return Sight(window.name, (window.id, window.id.split("/")[1]), partial(off_main, seen))
+
+
+def _detached(name: str, executor: Detachable) -> Sight:
+    def seen() -> Mapping[str, Any] | None:
+        try:
+            return _as_a_job(executor.look(name))
+        except (ConfigError, EngineError):
+            if any(name == each["name"] for each in executor.published()):
+                raise
+            return None  # it has ended
+
+    return Sight(name, (f"pool/{name}",), partial(off_main, seen))
+
+
+def _as_a_job(pool: Mapping[str, Any]) -> dict[str, Any]:
+    """A detached pool in the form of a job: its workers by group and slot, instead of its roles by group."""
+    groups: dict[str, dict[str, Any]] = {}
+    state = "detached" if pool["driver"] is None else "attached"
+    for name in pool["groups"]:
+        groups[name] = {"group": name, "state": state, "slots": []}
+    for worker in sorted(pool["workers"], key=lambda each: int(each["slot"])):
+        group = groups.setdefault(worker["group"], {"group": worker["group"], "state": state, "slots": []})
+        group["generation"] = worker["generation"]
+        if "memory" in worker:
+            group["memory"] = worker["memory"]
+        group["slots"].append({key: value for key, value in worker.items() if key not in ("group", "generation")})
+    return {**{key: value for key, value in pool.items() if key != "workers"}, "groups": list(groups.values())}
 
 
 def _chosen(name: str | None, found: Sequence[Sight], where: str) -> Sight:
@@ -103,6 +135,8 @@ def _show(sight: Sight, once: bool, every: float, json: bool) -> None:
     elif once or not console().is_terminal:
         console().print(Text(_title(told), "bold"), soft_wrap=True)
         show_table("", [dict(row) for row in rows(told)], console())
+        for trouble in _troubles(told):
+            console().print(Text(trouble, "yellow"), soft_wrap=True)
     else:
         _watch(sight, told, every)
 
@@ -126,11 +160,24 @@ def _page(told: Mapping[str, Any]) -> Group:
         table.add_column(name, justify="right" if name in _NUMBERS else "left")
     for row in found:
         table.add_row(*(Text(str(cell)) for cell in row.values()))
-    troubles = [Text(group["memory"], "yellow") for group in told["groups"] if "memory" in group]
-    return Group(Text(_title(told), "bold"), table, *troubles)
+    return Group(Text(_title(told), "bold"), table, *(Text(each, "yellow") for each in _troubles(told)))
+
+
+def _troubles(told: Mapping[str, Any]) -> list[str]:
+    """What can't be told, in words."""
+    found = [group["memory"] for group in told["groups"] if "memory" in group]
+    found += [f"worker {name} doesn't answer: it is stopped, or hangs" for name in told.get("silent", ())]
+    if told.get("lost"):
+        found.append(f"{plural(told['lost'], 'slot')} can't be reached")
+    return found
 
 
 def _title(told: Mapping[str, Any]) -> str:
+    if "pid" not in told:
+        left = f"it lives {told['left_s']:.0f} s without a driver" if told["left_s"] is not None else told["driver"]
+        return (
+            f"{told['name']} (detached pool), {left or 'its lead does not answer'}; busy: of the last {RECENT_S:.0f} s"
+        )
     where = f"process {told['pid']} on {told['node']}"
     return f"{told['job']} ({where}), {told['seconds']:.0f} s; busy: of the last {RECENT_S:.0f} s"
 
@@ -142,7 +189,7 @@ def rows(told: Mapping[str, Any]) -> Iterator[dict[str, str]]:
             first = True
             for role in slot["roles"]:
                 yield {
-                    "group": f"{group['group']} ({group['state']})" if first and slot["slot"] == 0 else "",
+                    "group": f"{group['group']} ({group['state']})" if first and slot is group["slots"][0] else "",
                     "slot": f"{slot['slot']} {slot['node']} {slot['device']}" if first else "",
                     "role": role["role"],
                     "holds": "" if role["bytes"] is None else size_text(role["bytes"]),

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
         PoolKeepers,
         Registration,
         adopt_lead,
-        listed,
         registration_of,
     )
     from colocate.keeper.keeper import Keeper
     from colocate.keeper.launcher import Launcher
+    from colocate.keeper.looking import listed, look_inside
     from colocate.keeper.process import AFTER_LANE_S, ProcessEvents, WorkerProcess
     from colocate.keeper.slots import Keepers, KeptSlot
     from colocate.worker.processes import arguments_of, below_this, left_by
@@ -46,11 +46,11 @@ _HOMES = {
         "PoolKeepers",
         "Registration",
         "adopt_lead",
-        "listed",
         "registration_of",
     ),
     "colocate.keeper.keeper": ("Keeper",),
     "colocate.keeper.launcher": ("Launcher",),
+    "colocate.keeper.looking": ("listed", "look_inside"),
     "colocate.keeper.process": ("AFTER_LANE_S", "ProcessEvents", "WorkerProcess"),
     "colocate.keeper.slots": ("Keepers", "KeptSlot"),
     "colocate.worker.processes": ("arguments_of", "below_this", "left_by"),
@@ -83,6 +83,7 @@ __all__ = [
     "forks",
     "left_by",
     "listed",
+    "look_inside",
     "message",
     "read",
     "registration_of",

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import attrs
 
 from colocate import wire
-from colocate._protocol.commands import Attach, Detach, Fenced, GiveUp, Granted, Look, Refused, Renew, Retain, Seen
-from colocate._protocol.message import Head, Message, read
+from colocate._protocol.commands import Attach, Detach, Fenced, GiveUp, Granted, Refused, Renew, Retain
+from colocate._protocol.message import Message
 from colocate._protocol.requests import Requests
 from colocate._system.deadline import Deadline
 from colocate._system.limits import ADOPTED_WITHIN_S, LEFT_WITHIN_S
@@ -20,8 +19,6 @@ from colocate.errors import BorrowedError, ClosedError, ColocateError, ConfigErr
 from colocate.executor import Lease
 from colocate.keeper.greeting import NEWCOMER
 from colocate.keeper.slots import Keepers, KeptSlot
-
-_AT_ONCE = 16
 
 
 @attrs.frozen
@@ -34,6 +31,7 @@ class Registration:
         key: The secret of its keepers.
         facts: What the executor needs to find the slots again; plain data.
         about: What listings show of it when the lead doesn't answer; `since` is when it got the name.
+        keepers: Addresses of the keepers of its slots.
     """
 
     name: str
@@ -42,6 +40,7 @@ class Registration:
     facts: Any = None
     about: dict[str, Any] = attrs.field(factory=dict)
     since: float = attrs.field(factory=time.time)
+    keepers: tuple[str, ...] = ()
 
     def unseen(self) -> dict[str, Any]:
         """What listings show when its lead doesn't answer: what was known when it got the name."""
@@ -191,7 +190,8 @@ class PoolKeepers:
 
     def registration(self, lease: Lease, facts: Any) -> Registration:
         """What the engine's registry is to know."""
-        return Registration(lease.name, self.lead.address, self.key, facts, lease.about)
+        keepers = tuple(slot.address for slot in self.slots)
+        return Registration(lease.name, self.lead.address, self.key, facts, lease.about, keepers=keepers)
 
     def detach(self, lease: Lease) -> None:
         """Have every keeper go on without this driver, when that lets go.
@@ -234,44 +234,6 @@ class PoolKeepers:
 
     def _all(self) -> list[KeptSlot]:
         return [*(slot for slot in self.slots if slot is not self.lead), self.lead]
-
-
-def listed(keepers: Keepers, registrations: Collection[Registration]) -> list[Mapping[str, Any]]:
-    """What the leads of detached pools say of them, all asked at once, without those that are gone by now."""
-    if not registrations:
-        return []
-    with ThreadPoolExecutor(min(len(registrations), _AT_ONCE), "colocate-listing") as pool:
-        return [each for each in pool.map(partial(_look, keepers), registrations) if each is not None]
-
-
-def _look(keepers: Keepers, registration: Registration) -> Mapping[str, Any] | None:
-    looks: Requests[None, Mapping[str, Any] | None] = Requests()
-    asked = looks.open([None])
-
-    def told(head: Head, body: Any) -> None:
-        seen = read(head)
-        assert isinstance(seen, Seen)
-        looks.answered(asked.token, None, seen.facts)
-
-    def closed(reason: str) -> None:
-        looks.fail_all(EngineError(reason))
-
-    try:
-        lane = keepers.dial(registration.lead, NEWCOMER, told, closed, registration.key)
-    except TimeoutError:  # a machine that is overloaded, or cut off; a process that is stopped
-        return registration.unseen()
-    except (OSError, ClosedError):
-        return None
-    lane.send(Look().head())
-    try:
-        (facts,) = asked.result(Deadline(ADOPTED_WITHIN_S))
-    except TimeoutError:
-        return registration.unseen()
-    except EngineError:  # it has ended
-        return None
-    finally:
-        lane.close()
-    return facts
 
 
 def adopt_lead(

@@ -23,7 +23,8 @@ import colocate
 from colocate import wire
 from colocate._protocol import commands
 from colocate._protocol.message import Head, Message, read
-from colocate._system.limits import DIALLED_WITHIN_S
+from colocate._protocol.requests import Requests
+from colocate._system.limits import DIALLED_WITHIN_S, LOOKED_AT_WITHIN_S
 from colocate.errors import ClosedError
 from colocate.executor import Lease, Running
 from colocate.keeper import forks
@@ -76,6 +77,7 @@ class Keeper:
         self._workers: dict[bytes, StartedWorker] = {}
         self._lanes: dict[bytes, socket.socket] = {}  # those whose worker hasn't been asked for yet
         self._tickets: dict[bytes, bytes] = {}  # of lanes to workers that run: the workers' tokens
+        self._looks: Requests[bytes, bytes] = Requests()
         self._departed: dict[bytes, tuple[list[str], tuple[Any, ...]]] = {}  # last words and ends, for newcomers
         self._greetings: set[socket.socket] = set()
         self._started: list[DoorProcess] = []  # the launching thread's: all that may still be there
@@ -148,6 +150,24 @@ class Keeper:
             self._attach(by, self._leased, message)
         elif self._leased is not None and isinstance(message, commands.Look):
             by.say(commands.Seen(None if self._leased.lease is None else self._leased.seen()))
+        elif self._leased is not None and isinstance(message, commands.LookInside):
+            self._look_inside(by)
+
+    def _look_inside(self, by: _Driver) -> None:
+        asked = self._looks.open(self._workers)
+        for worker in list(self._workers.values()):
+            worker.look_inside(asked.token)
+
+        def tell() -> None:
+            silent = [worker.name for token, worker in self._workers.items() if token in asked.owing]
+            by.say(commands.SeenInside(list(asked.answers.values()), silent))
+
+        asked.then(tell)
+        self.hub.later(LOOKED_AT_WITHIN_S, partial(self._looks.drop, asked))
+
+    def seen(self, worker: StartedWorker, number: int, what: bytes) -> None:
+        """A worker says what it does."""
+        self._looks.answered(number, worker.token, what)
 
     def _told_to_list(self, asked: commands.List) -> None:
         self._launcher.soon(partial(self._list, asked.token))  # there, so that nothing is being started meanwhile

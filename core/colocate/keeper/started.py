@@ -12,8 +12,9 @@ from typing import Any, Protocol
 from colocate import wire
 from colocate._protocol.commands import Ended, Inspected, Said
 from colocate._protocol.message import Message
+from colocate.errors import ClosedError
 from colocate.keeper.process import WorkerProcess
-from colocate.worker.service import CUT
+from colocate.worker.service import CUT, GIVEN_BYTES, LOOK
 
 _TAIL_LINES = 20
 
@@ -26,6 +27,9 @@ class Teller(Protocol):
 
     def forget(self, worker: StartedWorker, exit: tuple[Any, ...]) -> None:
         """A worker has ended."""
+
+    def seen(self, worker: StartedWorker, number: int, what: bytes) -> None:
+        """A worker has answered that question of what it does."""
 
 
 class _NoProcess(WorkerProcess):
@@ -78,6 +82,15 @@ class StartedWorker:
         if self.process is not NO_PROCESS:
             self.process.look(lambda what: self._keeper.tell(Inspected(self.token, number, what)))
 
+    def look_inside(self, number: int) -> None:
+        """Ask it what it does; it answers by itself."""
+        if self.door_process is not None:
+            self.door_process.look(number)
+
+    def seen_inside(self, number: int, what: bytes) -> None:
+        """It has answered."""
+        self._keeper.seen(self, number, what)
+
     def cut(self) -> None:
         """The driver at the other end of its lane no longer commands. On the launching thread."""
         if self.door_process is not None:
@@ -109,6 +122,7 @@ class DoorProcess:
     def __init__(
         self, hub: wire.Hub, env: Mapping[str, str], base: Mapping[str, str], label: str, imports: Sequence[str] | None
     ) -> None:
+        self._hub = hub
         self._worker: StartedWorker | None = None
         self._ended: tuple[int | None, str | None, str | None] | None = None
         self._said: list[str] = []
@@ -147,12 +161,20 @@ class DoorProcess:
             worker.ended(*ended)
         elif worker.killed:
             self._process.kill()
+        elif epoch:
+            with contextlib.suppress(ClosedError):  # just now
+                self._hub.watch(self._door.fileno(), self._answered)
 
     def pass_on(self, lane: socket.socket, epoch: int, tls: wire.Tls | None, token: bytes) -> None:
         """Give it a lane: by its token it and the driver know each other, where they make TLS anew."""
         # When it has just died, its end is told as the worker's.
         with lane, contextlib.suppress(OSError):
             socket.send_fds(self._door, [b"%d " % epoch + wire.hand_on(lane, tls, token)], [lane.fileno()])
+
+    def look(self, number: int) -> None:
+        """Ask it what it does."""
+        with contextlib.suppress(OSError):  # it has just died, or reads nothing
+            self._door.send(LOOK + b"%d" % number, socket.MSG_DONTWAIT)
 
     def cut(self) -> None:
         """Have it let go of the lane that it has."""
@@ -162,7 +184,7 @@ class DoorProcess:
     def drop(self) -> None:
         """It isn't needed."""
         self._process.kill()
-        self._door.close()
+        self._close_door()
 
     def reap(self) -> None:
         """End it in the place of the hub, which does nothing any more."""
@@ -184,5 +206,22 @@ class DoorProcess:
             worker = self._worker
         if worker is not None:
             worker.ended(exitcode, signal, detail)
-            self._door.close()
+            self._close_door()
         self.gone.set()
+
+    def _answered(self) -> None:
+        """It says what it does."""
+        try:
+            answer = self._door.recv(GIVEN_BYTES, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        if not answer:  # it has ended
+            self._hub.unwatch(self._door.fileno())
+        elif self._worker is not None:
+            number, _, what = answer.partition(b" ")
+            self._worker.seen_inside(int(number), what)
+
+    def _close_door(self) -> None:
+        if self._door.fileno() >= 0:
+            self._hub.unwatch(self._door.fileno())
+        self._door.close()

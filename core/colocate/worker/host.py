@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from colocate.executor import Boot
 from colocate.wire import Turns
 from colocate.worker import failure
 from colocate.worker.functions import hosted_functions
+from colocate.worker.glimpse import glimpse
 from colocate.worker.hosted import HostedRole
 from colocate.worker.lane import Lane, Work
 from colocate.worker.ledger import LookError, ledger
@@ -67,6 +68,7 @@ class WorkerHost(Site):
         )
         self._ledgers: list[int] = []  # that were asked for; a thread tells them, as long as there are some
         self._ledgers_lock = threading.Lock()
+        self._is_looked_at = False
         broken = partial(self._thread_failed, "its lane")
         self.lane = Lane(f"{LANE}{boot.worker}", self.scope, self._held, broken, turns, daemon=in_process)
         self._runner = Runner(self, self.broken)
@@ -212,6 +214,21 @@ class WorkerHost(Site):
         self.groups.cut()
         self.lane.close()
         self._transfer.soon(self._end)
+
+    # -- beside the driver, on the receiving thread
+
+    def look(self, then: Callable[[Mapping[str, Any]], object]) -> None:
+        """Say what it does, on a thread of its own; one at a time: what comes meanwhile gets no answer."""
+        if not self._is_looked_at:
+            self._is_looked_at = True
+
+            def run() -> None:
+                try:
+                    then(glimpse(self))
+                finally:
+                    self._is_looked_at = False
+
+            threading.Thread(target=run, name=f"colocate-glimpse-{self.boot.worker}", daemon=True).start()
 
     # -- from driver to driver, on the receiving thread
 

@@ -44,6 +44,7 @@ class Work(CallState):
     cuts: int = attrs.field(default=0, init=False)  # how often process groups had been cut before it
     allocated: int | None = attrs.field(default=None, init=False)  # see `Device.begin`
     lots: int = attrs.field(default=0, init=False)  # how many lots of definitions came before it
+    began: float = attrs.field(default=0.0, init=False)  # when, in seconds of time.time()
 
 
 @attrs.frozen
@@ -126,6 +127,11 @@ class Lane:
         """The last of the calls that run; from any thread."""
         running = dict(self.running)
         return running[max(running)] if running else None
+
+    @property
+    def waiting(self) -> int:
+        """How many calls haven't begun, nearly: holds on their way count, too; from any thread."""
+        return len(self._waiting) + self._queue.qsize()
 
     # -- from the receiving thread
 

@@ -16,6 +16,7 @@ import sys
 from functools import partial
 
 from colocate import wire
+from colocate._system.recent import RecentSpans
 from colocate._values.codec import BY_VALUE
 from colocate.executor import Boot
 from colocate.worker.host import WorkerHost
@@ -50,7 +51,7 @@ def _wait_for_lane(door: socket.socket) -> None:
         found = given(door)
     except EOFError:
         os._exit(0)
-    assert found is not None
+    assert not isinstance(found, bytes)
     sock, epoch, tls = found
     if epoch:
         serve(sock, tls, epoch, wire.track_socket(door))
@@ -116,6 +117,8 @@ def start(boot: Boot, service: Service, lane: wire.SocketLane) -> WorkerHost:
     host = WorkerHost(boot, BY_VALUE, service.say, peers, on_end=leave, turns=turns)
     when_torch_comes(partial(_look_at_torch, host))
     host.definitions.install()
+    if service.outlives_drivers:
+        host.recent = RecentSpans()
     return host
 
 

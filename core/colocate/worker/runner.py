@@ -103,7 +103,7 @@ class Runner:
         body, work.body = work.body, None  # it may be large, and the role remembers its last call
         role = site.roles[call.role]
         spec = role.spec(call.method)
-        start = time.time()
+        start = work.began = time.time()
         tokens = set_current(role.ctx), running_call.set(work)
         role.ctx.last_call = work
         role.begin(call.seq)
@@ -281,6 +281,8 @@ class Runner:
             rows = rows_to_join(result, spec, role.ctx)
             nbytes = site.store.put(call.keep, result, label, valid, rows)
             site.say(messages.Done(call.seq, valid, start, time.time(), (nbytes, rows), halves))
+        if site.recent is not None and role.name is not None:
+            site.recent.add(role.name, start, time.time())
         site.residency.leave(call.seq)
 
     def _check_writes(self, label: str, role: HostedRole, resolver: Resolver | None) -> None:

@@ -6,10 +6,12 @@ what the driver has asked for, and waits for the next. Without a door, the end o
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -22,23 +24,24 @@ from colocate.worker.host import WorkerHost
 from colocate.worker.supervisor import CLOSES_OTHERS
 
 GIVEN_BYTES = 1 << 20
-CUT = b"cut"  # comes through the door in the place of a lane: the one that there is is over
-
+# What comes through the door in the place of a lane:
+CUT = b"cut"  # the one that there is is over
+LOOK = b"look "  # somebody asks what the worker does; the question's number follows, with which its answer begins
 
 Start = Callable[[Boot, "Service", wire.SocketLane], WorkerHost]
 
 
-def given(door: socket.socket) -> tuple[socket.socket, int, wire.Tls | None] | None:
+def given(door: socket.socket) -> tuple[socket.socket, int, wire.Tls | None] | bytes:
     """What has come through the door: a lane, the epoch of its driver (0: the only one), this machine's certificates.
 
-    None when the driver of the present lane has been replaced.
+    Or, as bytes, what came in its place.
 
     Raises:
         EOFError: The keeper is gone, or has no use for a worker.
     """
     data, fds, _, _ = socket.recv_fds(door, GIVEN_BYTES, 1)
-    if data == CUT:
-        return None
+    if data == CUT or data.startswith(LOOK):
+        return data
     if not fds:
         raise EOFError
     os.set_inheritable(fds[0], False)  # not by a flag: Python 3.11's recv_fds passes none on
@@ -71,6 +74,11 @@ class Service:
         if door is not None:
             door.setblocking(False)
             hub.watch(door.fileno(), self._at_the_door)
+
+    @property
+    def outlives_drivers(self) -> bool:
+        """Whether others may follow its driver."""
+        return self._door is not None
 
     def open(self, sock: socket.socket, epoch: int) -> None:
         """Serve a connected, authenticated socket; the first message on it is the boot."""
@@ -152,7 +160,11 @@ class Service:
             return
         except (EOFError, OSError):  # without a keeper nothing here has an owner
             os._exit(0)
-        if found is not None:
+        if isinstance(found, bytes) and found != CUT:
+            if self._host is not None:
+                self._host.look(partial(self._answer, found.removeprefix(LOOK)))
+            return
+        if not isinstance(found, bytes):
             sock, epoch, _ = found
             if self._next is not None:
                 self._next[0].close()
@@ -161,6 +173,12 @@ class Service:
             self._lane.close("another driver has it now")
         else:
             self._open_next()
+
+    def _answer(self, number: bytes, seen: Mapping[str, Any]) -> None:
+        """Through the door. On any thread."""
+        assert self._door is not None
+        with contextlib.suppress(OSError):  # the keeper is gone, or doesn't read
+            self._door.send(number + b" " + json.dumps(seen).encode())
 
     def _open_next(self) -> None:
         if self._next is not None:

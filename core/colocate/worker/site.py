@@ -14,6 +14,7 @@ from colocate._protocol.message import Head, Message
 from colocate._protocol.requests import Requests
 from colocate._protocol.uses import Peers
 from colocate._role.context import Context, running_call
+from colocate._system.recent import RecentSpans
 from colocate._values.arguments import gpu_is_used
 from colocate._values.codec import Codec
 from colocate.executor import Boot
@@ -55,12 +56,14 @@ class Site:
         lane: Where role code runs.
         peers: How it gets at other workers' residents.
         empty: The process's own memory before its first role, in bytes.
+        recent: When its roles were busy; None where nobody but the driver asks, who knows.
     """
 
     lane: Lane
     peers: Peers
     empty: int | None = None
     spill_dir: str | None = None
+    recent: RecentSpans[str] | None = None
 
     def __init__(self, boot: Boot, codec: Codec, send: Send, in_process: bool) -> None:
         self.boot = boot

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import uuid
 from collections.abc import Iterator
-from typing import cast
+from pathlib import Path
+from typing import Any, cast
 
 import attrs
 import pytest
@@ -14,10 +17,11 @@ from colocate import Runtime, wire
 from colocate._job.cluster_window import look_at
 from colocate.cli.cluster import Cluster
 from colocate.cli.top import show_top
-from colocate.errors import EngineError
-from colocate.executor import Watchable, Window
+from colocate.errors import ConfigError, EngineError
+from colocate.executor import Detachable, Watchable, Window
 from colocate.testing.executors._base import needs
-from colocate.testing.executors.drivers import Driver, Scripted, Scripts
+from colocate.testing.executors._detached import TTL_S, DetachedCase, counting, new
+from colocate.testing.executors.drivers import Driver, Scripts
 from colocate.testing.gate import Gate
 from colocate.testing.waiting import wait_until
 
@@ -36,7 +40,7 @@ with CONNECT as runtime:
 """
 
 
-class Watching(Scripted):
+class Watching(DetachedCase):
     """`colocate top`, from elsewhere."""
 
     @pytest.fixture
@@ -106,6 +110,80 @@ class Watching(Scripted):
         driver.process.kill()
         driver.process.wait()
         wait_until(lambda: found(runtime, job) is None, "its window isn't listed any more")
+
+    @needs(Detachable)
+    def test_detached_pool_is_looked_at(
+        self, runtime: Runtime, name: str, gate: Gate, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    ) -> None:
+        """With a driver and without, by what its workers say: nothing of it changes by that."""
+        executor = cast("Detachable", runtime._node.services.executor)
+        config = tmp_path / "cluster.yaml"
+        config.write_text(json.dumps({"executor": {"use": self.executor, "with": dict(self.options)}}))
+        pool, view = new(runtime)
+        view.add()
+        pool.detach(name, ttl=TTL_S)
+
+        before = executor.look(name)
+        seen = executor.look(name)
+        assert (seen["driver"], seen["epoch"], seen["silent"], seen["lost"]) == (None, before["epoch"], [], 0)
+        assert before["left_s"] >= seen["left_s"]  # nothing was renewed
+        workers = sorted(seen["workers"], key=lambda each: int(each["slot"]))
+        assert [(each["group"], each["slot"], each["call"], each["queue"]) for each in workers] == [
+            ("counting", 0, None, 0),
+            ("counting", 1, None, 0),
+        ]
+        for rank, worker in enumerate(workers):
+            (role,) = worker["roles"]
+            assert (role["role"], role["rank"], role["asleep"]) == ("counting", rank, 0)
+            assert role["bytes"] is not None
+        assert show_top(name, Cluster(config), once=True, every=1.0, json=False) == 0
+        shown = capsys.readouterr().out
+        assert f"{name} (detached pool), it lives " in shown
+        assert "counting (detached)" in shown
+
+        with runtime.attach(name) as borrowed:
+            with borrowed.groups["counting"].pipeline():
+                first = counting(borrowed).wait_and_add.submit(gate.address)
+                counting(borrowed).add.submit()
+            gate.wait_for(2)
+            held = executor.look(name)
+            assert held["driver"].startswith(f"driver {os.getpid()} on ")
+            assert held["left_s"] is None
+            assert [(each["call"], each["queue"]) for each in held["workers"]] == [("counting.wait_and_add", 1)] * 2
+            assert all(each["age"] > 0 for each in held["workers"])
+            assert show_top(f"pool/{name}", Cluster(config), once=True, every=1.0, json=True) == 0
+            told = json.loads(capsys.readouterr().out)
+            assert [group["state"] for group in told["groups"]] == ["attached"]
+            gate.open()
+            assert first.result() == [2, 2]
+            assert counting(borrowed).add() == [4, 4]
+            after = executor.look(name)
+            assert after["epoch"] == held["epoch"]
+            assert all(worker["roles"][0]["busy"] > 0 for worker in after["workers"])
+        with pytest.raises(ConfigError, match=f"no pool '{name}x' is detached"):
+            executor.look(f"{name}x")
+
+    @needs(Detachable)
+    def test_worker_of_a_detached_pool_that_is_stopped(
+        self, runtime: Runtime, name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    ) -> None:
+        """It is named; what the others do is told all the same."""
+        executor = cast("Detachable", runtime._node.services.executor)
+        config = tmp_path / "cluster.yaml"
+        config.write_text(json.dumps({"executor": {"use": self.executor, "with": dict(self.options)}}))
+        pool, view = new(runtime)
+        pids: Any = view.pid()
+        pool.detach(name, ttl=TTL_S)
+        os.kill(pids[1], signal.SIGSTOP)
+        try:
+            seen = executor.look(name)
+            assert [each["slot"] for each in seen["workers"]] == [0]
+            assert len(seen["silent"]) == 1
+            assert show_top(name, Cluster(config), once=True, every=1.0, json=False) == 0
+            assert f"worker {seen['silent'][0]} doesn't answer" in capsys.readouterr().out
+        finally:
+            os.kill(pids[1], signal.SIGCONT)
+        assert executor.look(name)["silent"] == []
 
     def test_who_has_no_windows(self, capsys: pytest.CaptureFixture[str]) -> None:
         """A job of a private engine is seen on its own machine only, which the command says."""
