@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 from tests.conformance.shared import cluster as running
 from tests.ray.conftest import tls
 
 import colocate
+from colocate._job.cluster_window import look_at
 from colocate.errors import ConfigError, EngineError
 from colocate.testing.probes.plain import Echo
 
@@ -37,6 +39,17 @@ def test_right_certificates(cluster: dict[str, Any], certificates: Path, monkeyp
     tls(monkeypatch, certificates)
     with colocate.connect("ray", **cluster) as runtime, runtime.reserve(1, cpus=0) as pool:
         assert pool.spawn({"echo": colocate.role(Echo)}).role("echo", Echo).noop() == [None]
+
+
+def test_window(cluster: dict[str, Any], certificates: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Who looks at a job from another machine does so by TLS."""
+    tls(monkeypatch, certificates)
+    with colocate.connect("ray", **cluster) as runtime, colocate.record(runtime, tmp_path / "demo"):
+        executor: Any = runtime._node.services.executor
+        (window,) = executor.windows()
+        here, there = window.address.split(",")
+        assert (here.partition(":")[0], there.partition(":")[0]) == ("unix", "tls")
+        assert look_at(attrs.evolve(window, address=there), executor)["job"] == "demo"
 
 
 def test_none(cluster: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ from colocate._protocol.message import read
 from colocate._protocol.requests import Requests
 from colocate._system.deadline import Deadline
 from colocate._system.jobs import JobThread, report_exception
+from colocate._system.off_main import off_main
 from colocate.errors import ClosedError, EngineError
 from colocate.executor import Watchable, Window
 
@@ -59,8 +60,11 @@ class ClusterWindow:
     def close(self) -> None:
         """Nobody looks any more."""
         if os.getpid() == self._process:  # a child's is its parent's
-            self._executor.retract(self._window)
-            self._end()
+            off_main(self._close)
+
+    def _close(self) -> None:
+        self._executor.retract(self._window)
+        self._end()
 
     def _end(self) -> None:
         self._closed = True

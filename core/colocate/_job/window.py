@@ -75,7 +75,7 @@ def window(runtime: Runtime, name: str) -> Iterator[None]:
         if isinstance(executor, Watchable):
             new = partial(ClusterWindow, executor, name, f"{platform.node()}/{job.id}", scene.seen)
             try:
-                windows.callback(off_main, off_main(new).close)
+                windows.callback(off_main(new).close)
             except (OSError, ColocateError) as error:
                 _log.info("others of the cluster can't look at job %s: %s", name, error)
         yield

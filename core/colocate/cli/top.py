@@ -27,6 +27,7 @@ from colocate.cli.output import guarded, print_json
 from colocate.errors import ConfigError, EngineError
 from colocate.executor import Detachable, Executor, Watchable, Window
 
+_HERE = "on this machine"
 _NUMBERS = ("holds", "asleep", "busy", "queue", "for")
 
 
@@ -53,7 +54,7 @@ def show_top(name: str | None, cluster: Cluster, *, once: bool, every: float, js
 
     def command() -> int:
         if not cluster.given:
-            _show(_chosen(name, [_here(job) for job in jobs()], "on this machine"), once, every, json)
+            _show(_chosen(name, [_here(job) for job in jobs()], _HERE), once, every, json)
             return 0
         call = " ".join(filter(None, ("top", name)))
         with cluster.joined(call, "jobs but its driver's, which `colocate top` shows on its machine") as runtime:
@@ -120,7 +121,10 @@ def _chosen(name: str | None, found: Sequence[Sight], where: str) -> Sight:
         return matching[0]
     there = ", ".join(map(str, found))
     if not found:
-        raise ConfigError(f"no job runs {where}: `colocate run FILE` starts one")
+        none = (
+            "no job runs on this machine" if where == _HERE else "no job runs on this cluster, and no pool is detached"
+        )
+        raise ConfigError(f"{none}: `colocate run FILE` starts one")
     if matching:
         raise ConfigError(f"which job? These run {where}: {there}. Say its number: colocate top {matching[0].ids[0]}")
     raise ConfigError(f"no job is called {name!r}: there is {there}{did_you_mean(name or '', [e.name for e in found])}")

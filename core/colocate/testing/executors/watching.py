@@ -77,6 +77,8 @@ class Watching(DetachedCase):
         ]
         assert [role["role"] for role in first["roles"]] == ["counting", "other"]
         assert first["age"] > 0
+        for way in window.address.split(","):  # from this machine, and from others
+            assert look_at(attrs.evolve(window, address=way), watchable(runtime))["pid"] == driver.process.pid
         assert first["age"] < look_at(window, watchable(runtime))["groups"][0]["slots"][0]["age"]
         with pytest.raises(EngineError, match="can't be reached from here"):
             look_at(attrs.evolve(window, key=wire.new_key()), watchable(runtime))
