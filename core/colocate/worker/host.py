@@ -68,7 +68,8 @@ class WorkerHost(Site):
         )
         self._ledgers: list[int] = []  # that were asked for; a thread tells them, as long as there are some
         self._ledgers_lock = threading.Lock()
-        self._is_looked_at = False
+        self._looks: list[Callable[[Mapping[str, Any]], object]] = []  # who waits to be told, as for ledgers
+        self._looks_lock = threading.Lock()
         broken = partial(self._thread_failed, "its lane")
         self.lane = Lane(f"{LANE}{boot.worker}", self.scope, self._held, broken, turns, daemon=in_process)
         self._runner = Runner(self, self.broken)
@@ -218,17 +219,23 @@ class WorkerHost(Site):
     # -- beside the driver, on the receiving thread
 
     def look(self, then: Callable[[Mapping[str, Any]], object]) -> None:
-        """Say what it does, on a thread of its own; one at a time: what comes meanwhile gets no answer."""
-        if not self._is_looked_at:
-            self._is_looked_at = True
+        """Say what it does, on a thread of its own."""
+        with self._looks_lock:
+            self._looks.append(then)
+            if len(self._looks) > 1:
+                return
+        threading.Thread(target=self._tell_looks, name=f"colocate-glimpse-{self.boot.worker}", daemon=True).start()
 
-            def run() -> None:
-                try:
-                    then(glimpse(self))
-                finally:
-                    self._is_looked_at = False
-
-            threading.Thread(target=run, name=f"colocate-glimpse-{self.boot.worker}", daemon=True).start()
+    def _tell_looks(self) -> None:
+        while True:
+            waiting = list(self._looks)
+            seen = glimpse(self)
+            for then in waiting:
+                then(seen)
+            with self._looks_lock:
+                del self._looks[: len(waiting)]
+                if not self._looks:
+                    return
 
     # -- from driver to driver, on the receiving thread
 
