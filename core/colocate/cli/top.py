@@ -53,9 +53,16 @@ def show_top(name: str | None, cluster: Cluster, *, once: bool, every: float, js
     """Show a job, again and again until it ends or somebody has seen enough."""
 
     def command() -> int:
+        try:
+            show()
+        except TimeoutError as error:
+            raise EngineError(str(error)) from error
+        return 0
+
+    def show() -> None:
         if not cluster.given:
             _show(_chosen(name, [_here(job) for job in jobs()], _HERE), once, every, json)
-            return 0
+            return
         call = " ".join(filter(None, ("top", name)))
         with cluster.joined(call, "jobs but its driver's, which `colocate top` shows on its machine") as runtime:
             runtime._node.require(Watchable, "say which jobs run on its cluster")
@@ -64,7 +71,6 @@ def show_top(name: str | None, cluster: Cluster, *, once: bool, every: float, js
             if isinstance(executor, Detachable):
                 found += [_detached(str(pool["name"]), executor) for pool in off_main(executor.published)]
             _show(_chosen(name, found, "on this cluster"), once, every, json)
-        return 0
 
     return guarded(command, as_json=json)
 
