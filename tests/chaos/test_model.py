@@ -261,7 +261,7 @@ def test_within_a_budget() -> None:
     """No more is awake than may be, and all that roles have is awake or asleep."""
 
     def memory(awake: int, asleep: int) -> GroupMemory:
-        role = RoleMemory("c", 0, {"tensors": awake}, {}, 0, asleep, complete=True)
+        role = RoleMemory("c", 0, {"tensors": awake}, {}, 0, asleep, None, complete=True)
         return GroupMemory("g", (SlotMemory(0, "n", "cpu", (role,), None, None, None),))
 
     size = size_of("c")

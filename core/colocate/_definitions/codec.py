@@ -182,7 +182,7 @@ def _reduce_tensor(tensor: Any) -> Any:
 
 def _on_host(tensor: Any, torch: Any) -> Any:
     """A GPU's tensor on the host, when what makes it on the thread's current stream is done."""
-    module = getattr(torch, tensor.device.type, None)
+    module: Any = getattr(torch, tensor.device.type, None)
     if tensor.nbytes < _PINNED_BYTES or not tensor.is_contiguous() or not hasattr(module, "current_stream"):
         return tensor.cpu()
     try:
