@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from colocate._api.pool import Pool, PoolPart, Slot
     from colocate._api.runtime import Runtime
     from colocate._api.trace import Trace
-    from colocate._calls.records import CallRecord, MoveRecord
+    from colocate._calls.records import CallRecord, FetchRecord, MoveRecord, TransferRecord
     from colocate._job.launch import launch
     from colocate._job.recording import record
     from colocate._job.run import Run
@@ -109,7 +109,7 @@ _HOMES = {
         "PoolPart",
         "Slot",
     ),
-    "_calls.records": ("CallRecord", "MoveRecord"),
+    "_calls.records": ("CallRecord", "FetchRecord", "MoveRecord", "TransferRecord"),
     "_role.resident": (
         "Resident",
         "ResidentSpec",
@@ -180,6 +180,7 @@ __all__ = [
     "Dispatch",
     "DispatchError",
     "EngineError",
+    "FetchRecord",
     "First",
     "ForkedError",
     "Gather",
@@ -221,6 +222,7 @@ __all__ = [
     "Slot",
     "SlotMemory",
     "Trace",
+    "TransferRecord",
     "WorkerDied",
     "as_completed",
     "connect",

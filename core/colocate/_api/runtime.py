@@ -118,9 +118,9 @@ class Runtime(Held[Connection], node=Connection):
 
         Hooks are `colocate_group_spawned(group)`, `colocate_call_finished(record)` (a `CallRecord`),
         `colocate_worker_died(error)`, `colocate_group_changed(name, state, cause)` (its new state, and the error that
-        made it fail), `colocate_group_closed(name)` and `colocate_memory_moved(record)` (a `MoveRecord`: a role that
-        takes turns sleeps, or was woken). Calls are told of a moment after their end, those of the same moment one
-        after the other, and before whatever happens later.
+        made it fail), `colocate_group_closed(name)`, `colocate_memory_moved(record)` (a `MoveRecord`: a role sleeps, or
+        was woken) and `colocate_result_fetched(record)` (a `FetchRecord`). Calls are told of a moment after their end,
+        those of the same moment one after the other, and before whatever happens later.
         """
         self._node.services.observers.add(plugin)
 
@@ -128,7 +128,8 @@ class Runtime(Held[Connection], node=Connection):
         """Write what happens from now on into a file, for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
         Each group is a process there and each of its slots a thread, with what its roles ran and for how long a call
-        had waited, and for whom; with sleeps and wakes, and the bytes that sleep. Nothing is measured in addition.
+        had waited, and for whom; with what came to it from other workers, sleeps and wakes, and their bytes. The
+        driver's calls have the bytes of their arguments and results.
 
         Args:
             path: The file; one that is there is replaced.

@@ -12,19 +12,21 @@ from types import TracebackType
 from typing import IO, Any
 
 from colocate._api.connection import Connection
-from colocate._calls.records import CallRecord, MoveRecord
+from colocate._calls.records import CallRecord, FetchRecord, MoveRecord, TransferRecord
 from colocate._system.off_main import off_main
 from colocate.errors import ColocateError
 
 _DRIVER = 0
+_TRANSFERS = 1 << 20  # beside each slot's thread one of so much more for what came to it
 
 
 class Trace:
     """A trace that is being written; a context manager that ends it.
 
     In the form of Chrome's trace events: each group is a process, each of its slots a thread, with what its roles ran,
-    slept and woke there, and what a call had waited for; the driver is another process, with each call from when it was
-    submitted to its last answer. What is in the file can be read at any time, also after a driver was killed.
+    slept and woke there, and what a call had waited for, and another one for what came to it from other workers; the
+    driver is another process, with each call from when it was submitted to its last answer, and each fetch. What is in
+    the file can be read at any time, also after a driver was killed.
     """
 
     def __init__(self, connection: Connection, path: Path) -> None:
@@ -41,6 +43,7 @@ class Trace:
         self._groups: dict[str, int] = {}
         self._last: dict[tuple[int, int], tuple[float, str]] = {}  # what ended last on a slot, and when
         self._asleep: dict[tuple[int, int], dict[str, int]] = {}
+        self._receiving: set[tuple[int, int]] = set()  # slots that have got something from other workers
         self._number = 0
         self._named("process_name", _DRIVER, name="driver")
         self._write("[\n")
@@ -79,6 +82,14 @@ class Trace:
             self._call(record)
             self._write()
 
+    def colocate_result_fetched(self, record: FetchRecord) -> None:
+        """The driver has fetched a kept result."""
+        with self._lock:
+            name = f"fetch of {_label(record.role, record.method)}"
+            args = {"group": record.group, "ranks": list(record.ranks), "received_bytes": record.nbytes}
+            self._on_driver(name, record.start, record.end, args)
+            self._write()
+
     def colocate_memory_moved(self, record: MoveRecord) -> None:
         """A role sleeps, or is awake."""
         with self._lock:
@@ -103,15 +114,16 @@ class Trace:
     # -- how, with its lock held
 
     def _call(self, record: CallRecord) -> None:
-        name = f"{record.role}.{record.method}" if record.role else record.method
+        name = _label(record.role, record.method)
         group = self._group(record.group)
-        self._number += 1
         args: dict[str, Any] = {"group": record.group, "ranks": list(record.ranks), "kept": record.kept}
         if record.error is not None:
             args["error"] = record.error
-        submitted = {"cat": "calls", "id": self._number, "pid": _DRIVER, "tid": 0, "name": name}
-        self._event(record.submitted, ph="b", args=args, **submitted)
-        self._event(max(record.finished, record.submitted), ph="e", **submitted)
+        if record.sent:
+            args["sent_bytes"] = record.sent
+        if record.received:
+            args["received_bytes"] = record.received
+        self._on_driver(name, record.submitted, record.finished, args)
         for rank, start, end in record.spans:
             slot = self._connection.slot_of(record.group, record.role, rank)
             more: dict[str, Any] = {"rank": rank, "waited_ms": round(max(0.0, start - record.submitted) * 1e3, 3)}
@@ -120,6 +132,27 @@ class Trace:
                 more["waited_for"] = what
             self._last[group, slot] = end, name
             self._span(group, slot, record.role or "group", name, start, end, more)
+        for each in record.transfers:
+            self._transfer(group, self._connection.slot_of(record.group, record.role, each.rank), name, each)
+
+    def _transfer(self, group: int, slot: int, call: str, record: TransferRecord) -> None:
+        row = _TRANSFERS + slot
+        if (group, slot) not in self._receiving:
+            self._receiving.add((group, slot))
+            self._named("thread_name", group, row, name=f"slot {slot}: from other workers")
+            self._named("thread_sort_index", group, row, sort_index=2 * slot + 1)
+        made, source = (
+            _label(record.role, record.method),
+            self._connection.slot_of(record.group, record.role, record.source),
+        )
+        args = {"bytes": record.nbytes, "from_group": record.group, "from_slot": source, "made_by": made, "for": call}
+        self._span(group, row, "transfers", f"{made} from slot {source}", record.start, record.end, args)
+
+    def _on_driver(self, name: str, start: float, end: float, args: Mapping[str, Any]) -> None:
+        self._number += 1
+        event = {"cat": "calls", "id": self._number, "pid": _DRIVER, "tid": 0, "name": name}
+        self._event(start, ph="b", args=args, **event)
+        self._event(max(end, start), ph="e", **event)
 
     def _group(self, name: str) -> int:
         number = self._groups.get(name)
@@ -130,6 +163,7 @@ class Trace:
             for worker in () if crew is None else crew.workforce.workers:
                 where = f"slot {worker.slot} ({worker.boot.node}, {worker.boot.device})"
                 self._named("thread_name", number, worker.slot, name=where)
+                self._named("thread_sort_index", number, worker.slot, sort_index=2 * worker.slot)
         return number
 
     def _span(
@@ -138,7 +172,7 @@ class Trace:
         length = round(max(0.0, end - start) * 1e6, 3)
         self._event(start, ph="X", dur=length, cat=role, pid=group, tid=slot, name=name, args=args)
 
-    def _named(self, kind: str, process: int, thread: int = 0, **args: str) -> None:
+    def _named(self, kind: str, process: int, thread: int = 0, **args: str | int) -> None:
         self._event(0.0, ph="M", pid=process, tid=thread, name=kind, args=args)
 
     def _event(self, ts: float, **event: Any) -> None:
@@ -150,3 +184,7 @@ class Trace:
         if self._file is not None:
             self._file.write(before + ",\n".join(lines))
             self._file.flush()
+
+
+def _label(role: str, method: str) -> str:
+    return f"{role}.{method}" if role else method

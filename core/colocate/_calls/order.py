@@ -152,6 +152,8 @@ class CallOrder:
             call.bodies[index] = done.size if body is None else body
             call.rows[index] = done.rows
             call.spans.append((index, done.start, done.end))
+            if done.taken:
+                call.taken[index] = done.taken
             call.remaining -= 1
             if call.remaining == 0:
                 # What it used was given up, though the ranks had it: nothing was made, for whoever looks.

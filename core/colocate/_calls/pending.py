@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from colocate._owned.dispatcher import Dispatcher
 from colocate._owned.owned import forks
+from colocate._protocol.messages import Taken
 from colocate._role.call import Underway
 from colocate._system.jobs import JobThread, Timer
 from colocate._system.off_main import off_main
@@ -41,9 +42,11 @@ class PendingCall(Underway):
         "remaining",
         "role",
         "rows",
+        "sent",
         "seq",
         "spans",
         "submitted",
+        "taken",
         "targets",
         "timer",
         "timers",
@@ -67,6 +70,8 @@ class PendingCall(Underway):
         self.spans: list[tuple[int, float, float]] = []
         self.remaining = len(targets)
         self.updates: dict[int, int] = {}  # by slot, where there were any
+        self.taken: dict[int, Sequence[Taken]] = {}  # by index, where there was something and somebody wants to know
+        self.sent = 0  # bytes of its arguments, where somebody wants to know
         self.keep: int | None = None
         self.uses: Sequence[Any] = ()
         self.timer: Timer | None = None

@@ -2,13 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import attrs
 
+from colocate._definitions.packed import packed_bytes
+
 if TYPE_CHECKING:
     from colocate._calls.pending import PendingCall
+    from colocate._protocol.messages import Taken
+
+
+@attrs.frozen
+class TransferRecord:
+    """A kept result, or some of its rows, that a call got from another worker.
+
+    Attributes:
+        rank: The rank that got it.
+        group: Name of the group that had made it.
+        role: Name of the role that had.
+        method: Name of the method.
+        source: The rank of that role from whose worker it came.
+        nbytes: How many bytes.
+        start: When it could begin, in seconds of time.time() on the worker that got it: it was asked for, and made.
+        end: When it was there.
+    """
+
+    rank: int
+    group: str
+    role: str
+    method: str
+    source: int
+    nbytes: int
+    start: float
+    end: float
 
 CALL_FINISHED = "colocate_call_finished"
 
@@ -29,6 +57,11 @@ class CallRecord:
         error: The error's first line; None when it went well.
         ready: When it could have run, if its slots had been its own: it was submitted, and all kept results that it
             uses were there.
+        sent: Bytes of its arguments, as they went to all its ranks; 0 where the driver's process has the ranks.
+        received: Bytes of its results, as they came back; kept ones stay in the workers.
+        transfers: What it got of kept results from other workers; of a call that failed none is known.
+        handed_over: Bytes of tensors and arrays in kept results of other roles that lay in the very workers, by the
+            role: they were handed over by reference.
     """
 
     group: str
@@ -41,11 +74,38 @@ class CallRecord:
     kept: bool
     error: str | None
     ready: float
+    sent: int = 0
+    received: int = 0
+    transfers: tuple[TransferRecord, ...] = ()
+    handed_over: Mapping[str, int] = attrs.field(factory=dict)
+
+
+@attrs.frozen
+class FetchRecord:
+    """A kept result that has come to the driver's process.
+
+    Attributes:
+        group: Name of the group.
+        role: Name of the role that had made it.
+        method: Name of the method.
+        ranks: The ranks whose parts have come.
+        nbytes: How many bytes, all together.
+        start: When they were asked for, in seconds of time.time().
+        end: When they were there.
+    """
+
+    group: str
+    role: str
+    method: str
+    ranks: tuple[int, ...]
+    nbytes: int
+    start: float
+    end: float
 
 
 @attrs.frozen
 class MoveRecord:
-    """Memory of a role that has gone to sleep, or was woken, so that roles keep within a budget (`residency="swap"`).
+    """Memory of a role that has gone to sleep, or was woken: by `group.sleep` and `group.wake`, or to take turns.
 
     Attributes:
         group: Name of the group.
@@ -66,13 +126,78 @@ class MoveRecord:
     end: float
 
 
-def ended(group: str, call: PendingCall, error: BaseException | None) -> tuple[Any, ...]:
+class Ended(NamedTuple):
     """What is to be told of a call that has ended. It holds nothing that hangs on the call, such as its result."""
-    words = None if error is None else str(error).partition("\n")[0]
-    used = [end for use in call.uses for _, _, end in use._kept.call.spans]
-    ready = max(call.submitted, *used) if used else call.submitted
-    kept = call.keep is not None
-    return group, call.role, call.method, call.ranks, call.spans, call.submitted, kept, words, ready
+
+    group: str
+    role: str
+    method: str
+    ranks: Sequence[int]
+    answers: Sequence[tuple[int, float, float]]
+    submitted: float
+    kept: bool
+    error: str | None
+    ready: float
+    sent: int
+    received: int
+    taken: Mapping[int, Sequence[Taken]]
+    makers: Mapping[int, tuple[str, str, str]]  # group, role and method of the residents that it used, by key
+
+    @classmethod
+    def of(cls, group: str, call: PendingCall, error: BaseException | None, in_process: bool) -> Ended:
+        """Args: in_process: Whether the ranks are threads of this process, where nothing has to travel."""
+        words = None if error is None else str(error).partition("\n")[0]
+        used = [use._kept for use in call.uses]
+        ready = max([call.submitted, *(end for kept in used for _, _, end in kept.call.spans)])
+        received = 0 if in_process else sum(map(packed_bytes, call.bodies))
+        makers = {kept.source.key: (kept.source.group, kept.call.role, kept.call.method) for kept in used}
+        return cls(
+            group,
+            call.role,
+            call.method,
+            call.ranks,
+            call.spans,
+            call.submitted,
+            call.keep is not None,
+            words,
+            ready,
+            call.sent,
+            received,
+            call.taken,
+            makers,
+        )
+
+    def record(self) -> CallRecord:
+        """The same as observers know it."""
+        # A rank on which it failed has answered, and nobody knows how long it took.
+        spans = tuple(sorted([(self.ranks[index], start, end) for index, start, end in self.answers if end]))
+        finished = max((end for _, _, end in spans), default=self.submitted)
+        ran_on = tuple(sorted([self.ranks[index] for index, _, _ in self.answers]))
+        transfers: list[TransferRecord] = []
+        handed_over: dict[str, int] = {}
+        for index, taken in self.taken.items():
+            for key, source, nbytes, start, end in taken:
+                group, role, method = self.makers[key]
+                if end:
+                    transfers.append(TransferRecord(self.ranks[index], group, role, method, source, nbytes, start, end))
+                elif nbytes and role != self.role:
+                    handed_over[role] = handed_over.get(role, 0) + nbytes
+        return CallRecord(
+            self.group,
+            self.role,
+            self.method,
+            ran_on,
+            self.submitted,
+            finished,
+            spans,
+            self.kept,
+            self.error,
+            self.ready,
+            self.sent,
+            self.received,
+            tuple(transfers),
+            handed_over,
+        )
 
 
 class Observers:
@@ -92,27 +217,9 @@ class Observers:
         """Tell it no longer."""
         self._plugins.remove(plugin)
 
-    def tell_call(
-        self,
-        group: str,
-        role: str,
-        method: str,
-        ranks: Sequence[int],
-        answers: Sequence[tuple[int, float, float]],
-        submitted: float,
-        kept: bool,
-        error: str | None,
-        ready: float,
-    ) -> None:
-        """Tell of a finished call, see `ended`."""
-        # A rank on which it failed has answered, and nobody knows how long it took.
-        spans = tuple(sorted([(ranks[index], start, end) for index, start, end in answers if end]))
-        finished = max((end for _, _, end in spans), default=submitted)
-        ran_on = tuple(sorted([ranks[index] for index, _, _ in answers]))
-        self.tell(
-            CALL_FINISHED,
-            CallRecord(group, role, method, ran_on, submitted, finished, spans, kept, error, ready),
-        )
+    def tell_call(self, call: Ended) -> None:
+        """Tell of a finished call."""
+        self.tell(CALL_FINISHED, call.record())
 
     def tell(self, hook: str, *args: Any) -> None:
         """Call a hook of every plugin that has it. What one raises comes when all have been told."""

@@ -41,3 +41,8 @@ class Packed(NamedTuple):
     def copy(self) -> Packed:
         """The same in memory of its own, as after a transport."""
         return Packed(bytes(self.data), tuple(memoryview(bytearray(buffer)) for buffer in self.buffers), self.needs)
+
+
+def packed_bytes(body: Any) -> int:
+    """How many bytes a message's body is, all together: none where there is none, or a value as it is."""
+    return body.nbytes if isinstance(body, Packed) else 0

@@ -250,6 +250,7 @@ def _record(begun: Begun, run: Run, calls: CallLog, started: float, start_up: fl
         start_up=start_up,
         memory=_memory(run),
         contention=calls.contention(),
+        handed_over=calls.handed_over(),
         log=tail_of(run.directory / "log.txt"),
     )
 

@@ -21,6 +21,7 @@ from rich.text import Text
 
 from colocate._runs.contention import waits
 from colocate._runs.record import RunRecord, timed_phases
+from colocate._runs.saved import saved
 from colocate._system.columns import columns
 from colocate._system.pip import pip_line
 
@@ -203,6 +204,8 @@ class Screen:
         ]
         self._show("time per role", calls)
         self._show("who waited for whom", waits(record.contention))
+        if text := saved(record):
+            self.say(f"\n{text}")
         for memory in record.memory:
             self.say(f"\n{memory}")
         self.say("\n" + record.tree.rstrip())

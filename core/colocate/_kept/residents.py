@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
@@ -16,6 +17,8 @@ from colocate._calls.failures import failure_error, result_of
 from colocate._calls.link import Link
 from colocate._calls.order import CallOrder
 from colocate._calls.pending import PendingCall
+from colocate._calls.records import FetchRecord
+from colocate._definitions.packed import packed_bytes
 from colocate._kept.fetch import Fetches, Refused
 from colocate._kept.kept import Hold, Kept
 from colocate._kept.leases import Leases
@@ -329,17 +332,29 @@ class Residents(Leases):
         return source.collect.join(parts, ranks)
 
     def _ask(self, kept: Kept, ranks: Sequence[int], contents: bool, deadline: Deadline) -> list[Any]:
-        """What some ranks say of their parts."""
+        """What some ranks say of their parts; observers are told of contents."""
         return off_main(lambda: self._asked(kept, ranks, contents, deadline))
 
     def _asked(self, kept: Kept, ranks: Sequence[int], contents: bool, deadline: Deadline) -> list[Any]:
-        hold = self.hold(kept)
+        hold, asked = self.hold(kept), time.time()
         try:
-            return self._fetches.get([kept.source.slot(rank) for rank in ranks], kept.source.key, contents, deadline)
+            slots = [kept.source.slot(rank) for rank in ranks]
+            answers = self._fetches.get(slots, kept.source.key, contents, deadline)
         except Refused as refused:
             raise failure_error(self.link, kept.call, refused.slot, refused.failure, refused.body) from None
         finally:
             del hold  # a traceback keeps what is in frames
+        if contents:
+            self._tell_fetched(kept, ranks, [body for _, body in answers], asked)
+        return answers
+
+    def _tell_fetched(self, kept: Kept, ranks: Sequence[int], bodies: Sequence[Any], asked: float) -> None:
+        """Tell observers, unless the parts were in this process anyway."""
+        services, call = self.link.services, kept.call
+        if services.observers and not services.executor.in_process:
+            nbytes = sum(map(packed_bytes, bodies))
+            record = FetchRecord(self.link.name, call.role, call.method, tuple(ranks), nbytes, asked, time.time())
+            services.tell("colocate_result_fetched", record)
 
     def state_of(self, kept: Kept) -> tuple[str, str]:
         """What a resident is, in a word, and why it can't be used, if so; nobody is asked."""

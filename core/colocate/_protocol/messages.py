@@ -18,6 +18,11 @@ Where: TypeAlias = "int | tuple[int, int, tuple[int, ...]] | None"
 # How many operations were begun on each process group, and of how many ranks that is, by the group's name.
 Operations: TypeAlias = "Mapping[str, tuple[int, int]]"
 
+# What a call was given of a resident: its key, the rank whose part that is of, its bytes, and from when to when it was
+# on its way, in seconds of `time.time()`. Both are 0 where it lay in the very worker; bytes are those of tensors and
+# arrays then.
+Taken: TypeAlias = "tuple[int, int, int, float, float]"
+
 # -- to the worker
 
 
@@ -103,6 +108,7 @@ class Call(Message):
         valid: How many rows aren't padding; None when nothing was scattered, or only the rank knows.
         uses: Whether there are residents among the arguments.
         frees: Residents that nobody needs any more.
+        observed: Whether somebody wants to know what it is given of residents (`Done.taken`).
     """
 
     seq: int
@@ -112,6 +118,7 @@ class Call(Message):
     valid: int | None
     uses: bool
     frees: Sequence[int]
+    observed: bool = False
 
 
 @message
@@ -348,6 +355,7 @@ class Done(Message):
         end: When it was over.
         size: Bytes and rows of a result that was kept; None of others.
         updates: Beginnings and ends of updates of weights that it shares with other ranks.
+        taken: What it was given of residents, where somebody wants to know that.
     """
 
     seq: int
@@ -356,6 +364,7 @@ class Done(Message):
     end: float
     size: tuple[int, int | None] | None
     updates: int
+    taken: Sequence[Taken] = ()
 
 
 @message
@@ -588,7 +597,7 @@ class Closed(Message):
 
 @message
 class Moved(Message):
-    """Memory of a role that takes turns has gone to sleep, or has been woken.
+    """Memory of a role has gone to sleep, or has been woken.
 
     Attributes:
         role: The role.

@@ -57,7 +57,13 @@ class Weight(Message):
 
 @message
 class Value(Message):
-    """Here it is. Body: it."""
+    """Here it is. Body: it.
+
+    Attributes:
+        waited: How many seconds the question has waited for it to be made.
+    """
+
+    waited: float
 
 
 @message

@@ -16,6 +16,7 @@ import attrs
 import cloudpickle
 
 from colocate._definitions.packed import Plain
+from colocate._protocol.messages import Taken
 from colocate._system.by_type import by_type
 from colocate._system.numbers import plural
 from colocate._values import batch
@@ -177,8 +178,8 @@ class Peers(abc.ABC):
         """Where other workers reach this one; None when they needn't ask."""
 
     @abc.abstractmethod
-    def part(self, source: Source, rank: int) -> Any:
-        """The whole part of a rank."""
+    def part(self, source: Source, rank: int, taken: list[Taken] | None) -> Any:
+        """The whole part of a rank. It is noted in `taken`, unless that is None or it is handed over between slots."""
 
     @abc.abstractmethod
     def rows(self, source: Source, rank: int) -> int:
@@ -189,8 +190,8 @@ class Peers(abc.ABC):
         """How many rows the call that made it worked on there; None when nothing was scattered."""
 
     @abc.abstractmethod
-    def slice(self, source: Source, rank: int, start: int, stop: int) -> Any:
-        """Some of its rows."""
+    def slice(self, source: Source, rank: int, start: int, stop: int, taken: list[Taken] | None) -> Any:
+        """Some of its rows, which are noted as `part` does."""
 
     def given_back(self, label: str) -> Sequence[Written]:
         """A call is over: those residents of other workers that it had the very values of, and wrote into.
@@ -237,12 +238,21 @@ Aligned: TypeAlias = Callable[[int, Sequence[int]], Collection[int]]
 class Resolver:
     """Replaces the placeholders in one call's arguments, on the rank that runs it."""
 
-    def __init__(self, peers: Peers, own_group: str, own_slot: int, aligned: Aligned) -> None:
-        """Args: aligned: Asks which of some residents have the partition of another one (all of them kept here)."""
+    def __init__(self, peers: Peers, own_group: str, own_slot: int, aligned: Aligned, notes: bool = False) -> None:
+        """Resolve the arguments of one call.
+
+        Args:
+            peers: Where parts come from.
+            own_group: The group of the rank.
+            own_slot: Its slot.
+            aligned: Asks which of some residents have the partition of another one (all of them kept here).
+            notes: Whether `taken` is wanted.
+        """
         self._peers = peers
         self._group = own_group
         self._slot = own_slot
         self._ask_aligned = aligned
+        self.taken: list[Taken] | None = [] if notes else None
         self.keys: list[int] = []  # the residents used, to be checked for writes afterwards
         self.valid: int | None = None  # real rows of the first part taken
         self.total: int | None = None  # rows of all parts together, where they had to be counted
@@ -250,7 +260,7 @@ class Resolver:
         self._arguments: Mapping[str, Any] = {}
         self._aligned: Collection[int] | None = None
         self._memo = Memo()
-        self._taken: list[tuple[Source, Any]] = []
+        self._values: list[tuple[Source, Any]] = []
         self._watches: list[tuple[Source, Watch]] = []
 
     def resolve(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -276,7 +286,7 @@ class Resolver:
             return self._beside(item)
         self.keys.append(item.source.key)
         value = self._value(item)
-        self._taken.append((item.source, value))
+        self._values.append((item.source, value))
         return value
 
     def _value(self, item: Use) -> Any:
@@ -290,7 +300,7 @@ class Resolver:
 
     def watch(self) -> None:
         """Have `written` see from now on who writes into what was taken; also where that is a copy from elsewhere."""
-        self._watches = [(source, Watch(value, contents=True)) for source, value in self._taken]
+        self._watches = [(source, Watch(value, contents=True)) for source, value in self._values]
 
     def written(self) -> list[Source]:
         """Those whose values somebody has written into."""
@@ -299,7 +309,7 @@ class Resolver:
     def _whole(self, source: Source) -> Any:
         ranks = source.ranks
         wanted = set(source.collect.sources(ranks))
-        parts = [self._peers.part(source, rank) if rank in wanted else None for rank in source.holders]
+        parts = [self._peers.part(source, rank, self.taken) if rank in wanted else None for rank in source.holders]
         if len(parts) > 1:
             rows = [self._peers.weight(source, rank) if rank in wanted else None for rank in source.holders]
             ranks = attrs.evolve(ranks, rows=rows)
@@ -309,7 +319,7 @@ class Resolver:
         """The very result of a rank, where the value is the list of those."""
         source = item.source
         if type(source.collect) is Gather:
-            return self._peers.part(source, source.holders[item.index])
+            return self._peers.part(source, source.holders[item.index], self.taken)
         return check_items(item.parameter, self._whole(source), item.count)[item.index]
 
     def _beside(self, cut: Cut) -> Any:
@@ -357,9 +367,9 @@ class Resolver:
             Whose part it is, and the part.
         """
         rank = self._rank_here(source)
-        if (value := self._peers.part(source, rank)) is None:
+        if (value := self._peers.part(source, rank, self.taken)) is None:
             rank = source.collect.sources(source.ranks)[self._index_here(source)]
-            value = self._peers.part(source, rank)
+            value = self._peers.part(source, rank, self.taken)
         return rank, value
 
     def _place(self, part: Part | Own) -> tuple[int, int]:
@@ -417,9 +427,9 @@ class Resolver:
             if low < high or (start == stop and index == fullest):
                 whole = low == offset and high == offset + size
                 pieces.append(
-                    self._peers.part(source, rank)
+                    self._peers.part(source, rank, self.taken)
                     if whole
-                    else self._peers.slice(source, rank, low - offset, high - offset)
+                    else self._peers.slice(source, rank, low - offset, high - offset, self.taken)
                 )
             offset += size
         return pieces[0] if len(pieces) == 1 else batch.concat(pieces, source.label)

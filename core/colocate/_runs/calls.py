@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
+from typing import TypeVar
 
 import attrs
 
 from colocate._calls.records import CallRecord, MoveRecord
 from colocate._plugins.plugins import hookimpl
-from colocate._runs.contention import Busy, RoleUse, contention
+from colocate._runs.contention import Busy, HandedOver, RoleUse, contention
+from colocate.errors import ColocateError
+from colocate.worker.functions import SLEEP, WAKE
 
+K = TypeVar("K")
 KEPT_SPANS = 100_000  # a long run keeps its last hours in its report, and all of it in the totals
 
 
@@ -46,6 +51,53 @@ class Total:
     seconds: float
 
 
+class Naps:
+    """How long each role has been awake since a run's beginning, rank by rank."""
+
+    def __init__(self, began: float) -> None:
+        self._began = began
+        self._ranks: set[tuple[str, str, int]] = set()
+        self._asleep: dict[tuple[str, str, int], float] = {}  # since when
+        self._slept: dict[tuple[str, str], float] = {}
+
+    def see(self, group: str, role: str, rank: int) -> None:
+        """There is such a rank."""
+        self._ranks.add((group, role, rank))
+
+    def note(self, record: MoveRecord) -> None:
+        """One has gone to sleep, or is awake: also where only a part of it is."""
+        rank = record.group, record.role, record.rank
+        self._ranks.add(rank)
+        if record.kind == "sleep":
+            self._asleep.setdefault(rank, record.end)
+        elif (since := self._asleep.pop(rank, None)) is not None:
+            self._add(rank, record.start - since)
+
+    def end(self, group: str, now: float) -> None:
+        """All of a group are awake from now on."""
+        for rank in [rank for rank in self._asleep if rank[0] == group]:
+            self._add(rank, now - self._asleep.pop(rank))
+
+    def awake(self, now: float) -> dict[tuple[str, str], float]:
+        """Seconds by group and role, all ranks added up; none when nobody has slept."""
+        if not self._asleep and not self._slept:
+            return {}
+        found: dict[tuple[str, str], float] = {}
+        for rank in self._ranks:
+            if rank[1]:
+                since = self._asleep.get(rank, now)
+                found[rank[:2]] = found.get(rank[:2], 0.0) + since - self._began
+        return {role: seconds - self._slept.get(role, 0.0) for role, seconds in found.items()}
+
+    def _add(self, rank: tuple[str, str, int], seconds: float) -> None:
+        self._slept[rank[:2]] = self._slept.get(rank[:2], 0.0) + max(0.0, seconds)
+
+
+def _add(counts: dict[K, int], key: K, more: int) -> None:
+    if more:
+        counts[key] = counts.get(key, 0) + more
+
+
 @attrs.define(eq=False)
 class CallLog:
     """An observer that keeps totals of all calls and the spans of the last ones."""
@@ -55,11 +107,16 @@ class CallLog:
     _spans: deque[Span] = attrs.field(factory=lambda: deque(maxlen=KEPT_SPANS), init=False)
     _ready: deque[float] = attrs.field(factory=lambda: deque(maxlen=KEPT_SPANS), init=False)
     _moved: dict[tuple[str, str], int] = attrs.field(factory=dict, init=False)
+    _transferred: dict[tuple[str, str], int] = attrs.field(factory=dict, init=False)
+    _handed_over: dict[tuple[str, str, str], int] = attrs.field(factory=dict, init=False)
+    _naps: Naps = attrs.field(factory=lambda: Naps(time.time()), init=False)
     _lock: threading.Lock = attrs.field(factory=threading.Lock, init=False)
 
     @hookimpl
     def colocate_call_finished(self, record: CallRecord) -> None:
-        """Count a call. Comes on the runtime's thread."""
+        """Count a call, but for a sleep or a wake, which each role tells of. Comes on the runtime's thread."""
+        if record.method in (SLEEP, WAKE):
+            return
         key = (record.group, record.role, record.method)
         longest = max((end - start for _, start, end in record.spans), default=0.0)
         with self._lock:
@@ -69,6 +126,11 @@ class CallLog:
                 slot = self._slot(record.group, record.role, rank)
                 self._spans.append(Span(record.group, slot, record.role, record.method, start, end))
                 self._ready.append(record.ready)
+                self._naps.see(record.group, record.role, rank)
+            came = sum(each.nbytes for each in record.transfers)
+            _add(self._transferred, (record.group, record.role), came)
+            for maker, nbytes in record.handed_over.items():
+                _add(self._handed_over, (record.group, maker, record.role), nbytes)
 
     @hookimpl
     def colocate_memory_moved(self, record: MoveRecord) -> None:
@@ -80,8 +142,15 @@ class CallLog:
             slot = self._slot(record.group, record.role, record.rank)
             self._spans.append(Span(record.group, slot, record.role, record.kind, record.start, record.end))
             self._ready.append(record.start)
-            moved = record.group, record.role
-            self._moved[moved] = self._moved.get(moved, 0) + record.nbytes
+            _add(self._moved, (record.group, record.role), record.nbytes)
+            self._naps.note(record)
+
+    @hookimpl
+    def colocate_group_changed(self, name: str, state: str, cause: ColocateError | None) -> None:
+        """Roles that are made anew are awake."""
+        if state == "restarting":
+            with self._lock:
+                self._naps.end(name, time.time())
 
     def totals(self) -> tuple[Total, ...]:
         """Per method, in the order of their first calls."""
@@ -92,11 +161,18 @@ class CallLog:
         """What roles did to each other on their slots, as the last spans tell."""
         with self._lock:
             spans, moved = list(zip(self._spans, self._ready, strict=True)), dict(self._moved)
+            transferred, awake = dict(self._transferred), self._naps.awake(time.time())
         slots: dict[tuple[str, int], list[Busy]] = {}
         for span, ready in spans:
             busy = Busy(span.start, span.end, span.role, ready)
             slots.setdefault((span.group, span.slot), []).append(busy)
-        return tuple(contention(slots, moved))
+        return tuple(contention(slots, moved, transferred, awake))
+
+    def handed_over(self) -> tuple[HandedOver, ...]:
+        """What roles used of others' results that lay where they ran, most first."""
+        with self._lock:
+            found = [HandedOver(*key, nbytes) for key, nbytes in self._handed_over.items()]
+        return tuple(sorted(found, key=lambda each: -each.nbytes))
 
     def spans(self) -> tuple[Span, ...]:
         """The last spans, in the order in which their calls ended."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
 import attrs
@@ -36,7 +37,9 @@ class RoleUse:
         busy: Seconds that its ranks ran, added up, with its sleeps and wakes.
         waited: Seconds in which a call of it could have run on a slot where another role ran, by that; of several calls
             that waited at once they count once, and those of all slots are added up.
-        moved: Bytes that it slept and woke with, for others' sake.
+        moved: Bytes that it slept and woke with.
+        transferred: Bytes of kept results that its calls got from other workers.
+        awake: Seconds that it wasn't asleep as a whole, all ranks added up; None where no role has slept.
     """
 
     group: str
@@ -44,14 +47,40 @@ class RoleUse:
     busy: float
     waited: Mapping[str, float]
     moved: int
+    transferred: int = 0
+    awake: float | None = None
 
 
-def contention(slots: Mapping[tuple[str, int], Iterable[Busy]], moved: Mapping[tuple[str, str], int]) -> list[RoleUse]:
+@attrs.frozen
+class HandedOver:
+    """What fusing saved of copies: kept results of a role that lay where another one used them.
+
+    Attributes:
+        group: Name of their group.
+        maker: The role that had made them.
+        user: The role that used them.
+        nbytes: Bytes of their tensors and arrays, each use counted.
+    """
+
+    group: str
+    maker: str
+    user: str
+    nbytes: int
+
+
+def contention(
+    slots: Mapping[tuple[str, int], Iterable[Busy]],
+    moved: Mapping[tuple[str, str], int],
+    transferred: Mapping[tuple[str, str], int] = MappingProxyType({}),
+    awake: Mapping[tuple[str, str], float] = MappingProxyType({}),
+) -> list[RoleUse]:
     """What roles did to each other.
 
     Args:
         slots: What each slot ran, by group and slot.
         moved: Bytes that were moved, by group and role.
+        transferred: Bytes that came from other workers, by group and role.
+        awake: Seconds that they were awake, by group and role, where some have slept.
     """
     busy: dict[tuple[str, str], float] = {}
     waited: dict[tuple[str, str], dict[str, float]] = {}
@@ -70,7 +99,10 @@ def contention(slots: Mapping[tuple[str, int], Iterable[Busy]], moved: Mapping[t
             for other, running in merged.items():
                 if other != role and (seconds := _overlap(waiting, running)):
                     its[other] = its.get(other, 0.0) + seconds
-    return [RoleUse(*key, busy[key], waited[key], moved.get(key, 0)) for key in busy]
+    return [
+        RoleUse(*key, busy[key], waited[key], moved.get(key, 0), transferred.get(key, 0), awake.get(key))
+        for key in busy
+    ]
 
 
 _Interval: TypeAlias = tuple[float, float]
@@ -101,8 +133,9 @@ def _overlap(some: Sequence[_Interval], others: Sequence[_Interval]) -> float:
 
 
 def waits(found: Sequence[RoleUse]) -> list[dict[str, str | float]]:
-    """The same as rows, where roles share slots: busy seconds, those waited for others, and what was moved."""
-    if not any(use.waited or use.moved for use in found):
+    """The same as rows, where there is anything to tell: seconds busy, waited for others and awake, bytes moved."""
+    slept, transferred = any(use.moved for use in found), any(use.transferred for use in found)
+    if not (slept or transferred or any(use.waited for use in found)):
         return []
     several = len({use.group for use in found}) > 1
     return [
@@ -112,7 +145,9 @@ def waits(found: Sequence[RoleUse]) -> list[dict[str, str | float]]:
             "busy (s)": round(use.busy, 3),
             "waited (s)": round(sum(use.waited.values()), 3),
             "for": ", ".join(f"{other or 'functions'} {seconds:.3f}" for other, seconds in _longest(use.waited)),
-            **({"moved": size_text(use.moved)} if any(each.moved for each in found) else {}),
+            **({"awake (s)": "" if use.awake is None else round(use.awake, 3)} if slept else {}),
+            **({"slept and woke": size_text(use.moved)} if slept else {}),
+            **({"from other workers": size_text(use.transferred)} if transferred else {}),
         }
         for use in found
     ]

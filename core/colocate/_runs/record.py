@@ -10,7 +10,7 @@ import attrs
 
 from colocate._api.memory import GroupMemory
 from colocate._runs.calls import Span, Total
-from colocate._runs.contention import RoleUse
+from colocate._runs.contention import HandedOver, RoleUse
 
 Row: TypeAlias = Mapping[str, Any]
 
@@ -73,6 +73,7 @@ class RunRecord:
         stopped: The signal that ended it early; None when it came to its own end.
         start_up: Seconds until all workers ran and had their roles.
         log: The last part of all that was printed.
+        handed_over: What roles used of others' results that lay where they ran: the copies that fusing saved.
         contention: What roles did to each other on their slots (of a long run: in its last part).
         memory: What the memory of the groups was used for when the job was done, of those that could be asked.
     """
@@ -95,6 +96,7 @@ class RunRecord:
     log: str = ""
     memory: Sequence[GroupMemory] = ()
     contention: Sequence[RoleUse] = ()
+    handed_over: Sequence[HandedOver] = ()
 
 
 def timed_phases(record: RunRecord) -> dict[str, float]:

@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 
 from colocate._calls.pending import PendingCall
-from colocate._calls.records import ended
+from colocate._calls.records import Ended
 from colocate._crew.crew import Crew
 from colocate._kept.kept import Hold, Kept
 from colocate._protocol import messages
@@ -56,7 +56,9 @@ class Draft:
 def settled(crew: Crew, call: PendingCall, error: BaseException | None) -> None:
     """A call is about to be: what it used is given back, and observers are told."""
     if crew.services.observers and call.seq >= 0:  # otherwise it was never sent
-        crew.services.dispatcher.gather(partial(crew.services.observers.tell_call, *ended(crew.name, call, error)))
+        services = crew.services
+        ended = Ended.of(crew.name, call, error, services.executor.in_process)
+        services.dispatcher.gather(partial(services.observers.tell_call, ended))
     for use in call.uses:
         use.give_back()
     call.uses = ()
@@ -113,5 +115,6 @@ def _message(lot: Sequence[tuple[Draft, int]], frees: Sequence[int]) -> tuple[He
 
 
 def _call(draft: Draft, index: int, frees: Sequence[int] = ()) -> messages.Call:
-    call = draft.call
-    return messages.Call(call.seq, draft.role, draft.method, call.keep, draft.valid[index], bool(call.uses), frees)
+    call, valid = draft.call, draft.valid[index]
+    observed = bool(call.uses) and bool(draft.crew.services.observers)
+    return messages.Call(call.seq, draft.role, draft.method, call.keep, valid, bool(call.uses), frees, observed)

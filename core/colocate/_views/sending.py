@@ -10,6 +10,7 @@ import attrs
 from colocate._calls.joiner import Joiner
 from colocate._calls.pending import PendingCall
 from colocate._crew.crew import Crew
+from colocate._definitions.packed import packed_bytes
 from colocate._kept.handles import Consumer, KeptResident, Reference
 from colocate._role import context
 from colocate._role.info import RoleInfo
@@ -87,6 +88,9 @@ def ready(
     found = recording(crew)
     refuse_unsent(uses, call.label, found)
     packed = [bodies[id(arguments)] for arguments in planned.arguments]
+    if crew.services.observers and not executor.in_process:
+        sizes = {key: packed_bytes(body) for key, body in bodies.items()}
+        call.sent = sum(sizes[id(arguments)] for arguments in planned.arguments)
     draft = Draft(crew, call, role.key, call.method, packed, planned.valid, timeout)
     return Ready(draft, role, spec, found)
 

@@ -13,8 +13,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from colocate._runs.calls import KEPT_SPANS
 from colocate._runs.contention import waits
 from colocate._runs.record import timed_phases
+from colocate._runs.saved import saved
 from colocate._system.numbers import plural
-from colocate._system.sizes import size_text
 from colocate.report.config_text import config_text
 from colocate.report.curves import Curves, Series, curves, headline, series_of
 from colocate.report.memory import Memory, memory
@@ -103,7 +103,7 @@ def page_of(record: RunRecord, error: str | None = None) -> Page:
         log=record.log,
         times=times(timed_phases(record), record.totals, roles, record.seconds),
         waits=tables({"waits": waiting})[0] if waiting else None,
-        saved=_saved(record),
+        saved=saved(record),
         timeline=timeline(record.spans, roles, start, record.started + record.seconds),
         dropped=KEPT_SPANS if dropped else 0,
         roles=roles,
@@ -135,19 +135,6 @@ def _tiles(record: RunRecord, series: Sequence[Series], roles: Mapping[str, int]
         tiles.append(Tile(f"Calls to {plural(len(roles), 'role')} on {plural(slots, 'slot')}", number(calls)))
     seed = re.search(r"^seed: (\S+)$", record.config, re.MULTILINE)
     return [*tiles, Tile("Seed", seed[1])] if seed else tiles
-
-
-def _saved(record: RunRecord) -> str:
-    """What it saves that roles share processes, in words; nothing where none do."""
-    processes = [slot for group in record.memory for slot in group.slots if slot.empty is not None]
-    fewer = sum(len([role for role in slot.roles if role.role]) - 1 for slot in processes)
-    if fewer <= 0:
-        return ""
-    empty = size_text(max(slot.empty or 0 for slot in processes))
-    return (
-        f"Fused, they are {plural(len(processes), 'process')}; with one for each rank of each role there would be "
-        f"{fewer:,} more, and an empty one has {empty}."
-    )
 
 
 def _sign(match: re.Match[str]) -> str:

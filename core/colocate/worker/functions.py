@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from colocate._protocol import messages
 from colocate._role.context import Context, MeshPlace, current, derive_seed
 from colocate._role.method import RoleMethod, method
 from colocate._role.method_spec import MethodSpec
@@ -40,13 +42,21 @@ class Functions:
     def sleep(self, role: str, tags: Sequence[str]) -> Outcome:
         """Put memory of a role to sleep."""
         self._site.residency.settle()
-        return self._site.sleeper.sleep(role, tags, current_slots())
+        start = time.time()
+        return self._told(role, True, start, self._site.sleeper.sleep(role, tags, current_slots()))
 
     @method
     def wake(self, role: str, tags: Sequence[str], beside: Mapping[str, int]) -> Outcome:
         """Have it be there again. `beside`: how many of the group's workers lie on each node."""
         self._site.residency.make_room(role)
-        return self._site.sleeper.wake(role, tags, current_slots(), beside)
+        start = time.time()
+        return self._told(role, False, start, self._site.sleeper.wake(role, tags, current_slots(), beside))
+
+    def _told(self, role: str, asleep: bool, start: float, outcome: Outcome) -> Outcome:
+        """Tell the driver what has gone or come back, if something has."""
+        if outcome.nbytes:
+            self._site.say(messages.Moved(role, asleep, outcome.nbytes, start, time.time()))
+        return outcome
 
 
 def current_slots() -> int:

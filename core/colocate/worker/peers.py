@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,10 +11,11 @@ from colocate import wire
 from colocate._protocol import parts
 from colocate._protocol.consequence import Consequence, Poisoned
 from colocate._protocol.message import Head, Message, read
-from colocate._protocol.messages import WhereIs
+from colocate._protocol.messages import Taken, WhereIs
 from colocate._protocol.uses import Peers, Source, Written
 from colocate._role.context import running_call
 from colocate._values import batch
+from colocate._values.leaving import tensor_bytes
 from colocate.errors import SerializationError
 from colocate.worker.lane import Work
 from colocate.worker.store import Entry, Store
@@ -33,11 +35,14 @@ class _HostPeers(Peers):
     def __init__(self, host: WorkerHost) -> None:
         self._host = host
 
-    def part(self, source: Source, rank: int) -> Any:
+    def part(self, source: Source, rank: int, taken: list[Taken] | None) -> Any:
         """The whole part of a rank."""
         if self._is_here(source, rank):
-            return self._own(source).value
-        return self._part(source, rank)
+            entry = self._own(source)
+            if taken is not None:
+                taken.append((source.key, rank, entry.nbytes, 0.0, 0.0))
+            return entry.value
+        return self._part(source, rank, taken)
 
     def rows(self, source: Source, rank: int) -> int:
         """How many rows it has."""
@@ -51,11 +56,14 @@ class _HostPeers(Peers):
             return self._own(source).weight
         return self._weight(source, rank)
 
-    def slice(self, source: Source, rank: int, start: int, stop: int) -> Any:
+    def slice(self, source: Source, rank: int, start: int, stop: int, taken: list[Taken] | None) -> Any:
         """Some of its rows."""
         if self._is_here(source, rank):
-            return batch.slice_rows(self._own(source).value, start, stop)
-        return self._slice(source, rank, start, stop)
+            value = batch.slice_rows(self._own(source).value, start, stop)
+            if taken is not None:
+                taken.append((source.key, rank, tensor_bytes(value), 0.0, 0.0))
+            return value
+        return self._slice(source, rank, start, stop, taken)
 
     def abort(self, reason: str) -> None:
         """Fail what is under way."""
@@ -72,7 +80,7 @@ class _HostPeers(Peers):
     # -- the same of another worker
 
     @abc.abstractmethod
-    def _part(self, source: Source, rank: int) -> Any: ...
+    def _part(self, source: Source, rank: int, taken: list[Taken] | None) -> Any: ...
 
     @abc.abstractmethod
     def _rows(self, source: Source, rank: int) -> int: ...
@@ -81,7 +89,7 @@ class _HostPeers(Peers):
     def _weight(self, source: Source, rank: int) -> int | None: ...
 
     @abc.abstractmethod
-    def _slice(self, source: Source, rank: int, start: int, stop: int) -> Any: ...
+    def _slice(self, source: Source, rank: int, start: int, stop: int, taken: list[Taken] | None) -> Any: ...
 
 
 class LocalPeers(_HostPeers):
@@ -116,7 +124,7 @@ class LocalPeers(_HostPeers):
     def close(self) -> None:
         """Nothing to end."""
 
-    def _part(self, source: Source, rank: int) -> Any:
+    def _part(self, source: Source, rank: int, taken: list[Taken] | None) -> Any:
         entry = self._entry(source, rank)
         return self._handed_over(entry, entry.value, source, rank)
 
@@ -126,7 +134,7 @@ class LocalPeers(_HostPeers):
     def _weight(self, source: Source, rank: int) -> int | None:
         return self._entry(source, rank).weight
 
-    def _slice(self, source: Source, rank: int, start: int, stop: int) -> Any:
+    def _slice(self, source: Source, rank: int, start: int, stop: int, taken: list[Taken] | None) -> Any:
         entry = self._entry(source, rank)
         return self._handed_over(entry, batch.slice_rows(entry.value, start, stop), source, rank)
 
@@ -178,8 +186,8 @@ class ChannelPeers(_HostPeers):
         """End its threads and sockets."""
         self._channel.close(0.5)
 
-    def _part(self, source: Source, rank: int) -> Any:
-        return self._ask(source, rank, parts.Part(source.key))[1]
+    def _part(self, source: Source, rank: int, taken: list[Taken] | None) -> Any:
+        return self._fetch(source, rank, parts.Part(source.key), taken)
 
     def _rows(self, source: Source, rank: int) -> int:
         count = self._number(source, rank, parts.Rows(source.key))
@@ -189,15 +197,25 @@ class ChannelPeers(_HostPeers):
     def _weight(self, source: Source, rank: int) -> int | None:
         return self._number(source, rank, parts.Weight(source.key))
 
-    def _slice(self, source: Source, rank: int, start: int, stop: int) -> Any:
-        return self._ask(source, rank, parts.Slice(source.key, start, stop))[1]
+    def _slice(self, source: Source, rank: int, start: int, stop: int, taken: list[Taken] | None) -> Any:
+        return self._fetch(source, rank, parts.Slice(source.key, start, stop), taken)
+
+    def _fetch(self, source: Source, rank: int, question: Message, taken: list[Taken] | None) -> Any:
+        asked = time.time()
+        answer, body = self._ask(source, rank, question)
+        assert isinstance(answer, parts.Value)
+        assert body is not None
+        value = self._host.codec.unpack(body, self._host.boot.device)
+        if taken is not None:
+            taken.append((source.key, rank, body.nbytes, asked + answer.waited, time.time()))
+        return value
 
     def _number(self, source: Source, rank: int, question: Message) -> int | None:
         answer, _ = self._ask(source, rank, question)
         assert isinstance(answer, parts.Number)
         return answer.number
 
-    def _ask(self, source: Source, rank: int, question: Message) -> tuple[Message, Any]:
+    def _ask(self, source: Source, rank: int, question: Message) -> tuple[Message, wire.Packed | None]:
         where = source.group, source.slot(rank), source.generation
         address = self._addresses.get(where)
         if address is None:
@@ -217,7 +235,7 @@ class ChannelPeers(_HostPeers):
             raise SerializationError(answer.text, argument=answer.argument, path=answer.path)
         if isinstance(answer, parts.Poison):
             raise Poisoned(answer.why)
-        return answer, None if body is None else self._host.codec.unpack(body, self._host.boot.device)
+        return answer, body
 
     def _answer(self, head: Head) -> tuple[Head, wire.Packed | None]:
         try:
@@ -230,16 +248,14 @@ class ChannelPeers(_HostPeers):
 
     def _found(self, question: Message) -> tuple[Message, wire.Packed | None]:
         host = self._host
-        match question:
-            case parts.Rows(key=key):
-                return parts.Number(host.part_rows(key)), None
-            case parts.Weight(key=key):
-                return parts.Number(host.part_weight(key)), None
-            case parts.Slice(key=key, start=start, stop=stop):
-                entry = host.store.wait(key)
-                value = batch.slice_rows(entry.value, start, stop)
-            case _:
-                assert isinstance(question, parts.Part)
-                entry = host.store.wait(question.key)
-                value = entry.value
-        return parts.Value(), host.packed(value, entry.maker, wait=True)
+        if isinstance(question, parts.Rows):
+            return parts.Number(host.part_rows(question.key)), None
+        if isinstance(question, parts.Weight):
+            return parts.Number(host.part_weight(question.key)), None
+        assert isinstance(question, parts.Part | parts.Slice)
+        asked = time.monotonic()
+        entry = host.store.wait(question.key)
+        waited, value = time.monotonic() - asked, entry.value
+        if isinstance(question, parts.Slice):
+            value = batch.slice_rows(value, question.start, question.stop)
+        return parts.Value(waited), host.packed(value, entry.maker, wait=True)

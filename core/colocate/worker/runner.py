@@ -115,7 +115,7 @@ class Runner:
             site.residency.enter(call.seq, role, spec)
             site.sleeper.check(role, spec)
             site.definitions.load(work.lots)
-            resolver = self._resolver(call.seq) if call.uses else None
+            resolver = self._resolver(call) if call.uses else None
             arguments = self._arguments(body, resolver, role, spec)
             work.valid_rows = resolver.valid if call.valid is None and resolver is not None else call.valid
             if spec.padded is not None:
@@ -162,9 +162,9 @@ class Runner:
             site.groups.renewed()
         site.say(messages.GroupsDropped(message.number, holders, told), body)
 
-    def _resolver(self, seq: int) -> Resolver:
-        site = self._site
-        return Resolver(site.peers, site.boot.group, site.boot.slot, partial(self._ask_aligned, seq))
+    def _resolver(self, call: messages.Call) -> Resolver:
+        site, aligned = self._site, partial(self._ask_aligned, call.seq)
+        return Resolver(site.peers, site.boot.group, site.boot.slot, aligned, call.observed)
 
     def _ask_aligned(self, seq: int, key: int, others: Sequence[int]) -> Any:
         return self._site.ask(messages.Aligned(seq, key, others))
@@ -269,10 +269,11 @@ class Runner:
         role.operations = max(role.operations, work.before + operations)
         if site.groups.cuts != work.cuts and operations != work.operations:
             raise Consequence(f"process groups were cut while {label} used them: what it has got of them isn't true")
+        taken = (resolver.taken or ()) if resolver is not None else ()
         if call.keep is None:
             body = None if result is None else site.packed(result, label)
             try:
-                site.say(messages.Done(call.seq, valid, start, time.time(), None, halves), body)
+                site.say(messages.Done(call.seq, valid, start, time.time(), None, halves, taken), body)
             except OSError as error:  # no descriptor is free in this process, which isn't the method's fault
                 raise SerializationError(
                     f"the result of {label} can't be sent: {error.strerror or error}", argument="result"
@@ -280,7 +281,7 @@ class Runner:
         else:
             rows = rows_to_join(result, spec, role.ctx)
             nbytes = site.store.put(call.keep, result, label, valid, rows)
-            site.say(messages.Done(call.seq, valid, start, time.time(), (nbytes, rows), halves))
+            site.say(messages.Done(call.seq, valid, start, time.time(), (nbytes, rows), halves, taken))
         if site.recent is not None and role.name is not None:
             site.recent.add(role.name, start, time.time())
         site.residency.leave(call.seq)

@@ -23,6 +23,7 @@ class Entry:
         weight: How many rows the call that made it worked on; None where nothing was scattered.
         counted: How many rows the value has, once that has been asked.
         lent: Calls on other workers of this process that have the very value.
+        nbytes: Bytes of its tensors and arrays.
     """
 
     value: Any = None
@@ -33,6 +34,7 @@ class Entry:
     watch: Watch | None = None
     lent: list[str] = attrs.field(factory=list)
     counted: int | None = None
+    nbytes: int = 0
 
     def rows(self, label: str) -> int:
         """How many rows the value has, counted once: nobody changes it any more."""
@@ -74,7 +76,7 @@ class Store:
             entry = self._entries.get(key)
             if entry is not None:
                 entry.value, entry.maker, entry.watch, entry.weight = value, maker, watch, weight
-                entry.counted = rows
+                entry.counted, entry.nbytes = rows, watch.nbytes
                 entry.ready = True
                 self._news.notify_all()
         return watch.nbytes

@@ -53,6 +53,7 @@ from colocate.testing.executors.successors import Successors
 from colocate.testing.executors.templates import Templates
 from colocate.testing.executors.tensors import Memory, TensorResidents
 from colocate.testing.executors.threads import Undisturbed
+from colocate.testing.executors.transfers import Transfers
 from colocate.testing.executors.watching import Watching
 
 
@@ -68,6 +69,7 @@ class ExecutorSuite(
     Ledgers,
     Sleeping,
     Budgets,
+    Transfers,
     Devices,
     TorchSettings,
     NamedMeshes,
@@ -147,6 +149,7 @@ __all__ = [
     "Templates",
     "TensorResidents",
     "TorchSettings",
+    "Transfers",
     "Undisturbed",
     "Watching",
     "needs",

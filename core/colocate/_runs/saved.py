@@ -1,0 +1,34 @@
+"""What it saves that roles share workers, in words: processes and copies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from colocate._runs.record import RunRecord
+from colocate._system.numbers import plural
+from colocate._system.sizes import size_text
+
+
+def saved(record: RunRecord) -> str:
+    """What a run saved by that; nothing where no roles share anything."""
+    return " ".join(_sentences(record))
+
+
+def _sentences(record: RunRecord) -> Iterator[str]:
+    processes = [slot for group in record.memory for slot in group.slots if slot.empty is not None]
+    fewer = sum(len([role for role in slot.roles if role.role]) - 1 for slot in processes)
+    if fewer > 0:
+        empty = size_text(max(slot.empty or 0 for slot in processes))
+        yield (
+            f"Fused, they are {plural(len(processes), 'process')}; with one for each rank of each role there would be "
+            f"{fewer:,} more, and an empty one has {empty}."
+        )
+    if record.handed_over:
+        whole = size_text(sum(each.nbytes for each in record.handed_over))
+        several = len({each.group for each in record.handed_over}) > 1
+        pairs = ", ".join(
+            f"{f'{each.group}: ' if several else ''}{each.maker or 'functions'} to {each.user or 'functions'} "
+            f"{size_text(each.nbytes)}"
+            for each in record.handed_over
+        )
+        yield f"Of kept results, {whole} were used where they lay; processes of their own would have copied: {pairs}."

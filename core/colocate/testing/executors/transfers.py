@@ -1,0 +1,160 @@
+"""What observers are told of values on their way: between workers, and between them and the driver."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+import pytest
+
+from colocate import CallRecord, ColocatedGroup, FetchRecord, Runtime, TransferRecord, role
+from colocate.testing.executors._base import ExecutorCase, Spawn
+from colocate.testing.probes.sleepers import Dozing
+from colocate.testing.probes.tensors import Tensors
+
+_ROWS = 1 << 16
+_BYTES = 4 * _ROWS
+_MORE = 4096
+"""A value's bytes are those of its tensors, and so many more at most."""
+
+
+@attrs.define(eq=False)
+class _Told:
+    """An observer that keeps what it is told."""
+
+    runtime: Runtime
+    calls: list[CallRecord] = attrs.field(factory=list)
+    fetches: list[FetchRecord] = attrs.field(factory=list)
+    moves: list[tuple[str, int, str, int]] = attrs.field(factory=list)
+
+    def colocate_call_finished(self, record: CallRecord) -> None:
+        """A call has ended."""
+        self.calls.append(record)
+
+    def colocate_result_fetched(self, record: FetchRecord) -> None:
+        """A kept result has been fetched."""
+        self.fetches.append(record)
+
+    def colocate_memory_moved(self, record: Any) -> None:
+        """A role sleeps, or is awake."""
+        self.moves.append((record.role, record.rank, record.kind, record.nbytes))
+
+    def last(self) -> CallRecord:
+        """The call that ended last."""
+        self.runtime._node.services.settle()
+        return self.calls[-1]
+
+    def transfers(self) -> list[TransferRecord]:
+        """What the last call got from other workers, by rank; none where the workers are threads of the driver."""
+        record = self.last()
+        spans = {rank: (start, end) for rank, start, end in record.spans}
+        for each in record.transfers:
+            start, end = spans[each.rank]
+            assert start <= each.start <= each.end <= end
+        return sorted(record.transfers, key=lambda each: each.rank)
+
+
+class Transfers(ExecutorCase):
+    """Who is told which bytes. Between threads nothing has to travel, so nothing is told."""
+
+    @pytest.fixture
+    def told(self, runtime: Runtime) -> Iterator[_Told]:
+        """An observer, as long as the test takes."""
+        pytest.importorskip("torch")
+        told = _Told(runtime)
+        runtime.observe(told)
+        yield told
+        runtime._node.services.observers.remove(told)
+
+    @pytest.fixture
+    def travels(self, runtime: Runtime) -> bool:
+        """Whether values have to."""
+        return not runtime._node.services.executor.in_process
+
+    def test_from_another_worker(self, pair: ColocatedGroup, told: _Told, travels: bool) -> None:
+        """The rank that lacks a value gets it from the worker that made it; the other one has it by reference."""
+        kept = pair.role("left_tensors", Tensors).make.keep(_ROWS)
+        pair.role("tensors", Tensors).whole(kept.ref)
+        assert [(each.rank, each.role, each.method, each.source) for each in told.transfers()] == (
+            [(1, "left_tensors", "make", 0)] if travels else []
+        )
+        assert all(_BYTES <= each.nbytes <= _BYTES + _MORE for each in told.last().transfers)
+        assert told.last().handed_over == {"left_tensors": _BYTES}
+
+    def test_rows_from_another_worker(self, pair: ColocatedGroup, told: _Told, travels: bool) -> None:
+        """Of scattered rows each rank gets its own only."""
+        kept = pair.role("right_tensors", Tensors).make.keep(_ROWS)
+        pair.role("tensors", Tensors).add.keep(kept.ref).wait()
+        assert [(each.rank, each.source) for each in told.transfers()] == ([(0, 0)] if travels else [])
+        assert all(_BYTES // 2 <= each.nbytes <= _BYTES // 2 + _MORE for each in told.last().transfers)
+        assert told.last().handed_over == {"right_tensors": _BYTES // 2}
+
+    def test_where_it_lies(self, pair: ColocatedGroup, told: _Told) -> None:
+        """Parts that lie where they are used go nowhere; what a role has made itself is nobody else's."""
+        tensors = pair.role("tensors", Tensors)
+        kept = tensors.make.keep(_ROWS)
+        tensors.add.keep(kept.ref).wait()
+        assert (told.transfers(), told.last().handed_over) == ([], {})
+        more = pair.role("left_tensors", Tensors).make.keep(_ROWS)
+        pair.role("left_tensors", Tensors).echo([more.ref, more.ref])
+        assert (told.transfers(), told.last().handed_over) == ([], {})
+
+    def test_from_another_group(self, pair: ColocatedGroup, spawn: Spawn, told: _Told, travels: bool) -> None:
+        """It is told whose it was."""
+        other = spawn({"tensors": role(Tensors)}, name="others")
+        kept = other.role("tensors", Tensors).make.keep(_ROWS)
+        pair.role("left_tensors", Tensors).whole(kept.ref)
+        found = [(each.rank, each.group, each.role, each.source) for each in told.transfers()]
+        assert sorted(found) == ([(0, "others", "tensors", 0), (0, "others", "tensors", 1)] if travels else [])
+        assert told.last().handed_over == {}
+
+    def test_from_and_to_the_driver(self, pair: ColocatedGroup, told: _Told, travels: bool) -> None:
+        """The bytes of arguments and results, for all ranks; those of a kept result when it is fetched."""
+        import torch
+
+        tensors = pair.role("tensors", Tensors)
+        tensors.echo(torch.ones(_ROWS))
+        record = told.last()
+        if travels:
+            assert 2 * _BYTES <= record.sent <= 2 * (_BYTES + _MORE)
+            assert 2 * _BYTES <= record.received <= 2 * (_BYTES + _MORE)
+        else:
+            assert (record.sent, record.received) == (0, 0)
+        kept = tensors.make.keep(_ROWS)
+        kept.wait()
+        assert told.last().received == 0
+        assert told.last().sent < _MORE
+        assert told.fetches == []
+        kept.fetch()
+        told.last()
+        assert [(each.role, each.method, each.ranks) for each in told.fetches] == (
+            [("tensors", "make", (0, 1))] if travels else []
+        )
+        assert all(2 * _BYTES <= each.nbytes <= 2 * (_BYTES + _MORE) for each in told.fetches)
+        assert all(each.start <= each.end for each in told.fetches)
+
+    def test_in_a_pipeline(self, pair: ColocatedGroup, told: _Told, travels: bool) -> None:
+        """Calls that go together are told of one by one."""
+        left, right = pair.role("left_tensors", Tensors), pair.role("right_tensors", Tensors)
+        with pair.pipeline():
+            made = left.make.keep(_ROWS)
+            more = right.add.keep(made.ref)
+            last = left.whole.submit(more.ref)
+        last.result()
+        assert [each.role for each in told.transfers()] == (["right_tensors"] if travels else [])
+        assert [each.role for each in told.calls[-2].transfers] == (["left_tensors"] if travels else [])
+
+    def test_sleeps_are_told(self, spawn: Spawn, told: _Told) -> None:
+        """Those that somebody asks for, too, and the wakes by a call."""
+        group = spawn({"one": role(Dozing, 1)})
+        one = group.role("one", Dozing)
+        went = group.sleep("one")
+        one.digest()  # which needs all of it
+        told.last()
+        assert sorted(told.moves) == sorted(
+            ("one", rank, kind, went // 2) for rank in (0, 1) for kind in ("sleep", "wake")
+        )
+        group.wake("one")
+        told.last()
+        assert len(told.moves) == 4
