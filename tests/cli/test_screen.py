@@ -4,13 +4,15 @@ import io
 from collections.abc import Sequence
 from pathlib import Path
 
+import attrs
 import pytest
 from rich.console import Console
 
-from colocate._calls.records import CallRecord
+from colocate._calls.records import CallRecord, TransferRecord
 from colocate._job.log import RunLog
 from colocate._job.screen import PLAIN_WIDTH, Screen, show_table
 from colocate._runs.calls import CallLog, Span, Total
+from colocate._runs.contention import HandedOver
 from colocate._runs.record import RunRecord
 from colocate.testing.waiting import becomes_true
 
@@ -164,6 +166,12 @@ def test_the_end_shows_tables_times_and_owners() -> None:
     )
 
 
+def test_the_end_says_what_fusing_saved() -> None:
+    console, out = plain()
+    Screen(console).finished(record(handed_over=[HandedOver("policy", "actor", "critic", 1 << 20)]))
+    assert "would have copied them: actor to critic 1 MiB.\n" in out.getvalue()
+
+
 def test_where_the_report_is_or_what_it_needs() -> None:
     console, out = plain()
     screen = Screen(console)
@@ -188,6 +196,9 @@ def call(role: str, method: str, spans: Sequence[tuple[int, float, float]], grou
     return CallRecord(group, role, method, ranks, 0.0, 9.0, tuple(spans), False, None, 0.0)
 
 
+COMES = TransferRecord(0, "policy", "narrow", "go", 0, 7, 0.0, 1.0)
+
+
 def test_calls_are_counted_by_method_and_kept_by_slot() -> None:
     calls = CallLog(lambda group, role, rank: 2 if role == "narrow" else rank)
     calls.colocate_call_finished(call("wide", "go", [(0, 1.0, 2.0), (1, 1.0, 4.0)]))
@@ -199,5 +210,9 @@ def test_calls_are_counted_by_method_and_kept_by_slot() -> None:
         Total("policy", "narrow", "go", 1, 1.0),
         Total("made by the job", "any", "go", 1, 1.0),
     )
+    calls.colocate_call_finished(attrs.evolve(call("wide", "go", []), handed_over={"narrow": 8}, transfers=(COMES,)))
+    calls.colocate_call_finished(attrs.evolve(call("wide", "go", []), handed_over={"narrow": 2}, transfers=(COMES,)))
+    assert calls.handed_over() == (HandedOver("policy", "narrow", "wide", 10),)
+    assert [(use.role, use.transferred) for use in calls.contention() if use.transferred] == [("wide", 14)]
     assert calls.spans()[2] == Span("policy", 2, "narrow", "go", 2.0, 3.0)
     assert [span.slot for span in calls.spans()] == [0, 1, 2, 0, 1]

@@ -12,7 +12,7 @@ from tests.report.sample import Page, calls, graph, record, totals
 
 from colocate import GroupMemory, RoleMemory, SlotMemory, report
 from colocate._runs.calls import KEPT_SPANS, Span
-from colocate._runs.contention import RoleUse
+from colocate._runs.contention import HandedOver, RoleUse
 
 PARTS = ["curves", "answers", "times", "timeline", "memory", "ownership", "setup"]
 LOADING = {"src", "href", "srcset", "data", "action", "poster", "background", "ping", "formaction"}
@@ -262,3 +262,18 @@ def test_what_fusing_saves(tmp_path: Path, empty: int | None, said: bool) -> Non
         "Fused, they are 2 processes; with one for each rank of each role there would be 2 more, and an empty one has"
     )
     assert (f"{text} 50 MiB." in page) is said
+    assert "would have copied" not in page
+
+
+def test_what_fusing_saves_of_copies(tmp_path: Path) -> None:
+    """Also where nobody waited, and on threads."""
+    over = [HandedOver("policy", "actor", "critic", 3 << 20), HandedOver("policy", "", "reward", 1 << 20)]
+    text = (
+        "Of kept results, 4 MiB were used where they lay; processes of their own would have copied them: "
+        "actor to critic 3 MiB, functions to reward 1 MiB."
+    )
+    page = Page(tmp_path, record(memory=(), handed_over=over)).text
+    assert text in page
+    assert "Who waited for whom" not in page
+    several = [*over, HandedOver("other", "actor", "critic", 1 << 20)]
+    assert "other: actor to critic 1 MiB." in Page(tmp_path, record(handed_over=several)).text

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import colocate
+from colocate._runs.calls import Naps
 from colocate._runs.contention import Busy, RoleUse, contention, waits
 from colocate.testing.gate import Address, Gate, pass_gate
 
@@ -51,7 +52,34 @@ def test_rows() -> None:
     """There are none where nobody waited."""
     assert waits(contention({("policy", 0): LANE[4:]}, {})) == []
     rows = waits(contention({("policy", 0): LANE}, {("policy", "critic"): 1 << 20}))
-    assert rows[1] == {"role": "critic", "busy (s)": 2.0, "waited (s)": 1.5, "for": "actor 1.500", "moved": "1 MiB"}
+    waited = {"role": "critic", "busy (s)": 2.0, "waited (s)": 1.5, "for": "actor 1.500"}
+    assert rows[1] == {**waited, "awake (s)": "", "moved": "1 MiB"}
+    critic, awake = ("policy", "critic"), {("policy", role): 4.0 for role in ("actor", "critic")}
+    rows = waits(contention({("policy", 0): LANE}, {critic: 1 << 20}, {critic: 1 << 21}, awake))
+    assert rows[1] == {**waited, "awake (s)": 4.0, "moved": "1 MiB", "transferred": "2 MiB"}
+    rows = waits(contention({("policy", 0): LANE[4:]}, {}, {("policy", "reward"): 1 << 10}))
+    assert rows == [{"role": "reward", "busy (s)": 1.0, "waited (s)": 0.0, "for": "", "transferred": "1 KiB"}]
+
+
+def move(role: str, rank: int, start: float, end: float, asleep: bool, kind: str = "sleep") -> colocate.MoveRecord:
+    return colocate.MoveRecord("policy", role, rank, kind, 8, start, end, asleep)
+
+
+def test_how_long_a_role_is_awake() -> None:
+    """On each rank until all of it has gone, from when it begins to come back; one made anew is awake."""
+    naps = Naps(10.0)
+    assert naps.awake(20.0) == {}
+    for rank in (0, 1):
+        naps.see("policy", "actor", rank)
+    naps.see("policy", "", 0)  # functions are no role
+    naps.note(move("actor", 0, 11.0, 12.0, False))  # a part of it only
+    assert naps.awake(20.0) == {}
+    naps.note(move("actor", 0, 13.0, 14.0, True))
+    naps.note(move("critic", 0, 13.0, 15.0, True))
+    assert naps.awake(20.0) == {("policy", "actor"): 4.0 + 10.0, ("policy", "critic"): 5.0}
+    naps.note(move("actor", 0, 16.0, 17.0, False, "wake"))
+    naps.end("policy", 18.0)
+    assert naps.awake(20.0) == {("policy", "actor"): 8.0 + 10.0, ("policy", "critic"): 5.0 + 2.0}
 
 
 class First(colocate.Role):

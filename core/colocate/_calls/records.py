@@ -115,6 +115,7 @@ class MoveRecord:
         nbytes: How many bytes.
         start: When it began, in seconds of time.time() on the worker.
         end: When it was done.
+        asleep: Whether all of it sleeps now, and not only a part.
     """
 
     group: str
@@ -124,6 +125,7 @@ class MoveRecord:
     nbytes: int
     start: float
     end: float
+    asleep: bool
 
 
 class Ended(NamedTuple):

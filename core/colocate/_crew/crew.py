@@ -236,7 +236,8 @@ class Crew(Restartable):
     def _moved(self, worker: Worker, moved: messages.Moved, body: None) -> None:
         rank = self.roles[moved.role].slots.index(worker.slot)
         kind = "sleep" if moved.asleep else "wake"
-        record = MoveRecord(self.name, moved.role, rank, kind, moved.nbytes, moved.start, moved.end)
+        when = moved.start, moved.end
+        record = MoveRecord(self.name, moved.role, rank, kind, moved.nbytes, *when, moved.whole)
         self.services.tell("colocate_memory_moved", record)
 
     def _can_withdraw(self, worker: Worker, answer: messages.CanWithdraw, body: None) -> None:

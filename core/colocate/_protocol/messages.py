@@ -605,6 +605,7 @@ class Moved(Message):
         nbytes: How many bytes.
         start: When that began, in seconds of time.time().
         end: When it was done.
+        whole: Whether all of it sleeps now.
     """
 
     role: str
@@ -612,6 +613,7 @@ class Moved(Message):
     nbytes: int
     start: float
     end: float
+    whole: bool
 
 
 @message

@@ -68,7 +68,7 @@ class Naps:
         """One has gone to sleep, or is awake: also where only a part of it is."""
         rank = record.group, record.role, record.rank
         self._ranks.add(rank)
-        if record.kind == "sleep":
+        if record.asleep:
             self._asleep.setdefault(rank, record.end)
         elif (since := self._asleep.pop(rank, None)) is not None:
             self._add(rank, record.start - since)

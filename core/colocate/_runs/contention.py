@@ -146,8 +146,8 @@ def waits(found: Sequence[RoleUse]) -> list[dict[str, str | float]]:
             "waited (s)": round(sum(use.waited.values()), 3),
             "for": ", ".join(f"{other or 'functions'} {seconds:.3f}" for other, seconds in _longest(use.waited)),
             **({"awake (s)": "" if use.awake is None else round(use.awake, 3)} if slept else {}),
-            **({"slept and woke": size_text(use.moved)} if slept else {}),
-            **({"from other workers": size_text(use.transferred)} if transferred else {}),
+            **({"moved": size_text(use.moved)} if slept else {}),
+            **({"transferred": size_text(use.transferred)} if transferred else {}),
         }
         for use in found
     ]

@@ -31,4 +31,5 @@ def _sentences(record: RunRecord) -> Iterator[str]:
             f"{size_text(each.nbytes)}"
             for each in record.handed_over
         )
-        yield f"Of kept results, {whole} were used where they lay; processes of their own would have copied: {pairs}."
+        used = f"Of kept results, {whole} were used where they lay"
+        yield f"{used}; processes of their own would have copied them: {pairs}."

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from colocate._protocol import messages
+from colocate._protocol.ledger import TAGS
 from colocate._role.context import Context, MeshPlace, current, derive_seed
 from colocate._role.method import RoleMethod, method
 from colocate._role.method_spec import MethodSpec
@@ -55,7 +56,8 @@ class Functions:
     def _told(self, role: str, asleep: bool, start: float, outcome: Outcome) -> Outcome:
         """Tell the driver what has gone or come back, if something has."""
         if outcome.nbytes:
-            self._site.say(messages.Moved(role, asleep, outcome.nbytes, start, time.time()))
+            whole = asleep and len(self._site.sleeper.tags(role)) == len(TAGS)
+            self._site.say(messages.Moved(role, asleep, outcome.nbytes, start, time.time(), whole))
         return outcome
 
 

@@ -212,7 +212,7 @@ class Residency:
                 raise MemoryBudgetError(f"role {name!r} could not be woken: {error_text(error)}") from error
             finally:
                 self._accounts.changed(name)
-            self._site.say(messages.Moved(name, False, nbytes, start, time.time()))
+            self._site.say(messages.Moved(name, False, nbytes, start, time.time(), False))
 
     def _make_room(self, name: str, coming: int) -> None:
         """Have so many bytes be free, and what the role needs while it runs."""
@@ -356,7 +356,7 @@ class Residency:
         finally:
             self._accounts.changed(name)
         self._copied.add(name)
-        self._site.say(messages.Moved(name, True, nbytes, start, time.time()))
+        self._site.say(messages.Moved(name, True, nbytes, start, time.time(), True))
 
     def _note(self, name: str, shares: Shares) -> None:
         """What a role has come to hold, and whether it was written into."""

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import attrs
 import pytest
 
-from colocate import CallRecord, ColocatedGroup, FetchRecord, Runtime, TransferRecord, role
+from colocate import CallRecord, ColocatedGroup, FetchRecord, MoveRecord, Runtime, TransferRecord, role
 from colocate.testing.executors._base import ExecutorCase, Spawn
 from colocate.testing.probes.sleepers import Dozing
 from colocate.testing.probes.tensors import Tensors
@@ -26,7 +25,7 @@ class _Told:
     runtime: Runtime
     calls: list[CallRecord] = attrs.field(factory=list)
     fetches: list[FetchRecord] = attrs.field(factory=list)
-    moves: list[tuple[str, int, str, int]] = attrs.field(factory=list)
+    moves: list[MoveRecord] = attrs.field(factory=list)
 
     def colocate_call_finished(self, record: CallRecord) -> None:
         """A call has ended."""
@@ -36,9 +35,9 @@ class _Told:
         """A kept result has been fetched."""
         self.fetches.append(record)
 
-    def colocate_memory_moved(self, record: Any) -> None:
+    def colocate_memory_moved(self, record: MoveRecord) -> None:
         """A role sleeps, or is awake."""
-        self.moves.append((record.role, record.rank, record.kind, record.nbytes))
+        self.moves.append(record)
 
     def last(self) -> CallRecord:
         """The call that ended last."""
@@ -146,15 +145,21 @@ class Transfers(ExecutorCase):
         assert [each.role for each in told.calls[-2].transfers] == (["left_tensors"] if travels else [])
 
     def test_sleeps_are_told(self, spawn: Spawn, told: _Told) -> None:
-        """Those that somebody asks for, too, and the wakes by a call."""
+        """Those that somebody asks for, too, and the wakes by a call; and whether it is all of the role."""
         group = spawn({"one": role(Dozing, 1)})
         one = group.role("one", Dozing)
-        went = group.sleep("one")
+
+        def moves() -> list[tuple[int, str, int, bool]]:
+            told.last()
+            found, told.moves = told.moves, []
+            assert all(each.role == "one" and each.start <= each.end for each in found)
+            return sorted((each.rank, each.kind, each.nbytes, each.asleep) for each in found)
+
+        weights = group.sleep("one", ["weights"])
+        assert moves() == [(rank, "sleep", weights // 2, False) for rank in (0, 1)]
+        rest = group.sleep("one")
+        assert moves() == [(rank, "sleep", rest // 2, True) for rank in (0, 1)]
         one.digest()  # which needs all of it
-        told.last()
-        assert sorted(told.moves) == sorted(
-            ("one", rank, kind, went // 2) for rank in (0, 1) for kind in ("sleep", "wake")
-        )
+        assert moves() == [(rank, "wake", (weights + rest) // 2, False) for rank in (0, 1)]
         group.wake("one")
-        told.last()
-        assert len(told.moves) == 4
+        assert moves() == []
