@@ -59,9 +59,9 @@ class CallRecord:
             uses were there.
         sent: Bytes of its arguments, as they went to all its ranks; 0 where the driver's process has the ranks.
         received: Bytes of its results, as they came back; kept ones stay in the workers.
-        transfers: What it got of kept results from other workers; of a call that failed none is known.
-        handed_over: Bytes of tensors and arrays in kept results of other roles that lay in the very workers, by the
-            role: they were handed over by reference.
+        transfers: What its ranks got of kept results from other workers, where it went well.
+        handed_over: Bytes of tensors and arrays in kept results of other roles that its ranks found in their very
+            workers, by reference; by the role that had made them.
     """
 
     group: str
@@ -152,7 +152,7 @@ class Ended(NamedTuple):
         used = [use._kept for use in call.uses]
         ready = max([call.submitted, *(end for kept in used for _, _, end in kept.call.spans)])
         received = 0 if in_process else sum(map(packed_bytes, call.bodies))
-        makers = {kept.source.key: (kept.source.group, kept.call.role, kept.call.method) for kept in used}
+        makers = {kept.source.key: (kept.source.group, kept.call.role, kept.call.method) for kept in used if call.taken}
         return cls(
             group,
             call.role,
