@@ -258,6 +258,13 @@ def test_what_fusing_saves(tmp_path: Path, empty: int | None, said: bool) -> Non
     page = Page(tmp_path, record(memory=(GroupMemory("policy", slots),), contention=waiting)).text
     assert "Who waited for whom" in page
     assert "critic 0.500" in page
+    assert "Transferred" not in page
+    assert "Awake" not in page
+    used = [RoleUse("policy", "actor", 2.0, {}, 1 << 20, 1 << 21, 1.5)]
+    page = Page(tmp_path, record(memory=(GroupMemory("policy", slots),), contention=used)).text
+    assert "came from other workers" in page
+    assert "who isn't asleep as a whole" in page
+    assert all(text in page for text in ("1 MiB", "2 MiB", "1.5"))
     text = (
         "Fused, they are 2 processes; with one for each rank of each role there would be 2 more, and an empty one has"
     )

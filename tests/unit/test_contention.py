@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import colocate
-from colocate._runs.calls import Naps
 from colocate._runs.contention import Busy, RoleUse, contention, waits
+from colocate._runs.naps import Naps
 from colocate.testing.gate import Address, Gate, pass_gate
 
 LANE = [

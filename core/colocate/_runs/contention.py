@@ -146,11 +146,15 @@ def waits(found: Sequence[RoleUse]) -> list[dict[str, str | float]]:
             "waited (s)": round(sum(use.waited.values()), 3),
             "for": ", ".join(f"{other or 'functions'} {seconds:.3f}" for other, seconds in _longest(use.waited)),
             **({"awake (s)": "" if use.awake is None else round(use.awake, 3)} if slept else {}),
-            **({"moved": size_text(use.moved)} if slept else {}),
-            **({"transferred": size_text(use.transferred)} if transferred else {}),
+            **({"moved": _bytes(use.moved)} if slept else {}),
+            **({"transferred": _bytes(use.transferred)} if transferred else {}),
         }
         for use in found
     ]
+
+
+def _bytes(nbytes: int) -> str:
+    return size_text(nbytes) if nbytes else ""
 
 
 def _longest(waited: Mapping[str, float]) -> list[tuple[str, float]]:
