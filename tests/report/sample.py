@@ -93,7 +93,7 @@ def memory(slots: int = 2, **roles: dict[str, int]) -> GroupMemory:
                 slot,
                 "somewhere.example.org",
                 "cpu",
-                tuple(RoleMemory(role, slot, kinds, {}, 0, 0, True) for role, kinds in held.items()),
+                tuple(RoleMemory(role, slot, kinds, {}, 0, 0, None, True) for role, kinds in held.items()),
                 600 * MIB,
                 500 * MIB,
                 None,
