@@ -96,6 +96,8 @@ def memory(slots: int = 2, **roles: dict[str, int]) -> GroupMemory:
                 tuple(RoleMemory(role, slot, kinds, {}, 0, 0, None, True) for role, kinds in held.items()),
                 600 * MIB,
                 500 * MIB,
+                60 * MIB,
+                20 * MIB,
                 None,
             )
             for slot in range(slots)

@@ -33,7 +33,8 @@ NESTED = {
     (messages.Failed, "failure"): messages.Failure("type", "text", "trace", True, False, "role", None),
     (messages.GroupsDropped, "failure"): messages.Failure("type", "text", "trace", True, False, "role", None),
     (messages.LedgerTold, "ledger"): Ledger(
-        {"role": {("gradients", "cpu"): 1}}, {"role": 2}, {"role": 6}, ("role",), 3, 4, {"used": 5}, {"role.method": 7}
+        *({"role": {("gradients", "cpu"): 1}}, {"role": 2}, {"role": 6}, ("role",), {"empty": 3}),
+        *({"used": 5}, {"role.method": 7}),
     ),
     (messages.Fetched, "failure"): messages.Failure("type", "text", "trace", True, False, None, "an argument"),
     (messages.Ask, "question"): messages.Missing(7),

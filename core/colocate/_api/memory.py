@@ -62,6 +62,8 @@ class SlotMemory:
         roles: What its roles hold.
         process: The memory that is the process's own; None for threads, whose process is the driver's.
         empty: What of that was there before the first role.
+        code: What of it came with what roles have imported since.
+        held_back: What of it was freed, and `malloc` has kept.
         gpu: "allocated" and "reserved" by torch, "used" by all processes, "total"; None without a GPU.
     """
 
@@ -71,15 +73,17 @@ class SlotMemory:
     roles: tuple[RoleMemory, ...]
     process: int | None
     empty: int | None
+    code: int | None
+    held_back: int | None
     gpu: Mapping[str, int] | None
 
     @property
     def unowned(self) -> dict[str, int]:
         """What nobody owns, by what it is for.
 
-        "empty worker" (Python and torch) and "other" of the process; on a GPU "fragmentation" (reserved, and not in
-        use), "context" (CUDA's, NCCL's and other processes' memory), and "other" (of torch: what is computed with just
-        now).
+        "empty worker" (Python and torch), "code" (imported since), "held back" (freed, and kept by `malloc`), and
+        "other" of the process; on a GPU "fragmentation" (reserved, and not in use), "context" (CUDA's, NCCL's and other
+        processes' memory), and "other" (of torch: what is computed with just now).
         """
         on_device = sum(sum(role.device.values()) for role in self.roles)
         on_host = sum(sum(role.host.values()) for role in self.roles)
@@ -88,9 +92,10 @@ class SlotMemory:
             found["other, device"] = self.gpu["allocated"] - on_device
             found["fragmentation"] = self.gpu["reserved"] - self.gpu["allocated"]
             found["context"] = self.gpu["used"] - self.gpu["reserved"]
-        if self.process is not None and self.empty is not None:
-            found["empty worker"] = self.empty
-            found["other"] = self.process - self.empty - (on_device if self.device == "cpu" else on_host)
+        if self.process is not None:
+            parts = {"empty worker": self.empty or 0, "code": self.code or 0, "held back": self.held_back or 0}
+            owned = on_device if self.device == "cpu" else on_host
+            found |= {**parts, "other": self.process - sum(parts.values()) - owned}
         return found
 
 
@@ -168,7 +173,18 @@ def _slot(crew: Crew, slot: int, ledger: Ledger) -> SlotMemory:
         asleep = ledger.asleep.get(name, 0)
         activations = None if ledger.peaks is None else _of_role(name, ledger.peaks)
         roles.append(RoleMemory(name, rank, device, host, shared, asleep, activations, name not in ledger.partial))
-    return SlotMemory(slot, boot.node, boot.device, tuple(roles), ledger.private, ledger.empty, ledger.gpu)
+    parts = ledger.process or {}
+    return SlotMemory(
+        slot,
+        boot.node,
+        boot.device,
+        tuple(roles),
+        parts.get("private"),
+        parts.get("empty"),
+        parts.get("code"),
+        parts.get("held back"),
+        ledger.gpu,
+    )
 
 
 def _of_role(name: str, peaks: Mapping[str, int]) -> dict[str, int]:

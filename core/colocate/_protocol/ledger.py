@@ -43,8 +43,9 @@ class Ledger:
         shared: What roles hold that counts with another role, by role.
         asleep: What roles hold that isn't in memory (`group.sleep`), by role.
         partial: Roles that hold more objects than were looked at.
-        private: What of the process's memory is its own; None where the process is the driver's.
-        empty: What was its own before the first role was constructed.
+        process: What of the process's memory is its own, "private"; of it what was so before the first role was
+            constructed, "empty", came with imports since, "code", and was freed without being given back, "held back".
+            None where the process is the driver's.
         gpu: What torch knows of the slot's device: "allocated" and "reserved" by this process, "used" by anybody,
             "total"; None of a slot without one.
         peaks: What methods have allocated on it at most while they ran, by role and method; None where nobody knows.
@@ -54,7 +55,6 @@ class Ledger:
     shared: Mapping[str, int]
     asleep: Mapping[str, int]
     partial: tuple[str, ...]
-    private: int | None
-    empty: int | None
+    process: Mapping[str, int] | None
     gpu: Mapping[str, int] | None
     peaks: Mapping[str, int] | None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -41,14 +40,12 @@ def ledger(site: Worker, sleeper: Sleeper) -> Ledger:
         if not complete:
             partial.append(name)
     shares = shares_of(site, sleeper, held)
-    private = None if site.in_process else private_bytes() + sleeper.in_memory()
     return Ledger(
         shares.owned,
         shares.shared,
         shares.asleep,
         tuple(partial),
-        private,
-        site.empty,
+        None if site.process is None else site.process.look(sleeper.in_memory()),
         _gpu(site.boot.device),
         None if site.device.peaks is None else dict(site.device.peaks),
     )
@@ -113,14 +110,6 @@ def _looking_at(role: str) -> Iterator[None]:
         yield
     except BaseException as error:  # a `device_state()` may even end the interpreter
         raise LookError(role, traceback.format_exc()) from error
-
-
-def private_bytes() -> int:
-    """The memory of this process that isn't mapped from files or shared on purpose."""
-    # Not by psutil: each worker asks once as it starts, and to import that takes as long as all the rest of a start.
-    with open("/proc/self/statm") as file:
-        _, resident, shared, *_ = map(int, file.read().split())
-    return (resident - shared) * os.sysconf("SC_PAGESIZE")
 
 
 def _shares(held: Mapping[str, Holdings], away: Mapping[int, int]) -> Shares:

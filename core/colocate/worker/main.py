@@ -20,9 +20,9 @@ from colocate._system.recent import RecentSpans
 from colocate._values.codec import BY_VALUE
 from colocate.executor import Boot
 from colocate.worker.host import WorkerHost
-from colocate.worker.ledger import private_bytes
 from colocate.worker.output import label_output
 from colocate.worker.peers import ChannelPeers
+from colocate.worker.process_memory import ProcessMemory
 from colocate.worker.service import Service, given
 from colocate.worker.template import renew
 from colocate.worker.thread_counts import raise_thread_counts
@@ -115,6 +115,8 @@ def start(boot: Boot, service: Service, lane: wire.SocketLane) -> WorkerHost:
     turns = wire.Turns(lane)
     peers = partial(ChannelPeers, tls=service.tls)
     host = WorkerHost(boot, BY_VALUE, service.say, peers, on_end=leave, turns=turns)
+    host.process = ProcessMemory()
+    host.process.notice_imports()
     when_torch_comes(partial(_look_at_torch, host))
     host.definitions.install()
     if service.outlives_drivers:
@@ -123,8 +125,8 @@ def start(boot: Boot, service: Service, lane: wire.SocketLane) -> WorkerHost:
 
 
 def _look_at_torch(host: WorkerHost) -> None:
-    if not host.roles:  # else what they hold is there already
-        host.empty = private_bytes()
+    if not host.roles and host.process is not None:  # else what they hold is there already
+        host.process.begin()
     host.groups.watch_collectives()
     count_updates(host.lane.last, host.groups.count)
 

@@ -27,7 +27,6 @@ from colocate.worker.build import RoleBuild, construct
 from colocate.worker.functions import OF_WORKERS
 from colocate.worker.hosted import HostedRole
 from colocate.worker.lane import Work
-from colocate.worker.ledger import private_bytes
 from colocate.worker.results import counts, rows_to_join, without_padding
 from colocate.worker.site import Site
 from colocate.worker.template import tell_imports
@@ -65,8 +64,8 @@ class Runner:
             self._failed(0, None, None, error)
             return False
         builds: list[RoleBuild] = site.codec.unpack(work.body, None)
-        if not site.in_process:
-            site.empty = private_bytes()
+        if site.process is not None:
+            site.process.begin()
         for build in builds:
             if site.boot.slot not in build.slots:
                 continue

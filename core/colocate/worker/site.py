@@ -24,6 +24,7 @@ from colocate.worker.device import Device
 from colocate.worker.hosted import HostedRole
 from colocate.worker.lane import Lane
 from colocate.worker.process_groups import ProcessGroups
+from colocate.worker.process_memory import ProcessMemory
 from colocate.worker.residency import Residency
 from colocate.worker.scope import Scope
 from colocate.worker.settings import Setting
@@ -55,13 +56,13 @@ class Site:
         definitions: What it and its driver know of each other's classes and functions.
         lane: Where role code runs.
         peers: How it gets at other workers' residents.
-        empty: The process's own memory before its first role, in bytes.
+        process: What its process has besides; None where that is the driver's.
         recent: When its roles were busy; None where nobody but the driver asks, who knows.
     """
 
     lane: Lane
     peers: Peers
-    empty: int | None = None
+    process: ProcessMemory | None = None
     spill_dir: str | None = None
     recent: RecentSpans[str] | None = None
 

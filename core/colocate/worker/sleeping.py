@@ -30,6 +30,7 @@ from colocate.worker.hosted import HostedRole
 from colocate.worker.lane import Lane
 from colocate.worker.moves import Coming, Going, by_tags
 from colocate.worker.offload import Offload
+from colocate.worker.process_memory import ProcessMemory
 from colocate.worker.store import Store
 
 _NO_ROOM = (errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -44,7 +45,7 @@ class Worker(Protocol):
     lane: Lane
     spill_dir: str | None
     in_process: bool
-    empty: int | None
+    process: ProcessMemory | None
     device: Device
 
     def ask(self, question: Message) -> Any:

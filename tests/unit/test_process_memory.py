@@ -1,0 +1,120 @@
+"""What imports add to a process's memory, and what `malloc` keeps of what was freed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+_HOLDS_MIB = 32
+_MODULES = {
+    "inner": f"held = b'x' * ({_HOLDS_MIB} << 20)",
+    "outer": f"import inner\nheld = b'x' * ({_HOLDS_MIB} << 20)",
+    "failing": "import inner\nraise ValueError('on purpose')",
+    "waiting": "import script\nscript.begun.set()\nscript.go_on.wait(60)",
+    "torch_like": f"held = b'x' * ({_HOLDS_MIB} << 20)\nimport script\nscript.memory.begin()\nimport inner",
+}
+
+
+def run(tmp_path: Path, script: str) -> list[int]:
+    """Run a script beside modules that hold memory; what it has told in units of that."""
+    for name, text in _MODULES.items():
+        (tmp_path / f"{name}.py").write_text(text + "\n")
+    begin = """
+        import sys, threading, traceback
+        sys.modules["script"] = sys.modules["__main__"]
+        from colocate.worker import process_memory
+        memory = process_memory.ProcessMemory()
+        memory.notice_imports()
+        memory.begin()
+
+        def told(size=None):
+            print(round((memory.code if size is None else size) / MIB))
+    """.replace("MIB", str(_HOLDS_MIB << 20))
+    (tmp_path / "script.py").write_text(textwrap.dedent(begin) + textwrap.dedent(script))
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "script.py")], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return [int(line) for line in done.stdout.split()]
+
+
+def test_each_import_counts_once(tmp_path: Path) -> None:
+    """What a module imports is part of it; what is there already is no import, and other memory is none."""
+    script = """
+        import outer
+        told()
+        import inner
+        held = b'x' * (64 << 20)
+        told()
+    """
+    assert run(tmp_path, script) == [2, 2]
+
+
+def test_import_that_fails(tmp_path: Path) -> None:
+    """It counts what stays of it, its traceback has the frames that it has otherwise, and later ones count, too."""
+    script = """
+        try:
+            import failing
+        except ValueError as error:
+            files = {frame.filename for frame in traceback.extract_tb(error.__traceback__)}
+            assert not any("process_memory" in file for file in files), files
+        told()
+        import outer
+        told()
+    """
+    assert run(tmp_path, script) == [1, 2]
+
+
+def test_imports_of_two_threads(tmp_path: Path) -> None:
+    """Nothing counts twice, and neither waits for the other."""
+    script = """
+        begun, go_on = threading.Event(), threading.Event()
+        thread = threading.Thread(target=__import__, args=["waiting"])
+        thread.start()
+        begun.wait(60)
+        import outer
+        go_on.set()
+        thread.join()
+        told()
+    """
+    assert run(tmp_path, script) == [2]
+
+
+def test_begin_amid_an_import(tmp_path: Path) -> None:
+    """What that had before is the empty worker's."""
+    assert run(tmp_path, "before = memory.empty\nimport torch_like\ntold()\ntold(memory.empty - before)") == [1, 1]
+
+
+def test_import_while_no_descriptor_is_free(tmp_path: Path) -> None:
+    """Nobody can look then, and the import goes on."""
+    script = """
+        plain = process_memory.private_bytes
+
+        def refusing():
+            raise OSError(24, "Too many open files")
+
+        process_memory.private_bytes = refusing
+        import inner
+        process_memory.private_bytes = plain
+        told()
+        import outer
+        told()
+    """
+    assert run(tmp_path, script) == [0, 1]
+
+
+def test_what_is_held_back(tmp_path: Path) -> None:
+    """What is free between what is in use; what was given back isn't."""
+    script = """
+        from ctypes import CDLL
+        before = process_memory.held_back_bytes()
+        pieces = [b'x' * 65536 for _ in range(1024)]
+        del pieces[::2]
+        told(process_memory.held_back_bytes() - before)
+        large = b'x' * (256 << 20)
+        del large
+        told(process_memory.held_back_bytes() - before)
+    """
+    assert run(tmp_path, script) == [1, 1]
