@@ -14,11 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colocate._system import pages
-from colocate._system.pages import PAGE, SpillFile, areas_of, bring_back
+from colocate._system.pages import PAGE, SpillFile, areas_of
 from colocate._system.room import free_memory, spill_directories
 
 DISK = Path("/var/tmp")
 BIG = 64 * PAGE
+LARGE = 8 << 20
 
 
 @pytest.fixture
@@ -58,7 +59,7 @@ def test_away_and_back(file: SpillFile) -> None:
     assert in_memory(array) == 0
     assert file.in_memory() == 0
     areas = areas_of([piece(array)])
-    bring_back(areas)
+    file.bring_back(areas)
     assert in_memory(array) == (areas[0].stop - areas[0].start) // PAGE
     assert file.in_memory() == areas[0].stop - areas[0].start
     assert (array == copy).all()
@@ -70,7 +71,7 @@ def test_read_and_written_while_away(file: SpillFile) -> None:
     copy = array.copy()
     put_away(file, array)
     copy[7 * PAGE] = array[7 * PAGE] = 77
-    bring_back(areas_of([piece(array)]))
+    file.bring_back(areas_of([piece(array)]))
     assert (array == copy).all()
     put_away(file, array)
     assert (array == copy).all()
@@ -80,7 +81,7 @@ def test_only_what_was_written_is_written_again(file: SpillFile, monkeypatch: py
     """What hasn't changed since is put away at no cost."""
     array = numbers(2)
     put_away(file, array)
-    bring_back(areas_of([piece(array)]))
+    file.bring_back(areas_of([piece(array)]))
     array[10 * PAGE], array[11 * PAGE], array[40 * PAGE] = 1, 2, 3
     copy, sizes, pwrite = array.copy(), [], os.pwrite
 
@@ -92,6 +93,88 @@ def test_only_what_was_written_is_written_again(file: SpillFile, monkeypatch: py
     put_away(file, array)
     assert sizes == [2 * PAGE, PAGE]
     assert (array == copy).all()
+
+
+def copy_back(file: SpillFile, *arrays: np.ndarray) -> None:
+    areas = areas_of(map(piece, arrays))
+    file.bring_back(areas, areas)
+
+
+def room_of(file: SpillFile) -> int:
+    """What it takes of the disk."""
+    return os.fstat(file._file).st_blocks * 512
+
+
+def test_copied_back(file: SpillFile) -> None:
+    """It is memory of the process's own then, at its place, and has its place in the file again when it goes again."""
+    array = numbers(7, LARGE)
+    copy = array.copy()
+    put_away(file, array)
+    room = room_of(file)
+    for number in range(4):
+        copy_back(file, array)
+        assert file.in_memory() == 0
+        assert in_memory(array) >= LARGE // PAGE - 2
+        assert (array == copy).all()
+        array[number * PAGE] = copy[number * PAGE] = number
+        put_away(file, array)
+        assert in_memory(array) == 0
+        assert room_of(file) == room
+    assert (array == copy).all()
+
+
+def test_small_pieces_are_not_copied_back(file: SpillFile) -> None:
+    """They are less than a large page."""
+    array = numbers(8)
+    put_away(file, array)
+    copy_back(file, array)
+    assert file.in_memory() == in_memory(array) * PAGE > 0
+
+
+def test_written_while_away_and_copied_back(file: SpillFile) -> None:
+    """What isn't in the file isn't lost."""
+    arrays = [numbers(seed, LARGE) for seed in range(2)]
+    copies = [array.copy() for array in arrays]
+    put_away(file, *arrays)
+    arrays[0][LARGE // 2] = copies[0][LARGE // 2] = 77
+    copy_back(file, *arrays)
+    assert all((array == copy).all() for array, copy in zip(arrays, copies, strict=True))
+    put_away(file, *arrays)
+    assert all((array == copy).all() for array, copy in zip(arrays, copies, strict=True))
+
+
+def test_no_memory_to_copy_back(file: SpillFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is in the file, where it was, and can be had later."""
+    array = numbers(9, LARGE)
+    copy = array.copy()
+    put_away(file, array)
+    mapped = len(pages._mappings())
+
+    def broken(fd: int, buffers: object, offset: int) -> int:
+        raise OSError(12, "Cannot allocate memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", broken)
+        with pytest.raises(OSError, match="Cannot allocate"):
+            copy_back(file, array)
+    assert len(pages._mappings()) == mapped
+    assert in_memory(array) == 0
+    copy_back(file, array)
+    assert (array == copy).all()
+
+
+def test_freed_after_it_was_copied_back(file: SpillFile) -> None:
+    """The disk's room is free again, or somebody else's, when its memory is."""
+    for seed in range(8):
+        array = numbers(seed, LARGE * 8)
+        put_away(file, array)
+        copy_back(file, array)
+        del array
+    other = numbers(10, LARGE)
+    copy = other.copy()
+    put_away(file, other)
+    assert (other == copy).all()
+    assert room_of(file) <= 2 * 8 * LARGE
 
 
 def test_pages_that_hold_something_else_stay(file: SpillFile) -> None:
@@ -145,26 +228,28 @@ def test_memory_that_was_freed_while_away(file: SpillFile) -> None:
         copy = other.copy()
         put_away(file, other)
         assert (other == copy).all()
-    assert os.fstat(file._file).st_blocks * 512 <= 4 * 16 * BIG
+    assert room_of(file) <= 4 * 16 * BIG
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(["away", "back", "write", "new"]), st.integers(0, 3)), max_size=24))
+@given(st.lists(st.tuples(st.sampled_from(["away", "back", "copied", "write", "new"]), st.integers(0, 3)), max_size=24))
 def test_any_order(steps: list[tuple[str, int]]) -> None:
     """Whatever is done in whatever order, everything holds what was last written into it."""
     file = SpillFile(DISK)
-    arrays = [numbers(seed) for seed in range(4)]
+    arrays = [numbers(seed, LARGE if seed % 2 else BIG) for seed in range(4)]
     copies = [array.copy() for array in arrays]
     for number, (what, index) in enumerate(steps):
         if what == "away":
             put_away(file, *arrays[: index + 1])
         elif what == "back":
-            bring_back(areas_of([piece(arrays[index])]))
+            file.bring_back(areas_of([piece(arrays[index])]))
+        elif what == "copied":
+            copy_back(file, *arrays[index:])
         elif what == "write":
-            place = number * 4111 % BIG
+            place = number * 4111 % (BIG // 2)
             arrays[index][place] = copies[index][place] = number
         else:
-            arrays[index] = numbers(number + 10)
+            arrays[index] = numbers(number + 10, len(arrays[index]) - PAGE)
             copies[index] = arrays[index].copy()
     for array, copy in zip(arrays, copies, strict=True):
         assert (array == copy).all()

@@ -263,7 +263,7 @@ def two(worker: Worker) -> Iterator[tuple[Sleeper, Prefetch, dict[str, list[Any]
 def test_ahead_of_time(worker: Worker, two: tuple[Sleeper, Prefetch, dict[str, list[Any]]]) -> None:
     """One goes, and the other one comes; both are told."""
     sleeper, prefetch, before = two
-    prefetch.begin({"one": sleeper.going("one", TAGS)}, "two", sleeper.coming("two", TAGS))
+    prefetch.begin({"one": sleeper.going("one", TAGS)}, "two", sleeper.coming("two", TAGS), writes=True)
     assert prefetch.moving == {"one", "two"}
     assert (sleeper.tags("one"), sleeper.tags("two")) == (TAGS, ())  # from now on
     assert prefetch.settle() == set()
@@ -291,7 +291,7 @@ def test_ahead_of_time_without_room(
 
     with monkeypatch.context() as patch:
         patch.setattr(offload.Offload, "_copying", full)
-        prefetch.begin({"one": sleeper.going("one", TAGS)}, "two", sleeper.coming("two", TAGS))
+        prefetch.begin({"one": sleeper.going("one", TAGS)}, "two", sleeper.coming("two", TAGS), writes=True)
         assert prefetch.settle() == (set() if turns else {"one"})
     assert sleeper.tags("one") == (TAGS if turns else ())
     assert sleeper.tags("two") == TAGS

@@ -38,6 +38,7 @@ class TransferRecord:
     start: float
     end: float
 
+
 CALL_FINISHED = "colocate_call_finished"
 
 

@@ -1,12 +1,17 @@
 """Memory of this process that goes to a file and comes back, in place.
 
 Pages are put away and never moved, so everything that refers to them by their addresses stays right: tensors, views,
-NumPy arrays, C code. From the first time on the pages are a private mapping of the file. While they are away nothing of
-them is in memory; whoever reads them all the same gets from the file what was there, and whoever writes gets a page of
-its own, as ever. They come back by being read, and what nobody has written into since is put away again at no cost.
+NumPy arrays, C code. They become a private mapping of the file. While they are away nothing of them is in memory;
+whoever reads them all the same gets from the file what was there, and whoever writes gets a page of its own, as ever.
 
-What lies where is asked of the kernel each time (`/proc/self/maps`, `/proc/self/pagemap`) and noted nowhere: memory
-that was freed meanwhile, and given to somebody else, is taken for what it is now.
+They come back in one of two ways. By being read: they stay pages of the file, so what nobody has written into since is
+put away again at no cost, but the kernel copies each page that is written into by itself, which takes several times as
+long as to copy all of them at once. Or that is done beforehand, where they are to be written into: they are copied into
+memory of the process's own, in large pages, which are also given back faster.
+
+What lies where is asked of the kernel each time (`/proc/self/maps`, `/proc/self/pagemap`): memory that was freed
+meanwhile, and given to somebody else, is taken for what it is now. Only for what was copied back it is noted which
+place in the file it has, to be written there again.
 
 Linux only. Memory must come from the C library's `malloc`, or from `mmap`: other allocators may take pages that they
 have given back for zeros.
@@ -23,14 +28,20 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 PAGE = mmap.PAGESIZE
 _LEAST_BYTES = 16 * PAGE  # each piece may cost the kernel two mappings, of which a process has some ten thousands
 _AT_ONCE_BYTES = 1 << 30  # a single write is at most 2 GiB
 _LOOKED_AT_PAGES = 1 << 16
 
+_LARGE_PAGE = 2 << 20
+_LEAST_COPIED_BYTES = 2 * _LARGE_PAGE  # then there is a whole one in it, wherever it begins
+
+_FAILED = ctypes.c_void_p(-1).value
 _MAP_FIXED = 0x10
+_MOVES_TO = 0x01 | 0x02  # MREMAP_MAYMOVE | MREMAP_FIXED
+_HUGEPAGE = 14  # MADV_HUGEPAGE
 _POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14
 _PUNCHES = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE, with FALLOC_FL_KEEP_SIZE
 # Bits 63, 62 and 61 of an entry of pagemap, in its last byte.
@@ -65,6 +76,9 @@ class _Part(NamedTuple):
     new: bool  # their place was given to them just now
 
 
+_Place: TypeAlias = "_Mapping | _Part"
+
+
 class SpillFile:
     """A file without a name, to which pages of this process go. It ends with the process, also by SIGKILL."""
 
@@ -86,6 +100,7 @@ class SpillFile:
         status = os.fstat(self._file)
         self._id = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}", status.st_ino
         self._size = 0
+        self._places: list[_Part] = []  # of memory that was copied back
 
     def close(self) -> None:
         """Nothing more is put away there. Its bytes are freed when no page refers to them any more."""
@@ -124,27 +139,51 @@ class SpillFile:
                 self._write(start, stop, part.offset + start - part.start)
         return Written(self._file, parts)
 
+    def bring_back(self, areas: Sequence[Area], copied: Sequence[Area] = ()) -> None:
+        """Have pages be in memory, as far as they are in the file.
+
+        Args:
+            areas: The pages.
+            copied: Those of them that are to be written into afterwards, and that nobody writes into meanwhile.
+
+        Raises:
+            OSError: There is no memory for them. They hold what they held, wherever that is.
+        """
+        for part in _split(copied, self._homes(_mappings()))[0]:
+            if part.stop - part.start >= _LEAST_COPIED_BYTES:
+                self._copy_back(part)
+        for area in areas:
+            if _libc().madvise(area.start, area.stop - area.start, _POPULATE_READ):
+                if ctypes.get_errno() != errno.EINVAL:
+                    _check(-1)
+                for page in range(area.start, area.stop, PAGE):  # an older kernel
+                    ctypes.c_char.from_address(page).value  # noqa: B018 - reading it is what this is for
+
+    def _copy_back(self, part: _Part) -> None:
+        size = part.stop - part.start
+        copy = _like(part.start, size)
+        try:
+            self._read(copy, copy + size, part.offset)
+            # Whoever has written into it while it was away has pages there that aren't in the file.
+            if next(_written_in(part), None) is None:
+                # In one step: who reads it meanwhile, by accident, finds it there or here.
+                if _libc().mremap(copy, size, size, _MOVES_TO, part.start) != part.start:
+                    _check(-1)
+                copy = None
+                self._places = _joined([*self._places, part])
+        finally:
+            if copy is not None:
+                _libc().munmap(copy, size)
+
     def _parts(self, areas: Sequence[Area], mappings: Sequence[_Mapping]) -> Iterator[_Part]:
         """Where in the file the pages are, or will be; room for what is new is there from now on."""
-        homes = [each for each in mappings if each.file == self._id]
-        starts = [each.start for each in homes]
-        new: list[Area] = []
-        for area in areas:
-            at = area.start
-            for home in homes[max(0, bisect.bisect_right(starts, at) - 1) :]:
-                if home.stop <= at:
-                    continue
-                if home.start >= area.stop:
-                    break
-                if at < home.start:
-                    new.append(Area(at, home.start))
-                    at = home.start
-                stop = min(home.stop, area.stop)
-                yield _Part(at, stop, home.offset + at - home.start, new=False)
-                at = stop
-            if at < area.stop:
-                new.append(Area(at, area.stop))
-        self._free_all_but(homes)
+        homes = self._homes(mappings)
+        self._places = [part for part in self._places if _split([Area(part.start, part.stop)], mappings)[0]]
+        in_file, others = _split(areas, homes)
+        yield from in_file
+        copied, new = _split(others, self._places)
+        yield from (part._replace(new=True) for part in copied)
+        self._free_all_but([*homes, *self._places])
         size = sum(area.stop - area.start for area in new)
         if size:
             os.posix_fallocate(self._file, self._size, size)
@@ -152,16 +191,27 @@ class SpillFile:
             yield _Part(area.start, area.stop, self._size, new=True)
             self._size += area.stop - area.start
 
-    def _free_all_but(self, homes: Sequence[_Mapping]) -> None:
+    def _homes(self, mappings: Sequence[_Mapping]) -> list[_Mapping]:
+        return [each for each in mappings if each.file == self._id]
+
+    def _free_all_but(self, places: Sequence[_Place]) -> None:
         """Free the places whose memory was freed."""
         at = 0
-        for home in sorted(homes, key=lambda each: each.offset):
-            if at < home.offset:
-                _check(_libc().fallocate(self._file, _PUNCHES, at, home.offset - at))
-            at = max(at, home.offset + home.stop - home.start)
+        for place in sorted(places, key=lambda each: each.offset):
+            if at < place.offset:
+                _check(_libc().fallocate(self._file, _PUNCHES, at, place.offset - at))
+            at = max(at, place.offset + place.stop - place.start)
         if at < self._size:
             os.ftruncate(self._file, at)
             self._size = at
+
+    def _read(self, start: int, stop: int, offset: int) -> None:
+        while start < stop:
+            size = min(stop - start, _AT_ONCE_BYTES)
+            done = os.preadv(self._file, [(ctypes.c_char * size).from_address(start)], offset)
+            if not done:
+                raise OSError(errno.EIO, "the file is shorter than what was put there")
+            start, offset = start + done, offset + done
 
     def _write(self, start: int, stop: int, offset: int) -> None:
         while start < stop:
@@ -213,18 +263,53 @@ def areas_of(pieces: Iterable[tuple[int, int]]) -> list[Area]:
     return found
 
 
-def bring_back(areas: Sequence[Area]) -> None:
-    """Have pages be in memory, as far as they are in a file.
-
-    Raises:
-        OSError: They can't be read.
-    """
+def _split(areas: Sequence[Area], places: Sequence[_Place]) -> tuple[list[_Part], list[Area]]:
+    """What of areas has one of these places, which are in order, and what has none."""
+    starts = [each.start for each in places]
+    found: list[_Part] = []
+    others: list[Area] = []
     for area in areas:
-        if _libc().madvise(area.start, area.stop - area.start, _POPULATE_READ):
-            if ctypes.get_errno() != errno.EINVAL:
-                _check(-1)
-            for page in range(area.start, area.stop, PAGE):  # an older kernel
-                ctypes.c_char.from_address(page).value  # noqa: B018 - reading it is what this is for
+        at = area.start
+        for place in places[max(0, bisect.bisect_right(starts, at) - 1) :]:
+            if place.stop <= at:
+                continue
+            if place.start >= area.stop:
+                break
+            if at < place.start:
+                others.append(Area(at, place.start))
+                at = place.start
+            stop = min(place.stop, area.stop)
+            found.append(_Part(at, stop, place.offset + at - place.start, new=False))
+            at = stop
+        if at < area.stop:
+            others.append(Area(at, area.stop))
+    return found, others
+
+
+def _joined(parts: Iterable[_Part]) -> list[_Part]:
+    """In order, with those in one that overlap or touch, where their places do, too."""
+    joined: list[_Part] = []
+    for part in sorted(parts):
+        last = joined[-1] if joined else None
+        if last and part.start <= last.stop and part.start - last.start == part.offset - last.offset:
+            joined[-1] = last._replace(stop=max(last.stop, part.stop))
+        else:
+            joined.append(part)
+    return joined
+
+
+def _like(address: int, size: int) -> int:
+    """Memory that can be moved there: large pages begin in it where they do there."""
+    protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    got = _libc().mmap(None, size + _LARGE_PAGE, protection, flags, -1, 0)
+    if got == _FAILED:
+        _check(-1)
+    before = (address - got) % _LARGE_PAGE
+    if before:
+        _libc().munmap(got, before)
+    _libc().munmap(got + before + size, _LARGE_PAGE - before)
+    _libc().madvise(got + before, size, _HUGEPAGE)  # a kernel may have none
+    return int(got + before)
 
 
 def _written_in(part: _Part) -> Iterator[tuple[int, int]]:
@@ -301,7 +386,9 @@ def _libc() -> ctypes.CDLL:
     library = ctypes.CDLL(None, use_errno=True)
     address, size, offset = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64
     library.mmap.argtypes = [address, size, ctypes.c_int, ctypes.c_int, ctypes.c_int, offset]
-    library.mmap.restype = address
+    library.mmap.restype = library.mremap.restype = address
+    library.mremap.argtypes = [address, size, size, ctypes.c_int, address]
+    library.munmap.argtypes = [address, size]
     library.madvise.argtypes = [address, size, ctypes.c_int]
     library.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, offset, offset]
     return library

@@ -103,7 +103,7 @@ class Objects(Storages):
 
     Attributes:
         storages: They, by that.
-        trained: Those of tensors that have gradients.
+        trained: What those of tensors that have gradients are called, and such pieces of the host.
     """
 
     def __init__(self) -> None:
@@ -113,13 +113,14 @@ class Objects(Storages):
 
     def add_plain(self, item: Any) -> None:
         """Note that of a tensor which has one."""
+        storage = item.untyped_storage()
         if item.device.type == "cpu":
             super().add_plain(item)
-            return
-        storage = item.untyped_storage()
-        key = storage._cdata
-        self.setdefault(_name_of(item.device), {})[key] = storage.nbytes()
-        self.storages[key] = storage
+            key = storage.data_ptr()
+        else:
+            key = storage._cdata
+            self.setdefault(_name_of(item.device), {})[key] = storage.nbytes()
+            self.storages[key] = storage
         if item.requires_grad:
             self.trained.add(key)
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 
 from colocate._protocol.ledger import TAGS, Purpose
-from colocate._system.pages import areas_of
+from colocate._system.pages import Area, areas_of
 from colocate.worker.holdings import Holdings, Objects
+
+_STEPPED = ("grads", "optimizer")
 
 
 class Going:
@@ -61,6 +63,7 @@ class Coming:
         by_tag: What is to, by its tags.
         pieces: The sizes of its pieces.
         areas: Pages of the host.
+        written: Those of them that a step of an optimizer writes.
         storages: Storages of the device.
         trained: Those of them that will have changed when they go the next time.
         on_host: The bytes of the pages.
@@ -85,11 +88,16 @@ class Coming:
         self.pieces = {key: away[key] for key in keys if key in away}
         self.storages = {key for pieces in found for key in pieces.storages if key in self.pieces}
         self.trained = {key for pieces in found for key in pieces.trained} & self.storages
-        self.areas = areas_of((key, size) for key, size in self.pieces.items() if key not in self.storages)
+        self.areas = self._areas(self.pieces)
+        stepped = {key for tag in _STEPPED for place in self.by_tag.get(tag, Objects()).values() for key in place}
+        self.written = self._areas(stepped.union(*(pieces.trained for pieces in found)) & keys)
         self.on_host = sum(area.stop - area.start for area in self.areas)
         stored = sum(self.pieces[key] for key in self.storages)
         self.size = self.on_host + stored
         self.on_device = self.size if device == "cpu" else stored
+
+    def _areas(self, keys: Iterable[int]) -> list[Area]:
+        return areas_of((key, self.pieces[key]) for key in keys if key in self.pieces and key not in self.storages)
 
 
 def by_tags(found: Holdings) -> dict[str, Objects]:

@@ -28,6 +28,7 @@ class _Moves:
         going: By role.
         name: Whose memory comes.
         coming: That.
+        writes: Whether that role is about to train.
         gone: Of those, the roles whose memory has gone.
         has_come: Whether it has.
         is_over: Whether nothing more is done.
@@ -36,6 +37,7 @@ class _Moves:
     going: Mapping[str, Going]
     name: str
     coming: Coming
+    writes: bool
     gone: set[str] = attrs.field(factory=set)
     has_come: bool = False
     is_over: threading.Event = attrs.field(factory=threading.Event)
@@ -60,18 +62,19 @@ class Prefetch:
         """The roles of which memory moves."""
         return set() if self._moves is None else {self._moves.name, *self._moves.going}
 
-    def begin(self, going: Mapping[str, Going], name: str, coming: Coming) -> None:
+    def begin(self, going: Mapping[str, Going], name: str, coming: Coming, writes: bool) -> None:
         """Begin to move memory: it counts as moved from now on.
 
         Args:
             going: What goes first, by role.
             name: Whose comes then.
             coming: What comes.
+            writes: Whether that role is about to train.
         """
         for each, its in going.items():
             self._sleeper.are_asleep(each, its)
         self._sleeper.are_awake(name, coming)
-        moves = self._moves = _Moves(going, name, coming)
+        moves = self._moves = _Moves(going, name, coming, writes)
         if self._thread is None:
             self._thread = JobThread(f"colocate-prefetch-{self._site.boot.worker}", lambda error: report_exception())
         self._thread.soon(partial(self._move, moves))
@@ -113,7 +116,7 @@ class Prefetch:
                 moves.gone.add(name)
                 self._site.say(messages.Moved(name, True, going.size, start, time.time(), True))
             start = time.time()
-            self._sleeper.bring_back(moves.coming)
+            self._sleeper.bring_back(moves.coming, moves.writes)
             moves.has_come = True
             self._site.say(messages.Moved(moves.name, False, moves.coming.size, start, time.time(), False))
         except (OSError, MemoryError, ValueError):

@@ -207,12 +207,18 @@ class Residency:
         if asleep:
             start = time.time()
             try:
-                nbytes = self._sleeper.wake_alone(self._site.roles[name], asleep)
+                nbytes = self._sleeper.wake_alone(self._site.roles[name], asleep, self._writes(name))
             except Exception as error:  # of its own hook, too
                 raise MemoryBudgetError(f"role {name!r} could not be woken: {error_text(error)}") from error
             finally:
                 self._accounts.changed(name)
             self._site.say(messages.Moved(name, False, nbytes, start, time.time(), False))
+
+    def _writes(self, name: str) -> bool:
+        """Whether a role that is about to run will be written into, as far as anybody knows."""
+        assert self._order is not None
+        ahead = self._order.ahead()
+        return ahead is None or ahead[0].role != name or ahead[0].writes
 
     def _make_room(self, name: str, coming: int) -> None:
         """Have so many bytes be free, and what the role needs while it runs."""
@@ -271,7 +277,7 @@ class Residency:
             }
         except ColocateError:  # its turn will tell it
             return
-        self._prefetch.begin(going, follows, coming)
+        self._prefetch.begin(going, follows, coming, ahead[1].writes)
         self._copied |= goers
         for each in {follows, *goers}:
             self._accounts.changed(each)

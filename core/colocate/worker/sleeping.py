@@ -19,7 +19,7 @@ from colocate._protocol.ledger import TAGS
 from colocate._protocol.message import Message
 from colocate._role.context import running_call
 from colocate._role.method_spec import MethodSpec
-from colocate._system.pages import SpillFile, bring_back
+from colocate._system.pages import SpillFile
 from colocate._system.room import free_memory, spill_directories
 from colocate._system.sizes import size_text
 from colocate.errors import ColocateError, SleepingError
@@ -182,7 +182,7 @@ class Sleeper:
             self.refuse_more(name, coming.on_device, True, f"waking role {name!r}")
             if coming.on_host > share:
                 raise MemoryError(f"{size_text(coming.on_host)} are needed, and {size_text(share)} free for this rank")
-            self.bring_back(coming)
+            self.bring_back(coming, writes=True)
             return lambda: None
 
         def undo() -> None:
@@ -223,8 +223,13 @@ class Sleeper:
         self.are_asleep(name, found)
         return found.size
 
-    def wake_alone(self, role: HostedRole, tags: Sequence[str] = tuple(TAGS)) -> int:
+    def wake_alone(self, role: HostedRole, tags: Sequence[str] = tuple(TAGS), writes: bool = True) -> int:
         """Have memory of a role be there again on this rank, whatever others do.
+
+        Args:
+            role: The role.
+            tags: What of it.
+            writes: Whether it is about to train; else its memory is put away again at no cost.
 
         Returns:
             The bytes that have come back.
@@ -234,7 +239,7 @@ class Sleeper:
             return 0
         assert role.name is not None
         coming = self.coming(role.name, asleep)
-        self.bring_back(coming)
+        self.bring_back(coming, writes)
         self.have_come(coming)
         self.are_awake(role.name, coming)
         role.call_hook("wake", tuple(asleep))
@@ -392,14 +397,19 @@ class Sleeper:
         """What of a role is to be there again; all of these sleep."""
         return Coming(self._asleep[name], tags, self.away, self._site.boot.device)
 
-    def bring_back(self, coming: Coming) -> None:
+    def bring_back(self, coming: Coming, writes: bool) -> None:
         """Have it be in memory.
+
+        Args:
+            coming: What comes.
+            writes: Whether the role is about to train; else its memory is put away again at no cost.
 
         Raises:
             OSError: It can't be read.
             MemoryError: The device hasn't that much: nothing has changed.
         """
-        bring_back(coming.areas)
+        if coming.areas:
+            self._spill().bring_back(coming.areas, coming.written if writes else ())
         self._offload.bring_back(coming.storages)
 
     def have_come(self, coming: Coming) -> None:
