@@ -161,7 +161,7 @@ class SpillFile:
 
     def _copy_back(self, part: _Part) -> None:
         size = part.stop - part.start
-        copy = _like(part.start, size)
+        copy, moved = _like(part.start, size), False
         try:
             self._read(copy, copy + size, part.offset)
             # Whoever has written into it while it was away has pages there that aren't in the file.
@@ -169,10 +169,10 @@ class SpillFile:
                 # In one step: who reads it meanwhile, by accident, finds it there or here.
                 if _libc().mremap(copy, size, size, _MOVES_TO, part.start) != part.start:
                     _check(-1)
-                copy = None
+                moved = True
                 self._places = _joined([*self._places, part])
         finally:
-            if copy is not None:
+            if not moved:
                 _libc().munmap(copy, size)
 
     def _parts(self, areas: Sequence[Area], mappings: Sequence[_Mapping]) -> Iterator[_Part]:

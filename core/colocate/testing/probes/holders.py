@@ -64,7 +64,7 @@ class Training(Role):
     def __init__(self, mib: int) -> None:
         import torch
 
-        width = 64 * max(1, round(mib**0.5))
+        self.width = width = 64 * max(1, round(mib**0.5))
         layer = torch.nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True)
         layers = max(1, round(mib * _MIB / (48 * width * width)))
         self.net = torch.nn.TransformerEncoder(layer, layers, enable_nested_tensor=False).to(self.ctx.device)
@@ -75,10 +75,9 @@ class Training(Role):
         """So many steps; the bytes of the parameters."""
         import torch
 
-        width = self.net.layers[0].linear1.in_features
         for _ in range(steps):
             self.optimizer.zero_grad()
-            self.net(torch.ones(4, 32, width, device=self.ctx.device)).square().mean().backward()
+            self.net(torch.ones(4, 32, self.width, device=self.ctx.device)).square().mean().backward()
             self.optimizer.step()
         return sum(each.nbytes for each in self.net.parameters())
 
