@@ -13,6 +13,7 @@ from colocate._role.context import standalone_context  # noqa: E402
 from colocate._role.role import methods_of  # noqa: E402
 from colocate.worker.hosted import HostedRole  # noqa: E402
 from colocate.worker.scope import Scope  # noqa: E402
+from colocate.worker.settings import Setting  # noqa: E402
 from colocate.worker.sleeping import Sleeper  # noqa: E402
 from colocate.worker.store import Store  # noqa: E402
 
@@ -46,7 +47,8 @@ def test_how_it_comes_back(writes: bool, of_file: int) -> None:
     boot: Any = types.SimpleNamespace(device="cpu")
     site: Any = types.SimpleNamespace(boot=boot, store=Store(False, Scope()), roles={}, spill_dir="/var/tmp")
     model = Model()
-    role = site.roles["model"] = HostedRole("model", model, methods_of(Model), standalone_context("model"))
+    setting, ctx = Setting("cpu", in_process=False), standalone_context("model")
+    role = site.roles["model"] = HostedRole("model", model, methods_of(Model), ctx, setting)
     before = [piece.clone() for piece in model.pieces()]
     sleeper = Sleeper(site)
     try:
