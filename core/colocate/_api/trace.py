@@ -141,12 +141,11 @@ class Trace:
             self._receiving.add((group, slot))
             self._named("thread_name", group, row, name=f"slot {slot}: from other workers")
             self._named("thread_sort_index", group, row, sort_index=2 * slot + 1)
-        made, source = (
-            _label(record.role, record.method),
-            self._connection.slot_of(record.group, record.role, record.source),
-        )
+        made, rank = _label(record.role, record.method), record.source
+        source = None if rank is None else self._connection.slot_of(record.group, record.role, rank)
         args = {"bytes": record.nbytes, "from_group": record.group, "from_slot": source, "made_by": made, "for": call}
-        self._span(group, row, "transfers", f"{made} from slot {source}", record.start, record.end, args)
+        name = f"{made} from {'other slots' if source is None else f'slot {source}'}"
+        self._span(group, row, "transfers", name, record.start, record.end, args)
 
     def _on_driver(self, name: str, start: float, end: float, args: Mapping[str, Any]) -> None:
         self._number += 1

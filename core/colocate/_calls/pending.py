@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from colocate._owned.dispatcher import Dispatcher
 from colocate._owned.owned import forks
-from colocate._protocol.messages import Taken
+from colocate._protocol.taken import Taken
 from colocate._role.call import Underway
 from colocate._system.jobs import JobThread, Timer
 from colocate._system.off_main import off_main

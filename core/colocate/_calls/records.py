@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import attrs
 
 from colocate._definitions.packed import packed_bytes
+from colocate._protocol.taken import MANY
 
 if TYPE_CHECKING:
     from colocate._calls.pending import PendingCall
-    from colocate._protocol.messages import Taken
+    from colocate._protocol.taken import Taken
 
 
 @attrs.frozen
@@ -23,7 +24,7 @@ class TransferRecord:
         group: Name of the group that had made it.
         role: Name of the role that had.
         method: Name of the method.
-        source: The rank of that role from whose worker it came.
+        source: The rank of that role from whose worker it came; None where it came from many.
         nbytes: How many bytes.
         start: When it could begin, in seconds of time.time() on the worker that got it: it was asked for, and made.
         end: When it was there.
@@ -33,7 +34,7 @@ class TransferRecord:
     group: str
     role: str
     method: str
-    source: int
+    source: int | None
     nbytes: int
     start: float
     end: float
@@ -182,7 +183,8 @@ class Ended(NamedTuple):
             for key, source, nbytes, start, end in taken:
                 group, role, method = self.makers[key]
                 if end:
-                    transfers.append(TransferRecord(self.ranks[index], group, role, method, source, nbytes, start, end))
+                    one = None if source == MANY else source
+                    transfers.append(TransferRecord(self.ranks[index], group, role, method, one, nbytes, start, end))
                 elif nbytes and role != self.role:
                     handed_over[role] = handed_over.get(role, 0) + nbytes
         return CallRecord(

@@ -9,6 +9,7 @@ import attrs
 
 from colocate._protocol.ledger import Ledger
 from colocate._protocol.message import Head, Message, message, read, values
+from colocate._protocol.taken import Taken
 from colocate._role.budget import Budgets
 
 # Where in a message's body the one of a call lies: the index, where bodies are handed over as they are, or the range
@@ -18,10 +19,6 @@ Where: TypeAlias = "int | tuple[int, int, tuple[int, ...]] | None"
 # How many operations were begun on each process group, and of how many ranks that is, by the group's name.
 Operations: TypeAlias = "Mapping[str, tuple[int, int]]"
 
-# What a call was given of a resident: its key, the rank whose part that is of, its bytes, and from when to when it was
-# on its way, in seconds of `time.time()`. Both are 0 where it lay in the very worker; bytes are those of tensors and
-# arrays then.
-Taken: TypeAlias = "tuple[int, int, int, float, float]"
 
 # -- to the worker
 

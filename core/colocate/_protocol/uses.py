@@ -16,7 +16,7 @@ import attrs
 import cloudpickle
 
 from colocate._definitions.packed import Plain
-from colocate._protocol.messages import Taken
+from colocate._protocol.taken import Taken
 from colocate._system.by_type import by_type
 from colocate._system.numbers import plural
 from colocate._values import batch

@@ -36,6 +36,8 @@ _AT_ONCE_BYTES = 1 << 30  # a single write is at most 2 GiB
 _LOOKED_AT_PAGES = 1 << 16
 
 _LARGE_PAGE = 2 << 20
+_PIECE_BYTES = 16 * _LARGE_PAGE
+_THREADS = 4
 _LEAST_COPIED_BYTES = 2 * _LARGE_PAGE  # then there is a whole one in it, wherever it begins
 
 _FAILED = ctypes.c_void_p(-1).value
@@ -149,9 +151,19 @@ class SpillFile:
         Raises:
             OSError: There is no memory for them. They hold what they held, wherever that is.
         """
-        for part in _split(copied, self._homes(_mappings()))[0]:
-            if part.stop - part.start >= _LEAST_COPIED_BYTES:
-                self._copy_back(part)
+        parts = _split(copied, self._homes(_mappings()))[0]
+        pieces = [piece for part in parts if part.stop - part.start >= _LEAST_COPIED_BYTES for piece in _pieces(part)]
+        if pieces:
+            from concurrent.futures import ThreadPoolExecutor  # takes a while, and few workers put anything away
+
+            # The kernel clears the memory first, which takes as long as to copy into it: both on several CPUs.
+            threads = min(_THREADS, len(os.sched_getaffinity(0)), len(pieces))
+            with ThreadPoolExecutor(threads, "colocate-pages") as pool:
+                done = [pool.submit(self._copy_back, piece) for piece in pieces]
+            moved = [piece for piece, each in zip(pieces, done, strict=True) if not each.exception() and each.result()]
+            self._places = _joined([*self._places, *moved])
+            for each in done:
+                each.result()
         for area in areas:
             if _libc().madvise(area.start, area.stop - area.start, _POPULATE_READ):
                 if ctypes.get_errno() != errno.EINVAL:
@@ -159,7 +171,8 @@ class SpillFile:
                 for page in range(area.start, area.stop, PAGE):  # an older kernel
                     ctypes.c_char.from_address(page).value  # noqa: B018 - reading it is what this is for
 
-    def _copy_back(self, part: _Part) -> None:
+    def _copy_back(self, part: _Part) -> bool:
+        """Copy pages into memory of the process's own and move that into their place; whether it has come to that."""
         size = part.stop - part.start
         copy, moved = _like(part.start, size), False
         try:
@@ -170,10 +183,10 @@ class SpillFile:
                 if _libc().mremap(copy, size, size, _MOVES_TO, part.start) != part.start:
                     _check(-1)
                 moved = True
-                self._places = _joined([*self._places, part])
         finally:
             if not moved:
                 _libc().munmap(copy, size)
+        return moved
 
     def _parts(self, areas: Sequence[Area], mappings: Sequence[_Mapping]) -> Iterator[_Part]:
         """Where in the file the pages are, or will be; room for what is new is there from now on."""
@@ -284,6 +297,17 @@ def _split(areas: Sequence[Area], places: Sequence[_Place]) -> tuple[list[_Part]
         if at < area.stop:
             others.append(Area(at, area.stop))
     return found, others
+
+
+def _pieces(part: _Part) -> Iterator[_Part]:
+    """It in pieces for several threads; each but the first begins with a large page."""
+    at = part.start
+    while at < part.stop:
+        stop = min(part.stop, (at // _PIECE_BYTES + 1) * _PIECE_BYTES)
+        if part.stop - stop < _LEAST_COPIED_BYTES:
+            stop = part.stop
+        yield part._replace(start=at, stop=stop, offset=part.offset + at - part.start)
+        at = stop
 
 
 def _joined(parts: Iterable[_Part]) -> list[_Part]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from colocate._protocol import messages
 from colocate._protocol.consequence import Consequence, PutBack
+from colocate._protocol.taken import summed
 from colocate._protocol.uses import Resolver
 from colocate._role import torch_groups
 from colocate._role.context import reset_current, running_call, set_current
@@ -268,7 +269,7 @@ class Runner:
         role.operations = max(role.operations, work.before + operations)
         if site.groups.cuts != work.cuts and operations != work.operations:
             raise Consequence(f"process groups were cut while {label} used them: what it has got of them isn't true")
-        taken = (resolver.taken or ()) if resolver is not None else ()
+        taken = summed(resolver.taken or ()) if resolver is not None else ()
         if call.keep is None:
             body = None if result is None else site.packed(result, label)
             try:
