@@ -9,7 +9,6 @@ import pytest
 import colocate
 from colocate import CallRecord
 from colocate._calls import services
-from colocate._job import recording
 from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import PATIENCE_S
 
@@ -33,18 +32,20 @@ def test_an_observer_that_hangs_does_not_keep_the_record(monkeypatch: pytest.Mon
     with colocate.connect("local") as runtime:
         echo = runtime.reserve(1).spawn({"echo": colocate.role(Echo)}).role("echo", Echo)
         runtime.observe(observer)
+        settle = runtime._node.services.settle
         try:
             echo.noop()
             assert observer.hangs.wait(PATIENCE_S)
             monkeypatch.setattr(services, "TOLD_WITHIN_S", 0.2)
-            settling = threading.Thread(target=recording._settle, args=(runtime,), daemon=True)
+            settled: list[bool] = []
+            settling = threading.Thread(target=lambda: settled.append(settle()), daemon=True)
             settling.start()
             settling.join(PATIENCE_S)
-            assert not settling.is_alive()
+            assert settled == [False]
             assert not observer.told
             monkeypatch.setattr(services, "TOLD_WITHIN_S", PATIENCE_S)
             threading.Timer(0.2, observer.returns.set).start()
-            recording._settle(runtime)
+            assert settle()
             assert len(observer.told) == 1
         finally:
             observer.returns.set()
