@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.gpu.test_gpu import DEVICE, DRY, Sharded, Sleeper, connect, needs_cuda
+from tests.gpu.test_gpu import DEVICE, DRY, Sharded, connect, needs_cuda
 
 torch = pytest.importorskip("torch")
 
@@ -165,32 +165,6 @@ class TestSpinning:
             )
             other = runtime.reserve().spawn({"busy": colocate.role(Busy)}, name="other")
             assert other.role("busy", Busy).small(10) < 60
-
-
-class TestLargeSleep:
-    """A role with 14 GiB."""
-
-    @needs_cuda
-    def test_fourteen(self, record_property: Any) -> None:
-        with connect() as runtime:
-            group = runtime.reserve().spawn({"actor": colocate.role(Sleeper, 3584)})
-            actor = group.role("actor", Sleeper)
-            actor.train()
-            before, size = actor.digest(), group.memory().slots[0].roles[0].total
-            (awake,) = actor.used()
-            assert group.sleep("actor") >= 0.98 * size
-            (asleep,) = actor.used()
-            assert awake[1] - asleep[1] >= 0.98 * size
-            group.wake("actor")
-            seconds = []
-            for _ in range(3):
-                began = time.perf_counter()
-                group.sleep("actor")
-                group.wake("actor")
-                seconds.append(time.perf_counter() - began)
-            assert actor.digest() == before
-            speed = 2 * size / statistics.median(seconds) / 1e9
-            record_property(f"sleep and wake of {size / 2**30:.0f} GiB", f"{speed:.1f} GB/s")
 
 
 class Llama(Role):

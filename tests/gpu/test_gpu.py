@@ -461,10 +461,11 @@ class TestSleep:
                 assert actor.train() == other.train()
 
     @needs_cuda
-    def test_memory_is_given_back(self, record_property: Any) -> None:
+    @pytest.mark.parametrize("mib", [1024, 3584])
+    def test_memory_is_given_back(self, record_property: Any, mib: int) -> None:
         """The GPU has it, and 98 % of it at least."""
         with connect() as runtime:
-            group = runtime.reserve().spawn({"actor": colocate.role(Sleeper, 1024)})
+            group = runtime.reserve().spawn({"actor": colocate.role(Sleeper, mib)})
             actor = group.role("actor", Sleeper)
             actor.train()
             before, (awake,) = actor.digest(), actor.used()
@@ -482,8 +483,9 @@ class TestSleep:
             assert actor.digest() == before
             (speed,) = actor.copy_speed(1024)
             median = sorted(seconds)[2]
-            record_property("sleep and wake of 4 GiB", f"{2 * size / median / 1e9:.1f} GB/s")
-            record_property("the same beside pinned copies", f"{2 * size / median / speed:.2f} x")
+            what = f"sleep and wake of {size / 2**30:.0f} GiB"
+            record_property(what, f"{2 * size / median / 1e9:.1f} GB/s")
+            record_property(f"{what}, beside pinned copies", f"{2 * size / median / speed:.2f} x")
 
     @needs_cuda
     def test_wake_without_room(self) -> None:
