@@ -314,7 +314,8 @@ def within(budget: int) -> Callable[[Any], str | None]:
             awake = {role.role: role.total for role in slot.roles}
             if sum(awake.values()) > budget:
                 return f"on slot {slot.slot} {awake} are awake, and {budget} bytes may be"
-            missing = [role.role for role in slot.roles if role.total + role.asleep < size_of(role.role)]
+            roles = [role for role in slot.roles if role.role]  # what functions have kept is of none
+            missing = [role.role for role in roles if role.total + role.asleep < size_of(role.role)]
             if missing:
                 return f"on slot {slot.slot} {', '.join(missing)} have less than they have: {memory}"
         return None
