@@ -86,20 +86,22 @@ def unwritten_pages() -> None:
     """Memory that was away before goes again as it was then."""
     from colocate._system import pages
 
-    vars(pages)["_written_in"] = lambda part: iter(())
+    vars(pages)["written_in"] = lambda area: iter(())
 
 
 def lost_byte() -> None:
     """What goes lacks its last byte when it comes back."""
-    from colocate._system.pages import SpillFile
+    from colocate._system.mappings import Place
+    from colocate._system.pages import _File
 
-    write = SpillFile._write
+    write = _File.write
 
-    def short(self: Any, start: int, stop: int, offset: int) -> None:
-        write(self, start, stop, offset)
-        write(self, stop - 2, stop - 1, offset + stop - start - 1)  # what is before it, once more
+    def short(self: Any, place: Place) -> None:
+        write(self, place)
+        start, stop, file, offset = place
+        write(self, Place(stop - 2, stop - 1, file, offset + stop - start - 1))  # what is before it, once more
 
-    _replace(SpillFile, "_write", short)
+    _replace(_File, "write", short)
 
 
 def unkept_budget() -> None:

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colocate._system import pages
-from colocate._system.pages import PAGE, SpillFile, areas_of
+from colocate._system.mappings import PAGE, areas_of, mappings_now
+from colocate._system.pages import Spill
 from colocate._system.room import free_memory, spill_directories
 
 DISK = Path("/var/tmp")
@@ -23,8 +24,8 @@ LARGE = 8 << 20
 
 
 @pytest.fixture
-def file() -> Iterator[SpillFile]:
-    made = SpillFile(DISK)
+def file() -> Iterator[Spill]:
+    made = Spill(DISK)
     yield made
     made.close()
 
@@ -45,13 +46,13 @@ def in_memory(array: np.ndarray) -> int:
     return int((np.frombuffer(data, dtype=np.uint64) >> np.uint64(63)).sum())
 
 
-def put_away(file: SpillFile, *arrays: np.ndarray) -> int:
+def put_away(file: Spill, *arrays: np.ndarray) -> int:
     areas = areas_of(map(piece, arrays))
     file.write(areas).put_away()
     return sum(area.stop - area.start for area in areas)
 
 
-def test_away_and_back(file: SpillFile) -> None:
+def test_away_and_back(file: Spill) -> None:
     """Nothing of it is in memory, then all of it is, with the same contents."""
     array = numbers(0)
     copy = array.copy()
@@ -65,7 +66,7 @@ def test_away_and_back(file: SpillFile) -> None:
     assert (array == copy).all()
 
 
-def test_read_and_written_while_away(file: SpillFile) -> None:
+def test_read_and_written_while_away(file: Spill) -> None:
     """It is what it was, and what is written into it stays."""
     array = numbers(1)
     copy = array.copy()
@@ -77,7 +78,7 @@ def test_read_and_written_while_away(file: SpillFile) -> None:
     assert (array == copy).all()
 
 
-def test_only_what_was_written_is_written_again(file: SpillFile, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_what_was_written_is_written_again(file: Spill, monkeypatch: pytest.MonkeyPatch) -> None:
     """What hasn't changed since is put away at no cost."""
     array = numbers(2)
     put_away(file, array)
@@ -95,22 +96,17 @@ def test_only_what_was_written_is_written_again(file: SpillFile, monkeypatch: py
     assert (array == copy).all()
 
 
-def copy_back(file: SpillFile, *arrays: np.ndarray) -> None:
+def copy_back(file: Spill, *arrays: np.ndarray) -> None:
     areas = areas_of(map(piece, arrays))
     file.bring_back(areas, areas)
 
 
-def room_of(file: SpillFile) -> int:
-    """What it takes of the disk."""
-    return os.fstat(file._file).st_blocks * 512
-
-
-def test_copied_back(file: SpillFile) -> None:
+def test_copied_back(file: Spill) -> None:
     """It is memory of the process's own then, at its place, and has its place in the file again when it goes again."""
     array = numbers(7, LARGE)
     copy = array.copy()
     put_away(file, array)
-    room = room_of(file)
+    room = file.room()
     for number in range(4):
         copy_back(file, array)
         assert file.in_memory() == 0
@@ -119,11 +115,11 @@ def test_copied_back(file: SpillFile) -> None:
         array[number * PAGE] = copy[number * PAGE] = number
         put_away(file, array)
         assert in_memory(array) == 0
-        assert room_of(file) == room
+        assert file.room() == room
     assert (array == copy).all()
 
 
-def test_small_pieces_are_not_copied_back(file: SpillFile) -> None:
+def test_small_pieces_are_not_copied_back(file: Spill) -> None:
     """They are less than a large page."""
     array = numbers(8)
     put_away(file, array)
@@ -131,7 +127,7 @@ def test_small_pieces_are_not_copied_back(file: SpillFile) -> None:
     assert file.in_memory() == in_memory(array) * PAGE > 0
 
 
-def test_written_while_away_and_copied_back(file: SpillFile) -> None:
+def test_written_while_away_and_copied_back(file: Spill) -> None:
     """What isn't in the file isn't lost."""
     arrays = [numbers(seed, LARGE) for seed in range(2)]
     copies = [array.copy() for array in arrays]
@@ -143,12 +139,12 @@ def test_written_while_away_and_copied_back(file: SpillFile) -> None:
     assert all((array == copy).all() for array, copy in zip(arrays, copies, strict=True))
 
 
-def test_no_memory_to_copy_back(file: SpillFile, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_memory_to_copy_back(file: Spill, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is in the file, where it was, and can be had later."""
     array = numbers(9, LARGE)
     copy = array.copy()
     put_away(file, array)
-    mapped = len(pages._mappings())
+    mapped = len(mappings_now())
 
     def broken(fd: int, buffers: object, offset: int) -> int:
         raise OSError(12, "Cannot allocate memory")
@@ -157,13 +153,13 @@ def test_no_memory_to_copy_back(file: SpillFile, monkeypatch: pytest.MonkeyPatch
         patch.setattr(os, "preadv", broken)
         with pytest.raises(OSError, match="Cannot allocate"):
             copy_back(file, array)
-    assert len(pages._mappings()) == mapped
+    assert len(mappings_now()) == mapped
     assert in_memory(array) == 0
     copy_back(file, array)
     assert (array == copy).all()
 
 
-def test_freed_after_it_was_copied_back(file: SpillFile) -> None:
+def test_freed_after_it_was_copied_back(file: Spill) -> None:
     """The disk's room is free again, or somebody else's, when its memory is."""
     for seed in range(8):
         array = numbers(seed, LARGE * 8)
@@ -174,10 +170,10 @@ def test_freed_after_it_was_copied_back(file: SpillFile) -> None:
     copy = other.copy()
     put_away(file, other)
     assert (other == copy).all()
-    assert room_of(file) <= 2 * 8 * LARGE
+    assert file.room() <= 2 * 8 * LARGE
 
 
-def test_pages_that_hold_something_else_stay(file: SpillFile) -> None:
+def test_pages_that_hold_something_else_stay(file: Spill) -> None:
     """Of a piece that begins and ends in the midst of pages, these aren't taken."""
     array = numbers(3)
     part = array[PAGE // 2 :][: BIG - PAGE]
@@ -199,24 +195,31 @@ def test_what_can_not_be_taken() -> None:
     assert areas_of([]) == []
 
 
-def test_no_room_on_the_disk(file: SpillFile, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_room_on_the_disk(file: Spill, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing has changed, and it can be done later."""
-    array = numbers(5)
-    copy = array.copy()
+    arrays = [numbers(seed) for seed in range(2)]
+    copies = [array.copy() for array in arrays]
+
+    allocate, filled = os.posix_fallocate, []
 
     def full(fd: int, offset: int, size: int) -> None:
-        raise OSError(28, "No space left on device")
+        if filled:
+            raise OSError(28, "No space left on device")
+        filled.append(fd)
+        allocate(fd, offset, size)
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", full)
         with pytest.raises(OSError, match="No space"):
-            put_away(file, array)
-    assert in_memory(array) > 0
-    put_away(file, array)
-    assert (array == copy).all()
+            put_away(file, *arrays)
+    assert filled
+    assert file.room() == 0
+    assert all(in_memory(array) > 0 for array in arrays)
+    put_away(file, *arrays)
+    assert all((array == copy).all() for array, copy in zip(arrays, copies, strict=True))
 
 
-def test_memory_that_was_freed_while_away(file: SpillFile) -> None:
+def test_memory_that_was_freed_while_away(file: Spill) -> None:
     """Whoever gets it next has what it puts there, and the disk's room is free again."""
     for seed in range(8):
         array = numbers(seed, 16 * BIG)
@@ -228,14 +231,24 @@ def test_memory_that_was_freed_while_away(file: SpillFile) -> None:
         copy = other.copy()
         put_away(file, other)
         assert (other == copy).all()
-    assert room_of(file) <= 4 * 16 * BIG
+    assert file.room() <= 4 * 16 * BIG
+
+
+def test_several_files(file: Spill) -> None:
+    """What is large lies in as many as there are threads, which write at the same time."""
+    array = numbers(11, 96 << 20)
+    put_away(file, array)
+    rooms = [each.room() for each in file._files]
+    assert len(rooms) == min(4, len(os.sched_getaffinity(0)))
+    assert min(rooms) > 0
+    assert sum(rooms) == file.room() <= array.nbytes + PAGE
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["away", "back", "copied", "write", "new"]), st.integers(0, 3)), max_size=24))
 def test_any_order(steps: list[tuple[str, int]]) -> None:
     """Whatever is done in whatever order, everything holds what was last written into it."""
-    file = SpillFile(DISK)
+    file = Spill(DISK)
     arrays = [numbers(seed, LARGE if seed % 2 else BIG) for seed in range(4)]
     copies = [array.copy() for array in arrays]
     for number, (what, index) in enumerate(steps):
@@ -259,9 +272,9 @@ def test_any_order(steps: list[tuple[str, int]]) -> None:
 def test_folders_in_memory_are_refused() -> None:
     """What is put there stays in memory."""
     with pytest.raises(ValueError, match="/dev/shm is a tmpfs"):
-        SpillFile(Path("/dev/shm"))
+        Spill(Path("/dev/shm"))
     with pytest.raises(OSError, match="No such file"):
-        SpillFile(DISK / "there-is-none")
+        Spill(DISK / "there-is-none")
 
 
 def test_another_allocator_is_refused(tmp_path: Path) -> None:
@@ -276,19 +289,19 @@ def test_another_allocator_is_refused(tmp_path: Path) -> None:
         subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True, capture_output=True)
     except FileNotFoundError:
         pytest.skip("there is no compiler")
-    program = f"from pathlib import Path; from colocate._system.pages import SpillFile; SpillFile(Path({str(DISK)!r}))"
+    program = f"from pathlib import Path; from colocate._system.pages import Spill; Spill(Path({str(DISK)!r}))"
     done = subprocess.run(
         [sys.executable, "-c", program], env={**os.environ, "LD_PRELOAD": str(library)}, capture_output=True, text=True
     )
     assert "own.so, which may take pages that were put away for empty ones" in done.stderr
 
 
-def test_too_many_mappings(file: SpillFile, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_mappings(file: Spill, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel's limit is told before anything is done."""
     array = numbers(6)
     areas = areas_of([piece(array)])
-    most = len(pages._mappings())
-    monkeypatch.setattr(pages, "_most_mappings", lambda: most)
+    most = len(mappings_now())
+    monkeypatch.setattr(pages, "most_mappings", lambda: most)
     with pytest.raises(OSError, match=r"vm\.max_map_count"):
         file.write(areas)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 
 from colocate._protocol.ledger import TAGS, Purpose
-from colocate._system.pages import Area, areas_of
+from colocate._system.mappings import Area, areas_of
 from colocate.worker.holdings import Holdings, Objects
 
 _STEPPED = ("grads", "optimizer")

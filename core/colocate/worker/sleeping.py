@@ -19,7 +19,7 @@ from colocate._protocol.ledger import TAGS
 from colocate._protocol.message import Message
 from colocate._role.context import running_call
 from colocate._role.method_spec import MethodSpec
-from colocate._system.pages import SpillFile
+from colocate._system.pages import Spill
 from colocate._system.room import free_memory, spill_directories
 from colocate._system.sizes import size_text
 from colocate.errors import ColocateError, SleepingError
@@ -88,7 +88,7 @@ class Sleeper:
 
     def __init__(self, site: Worker) -> None:
         self._site = site
-        self._file: SpillFile | None = None
+        self._files: Spill | None = None
         self._offload = Offload(site.boot.device)
         self._asleep: dict[str, dict[str, Objects]] = {}  # by role and tag, with what other roles hold too
         self._why: dict[str, str] = {}  # roles could not be woken when that was last tried
@@ -251,14 +251,14 @@ class Sleeper:
         return self.coming(name, asleep).on_device if asleep else 0
 
     def in_memory(self) -> int:
-        """Bytes of the file that are memory of the process again."""
-        return 0 if self._file is None else self._file.in_memory()
+        """Bytes of files that are memory of the process again."""
+        return 0 if self._files is None else self._files.in_memory()
 
     def close(self) -> None:
         """The worker ends."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        if self._files is not None:
+            self._files.close()
+            self._files = None
 
     # -- all ranks or none
 
@@ -432,12 +432,12 @@ class Sleeper:
         if not asleep:
             del self._asleep[name]
 
-    def _spill(self) -> SpillFile:
-        if self._file is None:
+    def _spill(self) -> Spill:
+        if self._files is None:
             reasons = []
             for directory in spill_directories(self._site.spill_dir):
                 try:
-                    self._file = SpillFile(Path(directory))
+                    self._files = Spill(Path(directory))
                     break
                 except (OSError, ValueError) as error:
                     reasons.append(str(error))
@@ -445,4 +445,4 @@ class Sleeper:
                 raise ValueError(
                     f"nothing can be put away ({'; '.join(reasons)}): name a folder on a disk as spill_dir"
                 )
-        return self._file
+        return self._files

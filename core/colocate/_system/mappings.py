@@ -1,0 +1,164 @@
+"""What lies where in this process's memory: the kernel's tables."""
+
+from __future__ import annotations
+
+import bisect
+import mmap
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple, TypeAlias, TypeVar
+
+PAGE = mmap.PAGESIZE
+_LEAST_BYTES = 16 * PAGE  # each piece may cost the kernel two mappings, of which a process has some ten thousands
+_LOOKED_AT_PAGES = 1 << 16
+# Bits 63, 62 and 61 of an entry of pagemap, in its last byte.
+_IN_MEMORY, _SWAPPED, _OF_FILE = 0x80, 0x40, 0x20
+_WRITTEN = bytes(bool(b & _SWAPPED) or b & (_IN_MEMORY | _OF_FILE) == _IN_MEMORY for b in range(256))
+
+
+FileId: TypeAlias = "tuple[str, int]"
+"""A file's device and inode; ("00:00", 0) is none."""
+
+
+class Area(NamedTuple):
+    """Whole pages of this process's memory, from an address to before another one."""
+
+    start: int
+    stop: int
+
+
+class Mapping(NamedTuple):
+    """A line of `/proc/self/maps`."""
+
+    start: int
+    stop: int
+    ours_to_replace: bool  # private, readable and writable
+    file: FileId
+    offset: int
+
+
+class Place(NamedTuple):
+    """Pages that have a place in a file, or get one.
+
+    Attributes:
+        start: Where they begin in memory.
+        stop: Where they end.
+        file: Which file it is.
+        offset: Where they begin in it.
+    """
+
+    start: int
+    stop: int
+    file: int
+    offset: int
+
+    def of(self, area: Area) -> Place:
+        """That of some of the pages."""
+        return Place(area.start, area.stop, self.file, self.offset + area.start - self.start)
+
+
+_Span = TypeVar("_Span", Mapping, Place)
+
+
+def areas_of(pieces: Iterable[tuple[int, int]]) -> list[Area]:
+    """The pages that can be put away.
+
+    Args:
+        pieces: Addresses and sizes of what lies in memory, in bytes. Pages that hold something else besides stay, and
+            so do small pieces, memory that processes share, and what can't be written.
+
+    Returns:
+        Areas that don't overlap, in order.
+    """
+    mappings = mappings_now()
+    starts = [each.start for each in mappings]
+    found: list[Area] = []
+    for start, stop in _merged(pieces):
+        first, last = -(-start // PAGE) * PAGE, stop // PAGE * PAGE
+        if last - first < _LEAST_BYTES:
+            continue
+        at = first
+        for mapping in mappings[max(0, bisect.bisect_right(starts, first) - 1) :]:
+            if mapping.start > at or at >= last:
+                break
+            at = max(at, mapping.stop if mapping.ours_to_replace else at)
+        if at >= last:
+            found.append(Area(first, last))
+    return found
+
+
+def split(areas: Iterable[Area], spans: Sequence[_Span]) -> tuple[list[tuple[Area, _Span]], list[Area]]:
+    """What of areas lies in one of these spans, which are in order and don't overlap, and what in none."""
+    starts = [each.start for each in spans]
+    found: list[tuple[Area, _Span]] = []
+    others: list[Area] = []
+    for area in areas:
+        at = area.start
+        for span in spans[max(0, bisect.bisect_right(starts, at) - 1) :]:
+            if span.stop <= at:
+                continue
+            if span.start >= area.stop:
+                break
+            if at < span.start:
+                others.append(Area(at, span.start))
+                at = span.start
+            stop = min(span.stop, area.stop)
+            found.append((Area(at, stop), span))
+            at = stop
+        if at < area.stop:
+            others.append(Area(at, area.stop))
+    return found, others
+
+
+def joined(places: Iterable[Place]) -> list[Place]:
+    """In order, with those in one that overlap or touch, where their places do, too."""
+    done: list[Place] = []
+    for place in sorted(places):
+        last = done[-1] if done else None
+        if last and place.start <= last.stop and last.of(Area(*place[:2])) == place:
+            done[-1] = last._replace(stop=max(last.stop, place.stop))
+        else:
+            done.append(place)
+    return done
+
+
+def written_in(area: Area) -> Iterator[Area]:
+    """The stretches of pages of a private mapping of a file that somebody has written into."""
+    with open("/proc/self/pagemap", "rb", buffering=0) as file:
+        for at in range(area.start, area.stop, _LOOKED_AT_PAGES * PAGE):
+            count = min(_LOOKED_AT_PAGES, (area.stop - at) // PAGE)
+            # Of each page eight bytes, of which the last one tells what is asked here.
+            told = os.pread(file.fileno(), count * 8, at // PAGE * 8)[7::8].translate(_WRITTEN)
+            for found in re.finditer(b"\1+", told):
+                yield Area(at + found.start() * PAGE, at + found.end() * PAGE)
+
+
+def _merged(pieces: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """From where to where they go, with those in one that overlap or touch."""
+    merged: list[tuple[int, int]] = []
+    for start, size in sorted(pieces):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], start + size)
+        else:
+            merged.append((start, start + size))
+    return merged
+
+
+def mappings_now() -> list[Mapping]:
+    """All of this process's, in order."""
+    return [mapping(line) for line in Path("/proc/self/maps").read_text(errors="replace").splitlines()]
+
+
+def most_mappings() -> int:
+    """How many the system allows a process to have."""
+    return int(Path("/proc/sys/vm/max_map_count").read_text())
+
+
+def mapping(line: str) -> Mapping:
+    """What a line of `/proc/self/maps`, or the first one of an entry of `/proc/self/smaps`, tells."""
+    where, access, offset, device, inode, *_ = line.split(maxsplit=5)
+    start, _, stop = where.partition("-")
+    private = access.startswith("rw") and access[3] == "p"
+    return Mapping(int(start, 16), int(stop, 16), private, (device, int(inode)), int(offset, 16))
