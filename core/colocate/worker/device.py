@@ -22,8 +22,7 @@ def in_use(device: str) -> Any:
     Args:
         device: As torch calls it, such as "cuda:0".
     """
-    torch = imported("torch")
-    if device == "cpu" or torch is None:
+    if device == "cpu" or (torch := imported("torch")) is None:
         return None
     module: Any = getattr(torch, device.partition(":")[0], None)
     return module if hasattr(module, "is_initialized") and module.is_initialized() else None
@@ -49,8 +48,7 @@ class Device:
 
     def begin(self) -> int | None:
         """A call begins: the bytes that torch has allocated on the device; None where nobody knows whose they are."""
-        module = in_use(self._name)
-        if module is None or self.peaks is None:
+        if self.peaks is None or (module := in_use(self._name)) is None:
             return None
         module.reset_peak_memory_stats(self._name)
         return int(_allocated(module, self._name)["current"])

@@ -50,6 +50,7 @@ class Setting:
         self._in_process = in_process
         self.base = USUAL
         self._stream: Any = None  # the usual one
+        self._torch: Any = None  # once it is imported: each call asks for it
 
     def now(self) -> Settings:
         """As they are."""
@@ -68,9 +69,11 @@ class Setting:
 
     def have(self, wanted: Settings) -> None:
         """Make them so."""
-        torch = imported("torch")
+        torch = self._torch
         if torch is None:
-            return
+            torch = self._torch = imported("torch")
+            if torch is None:
+                return
         if torch.is_grad_enabled() is not wanted.grad:
             torch.set_grad_enabled(wanted.grad)
         if not self._in_process and torch.get_default_dtype() is not (dtype := wanted.dtype or torch.float32):

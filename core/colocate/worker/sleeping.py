@@ -116,6 +116,8 @@ class Sleeper:
         Raises:
             SleepingError: It isn't.
         """
+        if not self._asleep:
+            return
         asleep = [tag for tag in self.tags(role.name) if spec.awake is None or tag in spec.awake]
         if asleep:
             why = self._why.get(role.name or "")
