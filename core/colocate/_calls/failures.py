@@ -80,6 +80,8 @@ def result_of(link: Link, call: PendingCall, slot: int, body: Any) -> Any:
     Raises:
         SerializationError: It can't be rebuilt here.
     """
+    if body is None:  # as often
+        return None
     try:
         with rebuilding("it"):
             return link.unpack(body)

@@ -84,7 +84,9 @@ class Underway:
         if self._error is None:
             self._collect_once()
             _, self._error, self._trace = self._outcomes[0]
-        cause = self._error
+            if self._error is None:
+                return None
+        cause: BaseException | None = self._error
         while cause is not None:  # looked at now: what prints it may not be Python code
             cause = cause.__cause__
         if isinstance(self._error, ColocateError):
