@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from pathlib import Path
@@ -53,7 +54,18 @@ def events(path: Path, kind: str) -> list[dict[str, Any]]:
     """Those of a kind, in their order."""
     found: list[dict[str, Any]] = json.loads(path.read_text())
     assert all({"ph", "ts", "pid", "name"} <= event.keys() for event in found)
+    assert all(type(event["ts"]) is int and event["pid"] > 0 and event["tid"] > 0 for event in found)
+    busy: dict[tuple[int, int], int] = {}
+    for event in sorted((each for each in found if each["ph"] == "X"), key=lambda each: (each["ts"], each["dur"])):
+        row = event["pid"], event["tid"]
+        assert busy.get(row, 0) <= event["ts"], "Perfetto leaves out what overlaps on a thread"
+        busy[row] = event["ts"] + event["dur"]
     return [event for event in found if event["ph"] == kind]
+
+
+def rows(path: Path) -> dict[tuple[int, int], str]:
+    """The names of threads."""
+    return {(e["pid"], e["tid"]): e["args"]["name"] for e in events(path, "M") if e["name"] == "thread_name"}
 
 
 def spawned(pool: colocate.Pool) -> ColocatedGroup:
@@ -86,15 +98,16 @@ def test_trace(tmp_path: Path) -> None:
         one.work()  # which isn't traced any more
     names = {event["args"].get("name") for event in events(path, "M")}
     assert {"driver", "group group", *(f"slot {slot} ({p.node}, cpu)" for slot, p in enumerate(pool.slots))} <= names
-    spans = [(event["name"], event["tid"], event["args"]["rank"]) for event in events(path, "X")]
-    assert sorted(spans) == [("one.work", 0, 0), ("one.work", 1, 1), ("other.wait", 1, 0)]
-    late = next(event for event in events(path, "X") if event["name"] == "one.work" and event["tid"] == 1)
+    of = rows(path)
+    spans = [(event["name"], of[2, event["tid"]][:6], event["args"]["rank"]) for event in events(path, "X")]
+    assert sorted(spans) == [("one.work", "slot 0", 0), ("one.work", "slot 1", 1), ("other.wait", "slot 1", 0)]
+    late = next(event for event in events(path, "X") if event["name"] == "one.work" and event["args"]["rank"] == 1)
     assert late["args"]["waited_for"] == "other.wait"
     assert late["args"]["waited_ms"] >= 0
     calls = {event["name"]: event for event in events(path, "b")}
     assert list(calls) == ["other.wait", "one.work", "one.fail"]
     assert "not today" in calls["one.fail"]["args"]["error"]
-    assert [event["id"] for event in events(path, "e")] == [1, 2, 3]
+    assert [event["id2"]["local"] for event in events(path, "e")] == ["0x1", "0x2", "0x3"]
     for record in told[:3]:
         begin = next(event for event in events(path, "b") if event["name"] == f"{record.role}.{record.method}")
         assert begin["ts"] == pytest.approx(record.submitted * 1e6, abs=1.0)
@@ -127,25 +140,76 @@ def test_bytes_on_their_way(tmp_path: Path) -> None:
             assert len(both.use(made.ref)) == count
             both.size(numpy.zeros(count, numpy.uint8))
             made.fetch()
-    threads = {(e["pid"], e["tid"]): e["args"] for e in events(path, "M") if e["name"] == "thread_name"}
-    spans = events(path, "X")
-    rows = [event for event in spans if event["cat"] == "transfers"]
-    assert [event["name"] for event in rows] == ["one.make from slot 1"] * 2
-    assert [event["args"]["for"] for event in rows] == ["both.size", "both.use"]
-    for event, size in zip(rows, (count, count // 2), strict=True):
+    of, spans = rows(path), events(path, "X")
+    told = [event for event in spans if event["cat"] == "transfers"]
+    assert [event["name"] for event in told] == ["one.make from slot 1"] * 2
+    assert [event["args"]["for"] for event in told] == ["both.size", "both.use"]
+    for event, size in zip(told, (count, count // 2), strict=True):
         assert size <= event["args"].pop("bytes") <= size + 1000
         assert {**event["args"], "for": ""} == {"from_group": "group", "from_slot": 1, "made_by": "one.make", "for": ""}
-        assert threads[event["pid"], event["tid"]] == {"name": "slot 0: from other workers"}
-        call = next(e for e in spans if e["name"] == event["args"]["for"] and e["tid"] == 0)
+        assert of[event["pid"], event["tid"]] == "slot 0: from other workers"
+        call = next(e for e in spans if e["name"] == event["args"]["for"] and e["args"]["rank"] == 0)
         assert call["ts"] <= event["ts"]
-        assert event["ts"] + event["dur"] <= call["ts"] + call["dur"] + 0.01  # microseconds, rounded
+        assert event["ts"] + event["dur"] <= call["ts"] + call["dur"]
     beside = {(e["pid"], e["tid"]): e["args"]["sort_index"] for e in events(path, "M") if "sort_index" in e["args"]}
-    assert sorted(beside, key=lambda row: beside[row]) == [(1, 0), (1, rows[0]["tid"]), (1, 1)]
+    assert sorted(beside, key=lambda row: beside[row]) == sorted(beside)
+    names = [of[row].partition(" (")[0] for row in sorted(beside)]
+    assert names == ["slot 0", "slot 0: from other workers", "slot 1"]
     driver = [(e["name"], e["args"]) for e in events(path, "b")]
     assert [name for name, _ in driver] == ["one.make", "both.size", "both.use", "both.size", "fetch of one.make"]
     sent, received = ([args.get(f"{what}_bytes", 0) >> 20 for _, args in driver] for what in ("sent", "received"))
     assert sent == [0, 0, 0, 2, 0]
     assert received == [0, 0, 1, 0, 1]
+
+
+def test_what_overlaps(tmp_path: Path) -> None:
+    """Calls of async methods that run at the same time have a row each; it is free again afterwards."""
+    path = tmp_path / "trace.json"
+
+    class Waiting(Role):
+        @method(concurrency=2)
+        async def meet(self) -> None:
+            here, self.other = asyncio.Event(), getattr(self, "other", None)
+            if self.other is None:
+                self.other = here
+                await here.wait()
+            else:
+                self.other.set()
+            self.other = None
+
+    with colocate.connect() as runtime, runtime.reserve(1, cpus=0) as pool:
+        waiting = pool.spawn({"waiting": colocate.role(Waiting)}, name="group").role("waiting", Waiting)
+        with runtime.trace(path):
+            for _ in range(3):
+                calls = [waiting.meet.submit() for _ in range(2)]
+                for call in calls:
+                    call.result(20)
+    found = events(path, "X")
+    assert len(found) == 6
+    assert sorted(name.partition(" (")[0] for name in rows(path).values()) == ["slot 0", "slot 0"]
+
+
+def test_memory_has_a_row(tmp_path: Path) -> None:
+    """What moves while calls run is beside them, with its bytes."""
+    path = tmp_path / "trace.json"
+
+    class Holding(Role):
+        def __init__(self) -> None:
+            self.memory = numpy.ones(1 << 20, numpy.uint8)
+
+        @method(awake=())
+        def work(self) -> None: ...
+
+    with colocate.connect("local", processes=True) as runtime, runtime.reserve(1, cpus=0) as pool:
+        group = pool.spawn({"holding": colocate.role(Holding)}, name="group")
+        with runtime.trace(path):
+            gone = group.sleep("holding")
+            group.role("holding", Holding).work()
+            group.wake("holding")
+    of = rows(path)
+    moved = [(e["name"], e["args"]["bytes"]) for e in events(path, "X") if of[e["pid"], e["tid"]] == "slot 0: memory"]
+    assert moved == [("holding sleep", gone), ("holding wake", gone)]
+    assert [e["args"] for e in events(path, "C")] == [{"holding": gone}, {"holding": 0}]
 
 
 def test_nobody_listens() -> None:

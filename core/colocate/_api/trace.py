@@ -6,6 +6,7 @@ import json
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -16,17 +17,22 @@ from colocate._calls.records import CallRecord, FetchRecord, MoveRecord, Transfe
 from colocate._system.off_main import off_main
 from colocate.errors import ColocateError
 
-_DRIVER = 0
-_TRANSFERS = 1 << 20  # beside each slot's thread one of so much more for what came to it
+_DRIVER = 1  # viewers take a process or a thread 0 for the kernel's
+_RUNS, _MEMORY, _TRANSFERS = "", ": memory", ": from other workers"
+_ROWS = (_RUNS, _MEMORY, _TRANSFERS)
+_FIRST_ROW, _ROWS_OF_SLOT = 1 << 20, 1 << 12  # no thread has the number of a process: that would be its main one
+_LINES = _ROWS_OF_SLOT // len(_ROWS)
+_LOOKED_AT = 64  # what is told of a slot comes nearly in order
 
 
 class Trace:
     """A trace that is being written; a context manager that ends it.
 
-    In the form of Chrome's trace events: each group is a process, each of its slots a thread, with what its roles ran,
-    slept and woke there, and what a call had waited for, and another one for what came to it from other workers; the
-    driver is another process, with each call from when it was submitted to its last answer, and each fetch. What is in
-    the file can be read at any time, also after a driver was killed.
+    In the form of Chrome's trace events: each group is a process, each of its slots a thread, with what its roles ran
+    there, and what a call had waited for; others below it have memory that slept and woke, and what came from other
+    workers. What overlaps, as calls of async methods do, has a thread more: viewers leave it out otherwise. The driver
+    is another process, with each call from when it was submitted to its last answer, and each fetch. What is in the
+    file can be read at any time, also after a driver was killed.
     """
 
     def __init__(self, connection: Connection, path: Path) -> None:
@@ -43,7 +49,8 @@ class Trace:
         self._groups: dict[str, int] = {}
         self._last: dict[tuple[int, int], tuple[float, str]] = {}  # what ended last on a slot, and when
         self._asleep: dict[tuple[int, int], dict[str, int]] = {}
-        self._receiving: set[tuple[int, int]] = set()  # slots that have got something from other workers
+        # By group, slot and kind, each with what it has had last, from when to when, in microseconds.
+        self._rows: dict[tuple[int, int, str], list[tuple[int, deque[tuple[int, int]]]]] = {}
         self._number = 0
         self._named("process_name", _DRIVER, name="driver")
         self._write("[\n")
@@ -98,8 +105,9 @@ class Trace:
             change = record.nbytes if record.kind == "sleep" else -record.nbytes
             asleep[record.role] = max(0, asleep.get(record.role, 0) + change)
             args = {"rank": record.rank, "bytes": record.nbytes}
-            self._span(group, slot, record.role, f"{record.role} {record.kind}", record.start, record.end, args)
-            counter = {"pid": group, "tid": slot, "name": f"asleep on slot {slot} (bytes)", "args": dict(asleep)}
+            name = f"{record.role} {record.kind}"
+            self._span(group, slot, _MEMORY, record.role, name, record.start, record.end, args)
+            counter = {"pid": group, "tid": group, "name": f"asleep on slot {slot} (bytes)", "args": dict(asleep)}
             self._event(record.end, ph="C", **counter)
             self._write()
 
@@ -107,7 +115,8 @@ class Trace:
         """A group is in another state."""
         with self._lock:
             args = {} if cause is None else {"cause": str(cause).partition("\n")[0]}
-            event = {"pid": self._group(name), "tid": 0, "name": f"group {name} is {state}", "args": args}
+            group = self._group(name)
+            event = {"pid": group, "tid": group, "name": f"group {name} is {state}", "args": args}
             self._event(time.time(), ph="i", s="p", **event)
             self._write()
 
@@ -131,58 +140,79 @@ class Trace:
             if before > record.submitted:
                 more["waited_for"] = what
             self._last[group, slot] = end, name
-            self._span(group, slot, record.role or "group", name, start, end, more)
+            self._span(group, slot, _RUNS, record.role or "group", name, start, end, more)
         for each in record.transfers:
             self._transfer(group, self._connection.slot_of(record.group, record.role, each.rank), name, each)
 
     def _transfer(self, group: int, slot: int, call: str, record: TransferRecord) -> None:
-        row = _TRANSFERS + slot
-        if (group, slot) not in self._receiving:
-            self._receiving.add((group, slot))
-            self._named("thread_name", group, row, name=f"slot {slot}: from other workers")
-            self._named("thread_sort_index", group, row, sort_index=2 * slot + 1)
         made, rank = _label(record.role, record.method), record.source
         source = None if rank is None else self._connection.slot_of(record.group, record.role, rank)
         args = {"bytes": record.nbytes, "from_group": record.group, "from_slot": source, "made_by": made, "for": call}
         name = f"{made} from {'other slots' if source is None else f'slot {source}'}"
-        self._span(group, row, "transfers", name, record.start, record.end, args)
+        self._span(group, slot, _TRANSFERS, "transfers", name, record.start, record.end, args)
 
     def _on_driver(self, name: str, start: float, end: float, args: Mapping[str, Any]) -> None:
         self._number += 1
-        event = {"cat": "calls", "id": self._number, "pid": _DRIVER, "tid": 0, "name": name}
+        event = {"cat": "calls", "id2": {"local": hex(self._number)}, "pid": _DRIVER, "tid": _DRIVER, "name": name}
         self._event(start, ph="b", args=args, **event)
         self._event(max(end, start), ph="e", **event)
 
     def _group(self, name: str) -> int:
         number = self._groups.get(name)
         if number is None:
-            number = self._groups[name] = len(self._groups) + 1
+            number = self._groups[name] = _DRIVER + 1 + len(self._groups)
             self._named("process_name", number, name=f"group {name}")
             crew = self._connection.crews.get(name)
             for worker in () if crew is None else crew.workforce.workers:
                 where = f"slot {worker.slot} ({worker.boot.node}, {worker.boot.device})"
-                self._named("thread_name", number, worker.slot, name=where)
-                self._named("thread_sort_index", number, worker.slot, sort_index=2 * worker.slot)
+                self._new_row(number, worker.slot, _RUNS, where)
         return number
 
     def _span(
-        self, group: int, slot: int, role: str, name: str, start: float, end: float, args: Mapping[str, Any]
+        self, group: int, slot: int, kind: str, role: str, name: str, start: float, end: float, args: Mapping[str, Any]
     ) -> None:
-        length = round(max(0.0, end - start) * 1e6, 3)
-        self._event(start, ph="X", dur=length, cat=role, pid=group, tid=slot, name=name, args=args)
+        first = _microseconds(start)
+        last = max(first, _microseconds(end))
+        row = self._row(group, slot, kind, first, last)
+        self._event(start, ph="X", dur=last - first, cat=role, pid=group, tid=row, name=name, args=args)
 
-    def _named(self, kind: str, process: int, thread: int = 0, **args: str | int) -> None:
-        self._event(0.0, ph="M", pid=process, tid=thread, name=kind, args=args)
+    def _row(self, group: int, slot: int, kind: str, start: int, end: int) -> int:
+        """The first of a slot's threads of a kind on which nothing else is at that time."""
+        rows = self._rows.get((group, slot, kind), ())
+        for row, spans in rows:
+            if all(end <= first or last <= start for first, last in spans):
+                spans.append((start, end))
+                return row
+        row, spans = self._new_row(group, slot, kind, f"slot {slot}{kind}")
+        spans.append((start, end))
+        return row
+
+    def _new_row(self, group: int, slot: int, kind: str, name: str) -> tuple[int, deque[tuple[int, int]]]:
+        rows = self._rows.setdefault((group, slot, kind), [])
+        # By their numbers, and by `sort_index`, viewers have those of a slot beside each other.
+        row = _FIRST_ROW + _ROWS_OF_SLOT * slot + _LINES * _ROWS.index(kind) + len(rows)
+        rows.append((row, deque(maxlen=_LOOKED_AT)))
+        self._named("thread_name", group, row, name=name)
+        self._named("thread_sort_index", group, row, sort_index=len(_ROWS) * slot + _ROWS.index(kind))
+        return rows[-1]
+
+    def _named(self, kind: str, process: int, thread: int | None = None, **args: str | int) -> None:
+        self._event(0.0, ph="M", pid=process, tid=thread or process, name=kind, args=args)
 
     def _event(self, ts: float, **event: Any) -> None:
         """Note one; `ts` in seconds."""
-        self._lines.append(json.dumps({"ts": round(ts * 1e6, 3), **event}))
+        self._lines.append(json.dumps({"ts": _microseconds(ts), **event}))
 
     def _write(self, before: str = ",\n") -> None:
         lines, self._lines = self._lines, []
         if self._file is not None:
             self._file.write(before + ",\n".join(lines))
             self._file.flush()
+
+
+def _microseconds(seconds: float) -> int:
+    # Whole ones: with their fractions two spans, of which one ends where the other begins, would overlap.
+    return int(seconds * 1e6)
 
 
 def _label(role: str, method: str) -> str:
