@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, NoReturn, ParamSpec, TypeVar, overload
 
 from colocate._api.graph import shown
 from colocate._api.held import Held
@@ -206,7 +206,13 @@ class ColocatedGroup(Held[Crew], node=Crew):
         limited = limit(timeout, "memory(timeout)")
         return off_main(lambda: memory(self._node, Deadline(limited)))
 
-    def sleep(self, role: str, tags: Sequence[Tag] | None = None, timeout: float | None = None) -> int:
+    def sleep(
+        self,
+        role: str,
+        tags: Sequence[Tag] | None = None,
+        timeout: float | None = None,
+        on_call: Literal["wake", "fail"] = "wake",
+    ) -> int:
         """Put memory of a role to sleep: that of a device goes to pinned memory, the host's to a file on a disk.
 
         A call in the group's order. All ranks of the role do it, or none does. Tensors stay the same objects, the
@@ -220,6 +226,8 @@ class ColocatedGroup(Held[Crew], node=Crew):
             tags: What of it: "weights" (and buffers), "grads", "optimizer", "cache" (other tensors, and what
                 `device_state()` returns); None for all of it.
             timeout: Seconds until it is given up; None for never.
+            on_call: What a call of the role does that needs it: "wake" it, or "fail", with a `SleepingError`, until
+                `wake`. A checkpoint wakes it all the same.
 
         Returns:
             How many bytes have left the memory of the workers. What has been away before and wasn't written into since
@@ -231,7 +239,7 @@ class ColocatedGroup(Held[Crew], node=Crew):
         """
         limited = limit(timeout, "sleep(timeout)", positive=True)
         with self._telling_who_has_it():
-            return sleeping.sleep(self._node, role, tags, limited)
+            return sleeping.sleep(self._node, role, tags, limited, on_call)
 
     def wake(self, role: str, tags: Sequence[Tag] | None = None, timeout: float | None = None) -> int:
         """Have memory of a role that sleeps be there again, on all of its ranks or on none.

@@ -5,14 +5,27 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import TypeAlias
 
+import attrs
+
 from colocate._role.method import TAGS
 
 Mark: TypeAlias = tuple[str, str]
 """A role and a tag of its memory."""
 
 
+@attrs.frozen(eq=False)
+class Slept:
+    """That it has been put to sleep, once.
+
+    Attributes:
+        until_woken: Whether calls leave it asleep.
+    """
+
+    until_woken: bool = False
+
+
 class Sleepers:
-    """Marks for what may sleep. A call whose role has some is sent behind a call that wakes it.
+    """Marks for what may sleep. A call whose role has some is sent behind a call that wakes it, or fails of them.
 
     Each step is one of a dict's, so no lock is taken. A mark is made before a sleep is sent and renewed after that, and
     what has been woken takes away only marks that it has seen: whatever comes between, a mark stays too long at worst.
@@ -20,29 +33,33 @@ class Sleepers:
 
     def __init__(self, roles: Iterable[str]) -> None:
         """Args: roles: Those of a group that another driver may have put to sleep."""
-        self._marks: dict[Mark, object] = {(role, tag): object() for role in roles for tag in TAGS}
+        self._marks: dict[Mark, Slept] = {(role, tag): Slept() for role in roles for tag in TAGS}
 
     def __bool__(self) -> bool:
         return bool(self._marks)
 
-    def mark(self, role: str, tags: Iterable[str]) -> None:
+    def mark(self, role: str, tags: Iterable[str], until_woken: bool) -> None:
         """They are about to sleep, or have been told to."""
         for tag in tags:
-            self._marks[role, tag] = object()
+            self._marks[role, tag] = Slept(until_woken)
 
-    def seen(self, role: str, tags: Collection[str]) -> dict[Mark, object]:
+    def seen(self, role: str, tags: Collection[str]) -> dict[Mark, Slept]:
         """The marks that a role has."""
-        return {mark: token for mark, token in list(self._marks.items()) if mark[0] == role and mark[1] in tags}
+        return {mark: slept for mark, slept in list(self._marks.items()) if mark[0] == role and mark[1] in tags}
+
+    def for_call(self, role: str, tags: Collection[str]) -> dict[Mark, Slept]:
+        """Those of which a call of the role wakes it."""
+        return {mark: slept for mark, slept in self.seen(role, tags).items() if not slept.until_woken}
 
     @property
     def roles(self) -> list[str]:
         """The roles that have marks."""
         return list(dict.fromkeys(role for role, _ in list(self._marks)))
 
-    def woken(self, seen: dict[Mark, object]) -> None:
+    def woken(self, seen: dict[Mark, Slept]) -> None:
         """They have been woken by a call that was made when these marks were there."""
-        for mark, token in seen.items():
-            if self._marks.get(mark) is token:
+        for mark, slept in seen.items():
+            if self._marks.get(mark) is slept:
                 del self._marks[mark]
 
     def renew(self) -> None:

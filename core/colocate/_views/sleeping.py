@@ -18,18 +18,30 @@ from colocate._views.waking import arguments, everyone, note, outcomes
 from colocate.errors import ConfigError, MemoryBudgetError, RoleError
 from colocate.worker.functions import SLEEP, SPECS, WAKE
 
+_ON_CALL = ("wake", "fail")
 
-def sleep(crew: Crew, role: str, tags: Sequence[str] | None, timeout: float | None) -> int:
+
+def sleep(crew: Crew, role: str, tags: Sequence[str] | None, timeout: float | None, on_call: str = "wake") -> int:
     """Put memory of a role to sleep; see `ColocatedGroup.sleep`."""
-    return _result(crew, role, start_sleep(crew, role, tags, timeout), "put to sleep")
+    return _result(crew, role, start_sleep(crew, role, tags, timeout, on_call), "put to sleep")
 
 
-def start_sleep(crew: Crew, role: str, tags: Sequence[str] | None, timeout: float | None) -> PendingCall:
+def start_sleep(
+    crew: Crew, role: str, tags: Sequence[str] | None, timeout: float | None, on_call: str = "wake"
+) -> PendingCall:
     """Send a sleep to all workers."""
     chosen = _tags(crew, role, tags, "sleep")
-    crew.sleepers.mark(role, chosen)
+    if on_call not in _ON_CALL:
+        raise ConfigError(f"group.sleep(on_call={on_call!r}): it is 'wake' or 'fail'{did_you_mean(on_call, _ON_CALL)}")
+    until_woken = on_call == "fail"
+    if until_woken and crew.declared.budgets.swap:
+        raise ConfigError(
+            f"group.sleep(on_call='fail'): roles of group {crew.name!r} take turns (residency='swap'), and wake for "
+            "their calls"
+        )
+    crew.sleepers.mark(role, chosen, until_woken)
     call = _start(crew, SLEEP, f"sleep of {role}", {"role": role, "tags": chosen}, timeout)
-    crew.sleepers.mark(role, chosen)  # what has woken it before that doesn't count
+    crew.sleepers.mark(role, chosen, until_woken)  # what has woken it before that doesn't count
     return call
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from colocate._calls.joiner import Joiner
 from colocate._calls.pending import PendingCall
 from colocate._crew.crew import Crew
-from colocate._crew.sleepers import Mark
+from colocate._crew.sleepers import Mark, Slept
 from colocate._role.info import RoleInfo
 from colocate._role.method import TAGS
 from colocate._system.numbers import FOREVER_S
@@ -37,8 +37,8 @@ def behind_wakes(drafts: Sequence[Draft]) -> Sequence[Draft]:
     found: list[Draft] = []
     waking: set[Mark] = set()
     for draft in drafts:
-        for role, tags in _needed(crew, draft).items():
-            if marks := {mark: token for mark, token in crew.sleepers.seen(role, tags).items() if mark not in waking}:
+        for role, seen in _wakes(crew, draft).items():
+            if marks := {mark: slept for mark, slept in seen.items() if mark not in waking}:
                 waking.update(marks)
                 found.append(_waking(crew, role, marks, draft.call))
         found.append(draft)
@@ -50,7 +50,7 @@ def arguments(crew: Crew, role: str, tags: Sequence[str]) -> dict[str, Any]:
     return {"role": role, "tags": list(tags), "beside": dict(Counter(crew.node(slot) for slot in crew.live()))}
 
 
-def note(crew: Crew, marks: Mapping[Mark, object], call: PendingCall) -> None:
+def note(crew: Crew, marks: Mapping[Mark, Slept], call: PendingCall) -> None:
     """A call that wakes a role is over: if it has, calls need no other one.
 
     That what it says can't be read here is for whoever reads the call that it goes before.
@@ -65,16 +65,16 @@ def outcomes(call: PendingCall) -> Sequence[Outcome]:
     return found
 
 
-def _needed(crew: Crew, draft: Draft) -> dict[str, Sequence[str]]:
-    """What has to be awake for a call, by role."""
-    name = draft.call.role
+def _wakes(crew: Crew, draft: Draft) -> dict[str, dict[Mark, Slept]]:
+    """What a call wakes, by role."""
+    name, sleepers = draft.call.role, crew.sleepers
     if name in crew.roles:
         awake = crew.roles[name].methods[draft.method].awake
-        return {name: TAGS if awake is None else awake}
-    return dict.fromkeys(crew.sleepers.roles, TAGS) if draft.method == CHECKPOINT else {}
+        return {name: sleepers.for_call(name, TAGS if awake is None else awake)}
+    return {role: sleepers.seen(role, TAGS) for role in sleepers.roles} if draft.method == CHECKPOINT else {}
 
 
-def _waking(crew: Crew, role: str, marks: Mapping[Mark, object], before: PendingCall) -> Draft:
+def _waking(crew: Crew, role: str, marks: Mapping[Mark, Slept], before: PendingCall) -> Draft:
     info, spec, label = everyone(crew), SPECS[WAKE], f"wake of {role}"
     planned = plan(spec.dispatch, arguments(crew, role, [tag for _, tag in marks]), info.ranks)
     call = PendingCall(label, "", WAKE, info.slots)

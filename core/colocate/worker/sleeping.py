@@ -121,9 +121,9 @@ class Sleeper:
         asleep = [tag for tag in self.tags(role.name) if spec.awake is None or tag in spec.awake]
         if asleep:
             why = self._why.get(role.name or "")
+            how = f", and that could not be woken: {why}" if why else f": group.wake({role.name!r}) has it be there"
             raise SleepingError(
-                f"{role.label(spec.name)} needs memory of its role that sleeps ({', '.join(asleep)})"
-                f"{f', and that could not be woken: {why}' if why else ''}"
+                f"{role.label(spec.name)} needs memory of its role that sleeps ({', '.join(asleep)}){how}"
             )
 
     def refuse(self, role: str) -> None:

@@ -346,6 +346,8 @@ class Budgets(ExecutorCase):
             group = pool.spawn(roles, residency="swap", device_memory="9MiB", on_failure="restart")
             one, two = group.role("one", Dozing), group.role("two", Dozing)
             before = one.train(), two.train()
+            with pytest.raises(ConfigError, match="take turns"):
+                group.sleep("one", on_call="fail")
             os.kill(group.run(_pid)[0], signal.SIGKILL)
             wait_until(lambda: group.generation == 1, "it is made anew")
             group.wait_ready(PATIENCE_S)

@@ -82,6 +82,25 @@ class Sleeping(ExecutorCase):
         kept.wait()
         assert actor.asleep() == [[]] * 2
 
+    def test_a_call_that_fails_of_sleep(self, dozing: ColocatedGroup, tmp_path: Path) -> None:
+        """Where that was asked for a call doesn't wake what it needs; a checkpoint does."""
+        actor = dozing.role("actor", Dozing)
+        before = actor.digest()
+        dozing.sleep("actor", ["optimizer", "grads"], on_call="fail")
+        assert actor.look() == [weights for weights, _ in before]
+        for _ in range(2):
+            with pytest.raises(SleepingError, match=r"actor\.digest .* sleeps .*optimizer.*: group\.wake\('actor'\)"):
+                actor.digest()
+        assert actor.asleep() == [["grads", "optimizer"]] * 2
+        dozing.wake("actor")
+        assert actor.digest() == before
+        dozing.sleep("actor", on_call="fail")
+        dozing.checkpoint(tmp_path / "checkpoint")
+        assert actor.asleep() == [[]] * 2
+        assert actor.digest() == before
+        with pytest.raises(ConfigError, match=r"on_call='fial'.*did you mean 'fail'"):
+            dozing.sleep("actor", on_call="fial")  # type: ignore[arg-type]
+
     def test_training_goes_on(self, spawn: Spawn) -> None:
         """A model that sleeps between its steps learns what one learns that doesn't."""
         pytest.importorskip("torch")
