@@ -18,7 +18,7 @@ from colocate.errors import EngineError
 from colocate.executor import Boot, Exit, Host
 from colocate.worker.output import split_label
 
-_TAIL_LINES = 20
+_TAIL_LINES = 40
 
 
 class WorkerEvents(Protocol):

@@ -16,7 +16,7 @@ from colocate.errors import ClosedError
 from colocate.keeper.process import WorkerProcess
 from colocate.worker.service import CUT, GIVEN_BYTES, LOOK
 
-_TAIL_LINES = 20
+_TAIL_LINES = 40
 
 
 class Teller(Protocol):
