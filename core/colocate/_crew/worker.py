@@ -16,9 +16,7 @@ from colocate._protocol.message import Head, Message, read
 from colocate._protocol.requests import Request, Requests
 from colocate.errors import EngineError
 from colocate.executor import Boot, Exit, Host
-from colocate.worker.output import split_label
-
-_TAIL_LINES = 40
+from colocate.worker.output import TAIL_LINES, split_label
 
 
 class WorkerEvents(Protocol):
@@ -83,7 +81,7 @@ class Worker:
     lane_ended: bool = False
     receiver: Receiver = attrs.field(factory=lambda: Receiver("is given it"))
     progress: dict[str | None, tuple[float, float | None]] = attrs.field(factory=dict)
-    _tail: deque[str] = attrs.field(factory=lambda: deque(maxlen=_TAIL_LINES))
+    _tail: deque[str] = attrs.field(factory=lambda: deque(maxlen=TAIL_LINES))
     _questions: Requests[int, str | None] = attrs.field(factory=Requests[int, "str | None"])
     _where: Request[int, str | None] | None = None
 

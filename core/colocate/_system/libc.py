@@ -9,7 +9,7 @@ import os
 
 @functools.cache
 def libc() -> ctypes.CDLL:
-    """It."""
+    """The library that this process has already, with the types of what is called."""
     library = ctypes.CDLL(None, use_errno=True)
     address, size, offset = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64
     library.mmap.argtypes = [address, size, ctypes.c_int, ctypes.c_int, ctypes.c_int, offset]

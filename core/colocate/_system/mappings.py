@@ -17,8 +17,7 @@ _LOOKED_AT_PAGES = 1 << 16
 _IN_MEMORY, _SWAPPED, _OF_FILE = 0x80, 0x40, 0x20
 _WRITTEN = bytes(bool(b & _SWAPPED) or b & (_IN_MEMORY | _OF_FILE) == _IN_MEMORY for b in range(256))
 
-
-FileId: TypeAlias = "tuple[str, int]"
+FileId: TypeAlias = tuple[str, int]
 """A file's device and inode; ("00:00", 0) is none."""
 
 
@@ -80,10 +79,10 @@ def areas_of(pieces: Iterable[tuple[int, int]]) -> list[Area]:
         if last - first < _LEAST_BYTES:
             continue
         at = first
-        for mapping in mappings[max(0, bisect.bisect_right(starts, first) - 1) :]:
-            if mapping.start > at or at >= last:
+        for each in mappings[max(0, bisect.bisect_right(starts, first) - 1) :]:
+            if each.start > at or at >= last:
                 break
-            at = max(at, mapping.stop if mapping.ours_to_replace else at)
+            at = max(at, each.stop if each.ours_to_replace else at)
         if at >= last:
             found.append(Area(first, last))
     return found
@@ -117,7 +116,7 @@ def joined(places: Iterable[Place]) -> list[Place]:
     done: list[Place] = []
     for place in sorted(places):
         last = done[-1] if done else None
-        if last and place.start <= last.stop and last.of(Area(*place[:2])) == place:
+        if last and place.start <= last.stop and last.of(Area(place.start, place.stop)) == place:
             done[-1] = last._replace(stop=max(last.stop, place.stop))
         else:
             done.append(place)

@@ -1,19 +1,17 @@
 """Memory of this process that goes to files and comes back, in place.
 
 Pages are put away and never moved, so everything that refers to them by their addresses stays right: tensors, views,
-NumPy arrays, C code. They become a private mapping of the file. While they are away nothing of them is in memory;
-whoever reads them all the same gets from the file what was there, and whoever writes gets a page of its own, as ever.
+NumPy arrays, C code. They become private mappings of files. While they are away nothing of them is in memory;
+whoever reads them all the same gets from there what it was, and whoever writes gets a page of its own, as ever.
 
-They come back in one of two ways. By being read: they stay pages of the file, so what nobody has written into since is
+They come back in one of two ways. By being read: they stay pages of a file, so what nobody has written into since is
 put away again at no cost, but the kernel copies each page that is written into by itself, which takes several times as
 long as to copy all of them at once. Or that is done beforehand, where they are to be written into: they are copied into
 memory of the process's own, in large pages, which are also given back faster.
 
-What lies where is asked of the kernel each time (`mappings.py`): memory that was freed
-meanwhile, and given to somebody else, is taken for what it is now. Only for what was copied back it is noted which
-place in a file it has, to be written there again.
-
-Several files, since the kernel lets only one thread at a time write into one.
+What lies where is asked of the kernel each time (`mappings.py`): memory that was freed meanwhile, and given to somebody
+else, is taken for what it is now. Only for what was copied back it is noted which place in a file it has, to be written
+there again. There are several files, since the kernel lets only one thread at a time write into one.
 
 Linux only. Memory must come from the C library's `malloc`, or from `mmap`: other allocators may take pages that they
 have given back for zeros.

@@ -14,9 +14,8 @@ from colocate._protocol.commands import Ended, Inspected, Said
 from colocate._protocol.message import Message
 from colocate.errors import ClosedError
 from colocate.keeper.process import WorkerProcess
+from colocate.worker.output import TAIL_LINES
 from colocate.worker.service import CUT, GIVEN_BYTES, LOOK
-
-_TAIL_LINES = 40
 
 
 class Teller(Protocol):
@@ -62,7 +61,7 @@ class StartedWorker:
         self.imports = imports
         self.killed = False
         self.gone = False
-        self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self.tail: deque[str] = deque(maxlen=TAIL_LINES)
         self.door_process: DoorProcess | None = None
         self._keeper = keeper
         self.process: WorkerProcess = NO_PROCESS

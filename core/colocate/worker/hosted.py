@@ -94,12 +94,11 @@ class HostedRole:
 
     def run(self, code: Callable[..., T], *args: Any) -> T:
         """Run code of the role's, with torch set as it is for the role."""
-        setting = self.setting
-        setting.have(self.settings or setting.base)
+        self.have_settings()
         try:
             return code(*args)
         finally:
-            setting.have(setting.base)
+            self.setting.have(self.setting.base)
 
     def have_settings(self) -> None:
         """Set torch as it is for the role."""

@@ -9,6 +9,8 @@ from colocate._role import context
 
 # Around "ROLE RANK", before a line. Lines of other origin (C code, threads of roles, children) have none.
 _START, _END = "\x1e", "\x1f"
+TAIL_LINES = 40
+"""Of what a worker has printed last, what its death tells: with all of the Python stack that a crash in C leaves."""
 
 
 class LabelledStream(io.TextIOWrapper):

@@ -44,9 +44,11 @@ class _Told:
         self.runtime._node.services.settle()
         return self.calls[-1]
 
-    def transfers(self) -> list[TransferRecord]:
-        """What the last call got from other workers, by rank; none where the workers are threads of the driver."""
+    def transfers(self, method: str | None = None) -> list[TransferRecord]:
+        """What the last call, of a method, got from other workers, by rank; none between threads."""
         record = self.last()
+        if method is not None:
+            record = next(each for each in reversed(self.calls) if each.method == method)
         spans = {rank: (start, end) for rank, start, end in record.spans}
         for each in record.transfers:
             start, end = spans[each.rank]
@@ -141,8 +143,9 @@ class Transfers(ExecutorCase):
             more = right.add.keep(made.ref)
             last = left.whole.submit(more.ref)
         last.result()
-        assert [each.role for each in told.transfers()] == (["right_tensors"] if travels else [])
-        assert [each.role for each in told.calls[-2].transfers] == (["left_tensors"] if travels else [])
+        more.wait()  # its rank may say that it is done after the other one, which has its value already
+        assert [each.role for each in told.transfers("whole")] == (["right_tensors"] if travels else [])
+        assert [each.role for each in told.transfers("add")] == (["left_tensors"] if travels else [])
 
     def test_sleeps_are_told(self, spawn: Spawn, told: _Told) -> None:
         """Those that somebody asks for, too, and the wakes by a call; and whether it is all of the role."""
