@@ -19,7 +19,7 @@ from colocate import wire
 from colocate.testing.waiting import wait_until
 from colocate.wire import Tls, auth, connect, listen, new_key
 from colocate.wire import door as door_module
-from colocate.wire.auth import Kind, dial
+from colocate.wire.auth import Kind, TurnedAway, dial
 from colocate.wire.handshake import TURNED_AWAY, Handshake, proof
 
 KEY = new_key()
@@ -233,8 +233,10 @@ def test_who_is_turned_away_comes_again(way: Way, monkeypatch: pytest.MonkeyPatc
         later: list[Future[socket.socket]] = []
 
         def meanwhile() -> None:
-            with pytest.raises(TimeoutError, match=r"turned this side away: .*, until the time was over"):
-                server.connect(timeout=0.1)
+            with monkeypatch.context() as patch:
+                patch.setattr(auth, "_AGAIN_S", 4 * WAIT_S)  # there is no time for another attempt
+                with pytest.raises(TimeoutError, match=r"turned this side away: .*, until the time was over"):
+                    server.connect(timeout=WAIT_S)
             turned.clear()
             later.append(threads.submit(server.connect))
             assert turned.wait(WAIT_S)
@@ -243,6 +245,18 @@ def test_who_is_turned_away_comes_again(way: Way, monkeypatch: pytest.MonkeyPatc
         with server.connect(), later[0].result(WAIT_S):
             while len(server.taken) < 2:
                 time.sleep(0.001)
+
+
+def test_who_was_turned_away_hears_of_it_at_the_end() -> None:
+    """Though the last attempt heard nothing in the time that was left."""
+    left = iter([TurnedAway("flooded"), TimeoutError("no answer")])
+
+    def attempt(_left: object) -> None:
+        raise next(left)
+
+    with pytest.raises(TimeoutError, match="flooded, until the time was over") as caught:
+        auth.until_let_in(attempt, WAIT_S)
+    assert str(caught.value.__cause__) == "no answer"
 
 
 def test_a_knock_of_another_key_gets_no_answer(way: Way) -> None:

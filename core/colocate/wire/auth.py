@@ -20,8 +20,8 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 
 from colocate.wire._forks import track_socket
 from colocate.wire._listening import REOPEN_EVERY_S, REOPENS_WITHIN_S, listening
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     import ssl
 
 Kind: TypeAlias = Literal["unix", "tcp"]
+_T = TypeVar("_T")
 
 LOOPBACK = "127.0.0.1"
 _UCRED = struct.Struct("3i")
@@ -170,42 +171,58 @@ def connect(address: str, key: bytes, timeout: float = 10.0, tls: Tls | None = N
         ConnectionError: Nobody listens there, or it is someone with another key.
         TimeoutError: The other side didn't answer in time.
     """
-    patience = Patience(timeout)
-    while True:
+
+    def attempt(left: Callable[[], float]) -> socket.socket:
+        sock = dial(address, left(), tls, key)
         try:
-            sock = dial(address, patience.left(), tls, key)
-            try:
-                prove(sock, address, key, patience.left())
-            except BaseException:
-                sock.close()
-                raise
-            return sock
-        except TurnedAway as error:
-            patience.take(error)
+            prove(sock, address, key, left())
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+
+    return until_let_in(attempt, timeout)
 
 
 class TurnedAway(ConnectionError):
     """The listener has more connections of strangers than it keeps, and this was one of them."""
 
 
-class Patience:
-    """How long a dialler that is turned away comes again."""
+def until_let_in(attempt: Callable[[Callable[[], float]], _T], timeout: float) -> _T:
+    """Dial again while the listener turns this side away.
 
-    def __init__(self, timeout: float) -> None:
-        self._deadline = time.monotonic() + timeout
-        self._pause = _AGAIN_S
+    Args:
+        attempt: Dials once; it is told what gives the seconds that are left.
+        timeout: Seconds for all attempts.
 
-    def left(self) -> float:
-        """Seconds until its deadline."""
-        return max(self._deadline - time.monotonic(), 0.001)
+    Returns:
+        What the attempt that was let in returned.
 
-    def take(self, error: TurnedAway) -> None:
-        """Wait a moment; the error, when there is no time left."""
-        pause = random.uniform(0.5, 1.0) * self._pause
-        if time.monotonic() + pause > self._deadline:
-            raise TimeoutError(f"{error}, until the time was over") from error
+    Raises:
+        TimeoutError: The time was over; if the listener ever turned this side away, the error says so, since that the
+            last attempt got no answer in what time was left to it says nothing.
+    """
+    deadline = time.monotonic() + timeout
+    turned_away: TurnedAway | None = None
+    longest = _AGAIN_S
+    while True:
+        try:
+            return attempt(lambda: max(deadline - time.monotonic(), 0.001))
+        except TurnedAway as error:
+            turned_away = error
+        except TimeoutError as error:
+            if turned_away is None:
+                raise
+            raise _never_let_in(turned_away) from error
+        pause = random.uniform(0.5, 1.0) * longest
+        if time.monotonic() + pause > deadline:
+            raise _never_let_in(turned_away) from turned_away
         time.sleep(pause)
-        self._pause = min(2 * self._pause, _LONGEST_AGAIN_S)
+        longest = min(2 * longest, _LONGEST_AGAIN_S)
+
+
+def _never_let_in(turned_away: TurnedAway) -> TimeoutError:
+    return TimeoutError(f"{turned_away}, until the time was over")
 
 
 def dial(address: str, timeout: float, tls: Tls | None = None, key: bytes = b"") -> socket.socket:
@@ -284,7 +301,7 @@ def prove(sock: socket.socket, address: str, key: bytes, timeout: float) -> None
     """The second half of `connect`: authenticate a dialled connection.
 
     Raises:
-        TurnedAway: The listener had no room for it; another one may do better (`Patience`).
+        TurnedAway: The listener had no room for it; another one may do better (`until_let_in`).
         ConnectionError: See `connect`.
         TimeoutError: See `connect`.
     """

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 from typing import TypeAlias
 
@@ -15,7 +16,7 @@ from colocate._system.jobs import error_text, report_exception
 from colocate._system.limits import PEER_CONNECTS_WITHIN_S
 from colocate.errors import ClosedError, ForkedError
 from colocate.wire._forks import track
-from colocate.wire.auth import Patience, TurnedAway, dial, listen_widely, prove
+from colocate.wire.auth import dial, listen_widely, prove, until_let_in
 from colocate.wire.framing import Frame, Head, Message, Reader, Sending, encode
 from colocate.wire.hub import Hub
 from colocate.wire.tls import Tls
@@ -183,43 +184,28 @@ class PeerChannel:
                     self._busy.add(connection)
                     return connection
                 connection.close()
-        patience = Patience(PEER_CONNECTS_WITHIN_S)
-        while True:
-            try:
-                connection = self._dial(address, aborts, patience)
-                self._prove(connection, patience)
-                return connection
-            except TurnedAway as error:
-                self._come_again(patience, error)
-
-    def _prove(self, connection: _Connection, patience: Patience) -> None:
         try:
-            prove(connection.sock, connection.address, self._key, patience.left())
-        except TurnedAway:
-            self._drop(connection)
+            return until_let_in(partial(self._connect, address, aborts), PEER_CONNECTS_WITHIN_S)
+        except ConnectionError:
             raise
         except OSError as error:
-            self._drop(connection)
-            raise ConnectionError(connection.aborted or str(error)) from error
-
-    def _come_again(self, patience: Patience, error: TurnedAway) -> None:
-        try:
-            patience.take(error)
-        except TimeoutError as late:
-            raise ConnectionError(str(late)) from late
-
-    def _dial(self, address: str, aborts: int, patience: Patience) -> _Connection:
-        """A connection that isn't authenticated yet."""
-        try:
-            connection = _Connection(dial(address, patience.left(), self._tls, self._key), address)
-        except TimeoutError as error:
             raise ConnectionError(str(error)) from error
+
+    def _connect(self, address: str, aborts: int, left: Callable[[], float]) -> _Connection:
+        connection = _Connection(dial(address, left(), self._tls, self._key), address)
         with self._lock:
             if self._closed or self.aborts != aborts:
                 connection.close()
                 self._check_open()
                 self._check_aborts(aborts)
             self._busy.add(connection)
+        try:
+            prove(connection.sock, address, self._key, left())
+        except OSError as error:
+            self._drop(connection)
+            if connection.aborted:
+                raise ConnectionError(connection.aborted) from error
+            raise
         return connection
 
     def _give_back(self, connection: _Connection) -> None:
