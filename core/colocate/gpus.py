@@ -209,3 +209,15 @@ def _by_torch() -> int:
     module = None if torch is None else getattr(torch, KIND.device)
     # Asked for its devices before it is at work, it might initialise them, which no fork survives.
     return int(module.device_count()) if module is not None and module.is_initialized() else 0
+
+
+def in_use(device: str) -> Any:
+    """Torch's module for a kind of device, such as `torch.cuda`; None until this process has used it, and for the host.
+
+    Args:
+        device: As torch calls it, such as "cuda:0".
+    """
+    if device == "cpu" or (torch := imported("torch")) is None:
+        return None
+    module: Any = getattr(torch, device.partition(":")[0], None)
+    return module if hasattr(module, "is_initialized") and module.is_initialized() else None

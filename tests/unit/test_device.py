@@ -11,8 +11,9 @@ import pytest
 import colocate
 from colocate import ColocatedGroup, Role, method
 from colocate.errors import RoleError, WorkerDied
+from colocate.gpus import in_use
 from colocate.worker import device as devices
-from colocate.worker.device import Device, in_use
+from colocate.worker.device import Device
 from colocate.worker.settings import Setting, Settings
 
 torch = pytest.importorskip("torch")

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from colocate._definitions.device_copies import Copies, flat, to_host
 from colocate._definitions.packed import Packed, Plain
 from colocate._definitions.pickler import Pickler, Whole, is_special
 from colocate._system.by_type import by_type
@@ -23,11 +24,10 @@ if TYPE_CHECKING:
 # A smaller tensor is copied into the pickle: it costs less than a buffer of its own, and a small tensor that is kept
 # doesn't keep the memory of the whole message.
 _SMALL_BYTES = 2048
-_PINNED_BYTES = 1 << 16  # from here on a copy from a GPU is worth memory of its own kind
 _ATOMS = frozenset({type(None), bool, int, float, str})
 _PLAIN_ITEMS = 16
 
-_here = threading.local()  # .device: where unpack, on this thread, puts tensors that came from a device
+_here = threading.local()  # .copies: where unpack, on this thread, puts tensors that came from a device
 
 
 def pack(value: Any) -> Packed:
@@ -72,12 +72,17 @@ def unpack(packed: Packed, device: str | torch.device | None = None) -> Any:
     """
     if device is None:
         return pickle.loads(packed.data, buffers=packed.buffers)
-    outer = getattr(_here, "device", None)
-    _here.device = device
+    outer = _copies()
+    _here.copies = copies = Copies(device)
     try:
         return pickle.loads(packed.data, buffers=packed.buffers)
     finally:
-        _here.device = outer
+        _here.copies = outer
+        copies.wait()
+
+
+def _copies() -> Copies | None:
+    return getattr(_here, "copies", None)
 
 
 def _is_plain(value: Any, room: int) -> int:
@@ -158,7 +163,8 @@ def _is_tensordict(kind: type) -> bool:
 
 
 def _placed_tensordict(tensordict: Any) -> Any:
-    return tensordict.to(getattr(_here, "device", None) or "cpu")
+    copies = _copies()
+    return tensordict.to("cpu" if copies is None else copies.device)
 
 
 def _reduce_tensor(tensor: Any) -> Any:
@@ -172,27 +178,11 @@ def _reduce_tensor(tensor: Any) -> Any:
         return tensor.__reduce_ex__(5)
     marked = _on_device(tensor)
     if marked:
-        tensor = _on_host(tensor, torch)
+        tensor = to_host(tensor)
     tensor = tensor.resolve_conj().resolve_neg().contiguous()
-    # Not reshape(-1): a dimension of size one may have any stride in a contiguous tensor, and would keep it.
-    flat = (tensor if tensor.stride() == (1,) else tensor.as_strided((tensor.numel(),), (1,))).view(torch.uint8).numpy()
-    memory = pickle.PickleBuffer(flat) if flat.nbytes > _SMALL_BYTES else bytearray(flat)
+    array = flat(tensor).numpy()
+    memory = pickle.PickleBuffer(array) if array.nbytes > _SMALL_BYTES else bytearray(array)
     return _tensor, (memory, str(tensor.dtype)[6:], tuple(tensor.shape), marked)
-
-
-def _on_host(tensor: Any, torch: Any) -> Any:
-    """A GPU's tensor on the host, when what makes it on the thread's current stream is done."""
-    module: Any = getattr(torch, tensor.device.type, None)
-    if tensor.nbytes < _PINNED_BYTES or not tensor.is_contiguous() or not hasattr(module, "current_stream"):
-        return tensor.cpu()
-    try:
-        # Torch keeps such memory for the next one; a copy to any other goes through some of the driver's own.
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
-    except RuntimeError:  # there is no more of it
-        return tensor.cpu()
-    host.copy_(tensor, non_blocking=True)
-    module.current_stream(tensor.device).synchronize()
-    return host
 
 
 def _unwrapped(tensor: Any) -> Any:
@@ -220,9 +210,9 @@ def _tensor(memory: Any, dtype: str, shape: tuple[int, ...], marked: bool) -> An
     if len(shape) != 1:
         tensor = tensor.view(shape)
     if marked:
-        device = getattr(_here, "device", None)
-        if device is not None:
-            return tensor.to(device)
+        copies = _copies()
+        if copies is not None:
+            return copies.of(tensor)
     return tensor
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import attrs
 
+from colocate._definitions.device_copies import Copies
 from colocate._system.by_type import by_type
 from colocate._system.imported import imported
 from colocate._values.leaves import is_collection
@@ -30,13 +31,22 @@ def placed(arguments: dict[str, Any], device: str, host: Collection[str] = ()) -
     if torch is None:
         return arguments
     there, here = _Moves(torch, device), _Moves(torch, "cpu")
-    return {name: (here if name in host else there).value(value) for name, value in arguments.items()}
+    try:
+        return {name: (here if name in host else there).value(value) for name, value in arguments.items()}
+    finally:
+        there.copies.wait()
 
 
 def on_device(value: Any, device: str) -> Any:
     """A value with its tensors on a device."""
     torch = imported("torch")
-    return value if torch is None else _Moves(torch, device).value(value)
+    if torch is None:
+        return value
+    moves = _Moves(torch, device)
+    try:
+        return moves.value(value)
+    finally:
+        moves.copies.wait()
 
 
 def gpu_is_used() -> bool:
@@ -51,6 +61,7 @@ class _Moves:
     def __init__(self, torch: Any, device: str) -> None:
         self._torch = torch
         self._device = torch.device(device)
+        self.copies = Copies(self._device)
         self._moved: dict[int, tuple[Any, Any]] = {}  # by id, with what it is of: an id may be used again
 
     def value(self, value: Any) -> Any:
@@ -68,10 +79,13 @@ class _Moves:
 
     def _moved_leaf(self, item: Any, kind: type) -> Any:
         if isinstance(item, self._torch.Tensor):
-            return item if self._is_there(item) else item.to(self._device)
+            return item if self._is_there(item) else self.copies.of(item)
         if is_collection(kind):
             there = all(map(self._is_there, filter(self._is_tensor, memories(item))))
-            return item if there else item.to(self._device)
+            if there:
+                return item
+            moved = item.apply(self._leaf, filter_empty=False, device=None, propagate_lock=True)
+            return moved.to(self._device)  # which is there: it only has to say so
         if isinstance(item, self._torch.nn.Module):
             return self._module(item)
         return self._record(item)

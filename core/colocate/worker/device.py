@@ -13,19 +13,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from colocate._system.imported import imported
-
-
-def in_use(device: str) -> Any:
-    """Torch's module for a kind of device, such as `torch.cuda`; None until this process has used it, and for the host.
-
-    Args:
-        device: As torch calls it, such as "cuda:0".
-    """
-    if device == "cpu" or (torch := imported("torch")) is None:
-        return None
-    module: Any = getattr(torch, device.partition(":")[0], None)
-    return module if hasattr(module, "is_initialized") and module.is_initialized() else None
+from colocate._definitions.device_copies import SideStream
+from colocate.gpus import in_use
 
 
 class Device:
@@ -43,7 +32,7 @@ class Device:
         self._starts: list[int] = []  # of memory that isn't the allocator's to give to others
         self._stops: list[int] = []
         self._segments: object = None
-        self._aside: Any = None
+        self._side = SideStream(name)
         self.peaks: dict[str, int] | None = None if name == "cpu" or in_process else {}
 
     def begin(self) -> int | None:
@@ -100,9 +89,7 @@ class Device:
         if module is None:
             yield
             return
-        if self._aside is None:
-            self._aside = module.Stream(self._name)
-        with module.stream(self._aside):
+        with self._side.beside(module):
             yield
 
     def lends(self, tensor: Any) -> bool:

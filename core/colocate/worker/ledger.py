@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 
 from colocate._protocol.ledger import Ledger, Purpose
-from colocate.worker.device import in_use
+from colocate.gpus import in_use
 from colocate.worker.holdings import Holdings, Storages, held_by
 from colocate.worker.sleeping import Sleeper, Worker
 

@@ -12,9 +12,10 @@ from typing import Any, TypeAlias
 
 import attrs
 
+from colocate._definitions.device_copies import SideStream
 from colocate._system.imported import imported
 from colocate._system.sizes import size_text
-from colocate.worker.device import in_use
+from colocate.gpus import in_use
 
 Key: TypeAlias = int
 """What a storage is called as long as there is a reference to it: `storage._cdata`."""
@@ -66,7 +67,7 @@ class Offload:
         """Args: device: As torch calls it."""
         self._device = device
         self._copies: dict[Key, _Copy] = {}
-        self._stream: Any = None  # on which it copies, beside what is computed
+        self._side = SideStream(device)
 
     def write(self, storages: Mapping[Key, Any]) -> Offloading:
         """Copy storages to the host; they keep their memory until `Offloading.put_away`.
@@ -156,13 +157,10 @@ class Offload:
         if module is None:
             yield
             return
-        if self._stream is None:
-            self._stream = module.Stream(self._device)
         # Memory that was just taken may have been let go of by what is still computed.
-        self._stream.wait_stream(module.current_stream(self._device))
-        with module.stream(self._stream):
+        with self._side.amid(module) as stream:
             yield
-        self._stream.synchronize()
+        stream.synchronize()
 
     def _give_back(self) -> None:
         """Have the device's other users get what torch keeps for itself."""

@@ -12,7 +12,7 @@ from typing import Any
 import attrs
 
 from colocate._system.imported import imported
-from colocate.worker.device import in_use
+from colocate.gpus import in_use
 
 
 @attrs.frozen
