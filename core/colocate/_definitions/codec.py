@@ -70,9 +70,9 @@ def unpack(packed: Packed, device: str | torch.device | None = None) -> Any:
     Returns:
         The value.
     """
-    if device is None:
-        return pickle.loads(packed.data, buffers=packed.buffers)
     outer = _copies()
+    if device is None or (device == "cpu" and outer is None):  # where they are
+        return pickle.loads(packed.data, buffers=packed.buffers)
     _here.copies = copies = Copies(device)
     try:
         return pickle.loads(packed.data, buffers=packed.buffers)
