@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from colocate._definitions import codec, device_copies
+from colocate.worker import store
 
 _to = torch.Tensor.to
 
@@ -91,6 +92,7 @@ class Cuda:
         self._begun = 0
         self._mine: dict[int, Any] = {}
         self.streams = [self._usual]
+        patch.setattr(store, "in_use", lambda device: self)  # slots of the host's play one, too
         for name in ("in_use", "_device_of", "_empty", "_begin"):
             patch.setattr(device_copies, name, getattr(self, name))
         patch.setattr(device_copies, "_rings", {})

@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
@@ -52,6 +52,7 @@ def test_sizes(cuda: Cuda, size: int, device: str) -> None:
     assert cuda.pinned == 3 * CHUNK
 
 
+@settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 5 * CHUNK), st.sampled_from(["cuda:0", "cpu"])), max_size=6),
     st.integers(1, 4),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +28,7 @@ def test_how_long_a_value_was_waited_for(monkeypatch: pytest.MonkeyPatch, questi
     host: Any = SimpleNamespace(
         boot=SimpleNamespace(host=wire.LOOPBACK, secret=b"secret"),
         broken=None,
-        store=SimpleNamespace(wait=lambda key: later(5.0, entry)),
+        store=SimpleNamespace(wait=lambda key: later(5.0, entry), reading=lambda entry: nullcontext()),
         packed=lambda value, maker, wait: later(3.0, value),
     )
     monkeypatch.setattr(peers, "time", SimpleNamespace(monotonic=lambda: now[0]))

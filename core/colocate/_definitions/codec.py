@@ -13,7 +13,8 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from colocate._definitions.device_copies import Copies, flat, to_host
+from colocate._definitions.device_copies import Copies, flat
+from colocate._definitions.host_copies import on_host
 from colocate._definitions.packed import Packed, Plain
 from colocate._definitions.pickler import Pickler, Whole, is_special
 from colocate._system.by_type import by_type
@@ -178,7 +179,7 @@ def _reduce_tensor(tensor: Any) -> Any:
         return tensor.__reduce_ex__(5)
     marked = _on_device(tensor)
     if marked:
-        tensor = to_host(tensor)
+        tensor = on_host(tensor)
     tensor = tensor.resolve_conj().resolve_neg().contiguous()
     array = flat(tensor).numpy()
     memory = pickle.PickleBuffer(array) if array.nbytes > _SMALL_BYTES else bytearray(array)

@@ -175,7 +175,7 @@ class Copies:
 
     def of(self, tensor: Any) -> Any:
         """A copy of a tensor, or the very tensor where it is there; see `wait`."""
-        if not _is_plain(tensor) or tensor.nbytes < WORTH_BYTES:
+        if not is_plain(tensor) or tensor.nbytes < WORTH_BYTES:
             return tensor.to(self.device)
         here, there = _device_of(tensor), str(self.device)
         if (here == "cpu") is (there == "cpu") or in_use(there if here == "cpu" else here) is None:
@@ -208,7 +208,7 @@ def to_host(tensor: Any) -> Any:
     It is copied on the thread's current stream, when what makes it there is done.
     """
     module = in_use(_device_of(tensor))
-    if module is None or not _is_plain(tensor) or tensor.nbytes < WORTH_BYTES:
+    if module is None or not is_plain(tensor) or tensor.nbytes < WORTH_BYTES:
         return tensor.cpu()
     try:
         # Torch keeps such memory for the next one; a copy to any other goes through some of the driver's own.
@@ -227,7 +227,7 @@ def flat(tensor: Any) -> Any:
     return line.view(sys.modules["torch"].uint8)
 
 
-def _is_plain(tensor: Any) -> bool:
+def is_plain(tensor: Any) -> bool:
     """Whether a tensor is its bytes, one after the other."""
     torch = sys.modules["torch"]
     return bool(

@@ -260,6 +260,7 @@ class Resolver:
         self._arguments: Mapping[str, Any] = {}
         self._aligned: Collection[int] | None = None
         self._memo = Memo()
+        self._cut: dict[int, Any] = {}  # the whole values of which this rank takes rows, by resident
         self._values: list[tuple[Source, Any]] = []
         self._watches: list[tuple[Source, Watch]] = []
 
@@ -409,14 +410,20 @@ class Resolver:
     def _total(self, source: Source) -> int:
         if isinstance(source.collect, Concat):
             return sum(self._sizes(source))
-        return batch.rows(self._whole(source), source.label)
+        return batch.rows(self._put_together(source), source.label)
+
+    def _put_together(self, source: Source) -> Any:
+        """The whole value, whose parts aren't its rows: it is counted, and then rows are taken from it."""
+        if source.key not in self._cut:
+            self._cut[source.key] = self._whole(source)
+        return self._cut[source.key]
 
     def _sizes(self, source: Source) -> list[int]:
         return [self._peers.rows(source, rank) for rank in source.collect.sources(source.ranks)]
 
     def _range(self, source: Source, start: int, stop: int) -> Any:
         if not isinstance(source.collect, Concat):
-            return batch.slice_rows(self._whole(source), start, stop)
+            return batch.slice_rows(self._put_together(source), start, stop)
         pieces: list[Any] = []
         offset = 0
         holders, sizes = source.collect.sources(source.ranks), self._sizes(source)

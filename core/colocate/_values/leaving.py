@@ -147,6 +147,16 @@ def has_memory(kind: type) -> bool:
     return hasattr(kind, "nbytes") or is_collection(kind)
 
 
+def tensors(value: Any) -> list[Any]:
+    """The tensors in a value that have a storage, those of jagged ones among them."""
+    torch = imported("torch")
+    if torch is None:
+        return []
+    found = [item for item in memories(value) if isinstance(item, torch.Tensor)]
+    found = [item.values() if item.layout is torch.jagged else item for item in found]
+    return [item for item in found if item.layout is torch.strided and not item.is_nested]
+
+
 def sparse_parts(item: Any) -> list[Any] | None:
     """What a sparse tensor consists of, None of any other."""
     layout = str(getattr(item, "layout", ""))

@@ -108,6 +108,8 @@ class WorkerHost(Site):
         self.groups.are_of(message.slots, message.generation, message.collective_timeout)
         self.spill_dir = message.spill_dir
         self.accounts.budgets = message.budgets
+        if any(not limit.device for limit in message.budgets.limits):
+            self.store.copies_bytes = 0  # what the host may have is for what roles make of it
         self.residency.begin()
         work = Work(0, self._runner.build, "build", message, body)
         work.lots = self.definitions.count
@@ -320,7 +322,8 @@ class WorkerHost(Site):
         try:
             entry = self.store.wait(asked.key)
             # The structure is made of the value's own containers, of which some are of users' classes.
-            body = self.packed(entry.value if asked.contents else describe(entry.value), entry.maker)
+            with self.store.reading(entry):
+                body = self.packed(entry.value if asked.contents else describe(entry.value), entry.maker)
         except BaseException as error:  # users' classes say how they are packed
             told, body = failure.failed(error, self.codec, self.definitions, None, False)
             self.say(messages.Fetched(asked.token, None, told), body)

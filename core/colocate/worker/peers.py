@@ -144,7 +144,9 @@ class LocalPeers(_HostPeers):
         if codec.name == "reference":
             self._borrow(entry, source, rank)
             return value
-        return codec.unpack(self._host.packed(value, source.label), boot.device)
+        with self._find(source.group, source.slot(rank)).store.reading(entry):
+            body = self._host.packed(value, source.label)
+        return codec.unpack(body, boot.device)
 
     def _borrow(self, entry: Entry, source: Source, rank: int) -> None:
         call = running_call.get()
@@ -259,4 +261,5 @@ class ChannelPeers(_HostPeers):
         waited, value = time.monotonic() - asked, entry.value
         if isinstance(question, parts.Slice):
             value = batch.slice_rows(value, question.start, question.stop)
-        return parts.Value(waited), host.packed(value, entry.maker, wait=True)
+        with host.store.reading(entry):
+            return parts.Value(waited), host.packed(value, entry.maker, wait=True)

@@ -72,7 +72,7 @@ class Site:
         self._send = send
         self.in_process = in_process
         self.scope = Scope()
-        self.store = Store(boot.strict, self.scope)
+        self.store = Store(boot.strict, self.scope, boot.device)
         self.roles: dict[Any, HostedRole] = {}
         self.instances: dict[str, object] = {}
         self.device = Device(boot.device, in_process)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import attrs
 
+from colocate._definitions.device_copies import WORTH_BYTES
+from colocate._definitions.host_copies import HostCopies
 from colocate._protocol.consequence import LET_GO, Consequence, Poisoned
 from colocate._protocol.uses import Written
 from colocate._values import batch
-from colocate._values.leaving import Watch
+from colocate._values.leaving import Watch, tensors
+from colocate.gpus import in_use
 from colocate.worker.scope import Scope
 
 
@@ -24,6 +29,9 @@ class Entry:
         counted: How many rows the value has, once that has been asked.
         lent: Calls on other workers of this process that have the very value.
         nbytes: Bytes of its tensors and arrays.
+        copies: What of a device's memory in it has been brought to the host for others; None where nothing has been.
+        readers: How many of them are at it.
+        read: When one has begun last, as a number that grows.
     """
 
     value: Any = None
@@ -35,6 +43,9 @@ class Entry:
     lent: list[str] = attrs.field(factory=list)
     counted: int | None = None
     nbytes: int = 0
+    copies: HostCopies | None = None
+    readers: int = 0
+    read: int = 0
 
     def rows(self, label: str) -> int:
         """How many rows the value has, counted once: nobody changes it any more."""
@@ -43,13 +54,32 @@ class Entry:
         return self.counted
 
 
-class Store:
-    """The parts that this worker holds. The lane puts and uses them; transfer threads wait for them and read them."""
+COPIES_BYTES = 1 << 30
+"""As many of those that are on the host for others stay when they have been read."""
 
-    def __init__(self, strict: bool, scope: Scope) -> None:
-        """Args: strict: Whether writes in place are noticed. scope: Which driver's parts are of use, and until when."""
+
+class Store:
+    """The parts that this worker holds. The lane puts and uses them; transfer threads wait for them and read them.
+
+    Attributes:
+        strict: Whether writes in place are noticed.
+        copies_bytes: How many bytes of parts that are on a device stay on the host, too, when somebody has read them.
+    """
+
+    def __init__(self, strict: bool, scope: Scope, device: str = "cpu") -> None:
+        """Make an empty one.
+
+        Args:
+            strict: Whether writes in place are noticed.
+            scope: Which driver's parts are of use, and until when.
+            device: Where parts may lie that are read on the host.
+        """
         self.strict = strict
+        self.copies_bytes = COPIES_BYTES
         self._scope = scope
+        self._device = device
+        self._copies_lock = threading.Lock()
+        self._reads = itertools.count(1)
         self._entries: dict[int, Entry] = {}
         self._news = threading.Condition()
 
@@ -128,6 +158,40 @@ class Store:
                     raise Consequence(reason)
                 self._news.wait()
 
+    @contextlib.contextmanager
+    def reading(self, entry: Entry) -> Iterator[None]:
+        """A block in which a part, or some of its rows, is packed for somebody else.
+
+        What of it lies on a device is copied to the host once for all who read it at the same time. It stays there for
+        those who come later as long as the part does; what was read longest ago goes when it is too much.
+        """
+        if in_use(self._device) is None or entry.nbytes < WORTH_BYTES:
+            yield
+            return
+        with self._copies_lock:
+            if entry.copies is None:
+                entry.copies = HostCopies(tensors(entry.value))
+            copies, entry.read = entry.copies, next(self._reads)
+            entry.readers += 1
+        try:
+            with copies.shared():
+                yield
+        finally:
+            with self._copies_lock:
+                entry.readers -= 1
+                self._let_go_of_copies()
+
+    def _let_go_of_copies(self) -> None:
+        with self._news:
+            entries = [entry for entry in self._entries.values() if entry.copies is not None]
+        total = sum(entry.copies.nbytes for entry in entries if entry.copies is not None)
+        for entry in sorted(entries, key=lambda entry: entry.read):
+            if total <= self.copies_bytes:
+                break
+            if entry.copies is not None and not entry.readers:
+                total -= entry.copies.nbytes
+                entry.copies = None
+
     def poke(self) -> None:
         """Let those who wait look whether they still may."""
         with self._news:
@@ -157,7 +221,7 @@ class Store:
             entry = self._entries.get(key)
             if entry is not None and entry.watch is not None and entry.watch.written():
                 # Named once, with the method that did it; from then on nobody gets what it has become.
-                entry.watch = None
+                entry.watch = entry.copies = None
                 writer = by or next(iter(entry.lent), None)
                 entry.error = (
                     f"resident {key}, returned by {entry.maker}, was changed in place"
@@ -166,8 +230,13 @@ class Store:
                 yield key, entry.maker, writer
 
     def values(self) -> list[tuple[str, Any]]:
-        """Who has made each part that is there, and the part."""
-        return [(entry.maker, entry.value) for entry in list(self._entries.values()) if entry.ready]
+        """Who has made each part that is there, and the part; the same of what stays of it on the host for others."""
+        entries = [entry for entry in list(self._entries.values()) if entry.ready]
+        copies = [(entry.maker, entry.copies) for entry in entries] if self.copies_bytes else []
+        return [
+            *((entry.maker, entry.value) for entry in entries),
+            *((maker, each.tensors()) for maker, each in copies if each is not None),
+        ]
 
     def made_by(self, role: str) -> list[int]:
         """The residents that a role has returned."""
