@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import attrs
@@ -655,6 +656,50 @@ class TestPpo:
             team.restore(str(tmp_path))
             again = team.actor.weights()["state"]
             assert all(torch.equal(value.cpu(), found.actor["state"][name].cpu()) for name, value in again.items())
+
+
+class TestLending:
+    """A kept result from one worker's GPU to another one's, which may be the same."""
+
+    @staticmethod
+    def read(count: int, turns: int, env: dict[str, str] | None = None) -> list[colocate.TransferRecord]:
+        """What was told of so many of such a size, all of which arrive as they were made."""
+        told: list[colocate.TransferRecord] = []
+        with connect() as runtime:
+            pool = runtime.reserve(2, env=env)
+            roles = {"maker": colocate.role(Maker).on(slots=[0]), "user": colocate.role(User).on(slots=[1])}
+            group = pool.spawn(roles, name="lending")
+            maker, user = group.role("maker", Maker), group.role("user", User)
+            observer = SimpleNamespace(colocate_call_finished=lambda record: told.extend(record.transfers))
+            runtime.observe(observer)
+            for turn in range(turns):
+                with maker.make.keep(count + turn) as kept:
+                    assert torch.equal(user.echo(kept.ref).cpu(), torch.arange(float(count + turn)))
+            runtime._node.services.settle()
+        return told
+
+    def test_from_gpu_to_gpu(self, record_property: Any) -> None:
+        """Its bytes don't come to the host."""
+        count = 1 << 16 if DRY else 1 << 26
+        told = self.read(count, 5)
+        assert [each.refusal for each in told] == [""] * 5
+        assert [each.lent for each in told] == [0 if DRY else 4 * (count + turn) for turn in range(5)]
+        last = told[-1]
+        speed = f"{last.nbytes / (last.end - last.start) / 1e9:.1f} GB/s"
+        record_property("256 MiB from one process's GPU memory to another one's", speed)
+
+    def test_two_hundred(self) -> None:
+        """One after the other, in memory that is used again."""
+        assert len(self.read(1 << 18, 5 if DRY else 200)) == (5 if DRY else 200)
+
+    @needs_cuda
+    def test_an_allocator_that_maps_pieces(self, record_property: Any) -> None:
+        """What can't be lent goes by the host, and the first transfer tells why."""
+        told = self.read(1 << 26, 3, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})
+        assert [each.lent for each in told] == [0, 0, 0]
+        assert [bool(each.refusal) for each in told] == [True, False, False]
+        last = told[-1]
+        record_property("the same by the host", f"{last.nbytes / (last.end - last.start) / 1e9:.1f} GB/s")
 
 
 class TestWork:

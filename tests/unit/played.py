@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -11,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from colocate._definitions import codec, device_copies
+from colocate._definitions import codec, device_copies, lending
+from colocate._definitions.cuda_driver import DriverError
 from colocate.worker import store
 
 _to = torch.Tensor.to
@@ -213,3 +215,56 @@ class Event:
         if self._recorded is not None:
             stream, place = self._recorded
             stream.run_to(place)
+
+
+class PlayedDriver:
+    """Plays CUDA's driver where processes lend each other memory of the played device.
+
+    Attributes:
+        lends: Why it gives no handles; None where it does.
+        opens: Why it opens none.
+        asked: How often it was asked for one.
+        open_now: What is open.
+        amid: What is called when a copy is done.
+    """
+
+    def __init__(self, cuda: Cuda, patch: pytest.MonkeyPatch) -> None:
+        self._cuda = cuda
+        self.lends: str | None = None
+        self.opens: str | None = None
+        self.asked = 0
+        self.open_now: list[int] = []
+        self.amid: Callable[[], object] = lambda: None
+        patch.setattr(lending, "driver", lambda device: self)
+        patch.setattr(lending, "in_use", cuda.in_use)
+        patch.setattr(lending, "empty", lambda shape, dtype, device: cuda._empty(shape, dtype, device, False))
+
+    def handle(self, address: int, nbytes: int) -> tuple[bytes, int]:
+        self.asked += 1
+        if self.lends is not None:
+            raise DriverError(self.lends)
+        for storage in self._cuda._mine.values():
+            offset = address - storage.data_ptr()
+            if 0 <= offset <= offset + nbytes <= storage.nbytes():
+                return str(storage._cdata).encode(), offset
+        raise AssertionError(f"{address} is nowhere on the device")
+
+    def open(self, handle: bytes) -> int:
+        if self.opens is not None:
+            raise DriverError(self.opens)
+        self.open_now.append(self._cuda._mine[int(handle)].data_ptr())
+        return self.open_now[-1]
+
+    def copy(self, target: int, source: int, nbytes: int, stream: Stream) -> None:
+        assert stream is self._cuda.current_stream()
+        assert stream is not self._cuda._usual
+
+        def copy() -> None:
+            assert self.open_now
+            ctypes.memmove(target, source, nbytes)
+            self.amid()
+
+        stream.queue.append(copy)
+
+    def close(self, address: int) -> None:
+        self.open_now.remove(address)

@@ -6,14 +6,16 @@ from colocate._protocol.taken import MANY, summed
 
 
 def test_some_are_told_one_by_one() -> None:
-    taken = [(7, rank, 10, 1.0 + rank, 2.0 + rank) for rank in range(8)]
+    taken = [(7, rank, 10, 1.0 + rank, 2.0 + rank, rank, "" if rank < 9 else f"no {rank}") for rank in range(8)]
     assert summed(taken) == taken
     assert summed([]) == []
 
 
 def test_many_are_told_as_one() -> None:
     """Each resident by itself, and beside what lay here already; nothing is lost of the bytes."""
-    many = [(7, rank, 10, 1.0 + rank, 2.0 + rank) for rank in range(1, 64)]
-    few = [(9, 3, 1, 5.0, 6.0)]
-    here = [(7, 0, 10, 0.0, 0.0)]
-    assert sorted(summed([*here, *many, *few])) == sorted([*here, (7, MANY, 630, 2.0, 65.0), *few])
+    many = [(7, rank, 10, 1.0 + rank, 2.0 + rank, rank, "" if rank < 9 else f"no {rank}") for rank in range(1, 64)]
+    few = [(9, 3, 1, 5.0, 6.0, 0, "")]
+    here = [(7, 0, 10, 0.0, 0.0, 0, "")]
+    assert sorted(summed([*here, *many, *few])) == sorted(
+        [*here, (7, MANY, 630, 2.0, 65.0, sum(range(64)), "no 9"), *few]
+    )

@@ -6,8 +6,10 @@ import asyncio
 import json
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import attrs
 import numpy
 import pytest
 
@@ -226,3 +228,22 @@ def test_nobody_listens() -> None:
 def test_a_trace_where_nobody_may_write(tmp_path: Path) -> None:
     with colocate.connect() as runtime, pytest.raises(FileNotFoundError):
         runtime.trace(tmp_path / "nowhere" / "trace.json")
+
+
+def test_by_which_way(tmp_path: Path) -> None:
+    """What went from GPU to GPU, and why something didn't."""
+    path = tmp_path / "trace.json"
+    told: list[colocate.CallRecord] = []
+    with colocate.connect("local") as runtime, runtime.reserve(2) as pool:
+        group = spawned(pool)
+        runtime.observe(SimpleNamespace(colocate_call_finished=told.append))
+        with runtime.trace(path):
+            group.role("one", Worker).work()
+            services = runtime._node.services
+            services.settle()
+            common = (0, "group", "one", "work", 1, 100, 1.0, 2.0)
+            ways = (colocate.TransferRecord(*common, lent=90), colocate.TransferRecord(*common, refusal="not shared"))
+            services.observers.tell("colocate_call_finished", attrs.evolve(told[0], transfers=ways))
+    args = [event["args"] for event in events(path, "X") if event["cat"] == "transfers"]
+    assert [each.get("bytes_from_gpu_to_gpu") for each in args] == [90, None]
+    assert [each.get("not_from_gpu_to_gpu") for each in args] == [None, "not shared"]

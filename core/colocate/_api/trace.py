@@ -148,6 +148,10 @@ class Trace:
         made, rank = _label(record.role, record.method), record.source
         source = None if rank is None else self._connection.slot_of(record.group, record.role, rank)
         args = {"bytes": record.nbytes, "from_group": record.group, "from_slot": source, "made_by": made, "for": call}
+        if record.lent:
+            args["bytes_from_gpu_to_gpu"] = record.lent
+        if record.refusal:
+            args["not_from_gpu_to_gpu"] = record.refusal
         name = f"{made} from {'other slots' if source is None else f'slot {source}'}"
         self._span(group, slot, _TRANSFERS, "transfers", name, record.start, record.end, args)
 

@@ -28,6 +28,8 @@ class TransferRecord:
         nbytes: How many bytes.
         start: When it could begin, in seconds of time.time() on the worker that got it: it was asked for, and made.
         end: When it was there.
+        lent: How many of the bytes went from GPU to GPU (CUDA IPC), and not by the host.
+        refusal: Why others didn't, though both are on one machine; "" where nothing was in the way.
     """
 
     rank: int
@@ -38,6 +40,8 @@ class TransferRecord:
     nbytes: int
     start: float
     end: float
+    lent: int = 0
+    refusal: str = ""
 
 
 CALL_FINISHED = "colocate_call_finished"
@@ -180,11 +184,12 @@ class Ended(NamedTuple):
         transfers: list[TransferRecord] = []
         handed_over: dict[str, int] = {}
         for index, taken in self.taken.items():
-            for key, source, nbytes, start, end in taken:
+            for key, source, nbytes, start, end, lent, refusal in taken:
                 group, role, method = self.makers[key]
                 if end:
                     one = None if source == MANY else source
-                    transfers.append(TransferRecord(self.ranks[index], group, role, method, one, nbytes, start, end))
+                    rank = self.ranks[index]
+                    transfers.append(TransferRecord(rank, group, role, method, one, nbytes, start, end, lent, refusal))
                 elif nbytes and role != self.role:
                     handed_over[role] = handed_over.get(role, 0) + nbytes
         return CallRecord(

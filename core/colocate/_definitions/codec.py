@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from colocate._definitions.device_copies import Copies, flat
 from colocate._definitions.host_copies import on_host
+from colocate._definitions.lending import handle_of
 from colocate._definitions.packed import Packed, Plain
 from colocate._definitions.pickler import Pickler, Whole, is_special
 from colocate._system.by_type import by_type
@@ -179,6 +180,8 @@ def _reduce_tensor(tensor: Any) -> Any:
         return tensor.__reduce_ex__(5)
     marked = _on_device(tensor)
     if marked:
+        if (lent := handle_of(tensor)) is not None:
+            return lent
         tensor = on_host(tensor)
     tensor = tensor.resolve_conj().resolve_neg().contiguous()
     array = flat(tensor).numpy()

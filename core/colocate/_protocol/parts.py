@@ -13,9 +13,11 @@ class Part(Message):
 
     Attributes:
         key: The resident.
+        place: Where whoever asks computes, when memory of a device may be lent there; otherwise "".
     """
 
     key: int
+    place: str = ""
 
 
 @message
@@ -26,16 +28,29 @@ class Slice(Message):
         key: The resident.
         start: The first row.
         stop: The one after the last.
+        place: See `Part`.
     """
 
     key: int
     start: int
     stop: int
+    place: str = ""
 
 
 @message
 class Rows(Message):
     """How many rows it has; answered by `Number`.
+
+    Attributes:
+        key: The resident.
+    """
+
+    key: int
+
+
+@message
+class Still(Message):
+    """Whether it is still what it was, having been lent; answered by `Number`, with None when it isn't.
 
     Attributes:
         key: The resident.
@@ -61,9 +76,13 @@ class Value(Message):
 
     Attributes:
         waited: How many seconds the question has waited for it to be made.
+        lent: How many bytes are to be copied from where they are, and asked for then with `Still`.
+        refusal: Why no more is lent, though it might be; "" where nothing was in the way.
     """
 
     waited: float
+    lent: int = 0
+    refusal: str = ""
 
 
 @message

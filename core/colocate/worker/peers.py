@@ -5,9 +5,11 @@ from __future__ import annotations
 import abc
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from colocate import wire
+from colocate._definitions.lending import Borrower, Lender, NotLentError, place
 from colocate._protocol import parts
 from colocate._protocol.consequence import Consequence, Poisoned
 from colocate._protocol.message import Head, Message, read
@@ -16,7 +18,7 @@ from colocate._protocol.taken import Taken
 from colocate._protocol.uses import Peers, Source, Written
 from colocate._role.context import running_call
 from colocate._values import batch
-from colocate._values.leaving import tensor_bytes
+from colocate._values.leaving import tensor_bytes, tensors
 from colocate.errors import SerializationError
 from colocate.worker.lane import Work
 from colocate.worker.store import Entry, Store
@@ -41,7 +43,7 @@ class _HostPeers(Peers):
         if self._is_here(source, rank):
             entry = self._own(source)
             if taken is not None:
-                taken.append((source.key, rank, entry.nbytes, 0.0, 0.0))
+                taken.append((source.key, rank, entry.nbytes, 0.0, 0.0, 0, ""))
             return entry.value
         return self._part(source, rank, taken)
 
@@ -62,7 +64,7 @@ class _HostPeers(Peers):
         if self._is_here(source, rank):
             value = batch.slice_rows(self._own(source).value, start, stop)
             if taken is not None:
-                taken.append((source.key, rank, tensor_bytes(value), 0.0, 0.0))
+                taken.append((source.key, rank, tensor_bytes(value), 0.0, 0.0, 0, ""))
             return value
         return self._slice(source, rank, start, stop, taken)
 
@@ -167,13 +169,18 @@ class LocalPeers(_HostPeers):
 
 
 class ChannelPeers(_HostPeers):
-    """Workers are processes: parts travel worker to worker on authenticated sockets."""
+    """Workers are processes: parts travel worker to worker on authenticated sockets.
+
+    Between those of one machine what is on a device is copied from there, where the driver of the device has it so.
+    """
 
     def __init__(self, host: WorkerHost, tls: wire.Tls | None = None) -> None:
         super().__init__(host)
         elsewhere = None if host.boot.host == wire.LOOPBACK else host.boot.host
         self._channel = wire.PeerChannel(host.boot.secret, self._answer, elsewhere, tls, host.broken)
         self._addresses: dict[tuple[str, int, int], str] = {}
+        self._borrower = Borrower(host.boot.device)
+        self._by_host: set[tuple[str, int, int]] = set()  # who can't lend to this worker
 
     @property
     def address(self) -> str:
@@ -190,7 +197,7 @@ class ChannelPeers(_HostPeers):
         self._channel.close(0.5)
 
     def _part(self, source: Source, rank: int, taken: list[Taken] | None) -> Any:
-        return self._fetch(source, rank, parts.Part(source.key), taken)
+        return self._fetch(source, rank, partial(parts.Part, source.key), taken)
 
     def _rows(self, source: Source, rank: int) -> int:
         count = self._number(source, rank, parts.Rows(source.key))
@@ -201,17 +208,36 @@ class ChannelPeers(_HostPeers):
         return self._number(source, rank, parts.Weight(source.key))
 
     def _slice(self, source: Source, rank: int, start: int, stop: int, taken: list[Taken] | None) -> Any:
-        return self._fetch(source, rank, parts.Slice(source.key, start, stop), taken)
+        return self._fetch(source, rank, partial(parts.Slice, source.key, start, stop), taken)
 
-    def _fetch(self, source: Source, rank: int, question: Message, taken: list[Taken] | None) -> Any:
-        asked = time.time()
+    def _fetch(self, source: Source, rank: int, about: Callable[[str], Message], taken: list[Taken] | None) -> Any:
+        """Args: about: The question, given where this worker computes if memory may be lent to it."""
+        asked, where, device = time.time(), _where(source, rank), self._host.boot.device
+        answer, body = self._value(source, rank, about("" if where in self._by_host else place(device)))
+        refusal, value = answer.refusal, None
+        if answer.lent:
+            try:
+                with self._borrower.borrowing():
+                    value = self._host.codec.unpack(body, device)
+            except NotLentError as error:
+                refusal = str(error)
+                answer, body = self._value(source, rank, about(""))
+        if refusal:
+            self._by_host.add(where)
+        if not answer.lent:
+            value = self._host.codec.unpack(body, device)
+        elif self._number(source, rank, parts.Still(source.key)) is None:
+            raise Consequence(f"the resident of {source.label} was let go of while it was copied")
+        if taken is not None:
+            size, made = body.nbytes + answer.lent, asked + answer.waited
+            taken.append((source.key, rank, size, made, time.time(), answer.lent, refusal))
+        return value
+
+    def _value(self, source: Source, rank: int, question: Message) -> tuple[parts.Value, wire.Packed]:
         answer, body = self._ask(source, rank, question)
         assert isinstance(answer, parts.Value)
         assert body is not None
-        value = self._host.codec.unpack(body, self._host.boot.device)
-        if taken is not None:
-            taken.append((source.key, rank, body.nbytes, asked + answer.waited, time.time()))
-        return value
+        return answer, body
 
     def _number(self, source: Source, rank: int, question: Message) -> int | None:
         answer, _ = self._ask(source, rank, question)
@@ -219,7 +245,7 @@ class ChannelPeers(_HostPeers):
         return answer.number
 
     def _ask(self, source: Source, rank: int, question: Message) -> tuple[Message, wire.Packed | None]:
-        where = source.group, source.slot(rank), source.generation
+        where = _where(source, rank)
         address = self._addresses.get(where)
         if address is None:
             address = self._addresses[where] = self._host.ask(WhereIs(*where))
@@ -255,11 +281,23 @@ class ChannelPeers(_HostPeers):
             return parts.Number(host.part_rows(question.key)), None
         if isinstance(question, parts.Weight):
             return parts.Number(host.part_weight(question.key)), None
+        if isinstance(question, parts.Still):
+            kept = host.store.local(question.key)
+            return parts.Number(1 if kept is not None and kept.ready and kept.error is None else None), None
         assert isinstance(question, parts.Part | parts.Slice)
         asked = time.monotonic()
         entry = host.store.wait(question.key)
         waited, value = time.monotonic() - asked, entry.value
         if isinstance(question, parts.Slice):
             value = batch.slice_rows(value, question.start, question.stop)
-        with host.store.reading(entry):
-            return parts.Value(waited), host.packed(value, entry.maker, wait=True)
+        if not question.place or question.place != place(host.boot.device):
+            with host.store.reading(entry):
+                return parts.Value(waited), host.packed(value, entry.maker, wait=True)
+        lender = Lender(host.boot.device, tensors(entry.value))
+        with host.store.reading(entry), lender.lending():
+            body = host.packed(value, entry.maker, wait=True)
+        return parts.Value(waited, lender.lent, lender.refusal), body
+
+
+def _where(source: Source, rank: int) -> tuple[str, int, int]:
+    return source.group, source.slot(rank), source.generation

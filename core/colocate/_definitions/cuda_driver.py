@@ -1,0 +1,104 @@
+"""What CUDA's driver does for a process that lends memory of a device to another one, and for that one."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from typing import Any
+
+HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
+_ENABLE_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+
+
+class DriverError(RuntimeError):
+    """The driver refuses."""
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = [("reserved", ctypes.c_ubyte * HANDLE_BYTES)]
+
+
+class Driver:
+    """The library, for one device of this process.
+
+    A handle is of a piece of memory as the driver has it, of which an allocator may have made many; so an offset goes
+    with it. The other process needn't see the device, but its own has to reach it.
+    """
+
+    def __init__(self, library: Any, device: str) -> None:
+        """Args: library: As ctypes has it. device: As torch calls it, which has initialised CUDA there."""
+        self._library = library
+        number, self._context = ctypes.c_int(), ctypes.c_void_p()
+        self._call("cuDeviceGet", ctypes.byref(number), ctypes.c_int(int(device.partition(":")[2] or 0)))
+        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), number)  # torch's own
+
+    def handle(self, address: int, nbytes: int) -> tuple[bytes, int]:
+        """What another process opens to get at some memory, and where in that it begins.
+
+        Raises:
+            DriverError: It can't be lent: it is of an allocator, say, that maps it piece by piece.
+        """
+        self._enter()
+        base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
+        self._call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
+        offset = address - base.value
+        if offset + nbytes > size.value:
+            raise DriverError("memory that consists of several pieces")
+        self._call("cuIpcGetMemHandle", ctypes.byref(handle), base)
+        return bytes(handle.reserved), offset
+
+    def open(self, handle: bytes) -> int:
+        """The address at which memory of another process is from now on.
+
+        Raises:
+            DriverError: It can't be had.
+        """
+        self._enter()
+        address = ctypes.c_uint64()
+        given = _Handle.from_buffer_copy(handle)
+        self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), given, ctypes.c_uint(_ENABLE_PEER_ACCESS))
+        return address.value
+
+    def copy(self, target: int, source: int, nbytes: int, stream: Any) -> None:
+        """Begin to copy memory of devices.
+
+        Raises:
+            DriverError: The device has lost its context, say.
+        """
+        self._enter()
+        size, where = ctypes.c_size_t(nbytes), ctypes.c_void_p(stream.cuda_stream)
+        self._call("cuMemcpyDtoDAsync_v2", ctypes.c_uint64(target), ctypes.c_uint64(source), size, where)
+
+    def close(self, address: int) -> None:
+        """Let go of what was opened."""
+        self._enter()
+        self._call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
+
+    def _enter(self) -> None:
+        """Threads begin without a context."""
+        self._call("cuCtxSetCurrent", self._context)
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        function = getattr(self._library, name, None)
+        if function is None:
+            raise DriverError(f"{name}: this driver lacks it")
+        code = function(*arguments)
+        if code:
+            text = ctypes.c_char_p()
+            self._library.cuGetErrorString(ctypes.c_int(code), ctypes.byref(text))
+            raise DriverError(f"{name}: {(text.value or b'error %d' % code).decode(errors='replace')}")
+
+
+@functools.cache
+def driver(device: str, load: Callable[[str], Any] = ctypes.CDLL) -> Driver | None:
+    """The driver for a device of this process that torch has initialised; None where there is none.
+
+    AMD's and Intel's GPUs have others.
+    """
+    if not device.startswith("cuda"):
+        return None
+    try:
+        return Driver(load("libcuda.so.1"), device)
+    except (OSError, DriverError):
+        return None
