@@ -98,6 +98,7 @@ def memory(slots: int = 2, **roles: dict[str, int]) -> GroupMemory:
                 500 * MIB,
                 60 * MIB,
                 20 * MIB,
+                6 * MIB,
                 None,
             )
             for slot in range(slots)

@@ -31,8 +31,9 @@ def run(tmp_path: Path, script: str) -> list[int]:
 
         def told(size=None):
             print(round((memory.code if size is None else size) / MIB))
-    """.replace("MIB", str(_HOLDS_MIB << 20))
-    (tmp_path / "script.py").write_text(textwrap.dedent(begin) + textwrap.dedent(script))
+    """
+    text = textwrap.dedent(begin) + textwrap.dedent(script)
+    (tmp_path / "script.py").write_text(text.replace("MIB", str(_HOLDS_MIB << 20)))
     done = subprocess.run(
         [sys.executable, str(tmp_path / "script.py")], cwd=tmp_path, capture_output=True, text=True, timeout=60
     )
@@ -109,12 +110,39 @@ def test_what_is_held_back(tmp_path: Path) -> None:
     """What is free between what is in use; what was given back isn't."""
     script = """
         from ctypes import CDLL
-        before = process_memory.held_back_bytes()
+        now = process_memory.Malloced.now
+        before = now().held_back
         pieces = [b'x' * 65536 for _ in range(1024)]
         del pieces[::2]
-        told(process_memory.held_back_bytes() - before)
+        told(now().held_back - before)
         large = b'x' * (256 << 20)
         del large
-        told(process_memory.held_back_bytes() - before)
+        told(now().held_back - before)
     """
     assert run(tmp_path, script) == [1, 1]
+
+
+def test_what_others_have_been_given(tmp_path: Path) -> None:
+    """What is in use since the beginning, without what roles have or had imported, or what lies in files now."""
+    script = """
+        before = memory.look(0, 0, 0)
+        import inner
+        role, library = b'x' * (MIB), b'x' * (2 * MIB)
+        after = memory.look(0, MIB, 0)
+        told(after["objects"] - before["objects"])
+        told(memory.look(0, 0, MIB)["objects"] - before["objects"])
+    """
+    assert run(tmp_path, script) == [2, 2]
+
+
+def test_what_nobody_has_touched(tmp_path: Path) -> None:
+    """It is no memory yet, whoever has been given it."""
+    script = """
+        from ctypes import CDLL, c_size_t, c_void_p
+        malloc = CDLL(None).malloc
+        malloc.restype, malloc.argtypes = c_void_p, [c_size_t]
+        before = memory.look(0, 0, 0)["objects"]
+        assert malloc(16 * MIB)
+        told(memory.look(0, 0, 0)["objects"] - before)
+    """
+    assert run(tmp_path, script) == [0]

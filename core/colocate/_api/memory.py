@@ -64,6 +64,7 @@ class SlotMemory:
         empty: What of that was there before the first role.
         code: What of it came with what roles have imported since.
         held_back: What of it was freed, and `malloc` has kept.
+        objects: What of it `malloc` has given to others than roles: to libraries and for objects of Python, since.
         gpu: "allocated" and "reserved" by torch, "used" by all processes, "total"; None without a GPU.
     """
 
@@ -75,15 +76,17 @@ class SlotMemory:
     empty: int | None
     code: int | None
     held_back: int | None
+    objects: int | None
     gpu: Mapping[str, int] | None
 
     @property
     def unowned(self) -> dict[str, int]:
         """What nobody owns, by what it is for.
 
-        "empty worker" (Python and torch), "code" (imported since), "held back" (freed, and kept by `malloc`), and
-        "other" of the process; on a GPU "fragmentation" (reserved, and not in use), "context" (CUDA's, NCCL's and other
-        processes' memory), and "other" (of torch: what is computed with just now).
+        "empty worker" (Python and torch), "code" (imported since), "held back" (freed, and kept by `malloc`), "objects"
+        (of libraries and of Python, made since) and "other" of the process; on a GPU "fragmentation" (reserved, and not
+        in use), "context" (CUDA's, NCCL's and other processes' memory), and "other" (of torch: what is computed with
+        just now).
         """
         on_device = sum(sum(role.device.values()) for role in self.roles)
         on_host = sum(sum(role.host.values()) for role in self.roles)
@@ -93,7 +96,12 @@ class SlotMemory:
             found["fragmentation"] = self.gpu["reserved"] - self.gpu["allocated"]
             found["context"] = self.gpu["used"] - self.gpu["reserved"]
         if self.process is not None:
-            parts = {"empty worker": self.empty or 0, "code": self.code or 0, "held back": self.held_back or 0}
+            parts = {
+                "empty worker": self.empty or 0,
+                "code": self.code or 0,
+                "held back": self.held_back or 0,
+                "objects": self.objects or 0,
+            }
             owned = on_device if self.device == "cpu" else on_host
             found |= {**parts, "other": self.process - sum(parts.values()) - owned}
         return found
@@ -183,6 +191,7 @@ def _slot(crew: Crew, slot: int, ledger: Ledger) -> SlotMemory:
         parts.get("empty"),
         parts.get("code"),
         parts.get("held back"),
+        parts.get("objects"),
         ledger.gpu,
     )
 

@@ -44,8 +44,8 @@ class Ledger:
         asleep: What roles hold that isn't in memory (`group.sleep`), by role.
         partial: Roles that hold more objects than were looked at.
         process: What of the process's memory is its own, "private"; of it what was so before the first role was
-            constructed, "empty", came with imports since, "code", and was freed without being given back, "held back".
-            None where the process is the driver's.
+            constructed, "empty", came with imports since, "code", was freed without being given back, "held back", and
+            was given to others than roles by `malloc`, "objects". None where the process is the driver's.
         gpu: What torch knows of the slot's device: "allocated" and "reserved" by this process, "used" by anybody,
             "total"; None of a slot without one.
         peaks: What methods have allocated on it at most while they ran, by role and method; None where nobody knows.

@@ -40,12 +40,14 @@ def ledger(site: Worker, sleeper: Sleeper) -> Ledger:
         if not complete:
             partial.append(name)
     shares = shares_of(site, sleeper, held)
+    owned = sum(size for found in shares.owned.values() for (_, device), size in found.items() if device == "cpu")
+    asleep = sum(shares.asleep.values()) if site.boot.device == "cpu" else 0
     return Ledger(
         shares.owned,
         shares.shared,
         shares.asleep,
         tuple(partial),
-        None if site.process is None else site.process.look(sleeper.in_memory()),
+        None if site.process is None else site.process.look(sleeper.in_memory(), owned, asleep),
         _gpu(site.boot.device),
         None if site.device.peaks is None else dict(site.device.peaks),
     )

@@ -8,7 +8,7 @@ import functools
 import os
 import threading
 from importlib.machinery import ModuleSpec
-from typing import Any
+from typing import Any, NamedTuple
 
 
 class ProcessMemory:
@@ -24,23 +24,36 @@ class ProcessMemory:
     def __init__(self) -> None:
         self.empty = 0
         self.code = 0
+        self._in_use = 0  # of `malloc`'s memory, likewise: by the empty worker, and by what was imported
         self._importing = threading.Lock()
         self._outermost: ModuleSpec | None = None
-        self._before = 0
+        self._before = self._in_use_before = 0
 
     def begin(self) -> None:
         """The worker is empty now."""
-        private = private_bytes()
-        self.empty = private - held_back_bytes()
+        private, malloced = private_bytes(), Malloced.now()
+        self.empty = private - malloced.held_back
         self.code, self._before = 0, private
+        self._in_use = self._in_use_before = malloced.in_use
 
-    def look(self, elsewhere: int) -> dict[str, int]:
-        """What there is now, by what it is called in a ledger; `elsewhere`: what is its own, and not private."""
+    def look(self, elsewhere: int, owned: int, asleep: int) -> dict[str, int]:
+        """What there is now, by what it is called in a ledger.
+
+        Args:
+            elsewhere: What is its own, and not private.
+            owned: What of the host's memory roles have.
+            asleep: What they have besides that is in files: `malloc` takes it for memory in use.
+        """
+        private, malloced = private_bytes() + elsewhere, Malloced.now()
+        rest = private - self.empty - self.code - malloced.held_back - owned
+        # No more than there is: `malloc` counts memory that nobody has ever touched, too.
+        objects = min(malloced.in_use - self._in_use - owned - asleep, rest)
         return {
-            "private": private_bytes() + elsewhere,
+            "private": private,
             "empty": self.empty,
             "code": self.code,
-            "held back": held_back_bytes(),
+            "held back": malloced.held_back,
+            "objects": max(0, objects),
         }
 
     def notice_imports(self) -> None:
@@ -59,7 +72,7 @@ class ProcessMemory:
         # Taken already, it is part of another import, or beside that of another thread. Who has it never waits.
         if self._importing.acquire(blocking=False):
             try:
-                self._before = private_bytes()
+                self._before, self._in_use_before = private_bytes(), Malloced.now().in_use
             except OSError:  # no descriptor is free, which isn't the module's fault
                 self._importing.release()
             else:
@@ -69,6 +82,7 @@ class ProcessMemory:
         if self._outermost is spec:
             with contextlib.suppress(OSError):
                 self.code += private_bytes() - self._before
+                self._in_use += Malloced.now().in_use - self._in_use_before
             self._outermost = None
             self._importing.release()
 
@@ -81,10 +95,24 @@ def private_bytes() -> int:
     return (resident - shared) * os.sysconf("SC_PAGESIZE")
 
 
-def held_back_bytes() -> int:
-    """What was freed and `malloc` has kept; 0 where the C library doesn't say (glibc before 2.33, musl)."""
-    told = _mallinfo2()
-    return 0 if told is None else int(told().fordblks)
+class Malloced(NamedTuple):
+    """What the C library's `malloc` says; nothing where it doesn't (glibc before 2.33, musl).
+
+    Attributes:
+        in_use: What was asked for and not freed, with what each piece is rounded up by.
+        held_back: What was freed and is kept.
+    """
+
+    in_use: int
+    held_back: int
+
+    @classmethod
+    def now(cls) -> Malloced:
+        """As it is now, in all of its arenas."""
+        if (function := _mallinfo2()) is None:
+            return cls(0, 0)
+        told = function()
+        return cls(told.uordblks + told.hblkhd, told.fordblks)
 
 
 @functools.cache

@@ -22,6 +22,7 @@ from colocate.testing.waiting import PATIENCE_S
 _MIB = 2**20
 _SIZES_MIB = (1, 16, 64)
 _UNEXPLAINED = 0.05
+_OBJECTS_MIB = 2  # torch's own, of its first step
 
 
 class Ledgers(ExecutorCase):
@@ -106,6 +107,7 @@ class Ledgers(ExecutorCase):
             assert slot.process is not None
             above = slot.process - slot.unowned["empty worker"]
             assert abs(slot.unowned["other"]) <= _UNEXPLAINED * above, slot.unowned
+            assert slot.unowned["objects"] <= _OBJECTS_MIB * _MIB + _UNEXPLAINED * above, slot.unowned
             code.append(slot.unowned["code"])
             group.close()
         # It has imported the same, and what it holds isn't taken for that.
