@@ -180,7 +180,10 @@ class CallOrder:
                 self._note_updates(slot, seq, failed.updates)
                 return
             call.updates[slot] = failed.updates
-            call.spans.append((call.index_of(slot), 0.0, 0.0))
+            index = call.index_of(slot)
+            call.spans.append((index, 0.0, 0.0))
+            if failed.taken:
+                call.taken[index] = failed.taken
             poison = call.poison()
             error = poison or failure_error(self.link, call, slot, failure, body)
             hold.withdrawn.add(seq)

@@ -397,6 +397,7 @@ class Failed(Message):
         operations: How many it has begun on each process group; see `Left`.
         updates: See `Done`.
         amid: Whether it has begun some in this call, or has raised in a backward pass.
+        taken: See `Done`.
     """
 
     seq: int
@@ -404,16 +405,17 @@ class Failed(Message):
     operations: Operations
     updates: int
     amid: bool
+    taken: Sequence[Taken] = ()
 
     def head(self) -> Head:
         """What travels of it."""
-        return "Failed", self.seq, values(self.failure), self.operations, self.updates, self.amid
+        return "Failed", self.seq, values(self.failure), self.operations, self.updates, self.amid, self.taken
 
     @classmethod
     def of(cls, *values: Any) -> Failed:
         """As `Message.of`."""
-        seq, failure, operations, updates, amid = values
-        return cls(seq, Failure(*failure), operations, updates, amid)
+        seq, failure, *others = values
+        return cls(seq, Failure(*failure), *others)
 
 
 @message

@@ -11,12 +11,13 @@ import queue
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import attrs
 
 from colocate._protocol.message import Message
+from colocate._protocol.taken import Taken
 from colocate._role.context import CallState
 from colocate.wire import SocketLane, Turns
 from colocate.worker.scope import Scope
@@ -45,6 +46,7 @@ class Work(CallState):
     allocated: int | None = attrs.field(default=None, init=False)  # see `Device.begin`
     lots: int = attrs.field(default=0, init=False)  # how many lots of definitions came before it
     began: float = attrs.field(default=0.0, init=False)  # when, in seconds of time.time()
+    taken: Sequence[Taken] | None = attrs.field(default=None, init=False)  # what it has got of residents so far
 
 
 @attrs.frozen

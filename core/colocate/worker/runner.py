@@ -115,7 +115,7 @@ class Runner:
             site.residency.enter(call.seq, role, spec)
             site.sleeper.check(role, spec)
             site.definitions.load(work.lots)
-            resolver = self._resolver(call) if call.uses else None
+            resolver = self._resolver(call, work) if call.uses else None
             arguments = self._arguments(body, resolver, role, spec)
             work.valid_rows = resolver.valid if call.valid is None and resolver is not None else call.valid
             if spec.padded is not None:
@@ -162,9 +162,11 @@ class Runner:
             site.groups.renewed()
         site.say(messages.GroupsDropped(message.number, holders, told), body)
 
-    def _resolver(self, call: messages.Call) -> Resolver:
+    def _resolver(self, call: messages.Call, work: Work) -> Resolver:
         site, aligned = self._site, partial(self._ask_aligned, call.seq)
-        return Resolver(site.peers, site.boot.group, site.boot.slot, aligned, call.observed)
+        resolver = Resolver(site.peers, site.boot.group, site.boot.slot, aligned, call.observed)
+        work.taken = resolver.taken
+        return resolver
 
     def _ask_aligned(self, seq: int, key: int, others: Sequence[int]) -> Any:
         return self._site.ask(messages.Aligned(seq, key, others))
@@ -269,7 +271,7 @@ class Runner:
         role.operations = max(role.operations, work.before + operations)
         if site.groups.cuts != work.cuts and operations != work.operations:
             raise Consequence(f"process groups were cut while {label} used them: what it has got of them isn't true")
-        taken = summed(resolver.taken or ()) if resolver is not None else ()
+        taken = summed(work.taken) if work.taken else ()
         if call.keep is None:
             body = None if result is None else site.packed(result, label)
             try:
@@ -317,7 +319,8 @@ class Runner:
         secondary = isinstance(error, Consequence) or site.groups.lost_a_peer()
         told, body = failure.failed(error, site.codec, site.definitions, role, secondary)
         if not site.scope.let_go(seq):  # otherwise nobody would lead the hold that follows
-            site.say(messages.Failed(seq, told, operations, halves, amid), body)
+            taken = summed(work.taken) if work is not None and work.taken else ()
+            site.say(messages.Failed(seq, told, operations, halves, amid, taken), body)
         if keep is not None:  # who uses it fails of that in turn, and is to be heard of later than this
             site.store.fail(keep, f"{told.type}: {told.text}")
         # Not before it is told: what the device has to do may wait for other ranks, which hear of it by that.

@@ -8,6 +8,7 @@ import attrs
 import pytest
 
 from colocate import CallRecord, ColocatedGroup, FetchRecord, MoveRecord, Runtime, TransferRecord, role
+from colocate.errors import RoleError
 from colocate.testing.executors._base import ExecutorCase, Spawn
 from colocate.testing.probes.sleepers import Dozing
 from colocate.testing.probes.tensors import Tensors
@@ -109,6 +110,15 @@ class Transfers(ExecutorCase):
         found = [(each.rank, each.group, each.role, each.source) for each in told.transfers()]
         assert sorted(found) == ([(0, "others", "tensors", 0), (0, "others", "tensors", 1)] if travels else [])
         assert told.last().handed_over == {}
+
+    def test_of_a_call_that_fails(self, pair: ColocatedGroup, told: _Told, travels: bool) -> None:
+        """What it had got by then is told."""
+        kept = pair.role("left_tensors", Tensors).make.keep(_ROWS)
+        with pytest.raises(RoleError, match="no tensor today"):
+            pair.role("right_tensors", Tensors).fail(kept.ref)
+        found = [(each.rank, each.role, each.source) for each in told.last().transfers]
+        assert found == ([(0, "left_tensors", 0)] if travels else [])
+        assert all(each.nbytes >= _BYTES for each in told.last().transfers)
 
     def test_from_and_to_the_driver(self, pair: ColocatedGroup, told: _Told, travels: bool) -> None:
         """The bytes of arguments and results, for all ranks; those of a kept result when it is fetched."""

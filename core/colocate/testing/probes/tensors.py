@@ -227,7 +227,7 @@ class Tensors(Role):
         return str(self.ctx.device), torch.get_num_threads()
 
     @method
-    def fail(self) -> None:
+    def fail(self, given: object = None) -> None:
         """Raise."""
         raise ValueError("no tensor today")
 
