@@ -52,7 +52,7 @@ class Service:
     def _open(self, cluster: Cluster, folder: str | None) -> None:
         if folder is not None:
             self._folder = PrivateFolder(folder)
-            _keep_no_workers()
+            _keep_to_ourselves()
         _prepare_environment(cluster.token_file if self._folder is None else str(self._folder.token))
         from colocate_ray import joining
         from colocate_ray.owners import OwnedPlacing
@@ -117,9 +117,12 @@ def _prepare_environment(token_file: str | None) -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # as it will be anyway: silences a warning
 
 
-def _keep_no_workers() -> None:
-    """A private Ray runs nothing but our actors: it needs no processes in stock, one for each CPU."""
+def _keep_to_ourselves() -> None:
+    """A private Ray runs nothing but our actors, and is nobody else's to watch."""
     os.environ.update(
+        # No port: where prometheus_client is installed, Ray serves numbers to whoever asks, on all addresses.
+        AUTOSCALER_METRIC_PORT="-1",
+        # It needs no processes in stock, one for each CPU.
         RAY_prestart_worker_first_driver="0",
         RAY_enable_worker_prestart="0",
         RAY_num_workers_soft_limit="0",
