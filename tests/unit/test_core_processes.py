@@ -15,6 +15,7 @@ import pytest
 
 import colocate
 from colocate import Role, RoleStartError, Runtime, WorkerDied, method
+from colocate._system.room import OomKills
 from colocate.testing.waiting import PATIENCE_S, wait_until
 
 
@@ -28,6 +29,10 @@ class Talker(Role):
     def write(self, text: str) -> int:
         sys.stderr.write(text)
         return 1
+
+    @method
+    def pid(self) -> int:
+        return os.getpid()
 
     @method
     def leave(self) -> None:
@@ -142,3 +147,17 @@ def test_line_without_end(runtime: Runtime) -> None:
         talker.write("\r" + "#" * 1000)
     wait_until(lambda: sum(map(len, worker._tail)) + len(process._partial) >= 30_000, "all of it has come")
     assert len(process._partial) <= 8192
+
+
+@pytest.mark.parametrize("killed", [None, "the kernel has killed a process for lack of memory"])
+def test_out_of_memory(runtime: Runtime, monkeypatch: pytest.MonkeyPatch, killed: str | None) -> None:
+    """A worker that is killed while the kernel lacks memory: the error says that."""
+    monkeypatch.setattr(OomKills, "since", lambda before: killed)
+    with runtime.reserve(1) as pool:
+        group = pool.spawn({"talker": colocate.role(Talker)})
+        pid = group.role("talker", Talker).pid()[0]
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(WorkerDied) as caught:
+            group.role("talker", Talker).say("late")
+        assert caught.value.signal == "SIGKILL"
+        assert caught.value.detail == killed

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from colocate import wire
+from colocate._system.room import OomKills
 from colocate.keeper.forks import Fork, NoFork, fork
 from colocate.worker import processes
 from colocate.worker.supervisor import CLOSES_OTHERS, ENDS, MARK, program_of
@@ -56,6 +57,7 @@ class WorkerProcess:
         self._log = -1
         self._partial = b""
         self._astray: str | None = None
+        self._oom_kills = OomKills.now()
 
     @property
     def pid(self) -> int:
@@ -178,7 +180,7 @@ class WorkerProcess:
         if code == -ENDS:  # it was killed before it had put supervisors above itself
             code = -signal.SIGKILL
         name = signal.Signals(-code).name if code < 0 else None
-        why = self._astray if code == -signal.SIGKILL else None
+        why = (self._astray or self._oom_kills.since()) if code == -signal.SIGKILL else None
         if why is None and program is not None:
             why = _BY_EXEC.format(program, "")
         self._events.ended(None if code < 0 else code, name, why)
