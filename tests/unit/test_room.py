@@ -32,7 +32,8 @@ def test_of_the_control_group(machine: Path) -> None:
     count(machine / "vmstat", 6)
     assert before.since() is None
     count(events, 3)
-    said = f"since it was started the kernel has killed a process of its control group for lack of memory (oom_kill in {events})"
+    whom = "a process of its control group"
+    said = f"since it was started the kernel has killed {whom} for lack of memory (oom_kill in {events})"
     assert before.since() == said
     count(events, 4)
     assert (before.since() or "").startswith(
