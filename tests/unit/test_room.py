@@ -1,4 +1,4 @@
-"""Processes that the kernel has killed for lack of memory."""
+"""What control groups leave of the memory, and processes that the kernel has killed for the lack of it."""
 
 from __future__ import annotations
 
@@ -7,55 +7,94 @@ from pathlib import Path
 import pytest
 
 from colocate._system import room
-from colocate._system.room import OomKills
+from colocate._system.room import OomKills, free_memory
+
+MIB = 1 << 20
 
 
-@pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder in the place of what the kernel shows: one control group, in another one."""
-    (tmp_path / "jobs" / "mine").mkdir(parents=True)
-    monkeypatch.setattr(room, "_COUNTS", tmp_path / "vmstat")
-    monkeypatch.setattr(room, "_control_groups", lambda: [tmp_path / "jobs" / "mine", tmp_path / "jobs", tmp_path])
-    return tmp_path
+class Machine:
+    """What the kernel shows of one where this process is in a control group `mine` that is in `jobs`."""
+
+    def __init__(self, path: Path, unified: bool) -> None:
+        self.root = path / "cgroup" if unified else path / "cgroup" / "memory"
+        self.mine = self.root / "jobs" / "mine"
+        self.mine.mkdir(parents=True)
+        self.counts = path / "vmstat"
+        self.events = self.mine / ("memory.events" if unified else "memory.oom_control")
+        self.unified = unified
+        own = "0::/jobs/mine\n" if unified else "4:cpu,cpuacct:/other\n3:memory:/jobs/mine\n0::/\n"
+        (path / "own").write_text(own)
+
+    def limit(self, folder: Path, most: str, used: int, files: int) -> None:
+        names = ("max", "current", "") if self.unified else ("limit_in_bytes", "usage_in_bytes", "total_")
+        (folder / f"memory.{names[0]}").write_text(f"{most}\n")
+        (folder / f"memory.{names[1]}").write_text(f"{used}\n")
+        stat = f"anon 1\n{names[2]}inactive_file {files}\n{names[2]}active_file 0\n"
+        (folder / "memory.stat").write_text(stat)
+
+
+@pytest.fixture(params=[True, False], ids=["v2", "v1"])
+def machine(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """With control groups of either version."""
+    machine = Machine(tmp_path, request.param)
+    monkeypatch.setattr(room, "_CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(room, "_OWN", tmp_path / "own")
+    monkeypatch.setattr(room, "_COUNTS", machine.counts)
+    return machine
+
+
+def test_what_limits_leave(machine: Machine) -> None:
+    """The least of what the own control group and those around it leave; what files have in memory counts as free."""
+    free = free_memory()
+    assert free > 100 * MIB
+    machine.limit(machine.mine, str(50 * MIB), 30 * MIB, 5 * MIB)
+    assert free_memory() == 25 * MIB
+    machine.limit(machine.root / "jobs", str(40 * MIB), 35 * MIB, 0)
+    assert free_memory() == 5 * MIB
+    machine.limit(machine.root, str(40 * MIB), 45 * MIB, 0)
+    assert free_memory() == 0
+
+
+def test_no_limit(machine: Machine) -> None:
+    """As either version says that."""
+    machine.limit(machine.mine, "max" if machine.unified else "9223372036854771712", 30 * MIB, 0)
+    assert free_memory() > 100 * MIB
 
 
 def count(path: Path, number: int) -> None:
     path.write_text(f"low 0\nmax 7\noom 3\noom_kill {number}\n")
 
 
-def test_of_the_control_group(machine: Path) -> None:
+def test_killed_of_the_control_group(machine: Machine) -> None:
     """What others of the machine have lost isn't told."""
-    events = machine / "jobs" / "mine" / "memory.events"
-    count(events, 2)
-    count(machine / "vmstat", 5)
+    count(machine.events, 2)
+    count(machine.counts, 5)
     before = OomKills.now()
-    count(machine / "vmstat", 6)
+    count(machine.counts, 6)
     assert before.since() is None
-    count(events, 3)
+    count(machine.events, 3)
     whom = "a process of its control group"
-    said = f"since it was started the kernel has killed {whom} for lack of memory (oom_kill in {events})"
+    said = f"since it was started the kernel has killed {whom} for lack of memory (oom_kill in {machine.events})"
     assert before.since() == said
-    count(events, 4)
-    assert (before.since() or "").startswith(
-        "since it was started the kernel has killed 2 processes of its control group"
-    )
+    count(machine.events, 4)
+    assert "has killed 2 processes of its control group" in (before.since() or "")
 
 
-def test_of_the_machine(machine: Path) -> None:
-    """Where the control group has no count, as in cgroup v1."""
-    count(machine / "vmstat", 5)
+def test_killed_of_the_machine(machine: Machine) -> None:
+    """Where the control group has no count."""
+    count(machine.counts, 5)
     before = OomKills.now()
     assert before.since() is None
-    count(machine / "vmstat", 6)
+    count(machine.counts, 6)
     assert "killed a process of this machine" in (before.since() or "")
-    count(machine / "jobs" / "mine" / "memory.events", 9)  # another count says nothing of this one
+    count(machine.events, 9)  # another count says nothing of this one
     assert before.since() is None
 
 
 @pytest.mark.parametrize("text", [None, "pgfault 12\n", "oom_kill many\n"])
-def test_where_nobody_counts(machine: Path, text: str | None) -> None:
+def test_where_nobody_counts(machine: Machine, text: str | None) -> None:
     if text is not None:
-        (machine / "vmstat").write_text(text)
+        machine.counts.write_text(text)
     before = OomKills.now()
     assert before.number == 0
     assert before.since() is None

@@ -8,6 +8,7 @@ from pathlib import Path
 import attrs
 
 _CGROUPS = Path("/sys/fs/cgroup")
+_OWN = Path("/proc/self/cgroup")
 _COUNTS = Path("/proc/vmstat")
 
 
@@ -16,37 +17,57 @@ def free_memory() -> int:
     import psutil  # by what is rarely asked for, and a worker starts sooner
 
     free = int(psutil.virtual_memory().available)
-    return min([free, *_left_of_limits()])
+    return min([free, *(left for group in _control_groups() if (left := group.left()) is not None)])
 
 
-def _left_of_limits() -> list[int]:
-    """What the control groups of this process, from its own to the outermost, leave it."""
-    left = []
-    for folder in _control_groups():
+@attrs.frozen
+class _ControlGroup:
+    """One of those that this process is in, whose memory is limited and counted.
+
+    Attributes:
+        folder: Where the kernel shows it.
+        unified: Whether it is of cgroup v2.
+    """
+
+    folder: Path
+    unified: bool
+
+    def left(self) -> int | None:
+        """What its limit leaves; None without one."""
+        limit, used, of_all = (
+            ("memory.max", "memory.current", "")
+            if self.unified
+            else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+        )
         try:
-            limit = (folder / "memory.max").read_text().strip()
-            used = int((folder / "memory.current").read_text())
-            numbers = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        except (OSError, ValueError):  # the outermost has none
-            continue
-        if limit != "max":
+            most, now = (self.folder / limit).read_text().strip(), int((self.folder / used).read_text())
+            numbers = dict(line.split() for line in (self.folder / "memory.stat").read_text().splitlines())
             # What files have in memory goes when it is wanted.
-            files = int(numbers.get("inactive_file", 0)) + int(numbers.get("active_file", 0))
-            left.append(max(0, int(limit) - used + files))
-    return left
+            files = sum(int(numbers.get(f"{of_all}{kind}_file", 0)) for kind in ("inactive", "active"))
+            return None if most == "max" else max(0, int(most) - now + files)
+        except (OSError, ValueError):  # the outermost has none
+            return None
+
+    @property
+    def events(self) -> Path:
+        """Where the processes are counted that the kernel has killed."""
+        return self.folder / ("memory.events" if self.unified else "memory.oom_control")
 
 
-def _control_groups() -> list[Path]:
-    """The folders of this process's control groups, from its own to the outermost (cgroup v2)."""
+def _control_groups() -> list[_ControlGroup]:
+    """Those of this process, from its own to the outermost."""
     try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        lines = [line.split(":", 2) for line in _OWN.read_text().splitlines()]
     except OSError:
         return []
-    own = next((line.removeprefix("0::").lstrip("/") for line in lines if line.startswith("0::")), None)
-    if own is None:
-        return []
-    folders = (_CGROUPS / own, *(_CGROUPS / own).parents)
-    return [folder for folder in folders if folder.is_relative_to(_CGROUPS)]
+    # Where both versions are, memory may be the older one's affair. The newer one's line names nothing.
+    for wanted, root in (("memory", _CGROUPS / "memory"), ("", _CGROUPS)):
+        for _, controllers, path in lines:
+            if wanted in controllers.split(","):
+                own = root / path.lstrip("/")
+                folders = [folder for folder in (own, *own.parents) if folder.is_relative_to(root)]
+                return [_ControlGroup(folder, not wanted) for folder in folders]
+    return []
 
 
 @attrs.frozen
@@ -66,7 +87,7 @@ class OomKills:
     @classmethod
     def now(cls) -> OomKills:
         """Those of this process's control group, or, where that has no count, of the machine."""
-        groups = [(path / "memory.events", "its control group") for path in _control_groups()[:1]]
+        groups = [(group.events, "its control group") for group in _control_groups()[:1]]
         for path, whose in [*groups, (_COUNTS, "this machine")]:
             try:
                 counts = dict(line.split() for line in path.read_text().splitlines())
