@@ -212,6 +212,7 @@ class ColocatedGroup(Held[Crew], node=Crew):
         tags: Sequence[Tag] | None = None,
         timeout: float | None = None,
         on_call: Literal["wake", "fail"] = "wake",
+        discard: Sequence[Tag] = (),
     ) -> int:
         """Put memory of a role to sleep: that of a device goes to pinned memory, the host's to a file on a disk.
 
@@ -228,6 +229,8 @@ class ColocatedGroup(Held[Crew], node=Crew):
             timeout: Seconds until it is given up; None for never.
             on_call: What a call of the role does that needs it: "wake" it, or "fail", with a `SleepingError`, until
                 `wake`. A checkpoint wakes it all the same.
+            discard: Those tags whose contents nobody needs: gradients that are made anew, a cache. They aren't copied,
+                and come back as zeros.
 
         Returns:
             How many bytes have left the memory of the workers. What has been away before and wasn't written into since
@@ -239,7 +242,7 @@ class ColocatedGroup(Held[Crew], node=Crew):
         """
         limited = limit(timeout, "sleep(timeout)", positive=True)
         with self._telling_who_has_it():
-            return sleeping.sleep(self._node, role, tags, limited, on_call)
+            return sleeping.sleep(self._node, role, tags, limited, on_call, discard)
 
     def wake(self, role: str, tags: Sequence[Tag] | None = None, timeout: float | None = None) -> int:
         """Have memory of a role that sleeps be there again, on all of its ranks or on none.

@@ -23,7 +23,7 @@ import ctypes
 import errno
 import mmap
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -296,6 +296,14 @@ class _File:
         size, protection = place.stop - place.start, mmap.PROT_READ | mmap.PROT_WRITE
         flags = mmap.MAP_PRIVATE | _MAP_FIXED
         if libc().mmap(place.start, size, protection, flags, self._file, place.offset) != place.start:
+            check(-1)
+
+
+def empty(areas: Iterable[Area]) -> None:
+    """Have pages hold zeros, which take no memory."""
+    protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
+    for start, stop in areas:
+        if libc().mmap(start, stop - start, protection, flags, -1, 0) != start:
             check(-1)
 
 

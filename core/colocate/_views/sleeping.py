@@ -21,16 +21,31 @@ from colocate.worker.functions import SLEEP, SPECS, WAKE
 _ON_CALL = ("wake", "fail")
 
 
-def sleep(crew: Crew, role: str, tags: Sequence[str] | None, timeout: float | None, on_call: str = "wake") -> int:
+def sleep(
+    crew: Crew,
+    role: str,
+    tags: Sequence[str] | None,
+    timeout: float | None,
+    on_call: str = "wake",
+    discard: Sequence[str] = (),
+) -> int:
     """Put memory of a role to sleep; see `ColocatedGroup.sleep`."""
-    return _result(crew, role, start_sleep(crew, role, tags, timeout, on_call), "put to sleep")
+    return _result(crew, role, start_sleep(crew, role, tags, timeout, on_call, discard), "put to sleep")
 
 
 def start_sleep(
-    crew: Crew, role: str, tags: Sequence[str] | None, timeout: float | None, on_call: str = "wake"
+    crew: Crew,
+    role: str,
+    tags: Sequence[str] | None,
+    timeout: float | None,
+    on_call: str = "wake",
+    discard: Sequence[str] = (),
 ) -> PendingCall:
     """Send a sleep to all workers."""
     chosen = _tags(crew, role, tags, "sleep")
+    lost = _tags(crew, role, discard, "sleep", "discard")
+    if others := [tag for tag in lost if tag not in chosen]:
+        raise ConfigError(f"group.sleep(discard) names {others[0]!r}, which isn't among the tags that are to sleep")
     if on_call not in _ON_CALL:
         raise ConfigError(f"group.sleep(on_call={on_call!r}): it is 'wake' or 'fail'{did_you_mean(on_call, _ON_CALL)}")
     until_woken = on_call == "fail"
@@ -40,7 +55,7 @@ def start_sleep(
             "their calls"
         )
     crew.sleepers.mark(role, chosen, until_woken)
-    call = _start(crew, SLEEP, f"sleep of {role}", {"role": role, "tags": chosen}, timeout)
+    call = _start(crew, SLEEP, f"sleep of {role}", {"role": role, "tags": chosen, "discard": lost}, timeout)
     crew.sleepers.mark(role, chosen, until_woken)  # what has woken it before that doesn't count
     return call
 
@@ -59,17 +74,17 @@ def start_wake(crew: Crew, role: str, tags: Sequence[str] | None, timeout: float
     return call
 
 
-def _tags(crew: Crew, role: str, tags: Sequence[str] | None, what: str) -> list[str]:
+def _tags(crew: Crew, role: str, tags: Sequence[str] | None, what: str, word: str = "tags") -> list[str]:
     if role not in crew.roles:
         raise ConfigError(
             f"group.{what}({role!r}): group {crew.name!r} has no such role: it has {', '.join(crew.roles)}"
             f"{did_you_mean(role, crew.roles)}"
         )
     if isinstance(tags, str):
-        raise ConfigError(f"group.{what}(tags={tags!r}) is a string; write tags=({tags!r},)")
+        raise ConfigError(f"group.{what}({word}={tags!r}) is a string; write {word}=({tags!r},)")
     for tag in tags or ():
         if tag not in TAGS:
-            raise ConfigError(f"group.{what}(tags) names {tag!r}; a role's memory is of {', '.join(TAGS)}")
+            raise ConfigError(f"group.{what}({word}) names {tag!r}; a role's memory is of {', '.join(TAGS)}")
     return list(TAGS if tags is None else tags)
 
 

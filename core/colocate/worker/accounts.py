@@ -139,12 +139,12 @@ class Accounts:
         return sum(size for _, size in self._parts(shares, role, device))
 
     def _parts(self, shares: Shares, role: str, device: bool) -> Iterable[tuple[str, int]]:
-        """What a role has, by kind. What sleeps counts with the host's memory: so it does on a device, which it is."""
+        """What a role has, by kind. What sleeps somewhere counts with the host's memory."""
         here = self._site.boot.device
         for (kind, where), size in shares.owned.get(role, {}).items():
             if (where == here) if device else (where == "cpu"):
                 yield kind, size
-        if not device and (asleep := shares.asleep.get(role, 0)):
+        if not device and (asleep := shares.asleep.get(role, 0) - shares.emptied.get(role, 0)):
             yield "asleep", asleep
 
     def _told(self, shares: Shares, role: str, device: bool) -> str:

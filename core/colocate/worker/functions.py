@@ -40,11 +40,11 @@ class Functions:
         checkpoint.save(roles, directory, self._site.residency.awake)
 
     @method
-    def sleep(self, role: str, tags: Sequence[str]) -> Outcome:
+    def sleep(self, role: str, tags: Sequence[str], discard: Sequence[str]) -> Outcome:
         """Put memory of a role to sleep."""
         self._site.residency.settle()
         start = time.time()
-        return self._told(role, True, start, self._site.sleeper.sleep(role, tags, current_slots()))
+        return self._told(role, True, start, self._site.sleeper.sleep(role, tags, discard, current_slots()))
 
     @method
     def wake(self, role: str, tags: Sequence[str], beside: Mapping[str, int]) -> Outcome:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -73,11 +73,13 @@ class Shares:
         owned: Bytes by role, kind and device.
         shared: What of its memory counts with another role, by role.
         asleep: What sleeps, by role.
+        emptied: What of that comes back as zeros, and is nowhere until then.
     """
 
     owned: dict[str, dict[tuple[str, str], int]]
     shared: dict[str, int]
     asleep: dict[str, int]
+    emptied: dict[str, int]
 
 
 def shares_of(
@@ -100,9 +102,10 @@ def shares_of(
         kept = found.setdefault(owner if method else "", {})
         with _looking_at(owner):
             kept.setdefault(Purpose.RESIDENTS, Storages()).add(value)
-    shares = _shares(found, dict(sleeper.away))
-    for name, size in sleeper.on_device().items():
+    shares = _shares(found, dict(sleeper.away), set(sleeper.emptied))
+    for name, (size, emptied) in sleeper.on_device().items():
         shares.asleep[name] = shares.asleep.get(name, 0) + size
+        shares.emptied[name] = shares.emptied.get(name, 0) + emptied
     return shares
 
 
@@ -114,7 +117,7 @@ def _looking_at(role: str) -> Iterator[None]:
         raise LookError(role, traceback.format_exc()) from error
 
 
-def _shares(held: Mapping[str, Holdings], away: Mapping[int, int]) -> Shares:
+def _shares(held: Mapping[str, Holdings], away: Mapping[int, int], emptied: Collection[int]) -> Shares:
     """Each role's share.
 
     What several hold counts as the first of the kinds that it is of, with the first of the roles for which it is that.
@@ -122,7 +125,7 @@ def _shares(held: Mapping[str, Holdings], away: Mapping[int, int]) -> Shares:
     owners: dict[str, dict[int, str]] = {}
     owned: dict[str, dict[tuple[str, str], int]] = {role: {} for role in held}
     shared: dict[str, dict[tuple[str, int], int]] = {role: {} for role in held}
-    asleep = dict.fromkeys(held, 0)
+    asleep, empty = dict.fromkeys(held, 0), dict.fromkeys(held, 0)
     for purpose in Purpose:
         for role, found in held.items():
             for device, pieces in found.get(purpose, {}).items():
@@ -133,13 +136,14 @@ def _shares(held: Mapping[str, Holdings], away: Mapping[int, int]) -> Shares:
                         its_owners[address] = role
                         if device == "cpu" and address in away:
                             asleep[role] += nbytes
+                            empty[role] += nbytes if address in emptied else 0
                         else:
                             own += nbytes
                     elif owner != role:
                         shared[role][device, address] = nbytes
                 if own:
                     owned[role][purpose.word, device] = own
-    return Shares(owned, {role: sum(pieces.values()) for role, pieces in shared.items()}, asleep)
+    return Shares(owned, {role: sum(pieces.values()) for role, pieces in shared.items()}, asleep, empty)
 
 
 def _gpu(device: str) -> dict[str, int] | None:

@@ -19,18 +19,27 @@ class Going:
         pieces: The sizes of what goes.
         areas: Pages of the host that go.
         storages: Storages of the device that go.
-        on_device: Their bytes.
+        emptied: Those pieces whose contents are let go of: they come back as zeros.
+        empty_areas: The pages of these, and no one else's.
+        empty_storages: Their storages.
+        kept_on_device: The bytes of the device that go to the host.
         size: The bytes that go.
         stay: Those that were to and stay.
     """
 
     def __init__(
-        self, by_tag: Mapping[str, Objects], awake: Collection[int], away: Collection[int], device: str
+        self,
+        by_tag: Mapping[str, Objects],
+        discard: Collection[str],
+        awake: Collection[int],
+        away: Collection[int],
+        device: str,
     ) -> None:
         """Find out.
 
         Args:
             by_tag: What is to.
+            discard: The tags of which the contents are let go of.
             awake: What others use.
             away: What sleeps already.
             device: The slot's.
@@ -48,11 +57,16 @@ class Going:
             if place in {"cpu", device} and key not in awake and key not in away
         }
         self.pieces = {key: size for key, (_, size) in going.items()}
-        self.areas = areas_of((key, size) for key, (place, size) in going.items() if place == "cpu")
+        self.emptied = {key for tag in discard for place in by_tag[tag].values() for key in place} & going.keys()
+        on_host = {key: size for key, (place, size) in going.items() if place == "cpu"}
+        self.areas = areas_of((key, size) for key, size in on_host.items() if key not in self.emptied)
+        self.empty_areas = areas_of((key, size) for key, size in on_host.items() if key in self.emptied)
         objects = {key: storage for pieces in by_tag.values() for key, storage in pieces.storages.items()}
-        self.storages = {key: objects[key] for key, (place, _) in going.items() if place != "cpu"}
-        self.on_device = sum(self.pieces[key] for key in self.storages)
-        self.size = sum(area.stop - area.start for area in self.areas) + self.on_device
+        self.storages = {key: objects[key] for key in going if key not in on_host and key not in self.emptied}
+        self.empty_storages = {key: objects[key] for key in going if key not in on_host and key in self.emptied}
+        self.kept_on_device = sum(self.pieces[key] for key in self.storages)
+        self.size = sum(area.stop - area.start for area in [*self.areas, *self.empty_areas])
+        self.size += self.kept_on_device + sum(self.pieces[key] for key in self.empty_storages)
         self.stay = sum(size for key, (_, size) in wanted.items() if key not in away) - self.size
 
 
@@ -62,17 +76,23 @@ class Coming:
     Attributes:
         by_tag: What is to, by its tags.
         pieces: The sizes of its pieces.
-        areas: Pages of the host.
+        emptied: Those that come as zeros.
+        areas: Pages of the host that were written somewhere.
         written: Those of them that a step of an optimizer writes.
         storages: Storages of the device.
         trained: Those of them that will have changed when they go the next time.
-        on_host: The bytes of the pages.
+        on_host: The bytes of all pages.
         on_device: What of all comes to the slot's device.
         size: All bytes.
     """
 
     def __init__(
-        self, asleep: Mapping[str, Objects], tags: Iterable[str], away: Mapping[int, int], device: str
+        self,
+        asleep: Mapping[str, Objects],
+        tags: Iterable[str],
+        away: Mapping[int, int],
+        emptied: Collection[int],
+        device: str,
     ) -> None:
         """Find out.
 
@@ -80,18 +100,20 @@ class Coming:
             asleep: What of the role sleeps, by its tags.
             tags: Those that are to wake.
             away: The sizes of all that sleeps.
+            emptied: What of that comes as zeros.
             device: The slot's.
         """
         self.by_tag = {tag: asleep[tag] for tag in tags}
         found = list(self.by_tag.values())
         keys = {key for pieces in found for place in pieces.values() for key in place}
         self.pieces = {key: away[key] for key in keys if key in away}
+        self.emptied = {key for key in self.pieces if key in emptied}
         self.storages = {key for pieces in found for key in pieces.storages if key in self.pieces}
         self.trained = {key for pieces in found for key in pieces.trained} & self.storages
-        self.areas = self._areas(self.pieces)
+        self.areas = self._areas(self.pieces.keys() - self.emptied)
         stepped = {key for tag in _STEPPED for place in self.by_tag.get(tag, Objects()).values() for key in place}
-        self.written = self._areas(stepped.union(*(pieces.trained for pieces in found)) & keys)
-        self.on_host = sum(area.stop - area.start for area in self.areas)
+        self.written = self._areas(stepped.union(*(pieces.trained for pieces in found)) & keys - self.emptied)
+        self.on_host = sum(area.stop - area.start for area in self._areas(self.pieces))
         stored = sum(self.pieces[key] for key in self.storages)
         self.size = self.on_host + stored
         self.on_device = self.size if device == "cpu" else stored

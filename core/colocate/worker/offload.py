@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import attrs
@@ -48,14 +49,16 @@ class _Copy:
     """A storage's contents on the host.
 
     Attributes:
-        host: They, as bytes.
+        nbytes: How many they are.
+        host: They, as bytes; None where they were let go of.
         digest: A number that they make.
         storage: The storage, while it has no memory; None while it has, when nothing keeps it here.
         reference: What tells whether it is there.
     """
 
+    nbytes: int
     host: Any
-    digest: int
+    digest: int | None
     storage: Any
     reference: _Reference
 
@@ -69,10 +72,14 @@ class Offload:
         self._copies: dict[Key, _Copy] = {}
         self._side = SideStream(device)
 
-    def write(self, storages: Mapping[Key, Any]) -> Offloading:
+    def write(self, storages: Mapping[Key, Any], emptied: Mapping[Key, Any] = MappingProxyType({})) -> Offloading:
         """Copy storages to the host; they keep their memory until `Offloading.put_away`.
 
         What is there already as it is now isn't copied again.
+
+        Args:
+            storages: Those.
+            emptied: Others, whose contents nobody needs: they will come back as zeros.
 
         Raises:
             MemoryError: The host has no room for them: nothing has changed.
@@ -88,7 +95,9 @@ class Offload:
                 if known is not None and known.digest == digest:
                     copies[key] = attrs.evolve(known, storage=storage)
                     continue
-                copies[key] = _Copy(self._to_host(view), digest, storage, _Reference(storage))
+                copies[key] = _Copy(view.numel(), self._to_host(view), digest, storage, _Reference(storage))
+        for key, storage in emptied.items():
+            copies[key] = _Copy(storage.nbytes(), None, None, storage, _Reference(storage))
         return Offloading(self, copies)
 
     def away(self, key: Key) -> bool:
@@ -114,17 +123,21 @@ class Offload:
         try:
             for key in keys:
                 copy = self._copies[key]
-                copy.storage.resize_(copy.host.numel())
+                copy.storage.resize_(copy.nbytes)
                 there.append(copy.storage)
             with self._copying():
                 for key in keys:
                     copy = self._copies[key]
-                    _view(copy.storage).copy_(copy.host, non_blocking=True)
+                    view = _view(copy.storage)
+                    if copy.host is None:
+                        view.zero_()
+                    else:
+                        view.copy_(copy.host, non_blocking=True)
         except RuntimeError as error:  # torch.OutOfMemoryError is one
             for storage in there:
                 storage.resize_(0)
             self._give_back()
-            size = sum(self._copies[key].host.numel() for key in keys)
+            size = sum(self._copies[key].nbytes for key in keys)
             what = str(error).partition("\n")[0]
             raise MemoryError(f"{size_text(size)} are needed on {self._device}: {what}") from error
         for key in keys:

@@ -7,7 +7,7 @@ all are ready it is made so. How is in `_system/pages.py` and `offload.py`.
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ from colocate._protocol.ledger import TAGS
 from colocate._protocol.message import Message
 from colocate._role.context import running_call
 from colocate._role.method_spec import MethodSpec
-from colocate._system.pages import Spill
+from colocate._system.pages import Spill, empty
 from colocate._system.room import free_memory, spill_directories
 from colocate._system.sizes import size_text
 from colocate.errors import ColocateError, SleepingError
@@ -82,6 +82,7 @@ class Sleeper:
     Attributes:
         away: The sizes of pieces of memory that aren't there, by what they are called: those of the host by their
             addresses, those of a device by what torch calls their storages.
+        emptied: Those of them that are nowhere else either: they come back as zeros.
         free: How much of the host's memory is free.
         refuse_more: Raises when a budget has no room for so many more bytes of a role, of the device or the host.
     """
@@ -93,6 +94,7 @@ class Sleeper:
         self._asleep: dict[str, dict[str, Objects]] = {}  # by role and tag, with what other roles hold too
         self._why: dict[str, str] = {}  # roles could not be woken when that was last tried
         self.away: dict[int, int] = {}
+        self.emptied: set[int] = set()
         self.free: Callable[[], int] = free_memory
         self.refuse_more: Callable[[str, int, bool, str], None] = lambda role, nbytes, device, what: None
 
@@ -100,13 +102,17 @@ class Sleeper:
         """What of a role sleeps."""
         return () if role is None else tuple(self._asleep.get(role, ()))
 
-    def on_device(self) -> dict[str, int]:
-        """Bytes of the slot's device that sleep, by role: nobody finds them there. Each counts once."""
+    def on_device(self) -> dict[str, tuple[int, int]]:
+        """Bytes of the slot's device that sleep, by role, and those of them that come back as zeros.
+
+        Nobody finds them there. Each counts once.
+        """
         seen: set[int] = set()
-        found: dict[str, int] = {}
+        found: dict[str, tuple[int, int]] = {}
         for role, by_tag in list(self._asleep.items()):
             keys = {key for pieces in list(by_tag.values()) for key in pieces.storages} - seen
-            found[role] = sum(self.away.get(key, 0) for key in keys)
+            sizes = {key: self.away.get(key, 0) for key in keys}
+            found[role] = sum(sizes.values()), sum(size for key, size in sizes.items() if key in self.emptied)
             seen |= keys
         return found
 
@@ -138,12 +144,13 @@ class Sleeper:
                 "of its methods, before something in its workers uses it"
             )
 
-    def sleep(self, name: str, tags: Sequence[str], members: int) -> Outcome:
+    def sleep(self, name: str, tags: Sequence[str], discard: Collection[str], members: int) -> Outcome:
         """Put memory of a role to sleep, if all ranks can.
 
         Args:
             name: The role.
             tags: What of it; what sleeps already stays so.
+            discard: Those of which the contents are let go of.
             members: How many workers take part.
         """
         role = self._site.roles.get(name)
@@ -153,7 +160,7 @@ class Sleeper:
         seen: list[Going] = []
 
         def begin() -> Callable[[], None]:
-            found, end = self._copied(name, role, new)
+            found, end = self._copied(name, role, new, discard)
             seen.append(found)
             return end
 
@@ -188,8 +195,8 @@ class Sleeper:
             return lambda: None
 
         def undo() -> None:
-            if coming.areas:
-                self._spill().write(coming.areas).put_away()
+            if self._files is not None:
+                self._files.write(coming.areas).put_away()
             self._offload.undo(coming.storages)
 
         outcome = self._all_or_none(role, members, begin, undo)
@@ -343,17 +350,24 @@ class Sleeper:
                 f"role {role!r} holds more objects than were looked at: what else uses memory of the device isn't known"
             )
 
-    def _copied(self, name: str, role: HostedRole, tags: Sequence[str]) -> tuple[Going, Callable[[], None]]:
+    def _copied(
+        self, name: str, role: HostedRole, tags: Sequence[str], discard: Collection[str] = ()
+    ) -> tuple[Going, Callable[[], None]]:
         """What of a role is to sleep, copied to where it goes; and what ends its being in memory."""
-        going = self.going(name, tags)
+        going = self.going(name, tags, discard)
         end = self.copy_out(going)
         role.call_hook("sleep", tuple(tags))
         return going, end
 
     # -- the parts of it: what goes and comes is found, and noted, on the lane; it may be copied elsewhere
 
-    def going(self, name: str, tags: Sequence[str]) -> Going:
+    def going(self, name: str, tags: Sequence[str], discard: Collection[str] = ()) -> Going:
         """What of a role is to sleep.
+
+        Args:
+            name: The role.
+            tags: What of it.
+            discard: Those tags of which the contents are let go of.
 
         Raises:
             MemoryBudgetError: There is no room where it goes.
@@ -369,8 +383,9 @@ class Sleeper:
         for tag in TAGS:
             if tag not in tags and tag not in self.tags(name):
                 awake.update(key for place in every[tag].values() for key in place)
-        going = Going({tag: every[tag] for tag in tags}, awake, self.away, self._site.boot.device)
-        self.refuse_more(name, going.on_device, False, f"putting role {name!r} to sleep")
+        by_tag = {tag: every[tag] for tag in tags}
+        going = Going(by_tag, [tag for tag in tags if tag in discard], awake, self.away, self._site.boot.device)
+        self.refuse_more(name, going.kept_on_device, False, f"putting role {name!r} to sleep")
         return going
 
     def copy_out(self, going: Going, gives_back: bool = True) -> Callable[[], None]:
@@ -386,18 +401,19 @@ class Sleeper:
             ValueError: It can't be put away here.
         """
         written = self._spill().write(going.areas) if going.areas else None
-        offloading = self._offload.write(going.storages)
+        offloading = self._offload.write(going.storages, going.empty_storages)
 
         def end() -> None:
             if written is not None:
                 written.put_away()
+            empty(going.empty_areas)
             offloading.put_away(gives_back)
 
         return end
 
     def coming(self, name: str, tags: Iterable[str]) -> Coming:
         """What of a role is to be there again; all of these sleep."""
-        return Coming(self._asleep[name], tags, self.away, self._site.boot.device)
+        return Coming(self._asleep[name], tags, self.away, self.emptied, self._site.boot.device)
 
     def bring_back(self, coming: Coming, writes: bool) -> None:
         """Have it be in memory.
@@ -410,23 +426,25 @@ class Sleeper:
             OSError: It can't be read.
             MemoryError: The device hasn't that much: nothing has changed.
         """
-        if coming.areas:
-            self._spill().bring_back(coming.areas, coming.written if writes else ())
+        if self._files is not None:  # else all pages there are were emptied
+            self._files.bring_back(coming.areas, coming.written if writes else ())
         self._offload.bring_back(coming.storages)
 
     def have_come(self, coming: Coming) -> None:
         """It is in memory for good: copies that will be out of date the next time aren't kept."""
-        self._offload.let_go(coming.trained)
+        self._offload.let_go(coming.trained | (coming.emptied & coming.storages))
 
     def are_asleep(self, name: str, moved: Going | Coming) -> None:
         """Note that a role's memory sleeps, or does still."""
         self._asleep.setdefault(name, {}).update(moved.by_tag)
         self.away.update(moved.pieces)
+        self.emptied |= moved.emptied
 
     def are_awake(self, name: str, moved: Coming | Going) -> None:
         """Note that it is there again, or still."""
         for key in moved.pieces:
             del self.away[key]
+        self.emptied -= moved.pieces.keys()
         self._why.pop(name, None)
         asleep = self._asleep[name]
         for tag in moved.by_tag:
