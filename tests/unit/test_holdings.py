@@ -26,7 +26,7 @@ def counted(instance: object, declared: tuple[Any, ...] = (), apart: tuple[objec
     """Bytes by kind, each storage once."""
     found, complete = held_by(instance, declared, apart)
     assert complete
-    shares = _shares({"it": found}, {})
+    shares = _shares({"it": found}, {}, ())
     owned, shared, asleep = shares.owned, shares.shared, shares.asleep
     assert shared == asleep == {"it": 0}
     assert {device for _, device in owned["it"]} <= {"cpu"}

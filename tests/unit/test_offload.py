@@ -115,6 +115,43 @@ def test_undone() -> None:
     assert torch.equal(tensor, before)
 
 
+def test_contents_that_nobody_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are zeros when the memory is there again, also after it couldn't be, or another rank couldn't have it."""
+    kept, lost = torch.randn(1000), torch.randn(1000)
+    before = kept.clone()
+    offload, chosen, emptied = Offload("cpu"), storages(kept), storages(lost)
+    offload.write(storages(lost)).put_away()
+    offload.bring_back(emptied)
+    offload.write(chosen, emptied)
+    assert lost.all()  # it hasn't been put away
+    offload.write(chosen, emptied).put_away()
+    assert all(map(offload.away, [*chosen, *emptied]))
+    assert [offload._copies[key].host for key in emptied] == [None]  # nor what was there before
+    everything = {**chosen, **emptied}
+
+    def fail() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(offload, "_copying", fail)
+        with pytest.raises(MemoryError, match=r"7\.8 KiB are needed on cpu"):
+            offload.bring_back(everything)
+    assert all(map(offload.away, everything))
+    offload.bring_back(everything)
+    offload.undo(everything)
+    assert all(storage.nbytes() == 0 for storage in everything.values())
+    offload.bring_back(everything)
+    assert torch.equal(kept, before)
+    assert not lost.any()
+    offload.let_go(emptied)
+    lost += 1
+    offload.write(everything).put_away()
+    offload.write({}, chosen).put_away()  # of what is away already
+    offload.bring_back(everything)
+    assert not kept.any()
+    assert lost.eq(1).all()
+
+
 @pytest.mark.parametrize("nbytes", [0, 1, 7, 8, 9, 4096, 3 * 8 * (1 << 20) + 5])
 def test_digests(nbytes: int) -> None:
     """Each byte and its place make a difference."""

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colocate._system import pages
-from colocate._system.mappings import PAGE, areas_of, mappings_now
-from colocate._system.pages import Spill
+from colocate._system.mappings import PAGE, areas_of, mappings_now, own
+from colocate._system.pages import Emptying, Spill
 from colocate._system.room import free_memory, spill_directories
 
 DISK = Path("/var/tmp")
@@ -173,6 +173,50 @@ def test_freed_after_it_was_copied_back(file: Spill) -> None:
     assert file.room() <= 2 * 8 * LARGE
 
 
+def test_emptied(file: Spill) -> None:
+    """Nothing of it is in memory, nor on the disk; what lies beside it on its pages is what it was."""
+    whole = numbers(12)
+    part = whole[PAGE // 2 : BIG - PAGE // 2]
+    copy = whole.copy()
+    copy[PAGE // 2 : BIG - PAGE // 2] = 0
+    put_away(file, part)
+    for _ in range(2):
+        emptying = Emptying.of([piece(part)])
+        emptying.check()
+        emptying.empty()
+        assert in_memory(part) == 0
+        assert file.in_memory() == 0
+        assert (whole == copy).all()
+        whole[:] = copy  # as memory of its own
+        part[:] = 1
+    other = numbers(13, 8 * PAGE)
+    room = file.room()
+    put_away(file, numbers(14))  # who is emptied has given back its place
+    assert file.room() == pytest.approx(room, abs=2 * PAGE)
+    Emptying.of([piece(other)]).empty()
+    assert not other.any()
+
+
+def test_no_mappings_to_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel's limit is told before anything is done."""
+    emptying = Emptying.of([piece(numbers(15))])
+    most = len(mappings_now()) + 4
+    monkeypatch.setattr(pages, "most_mappings", lambda: most)
+    with pytest.raises(OSError, match=r"vm\.max_map_count"):
+        emptying.check(beside=8)
+
+
+def test_what_is_its_own() -> None:
+    """Not what others see, or what can't be written; also a few bytes in the midst of a page."""
+    import mmap
+
+    shared = np.frombuffer(mmap.mmap(-1, BIG, mmap.MAP_SHARED), dtype=np.uint8)
+    fixed = np.frombuffer(mmap.mmap(-1, BIG, mmap.MAP_PRIVATE, prot=mmap.PROT_READ), dtype=np.uint8)
+    few, many = numbers(16, 3), numbers(17)
+    pieces = [piece(each) for each in (shared, few, fixed, many)]
+    assert list(own(pieces)) == [piece(few), piece(many)]
+
+
 def test_pages_that_hold_something_else_stay(file: Spill) -> None:
     """Of a piece that begins and ends in the midst of pages, these aren't taken."""
     array = numbers(3)
@@ -245,7 +289,11 @@ def test_several_files(file: Spill) -> None:
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(["away", "back", "copied", "write", "new"]), st.integers(0, 3)), max_size=24))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["away", "back", "copied", "write", "new", "empty"]), st.integers(0, 3)), max_size=24
+    )
+)
 def test_any_order(steps: list[tuple[str, int]]) -> None:
     """Whatever is done in whatever order, everything holds what was last written into it."""
     file = Spill(DISK)
@@ -261,6 +309,10 @@ def test_any_order(steps: list[tuple[str, int]]) -> None:
         elif what == "write":
             place = number * 4111 % (BIG // 2)
             arrays[index][place] = copies[index][place] = number
+        elif what == "empty":
+            Emptying.of(map(piece, arrays[index:])).empty()
+            for copy in copies[index:]:
+                copy[:] = 0
         else:
             arrays[index] = numbers(number + 10, len(arrays[index]) - PAGE)
             copies[index] = arrays[index].copy()

@@ -82,6 +82,7 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Worker:
         storage = item.untyped_storage()
         self.setdefault(DEVICE, {})[storage._cdata] = storage.nbytes()
         self.storages[storage._cdata] = storage
+        self.plain[storage._cdata] = storage.nbytes()
         if item.requires_grad:
             self.trained.add(storage._cdata)
 
@@ -108,8 +109,8 @@ def test_away_and_back(worker: Worker) -> None:
     before = contents(model)
     size = sum(tensor.nbytes for tensor in before)
     sleeper = Sleeper(worker)
-    assert sleeper.sleep("model", TAGS, 1).nbytes == size
-    assert sleeper.on_device() == {"model": size}
+    assert sleeper.sleep("model", TAGS, (), 1).nbytes == size
+    assert sleeper.on_device() == {"model": (size, 0)}
     assert model.net.weight.untyped_storage().nbytes() == 0
     with pytest.raises(SleepingError, match=r"model\.train needs memory of its role that sleeps"):
         sleeper.check(role, role.spec("train"))
@@ -130,7 +131,7 @@ def test_awake_on_this_rank_alone(worker: Worker) -> None:
     model.train()
     before = contents(model)
     sleeper = Sleeper(worker)
-    sleeper.sleep("model", TAGS, 1)
+    sleeper.sleep("model", TAGS, (), 1)
     sleeper.wake_alone(role)
     assert equal(contents(model), before)
     assert sleeper.tags("model") == ()
@@ -147,10 +148,10 @@ def test_refused_by_another_rank(worker: Worker) -> None:
     before = contents(model)
     sleeper = Sleeper(worker)
     worker.refusal = "rank 7: no room"
-    assert sleeper.sleep("model", TAGS, 1).refusal == "rank 7: no room"
+    assert sleeper.sleep("model", TAGS, (), 1).refusal == "rank 7: no room"
     assert equal(contents(model), before)
     worker.refusal = None
-    sleeper.sleep("model", TAGS, 1)
+    sleeper.sleep("model", TAGS, (), 1)
     worker.refusal = "rank 7: no room"
     assert sleeper.wake("model", TAGS, 1, {}).refusal == "rank 7: no room"
     assert model.cache.untyped_storage().nbytes() == 0
@@ -166,7 +167,7 @@ def test_no_room_on_the_device(worker: Worker, monkeypatch: pytest.MonkeyPatch) 
     model.train()
     before = contents(model)
     sleeper = Sleeper(worker)
-    sleeper.sleep("model", TAGS, 1)
+    sleeper.sleep("model", TAGS, (), 1)
 
     def full(self: offload.Offload) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -181,6 +182,158 @@ def test_no_room_on_the_device(worker: Worker, monkeypatch: pytest.MonkeyPatch) 
     assert equal(contents(model), before)
 
 
+DISCARD = ("grads", "cache")
+
+
+def kept_and_lost(model: Model) -> tuple[list[Any], list[Any]]:
+    """Weights and the optimizer's state; gradients and the cache."""
+    found = [*map(torch.clone, contents(model))]
+    count = len(list(model.net.parameters()))
+    return found[:count] + found[2 * count + 1 :], found[count : 2 * count + 1]
+
+
+def test_discard(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What nobody needs isn't copied and comes back as zeros, and all else as it was; the next time all is copied."""
+    model = Model()
+    worker.add("model", model)
+    model.train()
+    kept, lost = kept_and_lost(model)
+    objects = [id(each.grad) for each in model.net.parameters()]
+    copied: list[int] = []
+    to_host = offload.Offload._to_host
+
+    def noted(self: offload.Offload, view: Any) -> Any:
+        copied.append(view.numel())
+        return to_host(self, view)
+
+    monkeypatch.setattr(offload.Offload, "_to_host", noted)
+    sleeper = Sleeper(worker)
+    size, less = (sum(each.nbytes for each in tensors) for tensors in (kept + lost, lost))
+    assert sleeper.sleep("model", TAGS, DISCARD, 1).nbytes == size
+    assert sleeper.on_device() == {"model": (size, less)}
+    assert sum(copied) == size - less
+    sleeper.wake("model", ("weights",), 1, {})
+    assert sleeper.on_device()["model"][1] == less  # of which nothing is wanted yet
+    sleeper.wake("model", TAGS, 1, {})
+    again, zeros = kept_and_lost(model)
+    assert equal(again, kept)
+    assert equal(zeros, [torch.zeros_like(each) for each in lost])
+    assert objects == [id(each.grad) for each in model.net.parameters()]
+    assert (sleeper.on_device(), sleeper.emptied) == ({}, set())
+    model.train()
+    model.cache += 1
+    kept, lost = kept_and_lost(model)
+    sleeper.sleep("model", TAGS, (), 1)
+    sleeper.wake("model", TAGS, 1, {})
+    assert [equal(*each) for each in zip(kept_and_lost(model), (kept, lost), strict=True)] == [True, True]
+
+
+def test_discard_of_what_sleeps(worker: Worker) -> None:
+    """Its contents are let go of, too: whether it has slept makes no difference, nor is there a copy on the host."""
+    model = Model()
+    worker.add("model", model)
+    model.train()
+    kept, lost = kept_and_lost(model)
+    sleeper = Sleeper(worker)
+    sleeper.sleep("model", ("grads", "optimizer"), (), 1)
+    assert sleeper.sleep("model", TAGS, ("grads",), 1).nbytes == sum(each.nbytes for each in [*kept[:2], lost[-1]])
+    assert sleeper.sleep("model", TAGS, ("grads",), 1).nbytes == 0
+    grads = {each.grad.untyped_storage()._cdata for each in model.net.parameters()}
+    assert all(sleeper._offload._copies[key].host is None for key in grads)
+    sleeper.wake("model", TAGS, 1, {})
+    again, others = kept_and_lost(model)
+    assert equal(again, kept)
+    assert equal(others, [*(torch.zeros_like(each) for each in lost[:-1]), lost[-1]])
+
+
+def test_discard_refused_by_another_rank(worker: Worker) -> None:
+    """Awake nothing is lost, and asleep it is what it would have been."""
+    model = Model()
+    worker.add("model", model)
+    model.train()
+    kept, lost = kept_and_lost(model)
+    sleeper = Sleeper(worker)
+    sleeper.sleep("model", ("cache",), (), 1)
+    worker.refusal = "rank 7: no room"
+    assert sleeper.sleep("model", TAGS, DISCARD, 1).refusal == "rank 7: no room"
+    worker.refusal = None
+    sleeper.wake("model", TAGS, 1, {})
+    assert equal(kept_and_lost(model)[1], lost)
+    sleeper.sleep("model", TAGS, DISCARD, 1)
+    worker.refusal = "rank 7: no room"
+    assert sleeper.wake("model", TAGS, 1, {}).refusal == "rank 7: no room"
+    assert model.cache.untyped_storage().nbytes() == 0
+    worker.refusal = None
+    assert sleeper.wake("model", TAGS, 1, {}).nbytes == sum(each.nbytes for each in kept + lost)
+    again, zeros = kept_and_lost(model)
+    assert equal(again, kept)
+    assert not any(each.any() for each in zeros)
+
+
+@pytest.mark.parametrize("who", ["cache", "optimizer", "declared", "a role", "a role that sleeps", "a resident"])
+def test_discard_of_what_somebody_needs(worker: Worker, who: str) -> None:
+    """Contents are let go of where only what is discarded has them: nothing else of the role, and nobody else."""
+    model = Model()
+    worker.add("model", model)
+    model.train()
+    grad = model.net.weight.grad
+    if who == "cache":
+        model.seen = grad.view(-1)  # type: ignore[attr-defined]
+    elif who == "optimizer":
+        model.optimizer.state[model.net.weight]["momentum_buffer"] = grad
+    elif who == "declared":
+        model.device_state = lambda: [grad]  # type: ignore[attr-defined]
+    elif who == "a resident":
+        worker.store.expect(1)
+        worker.store.put(1, grad[3:], "model.make", None)
+    else:
+        worker.add("other", types.SimpleNamespace(grad=grad.detach()))
+    before, bias = grad.clone(), model.net.bias.grad
+    sleeper = Sleeper(worker)
+    if who == "a role that sleeps":
+        sleeper.sleep("other", TAGS, (), 1)
+    outcome = sleeper.sleep("model", ("grads", "optimizer"), ("grads",), 1)
+    stays = who in ("a role", "a resident")
+    assert (grad.untyped_storage().nbytes() > 0) == stays
+    assert outcome.stay == (grad.nbytes if stays else 0)
+    sleeper.wake("model", TAGS, 1, {})
+    assert torch.equal(grad, before)
+    assert not bias.any()
+
+
+def test_discard_of_all_that_has_it(worker: Worker) -> None:
+    """Gradients that the role has among its other tensors, too."""
+    model = Model()
+    worker.add("model", model)
+    model.train()
+    model.seen = model.net.weight.grad  # type: ignore[attr-defined]
+    sleeper = Sleeper(worker)
+    sleeper.sleep("model", TAGS, DISCARD, 1)
+    sleeper.wake("model", TAGS, 1, {})
+    assert not model.net.weight.grad.any()
+
+
+def test_a_hook_that_frees_memory(worker: Worker) -> None:
+    """It isn't looked at afterwards; and the role is told when it comes to nothing."""
+    model, told = Model(), []
+
+    def sleep(tags: tuple[str, ...]) -> None:
+        told.append(("sleep", tags))
+        model.cache = torch.ones(0)
+
+    model.sleep, model.wake = sleep, lambda tags: told.append(("wake", tags))  # type: ignore[attr-defined]
+    worker.add("model", model)
+    sleeper = Sleeper(worker)
+    sleeper.refuse_more = lambda role, nbytes, device, wakes: worker.ask(types.SimpleNamespace(refusal="no room"))
+    assert "no room" in (sleeper.sleep("model", TAGS, ("cache",), 1).refusal or "")
+    assert told == [("sleep", TAGS), ("wake", TAGS)]
+    sleeper.refuse_more = lambda role, nbytes, device, wakes: None
+    weights = sum(each.nbytes for each in model.net.parameters())
+    assert sleeper.sleep("model", TAGS, ("cache",), 1).nbytes == weights
+    assert sleeper.sleep("model", TAGS, ("cache",), 1).nbytes == 0
+    assert len(told) == 3
+
+
 def test_what_somebody_uses_stays(worker: Worker) -> None:
     """Another role, which is awake, or a resident: nothing that is used loses its memory."""
     model = Model()
@@ -191,11 +344,11 @@ def test_what_somebody_uses_stays(worker: Worker) -> None:
     worker.store.expect(1)
     worker.store.put(1, model.cache[3:], "model.make", None)
     sleeper = Sleeper(worker)
-    outcome = sleeper.sleep("model", TAGS, 1)
+    outcome = sleeper.sleep("model", TAGS, (), 1)
     weights = sum(2 * each.nbytes for each in model.net.parameters())  # gradients with them
     assert outcome.stay == weights + model.cache.nbytes
     assert model.net.weight.untyped_storage().nbytes() > 0
-    assert sleeper.sleep("other", TAGS, 1).nbytes == weights + other.cache.nbytes
+    assert sleeper.sleep("other", TAGS, (), 1).nbytes == weights + other.cache.nbytes
     assert model.net.weight.untyped_storage().nbytes() == 0
     assert sleeper.wake("model", TAGS, 1, {}).nbytes > weights
     assert model.net.weight.untyped_storage().nbytes() > 0
@@ -218,7 +371,7 @@ def test_weights_that_stay_as_they_are_are_copied_once(worker: Worker, monkeypat
     monkeypatch.setattr(offload.Offload, "_to_host", noted)
     sleeper = Sleeper(worker)
     for _ in range(3):
-        sleeper.sleep("model", TAGS, 1)
+        sleeper.sleep("model", TAGS, (), 1)
         sleeper.wake("model", TAGS, 1, {})
     assert sorted(copied) == sorted([200, 10_000, 20_000])
 
@@ -228,7 +381,7 @@ def test_more_than_can_be_looked_at(worker: Worker, monkeypatch: pytest.MonkeyPa
     model = Model()
     worker.add("model", model)
     monkeypatch.setattr(holdings, "_LOOKS", 2)
-    assert "holds more objects than were looked at" in (Sleeper(worker).sleep("model", TAGS, 1).refusal or "")
+    assert "holds more objects than were looked at" in (Sleeper(worker).sleep("model", TAGS, (), 1).refusal or "")
     assert model.cache.untyped_storage().nbytes() > 0
 
 

@@ -1,22 +1,27 @@
-"""Memory of the host that sleeps: how what trains comes back, and how all else does."""
+"""Memory of the host that sleeps: how what trains comes back, how all else does, and what nobody needs."""
 
 from __future__ import annotations
 
+import mmap
 import types
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from colocate._role.context import standalone_context  # noqa: E402
+from colocate._role.context import CallState, running_call, standalone_context  # noqa: E402
 from colocate._role.role import methods_of  # noqa: E402
+from colocate._system import pages  # noqa: E402
+from colocate.errors import ColocateError  # noqa: E402
 from colocate.worker.hosted import HostedRole  # noqa: E402
 from colocate.worker.scope import Scope  # noqa: E402
 from colocate.worker.settings import Setting  # noqa: E402
 from colocate.worker.sleeping import Sleeper  # noqa: E402
 from colocate.worker.store import Store  # noqa: E402
 
+TAGS = ("weights", "grads", "optimizer", "cache")
 SIDE = 2048
 PIECE = 4 * SIDE * SIDE
 
@@ -41,14 +46,34 @@ class Model:
         return [weight.detach(), weight.grad, state["momentum_buffer"], self.frozen.weight, self.cache]
 
 
-@pytest.mark.parametrize(("writes", "of_file"), [(True, 2), (False, 5)])
-def test_how_it_comes_back(writes: bool, of_file: int) -> None:
-    """What is about to be written is memory of the process's own; all else stays pages of the file."""
-    boot: Any = types.SimpleNamespace(device="cpu")
-    site: Any = types.SimpleNamespace(boot=boot, store=Store(False, Scope()), roles={}, spill_dir="/var/tmp")
-    model = Model()
+@pytest.fixture
+def site() -> Any:
+    """A worker without roles, the only one of its group."""
+
+    def ask(question: Any) -> None:
+        if question.refusal:
+            raise ColocateError(question.refusal)
+
+    boot: Any = types.SimpleNamespace(device="cpu", node="node")
+    lane = types.SimpleNamespace(resumed=0)
+    running_call.set(CallState(1))
+    return types.SimpleNamespace(
+        boot=boot, store=Store(False, Scope()), roles={}, spill_dir="/var/tmp", lane=lane, ask=ask
+    )
+
+
+def add(site: Any, instance: Any) -> HostedRole:
+    """Have it be the worker's one role."""
     setting, ctx = Setting("cpu", in_process=False), standalone_context("model")
-    role = site.roles["model"] = HostedRole("model", model, methods_of(Model), ctx, setting)
+    role = site.roles["model"] = HostedRole("model", instance, methods_of(type(instance)), ctx, setting)
+    return role
+
+
+@pytest.mark.parametrize(("writes", "of_file"), [(True, 2), (False, 5)])
+def test_how_it_comes_back(site: Any, writes: bool, of_file: int) -> None:
+    """What is about to be written is memory of the process's own; all else stays pages of the file."""
+    model = Model()
+    role = add(site, model)
     before = [piece.clone() for piece in model.pieces()]
     sleeper = Sleeper(site)
     try:
@@ -61,3 +86,123 @@ def test_how_it_comes_back(writes: bool, of_file: int) -> None:
         model.train()
     finally:
         sleeper.close()
+
+
+def test_discard(site: Any) -> None:
+    """What nobody needs takes no room on the disk, and is zeros to its last byte, small pieces too."""
+    model = Model()
+    small = model.small = torch.ones(3)  # type: ignore[attr-defined]
+    role = add(site, model)
+    weight, grad, state, frozen, cache = model.pieces()
+    kept = [each.clone() for each in (weight, state, frozen)]
+    places = [each.data_ptr() for each in model.pieces()]
+    sleeper = Sleeper(site)
+    try:
+        assert sleeper.sleep("model", TAGS, ("grads", "cache"), 1).nbytes == pytest.approx(5 * PIECE, rel=0.02)
+        assert sleeper._files is not None
+        assert sleeper._files.room() == pytest.approx(3 * PIECE, rel=0.02)
+        sleeper.free = lambda: 4 * PIECE
+        refused = sleeper.wake("model", TAGS, 1, {})
+        assert (refused.own, refused.fits) == (True, False)  # it may be written into, which takes memory then
+        sleeper.free = lambda: 6 * PIECE
+        assert sleeper.wake("model", TAGS, 1, {}).nbytes == pytest.approx(5 * PIECE, rel=0.02)
+        assert all(torch.equal(one, other) for one, other in zip((weight, state, frozen), kept, strict=True))
+        assert not any(each.any() for each in (grad, cache, small))
+        assert places == [each.data_ptr() for each in model.pieces()]
+        model.train()
+        before = [each.clone() for each in model.pieces()]
+        sleeper.sleep("model", TAGS, (), 1)
+        sleeper.wake_alone(role)
+        assert all(torch.equal(one, other) for one, other in zip(model.pieces(), before, strict=True))
+    finally:
+        sleeper.close()
+
+
+def test_discard_of_what_sleeps(site: Any) -> None:
+    """It is zeros, whether it came from the file or not."""
+    model = Model()
+    role = add(site, model)
+    sleeper = Sleeper(site)
+    try:
+        for writes in (False, True):
+            model.cache += 1
+            sleeper.sleep_alone("model")
+            assert sleeper.sleep("model", TAGS, ("cache",), 1).nbytes == 0
+            assert sleeper.emptied == {model.cache.data_ptr()}
+            sleeper.wake_alone(role, writes=writes)
+            assert not model.cache.any()
+            assert model.net.weight.grad.any()
+    finally:
+        sleeper.close()
+
+
+def test_discard_needs_no_disk(site: Any) -> None:
+    """Nothing is written."""
+    site.spill_dir = "/dev/shm"
+    model = Model()
+    role = add(site, model)
+    sleeper = Sleeper(site)
+    assert sleeper.sleep("model", ("grads",), ("grads",), 1).nbytes == pytest.approx(PIECE, rel=0.02)
+    refused = sleeper.sleep("model", TAGS, ("grads",), 1)
+    assert "/dev/shm is a tmpfs" in (refused.refusal or "")
+    sleeper.wake_alone(role)
+    assert not model.net.weight.grad.any()
+    assert model.cache.all()
+
+
+def test_discard_of_arrays(site: Any) -> None:
+    """Of numbers, in memory of their own: not of objects, in memory that is somebody else's, or that is shared."""
+    source = bytes(range(256)) * 1024
+    shared = torch.frombuffer(mmap.mmap(-1, PIECE, mmap.MAP_SHARED), dtype=torch.uint8).fill_(1)
+    role = types.SimpleNamespace(
+        numbers=np.ones(SIDE),
+        objects=np.array([object() for _ in range(20_000)], dtype=object),
+        parts=np.frombuffer(source, dtype=np.uint8),
+        shared=shared,
+    )
+    role.view = role.numbers[3:]
+    hosted = add(site, role)
+    before = list(role.objects)
+    sleeper = Sleeper(site)
+    try:
+        sleeper.sleep("model", TAGS, ("cache",), 1)
+        assert sleeper.emptied == {role.numbers.ctypes.data}
+        sleeper.wake_alone(hosted)
+        assert not role.view.any()
+        assert list(role.objects) == before
+        assert (role.parts[:256] == np.arange(256)).all()
+        assert shared.all()
+    finally:
+        sleeper.close()
+
+
+def test_discard_of_memory_that_weights_lie_in(site: Any) -> None:
+    """Also where it is another storage for torch: weights are what they were."""
+    memory = np.ones(SIDE * SIDE + 8, dtype=np.float32)
+    net = torch.nn.Linear(SIDE, SIDE // 2, bias=False)
+    net.weight.data = torch.from_numpy(memory[8 : SIDE * SIDE // 2 + 8]).view(SIDE // 2, SIDE)
+    hosted = add(site, types.SimpleNamespace(net=net, memory=memory, other=torch.ones(SIDE, SIDE)))
+    assert net.weight.untyped_storage().data_ptr() != memory.ctypes.data
+    sleeper = Sleeper(site)
+    try:
+        sleeper.sleep("model", TAGS, ("cache",), 1)
+        sleeper.wake_alone(hosted)
+        assert net.weight.all()
+        assert memory.all()
+        assert not hosted.instance.other.any()
+    finally:
+        sleeper.close()
+
+
+def test_discard_without_room_in_the_tables(site: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is found before anything has changed."""
+    model = Model()
+    add(site, model)
+    before = [each.clone() for each in model.pieces()]
+    sleeper = Sleeper(site)
+    with monkeypatch.context() as patch:
+        patch.setattr(pages, "most_mappings", lambda: len(pages.mappings_now()))
+        outcome = sleeper.sleep("model", ("grads",), ("grads",), 1)
+    assert "vm.max_map_count" in (outcome.refusal or "")
+    assert not outcome.fits
+    assert all(torch.equal(one, other) for one, other in zip(model.pieces(), before, strict=True))

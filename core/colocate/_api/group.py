@@ -14,7 +14,7 @@ from colocate._api.memory import GroupMemory, memory
 from colocate._crew.crew import Crew
 from colocate._role.context import Context
 from colocate._role.info import RoleInfo
-from colocate._role.method import Tag
+from colocate._role.method import Discardable, Tag
 from colocate._system.deadline import Deadline
 from colocate._system.html import table
 from colocate._system.limits import LEDGERS_WITHIN_S
@@ -212,7 +212,7 @@ class ColocatedGroup(Held[Crew], node=Crew):
         tags: Sequence[Tag] | None = None,
         timeout: float | None = None,
         on_call: Literal["wake", "fail"] = "wake",
-        discard: Sequence[Tag] = (),
+        discard: Sequence[Discardable] = (),
     ) -> int:
         """Put memory of a role to sleep: that of a device goes to pinned memory, the host's to a file on a disk.
 

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 Tag: TypeAlias = Literal["weights", "grads", "optimizer", "cache"]
 """What of a role's memory can sleep: parameters and buffers; gradients; the state of optimizers; other tensors."""
 TAGS: tuple[Tag, ...] = ("weights", "grads", "optimizer", "cache")
+Discardable: TypeAlias = Literal["grads", "cache"]
+"""Of what the contents may be let go of. Weights and an optimizer's state are what a role has learned."""
+DISCARDABLE: tuple[Discardable, ...] = ("grads", "cache")
 P = ParamSpec("P")
 T = TypeVar("T")
 R_co = TypeVar("R_co", covariant=True)

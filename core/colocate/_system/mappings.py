@@ -58,7 +58,16 @@ class Place(NamedTuple):
         return Place(area.start, area.stop, self.file, self.offset + area.start - self.start)
 
 
-_Span = TypeVar("_Span", Mapping, Place)
+_Span = TypeVar("_Span", Mapping, Place, Area)
+
+
+def own(pieces: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Those pieces of memory, by addresses and sizes, that are this process's alone, and that it may write into."""
+    mappings = mappings_now()
+    starts = [each.start for each in mappings]
+    for start, size in pieces:
+        if _is_own(Area(start, start + size), mappings, starts):
+            yield start, size
 
 
 def areas_of(pieces: Iterable[tuple[int, int]]) -> list[Area]:
@@ -71,21 +80,25 @@ def areas_of(pieces: Iterable[tuple[int, int]]) -> list[Area]:
     Returns:
         Areas that don't overlap, in order.
     """
+    found: list[Area] = []
+    if not (spans := merged(pieces)):
+        return found
     mappings = mappings_now()
     starts = [each.start for each in mappings]
-    found: list[Area] = []
-    for start, stop in _merged(pieces):
-        first, last = -(-start // PAGE) * PAGE, stop // PAGE * PAGE
-        if last - first < _LEAST_BYTES:
-            continue
-        at = first
-        for each in mappings[max(0, bisect.bisect_right(starts, first) - 1) :]:
-            if each.start > at or at >= last:
-                break
-            at = max(at, each.stop if each.ours_to_replace else at)
-        if at >= last:
-            found.append(Area(first, last))
+    for start, stop in spans:
+        area = Area(-(-start // PAGE) * PAGE, stop // PAGE * PAGE)
+        if area.stop - area.start >= _LEAST_BYTES and _is_own(area, mappings, starts):
+            found.append(area)
     return found
+
+
+def _is_own(area: Area, mappings: Sequence[Mapping], starts: Sequence[int]) -> bool:
+    at = area.start
+    for each in mappings[max(0, bisect.bisect_right(starts, at) - 1) :]:
+        if each.start > at or at >= area.stop:
+            break
+        at = max(at, each.stop if each.ours_to_replace else at)
+    return at >= area.stop
 
 
 def split(areas: Iterable[Area], spans: Sequence[_Span]) -> tuple[list[tuple[Area, _Span]], list[Area]]:
@@ -134,15 +147,15 @@ def written_in(area: Area) -> Iterator[Area]:
                 yield Area(at + found.start() * PAGE, at + found.end() * PAGE)
 
 
-def _merged(pieces: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """From where to where they go, with those in one that overlap or touch."""
-    merged: list[tuple[int, int]] = []
+def merged(pieces: Iterable[tuple[int, int]]) -> list[Area]:
+    """From where to where pieces go, by addresses and sizes: with those in one that overlap or touch."""
+    found: list[Area] = []
     for start, size in sorted(pieces):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(merged[-1][1], start + size)
+        if found and start <= found[-1].stop:
+            found[-1] = Area(found[-1].start, max(found[-1].stop, start + size))
         else:
-            merged.append((start, start + size))
-    return merged
+            found.append(Area(start, start + size))
+    return found
 
 
 def mappings_now() -> list[Mapping]:

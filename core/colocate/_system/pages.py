@@ -35,9 +35,11 @@ from colocate._system.mappings import (
     Area,
     Mapping,
     Place,
+    areas_of,
     joined,
     mapping,
     mappings_now,
+    merged,
     most_mappings,
     split,
     written_in,
@@ -124,12 +126,7 @@ class Spill:
         there, without = split(areas, self._homes(mappings))
         known = [home.of(area) for area, home in there]
         new = self._placed(without, mappings)
-        if len(mappings) + 2 * len(known + new) > most_mappings():
-            raise OSError(
-                errno.ENOMEM,
-                "the process would have more memory mappings than the system allows "
-                f"(vm.max_map_count, {most_mappings()})",
-            )
+        _refuse_too_many(len(mappings) + 2 * len(known + new))
 
         def write(number: int) -> None:
             file = self._files[number]
@@ -230,6 +227,9 @@ class Written:
     _files: Sequence[_File]
     _places: Sequence[Place]
 
+    def __len__(self) -> int:
+        return len(self._places)
+
     def put_away(self) -> None:
         """Have them be in the files only. Nobody may have written into them since they were written there."""
         for place in self._places:
@@ -299,12 +299,57 @@ class _File:
             check(-1)
 
 
-def empty(areas: Iterable[Area]) -> None:
-    """Have pages hold zeros, which take no memory."""
-    protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
-    for start, stop in areas:
-        if libc().mmap(start, stop - start, protection, flags, -1, 0) != start:
-            check(-1)
+@attrs.frozen
+class Emptying:
+    """Memory of this process's own that is to hold zeros.
+
+    Attributes:
+        areas: Pages of it, which take no memory then.
+        rest: The rest, which shares its pages with something else.
+    """
+
+    areas: Sequence[Area]
+    rest: Sequence[Area]
+
+    @classmethod
+    def of(cls, pieces: Iterable[tuple[int, int]]) -> Emptying:
+        """That of pieces, by addresses and sizes."""
+        wholes = merged(pieces)
+        areas = areas_of((start, stop - start) for start, stop in wholes)
+        return cls(areas, split(wholes, areas)[1])
+
+    def check(self, beside: int = 0) -> None:
+        """Look whether it can be done.
+
+        Args:
+            beside: How many other pieces of memory are put away with it.
+
+        Raises:
+            OSError: The kernel's tables have no room for it.
+        """
+        _refuse_too_many(len(mappings_now()) + 2 * (len(self.areas) + beside))
+
+    def empty(self) -> None:
+        """Have it hold zeros, whether it is in memory or in a file."""
+        protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
+        for start, stop in self.areas:
+            if libc().mmap(start, stop - start, protection, flags, -1, 0) != start:
+                check(-1)
+        for start, stop in self.rest:
+            ctypes.memset(start, 0, stop - start)
+
+
+def _refuse_too_many(mappings: int) -> None:
+    """Raise when the process would have more mappings than it may.
+
+    Raises:
+        OSError: It would.
+    """
+    if mappings > most_mappings():
+        raise OSError(
+            errno.ENOMEM,
+            f"the process would have more memory mappings than the system allows (vm.max_map_count, {most_mappings()})",
+        )
 
 
 def _most_threads() -> int:

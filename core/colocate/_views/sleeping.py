@@ -8,7 +8,7 @@ from typing import Any
 
 from colocate._calls.pending import PendingCall
 from colocate._crew.crew import Crew
-from colocate._role.method import TAGS
+from colocate._role.method import DISCARDABLE, TAGS
 from colocate._system.nearest import did_you_mean
 from colocate._system.numbers import FOREVER_S
 from colocate._values.dispatch import plan
@@ -43,9 +43,7 @@ def start_sleep(
 ) -> PendingCall:
     """Send a sleep to all workers."""
     chosen = _tags(crew, role, tags, "sleep")
-    lost = _tags(crew, role, discard, "sleep", "discard")
-    if others := [tag for tag in lost if tag not in chosen]:
-        raise ConfigError(f"group.sleep(discard) names {others[0]!r}, which isn't among the tags that are to sleep")
+    lost = _discarded(chosen, discard)
     if on_call not in _ON_CALL:
         raise ConfigError(f"group.sleep(on_call={on_call!r}): it is 'wake' or 'fail'{did_you_mean(on_call, _ON_CALL)}")
     until_woken = on_call == "fail"
@@ -74,18 +72,29 @@ def start_wake(crew: Crew, role: str, tags: Sequence[str] | None, timeout: float
     return call
 
 
-def _tags(crew: Crew, role: str, tags: Sequence[str] | None, what: str, word: str = "tags") -> list[str]:
+def _tags(crew: Crew, role: str, tags: Sequence[str] | None, what: str) -> list[str]:
     if role not in crew.roles:
         raise ConfigError(
             f"group.{what}({role!r}): group {crew.name!r} has no such role: it has {', '.join(crew.roles)}"
             f"{did_you_mean(role, crew.roles)}"
         )
     if isinstance(tags, str):
-        raise ConfigError(f"group.{what}({word}={tags!r}) is a string; write {word}=({tags!r},)")
+        raise ConfigError(f"group.{what}(tags={tags!r}) is a string; write tags=({tags!r},)")
     for tag in tags or ():
         if tag not in TAGS:
-            raise ConfigError(f"group.{what}({word}) names {tag!r}; a role's memory is of {', '.join(TAGS)}")
+            raise ConfigError(f"group.{what}(tags) names {tag!r}; a role's memory is of {', '.join(TAGS)}")
     return list(TAGS if tags is None else tags)
+
+
+def _discarded(tags: Sequence[str], discard: Sequence[str]) -> list[str]:
+    if isinstance(discard, str):
+        raise ConfigError(f"group.sleep(discard={discard!r}) is a string; write discard=({discard!r},)")
+    for tag in discard:
+        if tag not in DISCARDABLE:
+            raise ConfigError(f"group.sleep(discard) names {tag!r}; what can be discarded is {', '.join(DISCARDABLE)}")
+        if tag not in tags:
+            raise ConfigError(f"group.sleep(discard) names {tag!r}, which tags={tuple(tags)!r} leaves awake")
+    return list(discard)
 
 
 def _start(crew: Crew, method: str, label: str, given: Mapping[str, Any], timeout: float | None) -> PendingCall:

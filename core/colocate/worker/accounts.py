@@ -95,17 +95,24 @@ class Accounts:
                 kept = f", with {size_text(activations)} to stay free for activations" if activations else ""
                 raise self.exceeded(shares, limit, f"after {what}{kept}")
 
-    def refuse_more(self, role: str, nbytes: int, device: bool, what: str) -> None:
-        """Raise when there is no room for what a role is about to have besides.
+    def refuse_more(self, role: str, nbytes: int, device: bool, wakes: bool) -> None:
+        """Raise when there is no room for what a role that sleeps or wakes is about to have besides.
+
+        Args:
+            role: The role.
+            nbytes: So many bytes.
+            device: Whether of the device; else of the host.
+            wakes: Whether it wakes.
 
         Raises:
             MemoryBudgetError: There is none.
         """
-        # What it may have of the device itself is judged after its calls: otherwise it could never let go of something.
-        whose = (None,) if device else (None, role)
+        # What it may have itself when it is awake is judged after its calls: else it could never let go of something.
+        whose = (None,) if wakes else (None, role)
         limits = [each for each in self.budgets.limits if each.device is device and each.role in whose]
-        if not limits:
+        if not (limits and nbytes):
             return
+        what = f"waking role {role!r}" if wakes else f"putting role {role!r} to sleep"
         shares = self.look(role)
         for limit in limits:
             if self.used(shares, limit) + nbytes > limit.nbytes:

@@ -75,7 +75,11 @@ class Storages(dict[str, dict[int, int]]):
         if torch is not None and isinstance(item.base, torch.Tensor):  # `tensor.numpy()`
             self.add_tensor(item.base, torch)
         elif item.nbytes:
-            self.setdefault("cpu", {})[item.__array_interface__["data"][0]] = item.nbytes
+            self.add_plain_array(item)
+
+    def add_plain_array(self, item: Any) -> None:
+        """Note that of an array which is no view of another one."""
+        self.setdefault("cpu", {})[item.__array_interface__["data"][0]] = item.nbytes
 
 
 class Versions(Storages):
@@ -104,12 +108,15 @@ class Objects(Storages):
     Attributes:
         storages: They, by that.
         trained: What those of tensors that have gradients are called, and such pieces of the host.
+        plain: The sizes of pieces that may be filled with zeros; arrays may consist of references to objects, or be
+            views of memory that isn't theirs.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.storages: dict[int, Any] = {}
         self.trained: set[int] = set()
+        self.plain: dict[int, int] = {}
 
     def add_plain(self, item: Any) -> None:
         """Note that of a tensor which has one."""
@@ -121,8 +128,15 @@ class Objects(Storages):
             key = storage._cdata
             self.setdefault(_name_of(item.device), {})[key] = storage.nbytes()
             self.storages[key] = storage
+        self.plain[key] = storage.nbytes()
         if item.requires_grad:
             self.trained.add(key)
+
+    def add_plain_array(self, item: Any) -> None:
+        """Note that of an array which is no view of another one."""
+        super().add_plain_array(item)
+        if item.flags.owndata and not item.dtype.hasobject:
+            self.plain[item.__array_interface__["data"][0]] = item.nbytes
 
 
 Holdings: TypeAlias = dict[Purpose, Storages]

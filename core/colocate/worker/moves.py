@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 
 from colocate._protocol.ledger import TAGS, Purpose
-from colocate._system.mappings import Area, areas_of
-from colocate.worker.holdings import Holdings, Objects
+from colocate._system.mappings import Area, areas_of, merged, own, split
+from colocate._system.pages import Emptying
+from colocate.worker.holdings import Holdings, Objects, Storages
 
 _STEPPED = ("grads", "optimizer")
 
@@ -19,9 +20,9 @@ class Going:
         pieces: The sizes of what goes.
         areas: Pages of the host that go.
         storages: Storages of the device that go.
-        emptied: Those pieces whose contents are let go of: they come back as zeros.
-        empty_areas: The pages of these, and no one else's.
-        empty_storages: Their storages.
+        emptied: The pieces whose contents are let go of, also of what sleeps already: they come back as zeros.
+        emptying: Those of the host.
+        empty_storages: Those of the device.
         kept_on_device: The bytes of the device that go to the host.
         size: The bytes that go.
         stay: Those that were to and stay.
@@ -30,18 +31,18 @@ class Going:
     def __init__(
         self,
         by_tag: Mapping[str, Objects],
-        discard: Collection[str],
+        unneeded: Objects,
         awake: Collection[int],
-        away: Collection[int],
+        away: Mapping[int, int],
         device: str,
     ) -> None:
         """Find out.
 
         Args:
             by_tag: What is to.
-            discard: The tags of which the contents are let go of.
+            unneeded: What of the role has contents that nobody needs.
             awake: What others use.
-            away: What sleeps already.
+            away: The sizes of what sleeps already.
             device: The slot's.
         """
         self.by_tag = by_tag
@@ -57,16 +58,19 @@ class Going:
             if place in {"cpu", device} and key not in awake and key not in away
         }
         self.pieces = {key: size for key, (_, size) in going.items()}
-        self.emptied = {key for tag in discard for place in by_tag[tag].values() for key in place} & going.keys()
         on_host = {key: size for key, (place, size) in going.items() if place == "cpu"}
-        self.areas = areas_of((key, size) for key, size in on_host.items() if key not in self.emptied)
-        self.empty_areas = areas_of((key, size) for key, size in on_host.items() if key in self.emptied)
+        stored = going.keys() - on_host.keys()
+        movable = going.keys() | away.keys()
+        emptied = dict(own((key, size) for key, size in unneeded.get("cpu", {}).items() if key in movable))
+        self.emptying = Emptying.of(emptied.items())
+        self.empty_storages = {key: storage for key, storage in unneeded.storages.items() if key in movable}
+        self.emptied = emptied.keys() | self.empty_storages.keys()
+        self.areas = areas_of((key, size) for key, size in on_host.items() if key not in emptied)
         objects = {key: storage for pieces in by_tag.values() for key, storage in pieces.storages.items()}
-        self.storages = {key: objects[key] for key in going if key not in on_host and key not in self.emptied}
-        self.empty_storages = {key: objects[key] for key in going if key not in on_host and key in self.emptied}
+        self.storages = {key: objects[key] for key in stored - self.emptied}
         self.kept_on_device = sum(self.pieces[key] for key in self.storages)
-        self.size = sum(area.stop - area.start for area in [*self.areas, *self.empty_areas])
-        self.size += self.kept_on_device + sum(self.pieces[key] for key in self.empty_storages)
+        self.size = sum(area.stop - area.start for area in areas_of(on_host.items()))
+        self.size += sum(self.pieces[key] for key in stored)
         self.stay = sum(size for key, (_, size) in wanted.items() if key not in away) - self.size
 
 
@@ -82,6 +86,7 @@ class Coming:
         storages: Storages of the device.
         trained: Those of them that will have changed when they go the next time.
         on_host: The bytes of all pages.
+        anew: The bytes of the host's memory that come as zeros: they haven't been anywhere.
         on_device: What of all comes to the slot's device.
         size: All bytes.
     """
@@ -114,6 +119,7 @@ class Coming:
         stepped = {key for tag in _STEPPED for place in self.by_tag.get(tag, Objects()).values() for key in place}
         self.written = self._areas(stepped.union(*(pieces.trained for pieces in found)) & keys - self.emptied)
         self.on_host = sum(area.stop - area.start for area in self._areas(self.pieces))
+        self.anew = sum(self.pieces[key] for key in self.emptied - self.storages)
         stored = sum(self.pieces[key] for key in self.storages)
         self.size = self.on_host + stored
         self.on_device = self.size if device == "cpu" else stored
@@ -138,3 +144,30 @@ def by_tags(found: Holdings) -> dict[str, Objects]:
         own.trained |= pieces.trained - seen
         seen.update(key for sizes in pieces.values() for key in sizes)
     return by_tag
+
+
+def unneeded(found: Holdings, discard: Collection[str], others: Iterable[Storages]) -> Objects:
+    """What of a role has contents that nobody needs: what it holds by such tags only, and nobody else.
+
+    Args:
+        found: What the role holds, asleep or not.
+        discard: The tags.
+        others: What others hold, asleep or not.
+    """
+    purposes = {purpose for tag in discard for purpose in TAGS[tag]}
+    needed = [*others, *(pieces for purpose, pieces in found.items() if purpose not in purposes)]
+    keys = {key for pieces in needed for place in pieces.values() for key in place}
+    # Storages of their own may lie in the same memory: those of tensors that were made from parts of an array.
+    used = merged(piece for pieces in needed for piece in pieces.get("cpu", {}).items())
+    nobodys = Objects()
+    for purpose in purposes:
+        pieces = found[purpose]
+        assert isinstance(pieces, Objects)
+        for place, sizes in pieces.items():
+            alone = {key: size for key, size in sizes.items() if key not in keys and pieces.plain.get(key) == size}
+            if place == "cpu":
+                apart = set(split([Area(key, key + size) for key, size in alone.items()], used)[1])
+                alone = {key: size for key, size in alone.items() if (key, key + size) in apart}
+            nobodys.setdefault(place, {}).update(alone)
+            nobodys.storages.update({key: pieces.storages[key] for key in alone if key in pieces.storages})
+    return nobodys

@@ -79,7 +79,7 @@ class Offload:
 
         Args:
             storages: Those.
-            emptied: Others, whose contents nobody needs: they will come back as zeros.
+            emptied: Others, whose contents nobody needs, also such as have no memory: they will come back as zeros.
 
         Raises:
             MemoryError: The host has no room for them: nothing has changed.
@@ -97,7 +97,8 @@ class Offload:
                     continue
                 copies[key] = _Copy(view.numel(), self._to_host(view), digest, storage, _Reference(storage))
         for key, storage in emptied.items():
-            copies[key] = _Copy(storage.nbytes(), None, None, storage, _Reference(storage))
+            nbytes = self._copies[key].nbytes if self.away(key) else storage.nbytes()
+            copies[key] = _Copy(nbytes, None, None, storage, _Reference(storage))
         return Offloading(self, copies)
 
     def away(self, key: Key) -> bool:

@@ -19,16 +19,16 @@ from colocate._protocol.ledger import TAGS
 from colocate._protocol.message import Message
 from colocate._role.context import running_call
 from colocate._role.method_spec import MethodSpec
-from colocate._system.pages import Spill, empty
+from colocate._system.pages import Spill
 from colocate._system.room import free_memory, spill_directories
 from colocate._system.sizes import size_text
 from colocate.errors import ColocateError, SleepingError
 from colocate.executor import Boot
 from colocate.worker.device import Device
-from colocate.worker.holdings import Objects, held_by
+from colocate.worker.holdings import Objects, Storages, held_by
 from colocate.worker.hosted import HostedRole
 from colocate.worker.lane import Lane
-from colocate.worker.moves import Coming, Going, by_tags
+from colocate.worker.moves import Coming, Going, by_tags, unneeded
 from colocate.worker.offload import Offload
 from colocate.worker.process_memory import ProcessMemory
 from colocate.worker.store import Store
@@ -84,7 +84,8 @@ class Sleeper:
             addresses, those of a device by what torch calls their storages.
         emptied: Those of them that are nowhere else either: they come back as zeros.
         free: How much of the host's memory is free.
-        refuse_more: Raises when a budget has no room for so many more bytes of a role, of the device or the host.
+        refuse_more: Raises when a budget has no room for so many more bytes of a role, of the device or the host, that
+            sleeps or wakes.
     """
 
     def __init__(self, site: Worker) -> None:
@@ -96,7 +97,7 @@ class Sleeper:
         self.away: dict[int, int] = {}
         self.emptied: set[int] = set()
         self.free: Callable[[], int] = free_memory
-        self.refuse_more: Callable[[str, int, bool, str], None] = lambda role, nbytes, device, what: None
+        self.refuse_more: Callable[[str, int, bool, bool], None] = lambda role, nbytes, device, wakes: None
 
     def tags(self, role: str | None) -> Sequence[str]:
         """What of a role sleeps."""
@@ -150,12 +151,12 @@ class Sleeper:
         Args:
             name: The role.
             tags: What of it; what sleeps already stays so.
-            discard: Those of which the contents are let go of.
+            discard: Those of which the contents are let go of, also of what sleeps already.
             members: How many workers take part.
         """
         role = self._site.roles.get(name)
         new = [tag for tag in TAGS if tag in tags and tag not in self.tags(name)]
-        if role is None or not new:
+        if role is None or not (new or discard):
             return Outcome(self._agree(members, None))
         seen: list[Going] = []
 
@@ -164,7 +165,7 @@ class Sleeper:
             seen.append(found)
             return end
 
-        outcome = self._all_or_none(role, members, begin, lambda: role.call_hook("wake", tuple(new)))
+        outcome = self._all_or_none(role, members, begin, lambda: self._tell(role, "wake", new))
         if outcome.refusal is not None:
             return outcome
         (found,) = seen
@@ -188,7 +189,8 @@ class Sleeper:
         share = self.free() // beside.get(self._site.boot.node, 1)
 
         def begin() -> Callable[[], None]:
-            self.refuse_more(name, coming.on_device, True, f"waking role {name!r}")
+            self.refuse_more(name, coming.on_device, True, True)
+            self.refuse_more(name, coming.anew, False, True)
             if coming.on_host > share:
                 raise MemoryError(f"{size_text(coming.on_host)} are needed, and {size_text(share)} free for this rank")
             self.bring_back(coming, writes=True)
@@ -203,7 +205,7 @@ class Sleeper:
         if outcome.refusal is None:
             self.have_come(coming)
             self.are_awake(name, coming)
-            role.call_hook("wake", tuple(asleep))
+            self._tell(role, "wake", asleep)
             return Outcome(nbytes=coming.size)
         self._why[name] = outcome.refusal
         return outcome
@@ -227,7 +229,7 @@ class Sleeper:
         try:
             end()
         except BaseException:
-            role.call_hook("wake", tuple(new))
+            self._tell(role, "wake", new)
             raise
         self.are_asleep(name, found)
         return found.size
@@ -251,7 +253,7 @@ class Sleeper:
         self.bring_back(coming, writes)
         self.have_come(coming)
         self.are_awake(role.name, coming)
-        role.call_hook("wake", tuple(asleep))
+        self._tell(role, "wake", asleep)
         return coming.size
 
     def size(self, name: str, tags: Sequence[str]) -> int:
@@ -316,20 +318,22 @@ class Sleeper:
 
     # -- what sleeps
 
-    def _held_awake(self, name: str) -> set[int]:
-        """What other roles hold that doesn't sleep there, and what lies in residents.
+    def _held_by_others(self, name: str) -> tuple[set[int], list[Storages]]:
+        """What other roles hold that doesn't sleep there, and what lies in residents; and all that both hold.
 
         Raises:
             ColocateError: Not everything can be looked at, and a device's memory mustn't be used while it sleeps.
         """
         roles = [each for each in self._site.roles.values() if each.name is not None]
         awake: set[int] = set()
+        held: list[Storages] = []
         for role in roles:
             if role.name is None or role.name == name:
                 continue
             apart = [other.instance for other in roles if other is not role]
             found, complete = held_by(role.instance, (), apart, Objects)
             self._refuse_partial(role.name, complete)
+            held.extend(found.values())
             for tag, pieces in by_tags(found).items():
                 if tag not in self.tags(role.name):
                     awake.update(key for place in pieces.values() for key in place)
@@ -337,7 +341,7 @@ class Sleeper:
         for _, value in self._site.store.values():
             kept.add(value)
         awake.update(key for place in kept.values() for key in place)
-        return awake
+        return awake, [*held, kept]
 
     def _refuse_partial(self, role: str, complete: bool) -> None:
         """Raise when not all that a role holds was looked at, where that matters.
@@ -354,10 +358,18 @@ class Sleeper:
         self, name: str, role: HostedRole, tags: Sequence[str], discard: Collection[str] = ()
     ) -> tuple[Going, Callable[[], None]]:
         """What of a role is to sleep, copied to where it goes; and what ends its being in memory."""
-        going = self.going(name, tags, discard)
-        end = self.copy_out(going)
-        role.call_hook("sleep", tuple(tags))
-        return going, end
+        self._tell(role, "sleep", tags)  # first: where memory was that it frees, somebody else's may be afterwards
+        try:
+            going = self.going(name, tags, discard)
+            return going, self.copy_out(going)
+        except BaseException:
+            self._tell(role, "wake", tags)
+            raise
+
+    def _tell(self, role: HostedRole, hook: str, tags: Sequence[str]) -> None:
+        """Have a role put away, or take back, by its own means what colocate can't find."""
+        if tags:
+            role.call_hook(hook, tuple(tags))
 
     # -- the parts of it: what goes and comes is found, and noted, on the lane; it may be copied elsewhere
 
@@ -367,25 +379,25 @@ class Sleeper:
         Args:
             name: The role.
             tags: What of it.
-            discard: Those tags of which the contents are let go of.
+            discard: Tags of which the contents are let go of; those that sleep already, too.
 
         Raises:
             MemoryBudgetError: There is no room where it goes.
             ColocateError: Not everything can be looked at, where that matters.
         """
         role = self._site.roles[name]
-        declared = role.declared() if "cache" in tags else ()
+        declared = role.declared() if "cache" in tags or discard else ()
         apart = [each.instance for each in self._site.roles.values() if each.name not in (None, name)]
         found, complete = held_by(role.instance, declared, apart, Objects)
         self._refuse_partial(name, complete)
         every = by_tags(found)
-        awake = self._held_awake(name)
+        awake, others = self._held_by_others(name)
         for tag in TAGS:
             if tag not in tags and tag not in self.tags(name):
                 awake.update(key for place in every[tag].values() for key in place)
-        by_tag = {tag: every[tag] for tag in tags}
-        going = Going(by_tag, [tag for tag in tags if tag in discard], awake, self.away, self._site.boot.device)
-        self.refuse_more(name, going.kept_on_device, False, f"putting role {name!r} to sleep")
+        empty = unneeded(found, discard, others) if discard else Objects()
+        going = Going({tag: every[tag] for tag in tags}, empty, awake, self.away, self._site.boot.device)
+        self.refuse_more(name, going.kept_on_device, False, False)
         return going
 
     def copy_out(self, going: Going, gives_back: bool = True) -> Callable[[], None]:
@@ -401,12 +413,14 @@ class Sleeper:
             ValueError: It can't be put away here.
         """
         written = self._spill().write(going.areas) if going.areas else None
+        if going.emptying.areas:
+            going.emptying.check(0 if written is None else len(written))
         offloading = self._offload.write(going.storages, going.empty_storages)
 
         def end() -> None:
             if written is not None:
                 written.put_away()
-            empty(going.empty_areas)
+            going.emptying.empty()
             offloading.put_away(gives_back)
 
         return end
@@ -426,7 +440,7 @@ class Sleeper:
             OSError: It can't be read.
             MemoryError: The device hasn't that much: nothing has changed.
         """
-        if self._files is not None:  # else all pages there are were emptied
+        if self._files is not None:  # else no page has gone there
             self._files.bring_back(coming.areas, coming.written if writes else ())
         self._offload.bring_back(coming.storages)
 
