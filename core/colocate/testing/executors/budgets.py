@@ -78,6 +78,27 @@ class Budgets(ExecutorCase):
         with pytest.raises(MemoryBudgetError, match=words):
             group.role("other", Dozing).train()
 
+    def test_what_is_discarded_is_nowhere(self, spawn: Spawn) -> None:
+        """It counts again when it is wanted, which has to have room."""
+        pytest.importorskip("torch")
+        roles = {"actor": colocate.role(Dozing, 1), "other": colocate.role(Dozing, 1)}
+        group = spawn(roles, slots=1, host_memory="7MiB")
+        actor, other = group.role("actor", Dozing), group.role("other", Dozing)
+        before, _ = actor.train(), other.look()
+        group.sleep("actor")
+        with pytest.raises(MemoryBudgetError, match=r"7 MiB \(host_memory\).* actor 4 MiB \(asleep 4 MiB\)"):
+            other.train()
+        other.let_go()
+        group.sleep("actor", discard=["grads", "cache"])
+        other.train()
+        words = r"waking role 'actor' needs 2 MiB, 5 MiB of the host are in use.* actor 2 MiB \(asleep 2 MiB\)"
+        with pytest.raises(MemoryBudgetError, match=words):
+            group.wake("actor")
+        assert actor.asleep() == [["weights", "grads", "optimizer", "cache"]]
+        assert actor.look() == before  # that has room
+        other.let_go()
+        assert {*actor.parts()[0]} == {"weights", "optimizer"}
+
     def test_memory_for_activations(self, spawn: Spawn) -> None:
         """It stays free while the role runs, and only then."""
         pytest.importorskip("torch")

@@ -20,7 +20,7 @@ from colocate.executor import Detachable, OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs
 from colocate.testing.executors.renewals import alone
 from colocate.testing.gate import Gate
-from colocate.testing.probes.sleepers import Dozing, Sharing
+from colocate.testing.probes.sleepers import Dozing, Sharing, digest_of
 from colocate.testing.probes.trainers import Renewing
 from colocate.testing.waiting import PATIENCE_S, wait_until
 
@@ -112,6 +112,66 @@ class Sleeping(ExecutorCase):
             group.sleep("one", tags)
             assert one.train() == other.train()
         assert one.digest() == other.digest()
+
+    def test_discard(self, dozing: ColocatedGroup, tmp_path: Path) -> None:
+        """What nobody needs comes back as zeros, in place, and all else as it was; what is there later isn't lost."""
+        actor = dozing.role("actor", Dozing)
+        before, where = actor.parts(), actor.places()
+        assert {*before[0]} == {"weights", "grads", "optimizer", "cache"}
+        assert dozing.sleep("actor", discard=("grads", "cache")) >= _MOST * 2 * 4 * _MIBS * _MIB
+        assert actor.look() == [part["weights"] for part in before]  # the rest sleeps on
+        assert actor.asleep() == [["grads", "optimizer", "cache"]] * 2
+        after = [{tag: part[tag] for tag in ("weights", "optimizer")} for part in before]
+        assert (actor.parts(), actor.places()) == (after, where)
+        actor.train()
+        before = actor.parts()
+        assert all("grads" in part for part in before)
+        dozing.sleep("actor")
+        assert actor.parts() == before
+        dozing.sleep("actor", ["optimizer", "grads"])
+        dozing.sleep("actor", ["optimizer", "grads"], discard=["grads"])  # what sleeps already isn't needed either
+        dozing.checkpoint(tmp_path / "checkpoint")
+        after = [{tag: digest for tag, digest in part.items() if tag != "grads"} for part in before]
+        assert (actor.parts(), actor.places()) == (after, where)
+
+    def test_discard_on_one_rank_only(self, spawn: Spawn) -> None:
+        """Another one can't sleep: nothing is lost on any."""
+        pytest.importorskip("torch")
+        group = spawn({"actor": colocate.role(Dozing, 1, hooks=True)})
+        actor = group.role("actor", Dozing)
+        actor.train()
+        before = actor.parts()
+        actor.fail_hook(1, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+        with pytest.raises(MemoryBudgetError):
+            group.sleep("actor", discard=["grads", "cache"])
+        assert actor.parts() == before
+
+    def test_discard_of_what_others_hold(self, dozing: ColocatedGroup) -> None:
+        """A role that sleeps or is awake, or a resident: its contents are what they were."""
+        actor, other = dozing.role("actor", Dozing), dozing.role("other", Sharing)
+        kept = actor.caches.keep()
+        before, cached = actor.parts(), [digest_of(each) for each in kept.fetch()]
+        dozing.sleep("actor", discard=["cache"])
+        assert [digest_of(each) for each in kept.fetch()] == cached
+        assert actor.parts() == before
+        kept.free()
+        other.share("actor")  # also the gradients of its model
+        dozing.sleep("other")
+        dozing.sleep("actor", discard=["grads", "cache"])
+        assert [{*part} for part in actor.parts()] == [{"weights", "grads", "optimizer"}] * 2
+
+    def test_discard_of_what_can_not_be(self, dozing: ColocatedGroup) -> None:
+        """Tags that there aren't, that must be kept, or that stay awake."""
+        refused: list[tuple[str, Any, Any]] = [
+            (r"discard='grads'\) is a string; write discard=\('grads',\)", None, "grads"),
+            (r"\(discard\) names 'weights'; what can be discarded is grads, cache", None, ["weights"]),
+            (r"\(discard\) names 'grad'; what can be discarded is grads, cache", None, ["cache", "grad"]),
+            (r"\(discard\) names 'grads', which tags=\('cache',\) leaves awake", ["cache"], ["grads"]),
+        ]
+        for words, tags, discard in refused:
+            with pytest.raises(ConfigError, match=words):
+                dozing.sleep("actor", tags, discard=discard)
+        assert dozing.role("actor", Dozing).asleep() == [[]] * 2
 
     def test_sleep_in_a_pipeline(self, dozing: ColocatedGroup) -> None:
         """Its calls wake, too; sleep and wake themselves wait for what they do."""
@@ -254,7 +314,7 @@ class Sleeping(ExecutorCase):
         assert size <= sum(parts) <= 1.25 * size  # torch pads what can't be cut evenly
         losses = []
         for number, _ in enumerate(expected):
-            group.sleep("trainer")
+            group.sleep("trainer", discard=("grads", "cache") if number % 2 else ())
             losses.append(sum(trainer.step(number)) / 2)
         assert losses == pytest.approx(expected, rel=1e-4)
 

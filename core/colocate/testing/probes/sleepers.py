@@ -87,7 +87,16 @@ class Dozing(Role):
         """One of the weights, by whatever refers to them, and one of all the rest."""
         rest = [self.net.weight.grad, *self.cache, self.net.get_buffer("scale")]
         rest += [state["momentum_buffer"] for state in self.optimizer.state.values()]
-        return self._weights(), _digest(*(each for each in rest if each is not None))
+        return self._weights(), digest_of(*(each for each in rest if each is not None))
+
+    @method
+    def parts(self) -> dict[str, str]:
+        """A digest of each part of its memory, by tag; none of what is all zeros."""
+        momentum = [state["momentum_buffer"] for state in self.optimizer.state.values()]
+        grads = [] if self.net.weight.grad is None else [self.net.weight.grad]
+        parts = {"grads": grads, "optimizer": momentum, "cache": self.cache}
+        found = {tag: digest_of(*part) for tag, part in parts.items() if any(each.any() for each in part)}
+        return {"weights": self._weights(), **found}
 
     @method
     def places(self) -> list[tuple[int, int]]:
@@ -99,6 +108,12 @@ class Dozing(Role):
     def weights(self) -> Tensor:
         """The very weights."""
         return self.net.weight.detach()
+
+    @method
+    def caches(self) -> Tensor:
+        """The very cache."""
+        cache: Tensor = self.cache[0]
+        return cache
 
     @method
     def make(self, elements: int) -> Tensor:
@@ -139,7 +154,7 @@ class Dozing(Role):
         _sleeper(self.ctx).free = (lambda: 0) if self.ctx.rank == rank else free_memory
 
     def _weights(self) -> str:
-        return _digest(self.net.weight, self.tied.weight, *self.seen.values())
+        return digest_of(self.net.weight, self.tied.weight, *self.seen.values())
 
     def save(self, directory: str) -> None:
         """Note that it is awake."""
@@ -162,7 +177,7 @@ class Sharing(Role):
     @method
     def digest(self) -> str:
         """One of that model's weights."""
-        return _digest(self.net.weight)
+        return digest_of(self.net.weight)
 
     @method
     def fail_at(self, gate: Address) -> None:
@@ -187,7 +202,8 @@ def _sleeper(ctx: colocate.Context) -> Sleeper:
     return found
 
 
-def _digest(*values: Any) -> str:
+def digest_of(*values: Any) -> str:
+    """One of the bytes of tensors and arrays."""
     import torch
 
     found = hashlib.blake2b(digest_size=8)
