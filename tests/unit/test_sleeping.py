@@ -301,6 +301,24 @@ def test_discard_of_what_somebody_needs(worker: Worker, who: str) -> None:
     assert not bias.any()
 
 
+@pytest.mark.parametrize("kind", ["frozen", "optimized", "differentiated"])
+def test_discard_of_a_cache_keeps_weights(worker: Worker, kind: str) -> None:
+    """Also of a role that has them in no module."""
+    role = types.SimpleNamespace(weights=torch.ones(1000), cache=torch.ones(1000))
+    if kind == "frozen":
+        role.weights = torch.nn.Parameter(role.weights, requires_grad=False)
+    elif kind == "optimized":
+        role.optimizer = torch.optim.SGD([role.weights], lr=0.1)
+    else:
+        role.weights.requires_grad_()
+    worker.add("model", role)
+    sleeper = Sleeper(worker)
+    sleeper.sleep("model", TAGS, DISCARD, 1)
+    sleeper.wake("model", TAGS, 1, {})
+    assert role.weights.all()
+    assert not role.cache.any()
+
+
 def test_discard_of_all_that_has_it(worker: Worker) -> None:
     """Gradients that the role has among its other tensors, too."""
     model = Model()

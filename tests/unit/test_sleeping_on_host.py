@@ -15,6 +15,7 @@ from colocate._role.context import CallState, running_call, standalone_context  
 from colocate._role.role import methods_of  # noqa: E402
 from colocate._system import pages  # noqa: E402
 from colocate.errors import ColocateError  # noqa: E402
+from colocate.worker import holdings  # noqa: E402
 from colocate.worker.hosted import HostedRole  # noqa: E402
 from colocate.worker.scope import Scope  # noqa: E402
 from colocate.worker.settings import Setting  # noqa: E402
@@ -190,6 +191,23 @@ def test_discard_of_memory_that_weights_lie_in(site: Any) -> None:
         assert net.weight.all()
         assert memory.all()
         assert not hosted.instance.other.any()
+    finally:
+        sleeper.close()
+
+
+def test_discard_of_more_than_can_be_looked_at(site: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody may need it: nothing is lost. To be copied it needn't be known."""
+    model = Model()
+    role = add(site, model)
+    before = [each.clone() for each in model.pieces()]
+    monkeypatch.setattr(holdings, "_LOOKS", 4)
+    sleeper = Sleeper(site)
+    try:
+        refused = sleeper.sleep("model", TAGS, ("grads",), 1).refusal or ""
+        assert "holds more objects than were looked at: what else uses the memory isn't known" in refused
+        assert sleeper.sleep("model", TAGS, (), 1).nbytes
+        sleeper.wake_alone(role)
+        assert all(torch.equal(one, other) for one, other in zip(model.pieces(), before, strict=True))
     finally:
         sleeper.close()
 

@@ -229,8 +229,9 @@ class ColocatedGroup(Held[Crew], node=Crew):
             timeout: Seconds until it is given up; None for never.
             on_call: What a call of the role does that needs it: "wake" it, or "fail", with a `SleepingError`, until
                 `wake`. A checkpoint wakes it all the same.
-            discard: Those tags whose contents nobody needs: gradients that are made anew, a cache. They aren't copied,
-                and come back as zeros.
+            discard: Those tags whose contents nobody needs, "grads" and "cache": they aren't copied, and come back as
+                zeros, also where they sleep already. What else leads to, by another tag, from another role or a
+                resident, comes back as it was.
 
         Returns:
             How many bytes have left the memory of the workers. What has been away before and wasn't written into since

@@ -63,9 +63,10 @@ _Span = TypeVar("_Span", Mapping, Place, Area)
 
 def own(pieces: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
     """Those pieces of memory, by addresses and sizes, that are this process's alone, and that it may write into."""
-    mappings = mappings_now()
+    asked = list(pieces)
+    mappings = mappings_now() if asked else []
     starts = [each.start for each in mappings]
-    for start, size in pieces:
+    for start, size in asked:
         if _is_own(Area(start, start + size), mappings, starts):
             yield start, size
 

@@ -181,6 +181,7 @@ class _Search:
         self.found: Holdings = {purpose: storages() for purpose in Purpose}
         self._apart = list(apart)
         self._seen = {id(each) for each in self._apart}
+        self._parameters: set[int] = set()
         self._todo: deque[Any] = deque()
         self.optimizers: list[Any] = []
         self._torch: Any = imported("torch")
@@ -246,8 +247,9 @@ class _Search:
         self._all([own[name] for name in own.keys() - self._usual])
 
     def _parameter(self, parameter: Any) -> None:
-        if id(parameter) in self._seen:
+        if id(parameter) in self._parameters:
             return
+        self._parameters.add(id(parameter))
         self._seen.add(id(parameter))
         self.add(Purpose.PARAMETERS, parameter)
         if parameter.is_leaf and parameter.grad is not None:
@@ -266,6 +268,9 @@ class _Search:
         self._all([value for name, value in list(own.items()) if name not in ("state", "param_groups", "defaults")])
 
     def _tensor(self, item: Any) -> None:
+        if self._torch is not None and isinstance(item, self._torch.nn.Parameter):
+            self._parameter(item)
+            return
         is_leaf = self._torch is not None and isinstance(item, self._torch.Tensor) and item.is_leaf
         if is_leaf and item.grad is not None:
             self.add(Purpose.GRADIENTS, item.grad)

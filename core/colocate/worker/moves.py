@@ -69,7 +69,7 @@ class Going:
         objects = {key: storage for pieces in by_tag.values() for key, storage in pieces.storages.items()}
         self.storages = {key: objects[key] for key in stored - self.emptied}
         self.kept_on_device = sum(self.pieces[key] for key in self.storages)
-        self.size = sum(area.stop - area.start for area in areas_of(on_host.items()))
+        self.size = _size(areas_of(on_host.items()) if emptied else self.areas)
         self.size += sum(self.pieces[key] for key in stored)
         self.stay = sum(size for key, (_, size) in wanted.items() if key not in away) - self.size
 
@@ -118,7 +118,7 @@ class Coming:
         self.areas = self._areas(self.pieces.keys() - self.emptied)
         stepped = {key for tag in _STEPPED for place in self.by_tag.get(tag, Objects()).values() for key in place}
         self.written = self._areas(stepped.union(*(pieces.trained for pieces in found)) & keys - self.emptied)
-        self.on_host = sum(area.stop - area.start for area in self._areas(self.pieces))
+        self.on_host = _size(self._areas(self.pieces) if self.emptied else self.areas)
         self.anew = sum(self.pieces[key] for key in self.emptied - self.storages)
         stored = sum(self.pieces[key] for key in self.storages)
         self.size = self.on_host + stored
@@ -126,6 +126,10 @@ class Coming:
 
     def _areas(self, keys: Iterable[int]) -> list[Area]:
         return areas_of((key, self.pieces[key]) for key in keys if key in self.pieces and key not in self.storages)
+
+
+def _size(areas: Iterable[Area]) -> int:
+    return sum(area.stop - area.start for area in areas)
 
 
 def by_tags(found: Holdings) -> dict[str, Objects]:
@@ -149,6 +153,8 @@ def by_tags(found: Holdings) -> dict[str, Objects]:
 def unneeded(found: Holdings, discard: Collection[str], others: Iterable[Storages]) -> Objects:
     """What of a role has contents that nobody needs: what it holds by such tags only, and nobody else.
 
+    It isn't what trains, or is to be differentiated: torch keeps some of that, too.
+
     Args:
         found: What the role holds, asleep or not.
         discard: The tags.
@@ -164,7 +170,8 @@ def unneeded(found: Holdings, discard: Collection[str], others: Iterable[Storage
         pieces = found[purpose]
         assert isinstance(pieces, Objects)
         for place, sizes in pieces.items():
-            alone = {key: size for key, size in sizes.items() if key not in keys and pieces.plain.get(key) == size}
+            known = pieces.plain.items() & sizes.items()
+            alone = {key: size for key, size in known if key not in keys and key not in pieces.trained}
             if place == "cpu":
                 apart = set(split([Area(key, key + size) for key, size in alone.items()], used)[1])
                 alone = {key: size for key, size in alone.items() if (key, key + size) in apart}

@@ -318,11 +318,15 @@ class Sleeper:
 
     # -- what sleeps
 
-    def _held_by_others(self, name: str) -> tuple[set[int], list[Storages]]:
+    def _held_by_others(self, name: str, matters: bool) -> tuple[set[int], list[Storages]]:
         """What other roles hold that doesn't sleep there, and what lies in residents; and all that both hold.
 
+        Args:
+            name: The role.
+            matters: Whether all of it has to be known.
+
         Raises:
-            ColocateError: Not everything can be looked at, and a device's memory mustn't be used while it sleeps.
+            ColocateError: It has, and not everything was looked at.
         """
         roles = [each for each in self._site.roles.values() if each.name is not None]
         awake: set[int] = set()
@@ -332,7 +336,7 @@ class Sleeper:
                 continue
             apart = [other.instance for other in roles if other is not role]
             found, complete = held_by(role.instance, (), apart, Objects)
-            self._refuse_partial(role.name, complete)
+            self._refuse_partial(role.name, complete or not matters)
             held.extend(found.values())
             for tag, pieces in by_tags(found).items():
                 if tag not in self.tags(role.name):
@@ -344,14 +348,9 @@ class Sleeper:
         return awake, [*held, kept]
 
     def _refuse_partial(self, role: str, complete: bool) -> None:
-        """Raise when not all that a role holds was looked at, where that matters.
-
-        Raises:
-            ColocateError: It does.
-        """
-        if not complete and self._site.boot.device != "cpu":
+        if not complete:
             raise ColocateError(
-                f"role {role!r} holds more objects than were looked at: what else uses memory of the device isn't known"
+                f"role {role!r} holds more objects than were looked at: what else uses the memory isn't known"
             )
 
     def _copied(
@@ -389,9 +388,11 @@ class Sleeper:
         declared = role.declared() if "cache" in tags or discard else ()
         apart = [each.instance for each in self._site.roles.values() if each.name not in (None, name)]
         found, complete = held_by(role.instance, declared, apart, Objects)
-        self._refuse_partial(name, complete)
+        # A device's memory mustn't be used while it sleeps; what is discarded is lost.
+        matters = self._site.boot.device != "cpu" or bool(discard)
+        self._refuse_partial(name, complete or not matters)
         every = by_tags(found)
-        awake, others = self._held_by_others(name)
+        awake, others = self._held_by_others(name, matters)
         for tag in TAGS:
             if tag not in tags and tag not in self.tags(name):
                 awake.update(key for place in every[tag].values() for key in place)
