@@ -249,3 +249,11 @@ def test_all_of_it_is_found(shape: Any) -> None:
     value = made(shape)
     assert counted(Holder(value=value)).get("tensors", 0) == size(shape)
     assert counted(Holder(value=[value, copy.deepcopy(value)])).get("tensors", 0) == 2 * size(shape)
+
+
+def test_parameters_without_a_module() -> None:
+    """They are that by their type, or as an optimizer trains them, whatever is found first."""
+    weights, frozen = torch.ones(8, requires_grad=True), nn.Parameter(torch.ones(4), requires_grad=False)
+    weights.grad = torch.ones(8)
+    holder = Holder(weights=weights, frozen=[frozen], other=torch.ones(2), optimizer=torch.optim.SGD([weights], lr=0.1))
+    assert counted(holder) == {"parameters": 12 * FLOAT, "gradients": 8 * FLOAT, "tensors": 2 * FLOAT}

@@ -220,6 +220,7 @@ def test_discard(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     assert equal(zeros, [torch.zeros_like(each) for each in lost])
     assert objects == [id(each.grad) for each in model.net.parameters()]
     assert (sleeper.on_device(), sleeper.emptied) == ({}, set())
+    assert all(copy.host is not None for copy in sleeper._offload._copies.values())
     model.train()
     model.cache += 1
     kept, lost = kept_and_lost(model)
