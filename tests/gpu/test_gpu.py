@@ -465,6 +465,20 @@ class TestSleep:
                 group.sleep("actor", tags)
                 assert actor.train() == other.train()
 
+    def test_discard(self) -> None:
+        """What nobody needs comes back as zeros, whether it slept already or not, and all else as it was."""
+        with connect() as runtime:
+            group = runtime.reserve().spawn({"actor": colocate.role(Dozing, 8)}, name="forgetful")
+            actor = group.role("actor", Dozing)
+            for slept in (False, True):
+                actor.train()
+                (before,), objects = actor.parts(), actor.places()
+                if slept:
+                    group.sleep("actor", ["grads"])
+                assert group.sleep("actor", discard=["grads", "cache"])
+                kept = {tag: before[tag] for tag in ("weights", "optimizer")}
+                assert (actor.parts(), actor.places()) == ([kept], objects)
+
     @needs_cuda
     @pytest.mark.parametrize("mib", [1024, 3584])
     def test_memory_is_given_back(self, record_property: Any, mib: int) -> None:

@@ -358,6 +358,21 @@ class Budgets(ExecutorCase):
             turns.role(name, Dozing).train()
         turns.checkpoint(tmp_path / "saved")  # `Dozing.save` asserts it
 
+    def test_discard_of_a_role_that_takes_turns(self, spawn: Spawn) -> None:
+        """Whether it sleeps already makes no difference to what is there afterwards."""
+        pytest.importorskip("torch")
+        roles = {"one": colocate.role(Dozing, 2), "two": colocate.role(Dozing, 2)}
+        group = spawn(roles, residency="swap", device_memory="9MiB")
+        one, two = group.role("one", Dozing), group.role("two", Dozing)
+        for role in (one, two):
+            role.train()
+        assert one.asleep() != [[]] * 2
+        before = one.parts()  # it is its turn, so the other one sleeps
+        for name, role in (("one", one), ("two", two)):
+            group.sleep(name, discard=["grads"])
+            assert [{*part} for part in role.parts()] == [{"weights", "optimizer", "cache"}] * 2
+        assert [part["optimizer"] for part in one.parts()] == [part["optimizer"] for part in before]
+
     @needs(OwnProcess)
     def test_restart_of_roles_that_take_turns(self, runtime: Runtime) -> None:
         """The next generation keeps within the budget, too."""
