@@ -1,0 +1,223 @@
+"""Memory of NVIDIA GPUs whose addresses stay when it is taken away: `vmm.c`, compiled where it is first needed.
+
+Torch's caching allocator asks `vmm.c` for what it hands out in a block of `kept_addresses`, which is C for that reason:
+it asks under its lock, and Python in there would wait for Python that waits for the lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import shutil
+import subprocess
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import attrs
+
+from colocate._system.imported import imported
+from colocate.errors import CapabilityError
+
+SOURCE = Path(__file__).with_name("vmm.c")
+_ALLOC, _FREE = "colocate_vmm_alloc", "colocate_vmm_free"
+
+
+class VmmError(RuntimeError):
+    """The driver refuses."""
+
+
+@attrs.frozen
+class Segment:
+    """A range of addresses in chunks.
+
+    Attributes:
+        address: Where it begins.
+        size: How long it is.
+        chunk: How long its chunks are; the last one may be shorter.
+        serial: Its number: a later segment may have the same address.
+    """
+
+    address: int
+    size: int
+    chunk: int
+    serial: int
+
+
+@attrs.frozen
+class Chunk:
+    """What memory is taken from.
+
+    Attributes:
+        address: Where it begins.
+        serial: Its segment's.
+        used: The bytes of tensors that lie in it.
+    """
+
+    address: int
+    serial: int
+    used: int
+
+
+class Vmm:
+    """`vmm.c` of this process, with the driver. Devices go by torch's numbers."""
+
+    _made: ClassVar[tuple[Vmm, Any] | None] = None
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self, path: Path, driver: str = "libcuda.so.1") -> None:
+        """Load it.
+
+        Args:
+            path: Where it was compiled to; needn't be there afterwards.
+            driver: CUDA's driver.
+
+        Raises:
+            OSError: It can't be loaded from there.
+            VmmError: The driver isn't there, or lacks something.
+        """
+        self._library = ctypes.CDLL(str(path))
+        self._library.colocate_vmm_segments.restype = ctypes.c_size_t
+        self._library.colocate_vmm_present.restype = ctypes.c_uint64
+        for name in ("load", "error"):
+            getattr(self._library, f"colocate_vmm_{name}").restype = ctypes.c_char_p
+        missing = self._library.colocate_vmm_load(driver.encode())
+        if missing is not None:
+            raise VmmError(f"{driver}: {missing.decode(errors='replace')}")
+
+    def supported(self, device: int) -> bool:
+        """Whether a device can do it.
+
+        Raises:
+            VmmError: The driver doesn't say.
+        """
+        found = ctypes.c_int()
+        self._call("supported", device, ctypes.byref(found))
+        return bool(found.value)
+
+    def segments(self, device: int) -> list[Segment]:
+        """Those of a device."""
+        most = 64
+        while True:
+            out = (ctypes.c_uint64 * (4 * most))()
+            count = self._library.colocate_vmm_segments(ctypes.c_int(device), out, ctypes.c_size_t(most))
+            if count <= most:
+                return [Segment(*out[4 * index : 4 * index + 4]) for index in range(count)]
+            most = count
+
+    def present(self, address: int, size: int) -> int:
+        """Of a range in one segment, the bytes that have memory."""
+        return int(self._library.colocate_vmm_present(ctypes.c_uint64(address), ctypes.c_uint64(size)))
+
+    def absent(self, device: int) -> tuple[int, int]:
+        """Of a device, the bytes of addresses that have no memory, and those of them that are tensors'."""
+        absent, used = ctypes.c_uint64(), ctypes.c_uint64()
+        self._library.colocate_vmm_absent(ctypes.c_int(device), ctypes.byref(absent), ctypes.byref(used))
+        return absent.value, used.value
+
+    def take(self, device: int, chunks: Sequence[Chunk]) -> None:
+        """Take the memory from chunks, when the device is through with what it has to do.
+
+        Raises:
+            VmmError: The driver doesn't let go of some; the others have none.
+        """
+        flat = [number for chunk in chunks for number in (chunk.address, chunk.serial, chunk.used)]
+        self._call("take", device, (ctypes.c_uint64 * len(flat))(*flat), ctypes.c_size_t(len(chunks)))
+
+    def give(self, device: int, ranges: Sequence[tuple[int, int]]) -> None:
+        """Give memory to all chunks of some ranges, by address and size, or to none.
+
+        Raises:
+            VmmError: The device hasn't that much, say.
+        """
+        flat = [number for each in ranges for number in each]
+        self._call("give", device, (ctypes.c_uint64 * len(flat))(*flat), ctypes.c_size_t(len(ranges)))
+
+    def _call(self, name: str, device: int, *arguments: Any) -> None:
+        call = ctypes.c_char_p()
+        code = getattr(self._library, f"colocate_vmm_{name}")(ctypes.c_int(device), *arguments, ctypes.byref(call))
+        if code:
+            text = self._library.colocate_vmm_error(ctypes.c_int(code))
+            raise VmmError(f"{(call.value or b'').decode()}: {text.decode(errors='replace')}")
+
+    @classmethod
+    def in_use(cls) -> Vmm | None:
+        """That of this process, where some of its memory may be its."""
+        return None if cls._made is None else cls._made[0]
+
+    @classmethod
+    def made(cls) -> tuple[Vmm, Any]:
+        """That of this process, and torch's allocator of it.
+
+        Raises:
+            CapabilityError: It can't be had on this machine.
+        """
+        with cls._lock:  # there must be one: it knows what it has given to torch
+            if cls._made is None:
+                with tempfile.TemporaryDirectory(prefix="colocate-vmm-") as folder:
+                    path = compiled(Path(folder))
+                    try:
+                        vmm = cls(path)
+                    except (OSError, VmmError) as error:
+                        raise CapabilityError(f'sleep="vmm" can\'t be had here: {error}') from error
+                    torch = imported("torch")
+                    cls._made = vmm, torch.cuda.memory.CUDAPluggableAllocator(str(path), _ALLOC, _FREE)
+            return cls._made
+
+
+def compiled(folder: Path) -> Path:
+    """Compile `vmm.c` with this machine's compiler.
+
+    Args:
+        folder: Where it goes.
+
+    Raises:
+        CapabilityError: There is no compiler, or it fails.
+    """
+    compiler, path = shutil.which("cc"), folder / "vmm.so"
+    if compiler is None:
+        raise CapabilityError(
+            'sleep="vmm" needs a C compiler on the machine of the worker, called cc: install one, as in `apt-get '
+            "install gcc libc6-dev`, or leave the option out: then memory has other addresses after a sleep"
+        )
+    command = [compiler, "-O2", "-fPIC", "-shared", str(SOURCE), "-o", str(path), "-ldl", "-lpthread"]
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL)
+    if done.returncode:
+        raise CapabilityError(
+            f'sleep="vmm": {compiler} can\'t compile what it needs: {done.stderr.strip() or done.returncode}'
+        )
+    return path
+
+
+@contextlib.contextmanager
+def kept_addresses(device: str) -> Iterator[None]:
+    """A block in which what its thread makes on a device gets addresses that it keeps when it sleeps.
+
+    Args:
+        device: As torch calls it.
+
+    Raises:
+        CapabilityError: It can't be had on this machine.
+    """
+    import torch
+
+    if device == "cpu":  # which keeps them as it is
+        yield
+        return
+    if torch.version.cuda is None:
+        raise CapabilityError(f'sleep="vmm" is for GPUs of NVIDIA\'s, and this torch is for {device} of another maker')
+    vmm, allocator = Vmm.made()
+    torch.cuda.init()
+    number = int(device.partition(":")[2] or 0)
+    if not vmm.supported(number):
+        raise CapabilityError(f'sleep="vmm": the driver says that {device} can\'t have memory taken from its addresses')
+    with torch.cuda.device(number):
+        pool = torch.cuda.MemPool(allocator.allocator())
+        try:
+            with torch.cuda.use_mem_pool(pool, torch.device("cuda", number)):
+                yield
+        finally:
+            # Nothing more comes from the pool. Without an owner, what is let go of in it goes back to the device.
+            del pool

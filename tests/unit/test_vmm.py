@@ -1,0 +1,363 @@
+"""Memory that is taken from its addresses and given back to them: `vmm.c` itself, on a driver that is played."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from tests.unit.played_vmm import GRAIN, PlayedVmm, fill, holds
+
+from colocate.errors import CapabilityError
+from colocate.worker import vmm as vmm_module
+from colocate.worker.vmm import Chunk, Segment, Vmm, VmmError, compiled, kept_addresses
+
+
+@pytest.fixture
+def gpu(tmp_path: Path) -> Iterator[PlayedVmm]:
+    played = PlayedVmm(tmp_path)
+    yield played
+    played.end()
+
+
+def made(gpu: PlayedVmm, size: int) -> Segment:
+    address = gpu.alloc(size)
+    assert address is not None
+    return next(each for each in gpu.vmm.segments(0) if each.address == address)
+
+
+def chunks(segment: Segment, *indices: int, used: int = 0) -> list[Chunk]:
+    return [Chunk(segment.address + index * segment.chunk, segment.serial, used) for index in indices]
+
+
+def test_away_and_back(gpu: PlayedVmm) -> None:
+    """Others have the memory meanwhile; addresses stay, and so does what lies in the other chunks."""
+    gpu.limit(4 * GRAIN)
+    segment = made(gpu, 4 * GRAIN - 5)
+    assert (segment.size, segment.chunk) == (4 * GRAIN, GRAIN)
+    fill(segment.address, segment.size, 7)
+    gpu.vmm.take(0, chunks(segment, 0, 2, used=10))
+    assert gpu.vmm.absent(0) == (2 * GRAIN, 20)
+    assert gpu.vmm.absent(1) == (0, 0)
+    assert gpu.vmm.present(segment.address + 5, GRAIN) == 5
+    assert gpu.vmm.present(segment.address, segment.size) == 2 * GRAIN
+    assert holds(segment.address + GRAIN, GRAIN, 7)
+    other = made(gpu, 2 * GRAIN)
+    with pytest.raises(VmmError, match="cuMemCreate: out of memory"):
+        gpu.vmm.give(0, [(segment.address, segment.size)])
+    assert gpu.vmm.absent(0) == (2 * GRAIN, 20)
+    gpu.free(other.address)
+    gpu.vmm.give(0, [(segment.address + 9, segment.size - 9)])
+    assert gpu.vmm.absent(0) == (0, 0)
+    assert holds(segment.address + 3 * GRAIN, GRAIN, 7)
+    assert not holds(segment.address, GRAIN, 7)
+    fill(segment.address, segment.size, 8)
+    assert holds(segment.address, segment.size, 8)
+
+
+def test_large_segments_have_large_chunks(gpu: PlayedVmm) -> None:
+    """Of the last one there is what there is; a range may end within one."""
+    gpu.limit(64 << 20)
+    segment = made(gpu, 40 << 20)
+    assert segment.chunk == 16 << 20
+    gpu.vmm.take(0, chunks(segment, 1, 2))
+    assert gpu.vmm.absent(0)[0] == 24 << 20
+    assert gpu.vmm.present(segment.address, 40 << 20) == 16 << 20
+    gpu.vmm.give(0, [(segment.address + (33 << 20), 1)])
+    assert gpu.vmm.absent(0)[0] == 16 << 20
+
+
+def test_it_waits_for_the_device(gpu: PlayedVmm) -> None:
+    """Nothing is taken that is being computed with."""
+    segment = made(gpu, GRAIN)
+    before = gpu.driver.played_synchronized()
+    gpu.vmm.take(0, chunks(segment, 0))
+    assert gpu.driver.played_synchronized() == before + 1
+
+
+def test_a_segment_that_is_no_more(gpu: PlayedVmm) -> None:
+    """Nothing is taken from the one that has its addresses now, and what sleeps can be let go of."""
+    segment = made(gpu, 2 * GRAIN)
+    gpu.vmm.take(0, chunks(segment, 1))
+    gpu.free(segment.address)
+    assert gpu.state()[0] == 0
+    gpu.vmm.take(0, chunks(segment, 0))
+    with pytest.raises(VmmError, match="colocate_vmm_give"):
+        gpu.vmm.give(0, [(segment.address, GRAIN)])
+    new = made(gpu, 2 * GRAIN)
+    gpu.vmm.take(0, [attrs.evolve(each, serial=segment.serial) for each in chunks(new, 0, 1)])
+    assert gpu.vmm.absent(0) == (0, 0)
+
+
+def test_threads_without_a_context(gpu: PlayedVmm) -> None:
+    """A thread that has used no device yet may ask, too, and one of another device keeps that."""
+    segment = made(gpu, GRAIN)
+    failures: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            gpu.vmm.take(0, chunks(segment, 0))
+            gpu.vmm.give(0, [(segment.address, GRAIN)])
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join()
+    assert not failures
+    with pytest.raises(VmmError, match="cuDeviceGet"):
+        gpu.vmm.take(99, [])
+
+
+def test_an_allocation_that_fails(gpu: PlayedVmm) -> None:
+    """Wherever that is, nothing of it is left."""
+    before = gpu.state()
+    segment = made(gpu, 3 * GRAIN)
+    calls = gpu.calls()
+    gpu.free(segment.address)
+    assert calls == 2 + 3 * 3
+    for call in range(1, calls + 1):
+        gpu.fail_at(call)
+        assert gpu.alloc(3 * GRAIN) is None
+        gpu.fail_at(0)
+        assert gpu.state() == before
+    gpu.limit(2 * GRAIN)
+    assert gpu.alloc(3 * GRAIN) is None
+    assert gpu.alloc(0) is None
+    assert gpu.state() == before
+
+
+@pytest.mark.parametrize("there", [(), (1,), (0, 3)])
+def test_a_wake_that_fails(gpu: PlayedVmm, there: tuple[int, ...]) -> None:
+    """Wherever that is, nothing has changed: what had memory has it, with its contents, and it can be tried again."""
+    one, other = made(gpu, 4 * GRAIN), made(gpu, GRAIN)
+    for segment in (one, other):
+        fill(segment.address, segment.size, 7)
+    gone = [index for index in range(4) if index not in there]
+    gpu.vmm.take(0, [*chunks(one, *gone, used=1), *chunks(other, 0)])
+    before, absent = gpu.state(), gpu.vmm.absent(0)
+    ranges = [(one.address, one.size), (other.address, other.size)]
+    for call in range(1, 3 * (len(gone) + 1) + 1):
+        gpu.fail_at(call)
+        with pytest.raises(VmmError, match=r"on purpose|out of memory"):
+            gpu.vmm.give(0, ranges)
+        gpu.fail_at(0)
+        assert (gpu.state(), gpu.vmm.absent(0)) == (before, absent)
+        for index in there:
+            assert holds(one.address + index * GRAIN, GRAIN, 7)
+    gpu.vmm.give(0, ranges)
+    assert gpu.calls() == 3 * (len(gone) + 1)
+    assert gpu.vmm.absent(0) == (0, 0)
+
+
+def test_a_sleep_that_fails(gpu: PlayedVmm) -> None:
+    """What the driver doesn't let go of is there, and the rest has gone; it can be tried again, and woken."""
+    for call in range(1, 8):
+        segment = made(gpu, 3 * GRAIN)
+        fill(segment.address, segment.size, 7)
+        gpu.fail_at(call)
+        with pytest.raises(VmmError, match="on purpose"):
+            gpu.vmm.take(0, chunks(segment, 0, 1, 2))
+        gpu.fail_at(0)
+        left = gpu.state()[0]
+        assert left == (3 * GRAIN if call == 1 else GRAIN)  # nothing is taken while the device computes
+        assert gpu.vmm.present(segment.address, segment.size) == left
+        assert gpu.vmm.absent(0)[0] == 3 * GRAIN - left
+        gpu.vmm.give(0, [(segment.address, segment.size)])
+        fill(segment.address, segment.size, 8)
+        gpu.vmm.take(0, chunks(segment, 0, 1, 2))
+        assert gpu.state()[0] == 0
+        gpu.free(segment.address)
+
+
+def test_a_segment_that_can_not_be_let_go_of(gpu: PlayedVmm) -> None:
+    """Nobody else gets its addresses."""
+    segment = made(gpu, 2 * GRAIN)
+    ranges = gpu.state()[2]
+    gpu.fail_at(2)
+    gpu.free(segment.address)
+    gpu.fail_at(0)
+    assert gpu.state() == (GRAIN, 1, ranges)
+    assert gpu.vmm.absent(0) == (0, 0)
+    assert gpu.vmm.segments(0) == []
+
+
+class Machine(RuleBasedStateMachine):
+    """Segments that come and go, and chunks that lose their memory and get it again, with little of it and failures."""
+
+    gpu: PlayedVmm
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gpu.limit(12 * GRAIN)
+        self.there: dict[Segment, list[int | None]] = {}  # what each chunk is filled with; None without memory
+        self.value = 0
+
+    def _fill(self, segment: Segment, index: int) -> None:
+        self.value = self.value % 250 + 1
+        fill(segment.address + index * GRAIN, GRAIN, self.value)
+        self.there[segment][index] = self.value
+
+    @rule(size=st.integers(1, 5), failing=st.integers(0, 20))
+    def alloc(self, size: int, failing: int) -> None:
+        fits = self._used() + size <= 12
+        self.gpu.fail_at(failing if fits else 0)  # one thing goes wrong at a time
+        known = {segment.address for segment in self.there}
+        address = self.gpu.alloc(size * GRAIN)
+        self.gpu.fail_at(0)
+        if address is None:
+            assert failing or not fits
+            return
+        assert fits
+        assert address not in known
+        segment = next(each for each in self.gpu.vmm.segments(0) if each.address == address)
+        self.there[segment] = [None] * size
+        for index in range(size):
+            self._fill(segment, index)
+
+    @precondition(lambda self: self.there)
+    @rule(data=st.data())
+    def free(self, data: Any) -> None:
+        segment = data.draw(st.sampled_from(list(self.there)))
+        self.gpu.free(segment.address)
+        del self.there[segment]
+
+    @precondition(lambda self: self.there)
+    @rule(data=st.data())
+    def take(self, data: Any) -> None:
+        wanted = [
+            (segment, index)
+            for segment, values in self.there.items()
+            for index in data.draw(st.sets(st.integers(0, len(values) - 1)))
+        ]
+        self.gpu.vmm.take(0, [each for segment, index in wanted for each in chunks(segment, index, used=index)])
+        for segment, index in wanted:
+            self.there[segment][index] = None
+
+    @precondition(lambda self: self.there)
+    @rule(data=st.data(), failing=st.integers(0, 20))
+    def give(self, data: Any, failing: int) -> None:
+        ranges, coming = [], []
+        for segment, values in self.there.items():
+            first = data.draw(st.integers(0, len(values) * GRAIN - 1))
+            size = data.draw(st.integers(0, len(values) * GRAIN - first))
+            ranges.append((segment.address + first, size))
+            coming += [
+                (segment, index)
+                for index, value in enumerate(values)
+                if value is None and first < (index + 1) * GRAIN and index * GRAIN < first + size
+            ]
+        fits = self._used() + len(coming) <= 12
+        self.gpu.fail_at(failing if fits else 0)
+        try:
+            self.gpu.vmm.give(0, ranges)
+        except VmmError:
+            assert failing or not fits
+            return
+        finally:
+            self.gpu.fail_at(0)
+        assert fits
+        for segment, index in coming:
+            self._fill(segment, index)
+
+    def _used(self) -> int:
+        return sum(value is not None for values in self.there.values() for value in values)
+
+    @invariant()
+    def it_is_as_noted(self) -> None:
+        in_use, mappings, ranges = self.gpu.state()
+        assert in_use == self._used() * GRAIN
+        assert mappings == self._used()
+        assert ranges == len(self.there)
+        absent = [index for values in self.there.values() for index, value in enumerate(values) if value is None]
+        assert self.gpu.vmm.absent(0) == (len(absent) * GRAIN, sum(absent))
+        assert set(self.gpu.vmm.segments(0)) == self.there.keys()
+        for segment, values in self.there.items():
+            for index, value in enumerate(values):
+                address = segment.address + index * GRAIN
+                assert self.gpu.vmm.present(address, GRAIN) == (0 if value is None else GRAIN)
+                assert value is None or holds(address, GRAIN, value)
+
+    def teardown(self) -> None:
+        for segment in self.gpu.vmm.segments(0):
+            self.gpu.free(segment.address)
+        left = self.gpu.state()
+        self.gpu.end()
+        assert left == (0, 0, 0)
+
+
+def test_any_order(gpu: PlayedVmm) -> None:
+    """Whatever happens, and wherever the driver fails."""
+    Machine.gpu = gpu
+    run_state_machine_as_test(
+        Machine,
+        settings=settings(
+            max_examples=60, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+        ),
+    )
+
+
+class TestHadHere:
+    """What it needs of a machine."""
+
+    def test_a_driver_that_lacks_something(self, gpu: PlayedVmm, tmp_path: Path) -> None:
+        path = compiled(tmp_path)
+        with pytest.raises(VmmError, match=r"libnone\.so: .*No such file"):
+            Vmm(path, "libnone.so")
+        source, old = tmp_path / "old.c", tmp_path / "old.so"
+        source.write_text("int cuGetErrorString, cuDeviceGet, cuDeviceGetAttribute, cuDevicePrimaryCtxRetain;\n")
+        subprocess.check_call(["cc", "-shared", "-fPIC", "-o", str(old), str(source)])
+        with pytest.raises(VmmError, match="cuCtxGetCurrent isn't in it"):
+            Vmm(path, str(old))
+
+    def test_a_device_that_can_not(self, gpu: PlayedVmm) -> None:
+        assert gpu.vmm.supported(0)
+        gpu.driver.played_supported(0)
+        assert not gpu.vmm.supported(0)
+
+    def test_no_compiler(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        monkeypatch.setattr(shutil, "which", lambda name: None)
+        with pytest.raises(CapabilityError, match=r"needs a C compiler .* install one"):
+            compiled(tmp_path)
+
+    def test_a_compiler_that_fails(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        broken = tmp_path / "cc"
+        broken.write_text("#!/bin/sh\necho no headers >&2\nexit 1\n")
+        broken.chmod(0o700)
+        monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+        with pytest.raises(CapabilityError, match=f"{broken} can't compile what it needs: no headers"):
+            compiled(tmp_path)
+
+    def test_a_machine_without_a_gpu(self, gpu: PlayedVmm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        """It says so, and leaves nothing behind."""
+        folder = tmp_path / "temporary"
+        folder.mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(folder))
+        load = Vmm.__init__
+        monkeypatch.setattr(Vmm, "__init__", lambda self, path: load(self, path, "libnone.so"))
+        with pytest.raises(CapabilityError, match=r'sleep="vmm" can\'t be had here: libnone\.so'):
+            Vmm.made()
+        assert list(folder.iterdir()) == []
+        assert Vmm.in_use() is None
+
+    def test_a_slot_of_the_cpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It needs nothing: memory keeps its addresses there as it is."""
+        pytest.importorskip("torch")
+        monkeypatch.setattr(vmm_module, "compiled", None)
+        with kept_addresses("cpu"):
+            pass
+
+    def test_a_torch_for_gpus_of_others(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        torch = pytest.importorskip("torch")
+        monkeypatch.setattr(torch.version, "cuda", None)
+        with pytest.raises(CapabilityError, match=r"is for GPUs of NVIDIA's"), kept_addresses("cuda:0"):
+            pass
