@@ -7,11 +7,14 @@ import functools
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 
+from colocate.worker import backing, ledger
 from colocate.worker.vmm import Vmm, compiled
 
 GRAIN = 1 << 16  # as the real driver's 2 MiB
@@ -80,6 +83,64 @@ class PlayedVmm:
         """Bytes that the driver has given, mappings, and ranges of addresses; it was asked for nothing impossible."""
         assert self.driver.played_misuses() == 0
         return self.driver.played_in_use(), self.driver.played_mappings(), self.driver.played_ranges()
+
+
+class Arena:
+    """Plays torch's allocator over it: tensors that lie side by side in segments, and what it tells of them.
+
+    Attributes:
+        segments: By address, the blocks of each: size and state.
+        cached: What torch could give back when it is asked to.
+    """
+
+    def __init__(self, gpu: PlayedVmm, patch: pytest.MonkeyPatch) -> None:
+        self.gpu = gpu
+        self.segments: dict[int, list[dict[str, Any]]] = {}
+        self.cached: list[int] = []
+        patch.setattr(Vmm, "_made", (gpu.vmm, None))
+        for module in (backing, ledger):
+            patch.setattr(module, "in_use", lambda device: self)
+
+    def segment(self, *blocks: int, states: Mapping[int, str] = MappingProxyType({})) -> list[Any]:
+        """A segment with tensors of so many bytes; those with a state of their own are None: nobody has them."""
+        import torch
+
+        begin = self.gpu.alloc(sum(blocks))
+        assert begin is not None
+        found = self.segments[begin] = []
+        tensors: list[Any] = []
+        for index, size in enumerate(blocks):
+            state = states.get(index)
+            found.append({"size": size, "state": state or "active_allocated"})
+            memory = (ctypes.c_uint8 * size).from_address(begin)
+            tensors.append(None if state else torch.frombuffer(memory, dtype=torch.uint8))
+            begin += size
+        return tensors
+
+    # As torch.cuda
+
+    def memory_snapshot(self) -> list[dict[str, Any]]:
+        """All segments; one of memory that nobody can take away from its addresses, too."""
+        own = [{"address": address, "blocks": blocks} for address, blocks in self.segments.items()]
+        return [{"address": 1 << 40, "blocks": [{"size": 1 << 20, "state": "active_allocated"}]}, *own]
+
+    def empty_cache(self) -> None:
+        """Give the device what nobody uses."""
+        while self.cached:
+            self.gpu.free(self.cached.pop())
+
+    def memory_allocated(self, device: str) -> int:
+        """What tensors have, as torch believes."""
+        blocks = [block for blocks in self.segments.values() for block in blocks]
+        return sum(block["size"] for block in blocks if block["state"] == "active_allocated")
+
+    def memory_reserved(self, device: str) -> int:
+        """What torch has, as it believes."""
+        return sum(segment.size for segment in self.gpu.vmm.segments(0))
+
+    def mem_get_info(self, device: str) -> tuple[int, int]:
+        """What is free, and all there is."""
+        return ROOM - self.gpu.state()[0], ROOM
 
 
 def fill(address: int, size: int, value: int) -> None:

@@ -47,7 +47,7 @@ class Ledger:
             constructed, "empty", came with imports since, "code", was freed without being given back, "held back", and
             was given to others than roles by `malloc`, "objects". None where the process is the driver's.
         gpu: What torch knows of the slot's device: "allocated" and "reserved" by this process, "used" by anybody,
-            "total"; None of a slot without one.
+            "total"; None of a slot without one. Without what sleeps and has kept its addresses.
         peaks: What methods have allocated on it at most while they ran, by role and method; None where nobody knows.
     """
 

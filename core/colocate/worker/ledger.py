@@ -13,6 +13,7 @@ from colocate._protocol.ledger import Ledger, Purpose
 from colocate.gpus import in_use
 from colocate.worker.holdings import Holdings, Storages, held_by
 from colocate.worker.sleeping import Sleeper, Worker
+from colocate.worker.vmm import absent
 
 
 class LookError(Exception):
@@ -102,7 +103,7 @@ def shares_of(
         kept = found.setdefault(owner if method else "", {})
         with _looking_at(owner):
             kept.setdefault(Purpose.RESIDENTS, Storages()).add(value)
-    shares = _shares(found, dict(sleeper.away), set(sleeper.emptied))
+    shares = _shares(found, dict(sleeper.away), set(sleeper.emptied), sleeper.kept_addresses())
     for name, (size, emptied) in sleeper.on_device().items():
         shares.asleep[name] = shares.asleep.get(name, 0) + size
         shares.emptied[name] = shares.emptied.get(name, 0) + emptied
@@ -117,8 +118,10 @@ def _looking_at(role: str) -> Iterator[None]:
         raise LookError(role, traceback.format_exc()) from error
 
 
-def _shares(held: Mapping[str, Holdings], away: Mapping[int, int], emptied: Collection[int]) -> Shares:
-    """Each role's share.
+def _shares(
+    held: Mapping[str, Holdings], away: Mapping[int, int], emptied: Collection[int], absent: Collection[int]
+) -> Shares:
+    """Each role's share, but what sleeps of a device; `absent` has the addresses of what is found there all the same.
 
     What several hold counts as the first of the kinds that it is of, with the first of the roles for which it is that.
     """
@@ -137,7 +140,7 @@ def _shares(held: Mapping[str, Holdings], away: Mapping[int, int], emptied: Coll
                         if device == "cpu" and address in away:
                             asleep[role] += nbytes
                             empty[role] += nbytes if address in emptied else 0
-                        else:
+                        elif device == "cpu" or address not in absent:
                             own += nbytes
                     elif owner != role:
                         shared[role][device, address] = nbytes
@@ -151,9 +154,10 @@ def _gpu(device: str) -> dict[str, int] | None:
     if module is None:
         return None
     free, total = module.mem_get_info(device)
+    without_memory, of_tensors = absent(device)
     return {
-        "allocated": module.memory_allocated(device),
-        "reserved": module.memory_reserved(device),
+        "allocated": module.memory_allocated(device) - of_tensors,
+        "reserved": module.memory_reserved(device) - without_memory,
         "used": total - free,
         "total": total,
     }

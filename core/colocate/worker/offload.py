@@ -1,7 +1,7 @@
 """Memory of a device that goes to pinned memory of the host, and back: storages lose their memory and get it again.
 
-Tensors and storages stay the same objects, and so do views and tied weights; addresses may be others afterwards.
-Nothing may be computed with them meanwhile.
+Tensors and storages stay the same objects, and so do views and tied weights; whether addresses do depends on how that
+is done (`backing.py`). Nothing may be computed with them meanwhile.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from colocate._definitions.device_copies import SideStream
 from colocate._system.imported import imported
 from colocate._system.sizes import size_text
 from colocate.gpus import in_use
+from colocate.worker.backing import Backing, Mapped, Resized
 
 Key: TypeAlias = int
 """What a storage is called as long as there is a reference to it: `storage._cdata`."""
@@ -54,6 +55,7 @@ class _Copy:
         digest: A number that they make.
         storage: The storage, while it has no memory; None while it has, when nothing keeps it here.
         reference: What tells whether it is there.
+        backing: How it loses its memory.
     """
 
     nbytes: int
@@ -61,6 +63,7 @@ class _Copy:
     digest: int | None
     storage: Any
     reference: _Reference
+    backing: Backing
 
 
 class Offload:
@@ -71,6 +74,7 @@ class Offload:
         self._device = device
         self._copies: dict[Key, _Copy] = {}
         self._side = SideStream(device)
+        self._backings: tuple[Backing, ...] = (Mapped(device), Resized())
 
     def write(self, storages: Mapping[Key, Any], emptied: Mapping[Key, Any] = MappingProxyType({})) -> Offloading:
         """Copy storages to the host; they keep their memory until `Offloading.put_away`.
@@ -93,12 +97,14 @@ class Offload:
                 digest = _digest(view)
                 known = self._copies.pop(key, None)
                 if known is not None and known.digest == digest:
-                    copies[key] = attrs.evolve(known, storage=storage)
+                    copies[key] = attrs.evolve(known, storage=storage, backing=self._backing_of(storage))
                     continue
-                copies[key] = _Copy(view.numel(), self._to_host(view), digest, storage, _Reference(storage))
+                copies[key] = self._copy(storage, self._to_host(view), digest)
         for key, storage in emptied.items():
-            nbytes = self._copies[key].nbytes if self.away(key) else storage.nbytes()
-            copies[key] = _Copy(nbytes, None, None, storage, _Reference(storage))
+            if (known := self._copies.get(key)) is not None and self.away(key):
+                copies[key] = attrs.evolve(known, host=None, digest=None)
+            else:
+                copies[key] = self._copy(storage, None, None)
         return Offloading(self, copies)
 
     def away(self, key: Key) -> bool:
@@ -106,13 +112,14 @@ class Offload:
         found = self._copies.get(key)
         return found is not None and found.storage is not None
 
-    def put_away(self, copies: Mapping[Key, _Copy], gives_back: bool) -> None:
-        """Take the memory from storages whose contents are on the host."""
+    def put_away(self, copies: Mapping[Key, _Copy], gives_back: bool) -> int:
+        """Take the memory from storages whose contents are on the host. The bytes that the device keeps of it."""
+        new = [copy for key, copy in copies.items() if not self.away(key)]
         self._copies.update(copies)  # first: from here on they are the only ones
-        for copy in copies.values():
-            copy.storage.resize_(0)
+        left = self._take(new)
         if gives_back:
             self._give_back()
+        return left
 
     def bring_back(self, keys: Collection[Key]) -> None:
         """Give storages their memory and contents; the copies stay.
@@ -120,29 +127,27 @@ class Offload:
         Raises:
             MemoryError: The device hasn't that much: nothing has changed.
         """
-        there: list[Any] = []
+        given: list[_Copy] = []
         try:
-            for key in keys:
-                copy = self._copies[key]
-                copy.storage.resize_(copy.nbytes)
-                there.append(copy.storage)
+            for backing in self._backings:
+                some = [copy for copy in (self._copies[key] for key in keys) if copy.backing is backing]
+                backing.give([(copy.storage, copy.nbytes) for copy in some])
+                given += some
             with self._copying():
-                for key in keys:
-                    copy = self._copies[key]
+                for copy in given:
                     view = _view(copy.storage)
                     if copy.host is None:
                         view.zero_()
                     else:
                         view.copy_(copy.host, non_blocking=True)
         except RuntimeError as error:  # torch.OutOfMemoryError is one
-            for storage in there:
-                storage.resize_(0)
+            self._take(given)
             self._give_back()
             size = sum(self._copies[key].nbytes for key in keys)
             what = str(error).partition("\n")[0]
             raise MemoryError(f"{size_text(size)} are needed on {self._device}: {what}") from error
-        for key in keys:
-            self._copies[key].storage = None
+        for copy in given:
+            copy.storage = None
 
     def let_go(self, keys: Collection[Key]) -> None:
         """Forget the copies of storages that are there."""
@@ -151,10 +156,22 @@ class Offload:
 
     def undo(self, keys: Iterable[Key]) -> None:
         """Put storages away again that have just been brought back, with all their copies kept."""
-        for copy, storage in [(self._copies[key], self._copies[key].reference.storage()) for key in keys]:
-            copy.storage = storage
-            storage.resize_(0)
+        copies = [self._copies[key] for key in keys]
+        for copy in copies:
+            copy.storage = copy.reference.storage()
+        self._take(copies)
         self._give_back()
+
+    def _copy(self, storage: Any, host: Any, digest: int | None) -> _Copy:
+        return _Copy(storage.nbytes(), host, digest, storage, _Reference(storage), self._backing_of(storage))
+
+    def _backing_of(self, storage: Any) -> Backing:
+        return next(each for each in self._backings if each.has(storage))
+
+    def _take(self, copies: Collection[_Copy]) -> int:
+        return sum(
+            backing.take([copy.storage for copy in copies if copy.backing is backing]) for backing in self._backings
+        )
 
     def _to_host(self, view: Any) -> Any:
         torch = imported("torch")
@@ -189,13 +206,16 @@ class Offloading:
     _offload: Offload
     _copies: Mapping[Key, _Copy]
 
-    def put_away(self, gives_back: bool = True) -> None:
+    def put_away(self, gives_back: bool = True) -> int:
         """Have them be there only.
 
         Args:
             gives_back: Whether others get the memory, for which the device waits until nothing is computed.
+
+        Returns:
+            The bytes that the device keeps all the same.
         """
-        self._offload.put_away(self._copies, gives_back)
+        return self._offload.put_away(self._copies, gives_back)
 
 
 def _view(storage: Any) -> Any:

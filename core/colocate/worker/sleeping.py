@@ -117,6 +117,13 @@ class Sleeper:
             seen |= keys
         return found
 
+    def kept_addresses(self) -> set[int]:
+        """Where storages of the slot's device are that sleep and keep their addresses."""
+        found = [pieces for by_tag in list(self._asleep.values()) for pieces in list(by_tag.values())]
+        return {
+            storage.data_ptr() for pieces in found for key, storage in pieces.storages.items() if key in self.away
+        } - {0}
+
     def check(self, role: HostedRole, spec: MethodSpec) -> None:
         """Raise when a method's role isn't as awake as the method needs it.
 
@@ -160,7 +167,7 @@ class Sleeper:
             return Outcome(self._agree(members, None))
         seen: list[Going] = []
 
-        def begin() -> Callable[[], None]:
+        def begin() -> Callable[[], int]:
             found, end = self._copied(name, role, new, discard)
             seen.append(found)
             return end
@@ -170,7 +177,7 @@ class Sleeper:
             return outcome
         (found,) = seen
         self.are_asleep(name, found)
-        return Outcome(nbytes=found.size, stay=found.stay)
+        return attrs.evolve(outcome, stay=found.stay + found.size - outcome.nbytes)
 
     def wake(self, name: str, tags: Sequence[str], members: int, beside: Mapping[str, int]) -> Outcome:
         """Have memory of a role be there again, if it is so on all ranks.
@@ -188,13 +195,13 @@ class Sleeper:
         coming = self.coming(name, asleep)
         share = self.free() // beside.get(self._site.boot.node, 1)
 
-        def begin() -> Callable[[], None]:
+        def begin() -> Callable[[], int]:
             self.refuse_more(name, coming.on_device, True, True)
             self.refuse_more(name, coming.anew, False, True)
             if coming.on_host > share:
                 raise MemoryError(f"{size_text(coming.on_host)} are needed, and {size_text(share)} free for this rank")
             self.bring_back(coming, writes=True)
-            return lambda: None
+            return lambda: coming.size
 
         def undo() -> None:
             if self._files is not None:
@@ -206,8 +213,8 @@ class Sleeper:
             self.have_come(coming)
             self.are_awake(name, coming)
             self._tell(role, "wake", asleep)
-            return Outcome(nbytes=coming.size)
-        self._why[name] = outcome.refusal
+        else:
+            self._why[name] = outcome.refusal
         return outcome
 
     def sleep_alone(self, name: str) -> int:
@@ -227,12 +234,12 @@ class Sleeper:
             return 0
         found, end = self._copied(name, role, new)
         try:
-            end()
+            gone = end()
         except BaseException:
             self._tell(role, "wake", new)
             raise
         self.are_asleep(name, found)
-        return found.size
+        return gone
 
     def wake_alone(self, role: HostedRole, tags: Sequence[str] = tuple(TAGS), writes: bool = True) -> int:
         """Have memory of a role be there again on this rank, whatever others do.
@@ -274,16 +281,16 @@ class Sleeper:
     # -- all ranks or none
 
     def _all_or_none(
-        self, role: HostedRole, members: int, begin: Callable[[], Callable[[], None]], undo: Callable[[], object]
+        self, role: HostedRole, members: int, begin: Callable[[], Callable[[], int]], undo: Callable[[], object]
     ) -> Outcome:
-        """Begin, and end it when all ranks have begun; otherwise undo it.
+        """Begin, and end it when all ranks have begun, which tells the bytes that were moved; otherwise undo it.
 
         Raises:
             PutBack: An earlier call has failed on another rank, which will begin this one after that; it is undone.
         """
         refusal: str | None = None
-        end: Callable[[], None] | None = None
-        fits = True
+        end: Callable[[], int] | None = None
+        fits, moved = True, 0
         try:
             end = begin()
         except Exception as error:  # also of the role's own hook: it isn't done then, and that is told to all
@@ -298,10 +305,10 @@ class Sleeper:
                 undo()
             raise
         if refusal is None and end is not None:
-            end()
+            moved = end()
         elif end is not None:
             undo()
-        return Outcome(refusal, end is None, fits)
+        return Outcome(refusal, end is None, fits, moved)
 
     def _agree(self, members: int, refusal: str | None) -> str | None:
         """What a rank has against it; None when all are ready."""
@@ -355,8 +362,8 @@ class Sleeper:
 
     def _copied(
         self, name: str, role: HostedRole, tags: Sequence[str], discard: Collection[str] = ()
-    ) -> tuple[Going, Callable[[], None]]:
-        """What of a role is to sleep, copied to where it goes; and what ends its being in memory."""
+    ) -> tuple[Going, Callable[[], int]]:
+        """What of a role is to sleep, copied to where it goes; and what ends its being in memory: see `copy_out`."""
         self._tell(role, "sleep", tags)  # first: where memory was that it frees, somebody else's may be afterwards
         try:
             going = self.going(name, tags, discard)
@@ -401,8 +408,8 @@ class Sleeper:
         self.refuse_more(name, going.kept_on_device, False, False)
         return going
 
-    def copy_out(self, going: Going, gives_back: bool = True) -> Callable[[], None]:
-        """Copy memory to where it goes; and what ends its being here.
+    def copy_out(self, going: Going, gives_back: bool = True) -> Callable[[], int]:
+        """Copy memory to where it goes; and what ends its being here, and tells the bytes that have gone.
 
         Args:
             going: The memory.
@@ -418,11 +425,11 @@ class Sleeper:
             going.emptying.check(0 if written is None else len(written))
         offloading = self._offload.write(going.storages, going.empty_storages)
 
-        def end() -> None:
+        def end() -> int:
             if written is not None:
                 written.put_away()
             going.emptying.empty()
-            offloading.put_away(gives_back)
+            return going.size - offloading.put_away(gives_back)
 
         return end
 

@@ -191,6 +191,17 @@ def compiled(folder: Path) -> Path:
     return path
 
 
+def number_of(device: str) -> int:
+    """A device's number, as torch counts them."""
+    return int(device.partition(":")[2] or 0)
+
+
+def absent(device: str) -> tuple[int, int]:
+    """What torch counts and isn't there: of a device's memory, and of the tensors in it, in bytes."""
+    vmm = Vmm.in_use()
+    return (0, 0) if vmm is None or device == "cpu" else vmm.absent(number_of(device))
+
+
 @contextlib.contextmanager
 def kept_addresses(device: str) -> Iterator[None]:
     """A block in which what its thread makes on a device gets addresses that it keeps when it sleeps.
@@ -206,11 +217,11 @@ def kept_addresses(device: str) -> Iterator[None]:
     if device == "cpu":  # which keeps them as it is
         yield
         return
+    number = number_of(device)
     if torch.version.cuda is None:
         raise CapabilityError(f'sleep="vmm" is for GPUs of NVIDIA\'s, and this torch is for {device} of another maker')
     vmm, allocator = Vmm.made()
-    torch.cuda.init()
-    number = int(device.partition(":")[2] or 0)
+    torch.cuda.init()  # type: ignore[no-untyped-call]
     if not vmm.supported(number):
         raise CapabilityError(f'sleep="vmm": the driver says that {device} can\'t have memory taken from its addresses')
     with torch.cuda.device(number):
