@@ -28,15 +28,17 @@ class Kind:
         device: Torch's name for the type of device.
         variable: The environment variable that shows a process some of them.
         backend: What torch.distributed has their collectives done by.
+        vmm: Whether memory can be taken from its addresses and given back to them (`.on(sleep="vmm")`).
     """
 
     device: str
     variable: str
     backend: str
+    vmm: bool = False
 
 
 KINDS = {
-    "NVIDIA": Kind("cuda", "CUDA_VISIBLE_DEVICES", "nccl"),
+    "NVIDIA": Kind("cuda", "CUDA_VISIBLE_DEVICES", "nccl", vmm=True),
     "AMD": Kind("cuda", "HIP_VISIBLE_DEVICES", "nccl"),  # in ROCm's torch they have CUDA's names, and RCCL has NCCL's
     "Intel": Kind("xpu", "ZE_AFFINITY_MASK", "xccl"),
 }

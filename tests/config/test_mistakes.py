@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from colocate import gpus
+from colocate._plugins import needs
 from colocate.config import PoolConfig, load_config
 from colocate.errors import ConfigError, Mistake
 
@@ -220,11 +222,20 @@ class TestRoles:
             ("slots: [1, 1]", "actor.slots: [1, 1] names a slot twice"),
             ("slots: 0", "actor.slots: must be a list, not 0"),
             ("default_group: 1", "actor.default_group: must be true or false, not 1"),
+            ("sleep: vnm", "actor.sleep: must be 'vmm', not the text 'vnm' (did you mean 'vmm'?)"),
         ],
     )
     def test_placement(self, write: Write, given: str, told: str) -> None:
         (found,) = role(write, f"with: {{hidden: 1}}\n{given}")
         assert found.endswith(told)
+
+    def test_a_way_to_sleep_that_the_gpus_lack(self, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+        text = GROUP + "        with: {hidden: 1}\n        sleep: vmm\n"
+        on_gpus = text.replace("slots: 2", "slots: 2, gpus: 1")
+        load_config(write(on_gpus))
+        monkeypatch.setattr(needs, "KIND", gpus.KINDS["AMD"])
+        load_config(write(text))  # its slots have none
+        assert "actor.sleep: role 'actor' says sleep=\"vmm\", which is for GPUs of NVIDIA" in only(write(on_gpus))
 
     def test_a_mesh_that_does_not_fit_its_slots(self, write: Write) -> None:
         (found,) = role(write, "with: {hidden: 1}\nmesh: {dp: 3}")

@@ -17,7 +17,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from tests.unit.played_vmm import GRAIN, PlayedVmm, fill, holds
 
-from colocate.errors import CapabilityError
+import colocate
+from colocate import Role, gpus, method
+from colocate._plugins import needs
+from colocate.errors import CapabilityError, RoleStartError
 from colocate.worker import vmm as vmm_module
 from colocate.worker.vmm import Chunk, Segment, Vmm, VmmError, compiled, kept_addresses
 
@@ -306,6 +309,14 @@ def test_any_order(gpu: PlayedVmm) -> None:
     )
 
 
+class Plain(Role):
+    """A role that has nothing."""
+
+    @method
+    def look(self) -> int:
+        return 1
+
+
 class TestHadHere:
     """What it needs of a machine."""
 
@@ -359,5 +370,29 @@ class TestHadHere:
     def test_a_torch_for_gpus_of_others(self, monkeypatch: pytest.MonkeyPatch) -> None:
         torch = pytest.importorskip("torch")
         monkeypatch.setattr(torch.version, "cuda", None)
-        with pytest.raises(CapabilityError, match=r"is for GPUs of NVIDIA's"), kept_addresses("cuda:0"):
+        with (
+            pytest.raises(CapabilityError, match=r"is for GPUs of NVIDIA, and this torch isn't"),
+            kept_addresses("cuda:0"),
+        ):
             pass
+
+    @pytest.mark.parametrize("maker", ["AMD", "Intel"])
+    def test_gpus_of_others(self, monkeypatch: pytest.MonkeyPatch, maker: str) -> None:
+        """They are refused before anything starts; slots without one take it."""
+        monkeypatch.setattr(needs, "KIND", gpus.KINDS[maker])
+        with colocate.connect("local", gpus=1) as runtime:
+            with runtime.reserve(gpus=1) as pool, pytest.raises(CapabilityError, match=f"those of {maker} .* Leave it"):
+                pool.spawn({"one": colocate.role(Plain).on(sleep="vmm")})
+            with runtime.reserve() as pool:
+                assert pool.spawn({"one": colocate.role(Plain).on(sleep="vmm")}).role("one", Plain).look() == [1]
+
+    def test_a_role_that_can_not_have_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Its constructor's rank says what is missing, and nothing else of the group is left."""
+        torch = pytest.importorskip("torch")
+        monkeypatch.setattr(torch.version, "cuda", "12.9")
+        monkeypatch.setattr(shutil, "which", lambda name: None)
+        monkeypatch.setattr(needs, "KIND", gpus.KINDS["NVIDIA"])
+        with colocate.connect("local", gpus=1) as runtime, runtime.reserve(gpus=1) as pool:
+            with pytest.raises(RoleStartError, match=r"rank 0: .*needs a C compiler on the machine of the worker"):
+                pool.spawn({"one": colocate.role(Plain).on(sleep="vmm")})
+            pool.spawn({"one": colocate.role(Plain)}).close()

@@ -183,7 +183,7 @@ class Pool(Held[Slots], node=Slots):
         declared = allowance.of(node.budget, declare(roles, len(indices), mesh))
         for role, info in declared.infos.items():
             spec, kind = declared.specs[role], type(node.connection.services.executor)
-            check_needs(role, info.cls, spec.default_group, spec.env, len(info.slots), kind)
+            check_needs(role, info.cls, spec, len(info.slots), node.request.gpus, kind)
         making: Making[Crew] = Making(f"spawn(name={name!r})")
 
         def start() -> Crew:

@@ -131,7 +131,8 @@ def builds(declared: Declared, codec: Codec, group: str, seed: int, generation: 
         distribution, version = declared.distributions[name]
         name_here = f"{info.cls.__module__}:{info.cls.__qualname__}"
         shipped = ship(info.cls, name_here, in_process=in_process, distribution=distribution, version=version)
-        made.append(RoleBuild(name, shipped, arguments, info.slots, info.meshes, group, seed, generation))
+        kept = spec.sleep == "vmm"
+        made.append(RoleBuild(name, shipped, arguments, info.slots, info.meshes, group, seed, generation, kept))
     try:
         body = codec.pack(made)
     except Exception:

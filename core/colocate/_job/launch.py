@@ -120,4 +120,5 @@ def _role(entry: RoleConfig) -> RoleSpec[Any]:
         device_memory=entry.device_memory,
         host_memory=entry.host_memory,
         reserve_activations=entry.reserve_activations,
+        sleep=entry.sleep,
     )

@@ -10,8 +10,10 @@ from typing import Any, Literal, TypeVar
 
 from colocate._definitions.names import MAINS, is_installed_file
 from colocate._definitions.sources import is_shipped_with_python, shadowing
+from colocate._role.role import RoleSpec
 from colocate.errors import CapabilityError, ConfigError
 from colocate.executor import Executor
+from colocate.gpus import KIND, KINDS
 from colocate.worker.template import LONG
 
 C = TypeVar("C", bound=type[Any])
@@ -66,16 +68,28 @@ def lacks_processes(
     )
 
 
-def check_needs(
-    role: str, cls: type, default_group: bool, env: str | None, ranks: int, executor: type[Executor]
-) -> None:
-    """Raise unless an executor has what a role needs.
+def check_needs(role: str, cls: type, spec: RoleSpec[Any], ranks: int, gpus: int, executor: type[Executor]) -> None:
+    """Raise unless an executor and its slots have what a role needs.
 
     Raises:
-        CapabilityError: It can't have process groups of several ranks there.
+        CapabilityError: It can't have process groups of several ranks there, or memory that keeps its addresses.
     """
-    if (why := lacks_processes(role, cls, default_group, env, ranks, executor)) is not None:
+    if (why := lacks_processes(role, cls, spec.default_group, spec.env, ranks, executor)) is not None:
         raise CapabilityError(why, capability="OwnProcess", executors=("local with processes=True",), role=role)
+    if (why := lacks_vmm(role, spec.sleep, gpus)) is not None:
+        raise CapabilityError(why, role=role)
+
+
+def lacks_vmm(role: str, sleep: str | None, gpus: int) -> str | None:
+    """Why a role's memory can't keep its addresses on slots with so many GPUs, if it can't."""
+    if sleep != "vmm" or not gpus or KIND.vmm:
+        return None
+    able = " or ".join(name for name, kind in KINDS.items() if kind.vmm)
+    own = next(name for name, kind in KINDS.items() if kind is KIND)
+    return (
+        f'role {role!r} says sleep="vmm", which is for GPUs of {able}: colocate has no way to take memory of those of '
+        f"{own} from its addresses. Leave it out: then memory has other addresses after a sleep"
+    )
 
 
 def imports_of(classes: Iterable[type]) -> tuple[str, ...] | None:

@@ -61,6 +61,7 @@ class RoleSpec(Generic[R]):
         env: "torchrun": so are the environment variables that torchrun sets.
         budget: How much memory it may have on each slot.
         activations: How many bytes of that stay free for what its methods compute with.
+        sleep: "vmm": what its constructor makes on a GPU keeps its addresses when it sleeps.
     """
 
     target: type[R] | str
@@ -72,6 +73,7 @@ class RoleSpec(Generic[R]):
     env: Literal["torchrun"] | None = None
     budget: Budget = NO_BUDGET
     activations: int = 0
+    sleep: Literal["vmm"] | None = None
 
     def on(
         self,
@@ -83,6 +85,7 @@ class RoleSpec(Generic[R]):
         device_memory: str | int | None = None,
         host_memory: str | int | None = None,
         reserve_activations: str | int | None = None,
+        sleep: Literal["vmm"] | None = None,
     ) -> RoleSpec[R]:
         """The same role, placed, and how much memory it may have on each of its slots.
 
@@ -101,6 +104,10 @@ class RoleSpec(Generic[R]):
             host_memory: The host's, with what sleeps.
             reserve_activations: How much of `device_memory`, and of the group's, stays free while its methods run: for
                 activations, which nobody can know beforehand.
+            sleep: "vmm": what its constructor makes on a GPU of NVIDIA's keeps its addresses when it sleeps
+                (`group.sleep`), for CUDA graphs that were captured before. Workers compile what they need for it with
+                `cc`. What is made later has other addresses afterwards, as everything has without; the host's memory
+                keeps its addresses as it is.
         """
         changes: dict[str, Any] = {}
         if slots is not None:
@@ -121,6 +128,10 @@ class RoleSpec(Generic[R]):
             )
         if reserve_activations is not None:
             changes["activations"] = parse_bytes(reserve_activations, "on() reserve_activations")
+        if sleep is not None:
+            if sleep != "vmm":
+                raise ConfigError(f'sleep={sleep!r}: it is "vmm", or None for other addresses after a sleep')
+            changes["sleep"] = sleep
         return attrs.evolve(self, **changes)
 
     @property

@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from colocate._plugins.needs import lacks_processes
+from colocate._plugins.needs import lacks_processes, lacks_vmm
 from colocate._plugins.plugins import find_executor, find_job, find_observer, find_role
 from colocate._role.budget import NO_BUDGET, Budget, Budgets, budgets
 from colocate._role.role import RoleSpec, torchrun_problem
@@ -211,6 +211,8 @@ def _groups(config: Config, executor: type[Executor] | None, trust: Trust, docum
                 and (why := lacks_processes(role_name, cls, role.default_group, role.env, ranks, executor))
             ):
                 document.wrong(below, why)
+            if pool is not None and (why := lacks_vmm(role_name, role.sleep, pool.gpus)):
+                document.wrong((*below, "sleep"), why)
 
 
 def _pool_of(pool: str, first: str, place: Place, document: Document) -> None:

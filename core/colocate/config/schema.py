@@ -64,6 +64,8 @@ class RoleConfig:
         device_memory: How much of the slot's device's memory it may hold, in bytes or as "20GiB".
         host_memory: How much of the host's, with what sleeps.
         reserve_activations: How much of `device_memory` stays free for what its methods compute with.
+        sleep: `vmm` for a role of which the constructor's memory on a GPU keeps its addresses when it sleeps, for CUDA
+            graphs.
     """
 
     use: str
@@ -75,6 +77,7 @@ class RoleConfig:
     device_memory: int | str | None = None
     host_memory: int | str | None = None
     reserve_activations: int | str | None = None
+    sleep: Literal["vmm"] | None = None
 
 
 @attrs.frozen

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import attrs
@@ -19,6 +20,7 @@ from colocate._values.mesh import Mesh
 from colocate.errors import PluginError
 from colocate.worker.hosted import HostedRole
 from colocate.worker.site import Site
+from colocate.worker.vmm import kept_addresses
 
 
 @attrs.frozen
@@ -78,7 +80,12 @@ class Shipped:
 
 @attrs.frozen
 class RoleBuild:
-    """One role to construct. `args` is a packed (args, kwargs)."""
+    """One role to construct.
+
+    Attributes:
+        arguments: A packed (args, kwargs).
+        keeps_addresses: Whether what it makes on a GPU as it is constructed keeps its addresses when it sleeps.
+    """
 
     name: str
     shipped: Shipped
@@ -88,6 +95,7 @@ class RoleBuild:
     group: str
     seed: int
     generation: int
+    keeps_addresses: bool
 
 
 def construct(build: RoleBuild, site: Site) -> HostedRole:
@@ -116,7 +124,8 @@ def construct(build: RoleBuild, site: Site) -> HostedRole:
         site.setting.base = site.setting.now()
         methods = check_role(build.name, cls)
         args, kwargs = _unpack(site, build.arguments)
-        instance = cls(*args, **kwargs)
+        with kept_addresses(site.boot.device) if build.keeps_addresses else nullcontext():
+            instance = cls(*args, **kwargs)
         attach(instance, ctx)
         settings = site.setting.now()
     finally:

@@ -219,7 +219,7 @@ def kept_addresses(device: str) -> Iterator[None]:
         return
     number = number_of(device)
     if torch.version.cuda is None:
-        raise CapabilityError(f'sleep="vmm" is for GPUs of NVIDIA\'s, and this torch is for {device} of another maker')
+        raise CapabilityError('sleep="vmm" is for GPUs of NVIDIA, and this torch isn\'t: install one that is for CUDA')
     vmm, allocator = Vmm.made()
     torch.cuda.init()  # type: ignore[no-untyped-call]
     if not vmm.supported(number):

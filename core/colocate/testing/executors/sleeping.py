@@ -173,6 +173,27 @@ class Sleeping(ExecutorCase):
                 dozing.sleep("actor", tags, discard=discard)
         assert dozing.role("actor", Dozing).asleep() == [[]] * 2
 
+    def test_sleep_that_keeps_addresses(self, spawn: Spawn) -> None:
+        """`sleep="vmm"`: what a constructor has made is where it was, and the numbers are those of one without."""
+        pytest.importorskip("torch")
+        roles = {"kept": colocate.role(Dozing, 1).on(sleep="vmm"), "usual": colocate.role(Dozing, 1)}
+        group = spawn(roles)
+        kept, usual = group.role("kept", Dozing), group.role("usual", Dozing)
+        places = kept.addresses()
+        assert all(address for each in places for address in each)
+        for _ in range(2):
+            assert group.sleep("kept")
+            assert kept.train() == usual.train()
+            assert group.sleep("kept", ("weights",))
+            group.wake("kept")
+            assert kept.digest() == usual.digest()
+            assert kept.addresses() == places
+
+    def test_a_way_to_sleep_that_there_is_not(self) -> None:
+        """It is refused where it is said."""
+        with pytest.raises(ConfigError, match=r"sleep='vnm': it is \"vmm\""):
+            colocate.role(Dozing).on(sleep="vnm")  # type: ignore[arg-type]
+
     def test_sleep_in_a_pipeline(self, dozing: ColocatedGroup) -> None:
         """Its calls wake, too; sleep and wake themselves wait for what they do."""
         actor = dozing.role("actor", Dozing)

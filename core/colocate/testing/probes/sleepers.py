@@ -105,6 +105,11 @@ class Dozing(Role):
         return [(id(each), each.data_ptr() if each.is_cpu else 0) for each in tensors if each is not None]
 
     @method
+    def addresses(self) -> list[int]:
+        """Where that lies which the constructor has made."""
+        return [each.data_ptr() for each in (self.net.weight, self.net.get_buffer("scale"), *self.cache)]
+
+    @method
     def weights(self) -> Tensor:
         """The very weights."""
         return self.net.weight.detach()
