@@ -38,6 +38,7 @@ class PlayedVmm:
     Attributes:
         vmm: That.
         driver: The driver, with what a test asks of it.
+        path: Where it was loaded from.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -45,6 +46,7 @@ class PlayedVmm:
         for name, content in _built().items():
             (folder / name).write_bytes(content)
         path = folder / "played_cuda.so"
+        self.path = str(path)
         self.driver: Any = ctypes.CDLL(str(path))
         for name in ("in_use", "mappings", "ranges"):
             getattr(self.driver, f"played_{name}").restype = ctypes.c_size_t

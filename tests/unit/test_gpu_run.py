@@ -169,7 +169,8 @@ def test_what_is_noted_of_a_test(tmp_path: Path) -> None:
 def test_the_page_lists_the_areas() -> None:
     """docs/gpu.md has a row for each class of tests."""
     listed = re.findall(r"^\| `(Test\w+)` \|", (ROOT / "docs/gpu.md").read_text(), re.MULTILINE)
-    tests = "".join((ROOT / "tests/gpu" / name).read_text() for name in ("test_gpu.py", "test_figures.py"))
+    files = ("test_gpu.py", "test_figures.py", "test_addresses.py")
+    tests = "".join((ROOT / "tests/gpu" / name).read_text() for name in files)
     assert listed == re.findall(r"^class (Test\w+)", tests, re.MULTILINE)
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,12 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from tests.unit.played_vmm import GRAIN, PlayedVmm, fill, holds
 
-import colocate
-from colocate import Role, gpus, method
-from colocate._plugins import needs
-from colocate.errors import CapabilityError, RoleStartError
-from colocate.worker import vmm as vmm_module
-from colocate.worker.vmm import Chunk, Segment, Vmm, VmmError, compiled, kept_addresses
+from colocate.worker.vmm import Chunk, Segment, VmmError
 
 
 @pytest.fixture
@@ -307,92 +299,3 @@ def test_any_order(gpu: PlayedVmm) -> None:
             max_examples=60, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )
-
-
-class Plain(Role):
-    """A role that has nothing."""
-
-    @method
-    def look(self) -> int:
-        return 1
-
-
-class TestHadHere:
-    """What it needs of a machine."""
-
-    def test_a_driver_that_lacks_something(self, gpu: PlayedVmm, tmp_path: Path) -> None:
-        path = compiled(tmp_path)
-        with pytest.raises(VmmError, match=r"libnone\.so: .*No such file"):
-            Vmm(path, "libnone.so")
-        source, old = tmp_path / "old.c", tmp_path / "old.so"
-        source.write_text("int cuGetErrorString, cuDeviceGet, cuDeviceGetAttribute, cuDevicePrimaryCtxRetain;\n")
-        subprocess.check_call(["cc", "-shared", "-fPIC", "-o", str(old), str(source)])
-        with pytest.raises(VmmError, match="cuCtxGetCurrent isn't in it"):
-            Vmm(path, str(old))
-
-    def test_a_device_that_can_not(self, gpu: PlayedVmm) -> None:
-        assert gpu.vmm.supported(0)
-        gpu.driver.played_supported(0)
-        assert not gpu.vmm.supported(0)
-
-    def test_no_compiler(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        monkeypatch.setattr(shutil, "which", lambda name: None)
-        with pytest.raises(CapabilityError, match=r"needs a C compiler .* install one"):
-            compiled(tmp_path)
-
-    def test_a_compiler_that_fails(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        broken = tmp_path / "cc"
-        broken.write_text("#!/bin/sh\necho no headers >&2\nexit 1\n")
-        broken.chmod(0o700)
-        monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-        with pytest.raises(CapabilityError, match=f"{broken} can't compile what it needs: no headers"):
-            compiled(tmp_path)
-
-    def test_a_machine_without_a_gpu(self, gpu: PlayedVmm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        """It says so, and leaves nothing behind."""
-        folder = tmp_path / "temporary"
-        folder.mkdir()
-        monkeypatch.setattr(tempfile, "tempdir", str(folder))
-        load = Vmm.__init__
-        monkeypatch.setattr(Vmm, "__init__", lambda self, path: load(self, path, "libnone.so"))
-        with pytest.raises(CapabilityError, match=r'sleep="vmm" can\'t be had here: libnone\.so'):
-            Vmm.made()
-        assert list(folder.iterdir()) == []
-        assert Vmm.in_use() is None
-
-    def test_a_slot_of_the_cpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """It needs nothing: memory keeps its addresses there as it is."""
-        pytest.importorskip("torch")
-        monkeypatch.setattr(vmm_module, "compiled", None)
-        with kept_addresses("cpu"):
-            pass
-
-    def test_a_torch_for_gpus_of_others(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        torch = pytest.importorskip("torch")
-        monkeypatch.setattr(torch.version, "cuda", None)
-        with (
-            pytest.raises(CapabilityError, match=r"is for GPUs of NVIDIA, and this torch isn't"),
-            kept_addresses("cuda:0"),
-        ):
-            pass
-
-    @pytest.mark.parametrize("maker", ["AMD", "Intel"])
-    def test_gpus_of_others(self, monkeypatch: pytest.MonkeyPatch, maker: str) -> None:
-        """They are refused before anything starts; slots without one take it."""
-        monkeypatch.setattr(needs, "KIND", gpus.KINDS[maker])
-        with colocate.connect("local", gpus=1) as runtime:
-            with runtime.reserve(gpus=1) as pool, pytest.raises(CapabilityError, match=f"those of {maker} .* Leave it"):
-                pool.spawn({"one": colocate.role(Plain).on(sleep="vmm")})
-            with runtime.reserve() as pool:
-                assert pool.spawn({"one": colocate.role(Plain).on(sleep="vmm")}).role("one", Plain).look() == [1]
-
-    def test_a_role_that_can_not_have_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Its constructor's rank says what is missing, and nothing else of the group is left."""
-        torch = pytest.importorskip("torch")
-        monkeypatch.setattr(torch.version, "cuda", "12.9")
-        monkeypatch.setattr(shutil, "which", lambda name: None)
-        monkeypatch.setattr(needs, "KIND", gpus.KINDS["NVIDIA"])
-        with colocate.connect("local", gpus=1) as runtime, runtime.reserve(gpus=1) as pool:
-            with pytest.raises(RoleStartError, match=r"rank 0: .*needs a C compiler on the machine of the worker"):
-                pool.spawn({"one": colocate.role(Plain).on(sleep="vmm")})
-            pool.spawn({"one": colocate.role(Plain)}).close()

@@ -1,0 +1,240 @@
+"""Memory of a GPU that keeps its addresses when it sleeps (`sleep="vmm"`), with CUDA graphs. See test_gpu.py."""
+
+from __future__ import annotations
+
+import gc
+import time
+from typing import Any
+
+import pytest
+from tests.gpu.test_gpu import DEVICE, DRY, Sleeper, connect, needs_cuda
+
+torch = pytest.importorskip("torch")
+
+import colocate  # noqa: E402
+from colocate import Role, method  # noqa: E402
+from colocate.testing.probes.sleepers import Dozing  # noqa: E402
+from colocate.testing.waiting import wait_until  # noqa: E402
+from colocate.worker.vmm import Vmm  # noqa: E402
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not (DRY or torch.cuda.is_available()), reason="needs CUDA")]
+WIDTH = 1024  # a layer has 4 MiB, and a bias that torch packs with others
+
+
+class Graphed(Role):
+    """Has a model and a graph of its forward pass; what that reads and writes the constructor has made."""
+
+    def __init__(self, mib: int) -> None:
+        device = self.ctx.device
+        generator = torch.Generator(device).manual_seed(1)
+        self.table = torch.randn(mib * 2**20 // 8 // WIDTH, WIDTH, device=device, generator=generator)
+        layers = [torch.nn.Linear(WIDTH, WIDTH, device=device) for _ in range(max(1, mib // 8))]
+        self.net = torch.nn.Sequential(*layers).requires_grad_(False)
+        for parameter in self.net.parameters():
+            parameter.normal_(std=0.03, generator=generator)
+        self.x = torch.zeros(256, WIDTH, device=device)
+        self.y = torch.zeros(256, WIDTH, device=device)
+        self.graph: Any = None
+        del generator
+
+    def _forward(self) -> None:
+        self.y.copy_(self.net(self.x + self.table.mean(0)))
+
+    @method
+    def capture(self) -> None:
+        """Capture the graph, after a few rounds on a stream of their own, as torch wants it."""
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                self._forward()
+        torch.cuda.current_stream().wait_stream(side)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):  # other slots may be threads
+            self._forward()
+
+    @method
+    def replay(self, seed: int) -> torch.Tensor:
+        """What comes of it."""
+        self.x.copy_(torch.randn(256, WIDTH, generator=torch.Generator().manual_seed(seed)))
+        self.y.fill_(-1)
+        self.graph.replay()
+        return self.y.clone()
+
+    @method(awake=())
+    def addresses(self) -> list[int]:
+        """Of all that the constructor has made."""
+        return [each.data_ptr() for each in (*self.net.parameters(), self.table, self.x, self.y)]
+
+
+class Filling(Role):
+    """Writes into all of the GPU that it can get."""
+
+    @method
+    def fill(self) -> int:
+        """Take what is free, but for 1 GiB, and write it; how much that was."""
+        size = torch.cuda.mem_get_info(self.ctx.device)[0] - 2**30
+        self.taken = torch.full((size,), 255, dtype=torch.uint8, device=self.ctx.device)
+        return size
+
+    @method
+    def give_back(self) -> None:
+        """Let go of it."""
+        del self.taken
+        torch.cuda.empty_cache()
+
+
+class Wasteful(Role):
+    """Has much for a moment, as it is constructed, and little then."""
+
+    def __init__(self) -> None:
+        self.little = torch.full((2**20,), 3.0, device=self.ctx.device)
+        torch.zeros(2**30, dtype=torch.uint8, device=self.ctx.device)
+
+    @method
+    def reserved(self) -> int:
+        """What torch has of the GPU."""
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved(self.ctx.device)
+
+
+def taken() -> int:
+    """The bytes of the GPU that are in use, by anybody."""
+    free, total = torch.cuda.mem_get_info(DEVICE)
+    return total - free
+
+
+def has_all_back() -> bool:
+    """Whether the GPU has all memory of this process that has kept its addresses."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    vmm = Vmm.in_use()
+    return vmm is not None and not vmm.segments(0)
+
+
+class TestAddresses:
+    """What a constructor has made is where it was."""
+
+    @needs_cuda
+    @pytest.mark.parametrize("threads", [False, True])
+    def test_a_graph_is_replayed(self, threads: bool) -> None:
+        """Bit for bit, after its weights were away and others had written where they had been."""
+        with connect(threads=threads) as runtime:
+            roles = {"graphed": colocate.role(Graphed, 256).on(sleep="vmm"), "filling": colocate.role(Filling)}
+            group = runtime.reserve().spawn(roles)
+            graphed, filling = group.role("graphed", Graphed), group.role("filling", Filling)
+            graphed.capture()
+            before, places = [graphed.replay(seed)[0].cpu() for seed in range(3)], graphed.addresses()
+            assert not torch.equal(before[0], before[1])
+            for _ in range(3):
+                assert group.sleep("graphed") >= 0.98 * 256 * 2**20
+                filling.fill()
+                filling.give_back()
+                group.wake("graphed")
+                assert graphed.addresses() == places
+                for seed, expected in enumerate(before):
+                    assert torch.equal(graphed.replay(seed)[0].cpu(), expected)
+            group.sleep("graphed", ("weights",))  # the rest stays, in the same segments
+            assert torch.equal(graphed.replay(1)[0].cpu(), before[1])
+            group.sleep("graphed", ("cache",))
+            group.sleep("graphed")
+            assert torch.equal(graphed.replay(2)[0].cpu(), before[2])  # the call wakes it
+
+    @needs_cuda
+    def test_wake_without_room(self) -> None:
+        """It sleeps on, as often as it is tried, and nothing has changed; its graph is replayed when there is room."""
+        with connect() as runtime:
+            roles = {"graphed": colocate.role(Graphed, 2048).on(sleep="vmm"), "filling": colocate.role(Filling)}
+            group = runtime.reserve().spawn(roles)
+            graphed, filling = group.role("graphed", Graphed), group.role("filling", Filling)
+            graphed.capture()
+            before, places = graphed.replay(1)[0].cpu(), graphed.addresses()
+            group.sleep("graphed")
+            filling.fill()
+            full = taken()
+            for _ in range(3):
+                with pytest.raises(colocate.MemoryBudgetError, match=r"are needed on cuda:0"):
+                    group.wake("graphed")
+                assert abs(taken() - full) < 64 * 2**20
+            with pytest.raises(colocate.SleepingError, match="could not be woken"):
+                graphed.replay(1)
+            filling.give_back()
+            assert torch.equal(graphed.replay(1)[0].cpu(), before)
+            assert graphed.addresses() == places
+
+    @needs_cuda
+    @pytest.mark.parametrize("mib", [1024, 3584])
+    def test_memory_is_given_back(self, record_property: Any, mib: int) -> None:
+        """The GPU has it, and 98 % of it at least; and the ledger's parts say so."""
+        with connect() as runtime:
+            group = runtime.reserve().spawn({"actor": colocate.role(Sleeper, mib).on(sleep="vmm")})
+            actor = group.role("actor", Sleeper)
+            actor.train()
+            before, awake, (slot,) = actor.digest(), taken(), group.memory().slots
+            size = slot.roles[0].total
+            assert group.sleep("actor") >= 0.98 * size
+            assert awake - taken() >= 0.98 * size
+            (slot,) = group.memory().slots
+            assert slot.gpu is not None
+            assert slot.gpu["allocated"] <= 0.02 * size
+            nobodys = [slot.unowned[part] for part in ("other, device", "fragmentation")]
+            assert min(nobodys) >= 0
+            assert sum(nobodys) <= 0.02 * size
+            group.wake("actor")
+            seconds = []
+            for _ in range(5):
+                begin = time.perf_counter()
+                group.sleep("actor")
+                group.wake("actor")
+                seconds.append(time.perf_counter() - begin)
+            assert actor.digest() == before
+            (speed,) = actor.copy_speed(1024)
+            median = sorted(seconds)[2]
+            what = f"sleep and wake of {size / 2**30:.0f} GiB, addresses kept"
+            record_property(what, f"{2 * size / median / 1e9:.1f} GB/s")
+            record_property(f"{what}, beside pinned copies", f"{2 * size / median / speed:.2f} x")
+
+    @pytest.mark.parametrize("threads", [False, True])
+    def test_training_goes_on(self, threads: bool) -> None:
+        """With gradients and an optimizer's state, which were made later; alone, and in turns with others."""
+        orders: list[Any] = [None, ("optimizer",), ("weights", "grads"), ("cache",), None]
+        with connect(threads=threads) as runtime:
+            roles = {"kept": colocate.role(Dozing, 8).on(sleep="vmm"), "usual": colocate.role(Dozing, 8)}
+            group = runtime.reserve().spawn(roles)
+            kept, usual = group.role("kept", Dozing), group.role("usual", Dozing)
+            places = kept.addresses()
+            for tags in orders:
+                group.sleep("kept", tags)
+                assert kept.train() == usual.train()
+                assert kept.addresses() == places
+            group.close()
+            turns = runtime.reserve().spawn(roles, residency="swap", device_memory="48MiB")
+            kept, usual = turns.role("kept", Dozing), turns.role("usual", Dozing)
+            places = kept.addresses()
+            for _ in orders:
+                assert kept.train() == usual.train()
+                assert kept.addresses() == places
+
+    @needs_cuda
+    def test_what_a_constructor_lets_go_of(self) -> None:
+        """Others get that."""
+        with connect() as runtime:
+            role = colocate.role(Wasteful).on(sleep="vmm")
+            wasteful = runtime.reserve().spawn({"wasteful": role}).role("wasteful", Wasteful)
+            assert wasteful.reserved()[0] < 2**28
+
+    @needs_cuda
+    def test_the_end_of_a_role(self) -> None:
+        """All of its memory goes back, what slept and what was awake; here that of a thread, whose process goes on."""
+        with connect(threads=True) as runtime:
+            for sleeps in (False, True):
+                group = runtime.reserve().spawn({"dozing": colocate.role(Dozing, 64).on(sleep="vmm")})
+                vmm = Vmm.in_use()
+                assert vmm is not None
+                assert vmm.segments(0)
+                if sleeps:
+                    group.sleep("dozing")
+                    assert vmm.absent(0)[0] >= 64 * 2**20
+                group.close()
+                del group
+                wait_until(has_all_back, "the role's memory is the GPU's again")

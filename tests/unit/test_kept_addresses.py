@@ -1,0 +1,236 @@
+"""What `sleep="vmm"` needs of a machine and of torch, and what it does beside a role's constructor."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import inspect
+import shutil
+import subprocess
+import tempfile
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.unit.played_vmm import PlayedVmm
+
+import colocate
+from colocate import Role, gpus, method
+from colocate._plugins import needs
+from colocate.errors import CapabilityError, RoleStartError
+from colocate.worker import vmm as vmm_module
+from colocate.worker.vmm import Vmm, VmmError, compiled, kept_addresses
+
+
+@pytest.fixture
+def gpu(tmp_path: Path) -> Iterator[PlayedVmm]:
+    played = PlayedVmm(tmp_path)
+    yield played
+    played.end()
+
+
+class PlayedTorch:
+    """What torch has for it, with the signatures of this version's.
+
+    Attributes:
+        compiled: The files that allocators were made of.
+        pools: Those that are there.
+        inside: The numbers of the devices on which the block's pool is used.
+    """
+
+    def __init__(self, torch: Any, gpu: PlayedVmm, patch: pytest.MonkeyPatch) -> None:
+        self.compiled: list[Path] = []
+        self.pools: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.inside: list[int] = []
+        given, current = [], [0]
+        as_is = {each.__name__: inspect.signature(each) for each in (torch.cuda.MemPool, torch.cuda.use_mem_pool)}
+
+        class Allocator(torch.cuda.memory._CUDAAllocator):  # type: ignore[misc, name-defined]
+            def __init__(this, path: str, alloc: str, free: str) -> None:
+                library = ctypes.CDLL(path)
+                assert getattr(library, alloc)
+                assert getattr(library, free)
+                self.compiled.append(Path(path))
+                super().__init__(given)
+
+        class Pool:
+            def __init__(this, *args: Any) -> None:
+                assert as_is["MemPool"].bind(*args).args == (given,)
+                self.pools.add(this)
+
+        @contextlib.contextmanager
+        def use_mem_pool(*args: Any) -> Iterator[None]:
+            pool, device = as_is["use_mem_pool"].bind(*args).args
+            assert pool in self.pools
+            assert device.index == current[0]
+            self.inside.append(device.index)
+            try:
+                yield
+            finally:
+                self.inside.pop()
+
+        @contextlib.contextmanager
+        def device(number: int) -> Iterator[None]:
+            current[0] = number
+            yield
+            current[0] = 0
+
+        load = Vmm.__init__
+        patch.setattr(Vmm, "__init__", lambda self, path: load(self, path, gpu.path))
+        patch.setattr(Vmm, "_made", None)
+        patch.setattr(torch.version, "cuda", "12.9")
+        patch.setattr(torch.cuda.memory, "CUDAPluggableAllocator", Allocator)
+        patch.setattr(torch.cuda, "init", lambda: None)
+        patch.setattr(torch.cuda, "MemPool", Pool)
+        patch.setattr(torch.cuda, "use_mem_pool", use_mem_pool)
+        patch.setattr(torch.cuda, "device", device)
+
+
+class TestConstructors:
+    """The block in which a role is constructed, beside torch."""
+
+    @pytest.fixture
+    def played(self, gpu: PlayedVmm, monkeypatch: pytest.MonkeyPatch) -> PlayedTorch:
+        return PlayedTorch(pytest.importorskip("torch"), gpu, monkeypatch)
+
+    def test_a_pool_for_each(self, played: PlayedTorch) -> None:
+        """It is on the device of the slot, and nobody's afterwards, so that what is let go of goes back to the device.
+
+        What was compiled isn't left behind, and isn't compiled again.
+        """
+        for device, number in (("cuda:1", 1), ("cuda", 0), ("cuda:1", 1)):
+            with kept_addresses(device):
+                assert played.inside == [number]
+                assert len(played.pools) == 1
+            assert played.inside == []
+            assert not played.pools
+        (path,) = played.compiled
+        assert not path.parent.exists()
+        assert Vmm.in_use() is not None
+
+    def test_a_constructor_that_raises(self, played: PlayedTorch) -> None:
+        """It is the same there."""
+
+        def construct() -> None:
+            with kept_addresses("cuda:0"):
+                raise ValueError("on purpose")
+
+        with pytest.raises(ValueError, match="on purpose"):
+            construct()
+        assert played.inside == []
+        assert not played.pools
+
+    def test_two_threads(self, played: PlayedTorch) -> None:
+        """There is one for the process: it knows what torch has of it."""
+        made: list[Any] = []
+        both = threading.Barrier(2)
+
+        def make() -> None:
+            both.wait()
+            made.append(Vmm.made())
+
+        threads = [threading.Thread(target=make) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(played.compiled) == 1
+        assert made[0] is made[1]
+
+    def test_a_device_that_can_not(self, played: PlayedTorch, gpu: PlayedVmm) -> None:
+        """The role isn't constructed."""
+        gpu.driver.played_supported(0)
+        with pytest.raises(CapabilityError, match=r"cuda:0 can't have memory"), kept_addresses("cuda:0"):
+            raise AssertionError
+
+
+class Plain(Role):
+    """A role that has nothing."""
+
+    @method
+    def look(self) -> int:
+        return 1
+
+
+class TestHadHere:
+    """What it needs of a machine."""
+
+    def test_a_driver_that_lacks_something(self, gpu: PlayedVmm, tmp_path: Path) -> None:
+        path = compiled(tmp_path)
+        with pytest.raises(VmmError, match=r"libnone\.so: .*No such file"):
+            Vmm(path, "libnone.so")
+        source, old = tmp_path / "old.c", tmp_path / "old.so"
+        source.write_text("int cuGetErrorString, cuDeviceGet, cuDeviceGetAttribute, cuDevicePrimaryCtxRetain;\n")
+        subprocess.check_call(["cc", "-shared", "-fPIC", "-o", str(old), str(source)])
+        with pytest.raises(VmmError, match="cuCtxGetCurrent isn't in it"):
+            Vmm(path, str(old))
+
+    def test_what_a_device_can(self, gpu: PlayedVmm) -> None:
+        assert gpu.vmm.supported(0)
+        gpu.driver.played_supported(0)
+        assert not gpu.vmm.supported(0)
+
+    def test_no_compiler(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        monkeypatch.setattr(shutil, "which", lambda name: None)
+        with pytest.raises(CapabilityError, match=r"needs a C compiler .* install one"):
+            compiled(tmp_path)
+
+    def test_a_compiler_that_fails(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        broken = tmp_path / "cc"
+        broken.write_text("#!/bin/sh\necho no headers >&2\nexit 1\n")
+        broken.chmod(0o700)
+        monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+        with pytest.raises(CapabilityError, match=f"{broken} can't compile what it needs: no headers"):
+            compiled(tmp_path)
+
+    def test_a_machine_without_a_gpu(self, gpu: PlayedVmm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        """It says so, and leaves nothing behind."""
+        folder = tmp_path / "temporary"
+        folder.mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(folder))
+        load = Vmm.__init__
+        monkeypatch.setattr(Vmm, "__init__", lambda self, path: load(self, path, "libnone.so"))
+        with pytest.raises(CapabilityError, match=r'sleep="vmm" can\'t be had here: libnone\.so'):
+            Vmm.made()
+        assert list(folder.iterdir()) == []
+        assert Vmm.in_use() is None
+
+    def test_a_slot_of_the_cpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It needs nothing: memory keeps its addresses there as it is."""
+        pytest.importorskip("torch")
+        monkeypatch.setattr(vmm_module, "compiled", None)
+        with kept_addresses("cpu"):
+            pass
+
+    def test_a_torch_for_gpus_of_others(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        torch = pytest.importorskip("torch")
+        monkeypatch.setattr(torch.version, "cuda", None)
+        with (
+            pytest.raises(CapabilityError, match=r"is for GPUs of NVIDIA, and this torch isn't"),
+            kept_addresses("cuda:0"),
+        ):
+            pass
+
+    @pytest.mark.parametrize("maker", ["AMD", "Intel"])
+    def test_gpus_of_others(self, monkeypatch: pytest.MonkeyPatch, maker: str) -> None:
+        """They are refused before anything starts; slots without one take it."""
+        monkeypatch.setattr(needs, "KIND", gpus.KINDS[maker])
+        with colocate.connect("local", gpus=1) as runtime:
+            with runtime.reserve(gpus=1) as pool, pytest.raises(CapabilityError, match=f"those of {maker} .* Leave it"):
+                pool.spawn({"one": colocate.role(Plain).on(sleep="vmm")})
+            with runtime.reserve() as pool:
+                assert pool.spawn({"one": colocate.role(Plain).on(sleep="vmm")}).role("one", Plain).look() == [1]
+
+    def test_a_role_that_can_not_have_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Its constructor's rank says what is missing, and nothing else of the group is left."""
+        torch = pytest.importorskip("torch")
+        monkeypatch.setattr(torch.version, "cuda", "12.9")
+        monkeypatch.setattr(shutil, "which", lambda name: None)
+        monkeypatch.setattr(needs, "KIND", gpus.KINDS["NVIDIA"])
+        with colocate.connect("local", gpus=1) as runtime, runtime.reserve(gpus=1) as pool:
+            with pytest.raises(RoleStartError, match=r"rank 0: .*needs a C compiler on the machine of the worker"):
+                pool.spawn({"one": colocate.role(Plain).on(sleep="vmm")})
+            pool.spawn({"one": colocate.role(Plain)}).close()
