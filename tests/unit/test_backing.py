@@ -340,10 +340,11 @@ class TestRoles:
     def test_what_stays(self, arena: Arena, worker: Worker) -> None:  # noqa: F811
         """It is told of as staying, until what lies beside it sleeps as well."""
         role = Graphed(arena)
-        role.net.weight, role.cache = (
-            torch.nn.Parameter(each.view(torch.float32).fill_(value))
+        weight, role.cache = (
+            each.view(torch.float32).fill_(value)
             for value, each in enumerate(arena.segment(GRAIN + 1024, GRAIN - 1024))
         )
+        role.net.weight = torch.nn.Parameter(weight)
         worker.add("role", role)
         sleeper = Sleeper(worker)
         worker.refusal = "rank 7: no room"
@@ -361,3 +362,18 @@ class TestRoles:
         sleeper.wake_alone(worker.roles["role"])
         assert not role.net.weight.any()
         assert bool((role.cache == 1).all())
+
+    def test_what_sleeps_is_discarded(self, arena: Arena, worker: Worker) -> None:  # noqa: F811
+        """It comes back at its addresses, as zeros, and its copy is let go of."""
+        role = Graphed(arena)
+        worker.add("role", role)
+        sleeper = Sleeper(worker)
+        address = role.cache.data_ptr()
+        sleeper.sleep("role", TAGS, (), 1)
+        before = arena.gpu.state()
+        assert sleeper.sleep("role", TAGS, ("cache",), 1) == Outcome()
+        assert arena.gpu.state() == before
+        sleeper.wake("role", TAGS, 1, {})
+        assert role.cache.data_ptr() == address
+        assert not role.cache.any()
+        assert bool((role.net.weight == 7).all())
