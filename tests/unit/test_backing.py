@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -336,6 +337,23 @@ class TestRoles:
         sleeper.wake("role", TAGS, 1, {})
         assert shares().owned["role"] == awake
         assert bool((role.cache == 5).all())
+
+    def test_what_a_graph_writes(self, arena: Arena, worker: Worker) -> None:  # noqa: F811
+        """Its own memory stays, where a role of the worker keeps addresses: it is replayed."""
+        role, other = Graphed(arena), Graphed(arena)
+        private = {role.later.data_ptr(), role.cache.data_ptr(), other.later.data_ptr()}
+        worker.device = SimpleNamespace(is_private=private.__contains__)
+        hosted = worker.add("role", role)
+        worker.add("other", other)
+        sleeper, later = Sleeper(worker), role.later.nbytes
+        hosted.keeps_addresses = True
+        for name in ("role", "other"):
+            assert sleeper.sleep(name, TAGS, (), 1) == Outcome(nbytes=4 * GRAIN, stay=later)
+        assert bool((role.later == 1).all())
+        for name in ("role", "other"):
+            sleeper.wake(name, TAGS, 1, {})
+        hosted.keeps_addresses = False
+        assert sleeper.sleep("role", TAGS, (), 1) == Outcome(nbytes=4 * GRAIN + later)
 
     def test_what_stays(self, arena: Arena, worker: Worker) -> None:  # noqa: F811
         """It is told of as staying, until what lies beside it sleeps as well."""

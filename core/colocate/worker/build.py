@@ -131,7 +131,7 @@ def construct(build: RoleBuild, site: Site) -> HostedRole:
     finally:
         reset_current(token)
         site.setting.have(site.setting.base)
-    return HostedRole(build.name, instance, methods, ctx, site.setting, settings)
+    return HostedRole(build.name, instance, methods, ctx, site.setting, settings, build.keeps_addresses)
 
 
 def _unpack(site: Site, body: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -97,11 +97,14 @@ class Device:
 
         Such a graph has a pool of memory to itself, and its outputs are there; a replay changes them.
         """
+        return tensor.device.type != "cpu" and self.is_private(tensor.untyped_storage().data_ptr())
+
+    def is_private(self, address: int) -> bool:
+        """Whether an address of the device is in memory that torch has for somebody alone: a CUDA graph, say."""
         module = in_use(self._name)
-        if module is None or tensor.device.type == "cpu" or not hasattr(module, "memory_snapshot"):
+        if module is None or not hasattr(module, "memory_snapshot"):
             return False
         self._look(module)
-        address = tensor.untyped_storage().data_ptr()
         place = bisect.bisect_right(self._starts, address) - 1
         return place >= 0 and address < self._stops[place]
 

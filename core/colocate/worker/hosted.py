@@ -23,6 +23,7 @@ class HostedRole:
     Attributes:
         setting: What makes torch's settings.
         settings: Which the role has of its own; None for those of all.
+        keeps_addresses: Whether what its constructor has made on a GPU keeps its addresses when it sleeps.
         operations: How many operations of process groups it has begun in the calls that have ended.
     """
 
@@ -32,6 +33,7 @@ class HostedRole:
     ctx: Context
     setting: Setting
     settings: Settings | None = None
+    keeps_addresses: bool = False
     operations: int = attrs.field(default=0, init=False)
     _labels: Mapping[str, str] = attrs.field(init=False)
     _drawn: tuple[int, Any] = attrs.field(default=(-1, None), init=False)

@@ -119,7 +119,7 @@ def _looking_at(role: str) -> Iterator[None]:
 
 
 def _shares(
-    held: Mapping[str, Holdings], away: Mapping[int, int], emptied: Collection[int], absent: Collection[int]
+    held: Mapping[str, Holdings], away: Mapping[int, int], emptied: Collection[int], absent: Collection[int] = ()
 ) -> Shares:
     """Each role's share, but what sleeps of a device; `absent` has the addresses of what is found there all the same.
 

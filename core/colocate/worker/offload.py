@@ -112,6 +112,10 @@ class Offload:
         found = self._copies.get(key)
         return found is not None and found.storage is not None
 
+    def keeps_address(self, storage: Any) -> bool:
+        """Whether a storage, which has its memory, is in the same place after it was away."""
+        return isinstance(self._backing_of(storage), Mapped)
+
     def put_away(self, copies: Mapping[Key, _Copy], gives_back: bool) -> int:
         """Take the memory from storages whose contents are on the host. The bytes that the device keeps of it."""
         new = [copy for key, copy in copies.items() if not self.away(key)]
