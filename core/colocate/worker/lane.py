@@ -119,7 +119,7 @@ class Lane:
         self._begun = -1
         self._stopped_for = -1  # the base of the driver that wants nothing begun any more
         self.running: dict[int, Work] = {}
-        self._tasks: Tasks | None = None
+        self.tasks: Tasks | None = None  # of async methods, once there was one
         # Threads that role code starts are of the same kind: where the process is the worker's own, its end waits for
         # them, as an interpreter does for those of a script, and for the lane `WorkerHost` waits before.
         self.thread = threading.Thread(target=self._main, name=name, daemon=daemon)
@@ -224,7 +224,7 @@ class Lane:
         self._queue.put(item)
         if self._turns is not None:
             self._turns.wake()
-        if (tasks := self._tasks) is not None:
+        if (tasks := self.tasks) is not None:
             tasks.wake()
 
     # -- on the lane
@@ -242,8 +242,8 @@ class Lane:
             self._on_broken(error)
             raise
         finally:
-            if self._tasks is not None:
-                self._tasks.close()
+            if self.tasks is not None:
+                self.tasks.close()
 
     def _next(self) -> Work | None:
         """The next call to begin, or None to end."""
@@ -253,7 +253,7 @@ class Lane:
                 if isinstance(item, Work):
                     return item
                 self._note(item)
-            if self._scope.closed is not None and not self._tasks:
+            if self._scope.closed is not None and not self.tasks:
                 return None
             if self._waiting and self._scope.closed is None and self._may_begin(self._waiting[0]):
                 return self._waiting.popleft()
@@ -266,7 +266,7 @@ class Lane:
         """Whether nothing runs, waits or is held, and something has come."""
         return not (
             self._waiting
-            or self._tasks
+            or self.tasks
             or self._is_limited
             or self._scope.closed is not None
             or self._reported < self._held
@@ -291,18 +291,18 @@ class Lane:
         if self._is_limited and work.seq >= self._limit:
             return False
         # Async methods overlap up to their own limit; a sync one is a barrier, whose turn comes when nothing runs.
-        return len(self._tasks or ()) < max(1, work.concurrency)
+        return len(self.tasks or ()) < max(1, work.concurrency)
 
     def _is_back(self) -> bool:
         """Whether a hold is to be reported: nothing runs, and nothing that came before the failed call waits."""
-        if self._tasks or self._reported >= self._held or self._noted < self._held:
+        if self.tasks or self._reported >= self._held or self._noted < self._held:
             return False
         return not self._waiting or self._waiting[0].seq >= self._limit_of_holds
 
     def _take(self) -> None:
         """Wait for something to happen and take note of it."""
-        if self._tasks:
-            self._tasks.wait()
+        if self.tasks:
+            self.tasks.wait()
             self._note_all()
             return
         if self._turns is not None:
@@ -380,11 +380,11 @@ class Lane:
             if not coroutine:
                 self._stop(work)
             return
-        if self._tasks is None:
+        if self.tasks is None:
             from colocate.worker.tasks import Tasks
 
-            self._tasks = Tasks(self._has_news)
-        self._tasks.begin(self._await(work, coroutine))
+            self.tasks = Tasks(self._has_news)
+        self.tasks.begin(self._await(work, coroutine))
 
     async def _await(self, work: Work, coroutine: Coroutine[Any, Any, bool]) -> None:
         try:

@@ -110,7 +110,8 @@ class Runner:
         work.operations, work.cuts = site.groups.count(), site.groups.cuts
         work.before = role.operations - work.operations
         try:
-            site.setting.have(site.setting.base)  # an async method that waits may have left others
+            if site.lane.tasks is not None:  # an async method that waits may have left others
+                site.setting.have(site.setting.base)
             work.allocated = None if spec.is_async else site.device.begin()  # others run beside it
             site.residency.enter(call.seq, role, spec)
             site.sleeper.check(role, spec)
@@ -268,9 +269,12 @@ class Runner:
             site.residency.check(role.name, label, None if call.keep is None else {label: result})
         operations = site.groups.count()
         valid, halves = work.valid_rows, _updates(work, operations)
-        role.operations = max(role.operations, work.before + operations)
-        if site.groups.cuts != work.cuts and operations != work.operations:
-            raise Consequence(f"process groups were cut while {label} used them: what it has got of them isn't true")
+        if operations != work.operations:
+            role.operations = max(role.operations, work.before + operations)
+            if site.groups.cuts != work.cuts:
+                raise Consequence(
+                    f"process groups were cut while {label} used them: what it has got of them isn't true"
+                )
         taken = summed(work.taken) if work.taken else ()
         if call.keep is None:
             body = None if result is None else site.packed(result, label)

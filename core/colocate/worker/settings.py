@@ -58,7 +58,8 @@ class Setting:
         if torch is None:
             return USUAL
         dtype = torch.get_default_dtype()
-        device = torch.get_default_device() if _may_have_device(torch) else None
+        # A default device is one of torch's function modes. To ask for it takes as long as a short call.
+        device = torch.get_default_device() if torch._C._len_torch_function_stack() else None
         module = in_use(self._device)
         return Settings(
             torch.is_grad_enabled(),
@@ -74,21 +75,16 @@ class Setting:
             torch = self._torch = imported("torch")
             if torch is None:
                 return
+        # What each call asks for, and finds as it is to be, mostly.
         if torch.is_grad_enabled() is not wanted.grad:
             torch.set_grad_enabled(wanted.grad)
         if not self._in_process and torch.get_default_dtype() is not (dtype := wanted.dtype or torch.float32):
             torch.set_default_dtype(dtype)
-        if (wanted.device is not None or _may_have_device(torch)) and self.now().device != wanted.device:
+        if (torch._C._len_torch_function_stack() or wanted.device is not None) and self.now().device != wanted.device:
             torch.set_default_device(wanted.device)
-        module = in_use(self._device)
-        if module is not None:
+        if self._device != "cpu" and (module := in_use(self._device)) is not None:
             if module.current_device() != int(self._device.partition(":")[2] or 0):
                 module.set_device(self._device)
             if self._stream is None:
                 self._stream = module.current_stream(self._device)
             module.set_stream(wanted.stream or self._stream)
-
-
-def _may_have_device(torch: Any) -> bool:
-    # A default device is one of torch's function modes. To ask for it takes as long as a short call.
-    return bool(torch._C._len_torch_function_stack())
