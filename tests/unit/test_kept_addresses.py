@@ -65,8 +65,8 @@ class PlayedTorch:
         def use_mem_pool(*args: Any) -> Iterator[None]:
             pool, device = as_is["use_mem_pool"].bind(*args).args
             assert pool in self.pools
-            assert device.index == current[0]
-            self.inside.append(device.index)
+            assert device == current[0]
+            self.inside.append(device)
             try:
                 yield
             finally:
@@ -74,9 +74,11 @@ class PlayedTorch:
 
         @contextlib.contextmanager
         def device(number: int) -> Iterator[None]:
-            current[0] = number
-            yield
-            current[0] = 0
+            before, current[0] = current[0], number
+            try:
+                yield
+            finally:
+                current[0] = before
 
         load = Vmm.__init__
         patch.setattr(Vmm, "__init__", lambda self, path: load(self, path, gpu.path))
@@ -110,6 +112,17 @@ class TestConstructors:
         (path,) = played.compiled
         assert not path.parent.exists()
         assert Vmm.in_use() is not None
+
+    def test_two_beside_each_other(self, played: PlayedTorch) -> None:
+        """Slots may be threads. No pool ends while another is used on its device: torch would end the process."""
+        with kept_addresses("cuda:0"):
+            with kept_addresses("cuda:0"):
+                pass
+            assert len(played.pools) == 2
+            with kept_addresses("cuda:1"):
+                assert len(played.pools) == 3
+            assert len(played.pools) == 2
+        assert not played.pools
 
     def test_a_constructor_that_raises(self, played: PlayedTorch) -> None:
         """It is the same there."""

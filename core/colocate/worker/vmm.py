@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -224,11 +225,30 @@ def kept_addresses(device: str) -> Iterator[None]:
     torch.cuda.init()  # type: ignore[no-untyped-call]
     if not vmm.supported(number):
         raise CapabilityError(f'sleep="vmm": the driver says that {device} can\'t have memory taken from its addresses')
-    with torch.cuda.device(number):
-        pool = torch.cuda.MemPool(allocator.allocator())
-        try:
-            with torch.cuda.use_mem_pool(pool, torch.device("cuda", number)):
-                yield
-        finally:
-            # Nothing more comes from the pool. Without an owner, what is let go of in it goes back to the device.
-            del pool
+    with torch.cuda.device(number), contextlib.ExitStack() as stack:
+        torch.cuda.empty_cache()  # where a pool is used, torch doesn't give back what it has, also when it needs more
+        with _pools_lock:
+            pools = _pools.setdefault(number, [])
+            pools.append(torch.cuda.MemPool(allocator.allocator()))
+            _running[number] += 1
+            stack.callback(_end, number)
+            stack.enter_context(torch.cuda.use_mem_pool(pools[-1], number))
+        yield
+
+
+_pools_lock = threading.Lock()
+_pools: dict[
+    int, list[Any]
+] = {}  # by device, torch's pools for constructors that run, or did beside one that still does
+_running: Counter[int] = Counter()
+
+
+def _end(device: int) -> None:
+    """A constructor is over. Its pool ends, so that what is let go of in it goes back to the device.
+
+    Torch must not end one while another is used on the same device.
+    """
+    with _pools_lock:
+        _running[device] -= 1
+        if not _running[device]:
+            _pools[device].clear()
