@@ -203,6 +203,12 @@ def absent(device: str) -> tuple[int, int]:
     return (0, 0) if vmm is None or device == "cpu" else vmm.absent(number_of(device))
 
 
+_pools_lock = threading.Lock()
+# By device, torch's pools for constructors that run, or did beside one that still does; and how many run.
+_pools: dict[int, list[Any]] = {}
+_running: Counter[int] = Counter()
+
+
 @contextlib.contextmanager
 def kept_addresses(device: str) -> Iterator[None]:
     """A block in which what its thread makes on a device gets addresses that it keeps when it sleeps.
@@ -213,11 +219,11 @@ def kept_addresses(device: str) -> Iterator[None]:
     Raises:
         CapabilityError: It can't be had on this machine.
     """
-    import torch
-
     if device == "cpu":  # which keeps them as it is
         yield
         return
+    import torch
+
     number = number_of(device)
     if torch.version.cuda is None:
         raise CapabilityError('sleep="vmm" is for GPUs of NVIDIA, and this torch isn\'t: install one that is for CUDA')
@@ -234,13 +240,6 @@ def kept_addresses(device: str) -> Iterator[None]:
             stack.callback(_end, number)
             stack.enter_context(torch.cuda.use_mem_pool(pools[-1], number))
         yield
-
-
-_pools_lock = threading.Lock()
-_pools: dict[
-    int, list[Any]
-] = {}  # by device, torch's pools for constructors that run, or did beside one that still does
-_running: Counter[int] = Counter()
 
 
 def _end(device: int) -> None:
