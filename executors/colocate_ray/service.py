@@ -120,8 +120,10 @@ def _prepare_environment(token_file: str | None) -> None:
 def _keep_to_ourselves() -> None:
     """A private Ray runs nothing but our actors, and is nobody else's to watch."""
     os.environ.update(
-        # No port: where prometheus_client is installed, Ray serves numbers to whoever asks, on all addresses.
+        # Ray serves numbers to whoever asks, on all addresses, where it finds what it needs for that. -1 is no port.
         AUTOSCALER_METRIC_PORT="-1",
+        DASHBOARD_METRIC_PORT="-1",
+        RAY_enable_metrics_collection="0",
         # It needs no processes in stock, one for each CPU.
         RAY_prestart_worker_first_driver="0",
         RAY_enable_worker_prestart="0",

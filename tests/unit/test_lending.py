@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import attrs
 import pytest
 
 from colocate import First, wire
 from colocate._definitions import cuda_driver, lending
 from colocate._definitions.cuda_driver import HANDLE_BYTES, Driver, DriverError, driver
-from colocate._protocol.consequence import Consequence
+from colocate._protocol.consequence import Consequence, Poisoned
 from colocate._protocol.taken import Taken
 from colocate._protocol.uses import Origin, Source
+from colocate._values import batch
 from colocate._values.codec import BY_VALUE
 from colocate._values.mesh import Ranks
 from colocate.worker.peers import ChannelPeers
@@ -36,6 +39,7 @@ class Two:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.cuda = Cuda(patch)
+        self.is_aside = False
         self.driver = PlayedDriver(self.cuda, patch)
         patch.setattr(torch.Tensor, "to", lambda tensor, device: self._to(tensor, device))
         self.store = Store(False, Scope(), "cuda:0")
@@ -58,7 +62,14 @@ class Two:
             why_not=lambda: None,
             ask=lambda question: self.owner.address,
             packed=lambda value, maker, wait: wire.pack(value),
+            device=SimpleNamespace(aside=self._aside),
         )
+
+    @contextlib.contextmanager
+    def _aside(self) -> Iterator[None]:
+        self.is_aside = True
+        yield
+        self.is_aside = False
 
     def keep(self, value: Any) -> Any:
         self.store.expect(KEY)
@@ -123,6 +134,46 @@ def test_let_go_of_meanwhile(two: Two) -> None:
     two.driver.amid = lambda: two.store.free([KEY])
     with pytest.raises(Consequence, match=r"role\.make was let go of while it was copied"):
         two.part()
+
+
+def test_written_into_meanwhile(two: Two) -> None:
+    """Who reads it is told what is wrong with it, as where it goes by the host."""
+    x = two.keep(two.cuda.ones(2, ROW))
+
+    def write() -> None:
+        x.add_(1)
+        assert [key for key, *_ in two.store.written(None, "role.write")] == [KEY]
+
+    two.driver.amid = write
+    with pytest.raises(Poisoned, match=r"returned by role\.make, was changed in place by role\.write"):
+        two.part()
+
+
+def test_rows_are_taken_where_they_are_packed(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the same stream: those of a jagged tensor have offsets of their own, which are worked out."""
+    two.keep(two.cuda.ones(8, ROW))
+    slice_rows, aside = batch.slice_rows, []
+
+    def slicing(value: Any, start: int, stop: int) -> Any:
+        aside.append(two.is_aside)
+        return slice_rows(value, start, stop)
+
+    monkeypatch.setattr(batch, "slice_rows", slicing)
+    two.reader.slice(SOURCE, 0, 3, 6, [])
+    assert aside == [True]
+
+
+@attrs.frozen
+class Batch:
+    x: Any
+
+
+def test_in_a_class_of_the_users(two: Two) -> None:
+    """So is what lies in a dataclass, or one made by attrs."""
+    x = two.keep(Batch(two.cuda.ones(2, ROW))).x
+    found, taken = two.part()
+    assert torch.equal(found.x, x)
+    assert taken[5:] == (2 * BYTES, "")
 
 
 def test_an_error_of_the_device(two: Two) -> None:

@@ -80,6 +80,17 @@ def test_killed_of_the_control_group(machine: Machine) -> None:
     assert "has killed 2 processes of its control group" in (before.since() or "")
 
 
+def test_killed_in_a_container(machine: Machine) -> None:
+    """The own control group is called there as it is outside; its files are those of the one around it."""
+    count(machine.root / machine.events.name, 1)
+    count(machine.counts, 5)
+    before = OomKills.now()
+    count(machine.counts, 6)
+    assert before.since() is None
+    count(machine.root / machine.events.name, 2)
+    assert "its control group" in (before.since() or "")
+
+
 def test_killed_of_the_machine(machine: Machine) -> None:
     """Where the control group has no count."""
     count(machine.counts, 5)

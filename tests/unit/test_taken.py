@@ -19,3 +19,11 @@ def test_many_are_told_as_one() -> None:
     assert sorted(summed([*here, *many, *few])) == sorted(
         [*here, (7, MANY, 630, 2.0, 65.0, sum(range(64)), "no 9"), *few]
     )
+
+
+def test_many_that_lay_here() -> None:
+    """They are told as they are: nothing of them was on its way."""
+    here = [(7, 0, 10, 0.0, 0.0, 0, "")] * 20
+    assert summed(here) == here
+    came = (7, 1, 10, 1.0, 2.0, 0, "")
+    assert sorted(summed([*here, came])) == sorted([*here, came])

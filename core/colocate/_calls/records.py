@@ -65,7 +65,8 @@ class CallRecord:
             uses were there.
         sent: Bytes of its arguments, as they went to all its ranks; 0 where the driver's process has the ranks.
         received: Bytes of its results, as they came back; kept ones stay in the workers.
-        transfers: What its ranks got of kept results from other workers, where it went well.
+        transfers: What its ranks got of kept results from other workers; where it failed, as far as that had been told
+            when the call ended.
         handed_over: Bytes of tensors and arrays in kept results of other roles that its ranks found in their very
             workers, by reference; by the role that had made them.
     """

@@ -86,8 +86,11 @@ class OomKills:
 
     @classmethod
     def now(cls) -> OomKills:
-        """Those of this process's control group, or, where that has no count, of the machine."""
-        groups = [(group.events, "its control group") for group in _control_groups()[:1]]
+        """Those of this process's control group, or, where that has no count, of the machine.
+
+        In a container the own one may be called as it is outside, where its folder isn't; one around it is it then.
+        """
+        groups = [(group.events, "its control group") for group in _control_groups()]
         for path, whose in [*groups, (_COUNTS, "this machine")]:
             try:
                 counts = dict(line.split() for line in path.read_text().splitlines())

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
-from collections import UserDict
 from collections.abc import Collection
 from typing import Any
-
-import attrs
 
 from colocate._definitions.device_copies import Copies
 from colocate._system.by_type import by_type
 from colocate._system.imported import imported
 from colocate._values.leaves import is_collection
-from colocate._values.leaving import memories
+from colocate._values.leaving import fields, memories
 from colocate._values.tree import map_leaves
 from colocate.gpus import KIND
 
@@ -110,10 +106,7 @@ class _Moves:
         return copy.deepcopy(module, memo)
 
     def _record(self, item: Any) -> Any:
-        if isinstance(item, UserDict):
-            changed = {"data": self.value(item.data)}
-        else:
-            changed = {name: self.value(getattr(item, name)) for name in _fields(type(item)) if hasattr(item, name)}
+        changed = {name: self.value(getattr(item, name)) for name in fields(type(item)) if hasattr(item, name)}
         changed = {name: new for name, new in changed.items() if new is not getattr(item, name)}
         if not changed:
             return item
@@ -123,14 +116,7 @@ class _Moves:
         return made
 
 
-def _fields(kind: type) -> tuple[str, ...]:
-    """The names of the fields of a dataclass, or of a class made by attrs; none of others."""
-    if dataclasses.is_dataclass(kind):
-        return tuple(field.name for field in dataclasses.fields(kind))
-    return tuple(field.name for field in attrs.fields(kind)) if attrs.has(kind) else ()
-
-
 @by_type
 def _may_hold_tensors(kind: type) -> bool:
     torch = imported("torch")
-    return is_collection(kind) or bool(_fields(kind)) or issubclass(kind, (torch.Tensor, torch.nn.Module, UserDict))
+    return is_collection(kind) or bool(fields(kind)) or issubclass(kind, (torch.Tensor, torch.nn.Module))

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
+from collections import UserDict
 from collections.abc import Callable
 from typing import Any
+
+import attrs
 
 from colocate._system.by_type import by_type
 from colocate._system.imported import imported
@@ -101,7 +105,7 @@ def _add(digest: hashlib.blake2b, value: Any) -> None:
             _add(digest, item)
     elif isinstance(value, _COMPARED):
         digest.update(f"{value!r},".encode(errors="surrogatepass"))
-    elif has_memory(kind):
+    elif _may_have_memory(kind):
         for item in memories(value):
             _add_memory(digest, item)
 
@@ -124,21 +128,40 @@ def _add_memory(digest: hashlib.blake2b, item: Any) -> None:
 
 
 def memories(value: Any) -> list[Any]:
-    """The tensors and arrays in a value, in order."""
+    """The tensors and arrays in a value, in order, those in its dataclasses and classes made by attrs among them."""
     found: list[Any] = []
-    map_leaves(value, functools.partial(_find, found), has_memory)
+    map_leaves(value, functools.partial(_find, found, {}), _may_have_memory)
     return found
 
 
-def _find(found: list[Any], item: Any) -> Any:
+def _find(found: list[Any], looked_at: dict[int, Any], item: Any) -> Any:
     # No function that refers to itself by its closure: that would be a circle, which holds what was found until the
     # garbage collector comes.
     kind: type = type(item)
     if is_collection(kind):
-        item.apply(functools.partial(_find, found), filter_empty=False)
+        item.apply(functools.partial(_find, found, looked_at), filter_empty=False)
     elif has_memory(kind):
         found.append(item)
+    elif id(item) not in looked_at:
+        looked_at[id(item)] = item  # it may lead to itself
+        for name in fields(kind):
+            map_leaves(getattr(item, name, None), functools.partial(_find, found, looked_at), _may_have_memory)
     return item
+
+
+@by_type
+def fields(kind: type) -> tuple[str, ...]:
+    """The attributes in which a dataclass, a class made by attrs or a `UserDict` has its values; none of others."""
+    if dataclasses.is_dataclass(kind):
+        return tuple(field.name for field in dataclasses.fields(kind))
+    if issubclass(kind, UserDict):
+        return ("data",)
+    return tuple(field.name for field in attrs.fields(kind)) if attrs.has(kind) else ()
+
+
+@by_type
+def _may_have_memory(kind: type) -> bool:
+    return has_memory(kind) or bool(fields(kind))
 
 
 @by_type

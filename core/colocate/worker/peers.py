@@ -214,7 +214,7 @@ class ChannelPeers(_HostPeers):
         """Args: about: The question, given where this worker computes if memory may be lent to it."""
         asked, where, device = time.time(), _where(source, rank), self._host.boot.device
         answer, body = self._value(source, rank, about("" if where in self._by_host else place(device)))
-        refusal, value = answer.refusal, None
+        made, refusal, value = asked + answer.waited, answer.refusal, None
         if answer.lent:
             try:
                 with self._borrower.borrowing():
@@ -229,8 +229,7 @@ class ChannelPeers(_HostPeers):
         elif self._number(source, rank, parts.Still(source.key)) is None:
             raise Consequence(f"the resident of {source.label} was let go of while it was copied")
         if taken is not None:
-            size, made = body.nbytes + answer.lent, asked + answer.waited
-            taken.append((source.key, rank, size, made, time.time(), answer.lent, refusal))
+            taken.append((source.key, rank, body.nbytes + answer.lent, made, time.time(), answer.lent, refusal))
         return value
 
     def _value(self, source: Source, rank: int, question: Message) -> tuple[parts.Value, wire.Packed]:
@@ -283,13 +282,17 @@ class ChannelPeers(_HostPeers):
             return parts.Number(host.part_weight(question.key)), None
         if isinstance(question, parts.Still):
             kept = host.store.local(question.key)
-            return parts.Number(1 if kept is not None and kept.ready and kept.error is None else None), None
+            if kept is not None and kept.error is not None:
+                raise Poisoned(kept.error)
+            return parts.Number(1 if kept is not None and kept.ready else None), None
         assert isinstance(question, parts.Part | parts.Slice)
         asked = time.monotonic()
         entry = host.store.wait(question.key)
         waited, value = time.monotonic() - asked, entry.value
         if isinstance(question, parts.Slice):
-            value = batch.slice_rows(value, question.start, question.stop)
+            # Where it is packed, too: the offsets of jagged rows are made anew.
+            with host.device.aside():
+                value = batch.slice_rows(value, question.start, question.stop)
         if not question.place or question.place != place(host.boot.device):
             with host.store.reading(entry):
                 return parts.Value(waited), host.packed(value, entry.maker, wait=True)

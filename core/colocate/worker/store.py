@@ -169,9 +169,9 @@ class Store:
             yield
             return
         with self._copies_lock:
-            if entry.copies is None:
-                entry.copies = HostCopies(tensors(entry.value))
-            copies, entry.read = entry.copies, next(self._reads)
+            copies = entry.copies or HostCopies(tensors(entry.value))
+            entry.copies = copies if entry.error is None else None  # somebody has written into it since it was found
+            entry.read = next(self._reads)
             entry.readers += 1
         try:
             with copies.shared():
@@ -183,13 +183,14 @@ class Store:
 
     def _let_go_of_copies(self) -> None:
         with self._news:
-            entries = [entry for entry in self._entries.values() if entry.copies is not None]
-        total = sum(entry.copies.nbytes for entry in entries if entry.copies is not None)
-        for entry in sorted(entries, key=lambda entry: entry.read):
+            entries = list(self._entries.values())
+        kept = [(entry, copies.nbytes) for entry in entries if (copies := entry.copies) is not None]
+        total = sum(nbytes for _, nbytes in kept)
+        for entry, nbytes in sorted(kept, key=lambda each: each[0].read):
             if total <= self.copies_bytes:
                 break
-            if entry.copies is not None and not entry.readers:
-                total -= entry.copies.nbytes
+            if not entry.readers:
+                total -= nbytes
                 entry.copies = None
 
     def poke(self) -> None:
@@ -221,12 +222,13 @@ class Store:
             entry = self._entries.get(key)
             if entry is not None and entry.watch is not None and entry.watch.written():
                 # Named once, with the method that did it; from then on nobody gets what it has become.
-                entry.watch = entry.copies = None
+                entry.watch = None
                 writer = by or next(iter(entry.lent), None)
                 entry.error = (
                     f"resident {key}, returned by {entry.maker}, was changed in place"
                     f"{f' by {writer}' if writer else ''}; it can't be used any more"
                 )
+                entry.copies = None
                 yield key, entry.maker, writer
 
     def values(self) -> list[tuple[str, Any]]:

@@ -232,6 +232,7 @@ def kept_addresses(device: str) -> Iterator[None]:
     if not vmm.supported(number):
         raise CapabilityError(f'sleep="vmm": the driver says that {device} can\'t have memory taken from its addresses')
     with torch.cuda.device(number), contextlib.ExitStack() as stack:
+        segments, before = len(vmm.segments(number)), torch.cuda.memory_allocated(number)
         torch.cuda.empty_cache()  # where a pool is used, torch doesn't give back what it has, also when it needs more
         with _pools_lock:
             pools = _pools.setdefault(number, [])
@@ -240,6 +241,11 @@ def kept_addresses(device: str) -> Iterator[None]:
             stack.callback(_end, number)
             stack.enter_context(torch.cuda.use_mem_pool(pools[-1], number))
         yield
+        if torch.cuda.memory_allocated(number) > before and len(vmm.segments(number)) <= segments:
+            raise CapabilityError(
+                f'sleep="vmm": torch has not asked for the memory on {device} in the way that keeps its addresses: is '
+                "there another allocator, by PYTORCH_CUDA_ALLOC_CONF say? Leave that out, or sleep="
+            )
 
 
 def _end(device: int) -> None:

@@ -1,0 +1,58 @@
+"""What is found in a value that a role has returned: the tensors and arrays of which bytes and writes are noted."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import UserDict
+from typing import Any
+
+import attrs
+import pytest
+
+from colocate._values.leaving import Watch, memories
+
+torch = pytest.importorskip("torch")
+
+
+@dataclasses.dataclass
+class Batch:
+    x: Any
+    more: Any = None
+
+
+@attrs.define(slots=True)
+class Rollout:
+    x: Any
+    more: Any = attrs.field(default=None, init=False)
+
+
+KINDS = [lambda x: x, lambda x: [{"x": (x,)}], Batch, Rollout, lambda x: UserDict(x=x), lambda x: [Batch(Rollout(x))]]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("make", KINDS)
+def test_a_write(make: Any, strict: bool) -> None:
+    """It is noticed wherever in the value it is, and the bytes count."""
+    x = torch.ones(10)
+    watch = Watch(make(x), strict)
+    assert watch.nbytes == 40
+    assert not watch.written()
+    x.add_(1)
+    assert watch.written()
+    assert not watch.written()
+
+
+def test_a_write_behind_torch_in_a_class_of_the_users() -> None:
+    x = torch.ones(10)
+    watch = Watch(Batch(x), True)
+    x.numpy()[0] = 7
+    assert watch.written()
+
+
+def test_what_leads_to_itself() -> None:
+    """It is looked at once; a field that isn't set is nothing."""
+    one = Batch(torch.ones(1))
+    one.more = [one, Rollout(torch.ones(2))]
+    assert [each.numel() for each in memories(one)] == [1, 2]
+    del one.more
+    assert [each.numel() for each in memories([one, one])] == [1]
