@@ -111,6 +111,13 @@ class Maker(Role):
         self.made = torch.arange(float(rows), device=self.ctx.device)
         return self.made
 
+    @method(collect=Concat())
+    def jagged(self, rows: int) -> torch.Tensor:
+        """Rows of lengths 0, 1, 2 ..., each of which holds its length."""
+        lengths = torch.arange(rows, device=self.ctx.device)
+        offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        return torch.nested.nested_tensor_from_jagged(lengths.repeat_interleave(lengths).double(), offsets)
+
     @method(collect=Gather())
     def pointer(self) -> int:
         return self.made.data_ptr()
@@ -175,6 +182,10 @@ class User(Role):
     @method(dispatch=Broadcast(), collect=First())
     def echo(self, x: torch.Tensor) -> torch.Tensor:
         return x
+
+    @method(dispatch=Scatter("x"), collect=Gather())
+    def rows(self, x: torch.Tensor) -> list[list[float]]:
+        return [row.tolist() for row in x.unbind()]
 
     @method(collect=Gather())
     def applied(self, net: torch.nn.Module) -> float:
@@ -705,6 +716,22 @@ class TestLending:
     def test_two_hundred(self) -> None:
         """One after the other, in memory that is used again."""
         assert len(self.read(1 << 18, 5 if DRY else 200)) == (5 if DRY else 200)
+
+    def test_jagged_rows_beside_work(self) -> None:
+        """Their offsets are those of the rows, also while the GPU is at something else of their maker's."""
+        count, steps = 64, 3 if DRY else 400
+        with connect() as runtime:
+            roles = {"maker": colocate.role(Maker).on(slots=[0]), "user": colocate.role(User).on(slots=[1, 2])}
+            group = runtime.reserve(3).spawn(roles)
+            maker, user = group.role("maker", Maker), group.role("user", User)
+            x = torch.full((16, 16) if DRY else (4096, 4096), 1e-3)
+            for _ in range(3 if DRY else 20):
+                with maker.jagged.keep(count) as kept:
+                    kept.wait()
+                    work = maker.chain.submit(x, steps)
+                    lower, upper = user.rows(kept.ref)
+                    work.result()
+                assert lower + upper == [[float(length)] * length for length in range(count)]
 
     @needs_cuda
     def test_an_allocator_that_maps_pieces(self, record_property: Any) -> None:
