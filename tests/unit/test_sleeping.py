@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
 
 import pytest
 
@@ -21,6 +21,7 @@ from colocate.executor import Boot  # noqa: E402
 from colocate.worker import holdings, offload  # noqa: E402
 from colocate.worker.hosted import HostedRole  # noqa: E402
 from colocate.worker.prefetch import Prefetch  # noqa: E402
+from colocate.worker.residency import Residency  # noqa: E402
 from colocate.worker.scope import Scope  # noqa: E402
 from colocate.worker.settings import Setting  # noqa: E402
 from colocate.worker.sleeping import Sleeper  # noqa: E402
@@ -445,6 +446,19 @@ def test_ahead_of_time(worker: Worker, two: tuple[Sleeper, Prefetch, dict[str, l
     assert equal(contents(worker.roles["two"].instance), before["two"])
     sleeper.wake_alone(worker.roles["one"])
     assert equal(contents(worker.roles["one"].instance), before["one"])
+
+
+def test_what_does_not_move_ahead(worker: Worker) -> None:
+    """A role of which code has to run then, or for whose memory the device would be waited for."""
+
+    class Putting(Model):
+        def sleep(self, tags: Sequence[str]) -> None: ...
+
+    worker.add("plain", Model())
+    worker.add("putting", Putting())
+    worker.add("kept", Model()).keeps_addresses = True
+    residency = Residency(worker, Sleeper(worker), cast("Any", None))
+    assert [name for name in worker.roles if residency._moves_ahead(name)] == ["plain"]
 
 
 @pytest.mark.parametrize("turns", [0, 1])

@@ -265,7 +265,7 @@ class Residency:
             shares, follows, frozenset({follows}), coming.on_device, [*ahead[1:], ahead[0]], ahead[0].writes
         )
         running = frozenset().union(*self._needed.values())
-        if goers is None or goers & running or any(self._has_hooks(each) for each in {follows, *goers}):
+        if goers is None or goers & running or not all(self._moves_ahead(each) for each in {follows, *goers}):
             return
         less = sum(self._awake(each, shares) for each in goers)
         if self._over(shares, name) - less + coming.on_device + self._growth(name, shares) > 0:
@@ -282,10 +282,14 @@ class Residency:
         for each in {follows, *goers}:
             self._accounts.changed(each)
 
-    def _has_hooks(self, name: str) -> bool:
-        """Whether code of a role's has to run when it sleeps or wakes."""
+    def _moves_ahead(self, name: str) -> bool:
+        """Whether a role's memory may go and come while another one runs: no code of it has to.
+
+        What keeps its addresses goes when the device has done all that it had to, for which must not be waited while
+        somebody captures a graph.
+        """
         role = self._site.roles[name]
-        return any(role.hook(each) is not None for each in ("sleep", "wake"))
+        return not role.keeps_addresses and all(role.hook(each) is None for each in ("sleep", "wake"))
 
     def _goers(self, shares: Shares, name: str | None, stay: frozenset[str], coming: int = 0) -> Iterable[str]:
         """Who is to make room next, so that a role can run; all who can where nothing else helps."""
