@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from colocate.worker.backing import Resized  # noqa: E402
 from colocate.worker.offload import Offload, _digest, _view  # noqa: E402
 
 
@@ -113,6 +115,30 @@ def test_undone() -> None:
     assert next(iter(chosen.values())).nbytes() == 0
     offload.bring_back(chosen)
     assert torch.equal(tensor, before)
+
+
+def test_what_can_not_be_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The storages before it have their memory and their contents again, and their copies are forgotten."""
+    tensors = [torch.randn(1000), torch.randn(2000), torch.randn(3000)]
+    before = [each.clone() for each in tensors]
+    offload, chosen = Offload("cpu"), storages(*tensors)
+    offloading = offload.write(chosen)
+
+    def take(self: Resized, some: Collection[Any]) -> int:
+        for storage in list(some)[:2]:
+            storage.resize_(0)
+        raise RuntimeError("Trying to resize storage that is not resizable")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Resized, "take", take)
+        with pytest.raises(RuntimeError, match="not resizable"):
+            offloading.put_away()
+    assert not any(map(offload.away, chosen))
+    assert all(map(torch.equal, tensors, before))
+    for _ in range(2):
+        offload.write(chosen).put_away()
+        offload.bring_back(chosen)
+    assert all(map(torch.equal, tensors, before))
 
 
 def test_contents_that_nobody_needs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from colocate.worker.prefetch import Prefetch  # noqa: E402
 from colocate.worker.residency import Residency  # noqa: E402
 from colocate.worker.scope import Scope  # noqa: E402
 from colocate.worker.settings import Setting  # noqa: E402
-from colocate.worker.sleeping import Sleeper  # noqa: E402
+from colocate.worker.sleeping import Outcome, Sleeper  # noqa: E402
 from colocate.worker.store import Store  # noqa: E402
 
 DEVICE = "other:0"
@@ -374,6 +374,22 @@ def test_what_somebody_uses_stays(worker: Worker) -> None:
     assert model.net.weight.untyped_storage().nbytes() > 0
     sleeper.wake("other", TAGS, 1, {})
     model.train()
+
+
+@pytest.mark.parametrize("discard", [(), ("cache",)])
+def test_what_torch_can_not_resize_stays(worker: Worker, discard: tuple[str, ...]) -> None:
+    """As what has come from another library; all else sleeps."""
+    model = Model()
+    model.foreign = torch.frombuffer(bytearray(b"\1" * 1000), dtype=torch.uint8)  # type: ignore[attr-defined]
+    worker.add("model", model)
+    sleeper = Sleeper(worker)
+    size = sum(each.nbytes for each in [*model.net.parameters(), model.cache])
+    for _ in range(2):
+        assert sleeper.sleep("model", TAGS, discard, 1) == Outcome(nbytes=size, stay=1000)
+        assert model.foreign.eq(1).all()
+        sleeper.wake("model", TAGS, 1, {})
+        assert model.foreign.eq(1).all()
+        assert model.cache.any() == (not discard)
 
 
 def test_weights_that_stay_as_they_are_are_copied_once(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ class Backing(Protocol):
         ...
 
     def give(self, storages: Collection[tuple[Any, int]]) -> None:
-        """Give memory to storages that have none, of such sizes: to all, or to none.
+        """Give memory to storages, of such sizes, if they have none: to all, or to none.
 
         Raises:
             RuntimeError: The device hasn't that much: nothing has changed.
@@ -37,8 +37,8 @@ class Resized:
     """Storages are resized to nothing; they have other addresses afterwards. Torch has what they had, for others."""
 
     def has(self, storage: Any) -> bool:
-        """All can be."""
-        return True
+        """Whether it can be: what has come from another library can't."""
+        return bool(storage.resizable())
 
     def take(self, storages: Collection[Any]) -> int:
         """See `Backing`."""
@@ -51,8 +51,9 @@ class Resized:
         there: list[Any] = []
         try:
             for storage, nbytes in storages:
-                storage.resize_(nbytes)
-                there.append(storage)
+                if storage.nbytes() != nbytes:
+                    storage.resize_(nbytes)
+                    there.append(storage)
         except RuntimeError:
             self.take(there)
             raise

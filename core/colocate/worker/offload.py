@@ -112,15 +112,28 @@ class Offload:
         found = self._copies.get(key)
         return found is not None and found.storage is not None
 
+    def can_take(self, storage: Any) -> bool:
+        """Whether a storage, which has its memory, can lose it."""
+        return any(each.has(storage) for each in self._backings)
+
     def keeps_address(self, storage: Any) -> bool:
         """Whether a storage, which has its memory, is in the same place after it was away."""
-        return isinstance(self._backing_of(storage), Mapped)
+        return any(isinstance(each, Mapped) and each.has(storage) for each in self._backings)
 
     def put_away(self, copies: Mapping[Key, _Copy], gives_back: bool) -> int:
-        """Take the memory from storages whose contents are on the host. The bytes that the device keeps of it."""
-        new = [copy for key, copy in copies.items() if not self.away(key)]
+        """Take the memory from storages whose contents are on the host. The bytes that the device keeps of it.
+
+        Raises:
+            RuntimeError: It can't be taken from one of them: all have theirs again.
+        """
+        new = {key: copy for key, copy in copies.items() if not self.away(key)}
         self._copies.update(copies)  # first: from here on they are the only ones
-        left = self._take(new)
+        try:
+            left = self._take(new.values())
+        except RuntimeError:
+            self.bring_back(new)
+            self.let_go(new)
+            raise
         if gives_back:
             self._give_back()
         return left

@@ -404,23 +404,27 @@ class Sleeper:
             if tag not in tags and tag not in self.tags(name):
                 awake.update(key for place in every[tag].values() for key in place)
         by_tag = {tag: every[tag] for tag in tags}
-        if any(each.keeps_addresses for each in list(self._site.roles.values())):
-            awake |= self._of_graphs(by_tag.values())
+        awake |= self._immovable(by_tag.values())
         empty = unneeded(found, discard, others) if discard else Objects()
         going = Going(by_tag, empty, awake, self.away, self._site.boot.device)
         self.refuse_more(name, going.kept_on_device, False, False)
         return going
 
-    def _of_graphs(self, found: Iterable[Objects]) -> set[int]:
-        """What lies in the memory of CUDA graphs, which are replayed: they would write where it was."""
+    def _immovable(self, found: Iterable[Objects]) -> set[int]:
+        """What of the device can't lose its memory, or mustn't."""
+        graphs = any(each.keeps_addresses for each in list(self._site.roles.values()))
         storages = {
             key: storage for pieces in found for key, storage in pieces.storages.items() if key not in self.away
         }
         return {
             key
             for key, storage in storages.items()
-            if self._site.device.is_private(storage.data_ptr()) and not self._offload.keeps_address(storage)
+            if not self._offload.can_take(storage) or (graphs and self._is_of_a_graph(storage))
         }
+
+    def _is_of_a_graph(self, storage: Any) -> bool:
+        """Whether it lies in the memory of CUDA graphs, which are replayed: they would write where it was."""
+        return self._site.device.is_private(storage.data_ptr()) and not self._offload.keeps_address(storage)
 
     def copy_out(self, going: Going, gives_back: bool = True) -> Callable[[], int]:
         """Copy memory to where it goes; and what ends its being here, and tells the bytes that have gone.
