@@ -272,7 +272,10 @@ def test_discard_refused_by_another_rank(worker: Worker) -> None:
     assert not any(each.any() for each in zeros)
 
 
-@pytest.mark.parametrize("who", ["cache", "optimizer", "declared", "a role", "a role that sleeps", "a resident"])
+WHO = ("cache", "optimizer", "declared", "a role", "a role that sleeps", "declared by a role", "a resident")
+
+
+@pytest.mark.parametrize("who", WHO)
 def test_discard_of_what_somebody_needs(worker: Worker, who: str) -> None:
     """Contents are let go of where only what is discarded has them: nothing else of the role, and nobody else."""
     model = Model()
@@ -288,6 +291,8 @@ def test_discard_of_what_somebody_needs(worker: Worker, who: str) -> None:
     elif who == "a resident":
         worker.store.expect(1)
         worker.store.put(1, grad[3:], "model.make", None)
+    elif who == "declared by a role":
+        worker.add("other", types.SimpleNamespace(device_state=lambda: {"grad": grad.detach()}))
     else:
         worker.add("other", types.SimpleNamespace(grad=grad.detach()))
     before, bias = grad.clone(), model.net.bias.grad
@@ -295,7 +300,7 @@ def test_discard_of_what_somebody_needs(worker: Worker, who: str) -> None:
     if who == "a role that sleeps":
         sleeper.sleep("other", TAGS, (), 1)
     outcome = sleeper.sleep("model", ("grads", "optimizer"), ("grads",), 1)
-    stays = who in ("a role", "a resident")
+    stays = who in ("a role", "declared by a role", "a resident")
     assert (grad.untyped_storage().nbytes() > 0) == stays
     assert outcome.stay == (grad.nbytes if stays else 0)
     sleeper.wake("model", TAGS, 1, {})
@@ -410,6 +415,24 @@ def test_weights_that_stay_as_they_are_are_copied_once(worker: Worker, monkeypat
         sleeper.sleep("model", TAGS, (), 1)
         sleeper.wake("model", TAGS, 1, {})
     assert sorted(copied) == sorted([200, 10_000, 20_000])
+
+
+@pytest.mark.parametrize("name", ["model", "other"])
+def test_a_role_that_can_not_say_what_it_holds(worker: Worker, name: str) -> None:
+    """It may be what sleeps: nothing does."""
+
+    def device_state() -> None:
+        raise KeyError("table")
+
+    worker.add("model", Model())
+    worker.add("other", Model())
+    worker.roles[name].instance.device_state = device_state
+    sleeper = Sleeper(worker)
+    said = (
+        f"rank 0 (node {worker.roles['model'].ctx.node}): device_state() of role {name!r} has raised KeyError: 'table'"
+    )
+    assert sleeper.sleep("model", TAGS, (), 1) == Outcome(said, own=True)
+    assert sleeper.on_device() == {}
 
 
 def test_more_than_can_be_looked_at(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from colocate._protocol.ledger import TAGS
 from colocate._protocol.message import Message
 from colocate._role.context import running_call
 from colocate._role.method_spec import MethodSpec
+from colocate._system.jobs import error_text
 from colocate._system.pages import Spill
 from colocate._system.room import free_memory, spill_directories
 from colocate._system.sizes import size_text
@@ -333,7 +334,7 @@ class Sleeper:
             matters: Whether all of it has to be known.
 
         Raises:
-            ColocateError: It has, and not everything was looked at.
+            ColocateError: It has, and not everything was looked at, or a role can't say what it holds.
         """
         roles = [each for each in self._site.roles.values() if each.name is not None]
         awake: set[int] = set()
@@ -342,7 +343,8 @@ class Sleeper:
             if role.name is None or role.name == name:
                 continue
             apart = [other.instance for other in roles if other is not role]
-            found, complete = held_by(role.instance, (), apart, Objects)
+            declared = self._declared(role) if matters else ()
+            found, complete = held_by(role.instance, declared, apart, Objects)
             self._refuse_partial(role.name, complete or not matters)
             held.extend(found.values())
             for tag, pieces in by_tags(found).items():
@@ -353,6 +355,12 @@ class Sleeper:
             kept.add(value)
         awake.update(key for place in kept.values() for key in place)
         return awake, [*held, kept]
+
+    def _declared(self, role: HostedRole) -> Sequence[Any]:
+        try:
+            return role.declared()
+        except Exception as error:
+            raise ColocateError(f"device_state() of role {role.name!r} has raised {error_text(error)}") from error
 
     def _refuse_partial(self, role: str, complete: bool) -> None:
         if not complete:
@@ -392,7 +400,7 @@ class Sleeper:
             ColocateError: Not everything can be looked at, where that matters.
         """
         role = self._site.roles[name]
-        declared = role.declared() if "cache" in tags or discard else ()
+        declared = self._declared(role) if "cache" in tags or discard else ()
         apart = [each.instance for each in self._site.roles.values() if each.name not in (None, name)]
         found, complete = held_by(role.instance, declared, apart, Objects)
         # A device's memory mustn't be used while it sleeps; what is discarded is lost.
