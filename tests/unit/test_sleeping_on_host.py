@@ -195,6 +195,26 @@ def test_discard_of_memory_that_weights_lie_in(site: Any) -> None:
         sleeper.close()
 
 
+@pytest.mark.parametrize("kind", ["declared", "made of a part"])
+def test_discard_of_what_requires_gradients(site: Any, kind: str) -> None:
+    """Whatever else has that memory: another kind of what is discarded, or an array that it was made of."""
+    memory = np.ones(SIDE * SIDE, dtype=np.float32)
+    weight = torch.ones(SIDE * SIDE) if kind == "declared" else torch.from_numpy(memory[1024:])
+    role = types.SimpleNamespace(weight=weight.requires_grad_(), memory=memory, other=torch.ones(SIDE, SIDE))
+    if kind == "declared":
+        role.device_state = lambda: [weight.detach()]
+    hosted = add(site, role)
+    sleeper = Sleeper(site)
+    try:
+        sleeper.sleep("model", TAGS, ("cache",), 1)
+        sleeper.wake_alone(hosted)
+        assert weight.all()
+        assert memory.all() == (kind == "made of a part")
+        assert not role.other.any()
+    finally:
+        sleeper.close()
+
+
 def test_discard_of_more_than_can_be_looked_at(site: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody may need it: nothing is lost. To be copied it needn't be known."""
     model = Model()

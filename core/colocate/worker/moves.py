@@ -161,17 +161,20 @@ def unneeded(found: Holdings, discard: Collection[str], others: Iterable[Storage
         others: What others hold, asleep or not.
     """
     purposes = {purpose for tag in discard for purpose in TAGS[tag]}
-    needed = [*others, *(pieces for purpose, pieces in found.items() if purpose not in purposes)]
+    discarded = [pieces for purpose, pieces in found.items() if purpose in purposes and isinstance(pieces, Objects)]
+    trained = Storages()
+    for pieces in discarded:
+        for place, sizes in pieces.items():
+            trained.setdefault(place, {}).update({key: sizes[key] for key in sizes.keys() & pieces.trained})
+    needed = [*others, *(pieces for purpose, pieces in found.items() if purpose not in purposes), trained]
     keys = {key for pieces in needed for place in pieces.values() for key in place}
     # Storages of their own may lie in the same memory: those of tensors that were made from parts of an array.
     used = merged(piece for pieces in needed for piece in pieces.get("cpu", {}).items())
     nobodys = Objects()
-    for purpose in purposes:
-        pieces = found[purpose]
-        assert isinstance(pieces, Objects)
+    for pieces in discarded:
         for place, sizes in pieces.items():
             known = pieces.plain.items() & sizes.items()
-            alone = {key: size for key, size in known if key not in keys and key not in pieces.trained}
+            alone = {key: size for key, size in known if key not in keys}
             if place == "cpu":
                 apart = set(split([Area(key, key + size) for key, size in alone.items()], used)[1])
                 alone = {key: size for key, size in alone.items() if (key, key + size) in apart}
