@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import types
 from typing import Any
 
@@ -152,14 +151,23 @@ def test_discard_needs_no_disk(site: Any) -> None:
 
 
 def test_discard_of_arrays(site: Any) -> None:
-    """Of numbers, in memory of their own: not of objects, in memory that is somebody else's, or that is shared."""
+    """Of numbers, in memory of their own: not of objects, in memory that is somebody else's, or that is shared.
+
+    Likewise tensors, which may be made of such arrays.
+    """
     source = bytes(range(256)) * 1024
-    shared = torch.frombuffer(mmap.mmap(-1, PIECE, mmap.MAP_SHARED), dtype=torch.uint8).fill_(1)
+    message = bytearray(source)
+    shared = torch.ones(SIDE, SIDE).share_memory_()
+    assert shared.untyped_storage().resizable()
+    numbers = np.ones(SIDE)
     role = types.SimpleNamespace(
-        numbers=np.ones(SIDE),
+        numbers=numbers,
         objects=np.array([object() for _ in range(20_000)], dtype=object),
         parts=np.frombuffer(source, dtype=np.uint8),
         shared=shared,
+        received=torch.frombuffer(message, dtype=torch.uint8),
+        made=torch.from_numpy(np.ones(SIDE)),  # which isn't known to be the array's only use
+        part_of_numbers=torch.from_numpy(numbers[1024:]),
     )
     role.view = role.numbers[3:]
     hosted = add(site, role)
@@ -170,11 +178,15 @@ def test_discard_of_arrays(site: Any) -> None:
         assert sleeper.emptied == {role.numbers.ctypes.data}
         sleeper.wake_alone(hosted)
         assert not role.view.any()
+        assert not role.part_of_numbers.any()
+        assert role.made.all()
+        assert message == source
         assert list(role.objects) == before
         assert (role.parts[:256] == np.arange(256)).all()
         assert shared.all()
     finally:
         sleeper.close()
+        del role.shared, shared
 
 
 def test_discard_of_memory_that_weights_lie_in(site: Any) -> None:

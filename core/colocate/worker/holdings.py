@@ -108,8 +108,8 @@ class Objects(Storages):
     Attributes:
         storages: They, by that.
         trained: What those of tensors that have gradients are called, and such pieces of the host.
-        plain: The sizes of pieces that may be filled with zeros; arrays may consist of references to objects, or be
-            views of memory that isn't theirs.
+        plain: The sizes of pieces that may be filled with zeros; tensors and arrays may be views of memory that isn't
+            theirs, even of constant `bytes`, and arrays may consist of references to objects.
     """
 
     def __init__(self) -> None:
@@ -121,14 +121,15 @@ class Objects(Storages):
     def add_plain(self, item: Any) -> None:
         """Note that of a tensor which has one."""
         storage = item.untyped_storage()
-        if item.device.type == "cpu":
+        if _name_of(item.device) == "cpu":
             super().add_plain(item)
             key = storage.data_ptr()
         else:
             key = storage._cdata
             self.setdefault(_name_of(item.device), {})[key] = storage.nbytes()
             self.storages[key] = storage
-        self.plain[key] = storage.nbytes()
+        if storage.resizable():
+            self.plain[key] = storage.nbytes()
         if item.requires_grad:
             self.trained.add(key)
 
