@@ -22,7 +22,7 @@ from tests.unit.test_sleeping import DEVICE, TAGS, Worker, worker  # noqa: E402,
 
 from colocate import method  # noqa: E402
 from colocate.errors import SleepingError  # noqa: E402
-from colocate.worker import backing, holdings, ledger  # noqa: E402
+from colocate.worker import backing, ledger  # noqa: E402
 from colocate.worker.offload import Offload  # noqa: E402
 from colocate.worker.sleeping import Outcome, Sleeper  # noqa: E402
 
@@ -298,14 +298,8 @@ class Graphed:
 class TestRoles:
     """Roles with such memory."""
 
-    def test_the_account(self, arena: Arena, worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    def test_the_account(self, arena: Arena, worker: Worker) -> None:  # noqa: F811
         """What is there, what sleeps and what nobody owns add up to what the device has."""
-
-        def add_plain(self: holdings.Storages, item: Any) -> None:
-            if nbytes := item.untyped_storage().nbytes():
-                self.setdefault(DEVICE, {})[item.untyped_storage().data_ptr()] = nbytes
-
-        monkeypatch.setattr(holdings.Storages, "add_plain", add_plain)
         role = Graphed(arena)
         hosted = worker.add("role", role)
         sleeper = Sleeper(worker)

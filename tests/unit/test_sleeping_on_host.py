@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+import warnings
 from typing import Any
 
 import numpy as np
@@ -203,6 +204,43 @@ def test_discard_of_memory_that_weights_lie_in(site: Any) -> None:
         assert net.weight.all()
         assert memory.all()
         assert not hosted.instance.other.any()
+    finally:
+        sleeper.close()
+
+
+def made_of_others() -> dict[str, Any]:
+    """Sparse tensors of each layout, and jagged ones, of what isn't zero."""
+    dense = torch.eye(200)
+    jagged = [
+        torch.nested.nested_tensor([torch.ones(5), torch.ones(7)], layout=torch.jagged, requires_grad=each)
+        for each in (False, True)
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # they are in a beta state
+        compressed = {"csr": dense.to_sparse_csr(), "csc": dense.to_sparse_csc(), "bsr": dense.to_sparse_bsr((2, 2))}
+    return {"coo": dense.to_sparse(), **compressed, "jagged": jagged[0], "trained": jagged[1]}
+
+
+def test_discard_of_tensors_that_are_made_of_others(site: Any) -> None:
+    """Their values are lost, as others are; what says where these are isn't, also where the role has that itself."""
+    found = made_of_others()
+    role = types.SimpleNamespace(**found, columns=found["csr"].col_indices())
+    columns, rows = role.columns.clone(), role.coo._indices().clone()
+    shapes = [each.shape for each in role.jagged.unbind()]
+    hosted = add(site, role)
+    sleeper = Sleeper(site)
+    try:
+        sleeper.sleep("model", TAGS, ("cache",), 1)
+        sleeper.wake_alone(hosted)
+        assert torch.equal(role.columns, columns)
+        assert torch.equal(role.coo._indices(), rows)
+        assert not role.coo._values().any()
+        for layout in ("csr", "csc", "bsr"):
+            assert not getattr(role, layout).values().any()
+            assert torch.equal(getattr(role, layout).to_dense(), torch.zeros(200, 200))
+        assert [each.shape for each in role.jagged.unbind()] == shapes
+        assert not role.jagged.values().any()
+        assert role.trained.values().all()
     finally:
         sleeper.close()
 

@@ -44,16 +44,15 @@ class Storages(dict[str, dict[int, int]]):
 
     def add_tensor(self, item: Any, torch: Any) -> None:
         """Note that of a tensor, or those of the tensors that it is made of: sparse ones, jagged ones, DTensors."""
-        if item.layout is torch.strided and not hasattr(item, "__tensor_flatten__"):
-            if not item.is_meta:
-                self.add_plain(item)
-            return
-        parts = sparse_parts(item)
-        if parts is None and hasattr(item, "__tensor_flatten__"):
-            parts = [getattr(item, name) for name in item.__tensor_flatten__()[0]]
-        for part in parts or ():
-            if isinstance(part, torch.Tensor):  # a DTensor names its mesh there, too
-                self.add_tensor(part, torch)
+        if _is_made_of_others(item, torch):
+            self.add_parts(item, *_parts(item, torch), torch)
+        elif not item.is_meta:
+            self.add_plain(item)
+
+    def add_parts(self, item: Any, values: list[Any], indices: list[Any], torch: Any) -> None:
+        """Note those of the tensors that a tensor is made of."""
+        for part in [*values, *indices]:
+            self.add_tensor(part, torch)
 
     def add_plain(self, item: Any) -> None:
         """Note that of a tensor which has one."""
@@ -108,6 +107,7 @@ class Objects(Storages):
     Attributes:
         storages: They, by that.
         trained: What those of tensors that have gradients are called, and such pieces of the host.
+        indices: Likewise, of tensors that say where the values of a sparse or a jagged one are.
         plain: The sizes of pieces that may be filled with zeros; tensors and arrays may be views of memory that isn't
             theirs, even of constant `bytes`, and arrays may consist of references to objects.
     """
@@ -116,28 +116,54 @@ class Objects(Storages):
         super().__init__()
         self.storages: dict[int, Any] = {}
         self.trained: set[int] = set()
+        self.indices: set[int] = set()
         self.plain: dict[int, int] = {}
+
+    def add_parts(self, item: Any, values: list[Any], indices: list[Any], torch: Any) -> None:
+        """Note those of the tensors that a tensor is made of. It is that which has gradients, not they."""
+        super().add_parts(item, values, indices, torch)
+        self.indices.update(self._key(part) for part in indices)
+        if item.requires_grad:
+            self.trained.update(self._key(part) for part in values if not _is_made_of_others(part, torch))
 
     def add_plain(self, item: Any) -> None:
         """Note that of a tensor which has one."""
-        storage = item.untyped_storage()
-        if _name_of(item.device) == "cpu":
+        storage, key, device = item.untyped_storage(), self._key(item), _name_of(item.device)
+        if device == "cpu":
             super().add_plain(item)
-            key = storage.data_ptr()
         else:
-            key = storage._cdata
-            self.setdefault(_name_of(item.device), {})[key] = storage.nbytes()
+            self.setdefault(device, {})[key] = storage.nbytes()
             self.storages[key] = storage
-        if storage.resizable():
+        if device != "cpu" or storage.resizable():  # a device's that isn't its own stays there
             self.plain[key] = storage.nbytes()
         if item.requires_grad:
             self.trained.add(key)
+
+    def _key(self, item: Any) -> int:
+        storage = item.untyped_storage()
+        return int(storage.data_ptr() if _name_of(item.device) == "cpu" else storage._cdata)
 
     def add_plain_array(self, item: Any) -> None:
         """Note that of an array which is no view of another one."""
         super().add_plain_array(item)
         if item.flags.owndata and not item.dtype.hasobject:
             self.plain[item.__array_interface__["data"][0]] = item.nbytes
+
+
+def _is_made_of_others(item: Any, torch: Any) -> bool:
+    return item.layout is not torch.strided or hasattr(item, "__tensor_flatten__")
+
+
+def _parts(item: Any, torch: Any) -> tuple[list[Any], list[Any]]:
+    """The tensors that a tensor is made of: its values, and what says where these are."""
+    if (parts := sparse_parts(item)) is not None:
+        return parts[-1:], parts[:-1]
+    names = item.__tensor_flatten__()[0] if hasattr(item, "__tensor_flatten__") else ()
+    # A DTensor names its mesh there, too.
+    tensors = {name: each for name in names if isinstance(each := getattr(item, name), torch.Tensor)}
+    if item.layout is torch.jagged:
+        return [tensors.pop("_values")], list(tensors.values())
+    return list(tensors.values()), []
 
 
 Holdings: TypeAlias = dict[Purpose, Storages]

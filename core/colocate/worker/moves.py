@@ -153,7 +153,8 @@ def by_tags(found: Holdings) -> dict[str, Objects]:
 def unneeded(found: Holdings, discard: Collection[str], others: Iterable[Storages]) -> Objects:
     """What of a role has contents that nobody needs: what it holds by such tags only, and nobody else.
 
-    It isn't what trains, or is to be differentiated: torch keeps some of that, too.
+    It isn't what trains, or is to be differentiated: torch keeps some of that, too. Nor is it indices of sparse and
+    jagged tensors, which zeros would make invalid.
 
     Args:
         found: What the role holds, asleep or not.
@@ -162,11 +163,12 @@ def unneeded(found: Holdings, discard: Collection[str], others: Iterable[Storage
     """
     purposes = {purpose for tag in discard for purpose in TAGS[tag]}
     discarded = [pieces for purpose, pieces in found.items() if purpose in purposes and isinstance(pieces, Objects)]
-    trained = Storages()
+    kept = Storages()
     for pieces in discarded:
         for place, sizes in pieces.items():
-            trained.setdefault(place, {}).update({key: sizes[key] for key in sizes.keys() & pieces.trained})
-    needed = [*others, *(pieces for purpose, pieces in found.items() if purpose not in purposes), trained]
+            keys = sizes.keys() & (pieces.trained | pieces.indices)
+            kept.setdefault(place, {}).update({key: sizes[key] for key in keys})
+    needed = [*others, *(pieces for purpose, pieces in found.items() if purpose not in purposes), kept]
     keys = {key for pieces in needed for place in pieces.values() for key in place}
     # Storages of their own may lie in the same memory: those of tensors that were made from parts of an array.
     used = merged(piece for pieces in needed for piece in pieces.get("cpu", {}).items())
