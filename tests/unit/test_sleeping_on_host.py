@@ -120,7 +120,7 @@ def test_discard(site: Any) -> None:
 
 
 def test_discard_of_what_sleeps(site: Any) -> None:
-    """It is zeros, whether it came from the file or not."""
+    """It is zeros, whether it came from the file or not, and takes no room there any more."""
     model = Model()
     role = add(site, model)
     sleeper = Sleeper(site)
@@ -128,11 +128,35 @@ def test_discard_of_what_sleeps(site: Any) -> None:
         for writes in (False, True):
             model.cache += 1
             sleeper.sleep_alone("model")
+            assert sleeper._files is not None
+            assert sleeper._files.room() == pytest.approx(5 * PIECE, rel=0.02)
             assert sleeper.sleep("model", TAGS, ("cache",), 1).nbytes == 0
+            assert sleeper._files.room() == pytest.approx(4 * PIECE, rel=0.02)
             assert sleeper.emptied == {model.cache.data_ptr()}
             sleeper.wake_alone(role, writes=writes)
             assert not model.cache.any()
             assert model.net.weight.grad.any()
+    finally:
+        sleeper.close()
+
+
+def test_discard_of_what_has_slept(site: Any) -> None:
+    """What was copied back for a step, whose place in the file is kept for the next time, takes no room there."""
+    model = Model()
+    role = add(site, model)
+    sleeper = Sleeper(site)
+    try:
+        sleeper.sleep_alone("model")
+        sleeper.wake_alone(role)
+        model.train()
+        kept = [each.clone() for each in model.pieces()]
+        sleeper.sleep("model", TAGS, ("grads", "cache"), 1)
+        assert sleeper._files is not None
+        assert sleeper._files.room() == pytest.approx(3 * PIECE, rel=0.02)
+        sleeper.wake_alone(role)
+        weight, grad, state, frozen, cache = model.pieces()
+        assert all(torch.equal(one, kept[at]) for at, one in ((0, weight), (2, state), (3, frozen)))
+        assert not any(each.any() for each in (grad, cache))
     finally:
         sleeper.close()
 

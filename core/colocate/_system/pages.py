@@ -169,6 +169,17 @@ class Spill:
                 for page in range(area.start, area.stop, PAGE):  # an older kernel
                     ctypes.c_char.from_address(page).value  # noqa: B018 - reading it is what this is for
 
+    def forget(self, areas: Sequence[Area]) -> None:
+        """Free the room of pages that were emptied.
+
+        Raises:
+            OSError: The file system can't: it is tried again when something is written there.
+        """
+        self._back = [
+            place.of(left) for place in self._back for left in split([Area(place.start, place.stop)], areas)[1]
+        ]
+        self._free_unused(mappings_now())
+
     def _copy_back(self, place: Place) -> bool:
         """Copy pages into memory of the process's own and move that into their place; whether it has come to that."""
         size = place.stop - place.start
@@ -188,11 +199,8 @@ class Spill:
 
     def _placed(self, areas: Sequence[Area], mappings: Sequence[Mapping]) -> list[Place]:
         """Places for pages that aren't in a file, those that they had if they had some; there is room from now on."""
-        self._back = [each for each in self._back if split([Area(each.start, each.stop)], mappings)[0]]
+        self._free_unused(mappings)
         had, without = split(areas, self._back)
-        taken = [*self._homes(mappings), *self._back]
-        for number, file in enumerate(self._files):
-            file.free_all_but([place for place in taken if place.file == number])
         shares = [0] * len(self._files)
         places = []
         for area in without:
@@ -210,6 +218,13 @@ class Spill:
         for file, share in zip(self._files, shares, strict=True):
             file.size += share
         return [place.of(area) for area, place in had] + places
+
+    def _free_unused(self, mappings: Sequence[Mapping]) -> None:
+        """Free what no page has a place in, as its memory was freed, or holds zeros."""
+        self._back = [each for each in self._back if split([Area(each.start, each.stop)], mappings)[0]]
+        taken = [*self._homes(mappings), *self._back]
+        for number, file in enumerate(self._files):
+            file.free_all_but([place for place in taken if place.file == number])
 
     def _homes(self, mappings: Sequence[Mapping]) -> list[Place]:
         """The places of pages that are in the files."""

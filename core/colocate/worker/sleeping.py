@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -455,6 +456,9 @@ class Sleeper:
             if written is not None:
                 written.put_away()
             going.emptying.empty()
+            if going.emptying.areas and self._files is not None:
+                with suppress(OSError):  # the room is free later, then
+                    self._files.forget(going.emptying.areas)
             return going.size - offloading.put_away(gives_back)
 
         return end
