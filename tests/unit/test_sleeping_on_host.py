@@ -17,6 +17,7 @@ from colocate._system import pages  # noqa: E402
 from colocate.errors import ColocateError  # noqa: E402
 from colocate.worker import holdings  # noqa: E402
 from colocate.worker.hosted import HostedRole  # noqa: E402
+from colocate.worker.ledger import ledger  # noqa: E402
 from colocate.worker.scope import Scope  # noqa: E402
 from colocate.worker.settings import Setting  # noqa: E402
 from colocate.worker.sleeping import Sleeper  # noqa: E402
@@ -318,3 +319,24 @@ def test_discard_without_room_in_the_tables(site: Any, monkeypatch: pytest.Monke
     assert "vm.max_map_count" in (outcome.refusal or "")
     assert not outcome.fits
     assert all(torch.equal(one, other) for one, other in zip(model.pieces(), before, strict=True))
+
+
+@pytest.mark.parametrize("device", ["cpu", "other:0"])
+def test_what_malloc_has_given_to_roles(site: Any, device: str) -> None:
+    """What sleeps of the host's is in use for it all the same, also on a slot with another device."""
+    asked: list[tuple[int, int, int]] = []
+    site.boot.device = device
+    site.device = types.SimpleNamespace(peaks=None)
+    site.process = types.SimpleNamespace(look=lambda *sizes: asked.append(sizes))
+    model = Model()
+    role = add(site, model)
+    sleeper = Sleeper(site)
+    try:
+        ledger(site, sleeper)
+        sleeper.sleep("model", TAGS, ("cache",), 1)
+        ledger(site, sleeper)
+        sleeper.wake_alone(role, writes=True)
+        ledger(site, sleeper)
+    finally:
+        sleeper.close()
+    assert [(owned, asleep) for _, owned, asleep in asked] == [(5 * PIECE, 0), (0, 5 * PIECE), (5 * PIECE, 0)]

@@ -42,13 +42,12 @@ def ledger(site: Worker, sleeper: Sleeper) -> Ledger:
             partial.append(name)
     shares = shares_of(site, sleeper, held)
     owned = sum(size for found in shares.owned.values() for (_, device), size in found.items() if device == "cpu")
-    asleep = sum(shares.asleep.values()) if site.boot.device == "cpu" else 0
     return Ledger(
         shares.owned,
         shares.shared,
         shares.asleep,
         tuple(partial),
-        None if site.process is None else site.process.look(sleeper.in_memory(), owned, asleep),
+        None if site.process is None else site.process.look(sleeper.in_memory(), owned, shares.asleep_on_host),
         _gpu(site.boot.device),
         None if site.device.peaks is None else dict(site.device.peaks),
     )
@@ -75,12 +74,14 @@ class Shares:
         shared: What of its memory counts with another role, by role.
         asleep: What sleeps, by role.
         emptied: What of that comes back as zeros, and is nowhere until then.
+        asleep_on_host: What sleeps of the host's memory.
     """
 
     owned: dict[str, dict[tuple[str, str], int]]
     shared: dict[str, int]
     asleep: dict[str, int]
     emptied: dict[str, int]
+    asleep_on_host: int
 
 
 def shares_of(
@@ -146,7 +147,8 @@ def _shares(
                         shared[role][device, address] = nbytes
                 if own:
                     owned[role][purpose.word, device] = own
-    return Shares(owned, {role: sum(pieces.values()) for role, pieces in shared.items()}, asleep, empty)
+    with_others = {role: sum(pieces.values()) for role, pieces in shared.items()}
+    return Shares(owned, with_others, asleep, empty, sum(asleep.values()))
 
 
 def _gpu(device: str) -> dict[str, int] | None:
