@@ -21,8 +21,10 @@ torch = pytest.importorskip("torch")
 from tests.unit.test_sleeping import DEVICE, TAGS, Worker, worker  # noqa: E402, F401 - a fixture
 
 from colocate import method  # noqa: E402
+from colocate._role.context import reset_current, set_current, standalone_context  # noqa: E402
 from colocate.errors import SleepingError  # noqa: E402
 from colocate.worker import backing, ledger  # noqa: E402
+from colocate.worker.functions import Functions  # noqa: E402
 from colocate.worker.offload import Offload  # noqa: E402
 from colocate.worker.sleeping import Outcome, Sleeper  # noqa: E402
 
@@ -374,6 +376,29 @@ class TestRoles:
         sleeper.wake_alone(worker.roles["role"])
         assert not role.net.weight.any()
         assert bool((role.cache == 1).all())
+
+    def test_what_is_told(self, arena: Arena, worker: Worker) -> None:  # noqa: F811
+        """That a role sleeps, also where the device keeps all of it, and as many bytes as when it wakes."""
+        role = Graphed(arena)
+        weight, _ = arena.segment(GRAIN // 2, GRAIN // 2)
+        role.net.weight = torch.nn.Parameter(weight.view(torch.float32).view(1, -1))
+        role.cache = role.later = torch.empty(0)
+        worker.add("role", role)
+        site: Any = worker
+        site.sleeper = Sleeper(worker)
+        site.residency = SimpleNamespace(settle=lambda: None, make_room=lambda name: None)
+        functions: Any = Functions(site)
+        token = set_current(standalone_context("role"))
+        try:
+            assert functions.sleep("role", ("weights",), ()) == Outcome(stay=GRAIN // 2)
+            assert functions.sleep("role", TAGS, ()) == Outcome()
+            functions.sleep("role", TAGS, ())
+            functions.wake("role", TAGS, {})
+            functions.wake("role", TAGS, {})
+        finally:
+            reset_current(token)
+        told = [(each.asleep, each.nbytes, each.whole) for each in worker.said]
+        assert told == [(True, GRAIN // 2, False), (True, 0, True), (False, GRAIN // 2, False)]
 
     def test_what_sleeps_is_discarded(self, arena: Arena, worker: Worker) -> None:  # noqa: F811
         """It comes back at its addresses, as zeros, and its copy is let go of."""

@@ -119,7 +119,7 @@ class MoveRecord:
         role: Name of the role.
         rank: The rank.
         kind: "sleep" or "wake".
-        nbytes: How many bytes.
+        nbytes: How many bytes; also those that a GPU keeps until more beside them sleeps (`sleep="vmm"`).
         start: When it began, in seconds of time.time() on the worker.
         end: When it was done.
         asleep: Whether all of it sleeps now, and not only a part.

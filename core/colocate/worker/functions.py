@@ -43,22 +43,27 @@ class Functions:
     def sleep(self, role: str, tags: Sequence[str], discard: Sequence[str]) -> Outcome:
         """Put memory of a role to sleep."""
         self._site.residency.settle()
-        start = time.time()
-        return self._told(role, True, start, self._site.sleeper.sleep(role, tags, discard, current_slots()))
+        start, before = time.time(), self._site.sleeper.tags(role)
+        outcome = self._site.sleeper.sleep(role, tags, discard, current_slots())
+        new = [tag for tag in self._site.sleeper.tags(role) if tag not in before]
+        if new:  # as many bytes as a wake will tell, also where the device keeps some of them
+            self._tell(role, True, self._site.sleeper.coming(role, new).size, start)
+        return outcome
 
     @method
     def wake(self, role: str, tags: Sequence[str], beside: Mapping[str, int]) -> Outcome:
         """Have it be there again. `beside`: how many of the group's workers lie on each node."""
         self._site.residency.make_room(role)
-        start = time.time()
-        return self._told(role, False, start, self._site.sleeper.wake(role, tags, current_slots(), beside))
-
-    def _told(self, role: str, asleep: bool, start: float, outcome: Outcome) -> Outcome:
-        """Tell the driver what has gone or come back, if something has."""
-        if outcome.nbytes:
-            whole = asleep and len(self._site.sleeper.tags(role)) == len(TAGS)
-            self._site.say(messages.Moved(role, asleep, outcome.nbytes, start, time.time(), whole))
+        start, before = time.time(), self._site.sleeper.tags(role)
+        outcome = self._site.sleeper.wake(role, tags, current_slots(), beside)
+        if self._site.sleeper.tags(role) != before:
+            self._tell(role, False, outcome.nbytes, start)
         return outcome
+
+    def _tell(self, role: str, asleep: bool, nbytes: int, start: float) -> None:
+        """Tell the driver what sleeps now, or is awake."""
+        whole = asleep and len(self._site.sleeper.tags(role)) == len(TAGS)
+        self._site.say(messages.Moved(role, asleep, nbytes, start, time.time(), whole))
 
 
 def current_slots() -> int:

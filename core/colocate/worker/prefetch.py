@@ -112,9 +112,9 @@ class Prefetch:
         try:
             for name, going in moves.going.items():
                 start = time.time()
-                gone = self._sleeper.copy_out(going, gives_back=False)()
+                self._sleeper.copy_out(going, gives_back=False)()
                 moves.gone.add(name)
-                self._site.say(messages.Moved(name, True, gone, start, time.time(), True))
+                self._site.say(messages.Moved(name, True, going.size, start, time.time(), True))
             start = time.time()
             self._sleeper.bring_back(moves.coming, moves.writes)
             moves.has_come = True

@@ -223,7 +223,7 @@ class Sleeper:
         """Put all of a role to sleep on this rank, whatever others do: it is awake again before anything uses it.
 
         Returns:
-            The bytes that have gone.
+            The bytes that sleep now, also those that a device keeps.
 
         Raises:
             OSError: There is no room where it would go.
@@ -236,12 +236,12 @@ class Sleeper:
             return 0
         found, end = self._copied(name, role, new)
         try:
-            gone = end()
+            end()
         except BaseException:
             self._tell(role, "wake", new)
             raise
         self.are_asleep(name, found)
-        return gone
+        return found.size
 
     def wake_alone(self, role: HostedRole, tags: Sequence[str] = tuple(TAGS), writes: bool = True) -> int:
         """Have memory of a role be there again on this rank, whatever others do.
