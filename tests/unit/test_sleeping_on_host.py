@@ -340,3 +340,23 @@ def test_what_malloc_has_given_to_roles(site: Any, device: str) -> None:
     finally:
         sleeper.close()
     assert [(owned, asleep) for _, owned, asleep in asked] == [(5 * PIECE, 0), (0, 5 * PIECE), (5 * PIECE, 0)]
+
+
+def test_pinned_memory_stays(site: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a slot with another device, which goes on with the pages that it has; all else of the host goes."""
+    site.boot.device = "other:0"
+    model = Model()
+    role = add(site, model)
+    before = [piece.clone() for piece in model.pieces()]
+    monkeypatch.setattr(holdings, "in_use", lambda device: device == "other:0" or None)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: tensor is model.cache)
+    sleeper = Sleeper(site)
+    try:
+        outcome = sleeper.sleep("model", TAGS, ("cache",), 1)
+        assert outcome.nbytes == pytest.approx(4 * PIECE, rel=0.02)
+        assert outcome.stay == pytest.approx(PIECE, rel=0.02)
+        assert model.cache.data_ptr() not in sleeper.away
+        sleeper.wake_alone(role)
+        assert all(torch.equal(one, other) for one, other in zip(model.pieces(), before, strict=True))
+    finally:
+        sleeper.close()

@@ -22,6 +22,7 @@ from colocate._system.imported import imported
 from colocate._values.leaves import is_collection
 from colocate._values.leaving import has_memory, memories, sparse_parts
 from colocate._values.tree import PLAIN
+from colocate.gpus import in_use
 
 # A role may hold a data set of millions of small things. What is so far inside it that as many are nearer isn't found.
 _LOOKS = 200_000
@@ -108,15 +109,19 @@ class Objects(Storages):
         storages: They, by that.
         trained: What those of tensors that have gradients are called, and such pieces of the host.
         indices: Likewise, of tensors that say where the values of a sparse or a jagged one are.
+        pinned: Pieces of the host that a device reads and writes by itself, at the pages that they have.
         plain: The sizes of pieces that may be filled with zeros; tensors and arrays may be views of memory that isn't
             theirs, even of constant `bytes`, and arrays may consist of references to objects.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cpu") -> None:
+        """Args: device: The slot's, as torch calls it."""
         super().__init__()
+        self._pins = in_use(device) is not None
         self.storages: dict[int, Any] = {}
         self.trained: set[int] = set()
         self.indices: set[int] = set()
+        self.pinned: set[int] = set()
         self.plain: dict[int, int] = {}
 
     def add_parts(self, item: Any, values: list[Any], indices: list[Any], torch: Any) -> None:
@@ -131,6 +136,8 @@ class Objects(Storages):
         storage, key, device = item.untyped_storage(), self._key(item), _name_of(item.device)
         if device == "cpu":
             super().add_plain(item)
+            if self._pins and item.is_pinned():
+                self.pinned.add(key)
         else:
             self.setdefault(device, {})[key] = storage.nbytes()
             self.storages[key] = storage

@@ -146,6 +146,7 @@ def by_tags(found: Holdings) -> dict[str, Objects]:
             own.setdefault(place, {}).update({key: size for key, size in sizes.items() if key not in seen})
         own.storages.update({key: each for key, each in pieces.storages.items() if key not in seen})
         own.trained |= pieces.trained - seen
+        own.pinned |= pieces.pinned - seen
         seen.update(key for sizes in pieces.values() for key in sizes)
     return by_tag
 

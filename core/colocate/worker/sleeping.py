@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -403,7 +404,7 @@ class Sleeper:
         role = self._site.roles[name]
         declared = self._declared(role) if "cache" in tags or discard else ()
         apart = [each.instance for each in self._site.roles.values() if each.name not in (None, name)]
-        found, complete = held_by(role.instance, declared, apart, Objects)
+        found, complete = held_by(role.instance, declared, apart, partial(Objects, self._site.boot.device))
         # A device's memory mustn't be used while it sleeps; what is discarded is lost.
         matters = self._site.boot.device != "cpu" or bool(discard)
         self._refuse_partial(name, complete or not matters)
@@ -420,12 +421,12 @@ class Sleeper:
         return going
 
     def _immovable(self, found: Iterable[Objects]) -> set[int]:
-        """What of the device can't lose its memory, or mustn't."""
+        """What can't lose its memory, or mustn't."""
         graphs = any(each.keeps_addresses for each in list(self._site.roles.values()))
         storages = {
             key: storage for pieces in found for key, storage in pieces.storages.items() if key not in self.away
         }
-        return {
+        return {key for pieces in found for key in pieces.pinned} | {
             key
             for key, storage in storages.items()
             if not self._offload.can_take(storage) or (graphs and self._is_of_a_graph(storage))
