@@ -389,6 +389,27 @@ def test_what_torch_can_not_resize_stays(worker: Worker, discard: tuple[str, ...
         assert model.cache.any() == (not discard)
 
 
+@pytest.mark.parametrize("who", ["it", "a role", "a resident"])
+def test_what_another_library_has_too_stays(worker: Worker, who: str) -> None:
+    """Somebody has it from there, and would go on with memory that is another one's by then."""
+    model, other = Model(), types.SimpleNamespace()
+    worker.add("model", model)
+    worker.add("other", other)
+    foreign = torch.from_dlpack(model.cache)[100:]
+    if who == "a resident":
+        worker.store.expect(1)
+        worker.store.put(1, foreign, "model.make", None)
+    else:
+        (model if who == "it" else other).foreign = foreign  # type: ignore[attr-defined]
+    sleeper = Sleeper(worker)
+    sleeper.sleep("model", TAGS, ("cache",), 1)
+    assert model.cache.untyped_storage().nbytes() == model.cache.nbytes
+    assert model.cache.all()
+    assert foreign.all()
+    assert model.net.weight.untyped_storage().nbytes() == 0
+    sleeper.wake("model", TAGS, 1, {})
+
+
 def test_weights_that_stay_as_they_are_are_copied_once(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of a reference model."""
     model = Model()

@@ -22,6 +22,7 @@ from colocate._protocol.message import Message
 from colocate._role.context import running_call
 from colocate._role.method_spec import MethodSpec
 from colocate._system.jobs import error_text
+from colocate._system.mappings import Area, merged, split
 from colocate._system.pages import Spill
 from colocate._system.room import free_memory, spill_directories
 from colocate._system.sizes import size_text
@@ -414,23 +415,34 @@ class Sleeper:
             if tag not in tags and tag not in self.tags(name):
                 awake.update(key for place in every[tag].values() for key in place)
         by_tag = {tag: every[tag] for tag in tags}
-        awake |= self._immovable(by_tag.values())
+        awake |= self._immovable(by_tag.values(), [*found.values(), *others])
         empty = unneeded(found, discard, others) if discard else Objects()
         going = Going(by_tag, empty, awake, self.away, self._site.boot.device)
         self.refuse_more(name, going.kept_on_device, False, False)
         return going
 
-    def _immovable(self, found: Iterable[Objects]) -> set[int]:
-        """What can't lose its memory, or mustn't."""
+    def _immovable(self, found: Iterable[Objects], beside: Iterable[Storages]) -> set[int]:
+        """What can't lose its memory, or mustn't, of what was found beside all that else the roles hold."""
         graphs = any(each.keeps_addresses for each in list(self._site.roles.values()))
-        storages = {
-            key: storage for pieces in found for key, storage in pieces.storages.items() if key not in self.away
-        }
-        return {key for pieces in found for key in pieces.pinned} | {
+        pieces = list(found)
+        storages = self._in_memory(pieces)
+        # Another library may have memory of torch's, too, and torch have it from there once more.
+        foreign = merged(
+            (storage.data_ptr(), storage.nbytes())
+            for storage in self._in_memory(beside).values()
+            if not self._offload.can_take(storage)
+        )
+        return {key for each in pieces for key in each.pinned} | {
             key
             for key, storage in storages.items()
-            if not self._offload.can_take(storage) or (graphs and self._is_of_a_graph(storage))
+            if split([Area(storage.data_ptr(), storage.data_ptr() + storage.nbytes())], foreign)[0]
+            or (graphs and self._is_of_a_graph(storage))
         }
+
+    def _in_memory(self, found: Iterable[Storages]) -> dict[int, Any]:
+        """The storages of the device that don't sleep, by what they are called."""
+        pieces = [each for each in found if isinstance(each, Objects)]
+        return {key: storage for each in pieces for key, storage in each.storages.items() if key not in self.away}
 
     def _is_of_a_graph(self, storage: Any) -> bool:
         """Whether it lies in the memory of CUDA graphs, which are replayed: they would write where it was."""
