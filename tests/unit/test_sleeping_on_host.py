@@ -192,6 +192,7 @@ def test_discard_of_arrays(site: Any) -> None:
         parts=np.frombuffer(source, dtype=np.uint8),
         shared=shared,
         received=torch.frombuffer(message, dtype=torch.uint8),
+        same=np.frombuffer(message, dtype=np.uint8),
         made=torch.from_numpy(np.ones(SIDE)),  # which isn't known to be the array's only use
         part_of_numbers=torch.from_numpy(numbers[1024:]),
     )
