@@ -271,6 +271,23 @@ def test_discard_of_tensors_that_are_made_of_others(site: Any) -> None:
         sleeper.close()
 
 
+def test_discard_of_what_numpy_has_seen(site: Any) -> None:
+    """Torch doesn't know then whose it is: a cache stays as it was. Gradients, to which the next step adds, don't."""
+    model = Model()
+    role = add(site, model)
+    for each in model.pieces():
+        each.numpy()
+    assert not model.net.weight.grad.untyped_storage().resizable()
+    sleeper = Sleeper(site)
+    try:
+        sleeper.sleep("model", TAGS, ("grads", "cache"), 1)
+        sleeper.wake_alone(role)
+        assert not model.net.weight.grad.any()
+        assert model.cache.all()
+    finally:
+        sleeper.close()
+
+
 @pytest.mark.parametrize("kind", ["declared", "made of a part"])
 def test_discard_of_what_requires_gradients(site: Any, kind: str) -> None:
     """Whatever else has that memory: another kind of what is discarded, or an array that it was made of."""

@@ -111,7 +111,8 @@ class Objects(Storages):
         indices: Likewise, of tensors that say where the values of a sparse or a jagged one are.
         pinned: Pieces of the host that a device reads and writes by itself, at the pages that they have.
         plain: The sizes of pieces that may be filled with zeros; tensors and arrays may be views of memory that isn't
-            theirs, even of constant `bytes`, and arrays may consist of references to objects.
+            theirs, even of constant `bytes`, and arrays may consist of references to objects. Torch tells no
+            difference between such tensors and those of which there was an array, by `tensor.numpy()`.
     """
 
     def __init__(self, device: str = "cpu") -> None:

@@ -163,9 +163,11 @@ def unneeded(found: Holdings, discard: Collection[str], others: Iterable[Storage
         others: What others hold, asleep or not.
     """
     purposes = {purpose for tag in discard for purpose in TAGS[tag]}
-    discarded = [pieces for purpose, pieces in found.items() if purpose in purposes and isinstance(pieces, Objects)]
+    discarded = [
+        (purpose, pieces) for purpose, pieces in found.items() if purpose in purposes and isinstance(pieces, Objects)
+    ]
     kept = Storages()
-    for pieces in discarded:
+    for _, pieces in discarded:
         for place, sizes in pieces.items():
             keys = sizes.keys() & (pieces.trained | pieces.indices)
             kept.setdefault(place, {}).update({key: sizes[key] for key in keys})
@@ -174,9 +176,10 @@ def unneeded(found: Holdings, discard: Collection[str], others: Iterable[Storage
     # Storages of their own may lie in the same memory: those of tensors that were made from parts of an array.
     used = merged(piece for pieces in needed for piece in pieces.get("cpu", {}).items())
     nobodys = Objects()
-    for pieces in discarded:
+    for purpose, pieces in discarded:
         for place, sizes in pieces.items():
-            known = pieces.plain.items() & sizes.items()
+            # Gradients are of torch's making, also where NumPy has seen them. A step adds to what is there.
+            known = sizes.items() if purpose is Purpose.GRADIENTS else pieces.plain.items() & sizes.items()
             alone = {key: size for key, size in known if key not in keys}
             if place == "cpu":
                 apart = set(split([Area(key, key + size) for key, size in alone.items()], used)[1])

@@ -213,6 +213,7 @@ def digest_of(*values: Any) -> str:
 
     found = hashlib.blake2b(digest_size=8)
     for value in values:
-        array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else value
+        # Of a copy: a tensor of which there was an array isn't torch's alone any more.
+        array = value.detach().cpu().clone().numpy() if isinstance(value, torch.Tensor) else value
         found.update(array.tobytes())
     return found.hexdigest()
