@@ -229,7 +229,7 @@ def test_actor_dies(runtime: Runtime) -> None:
         error = death_of(group)
         worker.wait()
         worker.close()
-        assert error.rank == 0
+        assert error.rank in (0, 1)  # both go with it
         assert "actor" in str(error.detail)
     with runtime.reserve(2, timeout=0):
         pass

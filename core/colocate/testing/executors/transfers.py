@@ -40,16 +40,18 @@ class _Told:
         """A role sleeps, or is awake."""
         self.moves.append(record)
 
-    def last(self) -> CallRecord:
-        """The call that ended last."""
+    def settle(self) -> None:
+        """Wait until what has ended has been told."""
         self.runtime._node.services.settle()
-        return self.calls[-1]
 
-    def transfers(self, method: str | None = None) -> list[TransferRecord]:
-        """What the last call, of a method, got from other workers, by rank; none between threads."""
-        record = self.last()
-        if method is not None:
-            record = next(each for each in reversed(self.calls) if each.method == method)
+    def last(self, method: str) -> CallRecord:
+        """The call of a method that ended last: who has made a value may say so after who has used it."""
+        self.settle()
+        return next(each for each in reversed(self.calls) if each.method == method)
+
+    def transfers(self, method: str) -> list[TransferRecord]:
+        """What that call got from other workers, by rank; none between threads."""
+        record = self.last(method)
         spans = {rank: (start, end) for rank, start, end in record.spans}
         for each in record.transfers:
             start, end = spans[each.rank]
@@ -78,47 +80,47 @@ class Transfers(ExecutorCase):
         """The rank that lacks a value gets it from the worker that made it; the other one has it by reference."""
         kept = pair.role("left_tensors", Tensors).make.keep(_ROWS)
         pair.role("tensors", Tensors).whole(kept.ref)
-        assert [(each.rank, each.role, each.method, each.source) for each in told.transfers()] == (
+        assert [(each.rank, each.role, each.method, each.source) for each in told.transfers("whole")] == (
             [(1, "left_tensors", "make", 0)] if travels else []
         )
-        assert all(_BYTES <= each.nbytes <= _BYTES + _MORE for each in told.last().transfers)
-        assert told.last().handed_over == {"left_tensors": _BYTES}
+        assert all(_BYTES <= each.nbytes <= _BYTES + _MORE for each in told.last("whole").transfers)
+        assert told.last("whole").handed_over == {"left_tensors": _BYTES}
 
     def test_rows_from_another_worker(self, pair: ColocatedGroup, told: _Told, travels: bool) -> None:
         """Of scattered rows each rank gets its own only."""
         kept = pair.role("right_tensors", Tensors).make.keep(_ROWS)
         pair.role("tensors", Tensors).add.keep(kept.ref).wait()
-        assert [(each.rank, each.source) for each in told.transfers()] == ([(0, 0)] if travels else [])
-        assert all(_BYTES // 2 <= each.nbytes <= _BYTES // 2 + _MORE for each in told.last().transfers)
-        assert told.last().handed_over == {"right_tensors": _BYTES // 2}
+        assert [(each.rank, each.source) for each in told.transfers("add")] == ([(0, 0)] if travels else [])
+        assert all(_BYTES // 2 <= each.nbytes <= _BYTES // 2 + _MORE for each in told.last("add").transfers)
+        assert told.last("add").handed_over == {"right_tensors": _BYTES // 2}
 
     def test_where_it_lies(self, pair: ColocatedGroup, told: _Told) -> None:
         """Parts that lie where they are used go nowhere; what a role has made itself is nobody else's."""
         tensors = pair.role("tensors", Tensors)
         kept = tensors.make.keep(_ROWS)
         tensors.add.keep(kept.ref).wait()
-        assert (told.transfers(), told.last().handed_over) == ([], {})
+        assert (told.transfers("add"), told.last("add").handed_over) == ([], {})
         more = pair.role("left_tensors", Tensors).make.keep(_ROWS)
         pair.role("left_tensors", Tensors).echo([more.ref, more.ref])
-        assert (told.transfers(), told.last().handed_over) == ([], {})
+        assert (told.transfers("echo"), told.last("echo").handed_over) == ([], {})
 
     def test_from_another_group(self, pair: ColocatedGroup, spawn: Spawn, told: _Told, travels: bool) -> None:
         """It is told whose it was."""
         other = spawn({"tensors": role(Tensors)}, name="others")
         kept = other.role("tensors", Tensors).make.keep(_ROWS)
         pair.role("left_tensors", Tensors).whole(kept.ref)
-        found = [(each.rank, each.group, each.role, each.source) for each in told.transfers()]
+        found = [(each.rank, each.group, each.role, each.source) for each in told.transfers("whole")]
         assert sorted(found) == ([(0, "others", "tensors", 0), (0, "others", "tensors", 1)] if travels else [])
-        assert told.last().handed_over == {}
+        assert told.last("whole").handed_over == {}
 
     def test_of_a_call_that_fails(self, pair: ColocatedGroup, told: _Told, travels: bool) -> None:
         """What it had got by then is told."""
         kept = pair.role("left_tensors", Tensors).make.keep(_ROWS)
         with pytest.raises(RoleError, match="no tensor today"):
             pair.role("right_tensors", Tensors).fail(kept.ref)
-        found = [(each.rank, each.role, each.source) for each in told.last().transfers]
+        found = [(each.rank, each.role, each.source) for each in told.last("fail").transfers]
         assert found == ([(0, "left_tensors", 0)] if travels else [])
-        assert all(each.nbytes >= _BYTES for each in told.last().transfers)
+        assert all(each.nbytes >= _BYTES for each in told.last("fail").transfers)
 
     def test_from_and_to_the_driver(self, pair: ColocatedGroup, told: _Told, travels: bool) -> None:
         """The bytes of arguments and results, for all ranks; those of a kept result when it is fetched."""
@@ -126,7 +128,7 @@ class Transfers(ExecutorCase):
 
         tensors = pair.role("tensors", Tensors)
         tensors.echo(torch.ones(_ROWS))
-        record = told.last()
+        record = told.last("echo")
         if travels:
             assert 2 * _BYTES <= record.sent <= 2 * (_BYTES + _MORE)
             assert 2 * _BYTES <= record.received <= 2 * (_BYTES + _MORE)
@@ -134,11 +136,11 @@ class Transfers(ExecutorCase):
             assert (record.sent, record.received) == (0, 0)
         kept = tensors.make.keep(_ROWS)
         kept.wait()
-        assert told.last().received == 0
-        assert told.last().sent < _MORE
+        assert told.last("make").received == 0
+        assert told.last("make").sent < _MORE
         assert told.fetches == []
         kept.fetch()
-        told.last()
+        told.settle()
         assert [(each.role, each.method, each.ranks) for each in told.fetches] == (
             [("tensors", "make", (0, 1))] if travels else []
         )
@@ -163,7 +165,7 @@ class Transfers(ExecutorCase):
         one = group.role("one", Dozing)
 
         def moves(nbytes: int) -> list[tuple[int, str, bool]]:
-            told.last()
+            told.settle()
             found, told.moves = told.moves, []
             assert all(each.role == "one" and each.start <= each.end for each in found)
             assert sum(each.nbytes for each in found) == nbytes
