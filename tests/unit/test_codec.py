@@ -333,3 +333,11 @@ def test_packed_knows_its_size_and_survives_copying() -> None:
     assert packed.nbytes == len(packed.data) + 8 * LARGE
     assert bytes(packed.copy().buffers[0]) == bytes(8 * LARGE)
     assert pickle.loads(packed.data, buffers=packed.buffers)[1] == b"abc"
+
+
+@pytest.mark.parametrize("size", [0, 10, 100_000])
+def test_a_tensor_that_was_sent_stays_torchs_own(size: int) -> None:
+    """Of which there was an array, torch would never resize."""
+    x = torch.arange(float(size))
+    assert torch.equal(unpack(pack([x, x[size // 2 :]]))[1], x[size // 2 :])
+    assert x.untyped_storage().resizable()

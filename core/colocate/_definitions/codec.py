@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from colocate._definitions.device_copies import Copies, flat
+from colocate._definitions.device_copies import Copies, exposed, flat
 from colocate._definitions.host_copies import on_host
 from colocate._definitions.lending import handle_of
 from colocate._definitions.packed import Packed, Plain
@@ -184,8 +184,8 @@ def _reduce_tensor(tensor: Any) -> Any:
             return lent
         tensor = on_host(tensor)
     tensor = tensor.resolve_conj().resolve_neg().contiguous()
-    array = flat(tensor).numpy()
-    memory = pickle.PickleBuffer(array) if array.nbytes > _SMALL_BYTES else bytearray(array)
+    own = exposed(flat(tensor))
+    memory = pickle.PickleBuffer(own) if tensor.nbytes > _SMALL_BYTES else bytearray(own)
     return _tensor, (memory, str(tensor.dtype)[6:], tuple(tensor.shape), marked)
 
 

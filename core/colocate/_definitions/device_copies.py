@@ -8,6 +8,7 @@ often as somebody wants it, and through a ring it would be copied once more. Bot
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import sys
 import threading
 from collections import deque
@@ -225,6 +226,16 @@ def flat(tensor: Any) -> Any:
     # Not reshape(-1): a dimension of size one may have any stride in a contiguous tensor, and would keep it.
     line = tensor if tensor.stride() == (1,) else tensor.as_strided((tensor.numel(),), (1,))
     return line.view(sys.modules["torch"].uint8)
+
+
+def exposed(line: Any) -> Any:
+    """Such bytes of the host's as a buffer.
+
+    Not as an array: once there was one, torch takes the memory for another library's, and never resizes it again.
+    """
+    memory: Any = (ctypes.c_ubyte * line.numel()).from_address(line.data_ptr())
+    memory.tensor = line  # it has to be there as long
+    return memory
 
 
 def is_plain(tensor: Any) -> bool:

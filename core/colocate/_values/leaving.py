@@ -11,6 +11,7 @@ from typing import Any
 
 import attrs
 
+from colocate._definitions.device_copies import exposed, flat
 from colocate._system.by_type import by_type
 from colocate._system.imported import imported
 from colocate._values.leaves import is_collection
@@ -121,8 +122,7 @@ def _add_memory(digest: hashlib.blake2b, item: Any) -> None:
         if dense.layout is not torch.strided or dense.is_meta:  # its version has to do
             return
         dense = dense.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        # Not reshape(-1): a dimension of size one may have any stride in a contiguous tensor, and would keep it.
-        digest.update(dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy())
+        digest.update(exposed(flat(dense)))
     elif numpy is not None and isinstance(item, numpy.ndarray) and item.dtype != object:
         digest.update(numpy.ascontiguousarray(item).tobytes())
 

@@ -20,7 +20,7 @@ from colocate.executor import Detachable, OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs
 from colocate.testing.executors.renewals import alone
 from colocate.testing.gate import Gate
-from colocate.testing.probes.sleepers import Dozing, Sharing
+from colocate.testing.probes.sleepers import Dozing, Sharing, digest_of
 from colocate.testing.probes.trainers import Renewing
 from colocate.testing.waiting import PATIENCE_S, wait_until
 
@@ -150,9 +150,10 @@ class Sleeping(ExecutorCase):
         """A role that sleeps or is awake, or a resident: its contents are what they were."""
         actor, other = dozing.role("actor", Dozing), dozing.role("other", Sharing)
         kept = actor.caches.keep()
-        before = actor.parts()
+        before, cached = actor.parts(), [digest_of(each) for each in kept.fetch()]
         dozing.sleep("actor", discard=["cache"])
-        assert actor.parts() == before  # what is kept is the cache itself; fetched it would never be discarded any more
+        assert [digest_of(each) for each in kept.fetch()] == cached
+        assert actor.parts() == before
         kept.free()
         other.share("actor")  # also the gradients of its model
         dozing.sleep("other")
