@@ -223,3 +223,8 @@ def in_use(device: str) -> Any:
         return None
     module: Any = getattr(torch, device.partition(":")[0], None)
     return module if hasattr(module, "is_initialized") and module.is_initialized() else None
+
+
+def number_of(device: str) -> int:
+    """A device's number, as torch counts them; that of "cuda" is 0."""
+    return int(device.partition(":")[2] or 0)

@@ -7,6 +7,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from colocate.gpus import number_of
+
 HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
 _ENABLE_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 
@@ -30,7 +32,7 @@ class Driver:
         """Args: library: As ctypes has it. device: As torch calls it, which has initialised CUDA there."""
         self._library = library
         number, self._context = ctypes.c_int(), ctypes.c_void_p()
-        self._call("cuDeviceGet", ctypes.byref(number), ctypes.c_int(int(device.partition(":")[2] or 0)))
+        self._call("cuDeviceGet", ctypes.byref(number), ctypes.c_int(number_of(device)))
         self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), number)  # torch's own
 
     def handle(self, address: int, nbytes: int) -> tuple[bytes, int]:

@@ -9,8 +9,8 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, Protocol
 
-from colocate.gpus import in_use
-from colocate.worker.vmm import Chunk, Segment, Vmm, VmmError, number_of
+from colocate.gpus import in_use, number_of
+from colocate.worker.vmm import Chunk, Segment, Vmm, VmmError
 
 
 class Backing(Protocol):

@@ -96,7 +96,7 @@ class HostedRole:
 
     def run(self, code: Callable[..., T], *args: Any) -> T:
         """Run code of the role's, with torch set as it is for the role."""
-        self.setting.have(self.settings or self.setting.base)
+        self.have_settings()
         try:
             return code(*args)
         finally:

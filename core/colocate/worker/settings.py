@@ -12,7 +12,7 @@ from typing import Any
 import attrs
 
 from colocate._system.imported import imported
-from colocate.gpus import in_use
+from colocate.gpus import in_use, number_of
 
 
 @attrs.frozen
@@ -83,7 +83,7 @@ class Setting:
         if (torch._C._len_torch_function_stack() or wanted.device is not None) and self.now().device != wanted.device:
             torch.set_default_device(wanted.device)
         if self._device != "cpu" and (module := in_use(self._device)) is not None:
-            if module.current_device() != int(self._device.partition(":")[2] or 0):
+            if module.current_device() != number_of(self._device):
                 module.set_device(self._device)
             if self._stream is None:
                 self._stream = module.current_stream(self._device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from colocate.gpus import backend_for
+from colocate.gpus import backend_for, number_of
 from colocate.worker.site import Site
 
 
@@ -19,7 +19,7 @@ def torchrun_environment(site: Site, nodes: Sequence[int]) -> dict[str, str]:
     host, port = site.groups.rendezvous()
     here = [each for each, node in enumerate(nodes) if node == nodes[slot]]
     # Libraries take it for the device's number, too; a worker may see but its own.
-    local_rank = here.index(slot) if backend_for(device) is None else int(device.partition(":")[2] or 0)
+    local_rank = here.index(slot) if backend_for(device) is None else number_of(device)
     return {
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),

@@ -21,6 +21,7 @@ import attrs
 
 from colocate._system.imported import imported
 from colocate.errors import CapabilityError
+from colocate.gpus import number_of
 
 SOURCE = Path(__file__).with_name("vmm.c")
 _ALLOC, _FREE = "colocate_vmm_alloc", "colocate_vmm_free"
@@ -190,11 +191,6 @@ def compiled(folder: Path) -> Path:
             f'sleep="vmm": {compiler} can\'t compile what it needs: {done.stderr.strip() or done.returncode}'
         )
     return path
-
-
-def number_of(device: str) -> int:
-    """A device's number, as torch counts them."""
-    return int(device.partition(":")[2] or 0)
 
 
 def absent(device: str) -> tuple[int, int]:
