@@ -58,6 +58,7 @@ class Worker:
 
     def __init__(self, boot: Boot) -> None:
         self.boot = boot
+        self.setting = Setting("cpu", in_process=False)
         self.store = Store(False, Scope())
         self.roles: dict[Any, HostedRole] = {}
         self.refusal: str | None = None
@@ -67,8 +68,8 @@ class Worker:
         self.said.append(message)
 
     def add(self, name: str, instance: Any) -> HostedRole:
-        methods, setting = methods_of(type(instance)), Setting("cpu", in_process=False)
-        self.roles[name] = HostedRole(name, instance, methods, standalone_context(name), setting)
+        methods = methods_of(type(instance))
+        self.roles[name] = HostedRole(name, instance, methods, standalone_context(name), self.setting)
         return self.roles[name]
 
     def ask(self, question: Any) -> None:

@@ -96,9 +96,10 @@ class Residency:
             return
         for seq, needed in list(self._needed.items()):
             self._needed[seq] = needed | {name}
-        if name in self._prefetch.moving:
-            self.settle()
-        self._awaken(name, tuple(TAGS))
+        with self._site.setting.amid():
+            if name in self._prefetch.moving:
+                self.settle()
+            self._awaken(name, tuple(TAGS))
 
     def settle(self) -> None:
         """What is moved ahead of time is where it is to be from now on."""

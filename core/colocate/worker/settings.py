@@ -7,6 +7,8 @@ holds for all roles.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import attrs
@@ -88,3 +90,22 @@ class Setting:
             if self._stream is None:
                 self._stream = module.current_stream(self._device)
             module.set_stream(wanted.stream or self._stream)
+
+    @contextlib.contextmanager
+    def amid(self) -> Iterator[None]:
+        """A block amid role code, in which colocate's own and other roles' runs: as it usually is, then as it was."""
+        torch = imported("torch")
+        if torch is None:
+            yield
+            return
+        before = self.now()
+        try:
+            with contextlib.ExitStack() as stack:
+                if torch.is_inference_mode_enabled():
+                    stack.enter_context(torch.inference_mode(False))
+                if before.device != self.base.device:  # a block of the role's may be what has set it
+                    stack.enter_context(torch.device(self.base.device or "cpu"))
+                self.have(self.base)
+                yield
+        finally:
+            self.have(before)

@@ -35,6 +35,7 @@ from colocate.worker.lane import Lane
 from colocate.worker.moves import Coming, Going, by_tags, unneeded
 from colocate.worker.offload import Offload
 from colocate.worker.process_memory import ProcessMemory
+from colocate.worker.settings import Setting
 from colocate.worker.store import Store
 
 _NO_ROOM = (errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -51,6 +52,7 @@ class Worker(Protocol):
     in_process: bool
     process: ProcessMemory | None
     device: Device
+    setting: Setting
 
     def ask(self, question: Message) -> Any:
         """Ask the driver."""

@@ -71,3 +71,16 @@ class Changing(Role):
     def when_saved(self) -> dict[str, Any]:
         """What was set in `save`."""
         return self.saved
+
+
+class Asking(Role):
+    """Asks for another role's object in a block in which it has set something."""
+
+    @method
+    def reach(self, role: str) -> dict[str, Any]:
+        """What is set when it has it."""
+        import torch
+
+        with torch.inference_mode(), torch.device("meta"):
+            self.ctx.sibling(role)
+            return {**told(), "inference": torch.is_inference_mode_enabled()}
