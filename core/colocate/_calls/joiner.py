@@ -28,6 +28,9 @@ class Joiner:
             return None
         link = self._link
         results = [result_of(link, call, slot, body) for slot, body in zip(call.targets, bodies, strict=True)]
-        role = self._role.ranks
-        targets = None if call.targets is self._role.slots else call.ranks
-        return self._spec.collect.join(results, Ranks(role.world_size, role.meshes, call.rows, None, targets))
+        ranks = self._role.ranks
+        if call.targets is not self._role.slots:
+            ranks = Ranks(ranks.world_size, ranks.meshes, call.rows, None, call.ranks)
+        elif call.rows.count(None) != len(results):
+            ranks = Ranks(ranks.world_size, ranks.meshes, call.rows)
+        return self._spec.collect.join(results, ranks)

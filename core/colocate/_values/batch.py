@@ -253,6 +253,8 @@ def register_batch(
 
 def find_deferred(value: Any) -> list[Deferred]:
     """Every `Deferred` in nested lists, tuples and dicts, in order, each one once."""
+    if type(value) in PLAIN or (type(value) is dict and PLAIN.issuperset(map(type, value.values()))):
+        return []  # as the arguments of many a call
     found: list[Deferred] = []
     seen: set[int] = set()  # also what ends the walk through a list that contains itself
     stack = [value]

@@ -296,7 +296,11 @@ def plan(dispatch: Dispatch, arguments: Arguments, ranks: Ranks, select: Sequenc
 
 def whole(value: Any) -> Any:
     """The value with placeholders for what isn't on the driver."""
-    return resolve(value, lambda leaf: leaf.whole())
+    return resolve(value, _whole)
+
+
+def _whole(leaf: Deferred) -> Any:
+    return leaf.whole()
 
 
 def check_place(what: str, axis: str, mesh: str | None) -> None:
@@ -383,10 +387,10 @@ def _check_targets(what: str, targets: Sequence[int], ranks: Ranks) -> None:
 
 
 def _check_parts(dispatch: Dispatch, parts: Any, ranks: Ranks) -> None:
-    if not isinstance(parts, (list, Sequence)) or len(parts) != ranks.world_size:  # nearly always a list
+    if not isinstance(parts, (list, Sequence)) or len(parts) != ranks.world_size:  # nearly always a list, of dicts
         got = f"{len(parts)} mappings" if isinstance(parts, Sequence) else f"a {type(parts).__name__}"
         raise DispatchError(f"{dispatch!r}: split gave {got} for {ranks.world_size} ranks; it has to give one for each")
-    for cls in set(map(type, parts)):
+    for cls in {*map(type, parts)} - {dict}:
         if not issubclass(cls, (dict, Mapping)):
             raise DispatchError(
                 f"{dispatch!r}: split gave a {cls.__name__} for a rank; it has to give a mapping from "

@@ -84,7 +84,7 @@ class Ranks:
         default=attrs.Factory(lambda self: {"": Mesh({"dp": self.world_size})}, takes_self=True), repr=False
     )
     rows: Sequence[int | None] | None = None
-    """For a collect: the real rows that each rank worked on, None where they aren't known."""
+    """For a collect: the real rows that each rank worked on, None where they aren't known; None where none are."""
     padded: Sequence[int | None] | None = None
     """For a collect: the rows that each rank was given, padding included, None where nothing was padded."""
     targets: Sequence[int] | None = None

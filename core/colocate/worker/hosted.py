@@ -96,11 +96,12 @@ class HostedRole:
 
     def run(self, code: Callable[..., T], *args: Any) -> T:
         """Run code of the role's, with torch set as it is for the role."""
-        self.have_settings()
+        setting = self.setting
+        setting.have(self.settings or setting.base)
         try:
             return code(*args)
         finally:
-            self.setting.have(self.setting.base)
+            setting.have(setting.base)
 
     def have_settings(self) -> None:
         """Set torch as it is for the role."""

@@ -8,6 +8,7 @@ holds for all roles.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -74,6 +75,8 @@ class Setting:
         """Make them so."""
         torch = self._torch
         if torch is None:
+            if "torch" not in sys.modules:  # for each call asks for it
+                return
             torch = self._torch = imported("torch")
             if torch is None:
                 return
