@@ -11,7 +11,8 @@ from colocate._system.sizes import size_text
 from colocate.errors import MemoryBudgetError, RoleError
 from colocate.worker.holdings import Holdings, Versions
 from colocate.worker.ledger import LookError, Shares, look_at, shares_of
-from colocate.worker.sleeping import Sleeper, Worker
+from colocate.worker.memory_site import Worker
+from colocate.worker.sleeping import Sleeper
 
 
 class Accounts:

@@ -16,8 +16,9 @@ import attrs
 
 from colocate._protocol import messages
 from colocate._system.jobs import JobThread, report_exception
+from colocate.worker.memory_site import Worker
 from colocate.worker.moves import Coming, Going
-from colocate.worker.sleeping import Sleeper, Worker
+from colocate.worker.sleeping import Sleeper
 
 
 @attrs.define(eq=False)

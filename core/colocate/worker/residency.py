@@ -22,8 +22,9 @@ from colocate.errors import ColocateError, MemoryBudgetError
 from colocate.worker.accounts import Accounts
 from colocate.worker.hosted import HostedRole
 from colocate.worker.ledger import Shares
+from colocate.worker.memory_site import Worker
 from colocate.worker.prefetch import Prefetch
-from colocate.worker.sleeping import Sleeper, Worker
+from colocate.worker.sleeping import Sleeper
 from colocate.worker.swapping import Order, Room, State, Use, by_last_use, who_goes
 
 

@@ -9,58 +9,27 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
 
 import attrs
 
 from colocate._protocol import messages
 from colocate._protocol.consequence import Consequence, PutBack
 from colocate._protocol.ledger import TAGS
-from colocate._protocol.message import Message
 from colocate._role.context import running_call
 from colocate._role.method_spec import MethodSpec
-from colocate._system.jobs import error_text
-from colocate._system.mappings import Area, merged, split
 from colocate._system.pages import Spill
 from colocate._system.room import free_memory, spill_directories
 from colocate._system.sizes import size_text
 from colocate.errors import ColocateError, SleepingError
-from colocate.executor import Boot
-from colocate.worker.device import Device
-from colocate.worker.holdings import Objects, Storages, held_by
+from colocate.worker.holdings import Objects
 from colocate.worker.hosted import HostedRole
-from colocate.worker.lane import Lane
-from colocate.worker.moves import Coming, Going, by_tags, unneeded
+from colocate.worker.memory_site import Worker
+from colocate.worker.movable import Movable
+from colocate.worker.moves import Coming, Going
 from colocate.worker.offload import Offload
-from colocate.worker.process_memory import ProcessMemory
-from colocate.worker.settings import Setting
-from colocate.worker.store import Store
 
 _NO_ROOM = (errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-class Worker(Protocol):
-    """What it needs of its worker; see `Site`."""
-
-    boot: Boot
-    store: Store
-    roles: dict[Any, HostedRole]
-    lane: Lane
-    spill_dir: str | None
-    in_process: bool
-    process: ProcessMemory | None
-    device: Device
-    setting: Setting
-
-    def ask(self, question: Message) -> Any:
-        """Ask the driver."""
-        ...
-
-    def say(self, message: Message) -> None:
-        """Tell the driver."""
-        ...
 
 
 @attrs.frozen
@@ -98,9 +67,10 @@ class Sleeper:
         self._site = site
         self._files: Spill | None = None
         self._offload = Offload(site.boot.device)
+        self.away: dict[int, int] = {}
+        self._movable = Movable(site, self._offload, self.tags, self.away)
         self._asleep: dict[str, dict[str, Objects]] = {}  # by role and tag, with what other roles hold too
         self._why: dict[str, str] = {}  # roles could not be woken when that was last tried
-        self.away: dict[int, int] = {}
         self.emptied: set[int] = set()
         self.free: Callable[[], int] = free_memory
         self.refuse_more: Callable[[str, int, bool, bool], None] = lambda role, nbytes, device, wakes: None
@@ -331,48 +301,6 @@ class Sleeper:
 
     # -- what sleeps
 
-    def _held_by_others(self, name: str, matters: bool) -> tuple[set[int], list[Storages]]:
-        """What other roles hold that doesn't sleep there, and what lies in residents; and all that both hold.
-
-        Args:
-            name: The role.
-            matters: Whether all of it has to be known.
-
-        Raises:
-            ColocateError: It has, and not everything was looked at, or a role can't say what it holds.
-        """
-        roles = [each for each in self._site.roles.values() if each.name is not None]
-        awake: set[int] = set()
-        held: list[Storages] = []
-        for role in roles:
-            if role.name is None or role.name == name:
-                continue
-            apart = [other.instance for other in roles if other is not role]
-            declared = self._declared(role) if matters else ()
-            found, complete = held_by(role.instance, declared, apart, Objects)
-            self._refuse_partial(role.name, complete or not matters)
-            held.extend(found.values())
-            for tag, pieces in by_tags(found).items():
-                if tag not in self.tags(role.name):
-                    awake.update(key for place in pieces.values() for key in place)
-        kept = Objects()
-        for _, value in self._site.store.values():
-            kept.add(value)
-        awake.update(key for place in kept.values() for key in place)
-        return awake, [*held, kept]
-
-    def _declared(self, role: HostedRole) -> Sequence[Any]:
-        try:
-            return role.declared()
-        except Exception as error:
-            raise ColocateError(f"device_state() of role {role.name!r} has raised {error_text(error)}") from error
-
-    def _refuse_partial(self, role: str, complete: bool) -> None:
-        if not complete:
-            raise ColocateError(
-                f"role {role!r} holds more objects than were looked at: what else uses the memory isn't known"
-            )
-
     def _copied(
         self, name: str, role: HostedRole, tags: Sequence[str], discard: Collection[str] = ()
     ) -> tuple[Going, Callable[[], int]]:
@@ -404,51 +332,9 @@ class Sleeper:
             MemoryBudgetError: There is no room where it goes.
             ColocateError: Not everything can be looked at, where that matters.
         """
-        role = self._site.roles[name]
-        declared = self._declared(role) if "cache" in tags or discard else ()
-        apart = [each.instance for each in self._site.roles.values() if each.name not in (None, name)]
-        found, complete = held_by(role.instance, declared, apart, partial(Objects, self._site.boot.device))
-        # A device's memory mustn't be used while it sleeps; what is discarded is lost.
-        matters = self._site.boot.device != "cpu" or bool(discard)
-        self._refuse_partial(name, complete or not matters)
-        every = by_tags(found)
-        awake, others = self._held_by_others(name, matters)
-        for tag in TAGS:
-            if tag not in tags and tag not in self.tags(name):
-                awake.update(key for place in every[tag].values() for key in place)
-        by_tag = {tag: every[tag] for tag in tags}
-        awake |= self._immovable(by_tag.values(), [*found.values(), *others])
-        empty = unneeded(found, discard, others) if discard else Objects()
-        going = Going(by_tag, empty, awake, self.away, self._site.boot.device)
+        going = self._movable.going(name, tags, discard)
         self.refuse_more(name, going.kept_on_device, False, False)
         return going
-
-    def _immovable(self, found: Iterable[Objects], beside: Iterable[Storages]) -> set[int]:
-        """What can't lose its memory, or mustn't, of what was found beside all that else the roles hold."""
-        graphs = any(each.keeps_addresses for each in list(self._site.roles.values()))
-        pieces = list(found)
-        storages = self._in_memory(pieces)
-        # Another library may have memory of torch's, too, and torch have it from there once more.
-        foreign = merged(
-            (storage.data_ptr(), storage.nbytes())
-            for storage in self._in_memory(beside).values()
-            if not self._offload.can_take(storage)
-        )
-        return {key for each in pieces for key in each.pinned} | {
-            key
-            for key, storage in storages.items()
-            if split([Area(storage.data_ptr(), storage.data_ptr() + storage.nbytes())], foreign)[0]
-            or (graphs and self._is_of_a_graph(storage))
-        }
-
-    def _in_memory(self, found: Iterable[Storages]) -> dict[int, Any]:
-        """The storages of the device that don't sleep, by what they are called."""
-        pieces = [each for each in found if isinstance(each, Objects)]
-        return {key: storage for each in pieces for key, storage in each.storages.items() if key not in self.away}
-
-    def _is_of_a_graph(self, storage: Any) -> bool:
-        """Whether it lies in the memory of CUDA graphs, which are replayed: they would write where it was."""
-        return self._site.device.is_private(storage.data_ptr()) and not self._offload.keeps_address(storage)
 
     def copy_out(self, going: Going, gives_back: bool = True) -> Callable[[], int]:
         """Copy memory to where it goes; and what ends its being here, and tells the bytes that have gone.

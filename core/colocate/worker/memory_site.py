@@ -1,0 +1,36 @@
+"""A worker as the parts of it that look after its memory know it."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from colocate._protocol.message import Message
+from colocate.executor import Boot
+from colocate.worker.device import Device
+from colocate.worker.hosted import HostedRole
+from colocate.worker.lane import Lane
+from colocate.worker.process_memory import ProcessMemory
+from colocate.worker.settings import Setting
+from colocate.worker.store import Store
+
+
+class Worker(Protocol):
+    """What it needs of its worker; see `Site`."""
+
+    boot: Boot
+    store: Store
+    roles: dict[Any, HostedRole]
+    lane: Lane
+    spill_dir: str | None
+    in_process: bool
+    process: ProcessMemory | None
+    device: Device
+    setting: Setting
+
+    def ask(self, question: Message) -> Any:
+        """Ask the driver."""
+        ...
+
+    def say(self, message: Message) -> None:
+        """Tell the driver."""
+        ...

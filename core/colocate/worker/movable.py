@@ -1,0 +1,138 @@
+"""What of a role's memory can go: what others need of it stays, and so does what can't lose its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+from colocate._protocol.ledger import TAGS
+from colocate._system.jobs import error_text
+from colocate._system.mappings import Area, merged, split
+from colocate.errors import ColocateError
+from colocate.worker.holdings import Objects, Storages, held_by
+from colocate.worker.hosted import HostedRole
+from colocate.worker.memory_site import Worker
+from colocate.worker.moves import Going, by_tags, unneeded
+from colocate.worker.offload import Offload
+
+
+class Movable:
+    """Finds it, on the lane."""
+
+    def __init__(
+        self,
+        site: Worker,
+        offload: Offload,
+        tags: Callable[[str | None], Sequence[str]],
+        away: dict[int, int],
+    ) -> None:
+        """Make it.
+
+        Args:
+            site: The worker.
+            offload: How a device's memory goes.
+            tags: What of a role sleeps.
+            away: The sizes of what isn't there, as `Sleeper` has them.
+        """
+        self._site = site
+        self._offload = offload
+        self._tags = tags
+        self._away = away
+
+    def going(self, name: str, tags: Sequence[str], discard: Collection[str] = ()) -> Going:
+        """What of a role is to sleep.
+
+        Args:
+            name: The role.
+            tags: What of it.
+            discard: Tags of which the contents are let go of; those that sleep already, too.
+
+        Raises:
+            ColocateError: Not everything can be looked at, where that matters.
+        """
+        role = self._site.roles[name]
+        declared = self._declared(role) if "cache" in tags or discard else ()
+        apart = [each.instance for each in self._site.roles.values() if each.name not in (None, name)]
+        found, complete = held_by(role.instance, declared, apart, partial(Objects, self._site.boot.device))
+        # A device's memory mustn't be used while it sleeps; what is discarded is lost.
+        matters = self._site.boot.device != "cpu" or bool(discard)
+        self._refuse_partial(name, complete or not matters)
+        every = by_tags(found)
+        awake, others = self._held_by_others(name, matters)
+        for tag in TAGS:
+            if tag not in tags and tag not in self._tags(name):
+                awake.update(key for place in every[tag].values() for key in place)
+        by_tag = {tag: every[tag] for tag in tags}
+        awake |= self._immovable(by_tag.values(), [*found.values(), *others])
+        empty = unneeded(found, discard, others) if discard else Objects()
+        return Going(by_tag, empty, awake, self._away, self._site.boot.device)
+
+    def _held_by_others(self, name: str, matters: bool) -> tuple[set[int], list[Storages]]:
+        """What other roles hold that doesn't sleep there, and what lies in residents; and all that both hold.
+
+        Args:
+            name: The role.
+            matters: Whether all of it has to be known.
+
+        Raises:
+            ColocateError: It has, and not everything was looked at, or a role can't say what it holds.
+        """
+        roles = [each for each in self._site.roles.values() if each.name is not None]
+        awake: set[int] = set()
+        held: list[Storages] = []
+        for role in roles:
+            if role.name is None or role.name == name:
+                continue
+            apart = [other.instance for other in roles if other is not role]
+            declared = self._declared(role) if matters else ()
+            found, complete = held_by(role.instance, declared, apart, Objects)
+            self._refuse_partial(role.name, complete or not matters)
+            held.extend(found.values())
+            for tag, pieces in by_tags(found).items():
+                if tag not in self._tags(role.name):
+                    awake.update(key for place in pieces.values() for key in place)
+        kept = Objects()
+        for _, value in self._site.store.values():
+            kept.add(value)
+        awake.update(key for place in kept.values() for key in place)
+        return awake, [*held, kept]
+
+    def _declared(self, role: HostedRole) -> Sequence[Any]:
+        try:
+            return role.declared()
+        except Exception as error:
+            raise ColocateError(f"device_state() of role {role.name!r} has raised {error_text(error)}") from error
+
+    def _refuse_partial(self, role: str, complete: bool) -> None:
+        if not complete:
+            raise ColocateError(
+                f"role {role!r} holds more objects than were looked at: what else uses the memory isn't known"
+            )
+
+    def _immovable(self, found: Iterable[Objects], beside: Iterable[Storages]) -> set[int]:
+        """What can't lose its memory, or mustn't, of what was found beside all that else the roles hold."""
+        graphs = any(each.keeps_addresses for each in list(self._site.roles.values()))
+        pieces = list(found)
+        storages = self._in_memory(pieces)
+        # Another library may have memory of torch's, too, and torch have it from there once more.
+        foreign = merged(
+            (storage.data_ptr(), storage.nbytes())
+            for storage in self._in_memory(beside).values()
+            if not self._offload.can_take(storage)
+        )
+        return {key for each in pieces for key in each.pinned} | {
+            key
+            for key, storage in storages.items()
+            if split([Area(storage.data_ptr(), storage.data_ptr() + storage.nbytes())], foreign)[0]
+            or (graphs and self._is_of_a_graph(storage))
+        }
+
+    def _in_memory(self, found: Iterable[Storages]) -> dict[int, Any]:
+        """The storages of the device that don't sleep, by what they are called."""
+        pieces = [each for each in found if isinstance(each, Objects)]
+        return {key: storage for each in pieces for key, storage in each.storages.items() if key not in self._away}
+
+    def _is_of_a_graph(self, storage: Any) -> bool:
+        """Whether it lies in the memory of CUDA graphs, which are replayed: they would write where it was."""
+        return self._site.device.is_private(storage.data_ptr()) and not self._offload.keeps_address(storage)
