@@ -101,14 +101,29 @@ class Setting:
         if torch is None:
             yield
             return
-        before = self.now()
-        try:
-            with contextlib.ExitStack() as stack:
-                if torch.is_inference_mode_enabled():
-                    stack.enter_context(torch.inference_mode(False))
-                if before.device != self.base.device:  # a block of the role's may be what has set it
-                    stack.enter_context(torch.device(self.base.device or "cpu"))
-                self.have(self.base)
+        before = attrs.evolve(self.now(), device=None)
+        inferring = torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()
+        with inferring, _without_function_modes(torch):
+            self.have(self.base)
+            try:
                 yield
-        finally:
-            self.have(before)
+            finally:
+                self.have(before)
+
+
+@contextlib.contextmanager
+def _without_function_modes(torch: Any) -> Iterator[None]:
+    """A block in which there are none of torch's function modes, of which the default device is one.
+
+    They can't be ended and begun again: torch takes one that lies under another one's block for that one.
+    """
+    modes = [torch.overrides._pop_mode() for _ in range(torch._C._len_torch_function_stack())]
+    place = torch._GLOBAL_DEVICE_CONTEXT
+    own = getattr(place, "device_context", None)
+    place.device_context = None
+    try:
+        yield
+    finally:
+        place.device_context = own
+        for mode in reversed(modes):
+            torch.overrides._push_mode(mode)
