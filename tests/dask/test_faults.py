@@ -43,7 +43,11 @@ def cluster(tmp_path: Path) -> Iterator[tuple[str, psutil.Process]]:
 
 
 def ports(process: psutil.Process) -> list[int]:
-    return [each.laddr.port for each in process.net_connections("inet") if each.status == psutil.CONN_LISTEN]
+    try:
+        found = process.net_connections("inet")
+    except psutil.NoSuchProcess:  # a child of another test's that is just ending
+        return []
+    return [each.laddr.port for each in found if each.status == psutil.CONN_LISTEN]
 
 
 def spawned(runtime: Runtime) -> tuple[Pool, ColocatedGroup, Processes]:
