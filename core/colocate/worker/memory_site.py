@@ -15,7 +15,7 @@ from colocate.worker.store import Store
 
 
 class Worker(Protocol):
-    """What it needs of its worker; see `Site`."""
+    """What they need of it; see `Site`."""
 
     boot: Boot
     store: Store

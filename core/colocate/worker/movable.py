@@ -41,12 +41,7 @@ class Movable:
         self._away = away
 
     def going(self, name: str, tags: Sequence[str], discard: Collection[str] = ()) -> Going:
-        """What of a role is to sleep.
-
-        Args:
-            name: The role.
-            tags: What of it.
-            discard: Tags of which the contents are let go of; those that sleep already, too.
+        """See `Sleeper.going`, which looks at whether there is room, too.
 
         Raises:
             ColocateError: Not everything can be looked at, where that matters.
