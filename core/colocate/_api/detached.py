@@ -208,6 +208,8 @@ def _taken(pool: Slots, record: GroupRecord) -> Crew:
     group.seed, group.line, group.created = record.seed, record.line, record.created
     group.restarts.checkpoint, group.restarts.restored = record.checkpoint, record.restored
     group.taught.follows(record.modules)
+    for role, tags in record.until_woken.items():
+        group.sleepers.mark(role, tags, until_woken=True)
     executor = cast("Detachable", pool.connection.services.executor)
     group.workforce.take(executor, record.tokens)
     return group

@@ -21,7 +21,7 @@ from colocate._role.role import check_role
 from colocate.errors import ColocateError
 from colocate.executor import Request
 
-_FORM = 4  # goes up when what is pickled in a record has moved or changed, and the version of colocate hasn't
+_FORM = 5  # goes up when what is pickled in a record has moved or changed, and the version of colocate hasn't
 
 
 @attrs.frozen
@@ -42,6 +42,7 @@ class GroupRecord:
         checkpoint: What it is rebuilt from, if there is something.
         restored: The tag of what its roles were restored from.
         modules: The modules that its workers have got from a driver: file and digest, by name.
+        until_woken: The tags of memory that calls leave asleep, by role.
     """
 
     name: str
@@ -57,6 +58,7 @@ class GroupRecord:
     checkpoint: Checkpoint | None
     restored: Tag
     modules: dict[str, tuple[str, str]]
+    until_woken: dict[str, list[str]]
 
     def declared(self) -> Declared:
         """Its roles.
@@ -162,6 +164,7 @@ def _group(pool: Slots, group: Crew) -> GroupRecord:
         group.restarts.checkpoint,
         group.restarts.restored,
         dict(group.taught.given.contents),
+        group.sleepers.until_woken,
     )
 
 

@@ -173,7 +173,7 @@ class Slots(Home):
         return self.attachment is not None and not self.attachment.own and crew.name in self.attachment.groups
 
     def changed(self) -> None:
-        """Its groups aren't the ones that they were; drivers after this one are to know."""
+        """What drivers after this one are to know of its groups has changed."""
         if self.attachment is not None:
             self.attachment.changed()
 

@@ -17,7 +17,7 @@ class Attachment:
         own: Whether it ends with this driver.
         ttl: Seconds that it lives without any.
         groups: The groups that belong to it, by name; others end with this driver.
-        changed: Tells those after this driver which groups there are.
+        changed: Tells those after this driver which groups there are, and what they are to know of them.
     """
 
     name: str

@@ -54,7 +54,7 @@ class Home(Owned, abc.ABC):
 
     @abc.abstractmethod
     def changed(self) -> None:
-        """Its groups aren't the ones that they were."""
+        """What drivers after this one are to know of its groups has changed."""
 
     @abc.abstractmethod
     def goes_on(self, crew: Crew) -> bool:

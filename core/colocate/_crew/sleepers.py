@@ -33,7 +33,9 @@ class Sleepers:
 
     def __init__(self, roles: Iterable[str]) -> None:
         """Args: roles: Those of a group that another driver may have put to sleep."""
-        self._marks: dict[Mark, Slept] = {(role, tag): Slept() for role in roles for tag in TAGS}
+        self._marks: dict[Mark, Slept] = {}
+        for role in roles:
+            self.mark(role, TAGS, until_woken=False)
 
     def __bool__(self) -> bool:
         return bool(self._marks)
@@ -50,6 +52,15 @@ class Sleepers:
     def for_call(self, role: str, tags: Collection[str]) -> dict[Mark, Slept]:
         """Those of which a call of the role wakes it."""
         return {mark: slept for mark, slept in self.seen(role, tags).items() if not slept.until_woken}
+
+    @property
+    def until_woken(self) -> dict[str, list[str]]:
+        """The tags that calls leave asleep, by role."""
+        found: dict[str, list[str]] = {}
+        for (role, tag), slept in list(self._marks.items()):
+            if slept.until_woken:
+                found.setdefault(role, []).append(tag)
+        return found
 
     @property
     def roles(self) -> list[str]:

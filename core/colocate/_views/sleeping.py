@@ -53,6 +53,7 @@ def start_sleep(
             "their calls"
         )
     crew.sleepers.mark(role, chosen, until_woken)
+    crew.home.changed()
     call = _start(crew, SLEEP, f"sleep of {role}", {"role": role, "tags": chosen, "discard": lost}, timeout)
     crew.sleepers.mark(role, chosen, until_woken)  # what has woken it before that doesn't count
     return call

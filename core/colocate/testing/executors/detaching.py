@@ -16,7 +16,7 @@ import pytest
 import colocate
 from colocate import Runtime
 from colocate._api.detached import close_detached
-from colocate.errors import CapabilityError, ClosedError, ColocateError, ConfigError
+from colocate.errors import CapabilityError, ClosedError, ColocateError, ConfigError, SleepingError
 from colocate.executor import Detachable
 from colocate.testing.executors._base import needs
 from colocate.testing.executors._detached import TTL_S, DetachedCase, counting, new, published
@@ -24,6 +24,7 @@ from colocate.testing.executors.drivers import Scripts
 from colocate.testing.gate import Gate
 from colocate.testing.probes.counting import Counting
 from colocate.testing.probes.plain import Echo
+from colocate.testing.probes.sleepers import Dozing
 from colocate.testing.waiting import PATIENCE_S, Processes, wait_until
 
 
@@ -107,6 +108,25 @@ class Detaching(DetachedCase):
         assert driver.end()[0] == 0
         with runtime.attach(name) as pool:
             assert pool.groups["own"].role("own").add(2) == [42]
+
+    @needs(Detachable)
+    def test_what_calls_leave_asleep(self, runtime: Runtime, name: str) -> None:
+        """Drivers after the one that has put it to sleep heed that, however they have come by the pool."""
+        pytest.importorskip("torch")
+        pool = runtime.reserve(1, cpus=0, detachable=True)
+        pool.spawn({"actor": colocate.role(Dozing, 1)}, name="dozing").sleep("actor", ["grads"], on_call="fail")
+        pool.detach(name, ttl=TTL_S)
+        for policy in ("fail", "wake"):
+            with runtime.attach(name) as pool:
+                group = pool.groups["dozing"]
+                actor = group.role("actor", Dozing)
+                with pytest.raises(SleepingError, match=r"sleeps .*grads.*: group\.wake\('actor'\)"):
+                    actor.digest()
+                group.wake("actor")
+                before = actor.digest()
+                group.sleep("actor", ["weights", "grads"], on_call=policy)
+        with runtime.attach(name) as pool:
+            assert pool.groups["dozing"].role("actor", Dozing).digest() == before
 
     @needs(Detachable)
     def test_closed_for_its_driver(self, runtime: Runtime, name: str) -> None:
