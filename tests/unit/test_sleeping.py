@@ -6,6 +6,7 @@ import types
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -15,6 +16,7 @@ from colocate._calls.pending import PendingCall  # noqa: E402
 from colocate._crew.sleepers import Sleepers  # noqa: E402
 from colocate._role.context import CallState, running_call, standalone_context  # noqa: E402
 from colocate._role.role import methods_of  # noqa: E402
+from colocate._system import pages  # noqa: E402
 from colocate._views.waking import note  # noqa: E402
 from colocate.errors import ColocateError, SleepingError  # noqa: E402
 from colocate.executor import Boot  # noqa: E402
@@ -38,6 +40,7 @@ class Model:
         self.net = torch.nn.Linear(50, 50) if net is None else net
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9)
         self.cache = torch.ones(5000)
+        self.array: np.ndarray | None = None
 
     @method
     def train(self) -> None:
@@ -174,6 +177,40 @@ def test_no_room_on_the_device(worker: Worker, monkeypatch: pytest.MonkeyPatch) 
     assert model.cache.untyped_storage().nbytes() == 0
     sleeper.wake("model", TAGS, 1, {})
     assert equal(contents(model), before)
+
+
+@pytest.mark.parametrize("broken", ["the device", "the file"])
+def test_no_part_comes_back_alone(worker: Worker, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    """What lies on the device and what lies on the host sleep on together."""
+    model = Model()
+    model.array = np.ones(1 << 18)
+    worker.add("model", model)
+    model.train()
+    before = contents(model)
+    sleeper = Sleeper(worker)
+    sleeper.sleep("model", TAGS, (), 1)
+    bring_back = pages.Spill.bring_back
+
+    def full(self: offload.Offload) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def unreadable(self: pages.Spill, areas: Any, copied: Any) -> None:
+        bring_back(self, areas, copied)
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        if broken == "the device":
+            patch.setattr(offload.Offload, "_copying", full)
+        else:
+            patch.setattr(pages.Spill, "bring_back", unreadable)
+        outcome = sleeper.wake("model", TAGS, 1, {})
+    assert ("CUDA out of memory" if broken == "the device" else "Input/output error") in (outcome.refusal or "")
+    assert model.cache.untyped_storage().nbytes() == sleeper.in_memory() == 0
+    sleeper.wake("model", TAGS, 1, {})
+    assert sleeper.in_memory() > 0
+    assert equal(contents(model), before)
+    assert (model.array == 1).all()
+    sleeper.close()
 
 
 DISCARD = ("grads", "cache")

@@ -179,12 +179,7 @@ class Sleeper:
             self.bring_back(coming, writes=True)
             return lambda: coming.size
 
-        def undo() -> None:
-            if self._files is not None:
-                self._files.write(coming.areas).put_away()
-            self._offload.undo(coming.storages)
-
-        outcome = self._all_or_none(role, members, begin, undo)
+        outcome = self._all_or_none(role, members, begin, lambda: self._put_back(coming))
         if outcome.refusal is None:
             self.have_come(coming)
             self.are_awake(name, coming)
@@ -377,11 +372,21 @@ class Sleeper:
 
         Raises:
             OSError: It can't be read.
-            MemoryError: The device hasn't that much: nothing has changed.
+            MemoryError: The device hasn't that much.
         """
-        if self._files is not None:  # else no page has gone there
-            self._files.bring_back(coming.areas, coming.written if writes else ())
         self._offload.bring_back(coming.storages)
+        try:
+            if self._files is not None:  # else no page has gone there
+                self._files.bring_back(coming.areas, coming.written if writes else ())
+        except OSError:
+            self._put_back(coming)
+            raise
+
+    def _put_back(self, coming: Coming) -> None:
+        """It has just come, some of it at least, and sleeps still."""
+        self._offload.undo(coming.storages)
+        if self._files is not None:
+            self._files.write(coming.areas).put_away()
 
     def have_come(self, coming: Coming) -> None:
         """It is in memory for good: copies that will be out of date the next time aren't kept."""
