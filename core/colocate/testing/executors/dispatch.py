@@ -125,6 +125,15 @@ class Dispatching(ExecutorCase):
         """A dispatch or collect of one's own needs one method, and runs on the driver."""
         assert pair.role("own", Own).swapped() == {0: (0, 1), 1: (1, 0)}
 
+    def test_rows_that_a_collect_is_told(self, pair: ColocatedGroup) -> None:
+        """As many as each rank worked on; nothing where the call has none."""
+        own = pair.role("own", Own)
+        assert own.counted([1, 2, 3]) == [2, 1]
+        assert own.nothing_to_count() is None
+        with pair.pipeline():
+            calls = own.counted.submit([1, 2]), own.nothing_to_count.submit()
+        assert [call.result() for call in calls] == [[1, 1], None]
+
     def test_own_rows(self, pair: ColocatedGroup) -> None:
         """Types given to `register_batch` are split, padded and joined as everything with rows."""
         joined = pair.role("own", Own).tripled(Block([1, 2, 3], "mine"))

@@ -163,6 +163,15 @@ class ByRank(colocate.Collect):
         return dict(enumerate(results))
 
 
+@attrs.frozen
+class Counts(colocate.Collect):
+    """Another one: how many rows each rank worked on, as the framework tells it."""
+
+    def join(self, results: Any, ranks: colocate.Ranks) -> Any:
+        """That of the ranks."""
+        return ranks.rows
+
+
 class Block:
     """A type of a user's own that has rows."""
 
@@ -190,6 +199,14 @@ class Own(Role):
     def swapped(self, to: int = -1) -> tuple[int, int]:
         """Rank and what it was given."""
         return self.ctx.rank, to
+
+    @method(dispatch=Scatter("batch"), collect=Counts())
+    def counted(self, batch: list[int]) -> None:
+        """Have them counted."""
+
+    @method(collect=Counts())
+    def nothing_to_count(self) -> None:
+        """It works on no rows."""
 
     @method(dispatch=Scatter("block", pad=True), collect=Concat())
     def tripled(self, block: Block) -> Block:
