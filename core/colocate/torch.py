@@ -1,7 +1,7 @@
 """Models of torch that go on after a failed call: `renew`.
 
 What torch has no public way for is done here, for the versions that it was tried with and for no others. (What groups
-themselves need of torch is in `_role/torch_groups.py`.)
+themselves need of torch is in `_role/torch_groups.py` and `_role/torch_books.py`.)
 """
 
 from __future__ import annotations

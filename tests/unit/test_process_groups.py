@@ -13,7 +13,7 @@ import torch
 import colocate
 from colocate import Role, RoleError, method, needs
 from colocate._protocol.consequence import Consequence
-from colocate._role import torch_groups
+from colocate._role import torch_books, torch_groups
 from colocate._role.context import Context
 from colocate._role.torch_groups import Plan
 from colocate.testing.gate import Address, Gate, pass_gate
@@ -123,9 +123,9 @@ def test_backends_go_when_the_roles_have_gone_on(monkeypatch: pytest.MonkeyPatch
     """A model lets go of its group on the lane: it mustn't be the last that holds what may still run in it."""
     backends = [Group()]
     there = weakref.ref(backends[0])
-    monkeypatch.setattr(torch_groups, "cut", lambda names: None)
-    monkeypatch.setattr(torch_groups, "reference", lambda name: None)
-    monkeypatch.setattr(torch_groups, "forget", lambda name: [backends.pop()])
+    monkeypatch.setattr(torch_books, "cut", lambda names: None)
+    monkeypatch.setattr(torch_books, "reference", lambda name: None)
+    monkeypatch.setattr(torch_books, "forget", lambda name: [backends.pop()])
     groups = ProcessGroups(Asking(), in_process=False, group="policy")
     groups.drop(["policy/actor/all"])
     assert there() is not None

@@ -48,7 +48,7 @@ KNOWN = {
     "worker.process_groups": "the thread in which torch makes a group",
     "worker.service": "the first bytes of a socket, with the descriptors that come along",
     "worker.template": "requests for forks; it has one thread, and answers them itself",
-    "_role.torch_groups": "nothing: it looks whether connections have ended",
+    "_role.torch_books": "nothing: it looks whether connections have ended",
     "_system.printer": "room in the terminal or pipe that it prints to",
     "keeper.forks": "the template's answer: a number in a pipe of its own, as a fork has one thread and no hub",
     "keeper.greeting": "the first bytes of a connection, before there are messages on it",

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from colocate._role import torch_groups
+from colocate._role import torch_books
 from colocate.errors import ConfigError
 
 M = TypeVar("M", bound=nn.Module)
@@ -52,7 +52,7 @@ def rebuilt(former: M, optimizer: torch.optim.Optimizer | None, rebuild: Callabl
     for name, each in fresh.named_modules():
         each.training = modes.get(name, each.training)
     for mesh in {id(old.device_mesh): old.device_mesh for old in before.values() if isinstance(old, DTensor)}.values():
-        torch_groups.let_go(mesh)
+        torch_books.let_go(mesh)
     if optimizer is not None:
         _hand_over(optimizer, {id(old): (old, taken[id(old)]) for old in before.values()})
     return fresh

@@ -25,7 +25,7 @@ import attrs
 from colocate._protocol.consequence import Consequence
 from colocate._protocol.message import Message
 from colocate._protocol.messages import Meet, Operations
-from colocate._role import torch_groups
+from colocate._role import torch_books, torch_groups
 from colocate._role.context import Context, MeshPlace
 from colocate._role.torch_groups import Plan
 from colocate._system.jobs import message_of
@@ -137,7 +137,7 @@ class ProcessGroups:
 
     def watch_collectives(self) -> None:
         """Know all groups of this process and what is done on them, whoever makes them. Torch is there."""
-        torch_groups.record()
+        torch_books.record()
         if backend_for(self._device) is None:
             guard(self._hopeless)
 
@@ -182,7 +182,7 @@ class ProcessGroups:
             # The same object again, as long as anybody has it: to torch's caches of how tensors lie on meshes, another
             # one would be equal to it, so that tensors on the new one would become tensors on the former.
             former = self._former_meshes.pop((ctx.role, which), _nobody)()
-            if former is not None and torch_groups.point(former, groups):
+            if former is not None and torch_books.point(former, groups):
                 found = former
             else:
                 found = DeviceMesh.from_group(
@@ -259,7 +259,7 @@ class ProcessGroups:
         try:
             if former is not None:
                 former.made.exception()  # it is over
-                bury(torch_groups.forget(name))
+                bury(torch_books.forget(name))
             if torch_groups.has_default():
                 raise ConfigError(
                     f"slot {self._slot} of group {self._group!r} is to have a default process group that colocate "
@@ -330,9 +330,9 @@ class ProcessGroups:
                     del made  # when the lane goes on, nobody but it has the group
                     left.set_result(None)
                     return
-            if torch_groups.named(plan.name) is made:
+            if torch_books.named(plan.name) is made:
                 del made
-                bury(torch_groups.forget(plan.name))
+                bury(torch_books.forget(plan.name))
 
         # Not on the lane, which would wait in torch: a peer that a hold has called back may never finish its half.
         threading.Thread(target=make, name="colocate-process-group", daemon=True).start()
@@ -361,7 +361,7 @@ class ProcessGroups:
 
     def count(self) -> int:
         """How many operations this rank has begun on all groups; a role that changes that shares something."""
-        return 0 if self._in_process else torch_groups.count()
+        return 0 if self._in_process else torch_books.count()
 
     # -- after a failure
 
@@ -372,21 +372,21 @@ class ProcessGroups:
         # A group that this call hasn't asked for may have been cut by a call that has nothing to do with it.
         seq, made = self._worker.asking(), dict(self._made)
         names = [name for name, each in made.items() if each.asked == seq] or [*made]
-        return reason if torch_groups.lost_a_peer(f"{self._group}/{name}" for name in names) else None
+        return reason if torch_books.lost_a_peer(f"{self._group}/{name}" for name in names) else None
 
     def lost_a_peer(self) -> bool:
         """Whether a peer has left, or died: then this rank's failure is only a consequence.
 
         All were there to make a group that couldn't be made; or the other end of a connection is gone.
         """
-        return self._not_made or bool(self._cut) or torch_groups.lost_a_peer(self.operations())
+        return self._not_made or bool(self._cut) or torch_books.lost_a_peer(self.operations())
 
     def operations(self) -> Operations:
         """How many operations this rank has begun on each of its groups, whoever has made them."""
         if self._in_process:  # those of several ranks aren't this worker's
             return {}
         with LOOKING:
-            found = torch_groups.operations()
+            found = torch_books.operations()
         with self._lock:
             return {name: told for name, told in found.items() if name not in self._unfinished}
 
@@ -396,7 +396,7 @@ class ProcessGroups:
             if hold <= self._epoch:  # this one is back, which the driver hadn't heard
                 return
             self._gone[slot] = operations
-            over, begins = self._watching, self._watching is None and torch_groups.are_any()
+            over, begins = self._watching, self._watching is None and torch_books.are_any()
             if over is None:
                 over = threading.Event()
             if begins:
@@ -414,9 +414,9 @@ class ProcessGroups:
         with LOOKING:  # until it is done: who drops groups, and makes others of the same names, waits for that
             with self._lock:
                 gone = dict(self._gone)
-            vain = {name for name, (count, _) in torch_groups.operations().items() if count > _limit(name, gone)}
+            vain = {name for name, (count, _) in torch_books.operations().items() if count > _limit(name, gone)}
             if is_transferring():  # which nobody counts: with whom isn't known either
-                vain.update(name for name in torch_groups.with_transfers() if gone.keys() & torch_groups.members(name))
+                vain.update(name for name in torch_books.with_transfers() if gone.keys() & torch_books.members(name))
             self._cut_those(vain - self._cut - self._unfinished)
 
     def cut(self, names: Iterable[str] | None = None) -> None:
@@ -429,7 +429,7 @@ class ProcessGroups:
         with self._lock:
             self._cut.update(names)
         self.cuts += len(names)
-        torch_groups.cut(names)
+        torch_books.cut(names)
 
     def back(self, hold: int) -> tuple[Operations, list[str]]:
         """This rank runs nothing: how many operations it has begun, and which groups it has cut. On the lane."""
@@ -460,18 +460,18 @@ class ProcessGroups:
         default = f"{self._group}/default"
         with LOOKING:  # whoever looks for groups to cut has done so, and finds none any more
             pass
-        if (rest := torch_groups.cut(names)) is not None:  # what still runs on a device ends
+        if (rest := torch_books.cut(names)) is not None:  # what still runs on a device ends
             rest.join()
         whole = default in names
         if whole:  # with which torch forgets all others
-            names = [*torch_groups.all_groups()]
+            names = [*torch_books.all_groups()]
         self._former_meshes.update({key: weakref.ref(mesh) for key, mesh in self._meshes.items()})
         self._meshes.clear()
         for name in names:
             self._made.pop(name.removeprefix(f"{self._group}/"), None)
-            if (found := torch_groups.reference(name)) is not None:
+            if (found := torch_books.reference(name)) is not None:
                 self._dropped.append((found, name))
-            self._left += torch_groups.forget(name)
+            self._left += torch_books.forget(name)
         with self._lock:
             self._cut.update(names)  # until the roles have gone on without them: who comes after this driver asks again
             if whole:
@@ -502,12 +502,12 @@ class ProcessGroups:
         names = [f"{self._group}/{name}" for name in self._made]
         self._made.clear()
         if self._in_process:
-            left = [backend for name in names for backend in torch_groups.forget(name)]
+            left = [backend for name in names for backend in torch_books.forget(name)]
             if self._default is not None:
                 left += torch_groups.unshare_default(self)
         else:
             self.cut()
-            left = torch_groups.forget_all()
+            left = torch_books.forget_all()
         bury(left, GROUPS_CLOSE_WITHIN_S)
 
 
@@ -517,7 +517,7 @@ def _nobody() -> None:
 
 def _limit(name: str, gone: Mapping[int, Operations]) -> float:
     """How many operations on a group can be ended, where some ranks begin none any more."""
-    slots = torch_groups.members(name)
+    slots = torch_books.members(name)
     return min(
         (told[name][0] if name in told else 0 for slot, told in gone.items() if name in told or slot in slots),
         default=math.inf,

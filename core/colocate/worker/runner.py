@@ -13,7 +13,7 @@ from colocate._protocol import messages
 from colocate._protocol.consequence import Consequence, PutBack
 from colocate._protocol.taken import summed
 from colocate._protocol.uses import Resolver
-from colocate._role import torch_groups
+from colocate._role import torch_books
 from colocate._role.context import reset_current, running_call, set_current
 from colocate._role.method_spec import MethodSpec
 from colocate._system.rebuilding import rebuilding
@@ -318,7 +318,7 @@ class Runner:
         halves = _updates(work, begun) if work is not None else 0
         # Models of one rank only are in the middle of a step, too, though it has begun nothing that anybody counts.
         amid = work is not None and (
-            begun != work.operations or (torch_groups.are_any() and failure.is_in_backward(error))
+            begun != work.operations or (torch_books.are_any() and failure.is_in_backward(error))
         )
         secondary = isinstance(error, Consequence) or site.groups.lost_a_peer()
         told, body = failure.failed(error, site.codec, site.definitions, role, secondary)

@@ -1,0 +1,335 @@
+"""Torch's books, which it keeps of all process groups of a process: read, and groups cut, and taken out of them again.
+
+What is asked here of any group is read from those, so that one that a role has made by itself (`init_process_group`,
+`new_group`) is counted and cut as colocate's own are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import select
+import socket
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from colocate import wire
+from colocate._role.gloo_devices import on_one_device
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+_sockets: dict[str, list[socket.socket]] = {}  # duplicates of groups' connected sockets, which outlive gloo's own
+_transfers: dict[str, int] = {}  # sends and receives of groups, as far as gloo has counted them
+_books = threading.Lock()
+
+
+def record() -> None:
+    """From now on, know of each group its sockets and its sends and receives, whoever in this process makes it.
+
+    Those on gloo share the thread of their connections, too.
+    """
+    _record_sockets()
+    _record_transfers()
+
+
+def _record_transfers() -> None:
+    """Gloo counts them as operations of the group, which they aren't: two ranks have a part in each."""
+    from torch.distributed import ProcessGroup
+
+    for name in ("send", "recv", "recv_anysource"):
+        transfer: Callable[..., Any] = getattr(ProcessGroup, name)
+        if not getattr(transfer, "is_recorded", False):
+            setattr(ProcessGroup, name, _counting(transfer))
+
+
+def _counting(transfer: Callable[..., Any]) -> Callable[..., Any]:
+    def counted(group: Any, tensors: list[Any], *args: Any) -> Any:
+        found = transfer(group, tensors, *args)
+        name = _name_of(group)
+        if name is not None:
+            _transfers[name] = _transfers.get(name, 0) + int(tensors[0].device.type == "cpu")
+        return found
+
+    counted.is_recorded = True  # type: ignore[attr-defined]
+    return counted
+
+
+def _record_sockets() -> None:
+    from torch.distributed import distributed_c10d as c10d
+
+    make: Callable[..., Any] = c10d._new_process_group_helper
+    if getattr(make, "records_sockets", False):
+        return
+
+    def recording(group_size: int, *args: Any, **kwargs: Any) -> Any:
+        before = set(_connected_sockets()) if group_size > 1 else set()
+        with on_one_device(c10d):
+            group, store = make(group_size, *args, **kwargs)
+        # NCCL has sockets too, and is cut by its own means.
+        if group_size > 1 and (name := _name_of(group)) is not None and all(map(_is_gloo, _backends(group))):
+            with _books:
+                _sockets[name] = _since(before)
+        return group, store
+
+    recording.records_sockets = True  # type: ignore[attr-defined]
+    c10d._new_process_group_helper = recording
+
+
+def all_groups() -> dict[str, ProcessGroup]:
+    """Those of this process by name, that of the default one last. Who keeps one looks like a role that does."""
+    c10d = sys.modules.get("torch.distributed.distributed_c10d")  # there are none where nobody needs torch
+    world = getattr(c10d, "_world", None)  # None while it is being imported
+    if world is None:
+        return {}
+    found = sorted(world.pg_names.items(), key=lambda item: item[0] is world.default_pg)
+    return {str(name): group for group, name in found}
+
+
+def are_any() -> bool:
+    """Whether there are any."""
+    return bool(all_groups())
+
+
+def named(name: str) -> ProcessGroup | None:
+    """The group of a name; of one that a role has made, its ranks go with that."""
+    bare, hash_mark, _ = name.partition("#")
+    group = all_groups().get(bare)
+    return None if group is None or (hash_mark and _known_as(bare, group) != name) else group
+
+
+def _known_as(name: str, group: ProcessGroup) -> str:
+    """What a group is called among the slots: torch counts those that roles make, in each process from 0."""
+    from torch.distributed import distributed_c10d as c10d
+
+    if "/" in name:
+        return name
+    ranks = ",".join(map(str, c10d._world.pg_group_ranks.get(group, ())))
+    return f"{name}#{hashlib.blake2b(ranks.encode(), digest_size=6).hexdigest()}"
+
+
+def reference(name: str) -> weakref.ref[ProcessGroup] | None:
+    """What tells whether a group is still held, once it is forgotten."""
+    group = named(name)
+    return None if group is None else weakref.ref(group)
+
+
+def members(name: str) -> Collection[int]:
+    """The ranks in the default group of those that share a group."""
+    from torch.distributed import distributed_c10d as c10d
+
+    group = named(name)
+    return () if group is None else list(c10d._world.pg_group_ranks.get(group, ()))
+
+
+def operations() -> dict[str, tuple[int, int]]:
+    """How many operations this rank has begun on each group of several ranks, and how many ranks that has."""
+    return {
+        _known_as(name, group): (_count(name, group), group.size())
+        for name, group in all_groups().items()
+        if group.size() > 1
+    }
+
+
+def count() -> int:
+    """How many operations this process has begun on all groups of several ranks."""
+    return sum(_count(name, group) for name, group in all_groups().items() if group.size() > 1)
+
+
+def _count(name: str, group: ProcessGroup) -> int:
+    begun = sum(backend._get_sequence_number_for_group() for backend in _backends(group))
+    return int(begun) - _transfers.get(name, 0)
+
+
+def with_transfers() -> list[str]:
+    """The groups on which this rank has sent or received, of several ranks."""
+    return [_known_as(name, group) for name, group in all_groups().items() if group.size() > 1 and name in _transfers]
+
+
+def _backends(group: Any) -> list[Any]:
+    """Each once. Nobody may keep one: who lets go of the last reference waits for what still runs in it."""
+    found: dict[int, Any] = {}
+    for device in group._device_types:
+        try:
+            backend = group._get_backend(device)
+        except RuntimeError:
+            backend = group
+        found[id(backend)] = backend
+    return list(found.values()) or [group]  # which is written in Python: it has none but itself
+
+
+def cut(names: Collection[str]) -> threading.Thread | None:
+    """Free whoever waits for this rank in these groups; none of them is of any use after that.
+
+    Returns:
+        What goes on with that, if not all is done.
+    """
+    # The lock is left with sockets only: a group that this thread still named would look like one a role holds.
+    bare = [name.partition("#")[0] for name in names if named(name) is not None]
+    with _books:
+        connections = [connection for name in bare for connection in _sockets.get(name, ())]
+    for connection in connections:
+        try:
+            connection.shutdown(socket.SHUT_RDWR)
+        except OSError:  # the peer has closed it already, or this worker has
+            pass
+    aborted = [name for name in names if _aborts(name)]
+    if not aborted:
+        return None
+    # Not here: it waits for the device, on which a kernel may wait for a peer that is cut in the same moment.
+    thread = threading.Thread(target=_abort, args=(aborted,), name="colocate-abort", daemon=True)
+    thread.start()
+    return thread
+
+
+def _aborts(name: str) -> bool:
+    """Whether a group has a backend that frees its peers when it is aborted; gloo's does nothing then."""
+    group = named(name)
+    return group is not None and any(not _is_gloo(backend) for backend in _backends(group))
+
+
+def _abort(names: Sequence[str]) -> None:
+    """All of them as one: an abort waits for the communicators that share its device."""
+    backends = [
+        backend
+        for name in names
+        if (group := named(name)) is not None
+        for backend in _backends(group)
+        if not _is_gloo(backend)
+    ]
+    together = [backend for backend in backends if hasattr(backend, "_group_start")]
+    if together:
+        together[0]._group_start()
+    try:
+        for backend in backends:
+            backend.abort()
+    finally:
+        if together:
+            together[0]._group_end()
+
+
+def lost_a_peer(names: Iterable[str]) -> bool:
+    """Whether the other end of a connection is gone, or this one has been shut down."""
+    poll = select.poll()
+    with _books:
+        for name in names:
+            for connection in _sockets.get(name.partition("#")[0], ()):
+                if (fd := connection.fileno()) >= 0:
+                    poll.register(fd, select.POLLRDHUP | select.POLLHUP | select.POLLERR)
+        return bool(poll.poll(0))
+
+
+def forget(name: str) -> list[Any]:
+    """Take a group out of torch's books; what would wait for the work that still runs in it, were it dropped here.
+
+    With the default group all others go.
+    """
+    group = named(name)
+    if group is None:
+        return []
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d as c10d
+
+    world = c10d._world
+    if group is world.default_pg:
+        left = [backend for each in list(world.pg_map) for backend in _backends(each) if _is_gloo(backend)]
+        _close_sockets({*_sockets, *_transfers})
+        dist.destroy_process_group()
+        return left
+    left = [backend for backend in _backends(group) if _is_gloo(backend)]
+    name = name.partition("#")[0]
+    _close_sockets([name])
+    c10d._unregister_process_group(c10d.GroupName(name))  # type: ignore[attr-defined]
+    tables: Sequence[Mapping[Any, Any]] = (
+        *(world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config, world.pg_to_tag),
+        world.pg_coalesce_state,
+    )
+    for table in tables:
+        table.pop(group, None)  # type: ignore[attr-defined]
+    for tag, tagged in list(world.tags_to_pg.items()):
+        world.tags_to_pg[tag] = [each for each in tagged if each is not group]
+    return left
+
+
+def forget_all() -> list[Any]:
+    """Forget all of them; see `forget`."""
+    return [backend for name in [*all_groups()] for backend in forget(name)]
+
+
+def point(mesh: DeviceMesh, groups: Iterable[ProcessGroup]) -> bool:
+    """Have a mesh go on with other groups of the same names; whether it can."""
+    registry: dict[str, ProcessGroup] | None = getattr(mesh, "_pg_registry", None)
+    if registry is None:
+        return False
+    registry.update({str(group.group_name): group for group in groups})
+    return True
+
+
+def let_go(mesh: DeviceMesh) -> None:
+    """Have a mesh keep no group that was forgotten: torch may keep the mesh for good (2.11 loses references to it)."""
+    there = set(map(id, all_groups().values()))
+    root = getattr(mesh, "_get_root_mesh", lambda: mesh)()
+    for each in (root, mesh):
+        registry: dict[str, ProcessGroup] = getattr(each, "_pg_registry", {})
+        for name in [name for name, group in registry.items() if id(group) not in there]:
+            del registry[name]
+
+
+def _close_sockets(names: Iterable[str]) -> None:
+    with _books:
+        for name in names:
+            for connection in _sockets.pop(name, ()):
+                connection.close()
+            _transfers.pop(name, None)
+
+
+def _name_of(group: Any) -> str | None:
+    from torch.distributed import distributed_c10d as c10d
+
+    return c10d._world.pg_names.get(group)
+
+
+def _is_gloo(backend: Any) -> bool:
+    from torch.distributed import ProcessGroupGloo
+
+    return isinstance(backend, ProcessGroupGloo)
+
+
+def _connected_sockets() -> dict[str, int]:
+    """Descriptors of this process's connected TCP sockets that aren't colocate's own, by what the system calls them.
+
+    A descriptor's number tells no socket from another: gloo closes those of an old group when it likes.
+    """
+    found = {}
+    own = wire.own_descriptors()
+    for entry in os.listdir("/proc/self/fd"):
+        try:
+            name = os.readlink(f"/proc/self/fd/{entry}")
+            if int(entry) in own or not name.startswith("socket:"):
+                continue
+            with _duplicate(int(entry)) as probe:
+                if probe.family in (socket.AF_INET, socket.AF_INET6) and probe.type == socket.SOCK_STREAM:
+                    probe.getpeername()
+                    found[name] = int(entry)
+        except OSError:  # closed meanwhile, or not connected
+            continue
+    return found
+
+
+def _since(before: set[str]) -> list[socket.socket]:
+    """Duplicates of the connected sockets that weren't there before."""
+    found = []
+    for name, fd in _connected_sockets().items():
+        if name not in before:
+            with contextlib.suppress(OSError):  # closed meanwhile
+                found.append(_duplicate(fd))
+    return found
+
+
+def _duplicate(fd: int) -> socket.socket:
+    return socket.socket(fileno=os.dup(fd))
