@@ -81,16 +81,17 @@ def areas_of(pieces: Iterable[tuple[int, int]]) -> list[Area]:
     Returns:
         Areas that don't overlap, in order.
     """
-    found: list[Area] = []
-    if not (spans := merged(pieces)):
-        return found
+    if not (found := whole_pages(pieces)):
+        return []
     mappings = mappings_now()
     starts = [each.start for each in mappings]
-    for start, stop in spans:
-        area = Area(-(-start // PAGE) * PAGE, stop // PAGE * PAGE)
-        if area.stop - area.start >= _LEAST_BYTES and _is_own(area, mappings, starts):
-            found.append(area)
-    return found
+    return [area for area in found if _is_own(area, mappings, starts)]
+
+
+def whole_pages(pieces: Iterable[tuple[int, int]]) -> list[Area]:
+    """The pages in which nothing but these pieces lies, without small stretches of them; see `areas_of`."""
+    areas = (Area(-(-start // PAGE) * PAGE, stop // PAGE * PAGE) for start, stop in merged(pieces))
+    return [area for area in areas if area.stop - area.start >= _LEAST_BYTES]
 
 
 def _is_own(area: Area, mappings: Sequence[Mapping], starts: Sequence[int]) -> bool:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from colocate._protocol.ledger import TAGS, Purpose
-from colocate._system.mappings import Area, areas_of, merged, own, split
+from colocate._system.mappings import Area, areas_of, merged, own, split, whole_pages
 from colocate._system.pages import Emptying
 from colocate.worker.holdings import Holdings, Objects, Storages
 
@@ -115,17 +115,18 @@ class Coming:
         self.emptied = {key for key in self.pieces if key in emptied}
         self.storages = {key for pieces in found for key in pieces.storages if key in self.pieces}
         self.trained = {key for pieces in found for key in pieces.trained} & self.storages
-        self.areas = self._areas(self.pieces.keys() - self.emptied)
+        self.areas = areas_of(self._host_pieces(self.pieces.keys() - self.emptied))
         stepped = {key for tag in _STEPPED for place in self.by_tag.get(tag, Objects()).values() for key in place}
-        self.written = self._areas(stepped.union(*(pieces.trained for pieces in found)) & keys - self.emptied)
-        self.on_host = _size(self._areas(self.pieces) if self.emptied else self.areas)
+        stepped = stepped.union(*(pieces.trained for pieces in found)) & self.pieces.keys() - self.emptied
+        self.written = [area for area, _ in split(whole_pages(self._host_pieces(stepped)), self.areas)[0]]
+        self.on_host = _size(areas_of(self._host_pieces(self.pieces)) if self.emptied else self.areas)
         self.anew = sum(self.pieces[key] for key in self.emptied - self.storages)
         stored = sum(self.pieces[key] for key in self.storages)
         self.size = self.on_host + stored
         self.on_device = self.size if device == "cpu" else stored
 
-    def _areas(self, keys: Iterable[int]) -> list[Area]:
-        return areas_of((key, self.pieces[key]) for key in keys if key in self.pieces and key not in self.storages)
+    def _host_pieces(self, keys: Iterable[int]) -> Iterator[tuple[int, int]]:
+        return ((key, self.pieces[key]) for key in keys if key not in self.storages)
 
 
 def _size(areas: Iterable[Area]) -> int:
