@@ -31,7 +31,7 @@ class Device:
         self._name = name
         self._starts: list[int] = []  # of memory that isn't the allocator's to give to others
         self._stops: list[int] = []
-        self._segments: object = None
+        self._reserved: object = None
         self._side = SideStream(name)
         self.peaks: dict[str, int] | None = None if name == "cpu" or in_process else {}
 
@@ -95,7 +95,8 @@ class Device:
     def lends(self, tensor: Any) -> bool:
         """Whether a tensor lies in memory that is written into without torch's noticing: a CUDA graph's.
 
-        Such a graph has a pool of memory to itself, and its outputs are there; a replay changes them.
+        Such a graph has a pool of memory to itself, and its outputs are there; a replay changes them. Where torch's
+        allocator doesn't tell its pools apart, any tensor may be one of them.
         """
         return tensor.device.type != "cpu" and self.is_private(tensor.untyped_storage().data_ptr())
 
@@ -109,14 +110,20 @@ class Device:
         return place >= 0 and address < self._stops[place]
 
     def _look(self, module: Any) -> None:
-        segments = module.memory_stats_as_nested_dict(self._name)["segment"]["all"]
-        seen = segments["allocated"], segments["freed"]
-        if seen == self._segments:  # a look takes as long as a call, or longer
+        # Not the number of segments: those that expand aren't counted.
+        reserved = module.memory_stats_as_nested_dict(self._name)["reserved_bytes"]["all"]
+        seen = reserved["allocated"], reserved["freed"]
+        if seen == self._reserved:  # a look takes as long as a call, or longer
             return
-        self._segments = seen
+        self._reserved = seen
+        try:
+            found = module.memory_snapshot()
+        except RuntimeError:  # by cudaMallocAsync, say: any of it may be a graph's
+            self._starts, self._stops = [0], [1 << 64]
+            return
         private = sorted(
             (each["address"], each["address"] + each["total_size"])
-            for each in module.memory_snapshot()
+            for each in found
             if tuple(each["segment_pool_id"]) != (0, 0)
         )
         self._starts, self._stops = [start for start, _ in private], [stop for _, stop in private]
