@@ -567,6 +567,16 @@ class Spoiler(Role):
         return self.y
 
     @method
+    def begin(self) -> None:
+        """Has the device be busy for half a second, and doesn't wait."""
+        torch.cuda._sleep(10**9)
+
+    @method
+    def is_idle(self) -> bool:
+        """Whether nothing is left to do on its stream."""
+        return torch.cuda.current_stream().query()
+
+    @method
     def stream(self) -> int:
         """On which it computes; it leaves another one."""
         found = torch.cuda.current_stream().stream_id
@@ -638,10 +648,14 @@ class TestErrors:
 
     @needs_cuda
     def test_streams(self) -> None:
-        """Each role computes on its own; what a method leaves is forgotten."""
+        """Each role computes on its own, for which its calls wait, too; what a method leaves is forgotten."""
         with connect() as runtime:
-            roles = {"one": colocate.role(Spoiler), "side": colocate.role(OnASide), "other": colocate.role(Spoiler)}
+            roles = {"side": colocate.role(OnASide), "one": colocate.role(Spoiler), "other": colocate.role(Spoiler)}
             group = runtime.reserve().spawn(roles)
+            for name in roles:
+                role = group.role(name, Spoiler)
+                role.begin()
+                assert role.is_idle() == [True]
             found = {name: {group.role(name, Spoiler).stream()[0] for _ in range(3)} for name in roles}
             assert found["one"] == found["other"]
             assert len(found["one"]) == len(found["side"]) == 1

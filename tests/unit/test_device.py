@@ -37,6 +37,9 @@ class Gpu:
     def current_stream(self, device: str) -> Any:
         return self if self.current == "usual" else self.current
 
+    def default_stream(self, device: str) -> Any:
+        return self
+
     def set_stream(self, stream: Any) -> None:
         self.current = "usual" if stream is self else stream
 
@@ -240,6 +243,52 @@ def test_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     setting.have(of_role)
     assert gpu.current_stream("cuda:0") == "side"
     setting.have(Settings())
+    assert gpu.current_stream("cuda:0") is gpu
+
+
+class Stream:
+    """One with work of its own, which another one's end says nothing of."""
+
+    def __init__(self) -> None:
+        self.begun: list[str | None] = []
+
+    synchronize = Gpu.synchronize
+    is_dead = False
+
+
+def test_work_on_a_role_s_own_stream(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call ends with it as well, whichever stream is current then; and its errors are the call's."""
+    from colocate.worker import settings
+
+    monkeypatch.setattr(settings, "in_use", lambda name: gpu)
+    device = Device("cuda:0", in_process=False)
+    setting = Setting("cuda:0", False, device.leaves)
+    own = Stream()
+    setting.have(setting.base)
+    for wrong in (None, "misaligned address"):
+        setting.have(Settings(stream=own))
+        gpu.current.begun.append(wrong)
+        setting.have(setting.base)
+        with pytest.raises(RuntimeError, match="misaligned") if wrong else contextlib.nullcontext():
+            device.end("actor.step")
+        assert own.begun == []
+    setting.have(Settings(stream=own))
+    own.begun.append("misaligned address")
+    setting.have(setting.base)
+    assert device.why_lost() is None
+    assert own.begun == []
+
+
+def test_the_first_role_s_stream_is_its_own(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where its constructor is the first to use the device."""
+    from colocate.worker import settings
+
+    setting = Setting("cuda:0", in_process=False)
+    setting.have(setting.base)  # the device isn't in use
+    monkeypatch.setattr(settings, "in_use", lambda name: gpu)
+    gpu.set_stream("side")
+    assert setting.now().stream == "side"
+    setting.have(setting.base)
     assert gpu.current_stream("cuda:0") is gpu
 
 

@@ -2,8 +2,8 @@
 
 A call of a role has ended when its work there has. So an error of the device is that of the call that has caused it,
 what a call has kept is complete for whoever uses it, on whatever stream, and how long a call took is how long the
-device took. Work that a role begins on other streams than its current one is the role's to wait for, as ever with
-torch.
+device took. Work that a role begins on other streams than its current one, which may be one of its own, is the role's
+to wait for, as ever with torch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,13 @@ class Device:
         self._stops: list[int] = []
         self._reserved: object = None
         self._side = SideStream(name)
+        self._left: list[Any] = []  # streams on which roles may have begun something
         self.peaks: dict[str, int] | None = None if name == "cpu" or in_process else {}
+
+    def leaves(self, stream: Any) -> None:
+        """A stream isn't the lane's current one any more: what a role has begun there is waited for at its call's end."""
+        if stream not in self._left:
+            self._left.append(stream)
 
     def begin(self) -> int | None:
         """A call begins: the bytes that torch has allocated on the device; None where nobody knows whose they are."""
@@ -56,7 +62,7 @@ class Device:
         if module is None:
             return
         try:
-            _settle(module, self._name)
+            self._settle(module)
         except RuntimeError as error:
             error.add_note(
                 f"{self._name} told this when what {label} had begun there was waited for. To see which operation it "
@@ -75,12 +81,18 @@ class Device:
         said: RuntimeError | None = None
         for _ in range(2):  # what goes wrong in one piece of work is told once; a context that is lost says so for ever
             try:
-                _settle(module, self._name)
+                self._settle(module)
             except RuntimeError as error:
                 said = error
             else:
                 return None
         return f"this process can't use {self._name} any more: {said}"
+
+    def _settle(self, module: Any) -> None:
+        """Wait for what was begun on the thread's current stream, and on those that were it."""
+        while self._left:
+            self._left.pop().synchronize()
+        module.current_stream(self._name).synchronize()
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
@@ -127,11 +139,6 @@ class Device:
             if tuple(each["segment_pool_id"]) != (0, 0)
         )
         self._starts, self._stops = [start for start, _ in private], [stop for _, stop in private]
-
-
-def _settle(module: Any, device: str) -> None:
-    """Wait for what was begun on the thread's current stream."""
-    module.current_stream(device).synchronize()
 
 
 def _allocated(module: Any, device: str) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import attrs
@@ -42,15 +42,17 @@ USUAL = Settings()
 class Setting:
     """Reads and makes torch's settings, on the lane."""
 
-    def __init__(self, device: str, in_process: bool) -> None:
+    def __init__(self, device: str, in_process: bool, leaves: Callable[[Any], object] = lambda stream: None) -> None:
         """Begin with the usual ones.
 
         Args:
             device: The slot's, as torch calls it.
             in_process: Whether the process is the driver's: what is set for all of it is left alone.
+            leaves: Told of a stream that isn't the current one any more: something may have been begun there.
         """
         self._device = device
         self._in_process = in_process
+        self._leaves = leaves
         self.base = USUAL
         self._stream: Any = None  # the usual one
         self._torch: Any = None  # once it is imported: each call asks for it
@@ -90,9 +92,12 @@ class Setting:
         if self._device != "cpu" and (module := in_use(self._device)) is not None:
             if module.current_device() != number_of(self._device):
                 module.set_device(self._device)
-            if self._stream is None:
-                self._stream = module.current_stream(self._device)
-            module.set_stream(wanted.stream or self._stream)
+            if self._stream is None:  # the current one may be that of the role whose constructor is the first to use it
+                self._stream = getattr(module, "default_stream", module.current_stream)(self._device)
+            before, stream = module.current_stream(self._device), wanted.stream or self._stream
+            if before != stream:
+                self._leaves(before)
+                module.set_stream(stream)
 
     @contextlib.contextmanager
     def amid(self) -> Iterator[None]:

@@ -76,7 +76,7 @@ class Site:
         self.roles: dict[Any, HostedRole] = {}
         self.instances: dict[str, object] = {}
         self.device = Device(boot.device, in_process)
-        self.setting = Setting(boot.device, in_process)
+        self.setting = Setting(boot.device, in_process, self.device.leaves)
         self.groups = ProcessGroups(self, in_process, boot.group, boot.slot, boot.host, boot.device)
         self.sleeper = Sleeper(self)
         self.accounts = Accounts(self, self.sleeper)
