@@ -97,6 +97,11 @@ class Worker(Role):
         return "begun"
 
     @method
+    def inference(self) -> Any:
+        with torch.inference_mode():
+            return torch.ones(2)
+
+    @method
     def unfinished(self) -> int:
         gpu: Any = devices.in_use("cpu")
         return len(gpu.begun)
@@ -124,6 +129,27 @@ def test_a_call_ends_with_its_work(group: ColocatedGroup, gpu: Gpu) -> None:
         assert found.result() == [0]
     assert one.begin() == ["begun"]
     assert gpu.begun == []
+
+
+def test_a_call_ends_with_the_copy_of_its_result(
+    group: ColocatedGroup, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That is made when the method's own work is done, and whoever fetches it waits for no stream."""
+    from colocate.worker import runner
+
+    plain = runner.ordinary
+
+    def copying(value: Any, *args: Any) -> Any:
+        found = plain(value, *args)
+        if found is not value:
+            gpu.begun.append(None)
+        return found
+
+    monkeypatch.setattr(runner, "ordinary", copying)
+    with group.pipeline():
+        group.role("one", Worker).inference.submit()
+        found = group.role("other", Worker).unfinished.submit()
+    assert found.result() == [0]
 
 
 def test_an_error_is_that_of_the_call_that_has_caused_it(group: ColocatedGroup, gpu: Gpu) -> None:

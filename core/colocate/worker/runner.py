@@ -258,9 +258,11 @@ class Runner:
     ) -> None:
         site, label = self._site, work.label
         site.device.end(label, work.allocated)
-        result = ordinary(result, site.device.lends)
+        returned, result = result, ordinary(result, site.device.lends)
         if work.rows is not None and (result is not None or counts(spec, role.ctx)):
             result = without_padding(result, work.rows, work.valid_rows, label)
+        if result is not returned:
+            site.device.end(label)  # with what was copied of it
         if len(site.store) or resolver is not None:
             self._check_writes(label, role, resolver)
         if call.method in OF_WORKERS:  # whether there is room they have looked at themselves
