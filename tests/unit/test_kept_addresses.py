@@ -136,6 +136,35 @@ class TestConstructors:
         assert played.inside == []
         assert not played.pools
 
+    def test_memory_of_a_role_that_has_ended(self, played: PlayedTorch, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Torch gives it back as the next one is constructed, which may have no more segments than that; or later."""
+        import torch
+
+        library = Vmm.made()[0]._library
+        library.colocate_vmm_alloc.restype = ctypes.c_void_p
+        made: list[int] = []
+        ended: list[int] = []
+
+        def give_back() -> None:
+            while ended:
+                library.colocate_vmm_free(ctypes.c_void_p(ended.pop()), ctypes.c_ssize_t(0), ctypes.c_int(0), None)
+
+        monkeypatch.setattr(torch.cuda, "empty_cache", give_back)
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: len(made))
+
+        def construct(while_it_runs: bool) -> None:
+            with kept_addresses("cuda:0"):
+                made.append(library.colocate_vmm_alloc(ctypes.c_ssize_t(1), ctypes.c_int(0), None))
+                assert made[-1]
+                if while_it_runs:
+                    torch.cuda.empty_cache()
+
+        for while_it_runs in (False, False, True):
+            construct(while_it_runs)
+            ended += made[-1:]
+        with pytest.raises(CapabilityError, match="torch has not asked for the memory"), kept_addresses("cuda:0"):
+            made.append(0)
+
     def test_two_threads(self, played: PlayedTorch) -> None:
         """There is one for the process: it knows what torch has of it."""
         made: list[Any] = []

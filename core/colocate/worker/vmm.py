@@ -228,8 +228,8 @@ def kept_addresses(device: str) -> Iterator[None]:
     if not vmm.supported(number):
         raise CapabilityError(f'sleep="vmm": the driver says that {device} can\'t have memory taken from its addresses')
     with torch.cuda.device(number), contextlib.ExitStack() as stack:
-        segments, before = len(vmm.segments(number)), torch.cuda.memory_allocated(number)
         torch.cuda.empty_cache()  # where a pool is used, torch doesn't give back what it has, also when it needs more
+        known, before = _serials(vmm, number), torch.cuda.memory_allocated(number)
         with _pools_lock:
             pools = _pools.setdefault(number, [])
             pools.append(torch.cuda.MemPool(allocator.allocator()))
@@ -237,11 +237,15 @@ def kept_addresses(device: str) -> Iterator[None]:
             stack.callback(_end, number)
             stack.enter_context(torch.cuda.use_mem_pool(pools[-1], number))
         yield
-        if torch.cuda.memory_allocated(number) > before and len(vmm.segments(number)) <= segments:
+        if torch.cuda.memory_allocated(number) > before and _serials(vmm, number) <= known:
             raise CapabilityError(
                 f'sleep="vmm": torch has not asked for the memory on {device} in the way that keeps its addresses: is '
                 "there another allocator, by PYTORCH_CUDA_ALLOC_CONF say? Leave that out, or sleep="
             )
+
+
+def _serials(vmm: Vmm, device: int) -> set[int]:
+    return {segment.serial for segment in vmm.segments(device)}
 
 
 def _end(device: int) -> None:
