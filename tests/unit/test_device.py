@@ -212,7 +212,7 @@ def test_outputs_of_graphs(gpu: Gpu) -> None:
     start = mine.untyped_storage().data_ptr()
 
     class OnGpu:
-        device = torch.device("cuda", 0)
+        device, layout, is_meta = torch.device("cuda", 0), torch.strided, False
 
         def __init__(self, tensor: Any) -> None:
             self.untyped_storage = tensor.untyped_storage
@@ -229,6 +229,18 @@ def test_outputs_of_graphs(gpu: Gpu) -> None:
         assert not device.lends(OnGpu(other))
         assert not device.lends(mine)  # a tensor of the host
     assert gpu.looks == looks + 1
+
+
+@pytest.mark.parametrize("kind", ["sparse_coo", "sparse_csr", "jagged"])
+@pytest.mark.filterwarnings("ignore:Sparse C:UserWarning")
+def test_tensors_that_consist_of_others(gpu: Gpu, kind: str) -> None:
+    """They have no storage of their own. Of the devices that are here only `meta` isn't the host."""
+    layout = getattr(torch, kind)
+    if layout is torch.jagged:
+        made = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
+    else:
+        made = torch.eye(4).to_sparse(layout=layout)
+    assert not Device("cuda:0", in_process=False).lends(made.to("meta"))
 
 
 def test_an_allocator_that_does_not_tell(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:

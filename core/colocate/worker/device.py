@@ -14,7 +14,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from colocate._definitions.device_copies import SideStream
+from colocate._system.imported import imported
 from colocate.gpus import in_use
+from colocate.worker.holdings import Storages
 
 
 class Device:
@@ -110,7 +112,11 @@ class Device:
         Such a graph has a pool of memory to itself, and its outputs are there; a replay changes them. Where torch's
         allocator doesn't tell its pools apart, any tensor may be one of them.
         """
-        return tensor.device.type != "cpu" and self.is_private(tensor.untyped_storage().data_ptr())
+        if tensor.device.type == "cpu":
+            return False
+        pieces = Storages()  # a sparse or a jagged one has none itself
+        pieces.add_tensor(tensor, imported("torch"))
+        return any(self.is_private(address) for addresses in pieces.values() for address in addresses)
 
     def is_private(self, address: int) -> bool:
         """Whether an address of the device is in memory that torch has for somebody alone: a CUDA graph, say."""
