@@ -108,7 +108,8 @@ class Maker(Role):
 
     @method(collect=Concat())
     def make(self, rows: int) -> torch.Tensor:
-        self.made = torch.arange(float(rows), device=self.ctx.device)
+        # Not of floats: from 2**24 on those of a CPU depend on how many threads make them.
+        self.made = torch.arange(rows, device=self.ctx.device).float()
         return self.made
 
     @method(collect=Concat())
@@ -381,8 +382,30 @@ class TestTrainers:
             assert sharded.bound() == [DEVICE]
 
 
+def fingerprint(*tensors: torch.Tensor) -> str:
+    """A number that depends on each word of tensors and its place, worked out where they are.
+
+    To hash gigabytes on the host takes minutes.
+    """
+    total = 0
+    for tensor in tensors:
+        for words in tensor.detach().reshape(-1).view(torch.int32).split(1 << 22):
+            places = 2 * torch.arange(words.numel(), device=words.device) + 1
+            total = (total * 31 + int((words * places).sum())) % 2**64
+    return f"{total:x}"
+
+
 class Sleeper(Dozing):
     """Fills the rest of the GPU, too."""
+
+    @method
+    def digest(self) -> tuple[str, str]:
+        rest = [self.net.weight.grad, *self.cache, self.net.get_buffer("scale")]
+        rest += [state["momentum_buffer"] for state in self.optimizer.state.values()]
+        return self._weights(), fingerprint(*(each for each in rest if each is not None))
+
+    def _weights(self) -> str:
+        return fingerprint(self.net.weight, self.tied.weight, *self.seen.values())
 
     @method(awake=())
     def fill(self, gib: float) -> None:
@@ -438,10 +461,10 @@ class TestTurns:
     def test_a_budget_beside_the_allocator(self) -> None:
         """What torch has allocated is what the ledger says, and no more than the budget."""
         with connect() as runtime:
-            roles = {name: colocate.role(Dozing, 256) for name in ("one", "two", "three")}
+            roles = {name: colocate.role(Sleeper, 256) for name in ("one", "two", "three")}
             turns = runtime.reserve().spawn(roles, residency="swap", device_memory="2304MiB")
             for name in ("one", "two", "three") * 3:
-                turns.role(name, Dozing).train()
+                turns.role(name, Sleeper).train()
                 (slot,) = turns.memory().slots
                 assert slot.gpu is not None
                 assert slot.gpu["allocated"] <= 1.02 * 2304 * 2**20
@@ -713,7 +736,7 @@ class TestLending:
             runtime.observe(observer)
             for turn in range(turns):
                 with maker.make.keep(count + turn) as kept:
-                    assert torch.equal(user.echo(kept.ref).cpu(), torch.arange(float(count + turn)))
+                    assert torch.equal(user.echo(kept.ref).cpu(), torch.arange(count + turn).float())
             runtime._node.services.settle()
         return told
 
@@ -803,14 +826,14 @@ class TestWork:
 
     @needs_cuda
     def test_nccl_with_one_rank(self, processes: ColocatedGroup) -> None:
-        assert processes.role("maker", Maker).reduced(3.0) == [("nccl", 3.0)]
+        assert processes.role("maker", Maker).reduced(3.0) == [("cpu:gloo,cuda:nccl", 3.0)]
 
     @needs_cuda
     def test_nccl_after_failures(self, processes: ColocatedGroup) -> None:
         """A group that a failed call hasn't used goes on, ten times."""
         maker = processes.role("maker", Maker)
         for turn in range(10):
-            assert maker.reduced(float(turn)) == [("nccl", float(turn))]
+            assert maker.reduced(float(turn)) == [("cpu:gloo,cuda:nccl", float(turn))]
             with pytest.raises(RoleError):
                 maker.take(4096.0)
 
