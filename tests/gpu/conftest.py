@@ -1,4 +1,7 @@
-"""What tests/gpu/run.py reads: a line for each test that has ended, so that a run which is cut short counts."""
+"""What tests/gpu/run.py reads: a line for each test that has ended, so that a run which is cut short counts.
+
+And CUDA's own pipes and the like, which are no test's to close.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,19 @@ import os
 from pathlib import Path
 
 import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cuda_is_in_use() -> None:
+    """This process uses the GPU before the first test looks at what is left behind: CUDA is there until its end."""
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        return
+    for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
+        with torch.cuda.stream(stream):
+            x = torch.ones(64, 64, pin_memory=True).to("cuda", non_blocking=True)
+            (x @ x).cpu()
+    torch.cuda.mem_get_info()
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 _ENDS_WITHIN_S = 5.0
 _CLOSES_WITHIN_S = 2.0
 _OPEN = "was left open"
+_OF_GPUS = ("/dev/nvidia", "/dev/kfd", "/dev/dri/")
 
 
 @attrs.frozen(eq=False)
@@ -254,6 +255,8 @@ def _descriptors() -> dict[str, Thing]:
         try:
             target = os.readlink(f"/proc/self/fd/{name}")
         except FileNotFoundError:  # that of the listing itself
+            continue
+        if target.startswith(_OF_GPUS):  # a process that has used one has them until it ends
             continue
         if (
             number != helper and not forks.own_descriptor(number) and number > 2
