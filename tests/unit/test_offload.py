@@ -9,6 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from colocate.worker import offload as offload_module  # noqa: E402
 from colocate.worker.backing import Resized  # noqa: E402
 from colocate.worker.offload import Offload, _digest, _view  # noqa: E402
 
@@ -65,6 +66,25 @@ def test_what_has_not_changed_is_not_copied_again(monkeypatch: pytest.MonkeyPatc
     offload.let_go(chosen)
     assert copied == [40_000, 40_000]
     assert torch.equal(weights, before)
+
+
+def test_a_device_that_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What sleeps makes room there, whether there is some to find out what has changed or not: all is copied then."""
+
+    def fail(view: Any) -> int:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8 MiB")
+
+    weights = torch.randn(1000)
+    offload, chosen = Offload("cpu"), storages(weights)
+    for is_full in (False, True, True, False):
+        weights.data[77] += 1
+        before = weights.clone()
+        with monkeypatch.context() as patch:
+            if is_full:
+                patch.setattr(offload_module, "_digest", fail)
+            offload.write(chosen).put_away()
+        offload.bring_back(chosen)
+        assert torch.equal(weights, before)
 
 
 def test_a_copy_of_something_that_is_gone() -> None:

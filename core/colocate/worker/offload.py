@@ -52,7 +52,7 @@ class _Copy:
     Attributes:
         nbytes: How many they are.
         host: They, as bytes; None where they were let go of.
-        digest: A number that they make.
+        digest: A number that they make; None where it isn't known.
         storage: The storage, while it has no memory; None while it has, when nothing keeps it here.
         reference: What tells whether it is there.
         backing: How it loses its memory.
@@ -94,9 +94,9 @@ class Offload:
         with self._copying():
             for key, storage in storages.items():
                 view = _view(storage)
-                digest = _digest(view)
+                digest = _digest_if_room(view)
                 known = self._copies.pop(key, None)
-                if known is not None and known.digest == digest:
+                if known is not None and digest is not None and known.digest == digest:
                     copies[key] = attrs.evolve(known, storage=storage, backing=self._backing_of(storage))
                     continue
                 copies[key] = self._copy(storage, self._to_host(view), digest)
@@ -239,6 +239,14 @@ def _view(storage: Any) -> Any:
     """A storage's bytes as a tensor."""
     torch = imported("torch")
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def _digest_if_room(view: Any) -> int | None:
+    """As `_digest`; None where the device hasn't even the room for that: what sleeps then is what others want."""
+    try:
+        return _digest(view)
+    except imported("torch").OutOfMemoryError:
+        return None
 
 
 def _digest(view: Any) -> int:
