@@ -39,7 +39,7 @@ class Device:
         self.peaks: dict[str, int] | None = None if name == "cpu" or in_process else {}
 
     def leaves(self, stream: Any) -> None:
-        """A stream isn't the lane's current one any more: what a role has begun there is waited for at its call's end."""
+        """A stream isn't the lane's current one any more: the call's end waits for what its role has begun there."""
         if stream not in self._left:
             self._left.append(stream)
 

@@ -22,6 +22,7 @@ from colocate.worker.backing import Backing, Mapped, Resized
 Key: TypeAlias = int
 """What a storage is called as long as there is a reference to it: `storage._cdata`."""
 
+_SMALLEST_PIECE = 1 << 20
 _WORDS_AT_ONCE = 1 << 20  # what is looked at of a storage needs as much memory beside it
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 _PRIME = 1_000_003
@@ -51,7 +52,7 @@ class _Copy:
 
     Attributes:
         nbytes: How many they are.
-        host: They, as bytes; None where they were let go of.
+        host: They, as bytes in several pieces; None where they were let go of.
         digest: A number that they make; None where it isn't known.
         storage: The storage, while it has no memory; None while it has, when nothing keeps it here.
         reference: What tells whether it is there.
@@ -156,7 +157,9 @@ class Offload:
                     if copy.host is None:
                         view.zero_()
                     else:
-                        view.copy_(copy.host, non_blocking=True)
+                        sizes = [piece.numel() for piece in copy.host]
+                        for piece, part in zip(copy.host, view.split(sizes), strict=True):
+                            part.copy_(piece, non_blocking=True)
         except RuntimeError as error:  # torch.OutOfMemoryError is one
             self._take(given)
             self._give_back()
@@ -191,12 +194,15 @@ class Offload:
         )
 
     def _to_host(self, view: Any) -> Any:
-        torch = imported("torch")
+        torch, is_pinned = imported("torch"), in_use(self._device) is not None
+        sizes = list(_pieces(view.numel()))
         try:
-            host = torch.empty(view.numel(), dtype=torch.uint8, pin_memory=in_use(self._device) is not None)
+            host = [torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned) for size in sizes]
         except RuntimeError as error:
             raise MemoryError(f"{size_text(view.numel())} of pinned memory are needed: {error}") from error
-        return host.copy_(view, non_blocking=True)
+        for piece, part in zip(host, view.split(sizes), strict=True):
+            piece.copy_(part, non_blocking=True)
+        return host
 
     @contextlib.contextmanager
     def _copying(self) -> Iterator[None]:
@@ -233,6 +239,16 @@ class Offloading:
             The bytes that the device keeps all the same.
         """
         return self._offload.put_away(self._copies, gives_back)
+
+
+def _pieces(nbytes: int) -> Iterator[int]:
+    """The sizes in which so many bytes are pinned: torch pins powers of two, and of 33 GiB that would be 64."""
+    while nbytes > _SMALLEST_PIECE:
+        size = 1 << (nbytes.bit_length() - 1)
+        yield size
+        nbytes -= size
+    if nbytes:
+        yield nbytes
 
 
 def _view(storage: Any) -> Any:
