@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import weakref
 from collections import OrderedDict, deque
 from typing import Any
 
@@ -14,9 +15,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from colocate._protocol.ledger import Purpose
-from colocate.worker.holdings import Storages, held_by
+from colocate.worker.holdings import Objects, Storages, held_by
 from colocate.worker.ledger import _shares
 
 FLOAT = 4
@@ -195,6 +197,59 @@ def test_tensors_without_memory_of_their_own() -> None:
     assert sizes([torch.empty(9, device="meta"), torch.empty(0)]) == []
     assert sum(sizes(sparse)) == 4 * FLOAT + 2 * 4 * 8
     assert sum(sizes(jagged)) >= 5 * FLOAT
+
+
+class Wrapping(torch.Tensor):
+    """Has its values in an attribute, and says so nowhere."""
+
+    values_: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, values: torch.Tensor) -> Wrapping:
+        made: Wrapping = torch.Tensor._make_wrapper_subclass(cls, values.size())  # type: ignore[attr-defined]
+        made.values_ = values
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError("asked")
+
+
+def test_tensors_that_have_no_storage() -> None:
+    """Such as aren't made yet, are there for tracing, or have their values in tensors of their own."""
+    with FakeTensorMode():
+        fake = torch.zeros(10)
+    seen: list[torch.Tensor] = []
+    torch.func.vmap(lambda row: (seen.append(row), row)[1])(torch.zeros(2, 3))
+    torch.func.grad(lambda row: (seen.append(row), row.sum())[1])(torch.zeros(3))
+    lazy = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d())
+    nothing = [fake, *seen, torch._to_functional_tensor(torch.zeros(3)), torch.zeros(3, 3).to_mkldnn()]
+    assert sizes([*nothing, *lazy.parameters()]) == []
+    assert counted(Holder(nothing=nothing, lazy=lazy)) == {"buffers": 8}  # how many batches there were
+    assert counted(Holder(wrapped=Wrapping(torch.zeros(10)))) == {"tensors": 10 * FLOAT}
+    objects, _ = held_by(Holder(wrapped=Wrapping(torch.zeros(10)), nothing=nothing, lazy=lazy), storages=Objects)
+    assert [*objects[Purpose.TENSORS]["cpu"].values()] == [10 * FLOAT]
+
+
+def test_an_exported_model() -> None:
+    """What it was traced with is no memory of anybody's."""
+    model = nn.Linear(30, 30)
+    exported = torch.export.export(model, (example := torch.zeros(2, 30),))
+    del example
+    assert counted(Holder(exported=exported)) == {"parameters": bytes_of(model.parameters()), "tensors": 60 * FLOAT}
+
+
+class Loading(dict[str, Any]):
+    """Makes its values when it is asked for them."""
+
+    def values(self) -> Any:
+        raise AssertionError("asked")
+
+
+def test_nobodys_code_is_called() -> None:
+    """Of a dict that loads, or of what a weak reference pretends to be, which isn't there any more."""
+    gone = weakref.proxy(Slotted(torch.zeros(1)))
+    assert counted(Holder(loading=Loading(x=torch.zeros(3)), gone=gone, all=[gone])) == {"tensors": 3 * FLOAT}
 
 
 def test_too_much_to_look_at() -> None:

@@ -47,7 +47,7 @@ class Storages(dict[str, dict[int, int]]):
         """Note that of a tensor, or those of the tensors that it is made of: sparse ones, jagged ones, DTensors."""
         if _is_made_of_others(item, torch):
             self.add_parts(item, *_parts(item, torch), torch)
-        elif not item.is_meta:
+        elif _storage_of(item) is not None:
             self.add_plain(item)
 
     def add_parts(self, item: Any, values: list[Any], indices: list[Any], torch: Any) -> None:
@@ -57,13 +57,17 @@ class Storages(dict[str, dict[int, int]]):
 
     def add_plain(self, item: Any) -> None:
         """Note that of a tensor which has one."""
-        storage = item.untyped_storage()
+        try:
+            storage = item.untyped_storage()
+            address = storage.data_ptr()
+        except RuntimeError:  # of one that somebody has kept of what `torch.func` had transformed
+            return
         if nbytes := storage.nbytes():
             device = _name_of(item.device)
             pieces = self.get(device)
             if pieces is None:
                 pieces = self[device] = {}
-            pieces[storage.data_ptr()] = nbytes
+            pieces[address] = nbytes
 
     def _add_array(self, item: Any) -> None:
         numpy = imported("numpy")
@@ -128,13 +132,15 @@ class Objects(Storages):
     def add_parts(self, item: Any, values: list[Any], indices: list[Any], torch: Any) -> None:
         """Note those of the tensors that a tensor is made of. It is that which has gradients, not they."""
         super().add_parts(item, values, indices, torch)
-        self.indices.update(self._key(part) for part in indices)
+        self.indices.update(self._keys(indices, torch))
         if item.requires_grad:
-            self.trained.update(self._key(part) for part in values if not _is_made_of_others(part, torch))
+            self.trained.update(self._keys(values, torch))
 
     def add_plain(self, item: Any) -> None:
         """Note that of a tensor which has one."""
-        storage, key, device = item.untyped_storage(), self._key(item), _name_of(item.device)
+        if (storage := _storage_of(item)) is None:
+            return
+        key, device = _key(storage), _name_of(item.device)
         if device == "cpu":
             super().add_plain(item)
             if self._pins and item.is_pinned():
@@ -147,9 +153,9 @@ class Objects(Storages):
         if item.requires_grad:
             self.trained.add(key)
 
-    def _key(self, item: Any) -> int:
-        storage = item.untyped_storage()
-        return int(storage.data_ptr() if _name_of(item.device) == "cpu" else storage._cdata)
+    def _keys(self, parts: Iterable[Any], torch: Any) -> Iterable[int]:
+        plain = (part for part in parts if not _is_made_of_others(part, torch))
+        return [_key(storage) for part in plain if (storage := _storage_of(part)) is not None]
 
     def add_plain_array(self, item: Any) -> None:
         """Note that of an array which is no view of another one."""
@@ -158,15 +164,34 @@ class Objects(Storages):
             self.plain[item.__array_interface__["data"][0]] = item.nbytes
 
 
+def _storage_of(item: Any) -> Any:
+    """A tensor's; None where there is no memory: it isn't made yet (lazy modules), or there for tracing (an export)."""
+    try:
+        storage = item.untyped_storage()
+        if storage.device.type == "meta":
+            return None
+        storage.data_ptr()
+    except (RuntimeError, ValueError):
+        return None
+    return storage
+
+
+def _key(storage: Any) -> int:
+    return int(storage.data_ptr() if _name_of(storage.device) == "cpu" else storage._cdata)
+
+
 def _is_made_of_others(item: Any, torch: Any) -> bool:
-    return item.layout is not torch.strided or hasattr(item, "__tensor_flatten__")
+    if item.layout is not torch.strided or hasattr(item, "__tensor_flatten__"):
+        return True
+    return type(item) not in (torch.Tensor, torch.nn.Parameter) and not item.is_meta and _storage_of(item) is None
 
 
 def _parts(item: Any, torch: Any) -> tuple[list[Any], list[Any]]:
     """The tensors that a tensor is made of: its values, and what says where these are."""
     if (parts := sparse_parts(item)) is not None:
         return parts[-1:], parts[:-1]
-    names = item.__tensor_flatten__()[0] if hasattr(item, "__tensor_flatten__") else ()
+    # Without that method they are in attributes, such as those of a masked tensor.
+    names = item.__tensor_flatten__()[0] if hasattr(item, "__tensor_flatten__") else list(vars(item))
     # A DTensor names its mesh there, too.
     tensors = {name: each for name in names if isinstance(each := getattr(item, name), torch.Tensor)}
     if item.layout is torch.jagged:
@@ -242,7 +267,7 @@ class _Search:
         if self._is_memory(item):
             self._tensor(item)
         elif isinstance(item, dict):
-            self._all(item.values())
+            self._all(dict.values(item))  # a class made from it may load something when it is asked for them
         elif isinstance(item, (list, tuple, set, frozenset, deque)):
             self._all(item)
         elif self._torch is not None and isinstance(item, self._torch.nn.Module):
@@ -337,6 +362,7 @@ _NOT_INTO = (
     types.GeneratorType,
     types.CoroutineType,
     weakref.ReferenceType,
+    *weakref.ProxyTypes,
     Context,
 )
 
