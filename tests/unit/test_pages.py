@@ -363,3 +363,70 @@ def test_room() -> None:
     assert 0 < free_memory() < 1 << 50
     assert spill_directories("/scratch") == ["/scratch"]
     assert "/var/tmp" in spill_directories(None)
+
+
+class Child:
+    """A process that is forked here; what it finds in an array, when it is asked."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        ask, self._ask = os.pipe()
+        self._told, tell = os.pipe()
+        self._pid = os.fork()
+        if not self._pid:
+            os.read(ask, 1)
+            os.write(tell, bytes(memoryview(array[:: PAGE // 2])))
+            os._exit(0)
+        os.close(ask)
+        os.close(tell)
+
+    def finds(self) -> np.ndarray:
+        os.write(self._ask, b"x")
+        found = b"".join(iter(lambda: os.read(self._told, 2**16), b""))
+        os.close(self._ask)
+        os.close(self._told)
+        _, status = os.waitpid(self._pid, 0)
+        assert status == 0
+        return np.frombuffer(found, dtype=np.uint8)
+
+
+@pytest.mark.parametrize("what", ["writes", "frees", "empties"])
+def test_a_process_that_was_forked(file: Spill, what: str) -> None:
+    """It has the memory as it was then, whatever becomes of it here."""
+    array: np.ndarray | None = numbers(20)
+    assert array is not None
+    copy = array.copy()
+    areas = areas_of([piece(array)])
+    put_away(file, array)
+    file.bring_back(areas)
+    child = Child(array)
+    if what == "writes":
+        array += 1
+        put_away(file, array)
+        file.bring_back(areas)
+        assert (array == copy + 1).all()
+        assert file.in_memory() == areas[0].stop - areas[0].start
+    elif what == "frees":
+        array = None
+        put_away(file, numbers(21))
+    else:
+        Emptying(areas, ()).empty()
+        file.forget(areas)
+        put_away(file, numbers(21))
+    assert (child.finds() == copy[:: PAGE // 2]).all()
+
+
+def test_what_was_away_when_a_process_was_forked(file: Spill) -> None:
+    """It comes back, and goes again, as ever; its former places are free when nobody has them any more."""
+    array = numbers(22, LARGE)
+    copy = array.copy()
+    areas = areas_of([piece(array)])
+    put_away(file, array)
+    child = Child(array)
+    for _ in range(2):
+        put_away(file, numbers(23))
+        file.bring_back(areas, areas)
+        assert (array == copy).all()
+        put_away(file, array)
+        assert (array == copy).all()
+    assert file.room() <= LARGE + BIG
+    assert (child.finds() == copy[:: PAGE // 2]).all()

@@ -13,6 +13,9 @@ What lies where is asked of the kernel each time (`mappings.py`): memory that wa
 else, is taken for what it is now. Only for what was copied back it is noted which place in a file it has, to be written
 there again. There are several files, since the kernel lets only one thread at a time write into one.
 
+A process that is forked has the same pages of the files for its own, and nothing may happen to them: from then on pages
+go to new files, of which it has none.
+
 Linux only. Memory must come from the C library's `malloc`, or from `mmap`: other allocators may take pages that they
 have given back for zeros.
 """
@@ -33,6 +36,7 @@ from colocate._system.libc import check, foreign_allocator, libc
 from colocate._system.mappings import (
     PAGE,
     Area,
+    FileId,
     Mapping,
     Place,
     areas_of,
@@ -65,6 +69,16 @@ _MEMORY_FILE_SYSTEMS = {"tmpfs", "ramfs"}
 
 _T = TypeVar("_T")
 
+_forks = 0  # how often this process was forked
+
+
+def _count_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+os.register_at_fork(after_in_parent=_count_fork)
+
 
 class Spill:
     """Files without names, to which pages of this process go. They end with the process, also by SIGKILL."""
@@ -83,15 +97,37 @@ class Spill:
             raise ValueError(f"{directory} is a {kind}: what is put there stays in memory")
         if (allocator := foreign_allocator()) is not None:
             raise ValueError(f"memory comes from {allocator}, which may take pages that were put away for empty ones")
+        self._directory = directory
         self._files: list[_File] = []
+        self._former: set[FileId] = set()  # files to which nothing goes any more; pages may be there
+        self._begin()
+
+    def _begin(self) -> None:
+        """Have new files.
+
+        Raises:
+            OSError: None can be made: nothing has changed.
+        """
+        files: list[_File] = []
         try:
             for _ in range(_most_threads()):
-                self._files.append(_File(directory))
+                files.append(_File(self._directory))
         except OSError:
-            self.close()
+            for file in files:
+                file.close()
             raise
-        self._ids = {file.id: number for number, file in enumerate(self._files)}
+        for file in self._files:  # its bytes are there as long as pages are
+            self._former.add(file.id)
+            file.close()
+        self._files = files
+        self._ids = {file.id: number for number, file in enumerate(files)}
         self._back: list[Place] = []  # of memory that was copied back
+        self._forks = _forks
+
+    @property
+    def _has_heirs(self) -> bool:
+        """Whether a process may have been forked that has pages of the files."""
+        return self._forks != _forks and any(file.size for file in self._files)
 
     def close(self) -> None:
         """Nothing more is put away there. Its bytes are freed when no page refers to them any more."""
@@ -108,7 +144,7 @@ class Spill:
         for line in Path("/proc/self/smaps").read_text(errors="replace").splitlines():
             name, _, rest = line.partition(" ")
             if not name.endswith(":"):
-                own = mapping(line).file in self._ids
+                own = (file := mapping(line).file) in self._ids or file in self._former
             elif own and name in ("Rss:", "Anonymous:"):
                 size += int(rest.split()[0]) * (1024 if name == "Rss:" else -1024)
         return size
@@ -122,6 +158,8 @@ class Spill:
         Raises:
             OSError: There is no room, on the disk or in the kernel's tables: nothing has changed.
         """
+        if self._has_heirs:
+            self._begin()
         mappings = mappings_now()
         there, without = split(areas, self._homes(mappings))
         known = [home.of(area) for area, home in there]
@@ -178,7 +216,8 @@ class Spill:
         self._back = [
             place.of(left) for place in self._back for left in split([Area(place.start, place.stop)], areas)[1]
         ]
-        self._free_unused(mappings_now())
+        if not self._has_heirs:
+            self._free_unused(mappings_now())
 
     def _copy_back(self, place: Place) -> bool:
         """Copy pages into memory of the process's own and move that into their place; whether it has come to that."""
