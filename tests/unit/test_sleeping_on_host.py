@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import types
 import warnings
 from typing import Any
@@ -16,6 +17,7 @@ from colocate._role.role import methods_of  # noqa: E402
 from colocate._system import pages  # noqa: E402
 from colocate.errors import ColocateError  # noqa: E402
 from colocate.worker import holdings  # noqa: E402
+from colocate.worker.accounts import Accounts  # noqa: E402
 from colocate.worker.hosted import HostedRole  # noqa: E402
 from colocate.worker.ledger import ledger  # noqa: E402
 from colocate.worker.scope import Scope  # noqa: E402
@@ -337,6 +339,38 @@ def test_discard_without_room_in_the_tables(site: Any, monkeypatch: pytest.Monke
     assert "vm.max_map_count" in (outcome.refusal or "")
     assert not outcome.fits
     assert all(torch.equal(one, other) for one, other in zip(model.pieces(), before, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["tensor", "array"])
+def test_memory_that_is_let_go_of_while_it_sleeps(site: Any, kind: str) -> None:
+    """What lies there afterwards, the role's or another one's, is awake, and can sleep; what wakes then is the rest."""
+    region = mmap.mmap(-1, PIECE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+    def made() -> Any:
+        return torch.frombuffer(region, dtype=torch.uint8) if kind == "tensor" else np.frombuffer(region, np.uint8)
+
+    role, other = types.SimpleNamespace(cache=made(), kept=torch.ones(SIDE, SIDE)), types.SimpleNamespace(cache=None)
+    hosted = add(site, role)
+    site.roles["other"] = HostedRole("other", other, {}, standalone_context("other"), hosted.setting)
+    sleeper = Sleeper(site)
+    accounts = Accounts(site, sleeper)
+    try:
+        assert sleeper.sleep_alone("model") == pytest.approx(2 * PIECE, rel=0.02)
+        role.cache, other.cache = None, made()
+        other.cache[:] = 7
+        shares = accounts.look(None)
+        assert shares.owned["other"] == {("tensors", "cpu"): PIECE}
+        assert shares.asleep == {"model": PIECE, "other": 0}
+        assert sleeper.sleep_alone("other") == pytest.approx(PIECE, rel=0.02)
+        assert sleeper.wake_alone(hosted) == pytest.approx(PIECE, rel=0.02)
+        assert accounts.look(None).asleep == {"model": 0, "other": PIECE}
+        sleeper.wake_alone(site.roles["other"])
+        assert sleeper.away == {}
+        assert (other.cache == 7).all()
+        assert role.kept.all()
+    finally:
+        sleeper.close()
+        other.cache = None
 
 
 @pytest.mark.parametrize("device", ["cpu", "other:0"])

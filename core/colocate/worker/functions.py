@@ -43,11 +43,11 @@ class Functions:
     def sleep(self, role: str, tags: Sequence[str], discard: Sequence[str]) -> Outcome:
         """Put memory of a role to sleep."""
         self._site.residency.settle()
-        start, before = time.time(), self._site.sleeper.tags(role)
+        start, before, had = time.time(), self._site.sleeper.tags(role), self._asleep(role)
         outcome = self._site.sleeper.sleep(role, tags, discard, current_slots())
-        new = [tag for tag in self._site.sleeper.tags(role) if tag not in before]
-        if new:  # as many bytes as a wake will tell, also where the device keeps some of them
-            self._tell(role, True, self._site.sleeper.coming(role, new).size, start)
+        more = self._asleep(role) - had  # as a wake will tell, also where the device keeps some of them
+        if more or self._site.sleeper.tags(role) != before:
+            self._tell(role, True, more, start)
         return outcome
 
     @method
@@ -59,6 +59,11 @@ class Functions:
         if self._site.sleeper.tags(role) != before:
             self._tell(role, False, outcome.nbytes, start)
         return outcome
+
+    def _asleep(self, role: str) -> int:
+        """The bytes of a role that sleep."""
+        tags = self._site.sleeper.tags(role)
+        return self._site.sleeper.coming(role, tags).size if tags else 0
 
     def _tell(self, role: str, asleep: bool, nbytes: int, start: float) -> None:
         """Tell the driver what sleeps now, or is awake."""

@@ -117,6 +117,7 @@ class Objects(Storages):
         plain: The sizes of pieces that may be filled with zeros; tensors and arrays may be views of memory that isn't
             theirs, even of constant `bytes`, and arrays may consist of references to objects. Torch tells no
             difference between such tensors and those of which there was an array, by `tensor.numpy()`.
+        gone: What tells whether a piece of the host was let go of, and somebody else may lie there.
     """
 
     def __init__(self, device: str = "cpu") -> None:
@@ -128,6 +129,18 @@ class Objects(Storages):
         self.indices: set[int] = set()
         self.pinned: set[int] = set()
         self.plain: dict[int, int] = {}
+        self.gone: dict[int, Callable[[], bool]] = {}
+
+    def join(self, more: Objects) -> None:
+        """Note what others note, too."""
+        for place, sizes in more.items():
+            self.setdefault(place, {}).update(sizes)
+        self.storages.update(more.storages)
+        self.trained |= more.trained
+        self.indices |= more.indices
+        self.pinned |= more.pinned
+        self.plain.update(more.plain)
+        self.gone.update(more.gone)
 
     def add_parts(self, item: Any, values: list[Any], indices: list[Any], torch: Any) -> None:
         """Note those of the tensors that a tensor is made of. It is that which has gradients, not they."""
@@ -143,6 +156,7 @@ class Objects(Storages):
         key, device = _key(storage), _name_of(item.device)
         if device == "cpu":
             super().add_plain(item)
+            self.gone[key] = _is_gone(storage)
             if self._pins and item.is_pinned():
                 self.pinned.add(key)
         else:
@@ -160,8 +174,11 @@ class Objects(Storages):
     def add_plain_array(self, item: Any) -> None:
         """Note that of an array which is no view of another one."""
         super().add_plain_array(item)
+        key = item.__array_interface__["data"][0]
+        reference = weakref.ref(item)
+        self.gone[key] = lambda: reference() is None
         if item.flags.owndata and not item.dtype.hasobject:
-            self.plain[item.__array_interface__["data"][0]] = item.nbytes
+            self.plain[key] = item.nbytes
 
 
 def _storage_of(item: Any) -> Any:
@@ -174,6 +191,14 @@ def _storage_of(item: Any) -> Any:
     except (RuntimeError, ValueError):
         return None
     return storage
+
+
+def _is_gone(storage: Any) -> Callable[[], bool]:
+    """What tells whether it is."""
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    expired: Callable[[], bool] = StorageWeakRef(storage).expired  # type: ignore[no-untyped-call]
+    return expired
 
 
 def _key(storage: Any) -> int:

@@ -61,7 +61,7 @@ class Movable:
         by_tag = {tag: every[tag] for tag in tags}
         awake |= self._immovable(by_tag.values(), [*found.values(), *others])
         empty = unneeded(found, discard, others) if discard else Objects()
-        return Going(by_tag, empty, awake, self._away, self._site.boot.device)
+        return Going(by_tag, empty, awake, self._away, self._tags(name), self._site.boot.device)
 
     def _held_by_others(self, name: str, matters: bool) -> tuple[set[int], list[Storages]]:
         """What other roles hold that doesn't sleep there, and what lies in residents; and all that both hold.

@@ -17,6 +17,7 @@ class Going:
 
     Attributes:
         by_tag: What is to, by its tags.
+        tags: Those of them of which nothing slept.
         pieces: The sizes of what goes.
         areas: Pages of the host that go.
         storages: Storages of the device that go.
@@ -34,6 +35,7 @@ class Going:
         unneeded: Objects,
         awake: Collection[int],
         away: Mapping[int, int],
+        asleep: Collection[str],
         device: str,
     ) -> None:
         """Find out.
@@ -43,9 +45,11 @@ class Going:
             unneeded: What of the role has contents that nobody needs.
             awake: What others use.
             away: The sizes of what sleeps already.
+            asleep: The tags of which something may.
             device: The slot's.
         """
         self.by_tag = by_tag
+        self.tags = [tag for tag in by_tag if tag not in asleep]
         wanted = {
             key: (place, size)
             for pieces in by_tag.values()
@@ -79,6 +83,7 @@ class Coming:
 
     Attributes:
         by_tag: What is to, by its tags.
+        tags: These.
         pieces: The sizes of its pieces.
         emptied: Those that come as zeros.
         areas: Pages of the host that were written somewhere.
@@ -109,6 +114,7 @@ class Coming:
             device: The slot's.
         """
         self.by_tag = {tag: asleep[tag] for tag in tags}
+        self.tags = list(self.by_tag)
         found = list(self.by_tag.values())
         keys = {key for pieces in found for place in pieces.values() for key in place}
         self.pieces = {key: away[key] for key in keys if key in away}
@@ -148,6 +154,7 @@ def by_tags(found: Holdings) -> dict[str, Objects]:
         own.storages.update({key: each for key, each in pieces.storages.items() if key not in seen})
         own.trained |= pieces.trained - seen
         own.pinned |= pieces.pinned - seen
+        own.gone.update({key: each for key, each in pieces.gone.items() if key not in seen})
         seen.update(key for sizes in pieces.values() for key in sizes)
     return by_tag
 

@@ -273,10 +273,7 @@ class Residency:
         if self._over(shares, name) - less + coming.on_device + self._growth(name, shares) > 0:
             return
         try:
-            going = {
-                each: self._sleeper.going(each, [tag for tag in TAGS if tag not in self._sleeper.tags(each)])
-                for each in goers
-            }
+            going = {each: self._sleeper.going(each, tuple(TAGS)) for each in goers}
         except ColocateError:  # its turn will tell it
             return
         self._prefetch.begin(going, follows, coming, ahead[1].writes)
@@ -294,11 +291,16 @@ class Residency:
         return not role.keeps_addresses and all(role.hook(each) is None for each in ("sleep", "wake"))
 
     def _goers(self, shares: Shares, name: str | None, stay: frozenset[str], coming: int = 0) -> Iterable[str]:
-        """Who is to make room next, so that a role can run; all who can where nothing else helps."""
+        """Who is to make room next, so that a role can run; all who can where nothing else helps.
+
+        Who sleeps may have come to hold something since, or have it to itself only now: nobody else helps any more.
+        """
         assert self._order is not None
         ahead = self._order.ahead()
         goers = self._choice(shares, name or "", stay, coming, ahead)
-        return self._candidates(shares, stay) if goers is None else goers
+        if goers is None:
+            goers = frozenset(self._candidates(shares, stay))
+        return goers or {each for each in self._names() if each not in stay and self._awake(each, shares)}
 
     def _candidates(self, shares: Shares, stay: frozenset[str]) -> set[str]:
         """Who can make room.
@@ -360,7 +362,7 @@ class Residency:
 
     def _put_to_sleep(self, name: str, why: str) -> None:
         self.settle()
-        start = time.time()
+        start, before = time.time(), self._sleeper.tags(name)
         try:
             nbytes = self._sleeper.sleep_alone(name)
         except Exception as error:  # of its own hook, too: the role that is about to run isn't to blame
@@ -368,7 +370,8 @@ class Residency:
         finally:
             self._accounts.changed(name)
         self._copied.add(name)
-        self._site.say(messages.Moved(name, True, nbytes, start, time.time(), True))
+        if nbytes or self._sleeper.tags(name) != before:
+            self._site.say(messages.Moved(name, True, nbytes, start, time.time(), True))
 
     def _note(self, name: str, shares: Shares) -> None:
         """What a role has come to hold, and whether it was written into."""

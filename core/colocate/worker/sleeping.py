@@ -18,6 +18,7 @@ from colocate._protocol.consequence import Consequence, PutBack
 from colocate._protocol.ledger import TAGS
 from colocate._role.context import running_call
 from colocate._role.method_spec import MethodSpec
+from colocate._system.jobs import error_text
 from colocate._system.pages import Spill
 from colocate._system.room import free_memory, spill_directories
 from colocate._system.sizes import size_text
@@ -100,6 +101,23 @@ class Sleeper:
             storage.data_ptr() for pieces in found for key, storage in pieces.storages.items() if key in self.away
         } - {0}
 
+    def freed(self) -> set[int]:
+        """Pieces of the host's memory that slept when they were let go of: somebody else may lie there now."""
+        found = [pieces for by_tag in list(self._asleep.values()) for pieces in list(by_tag.values())]
+        told = [(key, is_gone()) for pieces in found for key, is_gone in list(pieces.gone.items())]
+        return {key for key, gone in told if gone} - {key for key, gone in told if not gone}
+
+    def _forget_freed(self) -> None:
+        for key in self.freed():
+            self.away.pop(key, None)
+            self.emptied.discard(key)
+        for by_tag in self._asleep.values():
+            for pieces in by_tag.values():
+                for key in [key for key, is_gone in pieces.gone.items() if is_gone()]:
+                    del pieces.gone[key]
+                    for sizes in pieces.values():
+                        sizes.pop(key, None)
+
     def check(self, role: HostedRole, spec: MethodSpec) -> None:
         """Raise when a method's role isn't as awake as the method needs it.
 
@@ -133,18 +151,19 @@ class Sleeper:
 
         Args:
             name: The role.
-            tags: What of it; what sleeps already stays so.
+            tags: What of it; what sleeps already stays so, and what the role has come to hold since goes, too.
             discard: Those of which the contents are let go of, also of what sleeps already.
             members: How many workers take part.
         """
         role = self._site.roles.get(name)
-        new = [tag for tag in TAGS if tag in tags and tag not in self.tags(name)]
-        if role is None or not (new or discard):
+        if role is None:
             return Outcome(self._agree(members, None))
+        wanted = [tag for tag in TAGS if tag in tags]
+        new = [tag for tag in wanted if tag not in self.tags(name)]
         seen: list[Going] = []
 
         def begin() -> Callable[[], int]:
-            found, end = self._copied(name, role, new, discard)
+            found, end = self._copied(name, role, wanted, discard)
             seen.append(found)
             return end
 
@@ -183,7 +202,7 @@ class Sleeper:
         if outcome.refusal is None:
             self.have_come(coming)
             self.are_awake(name, coming)
-            self._tell(role, "wake", asleep)
+            self._tell_woken(role, asleep)
         else:
             self._why[name] = outcome.refusal
         return outcome
@@ -201,9 +220,7 @@ class Sleeper:
         """
         role = self._site.roles[name]
         new = [tag for tag in TAGS if tag not in self.tags(name)]
-        if not new:
-            return 0
-        found, end = self._copied(name, role, new)
+        found, end = self._copied(name, role, tuple(TAGS))
         try:
             end()
         except BaseException:
@@ -231,7 +248,7 @@ class Sleeper:
         self.bring_back(coming, writes)
         self.have_come(coming)
         self.are_awake(role.name, coming)
-        self._tell(role, "wake", asleep)
+        self._tell_woken(role, asleep)
         return coming.size
 
     def size(self, name: str, tags: Sequence[str]) -> int:
@@ -300,18 +317,29 @@ class Sleeper:
         self, name: str, role: HostedRole, tags: Sequence[str], discard: Collection[str] = ()
     ) -> tuple[Going, Callable[[], int]]:
         """What of a role is to sleep, copied to where it goes; and what ends its being in memory: see `copy_out`."""
-        self._tell(role, "sleep", tags)  # first: where memory was that it frees, somebody else's may be afterwards
+        new = [tag for tag in tags if tag not in self.tags(name)]
+        self._tell(role, "sleep", new)  # first: where memory was that it frees, somebody else's may be afterwards
         try:
             going = self.going(name, tags, discard)
             return going, self.copy_out(going)
         except BaseException:
-            self._tell(role, "wake", tags)
+            self._tell(role, "wake", new)
             raise
 
     def _tell(self, role: HostedRole, hook: str, tags: Sequence[str]) -> None:
         """Have a role put away, or take back, by its own means what colocate can't find."""
         if tags:
             role.call_hook(hook, tuple(tags))
+
+    def _tell_woken(self, role: HostedRole, tags: Sequence[str]) -> None:
+        """The same for a wake. One that raises has it not back: it is told again when that is wanted the next time."""
+        try:
+            self._tell(role, "wake", tags)
+        except BaseException as error:
+            assert role.name is not None
+            self._asleep.setdefault(role.name, {}).update({tag: Objects() for tag in tags})
+            self._why[role.name] = error_text(error)
+            raise
 
     # -- the parts of it: what goes and comes is found, and noted, on the lane; it may be copied elsewhere
 
@@ -327,6 +355,7 @@ class Sleeper:
             MemoryBudgetError: There is no room where it goes.
             ColocateError: Not everything can be looked at, where that matters.
         """
+        self._forget_freed()
         going = self._movable.going(name, tags, discard)
         self.refuse_more(name, going.kept_on_device, False, False)
         return going
@@ -361,6 +390,7 @@ class Sleeper:
 
     def coming(self, name: str, tags: Iterable[str]) -> Coming:
         """What of a role is to be there again; all of these sleep."""
+        self._forget_freed()
         return Coming(self._asleep[name], tags, self.away, self.emptied, self._site.boot.device)
 
     def bring_back(self, coming: Coming, writes: bool) -> None:
@@ -394,18 +424,24 @@ class Sleeper:
 
     def are_asleep(self, name: str, moved: Going | Coming) -> None:
         """Note that a role's memory sleeps, or does still."""
-        self._asleep.setdefault(name, {}).update(moved.by_tag)
+        asleep = self._asleep.setdefault(name, {})
+        for tag, pieces in moved.by_tag.items():
+            joined = Objects()  # others are reading what is there
+            for each in (asleep.get(tag), pieces):
+                if each is not None:
+                    joined.join(each)
+            asleep[tag] = joined
         self.away.update(moved.pieces)
         self.emptied |= moved.emptied
 
     def are_awake(self, name: str, moved: Coming | Going) -> None:
         """Note that it is there again, or still."""
         for key in moved.pieces:
-            del self.away[key]
+            self.away.pop(key, None)  # unless it was let go of meanwhile
         self.emptied -= moved.pieces.keys()
         self._why.pop(name, None)
         asleep = self._asleep[name]
-        for tag in moved.by_tag:
+        for tag in moved.tags:
             del asleep[tag]
         if not asleep:
             del self._asleep[name]

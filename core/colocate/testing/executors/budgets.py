@@ -286,6 +286,24 @@ class Budgets(ExecutorCase):
         assert one.asleep() == [["grads", "optimizer", "cache"]]
         assert two.asleep() == [[]]
 
+    def test_what_comes_while_a_role_sleeps(self, spawn: Spawn) -> None:
+        """A method that needs only the weights leaves a cache: it makes room, too, and so does what was a resident."""
+        pytest.importorskip("torch")
+        roles = {"one": colocate.role(Dozing, 2), "two": colocate.role(Dozing, 2)}
+        group = spawn(roles, slots=1, residency="swap", device_memory="9MiB")
+        one, two = group.role("one", Dozing), group.role("two", Dozing)
+        two.train()
+        one.refill(4)
+        assert one.asleep() == [["grads", "optimizer", "cache"]]
+        assert two.train()
+        two.let_go()
+        kept = one.caches.keep()
+        kept.wait()
+        with pytest.raises(MemoryBudgetError, match=r"after two\.train, .* one 4 MiB"):
+            two.train()
+        kept.free()
+        assert two.train()
+
     def test_turns_of_siblings(self, spawn: Spawn) -> None:
         """A role that has asked for another one has that awake whenever it runs."""
         pytest.importorskip("torch")

@@ -217,6 +217,23 @@ class Sleeping(ExecutorCase):
         assert dozing.sleep("actor") > gone
         assert dozing.wake("actor", ("weights",)) == gone
 
+    def test_what_comes_while_it_sleeps(self, dozing: ColocatedGroup) -> None:
+        """What a role has to itself only now, or has come to hold by a method that let it sleep, goes with the next."""
+        actor = dozing.role("actor", Dozing)
+        kept = actor.caches.keep()
+        kept.wait()
+        piece = 2 * _MIBS * _MIB
+        dozing.sleep("actor")
+        kept.free()
+        assert dozing.sleep("actor") >= _MOST * piece
+        actor.refill(2 * _MIBS)
+        assert actor.asleep() == [["grads", "optimizer", "cache"]] * 2
+        assert dozing.sleep("actor") >= _MOST * 3 * piece  # with the weights
+        assert all(slot.roles[0].total < 0.1 * piece for slot in dozing.memory().slots)
+        before = actor.digest()
+        assert dozing.sleep("actor") == dozing.wake("actor")
+        assert actor.digest() == before
+
     def test_sleep_of_what_others_hold(self, dozing: ColocatedGroup) -> None:
         """It stays as long as somebody who is awake has it, and goes when nobody is."""
         actor, other = dozing.role("actor", Dozing), dozing.role("other", Sharing)
@@ -305,6 +322,25 @@ class Sleeping(ExecutorCase):
             ["sleep cache", "wake cache"],
         ]
         assert actor.asleep() == [[]] * 2
+
+    def test_a_hook_of_wake_that_fails(self, spawn: Spawn) -> None:
+        """What the role has put away isn't back: it is told again, and no call runs without it."""
+        pytest.importorskip("torch")
+        group = spawn({"actor": colocate.role(Dozing, 1, hooks=True)})
+        actor = group.role("actor", Dozing)
+        before = actor.look()
+        group.sleep("actor", ("weights",))
+        actor.fail_hook(1, RuntimeError("its engine has no room"), "wake")
+        with pytest.raises(RoleError, match="its engine has no room"):
+            group.wake("actor")
+        assert actor.asleep() == [[], ["weights"]]
+        with pytest.raises(
+            SleepingError, match=r"actor\.look needs .*not be woken: RuntimeError: its engine has no room"
+        ):
+            actor.look()
+        actor.fail_hook(1, None)
+        assert actor.look() == before
+        assert actor.told() == [["sleep weights", "wake weights"]] * 2
 
     def test_checkpoint_of_a_sleeping_role(self, dozing: ColocatedGroup, tmp_path: Path) -> None:
         """It is woken for that."""

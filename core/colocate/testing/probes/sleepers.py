@@ -37,17 +37,20 @@ class Dozing(Role):
         if device.type == "cpu":
             self.seen["array"] = self.net.weight.detach().numpy()[:, 1:]
         self._told: list[str] = []
-        self._failing: BaseException | None = None
+        self._failing: dict[str, BaseException] = {}
         if hooks:
             self.sleep, self.wake = self._sleep, self._wake
 
     def _sleep(self, tags: Sequence[str]) -> None:
-        if self._failing:
-            raise self._failing
-        self._told.append(f"sleep {' '.join(tags)}")
+        self._tell("sleep", tags)
 
     def _wake(self, tags: Sequence[str]) -> None:
-        self._told.append(f"wake {' '.join(tags)}")
+        self._tell("wake", tags)
+
+    def _tell(self, hook: str, tags: Sequence[str]) -> None:
+        if hook in self._failing:
+            raise self._failing[hook]
+        self._told.append(f"{hook} {' '.join(tags)}")
 
     @method(awake=())
     def told(self) -> list[str]:
@@ -55,9 +58,9 @@ class Dozing(Role):
         return self._told
 
     @method(awake=())
-    def fail_hook(self, rank: int, error: BaseException | None) -> None:
+    def fail_hook(self, rank: int, error: BaseException | None, hook: str = "sleep") -> None:
         """Have a rank's hook raise from now on."""
-        self._failing = error if self.ctx.rank == rank else None
+        self._failing = {hook: error} if self.ctx.rank == rank and error else {}
 
     @method
     def train(self) -> str:
@@ -81,6 +84,13 @@ class Dozing(Role):
     def look(self) -> str:
         """A digest of the weights."""
         return self._weights()
+
+    @method(awake=("weights",))
+    def refill(self, mib: int) -> None:
+        """Have another cache, though the one of before may sleep."""
+        import torch
+
+        self.cache[:] = [torch.ones(mib * _MIB // 4, device=self.ctx.device)]
 
     @method
     def digest(self) -> tuple[str, str]:
