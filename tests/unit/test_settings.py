@@ -10,6 +10,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
 from colocate.worker.settings import USUAL, Setting, Settings  # noqa: E402
 
 OWN = Settings(grad=False, dtype=torch.float64, device=torch.device("meta"))
@@ -50,6 +53,37 @@ def test_amid_of_what_raises(setting: Setting) -> None:
             _fail_amid(setting)
         assert torch.is_inference_mode_enabled()
         assert not torch.is_grad_enabled()
+
+
+def test_amid_of_modes(setting: Setting) -> None:
+    """Autocast, modes that torch asks about each operation, and transforms have to do with the role's own only."""
+
+    class Counting(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.count += 1
+            return func(*args, **kwargs or {})
+
+    def product() -> Any:
+        return torch.ones(2, 2) @ torch.ones(2, 2)
+
+    def transformed(row: Any) -> Any:
+        with setting.amid():
+            seen.append(torch.rand(2))  # which a transform would refuse
+        return row * 2
+
+    seen: list[Any] = []
+    with torch.autocast("cpu", dtype=torch.bfloat16), FakeTensorMode(), Counting() as counting:
+        with setting.amid():
+            seen.append(product())
+        assert counting.count == 0
+        assert product().dtype is torch.bfloat16
+        assert counting.count
+    assert not torch.is_autocast_enabled("cpu")
+    assert torch.equal(torch.func.vmap(transformed)(torch.ones(3)), torch.full((3,), 2.0))
+    assert torch.equal(torch.func.grad(lambda row: transformed(row).sum())(torch.ones(3)), torch.full((3,), 2.0))
+    assert [(type(each), each.dtype) for each in seen] == [(torch.Tensor, torch.float32)] * 3
 
 
 def _fail_amid(setting: Setting) -> None:

@@ -107,13 +107,29 @@ class Setting:
             yield
             return
         before = attrs.evolve(self.now(), device=None)
-        inferring = torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()
-        with inferring, _without_function_modes(torch):
+        with contextlib.ExitStack() as stack:
+            if torch.is_inference_mode_enabled():
+                stack.enter_context(torch.inference_mode(False))
+            for kind in {"cpu", self._device.partition(":")[0]}:
+                if torch.is_autocast_enabled(kind):
+                    stack.enter_context(torch.autocast(kind, enabled=False))
+            _leave_modes(torch, stack)
             self.have(self.base)
             try:
                 yield
             finally:
                 self.have(before)
+
+
+def _leave_modes(torch: Any, stack: contextlib.ExitStack) -> None:
+    """Until a stack ends: no mode of torch's has to do with what runs, nor a transform of `torch.func`."""
+    stack.enter_context(_without_function_modes(torch))
+    if torch._C._len_torch_dispatch_stack():
+        stack.enter_context(torch.utils._python_dispatch._disable_current_modes())
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+        stack.enter_context(temporarily_clear_interpreter_stack())
 
 
 @contextlib.contextmanager
