@@ -57,6 +57,7 @@ class Worker:
     """One of a group of one, whose device is the other one."""
 
     spill_dir = None
+    in_process = False
     lane: Any = types.SimpleNamespace(resumed=0)
 
     def __init__(self, boot: Boot) -> None:

@@ -62,7 +62,13 @@ def site() -> Any:
     lane = types.SimpleNamespace(resumed=0)
     running_call.set(CallState(1))
     return types.SimpleNamespace(
-        boot=boot, store=Store(False, Scope()), roles={}, spill_dir="/var/tmp", lane=lane, ask=ask
+        boot=boot,
+        store=Store(False, Scope()),
+        roles={},
+        spill_dir="/var/tmp",
+        in_process=False,
+        lane=lane,
+        ask=ask,
     )
 
 

@@ -60,7 +60,9 @@ class Movable:
                 awake.update(key for place in every[tag].values() for key in place)
         by_tag = {tag: every[tag] for tag in tags}
         awake |= self._immovable(by_tag.values(), [*found.values(), *others])
-        empty = unneeded(found, discard, others) if discard else Objects()
+        # Threads hand over by reference: what lies in a cache there may be the driver's, or another slot's resident.
+        lost = [tag for tag in discard if not (self._site.in_process and tag == "cache")]
+        empty = unneeded(found, lost, others) if lost else Objects()
         return Going(by_tag, empty, awake, self._away, self._tags(name), self._site.boot.device)
 
     def _held_by_others(self, name: str, matters: bool) -> tuple[set[int], list[Storages]]:

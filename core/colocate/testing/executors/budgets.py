@@ -78,6 +78,7 @@ class Budgets(ExecutorCase):
         with pytest.raises(MemoryBudgetError, match=words):
             group.role("other", Dozing).train()
 
+    @needs(OwnProcess)
     def test_what_is_discarded_is_nowhere(self, spawn: Spawn) -> None:
         """It counts again when it is wanted, which has to have room."""
         pytest.importorskip("torch")

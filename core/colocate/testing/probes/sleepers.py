@@ -93,6 +93,11 @@ class Dozing(Role):
         self.cache[:] = [torch.ones(mib * _MIB // 4, device=self.ctx.device)]
 
     @method
+    def remember(self, *values: Any) -> None:
+        """Have them for a cache."""
+        self.cache[:] = values
+
+    @method
     def digest(self) -> tuple[str, str]:
         """One of the weights, by whatever refers to them, and one of all the rest."""
         rest = [self.net.weight.grad, *self.cache, self.net.get_buffer("scale")]
