@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
 from collections.abc import Iterator
 
 import pytest
+from rich.console import Console
 from tests.cli.conftest import CommandLine
 
 import colocate as library
 from colocate._job.window import Job, _listed, jobs, look, window
-from colocate.cli.top import rows
+from colocate.cli.top import _page, rows
 
 JOB = """
 import sys
@@ -107,3 +109,18 @@ def test_what_is_not_known_is_not_shown() -> None:
     slot = {"slot": 0, "node": "n", "device": "cpu", "pid": 1, "queue": 0, "call": None, "age": None, "roles": [role]}
     (row,) = rows({"groups": [{"group": "policy", "state": "starting", "slots": [slot]}]})
     assert list(row.values()) == ["policy (starting)", "0 n cpu", "actor", "", "", "26%", "0", "", ""]
+
+
+def test_a_narrow_terminal() -> None:
+    """On 80 columns nothing is cut off, and a size is in one line."""
+    held = [("actor", 5_662_310, 0), ("critic", 0, 1_365_632), ("reference", 1_416_832, 0)]
+    roles = [{"role": name, "rank": 0, "busy": 0.5, "bytes": here, "asleep": away} for name, here, away in held]
+    slot = {"slot": 0, "node": "vm", "device": "cpu", "queue": 2, "call": "actor.update", "age": 1.5}
+    group = {"group": "policy", "state": "ready", "slots": [{**slot, "roles": roles}]}
+    console = Console(width=80, file=io.StringIO())
+    console.print(_page({"job": "ppo", "node": "node-17", "pid": 7, "seconds": 3.0, "groups": [group]}, 80))
+    assert isinstance(console.file, io.StringIO)
+    shown = console.file.getvalue()
+    assert "\u2026" not in shown
+    for whole in ("5.4 MiB", "1.3 MiB", "1.4 MiB", "reference", "actor.update", "1.5 s"):
+        assert whole in shown

@@ -29,6 +29,7 @@ from colocate.executor import Detachable, Executor, Watchable, Window
 
 _HERE = "on this machine"
 _NUMBERS = ("holds", "asleep", "busy", "queue", "for")
+_WIDE = 100
 
 
 @attrs.frozen
@@ -155,7 +156,7 @@ def _watch(sight: Sight, told: Mapping[str, Any] | None, every: float) -> None:
     try:
         with Live(console=console(), screen=False, auto_refresh=False) as live:
             while told is not None:
-                live.update(_page(told), refresh=True)
+                live.update(_page(told, live.console.width), refresh=True)
                 time.sleep(every)
                 told = sight.look()
     except KeyboardInterrupt:
@@ -163,11 +164,13 @@ def _watch(sight: Sight, told: Mapping[str, Any] | None, every: float) -> None:
     console().print(Text(f"{sight.name} has ended"))
 
 
-def _page(told: Mapping[str, Any]) -> Group:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+def _page(told: Mapping[str, Any], width: int) -> Group:
+    between = 0 if width < _WIDE else 1  # besides the one that is there anyway
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, between, 0, 0), pad_edge=False, show_edge=False)
     found = list(rows(told))
     for name in found[0] if found else ():
-        table.add_column(name, justify="right" if name in _NUMBERS else "left")
+        side, whole = "right" if name in _NUMBERS else "left", name in (*_NUMBERS, "role")
+        table.add_column(name, justify=side, no_wrap=whole, overflow="fold")
     for row in found:
         table.add_row(*(Text(str(cell)) for cell in row.values()))
     return Group(Text(_title(told), "bold"), table, *(Text(each, "yellow") for each in _troubles(told)))
