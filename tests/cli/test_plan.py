@@ -169,6 +169,8 @@ def test_budgets(colocate: CommandLine) -> None:
     assert "slot 1, 3: first can't fit alone" in said("groups.all.device_memory=30MiB", status=1)
     own = "groups.all.roles.first.device_memory=20MiB"
     assert "first can't fit: it has 32 MiB, and may have 20 MiB" in said(own, status=1)
+    tight = ("groups.all.roles.first.device_memory=34MiB", "groups.all.roles.first.reserve_activations=6MiB")
+    assert "first can't fit: it has 32 MiB, 6 MiB are to stay free, and may have 34 MiB" in said(*tight, status=1)
     free = ("groups.all.device_memory=40MiB", "groups.all.roles.first.reserve_activations=6MiB")
     assert "they need 42 MiB: first and second must take turns" in said(*free)
 

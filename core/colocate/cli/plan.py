@@ -73,7 +73,9 @@ def _show(group: GroupPlan) -> None:
     for turns in group.turns():
         _say(_of(turns, group))
     for role, limit in group.misfits():
-        _say(f"{role.role} can't fit: it has {size_text(role.total)}, and may have {size_text(limit.nbytes)}")
+        free = group.budgets.activations.get(role.role, 0) if limit.device else 0
+        held = f"{size_text(role.total)}, {size_text(free)} are to stay free" if free else size_text(role.total)
+        _say(f"{role.role} can't fit: it has {held}, and may have {size_text(limit.nbytes)}")
 
 
 def _row(role: RolePlan, group: GroupPlan, kinds: Iterable[str]) -> dict[str, str]:
