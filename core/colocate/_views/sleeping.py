@@ -45,7 +45,8 @@ def start_sleep(
     chosen = _tags(crew, role, tags, "sleep")
     lost = _discarded(chosen, discard)
     if on_call not in _ON_CALL:
-        raise ConfigError(f"group.sleep(on_call={on_call!r}): it is 'wake' or 'fail'{did_you_mean(on_call, _ON_CALL)}")
+        meant = did_you_mean(str(on_call), _ON_CALL)
+        raise ConfigError(f"group.sleep(on_call={on_call!r}): it is 'wake' or 'fail'{meant}")
     until_woken = on_call == "fail"
     if until_woken and crew.declared.budgets.swap:
         raise ConfigError(
@@ -74,6 +75,10 @@ def start_wake(crew: Crew, role: str, tags: Sequence[str] | None, timeout: float
 
 
 def _tags(crew: Crew, role: str, tags: Sequence[str] | None, what: str) -> list[str]:
+    if not isinstance(role, str):
+        raise ConfigError(
+            f"group.{what}({role!r}): it takes the name of one role, as in group.{what}({next(iter(crew.roles))!r})"
+        )
     if role not in crew.roles:
         raise ConfigError(
             f"group.{what}({role!r}): group {crew.name!r} has no such role: it has {', '.join(crew.roles)}"

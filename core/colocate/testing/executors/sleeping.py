@@ -445,6 +445,10 @@ class Sleeping(ExecutorCase):
             ConfigError, match=r"group .* has no such role: it has actor, other; did you mean 'actor'\?"
         ):
             dozing.sleep("actr")
+        with pytest.raises(ConfigError, match=r"takes the name of one role, as in group.sleep\('actor'\)"):
+            dozing.sleep(["actor", "other"])  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=r"on_call=True\): it is 'wake' or 'fail'"):
+            dozing.sleep("actor", on_call=True)  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match="is a string"):
             dozing.sleep("actor", "weights")  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match="names 'weight'; a role's memory is of weights, grads, optimizer, cache"):
