@@ -12,6 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from colocate._protocol.ledger import Purpose  # noqa: E402
 from colocate._role.context import CallState, running_call, standalone_context  # noqa: E402
 from colocate._role.role import methods_of  # noqa: E402
 from colocate._system import pages  # noqa: E402
@@ -389,12 +390,13 @@ def test_what_malloc_has_given_to_roles(site: Any, device: str) -> None:
     model = Model()
     role = add(site, model)
     sleeper = Sleeper(site)
+    gradients = {"model": holdings.held_by(model)[0][Purpose.GRADIENTS]}
     try:
-        ledger(site, sleeper)
+        ledger(site, sleeper, gradients)
         sleeper.sleep("model", TAGS, ("cache",), 1)
-        ledger(site, sleeper)
+        ledger(site, sleeper, gradients)
         sleeper.wake_alone(role, writes=True)
-        ledger(site, sleeper)
+        ledger(site, sleeper, gradients)
     finally:
         sleeper.close()
     assert [(owned, asleep) for _, owned, asleep in asked] == [(5 * PIECE, 0), (0, 5 * PIECE), (5 * PIECE, 0)]

@@ -192,8 +192,9 @@ class ColocatedGroup(Held[Crew], node=Crew):
         """What the memory of its workers is used for, by role and kind; each byte counts once.
 
         Found by looking at the roles' modules, optimizers and attributes, on a thread beside the one that runs role
-        code, so that it may be asked at any time. Of what a role holds otherwise (in C++, say) its method
-        `device_state()`, if it has one, returns the tensors. It is called on that thread, also while a method runs.
+        code, so that it may be asked at any time; gradients are those of between two calls. Of what a role holds
+        otherwise (in C++, say) its method `device_state()`, if it has one, returns the tensors. It is called on that
+        thread, also while a method runs, so that it must not read `.grad`.
 
         Args:
             timeout: Seconds to wait at most; None waits as long as it takes.

@@ -233,6 +233,7 @@ def held_by(
     declared: Iterable[Any] = (),
     apart: Iterable[object] = (),
     storages: Callable[[], Storages] = Storages,
+    gradients: Storages | None = None,
 ) -> tuple[Holdings, bool]:
     """What an object holds.
 
@@ -241,11 +242,12 @@ def held_by(
         declared: What it says that it holds besides.
         apart: What isn't looked into, though it may lead there: other roles.
         storages: Makes what notes them.
+        gradients: Those that it has, where they must not be looked at: beside the lane, see `Gradients`.
 
     Returns:
         What was found, and whether that is all.
     """
-    search = _Search(apart, storages)
+    search = _Search(apart, storages, gradients)
     complete = search.through(instance)
     for value in declared:
         search.add(Purpose.DECLARED, value)
@@ -262,8 +264,13 @@ def optimizers_of(instance: object, apart: Iterable[object] = ()) -> list[Any]:
 class _Search:
     """Breadth first, so that what is nearest is found when there is too much."""
 
-    def __init__(self, apart: Iterable[object], storages: Callable[[], Storages]) -> None:
+    def __init__(
+        self, apart: Iterable[object], storages: Callable[[], Storages], gradients: Storages | None = None
+    ) -> None:
         self.found: Holdings = {purpose: storages() for purpose in Purpose}
+        self._has_gradients = gradients is not None
+        if gradients is not None:
+            self.found[Purpose.GRADIENTS] = gradients
         self._apart = list(apart)
         self._seen = {id(each) for each in self._apart}
         self._parameters: set[int] = set()
@@ -337,8 +344,11 @@ class _Search:
         self._parameters.add(id(parameter))
         self._seen.add(id(parameter))
         self.add(Purpose.PARAMETERS, parameter)
-        if parameter.is_leaf and parameter.grad is not None:
-            self.add(Purpose.GRADIENTS, parameter.grad)
+        self._gradient(parameter)
+
+    def _gradient(self, item: Any) -> None:
+        if not self._has_gradients and item.is_leaf and item.grad is not None:
+            self.add(Purpose.GRADIENTS, item.grad)
 
     def _optimizer(self, optimizer: Any) -> None:
         self.optimizers.append(optimizer)
@@ -356,9 +366,8 @@ class _Search:
         if self._torch is not None and isinstance(item, self._torch.nn.Parameter):
             self._parameter(item)
             return
-        is_leaf = self._torch is not None and isinstance(item, self._torch.Tensor) and item.is_leaf
-        if is_leaf and item.grad is not None:
-            self.add(Purpose.GRADIENTS, item.grad)
+        if self._torch is not None and isinstance(item, self._torch.Tensor):
+            self._gradient(item)
         self.add(Purpose.TENSORS, item)
 
     def add(self, purpose: Purpose, value: Any) -> None:

@@ -28,8 +28,13 @@ class LookError(Exception):
         self.role, self.trace = role, trace
 
 
-def ledger(site: Worker, sleeper: Sleeper) -> Ledger:
-    """Look at everything that a worker holds, on any thread.
+def ledger(site: Worker, sleeper: Sleeper, gradients: Mapping[str, Storages]) -> Ledger:
+    """Look at everything that a worker holds, beside the lane.
+
+    Args:
+        site: The worker.
+        sleeper: What of it sleeps.
+        gradients: What is known of its roles' gradients, see `Gradients`.
 
     Raises:
         LookError: What a role holds can't be looked at.
@@ -38,7 +43,7 @@ def ledger(site: Worker, sleeper: Sleeper) -> Ledger:
     held: dict[str, Holdings] = {}
     partial: list[str] = []
     for name in names:
-        held[name], complete = look_at(site, name)
+        held[name], complete = look_at(site, name, gradients=gradients.get(name, Storages()))
         if not complete:
             partial.append(name)
     shares = shares_of(site, sleeper, held)
@@ -54,8 +59,10 @@ def ledger(site: Worker, sleeper: Sleeper) -> Ledger:
     )
 
 
-def look_at(site: Worker, name: str, storages: Callable[[], Storages] = Storages) -> tuple[Holdings, bool]:
-    """What a role holds, and whether that is all. `storages` makes what notes it.
+def look_at(
+    site: Worker, name: str, storages: Callable[[], Storages] = Storages, gradients: Storages | None = None
+) -> tuple[Holdings, bool]:
+    """What a role holds, and whether that is all; see `held_by`.
 
     Raises:
         LookError: It can't be looked at.
@@ -63,7 +70,7 @@ def look_at(site: Worker, name: str, storages: Callable[[], Storages] = Storages
     role = site.roles[name]
     others = [other.instance for other in list(site.roles.values()) if other.name not in (None, name)]
     with _looking_at(name):
-        return held_by(role.instance, role.declared(), others, storages)
+        return held_by(role.instance, role.declared(), others, storages, gradients)
 
 
 @attrs.frozen

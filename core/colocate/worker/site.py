@@ -21,6 +21,7 @@ from colocate.executor import Boot
 from colocate.worker.accounts import Accounts
 from colocate.worker.definitions import Definitions
 from colocate.worker.device import Device
+from colocate.worker.gradients import Gradients
 from colocate.worker.hosted import HostedRole
 from colocate.worker.lane import Lane
 from colocate.worker.process_groups import ProcessGroups
@@ -51,6 +52,7 @@ class Site:
         setting: What makes torch's settings.
         sleeper: What of its roles' memory sleeps.
         accounts: What they have, and may have.
+        gradients: Those of them, for who looks beside the lane.
         residency: Who is awake, where they take turns.
         spill_dir: Where that goes; None for where there is room.
         definitions: What it and its driver know of each other's classes and functions.
@@ -80,6 +82,7 @@ class Site:
         self.groups = ProcessGroups(self, in_process, boot.group, boot.slot, boot.host, boot.device)
         self.sleeper = Sleeper(self)
         self.accounts = Accounts(self, self.sleeper)
+        self.gradients = Gradients(self)
         self.residency = Residency(self, self.sleeper, self.accounts)
         self.definitions = Definitions(self.ask, self.say, in_process)
         self._questions: Requests[None, Any] = Requests()

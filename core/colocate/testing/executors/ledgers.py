@@ -15,7 +15,7 @@ from colocate.errors import ClosedError, RoleError
 from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs
 from colocate.testing.gate import Gate
-from colocate.testing.probes.holders import Declaring, Holding, Training
+from colocate.testing.probes.holders import Declaring, Holding, Training, Watched
 from colocate.testing.probes.plain import Echo
 from colocate.testing.waiting import PATIENCE_S
 
@@ -91,6 +91,26 @@ class Ledgers(ExecutorCase):
             assert len(holding.memory(PATIENCE_S).slots) == 2
             gate.open()
             call.result(PATIENCE_S)
+
+    def test_gradients_beside_a_call(self, spawn: Spawn) -> None:
+        """They are those of before it: no other thread may read one while role code lets go of it."""
+        pytest.importorskip("torch")
+        group = spawn({"one": colocate.role(Watched)})
+        one = group.role("one", Watched)
+
+        def gradients() -> list[int]:
+            return [slot.roles[0].device.get("gradients", 0) for slot in group.memory(PATIENCE_S).slots]
+
+        one.train()
+        assert gradients() == [4000] * 2
+        with Gate() as gate:
+            call = one.let_go.submit(gate.address)
+            gate.wait_for(2)
+            assert gradients() == [4000] * 2
+            gate.open()
+            call.result(PATIENCE_S)
+        assert gradients() == [0] * 2
+        assert one.read_elsewhere() == [False] * 2
 
     @needs(OwnProcess)
     def test_memory_adds_up(self, spawn: Spawn) -> None:

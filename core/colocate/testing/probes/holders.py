@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +57,44 @@ class Holding(Role):
     def wait_at(self, gate: Address) -> None:
         """Be busy."""
         pass_gate(gate)
+
+
+class Watched(Role):
+    """Has a gradient, and knows who reads it."""
+
+    def __init__(self) -> None:
+        import torch
+
+        readers: set[int] = set()
+
+        class Parameter(torch.nn.Parameter):
+            @property
+            def grad(self) -> Tensor | None:
+                readers.add(threading.get_ident())
+                return super().grad
+
+            @grad.setter
+            def grad(self, value: Tensor | None) -> None:
+                torch.Tensor.grad.__set__(self, value)  # type: ignore[attr-defined]
+
+        self._readers = readers
+        self.weight = Parameter(torch.ones(1000, device=self.ctx.device))
+
+    @method
+    def train(self) -> None:
+        """The gradient is there from then on."""
+        self.weight.sum().backward()
+
+    @method
+    def let_go(self, gate: Address) -> None:
+        """It isn't there any more; then wait until a gate is opened."""
+        self.weight.grad = None
+        pass_gate(gate)
+
+    @method
+    def read_elsewhere(self) -> bool:
+        """Whether another thread than that of role code has read it."""
+        return bool(self._readers - {threading.get_ident()})
 
 
 class Training(Role):

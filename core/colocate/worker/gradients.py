@@ -1,0 +1,52 @@
+"""The gradients of a worker's roles, for threads that must not look at them while role code runs.
+
+Amid `parameter.grad = None` torch lets go of Python's lock while `parameter.grad` still leads to what is being freed:
+who reads it on another thread then gets a tensor without a storage, and the process a SIGSEGV.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from functools import partial
+
+from colocate._protocol.ledger import Purpose
+from colocate.worker.holdings import Storages, held_by
+from colocate.worker.memory_site import Worker
+
+# So long a look waits for the lane, where a call may take longer. Whoever looks wants to know within a second.
+_WITHIN_S = 0.2
+
+
+class Gradients:
+    """They, as they were between two calls."""
+
+    def __init__(self, site: Worker) -> None:
+        self._site = site
+        self._lock = threading.Lock()
+        self._asked: threading.Event | None = None
+        self._known: Mapping[str, Storages] = {}
+
+    def known(self) -> Mapping[str, Storages]:
+        """By role: of just now where the lane comes to it soon, else of the last time that somebody has asked."""
+        with self._lock:
+            if self._asked is None or self._asked.is_set():
+                self._asked = threading.Event()
+                self._site.lane.do(partial(self._look, self._asked))
+            asked = self._asked
+        asked.wait(_WITHIN_S)
+        return self._known
+
+    # -- on the lane
+
+    def _look(self, asked: threading.Event) -> None:
+        roles = {role.name: role.instance for role in self._site.roles.values() if role.name is not None}
+        known: dict[str, Storages] = {}
+        for name, instance in roles.items():
+            try:
+                found, _ = held_by(instance, apart=[other for other in roles.values() if other is not instance])
+            except Exception:  # so does the look of who has asked, who tells it
+                continue
+            known[name] = found[Purpose.GRADIENTS]
+        self._known = known
+        asked.set()
