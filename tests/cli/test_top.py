@@ -6,6 +6,8 @@ import io
 import json
 import os
 import subprocess
+import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -13,8 +15,13 @@ from rich.console import Console
 from tests.cli.conftest import CommandLine
 
 import colocate as library
+from colocate._api import glance
+from colocate._api.memory import GroupMemory, memory
+from colocate._crew.crew import Crew
 from colocate._job.window import Job, _listed, jobs, look, window
+from colocate._system.deadline import Deadline
 from colocate.cli.top import _page, rows
+from colocate.testing.waiting import wait_until
 
 JOB = """
 import sys
@@ -109,6 +116,37 @@ def test_what_is_not_known_is_not_shown() -> None:
     slot = {"slot": 0, "node": "n", "device": "cpu", "pid": 1, "queue": 0, "call": None, "age": None, "roles": [role]}
     (row,) = rows({"groups": [{"group": "policy", "state": "starting", "slots": [slot]}]})
     assert list(row.values()) == ["policy (starting)", "0 n cpu", "actor", "", "", "26%", "0", "", ""]
+
+
+def test_a_call_of_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is made while the workers are asked what they hold isn't from the future."""
+    go_on = threading.Event()
+
+    class Waiting(library.Role):
+        @library.method
+        def wait(self) -> None:
+            go_on.wait()
+
+    with library.connect() as runtime, runtime.reserve(1) as pool, window(runtime, "demo"):
+        waiting = pool.spawn({"waiting": library.role(Waiting)}).role("waiting", Waiting)
+        calls = []
+
+        def asked(crew: Crew, deadline: Deadline) -> GroupMemory:
+            begun = time.time()
+            wait_until(lambda: time.time() > begun + 0.01, "what is rounded away is over")
+            calls.append(waiting.wait.submit())
+            return memory(crew, deadline)
+
+        monkeypatch.setattr(glance, "memory", asked)
+        (found,) = [job for job in jobs() if job.pid == os.getpid()]
+        told = look(found)
+        go_on.set()
+        library.wait(calls)
+    assert told is not None
+    (group,) = told["groups"]
+    (slot,) = group["slots"]
+    assert slot["call"] == "waiting.wait"
+    assert slot["age"] >= 0
 
 
 def test_a_narrow_terminal() -> None:

@@ -32,12 +32,11 @@ class Recent(RecentSpans[tuple[str, str, int]]):
 
 def glance(connection: Connection, recent: Recent) -> list[dict[str, Any]]:
     """The groups of a runtime, as plain data: what each slot runs, what waits there, and what its roles hold."""
-    now = time.time()
-    shares = recent.shares(now)
-    return [_group(crew, shares, now) for crew in list(connection.crews.values())]
+    shares = recent.shares(time.time())
+    return [_group(crew, shares) for crew in list(connection.crews.values())]
 
 
-def _group(crew: Crew, shares: Mapping[tuple[str, str, int], float], now: float) -> dict[str, Any]:
+def _group(crew: Crew, shares: Mapping[tuple[str, str, int], float]) -> dict[str, Any]:
     held: dict[int, SlotMemory] = {}
     trouble: str | None = None
     try:
@@ -48,6 +47,7 @@ def _group(crew: Crew, shares: Mapping[tuple[str, str, int], float], now: float)
     for call in list(crew.order.pending.values()):
         for slot in call.missing():
             waiting[slot].append(call)
+    now = time.time()  # calls were made while the workers looked
     slots = []
     for worker in crew.workforce.workers:
         calls = waiting[worker.slot]

@@ -128,9 +128,8 @@ def _chosen(name: str | None, found: Sequence[Sight], where: str) -> Sight:
         return matching[0]
     there = ", ".join(map(str, found))
     if not found:
-        none = (
-            "no job runs on this machine" if where == _HERE else "no job runs on this cluster, and no pool is detached"
-        )
+        on_cluster = "no job runs on this cluster, and no pool is detached"
+        none = "no job runs on this machine, or it is still starting" if where == _HERE else on_cluster
         raise ConfigError(f"{none}: `colocate run FILE` starts one")
     if matching:
         raise ConfigError(f"which job? These run {where}: {there}. Say its number: colocate top {matching[0].ids[0]}")
