@@ -280,6 +280,10 @@ def test_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpu.current_stream("cuda:0") is gpu
     setting.have(of_role)
     assert gpu.current_stream("cuda:0") == "side"
+    assert setting.is_aside(of_role)
+    assert not setting.is_aside(Settings(stream=gpu))
+    assert not setting.is_aside(Settings())
+    assert not setting.is_aside(None)
     setting.have(Settings())
     assert gpu.current_stream("cuda:0") is gpu
 

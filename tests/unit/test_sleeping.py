@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import types
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
@@ -25,9 +26,10 @@ from colocate.worker.hosted import HostedRole  # noqa: E402
 from colocate.worker.prefetch import Prefetch  # noqa: E402
 from colocate.worker.residency import Residency  # noqa: E402
 from colocate.worker.scope import Scope  # noqa: E402
-from colocate.worker.settings import Setting  # noqa: E402
+from colocate.worker.settings import Setting, Settings  # noqa: E402
 from colocate.worker.sleeping import Outcome, Sleeper  # noqa: E402
 from colocate.worker.store import Store  # noqa: E402
+from colocate.worker.swapping import Use  # noqa: E402
 
 DEVICE = "other:0"
 TAGS = ("weights", "grads", "optimizer", "cache")
@@ -550,6 +552,26 @@ def test_what_does_not_move_ahead(worker: Worker) -> None:
     worker.add("kept", Model()).keeps_addresses = True
     residency = Residency(worker, Sleeper(worker), cast("Any", None))
     assert [name for name in worker.roles if residency._moves_ahead(name)] == ["plain"]
+
+
+@pytest.mark.parametrize("aside", [False, True])
+def test_nothing_moves_beside_a_stream_of_a_role_s_own(
+    worker: Worker, two: tuple[Sleeper, Prefetch, dict[str, list[Any]]], monkeypatch: pytest.MonkeyPatch, aside: bool
+) -> None:
+    """What comes would come to where that may still be at work."""
+    looked: list[None] = []
+
+    def shares() -> None:
+        looked.append(None)
+        raise ColocateError("it is looked for what may move")
+
+    residency = Residency(worker, two[0], cast("Any", types.SimpleNamespace(shares=shares)))
+    residency._order = cast("Any", types.SimpleNamespace(ahead=lambda: (Use("one", False), Use("two", False))))
+    residency._wanted["two"] = TAGS
+    worker.roles["one"].settings = Settings(stream="its own" if aside else None)
+    with contextlib.suppress(ColocateError):
+        residency._look_ahead("one")
+    assert bool(looked) is not aside
 
 
 @pytest.mark.parametrize("turns", [0, 1])

@@ -254,8 +254,12 @@ class Residency:
     def _look_ahead(self, name: str) -> None:
         """While a role runs, have the next one come, where there is room for both and nothing more is copied so."""
         assert self._order is not None
-        ahead = self._order.ahead()
+        ahead, runs = self._order.ahead(), self._site.roles[name]
         if self._prefetch.is_under_way or ahead is None or len(ahead) < 2 or ahead[0].role != name:
+            return
+        # What it lets go of meanwhile torch gives to others who compute on the usual stream, as what has come to it was
+        # made there: they wait for that stream, and not for its own.
+        if runs.setting.is_aside(runs.settings):
             return
         follows = ahead[1].role
         wanted = self._wanted.get(follows, ())

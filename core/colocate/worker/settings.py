@@ -73,6 +73,11 @@ class Setting:
             None if module is None else module.current_stream(self._device),
         )
 
+    def is_aside(self, settings: Settings | None) -> bool:
+        """Whether who has these computes on a stream of its own."""
+        stream = None if settings is None else settings.stream
+        return stream is not None and stream != (self.base.stream or self._stream)
+
     def have(self, wanted: Settings) -> None:
         """Make them so."""
         torch = self._torch
