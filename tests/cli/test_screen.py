@@ -172,6 +172,21 @@ def test_the_end_says_what_fusing_saved() -> None:
     assert "would have copied them: actor to critic 1 MiB.\n" in out.getvalue()
 
 
+def test_what_fusing_saved_on_a_terminal() -> None:
+    """It is longer than a line, which ends between words."""
+    console, out = terminal()
+    Screen(console).finished(
+        record(handed_over=[HandedOver("policy", "actor", f"user-{n}", 1 << 20) for n in range(9)])
+    )
+    shown = [line.rstrip() for line in out.getvalue().splitlines()]
+    begin = next(n for n, line in enumerate(shown) if line.startswith("Of kept results"))
+    lines = shown[begin : shown.index("", begin)]
+    assert len(lines) > 1
+    assert max(map(len, lines)) <= 100
+    whole = "".join(f"actor to user-{n} 1 MiB{', ' if n < 8 else '.'}" for n in range(9))
+    assert whole in " ".join(lines)
+
+
 def test_where_the_report_is_or_what_it_needs() -> None:
     console, out = plain()
     screen = Screen(console)

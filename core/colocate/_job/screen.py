@@ -205,7 +205,7 @@ class Screen:
         self._show("time per role", calls)
         self._show("who waited for whom", waits(record.contention))
         if text := saved(record):
-            self.say(f"\n{text}")
+            self.say(f"\n{text}", wraps=self.console.is_terminal)
         for memory in record.memory:
             self.say(f"\n{memory}")
         self.say("\n" + record.tree.rstrip())
@@ -217,10 +217,10 @@ class Screen:
         else:
             self.say(f"\nreport: {short(path)}")
 
-    def say(self, text: str) -> None:
-        """A line, or several."""
+    def say(self, text: str, wraps: bool = False) -> None:
+        """A line, or several; of a text that wraps, lines end between words."""
         if not self.quiet:
-            self.console.print(Text(text), soft_wrap=True)
+            self.console.print(Text(text), soft_wrap=not wraps)
         if self._log is not None:
             self._log.write(f"{text}\n")
 
