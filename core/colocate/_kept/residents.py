@@ -297,13 +297,17 @@ class Residents(Leases):
             self._flushing = False
             if not self.link.alive:  # its end tells what has failed
                 return
-            keys = self.take()
-            try:
-                if keys:
-                    self.link.send(self.link.live(), Free(keys))
-            except (OSError, MemoryError):  # no descriptor or memory is left just now; a call will tell
-                self.put_back(keys)
+            self.tell()
         self._flush_later()
+
+    def tell(self) -> None:
+        """Have all workers forget now what they may. The order's lock is held."""
+        keys = self.take()
+        try:
+            if keys:
+                self.link.send(self.link.live(), Free(keys))
+        except (OSError, MemoryError):  # no descriptor or memory is left just now; a call will tell
+            self.put_back(keys)
 
     def wait(self, kept: Kept, timeout: float | None) -> None:
         """Wait until a resident is there.

@@ -84,8 +84,11 @@ def send(drafts: Sequence[Draft]) -> None:
             order.enter(draft.call)
             for index, slot in enumerate(draft.call.targets):
                 lots[slot].append((draft, index))
-        if crew.residents.news and len(lots) == len(workers):
-            frees = crew.residents.take()
+        if crew.residents.news:
+            if len(lots) == len(workers):
+                frees = crew.residents.take()
+            elif crew.declared.budgets:  # the calls may need the room
+                crew.residents.tell()
         last: list[tuple[int, int | None, int]] = []
         frame: Any = None
         for slot, lot in lots.items():

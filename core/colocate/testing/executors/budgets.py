@@ -59,6 +59,17 @@ class Budgets(ExecutorCase):
         kept.free()
         assert group.wake("one")
 
+    def test_what_was_freed_makes_room_at_once(self, spawn: Spawn) -> None:
+        """Also for a call that not all workers have a part in."""
+        pytest.importorskip("torch")
+        roles = {"one": colocate.role(Dozing, 1), "other": colocate.role(Dozing, 1)}
+        group = spawn(roles, device_memory="9MiB")
+        one = group.role("one", Dozing)
+        for _ in range(3):
+            kept = one.make.options(ranks=[0]).keep(_MIB)
+            kept.wait()
+            kept.free()
+
     def test_budget_of_a_slot(self, runtime: Runtime) -> None:
         """It is the pool's, and of each group there."""
         pytest.importorskip("torch")
