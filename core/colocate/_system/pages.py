@@ -22,6 +22,7 @@ have given back for zeros.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import mmap
@@ -56,6 +57,8 @@ _AT_ONCE_BYTES = 1 << 30  # a single write is at most 2 GiB
 
 _LARGE_PAGE = 2 << 20
 _PIECE_BYTES = 16 * _LARGE_PAGE
+_READ_BYTES = 4 * _LARGE_PAGE
+_BATCH_BYTES = 256 * _LARGE_PAGE
 _THREADS = 4
 _LEAST_COPIED_BYTES = 2 * _LARGE_PAGE  # then there is a whole one in it, wherever it begins
 
@@ -190,16 +193,11 @@ class Spill:
         Raises:
             OSError: There is no memory for them. They hold what they held, wherever that is.
         """
-        large = (area for area in copied if area.stop - area.start >= _LEAST_COPIED_BYTES)
-        pieces = [
-            home.of(piece) for area, home in split(large, self._homes(mappings_now()))[0] for piece in _pieces(area)
-        ]
-        # The kernel clears the memory first, which takes as long as to copy into it: both on several CPUs.
-        done = _by_threads(self._copy_back, pieces)
-        moved = [piece for piece, each in zip(pieces, done, strict=True) if not each.exception() and each.result()]
-        self._back = joined([*self._back, *moved])
-        for each in done:
-            each.result()
+        homes = self._homes(mappings_now())
+        large = [area for area in copied if area.stop - area.start >= _LEAST_COPIED_BYTES]
+        away = merged((area.start, area.stop - area.start) for area, _ in split(large, homes)[0])
+        for some in _batches(away):
+            self._copy_back(some, homes)
         for area in areas:
             if libc().madvise(area.start, area.stop - area.start, _POPULATE_READ):
                 if ctypes.get_errno() != errno.EINVAL:
@@ -219,22 +217,30 @@ class Spill:
         if not self._has_heirs:
             self._free_unused(mappings_now())
 
-    def _copy_back(self, place: Place) -> bool:
-        """Copy pages into memory of the process's own and move that into their place; whether it has come to that."""
-        size = place.stop - place.start
-        copy, moved = _like(place.start, size), False
-        try:
-            self._files[place.file].read(copy, copy + size, place.offset)
+    def _copy_back(self, areas: Sequence[Area], homes: Sequence[Place]) -> None:
+        """Copy pages into memory of the process's own and move that into their place."""
+
+        def read(copy: _Copy, place: Place) -> bool:
+            copy.read(self._files[place.file], place)
             # Whoever has written into it while it was away has pages there that aren't in the file.
-            if next(written_in(Area(place.start, place.stop)), None) is None:
-                # In one step: who reads it meanwhile, by accident, finds it there or here.
-                if libc().mremap(copy, size, size, _MOVES_TO, place.start) != place.start:
-                    check(-1)
-                moved = True
-        finally:
-            if not moved:
-                libc().munmap(copy, size)
-        return moved
+            return next(written_in(Area(place.start, place.stop)), None) is None
+
+        with contextlib.ExitStack() as stack:
+            # All of the kernel's tables are changed before and after: faults in `read` keep others from changing them.
+            copies = [stack.enter_context(contextlib.closing(_Copy(area))) for area in areas]
+            parts = [
+                (copy, home.of(piece))
+                for copy in copies
+                for area, home in split([copy.area], homes)[0]
+                for piece in _pieces(area, _READ_BYTES)
+            ]
+            # The kernel clears the memory first, which takes as long as to copy into it: both on several CPUs.
+            done = _by_threads(lambda part: read(*part), parts)
+            refused = {copy for (copy, _), each in zip(parts, done, strict=True) if not each.result()}
+            for copy in copies:
+                if copy not in refused:
+                    copy.move()
+        self._back = joined([*self._back, *(place for copy, place in parts if copy not in refused)])
 
     def _placed(self, areas: Sequence[Area], mappings: Sequence[Mapping]) -> list[Place]:
         """Places for pages that aren't in a file, those that they had if they had some; there is room from now on."""
@@ -243,7 +249,7 @@ class Spill:
         shares = [0] * len(self._files)
         places = []
         for area in without:
-            for piece in _pieces(area):
+            for piece in _pieces(area, _PIECE_BYTES):
                 number = shares.index(min(shares))
                 places.append(Place(*piece, number, self._files[number].size + shares[number]))
                 shares[number] += piece.stop - piece.start
@@ -353,6 +359,40 @@ class _File:
             check(-1)
 
 
+class _Copy:
+    """Memory of this process's own that pages are read into, and that is moved into their place then.
+
+    Attributes:
+        area: The pages.
+    """
+
+    def __init__(self, area: Area) -> None:
+        """Map it.
+
+        Raises:
+            OSError: There is no memory for it.
+        """
+        self.area = area
+        self._start = _like(area.start, area.stop - area.start)
+        self._moved = False
+
+    def close(self) -> None:
+        if not self._moved:
+            libc().munmap(self._start, self.area.stop - self.area.start)
+
+    def read(self, file: _File, place: Place) -> None:
+        """Read what some of the pages hold."""
+        ahead = self._start - self.area.start
+        file.read(place.start + ahead, place.stop + ahead, place.offset)
+
+    def move(self) -> None:
+        """In one step: who reads the pages meanwhile, by accident, finds them there or here."""
+        size = self.area.stop - self.area.start
+        if libc().mremap(self._start, size, size, _MOVES_TO, self.area.start) != self.area.start:
+            check(-1)
+        self._moved = True
+
+
 @attrs.frozen
 class Emptying:
     """Memory of this process's own that is to hold zeros.
@@ -420,11 +460,25 @@ def _by_threads(do: Callable[[_T], object], items: Sequence[_T]) -> list[Future[
         return [pool.submit(do, item) for item in items]
 
 
-def _pieces(area: Area) -> Iterator[Area]:
+def _batches(areas: Iterable[Area]) -> Iterator[list[Area]]:
+    """Them in lots: the system may have set memory aside for each of the pages, and has to again for a copy."""
+    batch, size = [], 0
+    for area in areas:
+        for piece in _pieces(area, _BATCH_BYTES):
+            batch.append(piece)
+            size += piece.stop - piece.start
+            if size >= _BATCH_BYTES:
+                yield batch
+                batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _pieces(area: Area, most: int) -> Iterator[Area]:
     """It in pieces for several threads; each but the first begins with a large page."""
     at = area.start
     while at < area.stop:
-        stop = min(area.stop, (at // _PIECE_BYTES + 1) * _PIECE_BYTES)
+        stop = min(area.stop, (at // most + 1) * most)
         if area.stop - stop < _LEAST_COPIED_BYTES:
             stop = area.stop
         yield Area(at, stop)
