@@ -168,8 +168,8 @@ def _page(told: Mapping[str, Any], width: int) -> Group:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, between, 0, 0), pad_edge=False, show_edge=False)
     found = list(rows(told))
     for name in found[0] if found else ():
-        side, whole = "right" if name in _NUMBERS else "left", name in (*_NUMBERS, "role")
-        table.add_column(name, justify=side, no_wrap=whole, overflow="fold")
+        whole = name in (*_NUMBERS, "role")
+        table.add_column(name, justify="right" if name in _NUMBERS else "left", no_wrap=whole, overflow="fold")
     for row in found:
         table.add_row(*(Text(str(cell)) for cell in row.values()))
     return Group(Text(_title(told), "bold"), table, *(Text(each, "yellow") for each in _troubles(told)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -65,20 +66,15 @@ class Watched(Role):
     def __init__(self) -> None:
         import torch
 
-        readers: set[int] = set()
+        grad: Any = inspect.getattr_static(torch.Tensor, "grad")
+        readers = self._readers = set[int]()
 
-        class Parameter(torch.nn.Parameter):
-            @property
-            def grad(self) -> Tensor | None:
-                readers.add(threading.get_ident())
-                return super().grad
+        def read(parameter: Tensor) -> Any:
+            readers.add(threading.get_ident())
+            return grad.__get__(parameter)
 
-            @grad.setter
-            def grad(self, value: Tensor | None) -> None:
-                torch.Tensor.grad.__set__(self, value)  # type: ignore[attr-defined]
-
-        self._readers = readers
-        self.weight = Parameter(torch.ones(1000, device=self.ctx.device))
+        watched: Any = type("Watched", (torch.nn.Parameter,), {"grad": property(read, grad.__set__)})
+        self.weight: Any = watched(torch.ones(1000, device=self.ctx.device))
 
     @method
     def train(self) -> None:
