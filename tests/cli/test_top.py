@@ -16,7 +16,7 @@ from tests.cli.conftest import CommandLine
 
 import colocate as library
 from colocate._api import glance
-from colocate._api.memory import GroupMemory, memory
+from colocate._api.memory import SlotMemory, memory_of_each
 from colocate._crew.crew import Crew
 from colocate._job.window import Job, _listed, jobs, look, window
 from colocate._system.deadline import Deadline
@@ -131,13 +131,13 @@ def test_a_call_of_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
         waiting = pool.spawn({"waiting": library.role(Waiting)}).role("waiting", Waiting)
         calls = []
 
-        def asked(crew: Crew, deadline: Deadline) -> GroupMemory:
+        def asked(crew: Crew, deadline: Deadline) -> tuple[dict[int, SlotMemory], Exception | None]:
             begun = time.time()
             wait_until(lambda: time.time() > begun + 0.01, "what is rounded away is over")
             calls.append(waiting.wait.submit())
-            return memory(crew, deadline)
+            return memory_of_each(crew, deadline)
 
-        monkeypatch.setattr(glance, "memory", asked)
+        monkeypatch.setattr(glance, "memory_of_each", asked)
         (found,) = [job for job in jobs() if job.pid == os.getpid()]
         told = look(found)
         go_on.set()

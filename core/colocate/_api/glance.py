@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from colocate._api.connection import Connection
-from colocate._api.memory import SlotMemory, memory
+from colocate._api.memory import SlotMemory, memory_of_each
 from colocate._calls.records import CallRecord, MoveRecord
 from colocate._crew.crew import Crew
 from colocate._system.deadline import Deadline
 from colocate._system.recent import RecentSpans
-from colocate.errors import ColocateError
 
 _LEDGERS_WITHIN_S = 1.0
 
@@ -37,12 +36,8 @@ def glance(connection: Connection, recent: Recent) -> list[dict[str, Any]]:
 
 
 def _group(crew: Crew, shares: Mapping[tuple[str, str, int], float]) -> dict[str, Any]:
-    held: dict[int, SlotMemory] = {}
-    trouble: str | None = None
-    try:
-        held = {slot.slot: slot for slot in memory(crew, Deadline(_LEDGERS_WITHIN_S)).slots}
-    except (ColocateError, TimeoutError) as error:  # one that is starting, or hangs: the rest is of use all the same
-        trouble = str(error).partition("\n")[0]
+    # One that is starting, or hangs, doesn't answer: the rest is of use all the same.
+    held, trouble = memory_of_each(crew, Deadline(_LEDGERS_WITHIN_S))
     waiting: dict[int, list[Any]] = {worker.slot: [] for worker in crew.workforce.workers}
     for call in list(crew.order.pending.values()):
         for slot in call.missing():
@@ -74,7 +69,7 @@ def _group(crew: Crew, shares: Mapping[tuple[str, str, int], float]) -> dict[str
             }
         )
     told = {"group": crew.name, "state": crew.life.state.value, "generation": crew.generation, "slots": slots}
-    return told if trouble is None else {**told, "memory": trouble}
+    return told if trouble is None else {**told, "memory": str(trouble).partition("\n")[0]}
 
 
 def _held(slot: SlotMemory | None, role: str) -> dict[str, int | None]:

@@ -167,6 +167,13 @@ def memory(crew: Crew, deadline: Deadline) -> GroupMemory:
     return GroupMemory(crew.name, tuple(_slot(crew, *each) for each in zip(slots, ledgers, strict=True)))
 
 
+def memory_of_each(crew: Crew, deadline: Deadline) -> tuple[dict[int, SlotMemory], Exception | None]:
+    """As `memory`, by slot and as far as workers answer; and why one doesn't."""
+    told = crew.ledgers.each([worker.slot for worker in crew.workforce.workers], deadline)
+    found = {slot: _slot(crew, slot, ledger) for slot, ledger in told.items() if isinstance(ledger, Ledger)}
+    return found, next((error for error in told.values() if isinstance(error, Exception)), None)
+
+
 def _slot(crew: Crew, slot: int, ledger: Ledger) -> SlotMemory:
     boot = crew.workforce.workers[slot].boot
     roles = []

@@ -36,13 +36,32 @@ class Ledgers:
         def ask(slot: int, token: int) -> None:
             self._tell(slot, messages.AskLedger(token))
 
-        def too_late(owing: str) -> str:
-            return (
-                f"worker {owing} of group {self._link.name!r} has not said in time what its memory is used for: it is "
-                "stopped, or C code holds the GIL, or a role's device_state() goes on"
-            )
+        return self._requests.ask(slots, ask, deadline, self._too_late)
 
-        return self._requests.ask(slots, ask, deadline, too_late)
+    def each(self, slots: Sequence[int], deadline: Deadline) -> dict[int, Ledger | Exception]:
+        """The ledger of each of some slots, or why there is none; see `get`."""
+        asked = {slot: self._requests.open([slot]) for slot in slots}
+        found: dict[int, Ledger | Exception] = {}
+        try:
+            for slot, request in asked.items():
+                self._tell(slot, messages.AskLedger(request.token))
+            for slot, request in asked.items():
+                try:
+                    (found[slot],) = request.result(deadline)
+                except TimeoutError:
+                    found[slot] = TimeoutError(self._too_late(str(slot)))
+                except ColocateError as error:
+                    found[slot] = error
+        finally:
+            for request in asked.values():
+                self._requests.drop(request)
+        return found
+
+    def _too_late(self, owing: str) -> str:
+        return (
+            f"worker {owing} of group {self._link.name!r} has not said in time what its memory is used for: it is "
+            "stopped, or C code holds the GIL, or a role's device_state() goes on, or its machine has too much to do"
+        )
 
     def answered(self, worker: Worker, told: messages.LedgerTold) -> None:
         """A worker has answered."""

@@ -11,6 +11,8 @@ import pytest
 
 import colocate
 from colocate import ColocatedGroup, Runtime
+from colocate._api.memory import memory_of_each
+from colocate._system.deadline import Deadline
 from colocate.errors import ClosedError, RoleError
 from colocate.executor import OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs
@@ -135,13 +137,16 @@ class Ledgers(ExecutorCase):
 
     @needs(OwnProcess)
     def test_memory_of_a_stopped_worker(self, spawn: Spawn) -> None:
-        """A worker that can't answer is named."""
+        """A worker that can't answer is named; who looks from outside sees the others all the same."""
         group = spawn({"echo": colocate.role(Echo)})
         pid = group.role("echo", Echo).place()[1][0]
         os.kill(pid, signal.SIGSTOP)
         try:
             with pytest.raises(TimeoutError, match=r"worker 1 of group .* has not said in time"):
                 group.memory(timeout=0.5)
+            found, why = memory_of_each(group._node, Deadline(0.5))
+            assert [*found] == [0]
+            assert "worker 1 of group" in str(why)
         finally:
             os.kill(pid, signal.SIGCONT)
         assert len(group.memory(PATIENCE_S).slots) == 2
