@@ -219,12 +219,6 @@ class Spill:
 
     def _copy_back(self, areas: Sequence[Area], homes: Sequence[Place]) -> None:
         """Copy pages into memory of the process's own and move that into their place."""
-
-        def read(copy: _Copy, place: Place) -> bool:
-            copy.read(self._files[place.file], place)
-            # Whoever has written into it while it was away has pages there that aren't in the file.
-            return next(written_in(Area(place.start, place.stop)), None) is None
-
         with contextlib.ExitStack() as stack:
             # All of the kernel's tables are changed before and after: faults in `read` keep others from changing them.
             copies = [stack.enter_context(contextlib.closing(_Copy(area))) for area in areas]
@@ -235,12 +229,14 @@ class Spill:
                 for piece in _pieces(area, _READ_BYTES)
             ]
             # The kernel clears the memory first, which takes as long as to copy into it: both on several CPUs.
-            done = _by_threads(lambda part: read(*part), parts)
-            refused = {copy for (copy, _), each in zip(parts, done, strict=True) if not each.result()}
-            for copy in copies:
-                if copy not in refused:
-                    copy.move()
-        self._back = joined([*self._back, *(place for copy, place in parts if copy not in refused)])
+            for each in _by_threads(lambda part: part[0].read(self._files[part[1].file], part[1]), parts):
+                each.result()
+            # Whoever has written into it while it was away has pages there that aren't in the file.
+            done = _by_threads(lambda copy: next(written_in(copy.area), None) is None, copies)
+            moved = {copy for copy, each in zip(copies, done, strict=True) if each.result()}
+            for copy in moved:
+                copy.move()
+        self._back = joined([*self._back, *(place for copy, place in parts if copy in moved)])
 
     def _placed(self, areas: Sequence[Area], mappings: Sequence[Mapping]) -> list[Place]:
         """Places for pages that aren't in a file, those that they had if they had some; there is room from now on."""
