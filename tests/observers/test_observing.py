@@ -290,6 +290,37 @@ def test_entries_that_are_none(tmp_path: Path) -> None:
                 in_a_run(runtime, tmp_path, entry)
 
 
+class Misspelt:
+    """An observer."""
+
+    def colocate_run_loged(self, record: object) -> None:
+        """There is no such hook."""
+
+
+@pytest.mark.parametrize(
+    ("observer", "words"),
+    [
+        (
+            Misspelt(),
+            r"Misspelt has a hook 'colocate_run_loged', which doesn't exist; did you mean 'colocate_run_logged'",
+        ),
+        (Misspelt, r"is given the class Misspelt: give it an object, Misspelt\(\.\.\.\)"),
+        (7, "is given 7, which has none of an observer's hooks: colocate_group_spawned, "),
+        (None, "is given None, which has none"),
+    ],
+)
+def test_what_is_no_observer(tmp_path: Path, observer: object, words: str) -> None:
+    """It would hear nothing, and nobody would know."""
+    with colocate.connect("local") as runtime:
+        with pytest.raises(colocate.ConfigError, match=f"^runtime.observe.*{words}"):
+            runtime.observe(observer)
+        with (
+            pytest.raises(colocate.ConfigError, match=f"^observe.*{words}"),
+            colocate.record(runtime, tmp_path / "sums", observe=[observer]),
+        ):
+            pass
+
+
 def test_what_may_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also a module's class; but a config that may name plugins only can't, nor can it say where numbers are sent."""
     config: dict[str, Any] = {"name": "demo", "pools": {"main": {"slots": 1}}}

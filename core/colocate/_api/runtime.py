@@ -18,6 +18,7 @@ from colocate._api.held import Held
 from colocate._api.pool import Pool
 from colocate._api.slots import Slots
 from colocate._api.trace import Trace
+from colocate._calls.records import check_observer
 from colocate._owned.owned import Making
 from colocate._role.budget import Budget
 from colocate._signatures.annotations import path_text
@@ -121,7 +122,11 @@ class Runtime(Held[Connection], node=Connection):
         made it fail), `colocate_group_closed(name)`, `colocate_memory_moved(record)` (a `MoveRecord`: a role sleeps, or
         was woken) and `colocate_result_fetched(record)` (a `FetchRecord`). Calls are told of a moment after their end,
         those of the same moment one after the other, and before whatever happens later.
+
+        Raises:
+            ConfigError: It has none of them, or one that doesn't exist.
         """
+        check_observer(plugin, "runtime.observe")
         self._node.services.observers.add(plugin)
 
     def trace(self, path: str | os.PathLike[str]) -> Trace:

@@ -9,6 +9,8 @@ import attrs
 
 from colocate._definitions.packed import packed_bytes
 from colocate._protocol.taken import MANY
+from colocate._system.nearest import did_you_mean
+from colocate.errors import ConfigError
 
 if TYPE_CHECKING:
     from colocate._calls.pending import PendingCall
@@ -45,6 +47,19 @@ class TransferRecord:
 
 
 CALL_FINISHED = "colocate_call_finished"
+HOOKS = (
+    "colocate_group_spawned",
+    "colocate_group_changed",
+    "colocate_group_closed",
+    "colocate_worker_died",
+    CALL_FINISHED,
+    "colocate_result_fetched",
+    "colocate_memory_moved",
+)
+"""What observers of a runtime are told."""
+
+OF_RUNS = ("colocate_run_started", "colocate_run_logged", "colocate_run_finished")
+"""What those of a run are told besides."""
 
 
 @attrs.frozen
@@ -209,6 +224,30 @@ class Ended(NamedTuple):
             tuple(transfers),
             handed_over,
         )
+
+
+def check_observer(observer: object, where: str) -> None:
+    """Raise unless an object is one that can be told something.
+
+    Args:
+        observer: The object.
+        where: Where it was given, for the error.
+
+    Raises:
+        ConfigError: It has no hooks, or one that doesn't exist.
+    """
+    if isinstance(observer, type):
+        raise ConfigError(
+            f"{where} is given the class {observer.__name__}: give it an object, {observer.__name__}(...)"
+        )
+    known = (*HOOKS, *OF_RUNS)
+    named = [name for name in dir(observer) if name.startswith("colocate_") and callable(getattr(observer, name, None))]
+    for name in named:
+        if name not in known:
+            kind = type(observer).__name__
+            raise ConfigError(f"{where}: {kind} has a hook {name!r}, which doesn't exist{did_you_mean(name, known)}")
+    if not named and not hasattr(type(observer), "__getattr__"):
+        raise ConfigError(f"{where} is given {observer!r}, which has none of an observer's hooks: {', '.join(known)}")
 
 
 class Observers:

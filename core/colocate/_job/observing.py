@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from colocate._calls.records import CALL_FINISHED
+from colocate._calls.records import CALL_FINISHED, OF_RUNS, check_observer
 from colocate._job.screen import Screen, short
 from colocate._plugins.entry_points import listed
 from colocate._plugins.plugins import find_observer
@@ -25,7 +25,7 @@ from colocate.errors import ConfigError, PluginError
 if TYPE_CHECKING:
     from colocate._calls.services import Services
 
-LOGGED, FINISHED = "colocate_run_logged", "colocate_run_finished"
+_STARTED, LOGGED, _FINISHED = OF_RUNS
 _log = logging.getLogger("colocate")
 
 
@@ -52,7 +52,7 @@ class Guarded:
         Raises:
             PluginError: It raised.
         """
-        started = getattr(self._observer, "colocate_run_started", None)
+        started = getattr(self._observer, _STARTED, None)
         if started is None:
             return
         try:
@@ -77,8 +77,8 @@ class Guarded:
 
     def end(self, record: RunRecord, error: BaseException | None) -> None:
         """Tell it that the run is over."""
-        if self.has(FINISHED):
-            self._call(FINISHED, record, error)
+        if self.has(_FINISHED):
+            self._call(_FINISHED, record, error)
 
     def missing(self, given: Counter[str]) -> Counter[str]:
         """How often it would have been told, and hasn't been, by hook."""
@@ -124,7 +124,7 @@ class RunObservers:
         """Make those that a config names: by name, as an entry of the config, or the observer itself.
 
         Raises:
-            ConfigError: An entry isn't one.
+            ConfigError: An entry isn't one, or an observer has no hooks that exist.
             PluginError: One is unknown, or can't be made.
         """
         for each in [observe] if isinstance(observe, str) else observe:
@@ -140,10 +140,13 @@ class RunObservers:
                 case Mapping():
                     raise ConfigError(f"observe: {dict(each)!r}: write {{'use': name, 'with': {{...}}}}")
                 case _:
+                    check_observer(each, "observe")
                     self._all.append(Guarded(type(each).__name__, each, self._screen))
 
     def _make(self, name: str, options: Mapping[str, Any]) -> None:
-        self._all.append(Guarded(name, find_observer(name).make(options), self._screen))
+        made = find_observer(name).make(options)
+        check_observer(made, f"observe: {name}")
+        self._all.append(Guarded(name, made, self._screen))
 
     def begin(self, info: RunInfo) -> None:
         """Tell them of the run. Only those that have heard of it are told of its end.
