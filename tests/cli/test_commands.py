@@ -52,6 +52,27 @@ class TestPlugins:
         assert done.returncode == 1
         assert "acme 1.0.0; also claimed by acme-rival 0.3: uninstall one" in done.stdout
 
+    def test_budgets_are_shown(self, colocate: CommandLine) -> None:
+        """As they were understood: a unit that was forgotten is seen."""
+        colocate.write("demo.yaml", ACME)
+        colocate.write("beside.py", BESIDE)
+        changes = {
+            "pools.main.device_memory": "20",
+            "groups.policy.device_memory": "12",
+            "groups.policy.residency": "swap",
+            "groups.policy.roles.second.host_memory": "2GB",
+        }
+        sets = [word for name, value in changes.items() for word in ("--set", f"{name}={value}")]
+        done = colocate("check", "demo.yaml", *sets, distributions=("acme",))
+        assert (done.returncode, done.stderr) == (0, "")
+        pools, roles, _ = done.stdout.split("\n\n")[-3:]
+        assert pools.splitlines()[-1].endswith("  device_memory=20 B")
+        assert roles.splitlines()[0] == "group policy in pool main (device_memory=12 B, residency=swap): roles"
+        assert [line.partition("dp=")[2][1:].strip() for line in roles.splitlines()[2:]] == ["", "host_memory=1.9 GiB"]
+        plan = json.loads(colocate("check", "demo.yaml", *sets, "--json", distributions=("acme",)).stdout)
+        assert plan["groups"]["policy"]["roles"]["second"]["host_memory"] == 2_000_000_000
+        assert (plan["observe"], plan["trace"]) == ([], False)
+
     def test_as_json(self, colocate: CommandLine) -> None:
         found = json.loads(colocate("plugins", "--json", distributions=("acme",)).stdout)
         (acme,) = [plugin for plugin in found if plugin["name"] == "acme"]

@@ -11,8 +11,12 @@ from rich.text import Text
 
 from colocate._job.screen import console, show_table
 from colocate._plugins.plugins import find_job, find_role, plugins
+from colocate._system.sizes import parse_bytes, size_text
 from colocate.cli.output import guarded, load, print_json
-from colocate.config import Config, GroupConfig, PoolConfig
+from colocate.config import Config, GroupConfig, PoolConfig, RoleConfig
+
+_SIZES = ("device_memory", "host_memory", "reserve_activations")
+_OTHERS = ("residency", "step", "sleep")
 
 
 def show_plan(
@@ -43,11 +47,14 @@ def plan_of(config: Config) -> dict[str, Any]:
         "pools": {name: _pool(pool) for name, pool in config.pools.items()},
         "groups": {name: _group(group, config.pools[group.pool].slots) for name, group in config.groups.items()},
         "job": job and {"use": job.use, "from": find_job(job.use).origin, "with": job.with_},
+        "observe": [each.use for each in config.observe],
+        "trace": config.trace,
     }
 
 
 def _pool(pool: PoolConfig) -> dict[str, Any]:
-    return {"slots": pool.slots, "cpus": pool.cpus, "gpus": pool.gpus, "strategy": pool.strategy, "env": pool.env}
+    plain = {"slots": pool.slots, "cpus": pool.cpus, "gpus": pool.gpus, "strategy": pool.strategy, "env": pool.env}
+    return {**plain, **_memory(pool)}
 
 
 def _group(group: GroupConfig, slots: int) -> dict[str, Any]:
@@ -58,11 +65,19 @@ def _group(group: GroupConfig, slots: int) -> dict[str, Any]:
             "with": role.with_,
             "slots": list(range(slots)) if role.slots is None else role.slots,
             "mesh": role.mesh or group.mesh,
+            **_memory(role),
         }
         for name, role in group.roles.items()
     }
     by_slot = [[name for name, role in roles.items() if slot in role["slots"]] for slot in range(slots)]
-    return {"pool": group.pool, "roles": roles, "slots": by_slot}
+    return {"pool": group.pool, "roles": roles, "slots": by_slot, **_memory(group)}
+
+
+def _memory(entry: PoolConfig | GroupConfig | RoleConfig) -> dict[str, Any]:
+    """What is said of its memory, budgets in bytes."""
+    said = {name: getattr(entry, name, None) for name in (*_SIZES, *_OTHERS)}
+    found = {name: value for name, value in said.items() if value is not None}
+    return {name: parse_bytes(value, name) if name in _SIZES else value for name, value in found.items()}
 
 
 def _show(plan: dict[str, Any], to: Console) -> None:
@@ -72,25 +87,49 @@ def _show(plan: dict[str, Any], to: Console) -> None:
         rows.append({"": "job", "name": plan["job"]["use"], **_origin(plan["job"])})
     show_table("engine and job", rows, to)
     if plan["pools"]:
-        pools = [{"pool": name, **pool, "env": _options(pool["env"])} for name, pool in plan["pools"].items()]
-        show_table("pools (per slot)", pools, to)
+        pools = [
+            {
+                "pool": name,
+                **{key: value for key, value in pool.items() if key not in _SIZES},
+                "env": _options(pool["env"]),
+                "memory": _budgets(pool),
+            }
+            for name, pool in plan["pools"].items()
+        ]
+        show_table("pools (per slot)", _without_empty(pools), to)
     for name, group in plan["groups"].items():
-        show_table(f"group {name} in pool {group['pool']}: roles", _roles(group), to)
+        budgets = f" ({found})" if (found := _budgets(group)) else ""
+        show_table(f"group {name} in pool {group['pool']}{budgets}: roles", _roles(group), to)
         show_table(f"group {name}: roles per slot", _slots(group["slots"]), to)
 
 
 def _roles(group: dict[str, Any]) -> list[dict[str, Any]]:
     whole = list(range(len(group["slots"])))
-    return [
+    roles = [
         {
             "role": name,
             "use": role["use"],
             **_origin(role),
             "slots": "all" if role["slots"] == whole else _ranges(role["slots"]),
             "mesh": _options(role["mesh"] or {"dp": len(role["slots"])}),
+            "memory": _budgets(role),
         }
         for name, role in group["roles"].items()
     ]
+    return _without_empty(roles)
+
+
+def _budgets(entry: dict[str, Any]) -> str:
+    sizes = {name: size_text(entry[name]) for name in _SIZES if name in entry}
+    return _options(sizes | {name: entry[name] for name in _OTHERS if name in entry})
+
+
+def _without_empty(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Without the column about memory where nothing is said of that."""
+    if not any(row["memory"] for row in rows):
+        for row in rows:
+            del row["memory"]
+    return rows
 
 
 def _slots(by_slot: list[list[str]]) -> list[dict[str, Any]]:
