@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
+from mlflow.exceptions import MlflowException
 
 import colocate
 
@@ -25,8 +26,18 @@ class MLflow:
             experiment: Its name there; made if there is none.
             tracking_uri: The store, as in "http://tracking:5000"; None for what the environment says
                 (`MLFLOW_TRACKING_URI`).
+
+        Raises:
+            ConfigError: Such a store can't be had.
         """
-        self._client = MlflowClient(tracking_uri)  # no active run of MLflow's, which belongs to a thread
+        try:
+            self._client = MlflowClient(tracking_uri)  # no active run of MLflow's, which belongs to a thread
+        except MlflowException as error:
+            raise colocate.ConfigError(
+                f"MLflow has no store for {tracking_uri or 'what it takes when it is told of none'}: say where its "
+                "server is (tracking_uri, or MLFLOW_TRACKING_URI), or install the whole mlflow for a store on this "
+                f"machine ({str(error).strip()})"
+            ) from error
         self._experiment = experiment
         self._run: str | None = None
         self._sender = ThreadPoolExecutor(1, "colocate-mlflow")

@@ -89,6 +89,14 @@ def test_a_job_is_seen(colocate: CommandLine, running: subprocess.Popen[str]) ->
     assert ended.returncode == 1
 
 
+def test_an_executor_that_there_is_not(colocate: CommandLine) -> None:
+    """It isn't asked for its address."""
+    done = colocate("top", "--executor", "rya")
+    assert done.returncode == 1
+    assert "no executor is called 'rya'" in done.stderr
+    assert "did you mean 'ray'?" in done.stderr
+
+
 def test_what_is_listed() -> None:
     """Sockets that listen, by their names."""
     head = "Num       RefCount Protocol Flags    Type St Inode Path\n"

@@ -189,6 +189,14 @@ def test_an_mlflow_store_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "ConnectionError: the store is gone" in log
 
 
+def test_an_mlflow_store_that_can_not_be_had(tmp_path: Path) -> None:
+    """It is said what to do; mlflow-skinny, say, has none on its own machine."""
+    pytest.importorskip("mlflow")
+    wanted = r"no store for gopher://nowhere: say where its server is \(tracking_uri"
+    with pytest.raises(colocate.PluginError, match=wanted):
+        run_some(tmp_path, {"use": "mlflow", "with": {"tracking_uri": "gopher://nowhere"}})
+
+
 def test_prometheus(tmp_path: Path) -> None:
     from prometheus_client.parser import text_string_to_metric_families
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from colocate._plugins.plugins import find_executor
 from colocate.cli.output import load
 from colocate.errors import ConfigError
 
@@ -45,6 +46,8 @@ class Cluster:
         from colocate import connect
 
         name, options = self.engine(command)
+        if name is not None:
+            find_executor(name)  # one that there isn't is told of as such
         if name is None or options.get(ADDRESS) is None:
             raise ConfigError(
                 f"which cluster? A private one has no {lacks}: `colocate {command} --executor ray --address ...`, "
