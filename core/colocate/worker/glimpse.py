@@ -43,7 +43,7 @@ def glimpse(site: Site) -> dict[str, Any]:
         "node": boot.node,
         "device": boot.device,
         "pid": os.getpid(),
-        "queue": site.lane.waiting,
+        "queue": max(0, site.lane.waiting - site.gradients.is_due),  # which is no call
         "call": None if work is None else work.label,
         "age": None if work is None or not work.began else round(now - work.began, 3),
         "roles": roles,

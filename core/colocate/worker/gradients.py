@@ -24,18 +24,24 @@ class Gradients:
     def __init__(self, site: Worker) -> None:
         self._site = site
         self._lock = threading.Lock()
-        self._asked: threading.Event | None = None
+        self._asked = threading.Event()
+        self._asked.set()
         self._known: Mapping[str, Storages] = {}
 
     def known(self) -> Mapping[str, Storages]:
         """By role: of just now where the lane comes to it soon, else of the last time that somebody has asked."""
         with self._lock:
-            if self._asked is None or self._asked.is_set():
-                self._asked = threading.Event()
-                self._site.lane.do(partial(self._look, self._asked))
             asked = self._asked
+            if asked.is_set():
+                asked = self._asked = threading.Event()
+                self._site.lane.do(partial(self._look, asked))
         asked.wait(_WITHIN_S)
         return self._known
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the lane hasn't come yet to a look."""
+        return not self._asked.is_set()
 
     # -- on the lane
 
