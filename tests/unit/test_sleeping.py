@@ -110,7 +110,7 @@ def test_away_and_back(worker: Worker) -> None:
     size = sum(tensor.nbytes for tensor in before)
     sleeper = Sleeper(worker)
     assert sleeper.sleep("model", TAGS, (), 1).nbytes == size
-    assert sleeper.on_device() == {"model": (size, 0)}
+    assert sleeper.asleep.on_device() == {"model": (size, 0)}
     assert model.net.weight.untyped_storage().nbytes() == 0
     with pytest.raises(SleepingError, match=r"model\.train needs memory of its role that sleeps"):
         sleeper.check(role, role.spec("train"))
@@ -120,7 +120,7 @@ def test_away_and_back(worker: Worker) -> None:
         sleeper.check(role, role.spec("train"))
     sleeper.wake("model", TAGS, 1, {})
     assert equal(contents(model), before)
-    assert sleeper.on_device() == {}
+    assert sleeper.asleep.on_device() == {}
     model.train()
 
 
@@ -134,7 +134,7 @@ def test_awake_on_this_rank_alone(worker: Worker) -> None:
     sleeper.sleep("model", TAGS, (), 1)
     sleeper.wake_alone(role)
     assert equal(contents(model), before)
-    assert sleeper.tags("model") == ()
+    assert sleeper.asleep.tags("model") == ()
     weights = {parameter.untyped_storage()._cdata for parameter in model.net.parameters()}
     assert weights.isdisjoint(sleeper._offload._copies)
     sleeper.wake_alone(role)  # what is awake stays so
@@ -244,16 +244,16 @@ def test_discard(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     sleeper = Sleeper(worker)
     size, less = (sum(each.nbytes for each in tensors) for tensors in (kept + lost, lost))
     assert sleeper.sleep("model", TAGS, DISCARD, 1).nbytes == size
-    assert sleeper.on_device() == {"model": (size, less)}
+    assert sleeper.asleep.on_device() == {"model": (size, less)}
     assert sum(copied) == size - less
     sleeper.wake("model", ("weights",), 1, {})
-    assert sleeper.on_device()["model"][1] == less  # of which nothing is wanted yet
+    assert sleeper.asleep.on_device()["model"][1] == less  # of which nothing is wanted yet
     sleeper.wake("model", TAGS, 1, {})
     again, zeros = kept_and_lost(model)
     assert equal(again, kept)
     assert equal(zeros, [torch.zeros_like(each) for each in lost])
     assert objects == [id(each.grad) for each in model.net.parameters()]
-    assert (sleeper.on_device(), sleeper.emptied) == ({}, set())
+    assert (sleeper.asleep.on_device(), sleeper.asleep.emptied) == ({}, set())
     assert all(copy.host is not None for copy in sleeper._offload._copies.values())
     model.train()
     model.cache += 1
@@ -486,7 +486,7 @@ def test_a_role_that_can_not_say_what_it_holds(worker: Worker, name: str) -> Non
         f"rank 0 (node {worker.roles['model'].ctx.node}): device_state() of role {name!r} has raised KeyError: 'table'"
     )
     assert sleeper.sleep("model", TAGS, (), 1) == Outcome(said, own=True)
-    assert sleeper.on_device() == {}
+    assert sleeper.asleep.on_device() == {}
 
 
 def test_more_than_can_be_looked_at(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -529,9 +529,9 @@ def two(worker: Worker) -> Iterator[tuple[Sleeper, Prefetch, dict[str, list[Any]
 def test_ahead_of_time(worker: Worker, two: tuple[Sleeper, Prefetch, dict[str, list[Any]]]) -> None:
     """One goes, and the other one comes; both are told."""
     sleeper, prefetch, before = two
-    prefetch.begin({"one": sleeper.going("one", TAGS)}, "two", sleeper.coming("two", TAGS), writes=True)
+    prefetch.begin({"one": sleeper.going("one", TAGS)}, "two", sleeper.asleep.coming("two", TAGS), writes=True)
     assert prefetch.moving == {"one", "two"}
-    assert (sleeper.tags("one"), sleeper.tags("two")) == (TAGS, ())  # from now on
+    assert (sleeper.asleep.tags("one"), sleeper.asleep.tags("two")) == (TAGS, ())  # from now on
     assert prefetch.settle() == set()
     assert not prefetch.is_under_way
     assert [(each.role, each.asleep) for each in worker.said] == [("one", True), ("two", False)]
@@ -590,10 +590,10 @@ def test_ahead_of_time_without_room(
 
     with monkeypatch.context() as patch:
         patch.setattr(offload.Offload, "_copying", full)
-        prefetch.begin({"one": sleeper.going("one", TAGS)}, "two", sleeper.coming("two", TAGS), writes=True)
+        prefetch.begin({"one": sleeper.going("one", TAGS)}, "two", sleeper.asleep.coming("two", TAGS), writes=True)
         assert prefetch.settle() == (set() if turns else {"one"})
-    assert sleeper.tags("one") == (TAGS if turns else ())
-    assert sleeper.tags("two") == TAGS
+    assert sleeper.asleep.tags("one") == (TAGS if turns else ())
+    assert sleeper.asleep.tags("two") == TAGS
     for name in ("one", "two"):
         sleeper.wake_alone(worker.roles[name])
         assert equal(contents(worker.roles[name].instance), before[name])

@@ -142,7 +142,7 @@ def test_discard_of_what_sleeps(site: Any) -> None:
             assert sleeper._files.room() == pytest.approx(5 * PIECE, rel=0.02)
             assert sleeper.sleep("model", TAGS, ("cache",), 1).nbytes == 0
             assert sleeper._files.room() == pytest.approx(4 * PIECE, rel=0.02)
-            assert sleeper.emptied == {model.cache.data_ptr()}
+            assert sleeper.asleep.emptied == {model.cache.data_ptr()}
             sleeper.wake_alone(role, writes=writes)
             assert not model.cache.any()
             assert model.net.weight.grad.any()
@@ -211,7 +211,7 @@ def test_discard_of_arrays(site: Any) -> None:
     sleeper = Sleeper(site)
     try:
         sleeper.sleep("model", TAGS, ("cache",), 1)
-        assert sleeper.emptied == {role.numbers.ctypes.data}
+        assert sleeper.asleep.emptied == {role.numbers.ctypes.data}
         sleeper.wake_alone(hosted)
         assert not role.view.any()
         assert not role.part_of_numbers.any()
@@ -372,7 +372,7 @@ def test_memory_that_is_let_go_of_while_it_sleeps(site: Any, kind: str) -> None:
         assert sleeper.wake_alone(hosted) == pytest.approx(PIECE, rel=0.02)
         assert accounts.look(None).asleep == {"model": 0, "other": PIECE}
         sleeper.wake_alone(site.roles["other"])
-        assert sleeper.away == {}
+        assert sleeper.asleep.away == {}
         assert (other.cache == 7).all()
         assert role.kept.all()
     finally:
@@ -415,7 +415,7 @@ def test_pinned_memory_stays(site: Any, monkeypatch: pytest.MonkeyPatch) -> None
         outcome = sleeper.sleep("model", TAGS, ("cache",), 1)
         assert outcome.nbytes == pytest.approx(4 * PIECE, rel=0.02)
         assert outcome.stay == pytest.approx(PIECE, rel=0.02)
-        assert model.cache.data_ptr() not in sleeper.away
+        assert model.cache.data_ptr() not in sleeper.asleep.away
         sleeper.wake_alone(role)
         assert all(torch.equal(one, other) for one, other in zip(model.pieces(), before, strict=True))
     finally:

@@ -43,10 +43,10 @@ class Functions:
     def sleep(self, role: str, tags: Sequence[str], discard: Sequence[str]) -> Outcome:
         """Put memory of a role to sleep."""
         self._site.residency.settle()
-        start, before, had = time.time(), self._site.sleeper.tags(role), self._asleep(role)
+        start, before, had = time.time(), self._site.sleeper.asleep.tags(role), self._asleep(role)
         outcome = self._site.sleeper.sleep(role, tags, discard, current_slots())
         more = self._asleep(role) - had  # as a wake will tell, also where the device keeps some of them
-        if more or self._site.sleeper.tags(role) != before:
+        if more or self._site.sleeper.asleep.tags(role) != before:
             self._tell(role, True, more, start)
         return outcome
 
@@ -54,20 +54,20 @@ class Functions:
     def wake(self, role: str, tags: Sequence[str], beside: Mapping[str, int]) -> Outcome:
         """Have it be there again. `beside`: how many of the group's workers lie on each node."""
         self._site.residency.make_room(role)
-        start, before = time.time(), self._site.sleeper.tags(role)
+        start, before = time.time(), self._site.sleeper.asleep.tags(role)
         outcome = self._site.sleeper.wake(role, tags, current_slots(), beside)
-        if self._site.sleeper.tags(role) != before:
+        if self._site.sleeper.asleep.tags(role) != before:
             self._tell(role, False, outcome.nbytes, start)
         return outcome
 
     def _asleep(self, role: str) -> int:
         """The bytes of a role that sleep."""
-        tags = self._site.sleeper.tags(role)
-        return self._site.sleeper.coming(role, tags).size if tags else 0
+        tags = self._site.sleeper.asleep.tags(role)
+        return self._site.sleeper.asleep.coming(role, tags).size if tags else 0
 
     def _tell(self, role: str, asleep: bool, nbytes: int, start: float) -> None:
         """Tell the driver what sleeps now, or is awake."""
-        whole = asleep and len(self._site.sleeper.tags(role)) == len(TAGS)
+        whole = asleep and len(self._site.sleeper.asleep.tags(role)) == len(TAGS)
         self._site.say(messages.Moved(role, asleep, nbytes, start, time.time(), whole))
 
 

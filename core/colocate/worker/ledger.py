@@ -112,10 +112,10 @@ def shares_of(
         kept = found.setdefault(owner if method else "", {})
         with _looking_at(owner):
             kept.setdefault(Purpose.RESIDENTS, Storages()).add(value)
-    freed = sleeper.freed()
-    away = {key: size for key, size in dict(sleeper.away).items() if key not in freed}
-    shares = _shares(found, away, set(sleeper.emptied), sleeper.kept_addresses())
-    for name, (size, emptied) in sleeper.on_device().items():
+    freed = sleeper.asleep.freed()
+    away = {key: size for key, size in dict(sleeper.asleep.away).items() if key not in freed}
+    shares = _shares(found, away, set(sleeper.asleep.emptied), sleeper.asleep.kept_addresses())
+    for name, (size, emptied) in sleeper.asleep.on_device().items():
         shares.asleep[name] = shares.asleep.get(name, 0) + size
         shares.emptied[name] = shares.emptied.get(name, 0) + emptied
     return shares

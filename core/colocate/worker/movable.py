@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,6 +10,7 @@ from colocate._protocol.ledger import TAGS
 from colocate._system.jobs import error_text
 from colocate._system.mappings import Area, merged, split
 from colocate.errors import ColocateError
+from colocate.worker.asleep import Asleep
 from colocate.worker.holdings import Objects, Storages, held_by
 from colocate.worker.hosted import HostedRole
 from colocate.worker.memory_site import Worker
@@ -20,25 +21,17 @@ from colocate.worker.offload import Offload
 class Movable:
     """Finds it, on the lane."""
 
-    def __init__(
-        self,
-        site: Worker,
-        offload: Offload,
-        tags: Callable[[str | None], Sequence[str]],
-        away: dict[int, int],
-    ) -> None:
+    def __init__(self, site: Worker, offload: Offload, asleep: Asleep) -> None:
         """Make it.
 
         Args:
             site: The worker.
             offload: How a device's memory goes.
-            tags: What of a role sleeps.
-            away: The sizes of what isn't there, as `Sleeper` has them.
+            asleep: What sleeps.
         """
         self._site = site
         self._offload = offload
-        self._tags = tags
-        self._away = away
+        self._asleep = asleep
 
     def going(self, name: str, tags: Sequence[str], discard: Collection[str] = ()) -> Going:
         """See `Sleeper.going`, which looks at whether there is room, too.
@@ -56,14 +49,14 @@ class Movable:
         every = by_tags(found)
         awake, others = self._held_by_others(name, matters)
         for tag in TAGS:
-            if tag not in tags and tag not in self._tags(name):
+            if tag not in tags and tag not in self._asleep.tags(name):
                 awake.update(key for place in every[tag].values() for key in place)
         by_tag = {tag: every[tag] for tag in tags}
         awake |= self._immovable(by_tag.values(), [*found.values(), *others])
         # Threads hand over by reference: what lies in a cache there may be the driver's, or another slot's resident.
         lost = [tag for tag in discard if not (self._site.in_process and tag == "cache")]
         empty = unneeded(found, lost, others) if lost else Objects()
-        return Going(by_tag, empty, awake, self._away, self._tags(name), self._site.boot.device)
+        return Going(by_tag, empty, awake, self._asleep.away, self._asleep.tags(name), self._site.boot.device)
 
     def _held_by_others(self, name: str, matters: bool) -> tuple[set[int], list[Storages]]:
         """What other roles hold that doesn't sleep there, and what lies in residents; and all that both hold.
@@ -87,7 +80,7 @@ class Movable:
             self._refuse_partial(role.name, complete or not matters)
             held.extend(found.values())
             for tag, pieces in by_tags(found).items():
-                if tag not in self._tags(role.name):
+                if tag not in self._asleep.tags(role.name):
                     awake.update(key for place in pieces.values() for key in place)
         kept = Objects()
         for _, value in self._site.store.values():
@@ -128,7 +121,9 @@ class Movable:
     def _in_memory(self, found: Iterable[Storages]) -> dict[int, Any]:
         """The storages of the device that don't sleep, by what they are called."""
         pieces = [each for each in found if isinstance(each, Objects)]
-        return {key: storage for each in pieces for key, storage in each.storages.items() if key not in self._away}
+        return {
+            key: storage for each in pieces for key, storage in each.storages.items() if key not in self._asleep.away
+        }
 
     def _is_of_a_graph(self, storage: Any) -> bool:
         """Whether it lies in the memory of CUDA graphs, which are replayed: they would write where it was."""

@@ -73,8 +73,8 @@ class Prefetch:
             writes: Whether that role is about to train.
         """
         for each, its in going.items():
-            self._sleeper.are_asleep(each, its)
-        self._sleeper.are_awake(name, coming)
+            self._sleeper.asleep.add(each, its)
+        self._sleeper.asleep.remove(name, coming)
         moves = self._moves = _Moves(going, name, coming, writes)
         if self._thread is None:
             self._thread = JobThread(f"colocate-prefetch-{self._site.boot.worker}", lambda error: report_exception())
@@ -93,11 +93,11 @@ class Prefetch:
         self._moves = None
         stayed = moves.going.keys() - moves.gone
         for each in stayed:
-            self._sleeper.are_awake(each, moves.going[each])
+            self._sleeper.asleep.remove(each, moves.going[each])
         if moves.has_come:
             self._sleeper.have_come(moves.coming)
         else:
-            self._sleeper.are_asleep(moves.name, moves.coming)
+            self._sleeper.asleep.add(moves.name, moves.coming)
         return stayed
 
     def close(self) -> None:

@@ -202,7 +202,7 @@ class Residency:
         return found
 
     def _awaken(self, name: str, tags: Sequence[str]) -> None:
-        asleep = [tag for tag in self._sleeper.tags(name) if tag in tags]
+        asleep = [tag for tag in self._sleeper.asleep.tags(name) if tag in tags]
         if asleep:
             self.settle()
         self._make_room(name, self._sleeper.size(name, tags))
@@ -263,10 +263,10 @@ class Residency:
             return
         follows = ahead[1].role
         wanted = self._wanted.get(follows, ())
-        asleep = [tag for tag in self._sleeper.tags(follows) if tag in wanted]
+        asleep = [tag for tag in self._sleeper.asleep.tags(follows) if tag in wanted]
         if not asleep:
             return
-        coming, shares = self._sleeper.coming(follows, asleep), self._accounts.shares()
+        coming, shares = self._sleeper.asleep.coming(follows, asleep), self._accounts.shares()
         goers = self._choice(
             shares, follows, frozenset({follows}), coming.on_device, [*ahead[1:], ahead[0]], ahead[0].writes
         )
@@ -316,7 +316,7 @@ class Residency:
             for each in self._names()
             if each not in stay
             and (self._awake(each, shares) or shares.shared.get(each))
-            and len(self._sleeper.tags(each)) < len(TAGS)
+            and len(self._sleeper.asleep.tags(each)) < len(TAGS)
         }
 
     def _names(self) -> list[str]:
@@ -366,7 +366,7 @@ class Residency:
 
     def _put_to_sleep(self, name: str, why: str) -> None:
         self.settle()
-        start, before = time.time(), self._sleeper.tags(name)
+        start, before = time.time(), self._sleeper.asleep.tags(name)
         try:
             nbytes = self._sleeper.sleep_alone(name)
         except Exception as error:  # of its own hook, too: the role that is about to run isn't to blame
@@ -374,7 +374,7 @@ class Residency:
         finally:
             self._accounts.changed(name)
         self._copied.add(name)
-        if nbytes or self._sleeper.tags(name) != before:
+        if nbytes or self._sleeper.asleep.tags(name) != before:
             self._site.say(messages.Moved(name, True, nbytes, start, time.time(), True))
 
     def _note(self, name: str, shares: Shares) -> None:

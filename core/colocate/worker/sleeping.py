@@ -7,7 +7,7 @@ all are ready it is made so. How is in `_system/pages.py` and `offload.py`.
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from colocate._system.pages import Spill
 from colocate._system.room import free_memory, spill_directories
 from colocate._system.sizes import size_text
 from colocate.errors import ColocateError, SleepingError
-from colocate.worker.holdings import Objects
+from colocate.worker.asleep import Asleep
 from colocate.worker.hosted import HostedRole
 from colocate.worker.memory_site import Worker
 from colocate.worker.movable import Movable
@@ -56,9 +56,7 @@ class Sleeper:
     """Puts memory of a worker's roles to sleep and wakes it, on the lane.
 
     Attributes:
-        away: The sizes of pieces of memory that aren't there, by what they are called: those of the host by their
-            addresses, those of a device by what torch calls their storages.
-        emptied: Those of them that are nowhere else either: they come back as zeros.
+        asleep: What sleeps.
         free: How much of the host's memory is free.
         refuse_more: Raises when a budget has no room for so many more bytes of a role, of the device or the host, that
             sleeps or wakes.
@@ -68,55 +66,10 @@ class Sleeper:
         self._site = site
         self._files: Spill | None = None
         self._offload = Offload(site.boot.device)
-        self.away: dict[int, int] = {}
-        self._movable = Movable(site, self._offload, self.tags, self.away)
-        self._asleep: dict[str, dict[str, Objects]] = {}  # by role and tag, with what other roles hold too
-        self._why: dict[str, str] = {}  # roles could not be woken when that was last tried
-        self.emptied: set[int] = set()
+        self.asleep = Asleep(site.boot.device)
+        self._movable = Movable(site, self._offload, self.asleep)
         self.free: Callable[[], int] = free_memory
         self.refuse_more: Callable[[str, int, bool, bool], None] = lambda role, nbytes, device, wakes: None
-
-    def tags(self, role: str | None) -> Sequence[str]:
-        """What of a role sleeps."""
-        return () if role is None else tuple(self._asleep.get(role, ()))
-
-    def on_device(self) -> dict[str, tuple[int, int]]:
-        """Bytes of the slot's device that sleep, by role, and those of them that come back as zeros.
-
-        Nobody finds them there. Each counts once.
-        """
-        seen: set[int] = set()
-        found: dict[str, tuple[int, int]] = {}
-        for role, by_tag in list(self._asleep.items()):
-            keys = {key for pieces in list(by_tag.values()) for key in pieces.storages} - seen
-            sizes = {key: self.away.get(key, 0) for key in keys}
-            found[role] = sum(sizes.values()), sum(size for key, size in sizes.items() if key in self.emptied)
-            seen |= keys
-        return found
-
-    def kept_addresses(self) -> set[int]:
-        """Where storages of the slot's device are that sleep and keep their addresses."""
-        found = [pieces for by_tag in list(self._asleep.values()) for pieces in list(by_tag.values())]
-        return {
-            storage.data_ptr() for pieces in found for key, storage in pieces.storages.items() if key in self.away
-        } - {0}
-
-    def freed(self) -> set[int]:
-        """Pieces of the host's memory that slept when they were let go of: somebody else may lie there now."""
-        found = [pieces for by_tag in list(self._asleep.values()) for pieces in list(by_tag.values())]
-        told = [(key, is_gone()) for pieces in found for key, is_gone in list(pieces.gone.items())]
-        return {key for key, gone in told if gone} - {key for key, gone in told if not gone}
-
-    def _forget_freed(self) -> None:
-        for key in self.freed():
-            self.away.pop(key, None)
-            self.emptied.discard(key)
-        for by_tag in self._asleep.values():
-            for pieces in by_tag.values():
-                for key in [key for key, is_gone in pieces.gone.items() if is_gone()]:
-                    del pieces.gone[key]
-                    for sizes in pieces.values():
-                        sizes.pop(key, None)
 
     def check(self, role: HostedRole, spec: MethodSpec) -> None:
         """Raise when a method's role isn't as awake as the method needs it.
@@ -124,11 +77,11 @@ class Sleeper:
         Raises:
             SleepingError: It isn't.
         """
-        if not self._asleep:
+        if not self.asleep:
             return
-        asleep = [tag for tag in self.tags(role.name) if spec.awake is None or tag in spec.awake]
+        asleep = [tag for tag in self.asleep.tags(role.name) if spec.awake is None or tag in spec.awake]
         if asleep:
-            why = self._why.get(role.name or "")
+            why = self.asleep.why.get(role.name or "")
             how = f", and that could not be woken: {why}" if why else f": group.wake({role.name!r}) has it be there"
             raise SleepingError(
                 f"{role.label(spec.name)} needs memory of its role that sleeps ({', '.join(asleep)}){how}"
@@ -140,7 +93,7 @@ class Sleeper:
         Raises:
             SleepingError: It does.
         """
-        if asleep := self.tags(role):
+        if asleep := self.asleep.tags(role):
             raise SleepingError(
                 f"memory of role {role!r} sleeps ({', '.join(asleep)}): wake it with group.wake({role!r}), or call one "
                 "of its methods, before something in its workers uses it"
@@ -159,7 +112,7 @@ class Sleeper:
         if role is None:
             return Outcome(self._agree(members, None))
         wanted = [tag for tag in TAGS if tag in tags]
-        new = [tag for tag in wanted if tag not in self.tags(name)]
+        new = [tag for tag in wanted if tag not in self.asleep.tags(name)]
         seen: list[Going] = []
 
         def begin() -> Callable[[], int]:
@@ -171,7 +124,7 @@ class Sleeper:
         if outcome.refusal is not None:
             return outcome
         (found,) = seen
-        self.are_asleep(name, found)
+        self.asleep.add(name, found)
         return attrs.evolve(outcome, stay=found.stay + found.size - outcome.nbytes)
 
     def wake(self, name: str, tags: Sequence[str], members: int, beside: Mapping[str, int]) -> Outcome:
@@ -184,10 +137,10 @@ class Sleeper:
             beside: How many of these lie on each node.
         """
         role = self._site.roles.get(name)
-        asleep = [tag for tag in self.tags(name) if tag in tags]
+        asleep = [tag for tag in self.asleep.tags(name) if tag in tags]
         if role is None or not asleep:
             return Outcome(self._agree(members, None))
-        coming = self.coming(name, asleep)
+        coming = self.asleep.coming(name, asleep)
         share = self.free() // beside.get(self._site.boot.node, 1)
 
         def begin() -> Callable[[], int]:
@@ -201,10 +154,10 @@ class Sleeper:
         outcome = self._all_or_none(role, members, begin, lambda: self._put_back(coming))
         if outcome.refusal is None:
             self.have_come(coming)
-            self.are_awake(name, coming)
+            self.asleep.remove(name, coming)
             self._tell_woken(role, asleep)
         else:
-            self._why[name] = outcome.refusal
+            self.asleep.why[name] = outcome.refusal
         return outcome
 
     def sleep_alone(self, name: str) -> int:
@@ -219,14 +172,14 @@ class Sleeper:
             ValueError: It can't be put away here.
         """
         role = self._site.roles[name]
-        new = [tag for tag in TAGS if tag not in self.tags(name)]
+        new = [tag for tag in TAGS if tag not in self.asleep.tags(name)]
         found, end = self._copied(name, role, tuple(TAGS))
         try:
             end()
         except BaseException:
             self._tell(role, "wake", new)
             raise
-        self.are_asleep(name, found)
+        self.asleep.add(name, found)
         return found.size
 
     def wake_alone(self, role: HostedRole, tags: Sequence[str] = tuple(TAGS), writes: bool = True) -> int:
@@ -240,21 +193,21 @@ class Sleeper:
         Returns:
             The bytes that have come back.
         """
-        asleep = [tag for tag in self.tags(role.name) if tag in tags]
+        asleep = [tag for tag in self.asleep.tags(role.name) if tag in tags]
         if not asleep:
             return 0
         assert role.name is not None
-        coming = self.coming(role.name, asleep)
+        coming = self.asleep.coming(role.name, asleep)
         self.bring_back(coming, writes)
         self.have_come(coming)
-        self.are_awake(role.name, coming)
+        self.asleep.remove(role.name, coming)
         self._tell_woken(role, asleep)
         return coming.size
 
     def size(self, name: str, tags: Sequence[str]) -> int:
         """The bytes of the device that a role will need when memory of such tags, which sleeps, is woken."""
-        asleep = [tag for tag in self.tags(name) if tag in tags]
-        return self.coming(name, asleep).on_device if asleep else 0
+        asleep = [tag for tag in self.asleep.tags(name) if tag in tags]
+        return self.asleep.coming(name, asleep).on_device if asleep else 0
 
     def in_memory(self) -> int:
         """Bytes of files that are memory of the process again."""
@@ -317,7 +270,7 @@ class Sleeper:
         self, name: str, role: HostedRole, tags: Sequence[str], discard: Collection[str] = ()
     ) -> tuple[Going, Callable[[], int]]:
         """What of a role is to sleep, copied to where it goes; and what ends its being in memory: see `copy_out`."""
-        new = [tag for tag in tags if tag not in self.tags(name)]
+        new = [tag for tag in tags if tag not in self.asleep.tags(name)]
         self._tell(role, "sleep", new)  # first: where memory was that it frees, somebody else's may be afterwards
         try:
             going = self.going(name, tags, discard)
@@ -337,8 +290,7 @@ class Sleeper:
             self._tell(role, "wake", tags)
         except BaseException as error:
             assert role.name is not None
-            self._asleep.setdefault(role.name, {}).update({tag: Objects() for tag in tags})
-            self._why[role.name] = error_text(error)
+            self.asleep.add_own(role.name, tags, error_text(error))
             raise
 
     # -- the parts of it: what goes and comes is found, and noted, on the lane; it may be copied elsewhere
@@ -355,7 +307,7 @@ class Sleeper:
             MemoryBudgetError: There is no room where it goes.
             ColocateError: Not everything can be looked at, where that matters.
         """
-        self._forget_freed()
+        self.asleep.forget_freed()
         going = self._movable.going(name, tags, discard)
         self.refuse_more(name, going.kept_on_device, False, False)
         return going
@@ -388,11 +340,6 @@ class Sleeper:
 
         return end
 
-    def coming(self, name: str, tags: Iterable[str]) -> Coming:
-        """What of a role is to be there again; all of these sleep."""
-        self._forget_freed()
-        return Coming(self._asleep[name], tags, self.away, self.emptied, self._site.boot.device)
-
     def bring_back(self, coming: Coming, writes: bool) -> None:
         """Have it be in memory.
 
@@ -421,30 +368,6 @@ class Sleeper:
     def have_come(self, coming: Coming) -> None:
         """It is in memory for good: copies that will be out of date the next time aren't kept."""
         self._offload.let_go(coming.trained | (coming.emptied & coming.storages))
-
-    def are_asleep(self, name: str, moved: Going | Coming) -> None:
-        """Note that a role's memory sleeps, or does still."""
-        asleep = self._asleep.setdefault(name, {})
-        for tag, pieces in moved.by_tag.items():
-            joined = Objects()  # others are reading what is there
-            for each in (asleep.get(tag), pieces):
-                if each is not None:
-                    joined.join(each)
-            asleep[tag] = joined
-        self.away.update(moved.pieces)
-        self.emptied |= moved.emptied
-
-    def are_awake(self, name: str, moved: Coming | Going) -> None:
-        """Note that it is there again, or still."""
-        for key in moved.pieces:
-            self.away.pop(key, None)  # unless it was let go of meanwhile
-        self.emptied -= moved.pieces.keys()
-        self._why.pop(name, None)
-        asleep = self._asleep[name]
-        for tag in moved.tags:
-            del asleep[tag]
-        if not asleep:
-            del self._asleep[name]
 
     def _spill(self) -> Spill:
         if self._files is None:

@@ -213,7 +213,7 @@ class Sharing(Role):
 
 def asleep(ctx: colocate.Context) -> list[str]:
     """What of a role's memory sleeps in this worker."""
-    return list(_sleeper(ctx).tags(ctx.role))
+    return list(_sleeper(ctx).asleep.tags(ctx.role))
 
 
 def _sleeper(ctx: colocate.Context) -> Sleeper:

@@ -1,0 +1,107 @@
+"""What of a worker's memory sleeps, as it is noted: by role and tag, and by piece."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+from colocate.worker.holdings import Objects
+from colocate.worker.moves import Coming, Going
+
+
+class Asleep:
+    """It is changed on the lane, and may be read on any thread.
+
+    Attributes:
+        away: The sizes of pieces of memory that aren't there, by what they are called: those of the host by their
+            addresses, those of a device by what torch calls their storages.
+        emptied: Those of them that are nowhere else either: they come back as zeros.
+        why: What was in the way when a role was last to be woken, of those that could not be.
+    """
+
+    def __init__(self, device: str) -> None:
+        """Nothing sleeps. `device`: the slot's."""
+        self._device = device
+        self._roles: dict[str, dict[str, Objects]] = {}  # by role and tag, with what other roles hold too
+        self.away: dict[int, int] = {}
+        self.emptied: set[int] = set()
+        self.why: dict[str, str] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._roles)
+
+    def tags(self, role: str | None) -> Sequence[str]:
+        """What of a role sleeps."""
+        return () if role is None else tuple(self._roles.get(role, ()))
+
+    def on_device(self) -> dict[str, tuple[int, int]]:
+        """Bytes of the slot's device that sleep, by role, and those of them that come back as zeros.
+
+        Nobody finds them there. Each counts once.
+        """
+        seen: set[int] = set()
+        found: dict[str, tuple[int, int]] = {}
+        for role, by_tag in list(self._roles.items()):
+            keys = {key for pieces in list(by_tag.values()) for key in pieces.storages} - seen
+            sizes = {key: self.away.get(key, 0) for key in keys}
+            found[role] = sum(sizes.values()), sum(size for key, size in sizes.items() if key in self.emptied)
+            seen |= keys
+        return found
+
+    def kept_addresses(self) -> set[int]:
+        """Where storages of the slot's device are that sleep and keep their addresses."""
+        return {
+            storage.data_ptr() for pieces in self._all() for key, storage in pieces.storages.items() if key in self.away
+        } - {0}
+
+    def freed(self) -> set[int]:
+        """Pieces of the host's memory that slept when they were let go of: somebody else may lie there now."""
+        told = [(key, is_gone()) for pieces in self._all() for key, is_gone in list(pieces.gone.items())]
+        return {key for key, gone in told if gone} - {key for key, gone in told if not gone}
+
+    def forget_freed(self) -> None:
+        """They sleep no more."""
+        for key in self.freed():
+            self.away.pop(key, None)
+            self.emptied.discard(key)
+        for pieces in self._all():
+            for key in [key for key, is_gone in pieces.gone.items() if is_gone()]:
+                del pieces.gone[key]
+                for sizes in pieces.values():
+                    sizes.pop(key, None)
+
+    def coming(self, name: str, tags: Iterable[str]) -> Coming:
+        """What of a role is to be there again; all of these sleep."""
+        self.forget_freed()
+        return Coming(self._roles[name], tags, self.away, self.emptied, self._device)
+
+    def add(self, name: str, moved: Going | Coming) -> None:
+        """A role's memory sleeps, or does still."""
+        asleep = self._roles.setdefault(name, {})
+        for tag, pieces in moved.by_tag.items():
+            joined = Objects()  # others are reading what is there
+            for each in (asleep.get(tag), pieces):
+                if each is not None:
+                    joined.join(each)
+            asleep[tag] = joined
+        self.away.update(moved.pieces)
+        self.emptied |= moved.emptied
+
+    def remove(self, name: str, moved: Coming | Going) -> None:
+        """It is there again, or still."""
+        for key in moved.pieces:
+            self.away.pop(key, None)  # unless it was let go of meanwhile
+        self.emptied -= moved.pieces.keys()
+        self.why.pop(name, None)
+        asleep = self._roles[name]
+        for tag in moved.tags:
+            del asleep[tag]
+        if not asleep:
+            del self._roles[name]
+
+    def add_own(self, name: str, tags: Collection[str], why: str) -> None:
+        """What a role puts away by its own means isn't back, though the rest is."""
+        self._roles.setdefault(name, {}).update({tag: Objects() for tag in tags})
+        self.why[name] = why
+
+    def _all(self) -> list[Objects]:
+        return [pieces for by_tag in list(self._roles.values()) for pieces in list(by_tag.values())]
