@@ -49,25 +49,18 @@ from colocate._system.mappings import (
     split,
     written_in,
 )
+from colocate._system.spill_files import LARGE_PAGE, MAP_FIXED, Copy, SpillFile, file_system
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-_AT_ONCE_BYTES = 1 << 30  # a single write is at most 2 GiB
-
-_LARGE_PAGE = 2 << 20
-_PIECE_BYTES = 16 * _LARGE_PAGE
-_READ_BYTES = 4 * _LARGE_PAGE
-_BATCH_BYTES = 256 * _LARGE_PAGE
+_PIECE_BYTES = 16 * LARGE_PAGE
+_READ_BYTES = 4 * LARGE_PAGE
+_BATCH_BYTES = 256 * LARGE_PAGE
 _THREADS = 4
-_LEAST_COPIED_BYTES = 2 * _LARGE_PAGE  # then there is a whole one in it, wherever it begins
+_LEAST_COPIED_BYTES = 2 * LARGE_PAGE  # then there is a whole one in it, wherever it begins
 
-_FAILED = ctypes.c_void_p(-1).value
-_MAP_FIXED = 0x10
-_MOVES_TO = 0x01 | 0x02  # MREMAP_MAYMOVE | MREMAP_FIXED
-_HUGEPAGE = 14  # MADV_HUGEPAGE
 _POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14
-_PUNCHES = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE, with FALLOC_FL_KEEP_SIZE
 _MEMORY_FILE_SYSTEMS = {"tmpfs", "ramfs"}
 
 _T = TypeVar("_T")
@@ -96,12 +89,12 @@ class Spill:
             OSError: There is no such directory, or no file can be made there.
             ValueError: Files there are in memory themselves, or the memory isn't from the C library's `malloc`.
         """
-        if (kind := _file_system(directory)) in _MEMORY_FILE_SYSTEMS:
+        if (kind := file_system(directory)) in _MEMORY_FILE_SYSTEMS:
             raise ValueError(f"{directory} is a {kind}: what is put there stays in memory")
         if (allocator := foreign_allocator()) is not None:
             raise ValueError(f"memory comes from {allocator}, which may take pages that were put away for empty ones")
         self._directory = directory
-        self._files: list[_File] = []
+        self._files: list[SpillFile] = []
         self._former: set[FileId] = set()  # files to which nothing goes any more; pages may be there
         self._begin()
 
@@ -111,10 +104,10 @@ class Spill:
         Raises:
             OSError: None can be made: nothing has changed.
         """
-        files: list[_File] = []
+        files: list[SpillFile] = []
         try:
             for _ in range(_most_threads()):
-                files.append(_File(self._directory))
+                files.append(SpillFile(self._directory))
         except OSError:
             for file in files:
                 file.close()
@@ -221,7 +214,7 @@ class Spill:
         """Copy pages into memory of the process's own and move that into their place."""
         with contextlib.ExitStack() as stack:
             # All of the kernel's tables are changed before and after: faults in `read` keep others from changing them.
-            copies = [stack.enter_context(contextlib.closing(_Copy(area))) for area in areas]
+            copies = [stack.enter_context(contextlib.closing(Copy(area))) for area in areas]
             parts = [
                 (copy, home.of(piece))
                 for copy in copies
@@ -280,7 +273,7 @@ class Spill:
 class Written:
     """Pages whose contents are in files, too."""
 
-    _files: Sequence[_File]
+    _files: Sequence[SpillFile]
     _places: Sequence[Place]
 
     def __len__(self) -> int:
@@ -290,103 +283,6 @@ class Written:
         """Have them be in the files only. Nobody may have written into them since they were written there."""
         for place in self._places:
             self._files[place.file].replace(place)
-
-
-class _File:
-    """One of them.
-
-    Attributes:
-        id: What the kernel calls it.
-        size: How much of it is given to somebody.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self._file = os.open(directory, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
-        status = os.fstat(self._file)
-        self.id = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}", status.st_ino
-        self.size = 0
-
-    def close(self) -> None:
-        os.close(self._file)
-
-    def room(self) -> int:
-        return os.fstat(self._file).st_blocks * 512
-
-    def reserve(self, size: int) -> None:
-        """Have room for so much more on the disk."""
-        if size:
-            os.posix_fallocate(self._file, self.size, size)
-
-    def cut(self) -> None:
-        """Have no room for more than is given to somebody."""
-        os.ftruncate(self._file, self.size)
-
-    def free_all_but(self, places: Sequence[Place]) -> None:
-        """Free what has no place in it any more, as its memory was freed."""
-        at = 0
-        for place in sorted(places, key=lambda each: each.offset):
-            if at < place.offset:
-                check(libc().fallocate(self._file, _PUNCHES, at, place.offset - at))
-            at = max(at, place.offset + place.stop - place.start)
-        if at < self.size:
-            self.size = at
-            self.cut()
-
-    def read(self, start: int, stop: int, offset: int) -> None:
-        while start < stop:
-            size = min(stop - start, _AT_ONCE_BYTES)
-            done = os.preadv(self._file, [(ctypes.c_char * size).from_address(start)], offset)
-            if not done:
-                raise OSError(errno.EIO, "the file is shorter than what was put there")
-            start, offset = start + done, offset + done
-
-    def write(self, place: Place) -> None:
-        start, offset = place.start, place.offset
-        while start < place.stop:
-            size = min(place.stop - start, _AT_ONCE_BYTES)
-            done = os.pwrite(self._file, (ctypes.c_char * size).from_address(start), offset)
-            start, offset = start + done, offset + done
-
-    def replace(self, place: Place) -> None:
-        """Have memory be what the file has."""
-        size, protection = place.stop - place.start, mmap.PROT_READ | mmap.PROT_WRITE
-        flags = mmap.MAP_PRIVATE | _MAP_FIXED
-        if libc().mmap(place.start, size, protection, flags, self._file, place.offset) != place.start:
-            check(-1)
-
-
-class _Copy:
-    """Memory of this process's own that pages are read into, and that is moved into their place then.
-
-    Attributes:
-        area: The pages.
-    """
-
-    def __init__(self, area: Area) -> None:
-        """Map it.
-
-        Raises:
-            OSError: There is no memory for it.
-        """
-        self.area = area
-        self._start = _like(area.start, area.stop - area.start)
-        self._moved = False
-
-    def close(self) -> None:
-        if not self._moved:
-            libc().munmap(self._start, self.area.stop - self.area.start)
-
-    def read(self, file: _File, place: Place) -> None:
-        """Read what some of the pages hold."""
-        ahead = self._start - self.area.start
-        file.read(place.start + ahead, place.stop + ahead, place.offset)
-
-    def move(self) -> None:
-        """In one step: who reads the pages meanwhile, by accident, finds them there or here."""
-        size = self.area.stop - self.area.start
-        if libc().mremap(self._start, size, size, _MOVES_TO, self.area.start) != self.area.start:
-            check(-1)
-        self._moved = True
 
 
 @attrs.frozen
@@ -421,7 +317,7 @@ class Emptying:
 
     def empty(self) -> None:
         """Have it hold zeros, whether it is in memory or in a file."""
-        protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
+        protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED
         for start, stop in self.areas:
             if libc().mmap(start, stop - start, protection, flags, -1, 0) != start:
                 check(-1)
@@ -479,29 +375,3 @@ def _pieces(area: Area, most: int) -> Iterator[Area]:
             stop = area.stop
         yield Area(at, stop)
         at = stop
-
-
-def _like(address: int, size: int) -> int:
-    """Memory that can be moved there: large pages begin in it where they do there."""
-    protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    got = libc().mmap(None, size + _LARGE_PAGE, protection, flags, -1, 0)
-    if got == _FAILED:
-        check(-1)
-    before = (address - got) % _LARGE_PAGE
-    if before:
-        libc().munmap(got, before)
-    libc().munmap(got + before + size, _LARGE_PAGE - before)
-    libc().madvise(got + before, size, _HUGEPAGE)  # a kernel may have none
-    return int(got + before)
-
-
-def _file_system(directory: Path) -> str:
-    """The type of the file system that a directory lies on."""
-    path = directory.resolve(strict=True)
-    kind, longest = "", -1
-    for line in Path("/proc/self/mounts").read_text(errors="replace").splitlines():
-        _, mounted, name, *_ = line.split(" ")
-        place = Path(mounted.encode().decode("unicode_escape"))
-        if path.is_relative_to(place) and len(place.parts) >= longest:
-            kind, longest = name, len(place.parts)
-    return kind

@@ -1,0 +1,145 @@
+"""A file that pages of this process go to, and memory that they come back in: what the kernel is asked for either."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from colocate._system.libc import check, libc
+from colocate._system.mappings import Area, Place
+
+LARGE_PAGE = 2 << 20
+MAP_FIXED = 0x10
+
+_AT_ONCE_BYTES = 1 << 30  # a single write is at most 2 GiB
+_FAILED = ctypes.c_void_p(-1).value
+_MOVES_TO = 0x01 | 0x02  # MREMAP_MAYMOVE | MREMAP_FIXED
+_HUGEPAGE = 14  # MADV_HUGEPAGE
+_PUNCHES = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE, with FALLOC_FL_KEEP_SIZE
+
+
+class SpillFile:
+    """One of them.
+
+    Attributes:
+        id: What the kernel calls it.
+        size: How much of it is given to somebody.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._file = os.open(directory, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
+        status = os.fstat(self._file)
+        self.id = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}", status.st_ino
+        self.size = 0
+
+    def close(self) -> None:
+        os.close(self._file)
+
+    def room(self) -> int:
+        return os.fstat(self._file).st_blocks * 512
+
+    def reserve(self, size: int) -> None:
+        """Have room for so much more on the disk."""
+        if size:
+            os.posix_fallocate(self._file, self.size, size)
+
+    def cut(self) -> None:
+        """Have no room for more than is given to somebody."""
+        os.ftruncate(self._file, self.size)
+
+    def free_all_but(self, places: Sequence[Place]) -> None:
+        """Free what has no place in it any more, as its memory was freed."""
+        at = 0
+        for place in sorted(places, key=lambda each: each.offset):
+            if at < place.offset:
+                check(libc().fallocate(self._file, _PUNCHES, at, place.offset - at))
+            at = max(at, place.offset + place.stop - place.start)
+        if at < self.size:
+            self.size = at
+            self.cut()
+
+    def read(self, start: int, stop: int, offset: int) -> None:
+        while start < stop:
+            size = min(stop - start, _AT_ONCE_BYTES)
+            done = os.preadv(self._file, [(ctypes.c_char * size).from_address(start)], offset)
+            if not done:
+                raise OSError(errno.EIO, "the file is shorter than what was put there")
+            start, offset = start + done, offset + done
+
+    def write(self, place: Place) -> None:
+        start, offset = place.start, place.offset
+        while start < place.stop:
+            size = min(place.stop - start, _AT_ONCE_BYTES)
+            done = os.pwrite(self._file, (ctypes.c_char * size).from_address(start), offset)
+            start, offset = start + done, offset + done
+
+    def replace(self, place: Place) -> None:
+        """Have memory be what the file has."""
+        size, protection = place.stop - place.start, mmap.PROT_READ | mmap.PROT_WRITE
+        flags = mmap.MAP_PRIVATE | MAP_FIXED
+        if libc().mmap(place.start, size, protection, flags, self._file, place.offset) != place.start:
+            check(-1)
+
+
+class Copy:
+    """Memory of this process's own that pages are read into, and that is moved into their place then.
+
+    Attributes:
+        area: The pages.
+    """
+
+    def __init__(self, area: Area) -> None:
+        """Map it.
+
+        Raises:
+            OSError: There is no memory for it.
+        """
+        self.area = area
+        self._start = _like(area.start, area.stop - area.start)
+        self._moved = False
+
+    def close(self) -> None:
+        if not self._moved:
+            libc().munmap(self._start, self.area.stop - self.area.start)
+
+    def read(self, file: SpillFile, place: Place) -> None:
+        """Read what some of the pages hold."""
+        ahead = self._start - self.area.start
+        file.read(place.start + ahead, place.stop + ahead, place.offset)
+
+    def move(self) -> None:
+        """In one step: who reads the pages meanwhile, by accident, finds them there or here."""
+        size = self.area.stop - self.area.start
+        if libc().mremap(self._start, size, size, _MOVES_TO, self.area.start) != self.area.start:
+            check(-1)
+        self._moved = True
+
+
+def _like(address: int, size: int) -> int:
+    """Memory that can be moved there: large pages begin in it where they do there."""
+    protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    got = libc().mmap(None, size + LARGE_PAGE, protection, flags, -1, 0)
+    if got == _FAILED:
+        check(-1)
+    before = (address - got) % LARGE_PAGE
+    if before:
+        libc().munmap(got, before)
+    libc().munmap(got + before + size, LARGE_PAGE - before)
+    libc().madvise(got + before, size, _HUGEPAGE)  # a kernel may have none
+    return int(got + before)
+
+
+def file_system(directory: Path) -> str:
+    """The type of the file system that a directory lies on."""
+    path = directory.resolve(strict=True)
+    kind, longest = "", -1
+    for line in Path("/proc/self/mounts").read_text(errors="replace").splitlines():
+        _, mounted, name, *_ = line.split(" ")
+        place = Path(mounted.encode().decode("unicode_escape"))
+        if path.is_relative_to(place) and len(place.parts) >= longest:
+            kind, longest = name, len(place.parts)
+    return kind
