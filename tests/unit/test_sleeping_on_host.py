@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import types
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -125,6 +126,24 @@ def test_discard(site: Any) -> None:
         sleeper.sleep("model", TAGS, (), 1)
         sleeper.wake_alone(role)
         assert all(torch.equal(one, other) for one, other in zip(model.pieces(), before, strict=True))
+    finally:
+        sleeper.close()
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_discard_of_what_a_backward_pass_needs(site: Any, lost: bool) -> None:
+    """Autograd has saved a cache, whose contents are gone: that is an error, and no gradients of zeros."""
+    model = Model()
+    role = add(site, model)
+    weight = torch.ones_like(model.cache, requires_grad=True)
+    loss = (weight * model.cache).sum()
+    sleeper = Sleeper(site)
+    try:
+        sleeper.sleep("model", TAGS, ("cache",) if lost else (), 1)
+        sleeper.wake_alone(role)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation") if lost else nullcontext():
+            loss.backward()
+        assert (weight.grad is None) == lost
     finally:
         sleeper.close()
 

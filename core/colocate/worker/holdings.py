@@ -118,6 +118,7 @@ class Objects(Storages):
             theirs, even of constant `bytes`, and arrays may consist of references to objects. Torch tells no
             difference between such tensors and those of which there was an array, by `tensor.numpy()`.
         gone: What tells whether a piece of the host was let go of, and somebody else may lie there.
+        tensors: Those that lie there, by piece.
     """
 
     def __init__(self, device: str = "cpu") -> None:
@@ -130,6 +131,7 @@ class Objects(Storages):
         self.pinned: set[int] = set()
         self.plain: dict[int, int] = {}
         self.gone: dict[int, Callable[[], bool]] = {}
+        self.tensors: dict[int, list[weakref.ref[Any]]] = {}
 
     def join(self, more: Objects) -> None:
         """Note what others note, too."""
@@ -141,6 +143,7 @@ class Objects(Storages):
         self.pinned |= more.pinned
         self.plain.update(more.plain)
         self.gone.update(more.gone)
+        self.tensors.update(more.tensors)
 
     def add_parts(self, item: Any, values: list[Any], indices: list[Any], torch: Any) -> None:
         """Note those of the tensors that a tensor is made of. It is that which has gradients, not they."""
@@ -154,6 +157,7 @@ class Objects(Storages):
         if (storage := _storage_of(item)) is None:
             return
         key, device = _key(storage), _name_of(item.device)
+        self.tensors.setdefault(key, []).append(weakref.ref(item))
         if device == "cpu":
             super().add_plain(item)
             self.gone[key] = _is_gone(storage)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from colocate._protocol.ledger import TAGS, Purpose
+from colocate._system.imported import imported
 from colocate._system.mappings import Area, areas_of, merged, own, split, whole_pages
 from colocate._system.pages import Emptying
 from colocate.worker.holdings import Holdings, Objects, Storages
@@ -69,6 +70,7 @@ class Going:
         self.emptying = Emptying.of(emptied.items())
         self.empty_storages = {key: storage for key, storage in unneeded.storages.items() if key in movable}
         self.emptied = emptied.keys() | self.empty_storages.keys()
+        self._rewritten = [each for key in self.emptied for each in unneeded.tensors.get(key, ())]
         self.areas = areas_of((key, size) for key, size in on_host.items() if key not in emptied)
         objects = {key: storage for pieces in by_tag.values() for key, storage in pieces.storages.items()}
         self.storages = {key: objects[key] for key in stored - self.emptied}
@@ -76,6 +78,13 @@ class Going:
         self.size = _size(areas_of(on_host.items()) if emptied else self.areas)
         self.size += sum(self.pieces[key] for key in stored)
         self.stay = sum(size for key, (_, size) in wanted.items() if key not in away) - self.size
+
+    def are_rewritten(self) -> None:
+        """Have autograd know that what is emptied isn't what it may have saved for a backward pass."""
+        for reference in self._rewritten:
+            tensor = reference()
+            if tensor is not None and not tensor.is_inference():
+                imported("torch").autograd.graph.increment_version(tensor)
 
 
 class Coming:
@@ -194,4 +203,5 @@ def unneeded(found: Holdings, discard: Collection[str], others: Iterable[Storage
                 alone = {key: size for key, size in alone.items() if (key, key + size) in apart}
             nobodys.setdefault(place, {}).update(alone)
             nobodys.storages.update({key: pieces.storages[key] for key in alone if key in pieces.storages})
+            nobodys.tensors.update({key: pieces.tensors[key] for key in alone if key in pieces.tensors})
     return nobodys

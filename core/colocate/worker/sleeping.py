@@ -333,6 +333,7 @@ class Sleeper:
             if written is not None:
                 written.put_away()
             going.emptying.empty()
+            going.are_rewritten()
             if going.emptying.areas and self._files is not None:
                 with suppress(OSError):  # the room is free later, then
                     self._files.forget(going.emptying.areas)
