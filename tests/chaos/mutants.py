@@ -92,16 +92,16 @@ def unwritten_pages() -> None:
 def lost_byte() -> None:
     """What goes lacks its last byte when it comes back."""
     from colocate._system.mappings import Place
-    from colocate._system.pages import _File
+    from colocate._system.spill_files import SpillFile
 
-    write = _File.write
+    write = SpillFile.write
 
     def short(self: Any, place: Place) -> None:
         write(self, place)
         start, stop, file, offset = place
         write(self, Place(stop - 2, stop - 1, file, offset + stop - start - 1))  # what is before it, once more
 
-    _replace(_File, "write", short)
+    _replace(SpillFile, "write", short)
 
 
 def unkept_budget() -> None:
