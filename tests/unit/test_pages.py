@@ -119,6 +119,21 @@ def test_copied_back(file: Spill) -> None:
     assert (array == copy).all()
 
 
+def test_copied_back_in_batches(file: Spill, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much comes: all of it is the process's own then, and what somebody has written meanwhile isn't lost."""
+    monkeypatch.setattr(pages, "_BATCH_BYTES", 4 << 20)
+    arrays = [numbers(seed, 3 * LARGE + seed * PAGE) for seed in range(3)]
+    copies = [array.copy() for array in arrays]
+    put_away(file, *arrays)
+    arrays[1][LARGE] = copies[1][LARGE] = 77  # its batch stays in the file
+    copy_back(file, *arrays)
+    assert all((array == copy).all() for array, copy in zip(arrays, copies, strict=True))
+    assert all(in_memory(array) >= 3 * LARGE // PAGE - 2 for array in arrays)
+    assert 0 < file.in_memory() <= 2 * (4 << 20)
+    put_away(file, *arrays)
+    assert all((array == copy).all() for array, copy in zip(arrays, copies, strict=True))
+
+
 def test_small_pieces_are_not_copied_back(file: Spill) -> None:
     """They are less than a large page."""
     array = numbers(8)
