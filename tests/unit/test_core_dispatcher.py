@@ -120,12 +120,15 @@ def test_jobs_of_both_kinds_keep_their_order(dispatcher: Dispatcher) -> None:
     assert ran == ["spawned", "called", "closed"]
 
 
-def test_what_observers_will_be_told_holds_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_observers_will_be_told_holds_no_result() -> None:
     """A call is told of after its end, but what has come of it goes as soon as nobody has it."""
-    monkeypatch.setattr(dispatchers, "TOLD_TOGETHER_S", 10 * PATIENCE_S)
+    goes_on = threading.Event()
     records: list[colocate.CallRecord] = []
 
     class Observer:
+        def colocate_group_spawned(self, group: colocate.ColocatedGroup) -> None:
+            goes_on.wait(PATIENCE_S)
+
         def colocate_call_finished(self, record: colocate.CallRecord) -> None:
             records.append(record)
 
@@ -137,6 +140,7 @@ def test_what_observers_will_be_told_holds_no_result(monkeypatch: pytest.MonkeyP
         del made
         assert gone() is None
         assert not records
+        goes_on.set()
     assert [record.method for record in records] == ["make"]
 
 
