@@ -54,7 +54,7 @@ from colocate._system.spill_files import LARGE_PAGE, MAP_FIXED, Copy, SpillFile,
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-_PIECE_BYTES = 16 * LARGE_PAGE
+_PIECE_BYTES = 8 * LARGE_PAGE
 _READ_BYTES = 4 * LARGE_PAGE
 _BATCH_BYTES = 256 * LARGE_PAGE
 _THREADS = 4

@@ -14,7 +14,7 @@ from colocate.worker.asleep import Asleep
 from colocate.worker.holdings import Objects, Storages, held_by
 from colocate.worker.hosted import HostedRole
 from colocate.worker.memory_site import Worker
-from colocate.worker.moves import Going, by_tags, unneeded
+from colocate.worker.moves import Going, by_tags, keys_but, unneeded
 from colocate.worker.offload import Offload
 
 
@@ -69,6 +69,7 @@ class Movable:
             ColocateError: It has, and not everything was looked at, or a role can't say what it holds.
         """
         roles = [each for each in self._site.roles.values() if each.name is not None]
+        storages = Objects if matters else Storages
         awake: set[int] = set()
         held: list[Storages] = []
         for role in roles:
@@ -76,13 +77,11 @@ class Movable:
                 continue
             apart = [other.instance for other in roles if other is not role]
             declared = self._declared(role) if matters else ()
-            found, complete = held_by(role.instance, declared, apart, Objects)
+            found, complete = held_by(role.instance, declared, apart, storages)
             self._refuse_partial(role.name, complete or not matters)
             held.extend(found.values())
-            for tag, pieces in by_tags(found).items():
-                if tag not in self._asleep.tags(role.name):
-                    awake.update(key for place in pieces.values() for key in place)
-        kept = Objects()
+            awake |= keys_but(found, self._asleep.tags(role.name))
+        kept = storages()
         for _, value in self._site.store.values():
             kept.add(value)
         awake.update(key for place in kept.values() for key in place)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from colocate._protocol.ledger import TAGS, Purpose
@@ -11,6 +12,7 @@ from colocate._system.pages import Emptying
 from colocate.worker.holdings import Holdings, Objects, Storages
 
 _STEPPED = ("grads", "optimizer")
+_TAG_OF = {purpose: tag for tag, purposes in TAGS.items() for purpose in purposes}
 
 
 class Going:
@@ -95,14 +97,10 @@ class Coming:
         tags: These.
         pieces: The sizes of its pieces.
         emptied: Those that come as zeros.
-        areas: Pages of the host that were written somewhere.
-        written: Those of them that a step of an optimizer writes.
         storages: Storages of the device.
         trained: Those of them that will have changed when they go the next time.
-        on_host: The bytes of all pages.
         anew: The bytes of the host's memory that come as zeros: they haven't been anywhere.
-        on_device: What of all comes to the slot's device.
-        size: All bytes.
+        on_device: What of all comes to the slot's device, as a ledger counts it.
     """
 
     def __init__(
@@ -129,16 +127,35 @@ class Coming:
         self.pieces = {key: away[key] for key in keys if key in away}
         self.emptied = {key for key in self.pieces if key in emptied}
         self.storages = {key for pieces in found for key in pieces.storages if key in self.pieces}
-        self.trained = {key for pieces in found for key in pieces.trained} & self.storages
-        self.areas = areas_of(self._host_pieces(self.pieces.keys() - self.emptied))
-        stepped = {key for tag in _STEPPED for place in self.by_tag.get(tag, Objects()).values() for key in place}
-        stepped = stepped.union(*(pieces.trained for pieces in found)) & self.pieces.keys() - self.emptied
-        self.written = [area for area, _ in split(whole_pages(self._host_pieces(stepped)), self.areas)[0]]
-        self.on_host = _size(areas_of(self._host_pieces(self.pieces)) if self.emptied else self.areas)
+        self._trained = {key for pieces in found for key in pieces.trained} & self.pieces.keys()
+        self.trained = self._trained & self.storages
         self.anew = sum(self.pieces[key] for key in self.emptied - self.storages)
-        stored = sum(self.pieces[key] for key in self.storages)
-        self.size = self.on_host + stored
-        self.on_device = self.size if device == "cpu" else stored
+        self.on_device = sum(self.pieces.values()) if device == "cpu" else self._stored
+
+    @functools.cached_property
+    def areas(self) -> list[Area]:
+        """Pages of the host that were written somewhere. To find them the kernel is asked."""
+        return areas_of(self._host_pieces(self.pieces.keys() - self.emptied))
+
+    @functools.cached_property
+    def on_host(self) -> int:
+        """The bytes of all pages."""
+        return _size(areas_of(self._host_pieces(self.pieces)) if self.emptied else self.areas)
+
+    @property
+    def size(self) -> int:
+        """All bytes that were away."""
+        return self.on_host + self._stored
+
+    def written(self) -> list[Area]:
+        """Those of the pages that a step of an optimizer writes."""
+        stepped = {key for tag in _STEPPED for place in self.by_tag.get(tag, Objects()).values() for key in place}
+        stepped = (stepped | self._trained) & self.pieces.keys() - self.emptied
+        return [area for area, _ in split(whole_pages(self._host_pieces(stepped)), self.areas)[0]]
+
+    @property
+    def _stored(self) -> int:
+        return sum(self.pieces[key] for key in self.storages)
 
     def _host_pieces(self, keys: Iterable[int]) -> Iterator[tuple[int, int]]:
         return ((key, self.pieces[key]) for key in keys if key not in self.storages)
@@ -149,23 +166,33 @@ def _size(areas: Iterable[Area]) -> int:
 
 
 def by_tags(found: Holdings) -> dict[str, Objects]:
-    """What was found, where each piece counts as the first of what it is for."""
-    tag_of = {purpose: tag for tag, purposes in TAGS.items() for purpose in purposes}
+    """What was found as objects, where each piece counts as the first of what it is for."""
     by_tag = {tag: Objects() for tag in TAGS}
+    for tag, pieces, keys in _firsts(found):
+        assert isinstance(pieces, Objects)
+        own = by_tag[tag]
+        for place, sizes in pieces.items():
+            own.setdefault(place, {}).update({key: size for key, size in sizes.items() if key in keys})
+        own.storages.update({key: each for key, each in pieces.storages.items() if key in keys})
+        own.trained |= pieces.trained & keys
+        own.pinned |= pieces.pinned & keys
+        own.gone.update({key: each for key, each in pieces.gone.items() if key in keys})
+    return by_tag
+
+
+def keys_but(found: Holdings, tags: Collection[str]) -> set[int]:
+    """What those pieces are called that don't count for one of these tags; see `by_tags`."""
+    return {key for tag, _, keys in _firsts(found) if tag not in tags for key in keys}
+
+
+def _firsts(found: Holdings) -> Iterator[tuple[str, Storages, set[int]]]:
+    """By what it is for and has a tag: that, what was found, and what is called so that was nothing before."""
     seen: set[int] = set()
     for purpose in Purpose:
-        pieces = found.get(purpose)
-        if purpose not in tag_of or not isinstance(pieces, Objects):
-            continue
-        own = by_tag[tag_of[purpose]]
-        for place, sizes in pieces.items():
-            own.setdefault(place, {}).update({key: size for key, size in sizes.items() if key not in seen})
-        own.storages.update({key: each for key, each in pieces.storages.items() if key not in seen})
-        own.trained |= pieces.trained - seen
-        own.pinned |= pieces.pinned - seen
-        own.gone.update({key: each for key, each in pieces.gone.items() if key not in seen})
-        seen.update(key for sizes in pieces.values() for key in sizes)
-    return by_tag
+        if purpose in _TAG_OF and purpose in found:
+            keys = {key for sizes in found[purpose].values() for key in sizes} - seen
+            yield _TAG_OF[purpose], found[purpose], keys
+            seen |= keys
 
 
 def unneeded(found: Holdings, discard: Collection[str], others: Iterable[Storages]) -> Objects:

@@ -355,7 +355,7 @@ class Sleeper:
         self._offload.bring_back(coming.storages)
         try:
             if self._files is not None:  # else no page has gone there
-                self._files.bring_back(coming.areas, coming.written if writes else ())
+                self._files.bring_back(coming.areas, coming.written() if writes else ())
         except OSError:
             self._put_back(coming)
             raise

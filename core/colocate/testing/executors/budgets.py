@@ -285,6 +285,23 @@ class Budgets(ExecutorCase):
         (slot,) = group.memory().slots
         assert sum(role.total for role in slot.roles) <= 9 * _MIB
 
+    def test_what_is_small_counts_before_it_wakes(self, spawn: Spawn) -> None:
+        """Pieces of less than some pages stay where they are; they count like all others, also as they come back."""
+        torch = pytest.importorskip("torch")
+        roles = {"one": colocate.role(Dozing, 1), "two": colocate.role(Dozing, 1)}
+        group = spawn(roles, slots=1, residency="swap", device_memory="7MiB")
+        one, two = group.role("one", Dozing), group.role("two", Dozing)
+        for role in (one, two):
+            role.remember(*[torch.ones(3 * 2**12) for _ in range(64)])
+        with Gate() as gate:
+            call = one.train_at.submit(gate.address)
+            gate.wait_for(1)
+            (slot,) = group.memory().slots
+            assert sum(role.total for role in slot.roles) <= 7 * _MIB
+            gate.open()
+            assert call.result(PATIENCE_S)
+        assert two.asleep() == [["weights", "grads", "optimizer", "cache"]]
+
     def test_only_what_is_needed_wakes(self, spawn: Spawn) -> None:
         """A method that needs only the weights has the rest of its role sleep on."""
         pytest.importorskip("torch")
