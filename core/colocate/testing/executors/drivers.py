@@ -194,11 +194,13 @@ class Drivers(Scripted):
                 say([group.state, runtime.state])
 
             say([group.role("echo").place()[0][0], os.getpid()])
+            wait()
             """,
             "-W",
             "always::ResourceWarning",
         )
         workers = Processes(_others(driver.hear()))
+        driver.go_on()
         assert driver.hear() == ["closed", "closed"]
         assert driver.end() == (0, "")
         workers.wait()
