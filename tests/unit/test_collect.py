@@ -205,6 +205,44 @@ def test_what_was_not_a_number_stays_so() -> None:
 def test_halves_are_added_up_in_full() -> None:
     values = [torch.full((1,), 1.0, dtype=torch.bfloat16)] * 300
     assert Reduce("mean").join(values, Ranks(300)).item() == 1.0
+    assert Reduce("sum").join(values, Ranks(300)).item() == 300.0
+    halves = [np.full(1, 0.1, np.float16)] * 300
+    assert Reduce("sum").join(halves, Ranks(300)).item() == np.float16(300 * np.float16(0.1))
+
+
+@pytest.mark.parametrize("value", [np.float16(1000), np.int32(100000), np.uint8(200), np.int8(-100)])
+def test_a_mean_of_numpys_numbers_does_not_overflow(value: Any) -> None:
+    """Numbers of a few bits are weighed by rows of which there are more than they can count."""
+    found = Reduce("mean").join([value] * 2, Ranks(2, rows=[100_000, 100_001]))
+    assert found == value
+    assert isinstance(found, np.floating)
+    assert Reduce("mean").join([value, 7], Ranks(2, rows=[100_000, 100_000])) == (float(value) + 7) / 2
+
+
+@pytest.mark.parametrize("kind", [np.uint8, torch.tensor, np.array])
+def test_a_sum_of_whole_numbers_does_not_overflow(kind: Any) -> None:
+    """It is in the largest type of its kind, as torch's and NumPy's own sums are, on one rank, too."""
+    dtypes = {"dtype": torch.uint8 if kind is torch.tensor else np.uint8} if kind is not np.uint8 else {}
+    for world in (1, 2):
+        found = Reduce("sum").join([kind(200, **dtypes)] * world, Ranks(world))
+        assert found == 200 * world
+        assert found.dtype.itemsize == 8
+    mixed = [np.array([100], np.uint8), np.array([-100], np.int8)]
+    assert Reduce("sum").join(mixed, Ranks(2)).dtype == np.int64
+
+
+@pytest.mark.parametrize("operation", ["mean", "sum", "max", "min"])
+def test_what_is_masked_stays_masked(operation: Any) -> None:
+    """What a mask hides is in no result, on any number of ranks."""
+    for world in (1, 2):
+        found = Reduce(operation).join([np.ma.masked_array([1.0, 8.0], [False, True])] * world, Ranks(world))
+        assert found.tolist() == [world if operation == "sum" else 1.0, None]
+
+
+def test_a_tuple_that_takes_no_other_items() -> None:
+    """The error says what the class needs."""
+    with pytest.raises(DispatchError, match=r"no Size can be made of other items: .*_make"):
+        Reduce("mean").join([torch.Size([1, 2])] * 2, Ranks(2))
 
 
 @pytest.mark.parametrize(

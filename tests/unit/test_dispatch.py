@@ -366,6 +366,7 @@ def test_an_unknown_parameter_is_refused_when_declared(dispatch: Dispatch) -> No
         (lambda: Scatter(), ConfigError),
         (lambda: Scatter("x", "x"), ConfigError),
         (lambda: Scatter("x", pad="mask"), ConfigError),  # type: ignore[arg-type]
+        (lambda: Scatter("x", pad=1), ConfigError),  # type: ignore[arg-type]
         (lambda: Scatter("x", empty="skip"), ConfigError),  # type: ignore[arg-type]
         (lambda: Scatter("x", axis="d p"), DispatchError),
         (lambda: Scatter("x", mesh=Mesh({"dp": 1})), ConfigError),  # type: ignore[arg-type]

@@ -186,7 +186,7 @@ class Scatter(Dispatch):
         mesh: str | None = None,
     ) -> None:
         _check_names(type(self), parameters)
-        if pad not in (False, True, "masked"):
+        if not isinstance(pad, bool) and pad != "masked":  # 1 and 0 would be padded, and not known as padding
             raise ConfigError(f"Scatter(pad={pad!r}): use False, True or 'masked'")
         if empty not in ("error", "run"):
             raise ConfigError(f"Scatter(empty={empty!r}): use 'error' or 'run'")

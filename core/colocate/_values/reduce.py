@@ -105,6 +105,9 @@ def _family(value: Any) -> Any:
 
 
 def _number(values: Sequence[Any], operation: str, weights: Sequence[int]) -> Any:
+    numpy = imported("numpy")
+    if numpy is not None and operation in ("mean", "sum") and any(map(_is_narrow, values)):
+        return _array(list(map(numpy.asarray, values)), operation, weights)[()]
     if operation == "mean":
         return sum(map(operator.mul, values, weights)) / sum(weights)
     if operation == "sum":
@@ -112,6 +115,11 @@ def _number(values: Sequence[Any], operation: str, weights: Sequence[int]) -> An
     # Python's own max and min let a NaN through or not, depending on where it stands.
     strange = [value for value in values if value != value]
     return strange[0] if strange else max(values) if operation == "max" else min(values)
+
+
+def _is_narrow(value: Any) -> bool:
+    """Whether it is a NumPy number, which its own products with the rows of a rank may be too large for."""
+    return getattr(getattr(value, "dtype", None), "kind", "") in ("b", "i", "u", "f", "c")
 
 
 def _array(values: Sequence[Any], operation: str, weights: Sequence[int]) -> Any:
@@ -123,10 +131,24 @@ def _array(values: Sequence[Any], operation: str, weights: Sequence[int]) -> Any
         total = sum(weights)
         wide = np.result_type(inexact, np.float32)  # halves lose too much on the way
         parts = (value.astype(wide) * (weight / total) for value, weight in zip(values, weights, strict=True))
-        return np.asarray(functools.reduce(np.add, parts)).astype(inexact)
+        return np.asanyarray(functools.reduce(np.add, parts)).astype(inexact)  # a masked one stays masked
     if operation == "sum":
-        return functools.reduce(np.add, [value.astype(np.int64) if value.dtype == bool else value for value in values])
+        return _array_sum(values)
     return functools.reduce(np.maximum if operation == "max" else np.minimum, values)
+
+
+def _array_sum(values: Sequence[Any]) -> Any:
+    """The sum; of whole numbers in the largest type of their kind, as NumPy's own sum is."""
+    import numpy as np
+
+    dtype = np.result_type(*values)
+    if dtype.kind == "f":
+        wide = np.result_type(dtype, np.float32)  # halves lose too much on the way
+        return np.asanyarray(functools.reduce(np.add, [value.astype(wide) for value in values])).astype(dtype)
+    if dtype.kind in "biu":
+        largest = np.uint64 if dtype.kind == "u" else np.int64
+        values = [value.astype(largest) for value in values]
+    return functools.reduce(np.add, values)
 
 
 def _tensor(values: Sequence[Any], operation: str, weights: Sequence[int]) -> Any:
@@ -136,8 +158,21 @@ def _tensor(values: Sequence[Any], operation: str, weights: Sequence[int]) -> An
     if operation == "mean":
         return _tensor_mean(values, weights)
     if operation == "sum":
-        return functools.reduce(torch.add, [value.long() if value.dtype is torch.bool else value for value in values])
+        return _tensor_sum(values)
     return functools.reduce(torch.maximum if operation == "max" else torch.minimum, values)
+
+
+def _tensor_sum(values: Sequence[Any]) -> Any:
+    """The sum; of whole numbers as int64, as torch's own sum is."""
+    import torch
+
+    dtype = functools.reduce(torch.promote_types, [value.dtype for value in values])
+    wide = dtype
+    if dtype.is_floating_point:
+        wide = torch.promote_types(dtype, torch.float32)  # halves lose too much on the way
+    elif not dtype.is_complex and not values[0].is_quantized and dtype is not torch.uint64:
+        dtype = wide = torch.int64
+    return functools.reduce(torch.add, [value.to(wide) for value in values]).to(dtype)
 
 
 def _tensor_mean(values: Sequence[Any], weights: Sequence[int]) -> Any:

@@ -122,7 +122,14 @@ def rebuild_tuple(value: tuple[Any, ...], items: Iterable[Any]) -> tuple[Any, ..
     if type(value) is tuple:
         return tuple(items)
     make: Callable[[Iterable[Any]], tuple[Any, ...]] = getattr(type(value), "_make", type(value))
-    return make(items)
+    try:
+        return make(items)
+    except Exception as error:
+        name = type(value).__qualname__
+        raise DispatchError(
+            f"no {name} can be made of other items: {error}. Give the class a classmethod _make(items), as a named "
+            "tuple has it, or pass a plain tuple"
+        ) from error
 
 
 def check_alike(values: Sequence[Any], path: str, label: Label) -> None:
