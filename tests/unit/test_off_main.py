@@ -70,3 +70,22 @@ def test_interpreter_exit_waits_for_what_nobody_waits_for() -> None:
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr, done.returncode) == ("done\n", "", 0)
+
+
+def test_what_comes_after_the_exit_does_not_wait_for_threads() -> None:
+    """An object that goes with its module's names may close a runtime: no other thread runs any more by then."""
+    code = """
+        import colocate
+
+        class Owner:
+            def __init__(self):
+                self.runtime = colocate.connect()
+
+            def __del__(self):
+                self.runtime.close()
+                print("closed", flush=True)
+
+        owner = Owner()
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr, done.returncode) == ("closed\n", "", 0)

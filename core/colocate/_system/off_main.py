@@ -129,7 +129,9 @@ class _Couriers:
         self._unfinished: dict[_Job[Any], None] = {}  # from the handing over of a job to its end
 
     def put(self, job: _Job[Any]) -> bool:
-        """Have a job done; False when no thread can be started any more: the interpreter ends."""
+        """Have a job done; False when no other thread runs any more, or can be started: the interpreter ends."""
+        if sys.is_finalizing():
+            return False
         self._unfinished[job] = None
         self._jobs.put(job)
         if not self._all:
