@@ -41,7 +41,9 @@ def methods_of(cls: type) -> Mapping[str, MethodSpec]:
     for base in reversed(cls.__mro__):
         for name, attribute in vars(base).items():
             if isinstance(attribute, RoleMethod):
-                found[name] = attribute.spec
+                # Its function may be called otherwise: another decorator's, a lambda, or one with a second name.
+                spec = attribute.spec
+                found[name] = spec if spec.name == name else attrs.evolve(spec, name=name)
             else:
                 found.pop(name, None)  # overridden by something that is no role method
     return found

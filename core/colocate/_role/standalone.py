@@ -37,14 +37,14 @@ class StandaloneCall:
     _instance: Any
     _spec: MethodSpec
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Run it."""
         arguments = {name: _value(argument) for name, argument in self._spec.bind(args, kwargs).items()}
         planned = plan(self._spec.dispatch, arguments, _ONE, None)
         result = ordinary(self._run(planned))
         return join(self._spec.collect, [result], attrs.evolve(_ONE, rows=planned.valid, padded=planned.padded))
 
-    def submit(self, *args: Any, **kwargs: Any) -> call.Call[Any]:
+    def submit(self, /, *args: Any, **kwargs: Any) -> call.Call[Any]:
         """Run it at once; the call is done when it returns."""
         label = f"{type(self._instance).__name__}.{self._spec.name}"
         try:
@@ -52,7 +52,7 @@ class StandaloneCall:
         except Exception as error:
             return call.failed(label, error)
 
-    def keep(self, *args: Any, **kwargs: Any) -> Resident[Any]:
+    def keep(self, /, *args: Any, **kwargs: Any) -> Resident[Any]:
         """Run it at once; the resident holds the collected value itself."""
         return LocalResident(self(*args, **kwargs))
 

@@ -108,17 +108,17 @@ class ViewCall(OnDriver):
         self._label = f"{role.name}.{spec.name}"
         self._consumer = Consumer(crew.name, role.slots, role.ranks.mesh)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Run on the ranks, wait, and return the collected value."""
         if (pipeline := recording(self._crew)) is not None:
             pipeline.refuse_call(self._label)
         return self._send(start, args, kwargs).result()
 
-    def submit(self, *args: Any, **kwargs: Any) -> Call[Any]:
+    def submit(self, /, *args: Any, **kwargs: Any) -> Call[Any]:
         """Send it and return at once."""
         return Call(self._send(submit, args, kwargs))
 
-    def keep(self, *args: Any, **kwargs: Any) -> Resident[Any]:
+    def keep(self, /, *args: Any, **kwargs: Any) -> Resident[Any]:
         """Send it and return at once; the results stay in the workers."""
         resident: Resident[Any] = self._send(keep, args, kwargs)
         return resident

@@ -16,7 +16,7 @@ from colocate.errors import CallTimeout, ConfigError, DispatchError, RoleError
 from colocate.testing.executors._base import ExecutorCase, Spawn
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty
-from colocate.testing.probes.plain import Echo, Log, Plain
+from colocate.testing.probes.plain import Echo, Log, Plain, RenamedAgain
 from colocate.testing.probes.rows import Own, Rows
 from colocate.testing.waiting import PATIENCE_S, wait_until
 
@@ -284,6 +284,14 @@ class Calls(ExecutorCase):
         assert first.result(PATIENCE_S) == ["waited"] * 2
         assert second.result(PATIENCE_S) == ["woke the other"] * 2
         assert log.read() == [["a", "b"]] * 2
+
+    def test_names(self, spawn: Spawn) -> None:
+        """A method is called what the class calls it, whatever the name of its function."""
+        view = spawn({"renamed": colocate.role(RenamedAgain)}, slots=2).role("renamed", RenamedAgain)
+        assert (view.decorated(3), view.negated(3)) == (3, -3)
+        assert (view.named(), view.alias()) == ("the second", "the first")
+        assert getattr(view, "_Renamed__hidden")() == "hidden"
+        assert "alias" in colocate.inspect(view).methods
 
     def test_async_limit(self, pair: ColocatedGroup) -> None:
         """No more overlap than the concurrency allows, and they start in order."""

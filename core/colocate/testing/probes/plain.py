@@ -253,6 +253,51 @@ class Log(Role):
         return "cancelled"
 
 
+def _passed_on(function: Callable[[Any, int], int]) -> Callable[[Any, int], int]:
+    """A decorator that leaves another function's name."""
+
+    def passing(self: Any, number: int) -> int:
+        return function(self, number)
+
+    return passing
+
+
+class Renamed(Role):
+    """Its methods' functions have other names than the methods."""
+
+    @method(collect=First())
+    @_passed_on
+    def decorated(self, number: int) -> int:
+        """Behind a decorator."""
+        return number
+
+    @method(collect=First())
+    @_passed_on
+    def negated(self, number: int) -> int:
+        """Behind the same one."""
+        return -number
+
+    @method(collect=First())
+    def named(self) -> str:
+        """Overridden below, but not under its second name."""
+        return "the first"
+
+    alias = named
+
+    @method(collect=First())
+    def __hidden(self) -> str:
+        return "hidden"
+
+
+class RenamedAgain(Renamed):
+    """Overrides what has a second name."""
+
+    @method(collect=First())
+    def named(self) -> str:
+        """The other one."""
+        return "the second"
+
+
 class Plain:
     """A role that knows nothing of colocate's base class."""
 
