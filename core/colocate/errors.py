@@ -6,6 +6,9 @@ with attributes, cause and notes.
 
 from __future__ import annotations
 
+import contextlib
+import pickle
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from typing import Any, ClassVar
@@ -65,8 +68,17 @@ class ColocateError(Exception):
         cause = self.__cause__  # first: it may be made now
         state = dict(self.__dict__)
         if cause is not None:
-            state["__cause__"] = cause
+            state["__cause__"] = cause if isinstance(cause, ColocateError) else _carried(cause)
         return _restore, (type(self), self.args, state)
+
+
+def _carried(cause: BaseException) -> BaseException:
+    """A cause that survives pickling: itself, or its words."""
+    with contextlib.suppress(Exception, SystemExit):  # its class says how, and may want other arguments
+        if type(pickle.loads(pickle.dumps(cause))) is type(cause):
+            return cause
+    words = "".join(traceback.format_exception_only(cause)).strip()
+    return RuntimeError(f"{words} (the exception itself can't be pickled)")
 
 
 def _restore(cls: type[ColocateError], args: tuple[Any, ...], state: dict[str, Any]) -> ColocateError:

@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -132,3 +133,16 @@ def test_a_group_of_what_roles_have_raised_is_told_by_these() -> None:
     assert "/colocate/" not in text.replace(__file__, "")
     assert "direct cause" not in text
     assert "in inner" in text
+
+
+def test_what_cannot_be_told_to_its_end_is_told_in_part() -> None:
+    """Of more groups, one in another, than calls can be nested, the outermost is told."""
+    error: Exception = ValueError("the innermost")
+    for _ in range(sys.getrecursionlimit()):
+        error = ExceptionGroup("a group", [error])
+    with pytest.raises(ExceptionGroup) as caught:
+        raise error
+    text = told(caught.value)
+    assert "raise error" in text
+    assert "ExceptionGroup: a group (1 sub-exception)" in text
+    assert "can't be told: RecursionError" in text

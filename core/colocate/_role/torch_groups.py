@@ -13,6 +13,7 @@ import attrs
 
 from colocate import wire
 from colocate._role.torch_books import forget
+from colocate._system.jobs import message_of
 from colocate._system.limits import GROUPS_CONNECT_WITHIN_S
 from colocate.errors import ConfigError
 from colocate.gpus import backend_for
@@ -212,12 +213,13 @@ def unshare_default(owner: object) -> list[Any]:
 
 def hint_for(error: BaseException) -> str | None:
     """What to do where a role, or a library of its, wants to make the default group itself."""
-    if isinstance(error, ValueError) and "environment variable RANK expected" in str(error):
+    text = message_of(error) if isinstance(error, ValueError) else ""
+    if "environment variable RANK expected" in text:
         return (
             'A library reads what torchrun sets: say .on(env="torchrun") of its role, in a config env: torchrun. '
             "Then torch's default process group is there as well, and init_process_group() is left out"
         )
-    if not (isinstance(error, ValueError) and "initialize the default process group twice" in str(error)):
+    if "initialize the default process group twice" not in text:
         return None
     if not _default_is_ours():
         return (

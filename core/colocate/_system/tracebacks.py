@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
+from colocate._system.jobs import error_text
 from colocate._system.lines import is_own_code
 from colocate.errors import RoleError, RoleStartError
 
@@ -32,9 +33,15 @@ def told(error: BaseException, trace: TracebackType | None = _CARRIED, *, whole:
         trace: Its traceback, when that isn't what it carries.
         whole: Whether also those of the framework's frames are counted by which users' code was called.
     """
-    found = traceback.TracebackException(type(error), error, error.__traceback__ if trace is _CARRIED else trace)
-    _fold(found, error, whole)
-    return "".join(found.format())
+    trace = error.__traceback__ if trace is _CARRIED else trace
+    try:
+        found = traceback.TracebackException(type(error), error, trace)
+        _fold(found, error, whole)
+        return "".join(found.format())
+    except Exception as fault:  # of what the exception's class has, or with no end to its parts
+        frames = "".join(folded(traceback.extract_tb(trace), whole).format())
+        head = f"Traceback (most recent call last):\n{frames}" if frames else ""
+        return f"{head}{error_text(error)}\n(what belongs to it can't be told: {error_text(fault)})\n"
 
 
 def frames_of_users(error: BaseException) -> str:
@@ -64,14 +71,17 @@ def folded(frames: traceback.StackSummary, whole: bool, in_full: bool = True) ->
 
 def _fold(found: traceback.TracebackException, error: BaseException, whole: bool) -> None:
     """Fold the stacks of an exception, of its causes, and of the exceptions of a group."""
-    if _of_a_role(error):  # it tells the cause and its place
-        found.__cause__ = found.__context__ = None
-    found.stack = folded(found.stack, whole, in_full=not _tells(error))
-    parts = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
-    chained = (found.__cause__, error.__cause__), (found.__context__, error.__context__)
-    for part, each in (*chained, *zip(found.exceptions or (), parts, strict=False)):
-        if part is not None and each is not None:
-            _fold(part, each, whole)
+    todo = [(found, error)]
+    while todo:  # a chain of causes may be longer than calls can be nested
+        found, error = todo.pop()
+        if _of_a_role(error):  # it tells the cause and its place
+            found.__cause__ = found.__context__ = None
+        found.stack = folded(found.stack, whole, in_full=not _tells(error))
+        parts = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+        chained = (found.__cause__, error.__cause__), (found.__context__, error.__context__)
+        for part, each in (*chained, *zip(found.exceptions or (), parts, strict=False)):
+            if part is not None and each is not None:
+                todo.append((part, each))
 
 
 def _of_a_role(error: BaseException) -> bool:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from colocate.errors import ColocateError
+from colocate.worker.failure import note
 from colocate.worker.hosted import HostedRole
 
 RECORD = "checkpoint.json"  # in the folder of one that is complete
@@ -70,7 +71,7 @@ def restore(role: HostedRole, directory: str) -> None:
             state = torch.frombuffer(bytearray(own.read_bytes()), dtype=torch.uint8)
             role.ctx.generator.set_state(state)
     except Exception as error:
-        error.add_note(f"role {role.name!r} was being restored from {folder}")
+        note(error, f"role {role.name!r} was being restored from {folder}")
         raise
 
 

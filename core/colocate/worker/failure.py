@@ -7,6 +7,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import accumulate, chain, islice, repeat
 from operator import itemgetter
 from pathlib import Path
@@ -34,6 +35,7 @@ from colocate.worker.definitions import Definitions
 
 _OWN = tuple(str(Path(__file__).parents[1] / package) for package in ("worker", "_protocol"))
 _HOST_ERRORS = (DispatchError, MemoryBudgetError, RoleError, SerializationError, SleepingError)
+_ATTRIBUTES: Any = vars(BaseException)
 _CALLS_ROLES = {("build.py", "construct"), ("method_spec.py", "call")}
 
 LOOKING = threading.Lock()
@@ -61,7 +63,7 @@ def describe(
     text = message_of(error)
     for hint in (imports.hint_for(error), torch_groups.hint_for(error)):
         if hint is not None:
-            error.add_note(hint)
+            note(error, hint)
     may_be_ours = isinstance(error, Consequence) or unmade is not None
     follows = may_be_ours and not frames_of_users(error)  # then there is nothing of a user's to see
     trace = "" if follows else told(error, _from_role_code(error.__traceback__), whole=False)
@@ -70,18 +72,23 @@ def describe(
 
 def sendable(error: BaseException, codec: Codec, definitions: Definitions) -> Any:
     """A message body with the exception, or None when it doesn't survive pickling (then its text has to do)."""
-    bare = error.with_traceback(None)
-    bare.__context__ = None  # frames that it refers to hold tensors, files and process groups
-    bare.__cause__ = None
+    for name in ("__traceback__", "__context__", "__cause__"):  # frames of these hold tensors, files, process groups
+        _ATTRIBUTES[name].__set__(error, None)  # its class may be frozen
     if codec.name == "reference":
-        return bare
+        return error
     try:
-        body = codec.pack(bare)
+        body = codec.pack(error)
         again = codec.unpack(body, None)
         definitions.tell(body)
     except BaseException:  # its class says how, and may raise what it likes
         return None
-    return body if type(again) is type(bare) else None
+    return body if type(again) is type(error) else None
+
+
+def note(error: BaseException, text: str) -> None:
+    """Have an exception say something besides, if its class lets it."""
+    with suppress(Exception):
+        error.add_note(text)
 
 
 def raised_by_role(error: BaseException) -> bool:
@@ -164,7 +171,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     torch = imported("torch")
     if torch is None or not isinstance(error, RuntimeError):
         return False
-    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate memory" in message_of(error)
 
 
 def is_in_backward(error: BaseException) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 
 from colocate._definitions import known
 from colocate._definitions.sources import Refused, Source, digest, in_the_way, is_shipped_with_python
+from colocate._system.jobs import message_of
 from colocate.errors import ColocateError
 
 Ask = Callable[[str], Mapping[str, Source | Refused]]
@@ -112,7 +113,7 @@ _OF_SCRIPT = re.compile(r"Can't get attribute '([^'.]+).* on <module 'colocate\.
 
 def hint_for(error: BaseException) -> str | None:
     """What to do about what isn't in this process: a file beside the driver's code, a name of its script."""
-    if isinstance(error, AttributeError) and (unknown := _OF_SCRIPT.match(str(error))):
+    if isinstance(error, AttributeError) and (unknown := _OF_SCRIPT.match(message_of(error))):
         return (
             "A worker has what the script defines once it was sent something that needs it, and plain pickle wants it "
             f"there already: name {unknown[1]} in the role's code, or define it in a module, which a worker imports"

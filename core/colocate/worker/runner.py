@@ -315,7 +315,7 @@ class Runner:
         site.accounts.changed(role)
         if failure.is_out_of_memory(error):
             with suppress(RoleError, MemoryError):  # there is perhaps no memory even to look
-                error.add_note(site.accounts.told())
+                failure.note(error, site.accounts.told())
         begun, operations = site.groups.count(), site.groups.operations()
         halves = _updates(work, begun) if work is not None else 0
         # Models of one rank only are in the middle of a step, too, though it has begun nothing that anybody counts.

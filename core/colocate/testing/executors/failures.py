@@ -161,10 +161,14 @@ class Failures(ExecutorCase):
             ("two", "TwoArguments", "it broke because it was old"),
             ("unpicklable", "Unpicklable", "it holds a lock"),
             ("mute", "Mute", "its __str__ raised"),
+            ("mute value", "MuteValue", "its __str__ raised"),
+            ("mute runtime", "MuteRuntime", "its __str__ raised"),
+            ("frozen", "Frozen", "raised"),
+            ("chained", "ValueError", "the last"),
         ],
     )
-    def test_exceptions_that_do_not_travel(self, pair: ColocatedGroup, kind: str, name: str, text: str) -> None:
-        """An exception that can't be pickled, or rebuilt, or shown, is told in words: type, text and traceback."""
+    def test_odd_exceptions(self, pair: ColocatedGroup, kind: str, name: str, text: str) -> None:
+        """One that can't be pickled, rebuilt, shown, set, or told to its end, is told in words: type, text, place."""
         with pytest.raises(RoleError) as caught:
             pair.role("faulty", Faulty).fail(kind)
         assert name in str(caught.value)
@@ -198,6 +202,15 @@ class Failures(ExecutorCase):
         for name in ("group", "role", "method", "rank", "node", "remote_traceback"):
             assert getattr(again, name) == getattr(caught.value, name), name
         assert again.__cause__.args == ("a plain one", 42)
+
+    @pytest.mark.parametrize("kind", ["two", "unpicklable"])
+    def test_pickle_of_a_cause_that_is_not_rebuilt(self, pair: ColocatedGroup, kind: str) -> None:
+        """Where the cause doesn't survive pickling, its words do."""
+        with pytest.raises(RoleError) as caught:
+            pair.role("faulty", Faulty).fail(kind)
+        again = pickle.loads(pickle.dumps(caught.value))
+        assert (str(again), again.rank) == (str(caught.value), caught.value.rank)
+        assert str(caught.value.__cause__) in str(again.__cause__)
 
     def test_wrong_arguments_in_the_worker(self, pair: ColocatedGroup) -> None:
         """A TypeError inside a method is the role's, not the caller's."""

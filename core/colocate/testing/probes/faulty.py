@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import importlib
 import multiprocessing
 import os
@@ -49,6 +50,31 @@ class Mute(Exception):
 
     def __str__(self) -> str:
         raise RuntimeError("no text")
+
+
+class MuteValue(Mute, ValueError):
+    """One of a kind that hints are given for."""
+
+
+class MuteRuntime(Mute, RuntimeError):
+    """One of the kind of which torch tells that there is no memory."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen(MemoryError):
+    """An exception of which nothing can be set."""
+
+    left: int = 0
+
+
+def chained(length: int) -> ValueError:
+    """An exception with more causes than calls can be nested."""
+    error = ValueError("the first")
+    for _ in range(length):
+        later = ValueError("the last")
+        later.__cause__ = error
+        error = later
+    return error
 
 
 class Unreadable:
@@ -99,6 +125,10 @@ _RAISE: dict[str, Any] = {
     "two": lambda: TwoArguments("it broke", "it was old"),
     "unpicklable": lambda: Unpicklable("it holds a lock"),
     "mute": Mute,
+    "mute value": MuteValue,
+    "mute runtime": MuteRuntime,
+    "frozen": Frozen,
+    "chained": lambda: chained(sys.getrecursionlimit() + 100),
     "leaving": lambda: Leaving("it has left"),
     "exit": lambda: SystemExit(3),
     "interrupt": KeyboardInterrupt,
