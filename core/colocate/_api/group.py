@@ -99,6 +99,8 @@ class ColocatedGroup(Held[Crew], node=Crew):
     def __getitem__(self, key: Any) -> Any:
         if isinstance(key, str):
             return self.role(key)
+        if not isinstance(key, type):
+            raise ConfigError(f"group {self.name!r} has a view for a role's name, or for its class, not for {key!r}")
         found = [name for name, info in self._node.roles.items() if issubclass(info.cls, key) or self._is_of(info, key)]
         if len(found) != 1:
             has = ", ".join(f"{name} ({info.cls.__qualname__})" for name, info in self._node.roles.items())
@@ -109,6 +111,7 @@ class ColocatedGroup(Held[Crew], node=Crew):
         return self.role(found[0])
 
     if not TYPE_CHECKING:  # who reads an attribute that there isn't is told by type checkers, too
+        __iter__ = __contains__ = None  # Python would ask for the view of 0
 
         def __getattr__(self, name: str) -> NoReturn:
             node = self.__dict__.get("_node")

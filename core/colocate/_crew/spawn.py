@@ -54,6 +54,9 @@ def declare(roles: Mapping[str, RoleSpec[Any]], slots: int, mesh: Mapping[str, A
     """
     if not roles:
         raise ConfigError("a group needs at least one role: pool.spawn({'actor': colocate.role(Actor)})")
+    if not isinstance(roles, Mapping):
+        what = type(roles).__name__
+        raise ConfigError(f"a group's roles are a dict, by name: {{'actor': colocate.role(Actor)}}, not a {what}")
     mistakes: list[Mistake] = []
     infos: dict[str, RoleInfo] = {}
     distributions: dict[str, tuple[str | None, str | None]] = {}
@@ -75,7 +78,7 @@ def declare(roles: Mapping[str, RoleSpec[Any]], slots: int, mesh: Mapping[str, A
 def _declare_one(
     name: str, spec: RoleSpec[Any], slots: int, mesh: Mapping[str, Any] | None
 ) -> tuple[RoleInfo, tuple[str | None, str | None]]:
-    if not name.isidentifier():
+    if not isinstance(name, str) or not name.isidentifier():
         raise ConfigError(f"{name!r} can't be a role's name: use letters, digits and _")
     cls: type
     if isinstance(spec.target, str):

@@ -105,7 +105,7 @@ class Reference(OnDriver, Deferred):
         """The value, on the driver."""
         return self._residents.fetch(self._kept)
 
-    def _no_use(self, *_args: Any) -> NoReturn:
+    def _no_use(self, *_args: Any, **_options: Any) -> NoReturn:
         raise TypeError(
             f"the value of {self._kept.source.label} lives in the workers: .ref only stands for it as an argument of a "
             "call; .fetch() brings it to the driver"

@@ -225,6 +225,8 @@ class Call(OnDriver, Generic[C_co]):
 
     def add_done_callback(self, callback: Callable[[Call[C_co]], object]) -> None:
         """Run `callback(call)` once it is done, on the runtime's dispatcher thread."""
+        if not callable(callback):
+            raise TypeError(f"add_done_callback() takes a function of the call, not {callback!r}")
         self._underway._then(lambda _: callback(self), own=False)
 
     def __await__(self) -> Generator[Any, None, C_co]:
@@ -279,7 +281,7 @@ def wait(calls: Iterable[Call[Any]], timeout: float | None = None) -> tuple[set[
         The calls that are done, and those that aren't.
     """
     timeout = limit(timeout, "wait(timeout)")
-    everything = list(calls)
+    everything = _only_calls(calls, "wait()")
     deadline = Deadline(timeout)
     for call in everything:
         try:
@@ -299,7 +301,15 @@ def as_completed(calls: Iterable[Call[C]], timeout: float | None = None) -> Iter
     Raises:
         TimeoutError: Some aren't done in time; the calls go on.
     """
-    return _as_completed(calls, limit(timeout, "as_completed(timeout)"))
+    return _as_completed(_only_calls(calls, "as_completed()"), limit(timeout, "as_completed(timeout)"))
+
+
+def _only_calls(calls: Iterable[Call[C]], what: str) -> list[Call[C]]:
+    everything = list(calls)
+    for call in everything:
+        if not isinstance(call, Call):
+            raise TypeError(f"{what} takes calls, as submit() gives them, not {call!r}; a resident has a wait() itself")
+    return everything
 
 
 def _as_completed(calls: Iterable[Call[C]], timeout: float | None) -> Iterator[Call[C]]:

@@ -228,6 +228,12 @@ def _declare(
     host: Sequence[str],
     awake: Sequence[str] | None,
 ) -> MethodSpec:
+    wrong = isinstance(function, RoleMethod | staticmethod | classmethod | property)
+    if wrong or not (callable(function) and hasattr(function, "__qualname__")):
+        raise DispatchError(
+            f"{function!r} can't be made a role method: @method stands once, above a function `def name(self, ...)` "
+            "and its other decorators"
+        )
     where = function.__qualname__
     for given, kind in ((dispatch, Dispatch), (collect, Collect)):
         if given is not None and not isinstance(given, kind):
@@ -251,8 +257,10 @@ def _declare(
         what = f"is a string; write awake=({awake!r},)" if isinstance(awake, str) else f"names {unknown[0]!r}"
         raise DispatchError(f"{where}: awake {what}; a role's memory is of {', '.join(TAGS)}")
     is_async = inspect.iscoroutinefunction(function)
-    if concurrency < 1 or (concurrency > 1 and not is_async):
-        raise DispatchError(f"{where}: concurrency={concurrency}; it is at least 1, and above 1 for async methods only")
+    if not isinstance(concurrency, int) or concurrency < 1 or (concurrency > 1 and not is_async):
+        raise DispatchError(
+            f"{where}: concurrency={concurrency!r}; it is at least 1, and above 1 for async methods only"
+        )
     return MethodSpec(
         name=function.__name__,
         function=function,

@@ -22,7 +22,7 @@ from colocate._role.context import (
 from colocate._role.method_spec import MethodSpec
 from colocate._role.resident import LocalResident, Resident
 from colocate._values.collect import Collect
-from colocate._values.dispatch import Plan, plan
+from colocate._values.dispatch import Plan, chosen_ranks, plan
 from colocate._values.leaving import ordinary
 from colocate._values.mesh import Mesh, Ranks
 from colocate.errors import DispatchError
@@ -58,8 +58,8 @@ class StandaloneCall:
 
     def options(self, *, timeout: float | None = None, ranks: Sequence[int] | None = None) -> StandaloneCall:
         """The same: there is one rank, and nothing to wait for."""
-        if ranks is not None and list(ranks) != [0]:
-            raise DispatchError(f"ranks={list(ranks)}: a role object outside any worker has rank 0 only")
+        if ranks is not None and (named := list(chosen_ranks(ranks))) != [0]:
+            raise DispatchError(f"ranks={named}: a role object outside any worker has rank 0 only")
         return self
 
     def _run(self, planned: Plan) -> Any:

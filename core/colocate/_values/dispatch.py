@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, overload
 
 import attrs
@@ -373,7 +374,19 @@ def _check_select(dispatch: Dispatch, select: Sequence[int], ranks: Ranks) -> Se
             "options(ranks=...)"
         )
     _check_targets("options(ranks=...)", select, ranks)
-    return tuple(select)
+    return select
+
+
+def chosen_ranks(ranks: Iterable[int]) -> Sequence[int]:
+    """The ranks that a call names, as plain numbers.
+
+    Raises:
+        DispatchError: It doesn't name any.
+    """
+    try:
+        return tuple(map(operator.index, ranks))
+    except TypeError:
+        raise DispatchError(f"options(ranks={ranks!r}): give a list of ranks, which are numbers from 0 up") from None
 
 
 def _check_targets(what: str, targets: Sequence[int], ranks: Ranks) -> None:

@@ -17,7 +17,7 @@ from colocate._role.on_driver import OnDriver
 from colocate._role.resident import Resident
 from colocate._role.role import no_such_method
 from colocate._system.numbers import limit
-from colocate._values.dispatch import Plan, plan
+from colocate._values.dispatch import Plan, chosen_ranks, plan
 from colocate._values.nesting import no_end
 from colocate._views.pipeline import recording
 from colocate._views.sending import keep, ready, refuse_inside, start, submit, with_references
@@ -137,7 +137,7 @@ class ViewCall(OnDriver):
             self._role,
             self._spec,
             self._timeout if timeout is None else timeout,
-            self._ranks if ranks is None else ranks,
+            self._ranks if ranks is None else chosen_ranks(ranks),
         )
 
     def __repr__(self) -> str:

@@ -171,7 +171,9 @@ def is_out_of_memory(error: BaseException) -> bool:
     torch = imported("torch")
     if torch is None or not isinstance(error, RuntimeError):
         return False
-    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate memory" in message_of(error)
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return "DefaultCPUAllocator: can't allocate memory" in message_of(error)
 
 
 def is_in_backward(error: BaseException) -> bool:

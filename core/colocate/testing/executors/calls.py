@@ -290,7 +290,8 @@ class Calls(ExecutorCase):
         view = spawn({"renamed": colocate.role(RenamedAgain)}, slots=2).role("renamed", RenamedAgain)
         assert (view.decorated(3), view.negated(3)) == (3, -3)
         assert (view.named(), view.alias()) == ("the second", "the first")
-        assert getattr(view, "_Renamed__hidden")() == "hidden"
+        hidden = "_Renamed__hidden"  # as Python calls it outside of the class
+        assert getattr(view, hidden)() == "hidden"
         assert "alias" in colocate.inspect(view).methods
 
     def test_async_limit(self, pair: ColocatedGroup) -> None:
