@@ -174,10 +174,11 @@ class Context:
 
         Args:
             name: The role's name in the group.
-            cls: Its class, for type checkers; checked at run time too where the class is the same object.
+            cls: Its class, or one of its bases.
 
         Raises:
-            ColocateError: No such role on this slot (yet: roles are constructed in the order of their declaration).
+            ColocateError: No such role on this slot (yet: roles are constructed in the order of their declaration), or
+                it is of another class.
             SleepingError: Memory of that role sleeps.
         """
         if name not in self._siblings:
@@ -185,10 +186,16 @@ class Context:
                 f"role {self.role!r} asked for its sibling {name!r}, but slot {self.slot} of group {self.group!r} has "
                 f"{sorted(self._siblings) or 'no other role'} (roles are constructed in the order of their declaration)"
             )
+        found = self._siblings[name]
+        if cls is not None and not _is_of(found, cls):
+            raise ColocateError(
+                f"role {self.role!r} asked for its sibling {name!r} as a {cls.__qualname__}, but it is a "
+                f"{type(found).__qualname__}"
+            )
         if self._reach is not None:
             self._reach(name)
             self._asked.add(name)
-        return cast("R", self._siblings[name])
+        return cast("R", found)
 
     def process_group(self, axis: str | None = None) -> ProcessGroup:
         """A torch.distributed group of this role's ranks, or of those that share all other coordinates with this rank.
@@ -239,6 +246,17 @@ running_call: ContextVar[CallState | None] = ContextVar("colocate_call", default
 set_current = _current.set
 reset_current = _current.reset
 current = _current.get
+
+
+def _is_of(instance: object, cls: type) -> bool:
+    """Whether it is of a class; that of a script may have come anew since it was made, under the same name."""
+    try:
+        if isinstance(instance, cls):
+            return True
+    except TypeError:  # a protocol, which nothing can be compared with
+        return True
+    names = {(each.__module__, each.__qualname__) for each in type(instance).__mro__}
+    return (cls.__module__, cls.__qualname__) in names
 
 
 def context() -> Context:

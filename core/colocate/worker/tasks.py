@@ -51,8 +51,9 @@ class Tasks:
         task = self._loop.create_task(job)
         while not task.done():
             # SystemExit in a task that role code has made goes to whoever awaits that, and stops the loop as well; so
-            # does what was to stop it then.
-            with contextlib.suppress(SystemExit, KeyboardInterrupt, RuntimeError):
+            # does what was to stop it then. Role code that cancels all tasks of the loop cancels this one, too: then
+            # the lane looks around, and waits anew.
+            with contextlib.suppress(SystemExit, KeyboardInterrupt, RuntimeError, asyncio.CancelledError):
                 self._loop.run_until_complete(task)
 
     async def _until_news(self) -> None:
@@ -60,6 +61,8 @@ class Tasks:
         if not self._running or self._has_news():
             return
         woken = asyncio.ensure_future(self._woken.wait())
-        await asyncio.wait([*self._running, woken], return_when=asyncio.FIRST_COMPLETED)
-        woken.cancel()
+        try:
+            await asyncio.wait([*self._running, woken], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            woken.cancel()
         await asyncio.wait([woken])

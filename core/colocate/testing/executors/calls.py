@@ -331,6 +331,17 @@ class Calls(ExecutorCase):
         assert "async_raise" in str(caught.value.remote_traceback)
         assert log.read() == [[], []]
 
+    def test_async_cancels_all(self, spawn: Spawn) -> None:
+        """A method that cancels all tasks of its event loop cancels calls of its role's, and not what runs them."""
+        log = spawn({"log": colocate.role(Log)}, slots=1).role("log", Log)
+        with Gate() as gate:
+            waits = log.async_add.submit("a", gate.address)
+            gate.wait_for(1)
+            assert log.async_cancel_all() == ["cleaned up"]
+            assert isinstance(waits.exception(PATIENCE_S), RoleError)
+        log.add("b")
+        assert log.read() == [["begin a", "b"]]
+
     def test_async_context(self, pair: ColocatedGroup) -> None:
         """Overlapping async calls each keep their own context."""
         log = cleared(pair)

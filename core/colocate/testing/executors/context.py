@@ -61,6 +61,11 @@ class Contexts(ExecutorCase):
         with pytest.raises(RoleError, match=r"asked for its sibling 'nobody', but slot \d .* has \['echo', 'faulty'"):
             pair.role("echo", Echo).ask_sibling("nobody")
 
+    def test_sibling_of_another_class(self, pair: ColocatedGroup) -> None:
+        """One that isn't what it is asked as is refused."""
+        with pytest.raises(RoleError, match=r"asked for its sibling 'faulty' as a Echo, but it is a Faulty"):
+            pair.role("echo", Echo).ask_sibling("faulty")
+
     def test_bare_methods(self, pair: ColocatedGroup) -> None:
         """Inside a role its own methods are the bare ones."""
         assert pair.role("echo", Echo).bare() == [0, 1]

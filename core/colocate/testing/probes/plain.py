@@ -228,6 +228,14 @@ class Log(Role):
         await asyncio.sleep(0)
         raise LookupError("async failure")
 
+    @method(concurrency=2)
+    async def async_cancel_all(self) -> str:
+        """Cancel all others in its event loop, as a library does that cleans up."""
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+        await asyncio.sleep(0)
+        return "cleaned up"
+
     @method(dispatch=Scatter("batch"), concurrency=2)
     async def async_rows(self, batch: list[int]) -> tuple[list[int], int | None, int]:
         """What an async method sees of its context after waiting."""
