@@ -6,7 +6,8 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from types import FrameType
+from importlib.machinery import ModuleSpec
+from types import FrameType, ModuleType
 from typing import Any
 
 import pytest
@@ -376,3 +377,17 @@ def test_handler_that_keeps_while_a_call_is_recorded(monkeypatch: pytest.MonkeyP
                 assert each._kept.ending() is None  # or the workers would never be told to forget it
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+def test_while_another_thread_imports_asyncio(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lane imports it for the first async call. Of a part of it nothing is asked."""
+    part = ModuleType("asyncio")
+    part.__spec__ = ModuleSpec("asyncio", None)
+    part.__spec__._initializing = True  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
+    with colocate.connect() as runtime, runtime.reserve(slots=1) as pool:
+        group = pool.spawn({"echo": colocate.role(Echo)})
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, "asyncio", part)
+            with group.scope(), group.pipeline():
+                call = group.role("echo", Echo).first.submit(1)
+            assert call.result(PATIENCE_S) == 1

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
 import attrs
+
+from colocate._system.imported import imported
 
 if TYPE_CHECKING:
     import asyncio
 
 
 def _task() -> asyncio.Task[Any] | None:
-    imported = sys.modules.get("asyncio")  # there are no tasks without it
-    loop = None if imported is None else imported._get_running_loop()
-    return None if loop is None or imported is None else imported.current_task(loop)
+    module = imported("asyncio")  # there are no tasks without it, nor while another thread is about to import it
+    loop = None if module is None else module._get_running_loop()
+    return None if loop is None or module is None else module.current_task(loop)
 
 
 @attrs.frozen(eq=False)
