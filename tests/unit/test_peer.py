@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from colocate.errors import ClosedError, ForkedError
+from colocate.errors import ClosedError, ColocateError, ForkedError
 from colocate.testing.forking import exit_code, fork
 from colocate.wire import Packed, PeerChannel, Tls, new_key, pack, unpack
 
@@ -39,6 +39,8 @@ class Store:
             return ("fine", *args), pack(np.full(SIZE, args[0]))
         if what == "fail":
             raise KeyError(args[0])
+        if what == "refuse":
+            raise ColocateError("isn't to be had any more")
         return ("fine", *args), None
 
 
@@ -155,6 +157,9 @@ def test_a_handler_that_raises_fails_its_request_only(
         asking.request(answering.address, ("fail", "lost"))
     assert asking.request(answering.address, ("x", 1)) == (("fine", 1), None)
     assert [report.exc_type for report in reported] == [KeyError]
+    with pytest.raises(ConnectionError, match="isn't to be had any more"):
+        asking.request(answering.address, ("refuse",))
+    assert len(reported) == 1  # who asks is told, and nobody else wants to know
 
 
 def test_abort_wakes_all_and_later_requests_work(peers: tuple[PeerChannel, PeerChannel], store: Store) -> None:

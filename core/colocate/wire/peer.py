@@ -14,7 +14,7 @@ from typing import TypeAlias
 from colocate._definitions.packed import Packed
 from colocate._system.jobs import error_text, report_exception
 from colocate._system.limits import PEER_CONNECTS_WITHIN_S
-from colocate.errors import ClosedError, ForkedError
+from colocate.errors import ClosedError, ColocateError, ForkedError
 from colocate.wire._forks import track
 from colocate.wire.auth import dial, listen_widely, prove, until_let_in
 from colocate.wire.framing import Frame, Head, Message, Reader, Sending, encode
@@ -258,7 +258,8 @@ class PeerChannel:
             answer, body = self._handler(head)
             return encode((True, *answer), body)
         except BaseException as error:  # users' values are packed here
-            report_exception()
+            if not isinstance(error, ColocateError):  # those say what is amiss to who asks
+                report_exception()
             return encode((False, error_text(error)))
 
 
