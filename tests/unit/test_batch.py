@@ -217,6 +217,26 @@ def test_parts_that_differ_are_refused(parts: list[Any], message: str) -> None:
     assert message in str(caught.value)
 
 
+class Measured(np.ndarray[Any, Any]):
+    """An array with something besides."""
+
+    unit: str | None
+
+    def __array_finalize__(self, other: Any) -> None:
+        self.unit = getattr(other, "unit", None)
+
+
+def test_arrays_of_a_subclass_stay_so() -> None:
+    """Joined as they were split, on any number of ranks, with what their class keeps besides."""
+    measured = np.arange(3.0).view(Measured)
+    measured.unit = "m"
+    joined = batch.concat(batch.split(measured, [1, 2], "x"), "x")
+    assert (type(joined), joined.unit, joined.tolist()) == (Measured, "m", [0.0, 1.0, 2.0])
+    records = np.rec.array([(1, 2.0), (3, 4.0)], dtype=[("a", "i4"), ("b", "f8")])
+    assert batch.concat(batch.split(records, [1, 1], "x"), "x").a.tolist() == [1, 3]
+    assert type(batch.concat([measured, np.zeros(1)], "x")) is np.ndarray
+
+
 def test_registering_twice() -> None:
     """The same again is allowed, since modules get imported again; anything else is not."""
     again = {"length": text_length, "split": cut_text, "concat": join_text}

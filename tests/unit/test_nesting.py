@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+import types
 from collections import deque
 from typing import Any
 
@@ -133,7 +134,15 @@ def test_a_value_that_contains_itself_has_an_end_for_the_quick_look() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "looked_at"), [(Thing(1), True), (Data(1), False), ([1], False), (1, False), (torch.zeros(1), False)]
+    ("value", "looked_at"),
+    [
+        (Thing(1), True),
+        (types.SimpleNamespace(a=1), True),
+        (Data(1), False),
+        ([1], False),
+        (1, False),
+        (torch.zeros(1), False),
+    ],
 )
 def test_whose_attributes_are_looked_at(value: Any, looked_at: bool) -> None:
     assert has_attributes(type(value)) is looked_at

@@ -115,7 +115,8 @@ class First(Collect):
 class Reduce(Collect):
     """Numbers, tensors and arrays of the ranks as one, leaf by leaf in dicts, lists and tuples.
 
-    Each place along the axis counts once. A rank that worked on no rows doesn't count at all.
+    Each place along the axis counts once. A rank that worked on no rows doesn't count at all. A sum of whole numbers is
+    of 64 bits, as torch's and NumPy's own sums are.
 
     Attributes:
         operation: "mean", "sum", "max" or "min".

@@ -81,7 +81,10 @@ class _Array(Kind):
         if any(isinstance(part, np.ma.MaskedArray) for part in parts):
             concatenate: Callable[[Sequence[Any]], Any] = np.ma.concatenate  # the plain one would drop the masks
             return concatenate(parts)
-        return np.concatenate(parts)
+        joined = np.concatenate(parts)
+        if type(joined) is not type(parts[0]) and {*map(type, parts)} == {type(parts[0])}:  # one of a subclass
+            return parts[0].__array_wrap__(joined)
+        return joined
 
 
 class _Tensor(Kind):

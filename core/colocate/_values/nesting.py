@@ -258,6 +258,8 @@ def _fields(kind: type) -> _Parts | None:
 @by_type
 def _attributes(kind: type) -> _Parts | None:
     """What gives the attributes of values of this type, if these are what whoever pickles one sends."""
+    if kind is types.SimpleNamespace:  # is pickled in its own way, which sends them
+        return _state
     own_way: tuple[Any, ...] = kind.__reduce_ex__, kind.__reduce__, kind.__getstate__
     if own_way != _USUAL or kind in copyreg.dispatch_table or is_collection(kind) or issubclass(kind, _BY_NAME):
         return None

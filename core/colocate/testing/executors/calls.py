@@ -285,7 +285,7 @@ class Calls(ExecutorCase):
         assert second.result(PATIENCE_S) == ["woke the other"] * 2
         assert log.read() == [["a", "b"]] * 2
 
-    def test_names(self, spawn: Spawn) -> None:
+    def test_names_of_methods(self, spawn: Spawn) -> None:
         """A method is called what the class calls it, whatever the name of its function."""
         view = spawn({"renamed": colocate.role(RenamedAgain)}, slots=2).role("renamed", RenamedAgain)
         assert (view.decorated(3), view.negated(3)) == (3, -3)
