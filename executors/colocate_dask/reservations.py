@@ -199,7 +199,7 @@ class Reservations(SchedulerPlugin):
         nanny, offer = self._seen.pop(worker)
         if nanny:
             self._expect(nanny, offer)
-        if (hold := self._holds.pop(worker, None)) is not None:
+        if (hold := self._unhold(worker)) is not None:
             hold.gone.set()
             words = f"Dask worker {worker} has left the cluster: its process ended, or lost its scheduler"
             scheduler.log_event(TOPIC, {"lost": worker, "reservation": hold.reservation, "words": words})
@@ -219,8 +219,15 @@ class Reservations(SchedulerPlugin):
         if self._waiting and start in ("processing", "memory"):
             self._news()
 
+    def valid_workers_downscaling(self, scheduler: Any, workers: Sequence[Any]) -> list[Any]:
+        """An adaptive cluster looks for workers that do nothing: those that are held do something."""
+        return [worker for worker in workers if worker.address not in self._holds]
+
     def log_event(self, topic: str, msg: Any) -> None:
         """Something was logged: perhaps that a worker runs again, or that a detached pool is over."""
+        if undocumented.runs_again(msg) and (hold := self._holds.get(topic)) is not None and hold.paused:
+            # It says so when it has paused by itself, for want of memory, and has that again. It hears of nothing else.
+            undocumented.pause(self._scheduler, topic, f"colocate-hold-{hold.reservation}")
         if topic == TOPIC and isinstance(msg, Mapping) and "over" in msg:
             self._background(self.release(msg["over"]))
         if self._waiting and isinstance(msg, Mapping) and msg.get("action") == "worker-status-change":
@@ -312,9 +319,16 @@ class Reservations(SchedulerPlugin):
         told = wanted.label, wanted.slots, time.time()
         hold = _Hold(wanted.reservation, wanted.client, given, not wanted.share, taken, *told)
         self._holds[offer.worker] = hold
+        undocumented.keep_busy(self._scheduler, 1)
         if hold.paused:
             undocumented.pause(self._scheduler, offer.worker, f"colocate-hold-{wanted.reservation}")
         return given
+
+    def _unhold(self, worker: str) -> _Hold | None:
+        hold = self._holds.pop(worker, None)
+        if hold is not None:
+            undocumented.keep_busy(self._scheduler, -1)
+        return hold
 
     async def _end_all(self, doomed: Callable[[_Hold], bool]) -> None:
         endings = []
@@ -335,7 +349,7 @@ class Reservations(SchedulerPlugin):
                 await self._kill(hold)
             return
         if self._holds.get(worker) is hold:
-            del self._holds[worker]
+            self._unhold(worker)
             if hold.paused:
                 undocumented.resume(self._scheduler, worker, f"colocate-release-{hold.reservation}")
             self._news()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from distributed.protocol.pickle import dumps
@@ -41,8 +41,19 @@ def pause(scheduler: Any, worker: str, reason: str) -> None:
 
 
 def resume(scheduler: Any, worker: str, reason: str) -> None:
-    """Give a worker tasks again."""
-    scheduler.handle_worker_status_change("running", worker, reason)
+    """Give a worker tasks again, unless it is being closed."""
+    if scheduler.workers[worker].status.name == "paused":
+        scheduler.handle_worker_status_change("running", worker, reason)
+
+
+def runs_again(msg: Any) -> bool:
+    """Whether an event that is logged, with a worker's address as topic, says that this one is given tasks again."""
+    return isinstance(msg, Mapping) and (msg.get("action"), msg.get("status")) == ("worker-status-change", "running")
+
+
+def keep_busy(scheduler: Any, count: int) -> None:
+    """Count something more, or less, for which the scheduler isn't idle, and so doesn't end itself (idle-timeout)."""
+    scheduler._active_graph_updates += count
 
 
 def is_running(state: Any) -> bool:

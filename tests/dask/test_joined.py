@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from distributed import Client
+from distributed import Client, Status
 from tests.dask.conftest import planted, script
 
 import colocate
@@ -159,6 +159,39 @@ def test_tasks_of_others(runtime: Runtime, other: Any) -> None:
     del data
     everything_is_free(runtime, timeout=PATIENCE_S)  # it waits until the data is gone
     assert sorted(set(other.gather(other.map(lambda x: x % 3, range(50), pure=False)))) == [0, 1, 2]
+
+
+def test_held_workers_are_not_idle(runtime: Runtime, other: Any) -> None:
+    """A scheduler that ends itself when it is idle counts what is held, and an adaptive cluster doesn't close it."""
+
+    def look(dask_scheduler: Any) -> tuple[bool, int]:
+        for _ in range(2):  # the first may find that there was something to do before
+            idle = dask_scheduler.check_idle() is not None
+        return idle, len(dask_scheduler.workers_to_close(n=len(dask_scheduler.workers)))
+
+    assert other.run_on_scheduler(look) == (True, 5)
+    with runtime.reserve(4, cpus=0):
+        assert other.run_on_scheduler(look) == (False, 1)
+    assert other.run_on_scheduler(look) == (True, 5)
+
+
+def test_a_held_worker_that_was_short_of_memory(runtime: Runtime, other: Any) -> None:
+    """It gets no tasks when it has memory again, of which it tells the scheduler."""
+
+    def change(status: str, dask_worker: Any) -> None:
+        dask_worker.status = Status[status]
+
+    def told(worker: str) -> list[str]:
+        return [event.get("status") for _, event in other.get_events(worker)]
+
+    with runtime.reserve(4, cpus=0):
+        held = next(address for address, status in by_status(other).items() if status == "paused")
+        before = told(held).count("running")
+        for status in ("paused", "running"):
+            other.run(change, status, workers=[held])
+        wait_until(lambda: told(held).count("running") > before, "the scheduler has heard of it")
+        assert statuses(other) == ["paused"] * 4 + ["running"]
+    assert statuses(other) == ["running"] * 5
 
 
 def test_share(cluster: str, other: Any) -> None:

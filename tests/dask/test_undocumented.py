@@ -28,6 +28,8 @@ def test_scheduler() -> None:
     assert {"msg", "workers", "nanny"} <= parameters(Scheduler.broadcast)
     assert {"topic", "msg"} <= parameters(Scheduler.log_event)
     assert {"paused", "running"} <= {status.name for status in Status}
+    assert "if self._active_graph_updates > 0:" in inspect.getsource(Scheduler.check_idle)
+    assert '"action": "worker-status-change"' in inspect.getsource(Scheduler.handle_worker_status_change)
 
 
 def test_client() -> None:
@@ -48,7 +50,7 @@ def test_sockets(cluster: str) -> None:
 
 def test_plugin_hooks() -> None:
     """Every hook that ours overrides is there, with these parameters."""
-    for name in ("add_worker", "remove_worker", "remove_client", "transition", "log_event"):
+    for name in ("add_worker", "remove_worker", "remove_client", "transition", "log_event", "valid_workers_downscaling"):
         theirs = list(inspect.signature(getattr(SchedulerPlugin, name)).parameters.values())
         ours = inspect.signature(getattr(Reservations, name))
         positional = [p for p in theirs if p.kind is p.POSITIONAL_OR_KEYWORD]
