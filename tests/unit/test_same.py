@@ -9,7 +9,7 @@ import pytest
 
 from colocate._definitions.same import same, where
 
-HEAD = "import abc, dataclasses, enum, functools\n"
+HEAD = "import abc, dataclasses, enum, functools; from colocate import Reduce, Role, Scatter, method\n"
 
 
 def thing(text: str) -> Any:
@@ -18,6 +18,48 @@ def thing(text: str) -> Any:
     exec(compile(HEAD + text, "script.py", "exec"), module.__dict__)
     return module.Thing
 
+
+WRAPS = """
+def twice(times=2):
+    def decorate(function):
+        @functools.wraps(function)
+        def call(*args):
+            return [function(*args) for _ in range(times)]
+        return call
+    return decorate
+
+class Mark:
+    def __init__(self, function):
+        functools.update_wrapper(self, function)
+"""
+METHOD = (
+    "class Thing(Role):\n    @method(dispatch=Scatter('x'), collect=Reduce('mean'))\n    def f(self, x): return x + 1\n"
+)
+WRAPPED = WRAPS + "class Thing:\n    @twice(3)\n    def f(self, x): return x + 1\n"
+PARTIAL = "class Thing:\n    def g(self, x): return x + 1\n    f = functools.partialmethod(g, 1)\n"
+DECORATED = [  # a text, and what makes another one of it
+    ("class Thing(Role):\n    @method\n    def f(self, x): return x + 1\n", "x + 1", "x + 2"),
+    (METHOD, "x + 1", "x - 1"),
+    (METHOD, "Scatter('x')", "Scatter('x', axis='tp')"),
+    (METHOD, "'mean'", "'sum'"),
+    (METHOD, "collect", "awake=('weights',), collect"),
+    (WRAPPED, "x + 1", "x + 2"),
+    (WRAPPED, "twice(3)", "twice(4)"),
+    (WRAPS + "class Thing:\n    @Mark\n    def f(self, x): return x + 1\n", "x + 1", "x + 2"),
+    ("class Thing:\n    @staticmethod\n    def _f(x): return x + 1\n", "x + 1", "x + 2"),
+    ("class Thing:\n    @property\n    def _f(self): return 1\n", "return 1", "return 2"),
+    (PARTIAL, "x + 1", "x + 2"),
+    (PARTIAL, "(g, 1)", "(g, 2)"),
+    ("class Thing:\n    def f(self, *, x=1): return x\n", "x=1", "x=2"),
+    ("class Thing:\n    def f(self, x, y): return x\n", "x, y", "x, *, y"),
+    ("class Thing(enum.Enum):\n    A = 1\n", "A = 1", "A = 2"),
+    ("class Thing(str, enum.Enum):\n    A = 'a'\n", "'a'", "'b'"),
+    (
+        "@dataclasses.dataclass\nclass Thing:\n    x: list = dataclasses.field(default_factory=lambda: [1])\n",
+        *("[1]", "[2]"),
+    ),
+    ("def decorated(x):\n    return lambda: x\nThing = decorated(1)\n", "decorated(1)", "decorated(2)"),
+]
 
 PLAIN = "class Thing:\n    SIZE = 1\n    def over(self, x=2):\n        return x > 3\n"
 
@@ -37,6 +79,7 @@ PLAIN = "class Thing:\n    SIZE = 1\n    def over(self, x=2):\n        return x 
         "    @classmethod\n    def c(cls): return cls\n",
         "def Thing(x=(1, 2)):\n    def inner(): return x\n    return inner\n",
         "class Thing:\n    class Inner:\n        def back(self): return Thing\n",
+        *(text for text, _, _ in DECORATED),
     ],
 )
 def test_same(text: str) -> None:
@@ -45,6 +88,13 @@ def test_same(text: str) -> None:
     assert one is not other
     assert same(one, other)
     assert same(other, one)
+
+
+def test_imports_of_the_script() -> None:
+    """What else the script imports makes no difference, though the bytecode is another one by that."""
+    text = "def Thing(x):\n    import json\n    while x:\n        x = json.loads(x)\n    return json.dumps(x)\n"
+    assert same(thing(text), thing("import json\n" + text))
+    assert not same(thing(text), thing("import json\n" + text.replace("loads", "load")))
 
 
 @pytest.mark.parametrize(
@@ -68,6 +118,13 @@ def test_other_content(text: str) -> None:
     """Anything that may make a difference does."""
     assert not same(thing(PLAIN), thing(text))
     assert not same(thing(text), thing(PLAIN))
+
+
+@pytest.mark.parametrize(("text", "was", "becomes"), DECORATED)
+def test_what_decorators_have_made(text: str, was: str, becomes: str) -> None:
+    """What a decorator has made of a function says what that says, and what the decorator was told."""
+    assert not same(thing(text), thing(text.replace(was, becomes)))
+    assert not same(thing(text.replace(was, becomes)), thing(text))
 
 
 def test_where() -> None:
