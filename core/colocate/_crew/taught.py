@@ -44,6 +44,7 @@ class Taught:
         self._lost: set[Global] = set()  # names that some worker was sent and couldn't rebuild; what needs one sends it
         self._inbox = Inbox(binds=False)
         self._tried = Receiver("is given it")
+        self._from_another = False  # what the workers know of the roles' code is from a driver before this one
         self.given = Given(link.name)
 
     def follows(self, modules: Mapping[str, tuple[str, str]]) -> None:
@@ -57,10 +58,12 @@ class Taught:
         """
         self.given = Given(self._link.name, modules)
         self._inbox = Inbox(binds=False, of_another=True)
+        self._from_another = True
 
     def renew(self) -> None:
         """Its workers are new ones, which get the modules as they are now."""
         self.given = Given(self._link.name)
+        self._from_another = False
 
     def before(self, slots: Iterable[int], bodies: Iterable[Any], roles: Iterable[Any] = ()) -> None:
         """Have some workers know what bodies that are sent to them next only name. The order's lock is held.
@@ -85,6 +88,14 @@ class Taught:
                     needs[id(name)] = name
         if needs:
             self._give(slots, list(needs.values()))
+        if self._from_another and any(key in self._roles for key in roles):
+            self._say_code()
+
+    def _say_code(self) -> None:
+        """Have the workers know the roles' code as it is in this driver's script, with the globals that it names."""
+        needs = {id(need): need for info in self._roles.values() for need in pack(info.cls).needs}
+        self._give(self._link.live(), list(needs.values()))
+        self._from_another = False
 
     def _renew(self) -> None:
         """Have the workers know what the names are now that they have been sent: whatever runs there may use them.

@@ -38,6 +38,10 @@ class Worker(Role):
         return type(item) is Item is type(self.kept), item.over(), beside.WHO
 
     @method
+    def limit(self):
+        return LIMIT
+
+    @method
     def beside(self, value):
         return type(value) is beside.Value
 
@@ -113,6 +117,15 @@ class Successors(DetachedCase):
         assert self._said(scripts, name, _CLOSES) == "closed"
 
     @needs(Detachable)
+    def test_globals_of_the_roles(self, scripts: Scripts, runtime: Runtime, name: str) -> None:
+        """Those of this driver's script count from its first call on, whatever that is given."""
+        self._said(scripts, name, _SCRIPT + _DETACHES)
+        used = _SCRIPT + 'with runtime.attach(NAME) as pool:\n    say(pool.groups["working"][Worker].limit())\n'
+        assert self._said(scripts, name, used) == [1]
+        assert self._said(scripts, name, used.replace("LIMIT = 1", "LIMIT = 2")) == [2]
+        assert self._said(scripts, name, _CLOSES) == "closed"
+
+    @needs(Detachable)
     def test_as_long_as_the_group(self, scripts: Scripts, runtime: Runtime, name: str) -> None:
         """A class is one as long as there is a group that names it, whatever Python collects and whoever was closed."""
         detaches = """
@@ -178,6 +191,9 @@ class Successors(DetachedCase):
         told = self._said(scripts, name, other + "say(tell(use))")
         assert "the scripts of two drivers define 'Item', and not alike: " in told
         assert told.count("script.py:") == 2
+        other = (_SCRIPT + _ATTACHES).replace("return Item(size)", "return Item(size + 1)")
+        told = self._said(scripts, name, other + "say(tell(use))")
+        assert "the scripts of two drivers define 'Worker', and not alike: " in told
         other = _SCRIPT + _ATTACHES + "class Item: pass\nsay(tell(use))"
         assert f"this driver's at {scripts.folder / 'script.py'}, a former" in self._said(scripts, name, other)
         # A script that has nothing of that name hears of it only where it sends one.
