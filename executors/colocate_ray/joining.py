@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 from typing import Any
 
 import ray
+from ray.runtime_env import RuntimeEnv
 
-from colocate.errors import ColocateError, EngineError
+from colocate.errors import ColocateError, ConfigError, EngineError
 from colocate_ray.greeting import greet
 from colocate_ray.private import PrivateFolder
 from colocate_ray.terms import Cluster
@@ -23,10 +25,11 @@ def start(cluster: Cluster, folder: PrivateFolder) -> None:
     Raises:
         ColocateError: It doesn't start.
     """
+    environment = _environment(cluster)
     try:
-        ray.init(**folder.settings(cluster), **_environment(cluster), **_QUIET)
+        ray.init(**folder.settings(cluster), **environment, **_QUIET)
     except Exception as error:
-        raise ColocateError(f"a private Ray could not be started: {_last_words(error)}") from None
+        raise ColocateError(f"a private Ray could not be started: {last_words(error)}") from None
 
 
 def join(cluster: Cluster) -> None:
@@ -35,17 +38,29 @@ def join(cluster: Cluster) -> None:
     Raises:
         EngineError: It isn't, or doesn't let us in.
     """
+    environment = _environment(cluster)
     address = _found(str(cluster.address))
     _dial(address)
     try:
         # The word stays "auto" where it was: Ray then takes the token of this user by itself.
-        ray.init(address="auto" if cluster.address == "auto" else address, **_environment(cluster), **_QUIET)
+        ray.init(address="auto" if cluster.address == "auto" else address, **environment, **_QUIET)
     except Exception as error:
         raise EngineError(_refusal(address, error)) from None
 
 
 def _environment(cluster: Cluster) -> dict[str, Any]:
-    """The runtime environment is the job's: Ray delivers local folders and modules for a whole job only."""
+    """The runtime environment is the job's: Ray delivers local folders and modules for a whole job only.
+
+    Raises:
+        ConfigError: It has keys of which Ray knows nothing, which it would ignore.
+    """
+    known = RuntimeEnv.known_fields
+    unknown = sorted({*(cluster.runtime_env or {})} - known)
+    if unknown and "RAY_RUNTIME_ENV_PLUGINS" not in os.environ:  # others may add some
+        raise ConfigError(
+            f"connect('ray', runtime_env=...): Ray knows no {', '.join(map(repr, unknown))}; it knows "
+            f"{', '.join(sorted(name for name in known if not name.startswith('_')))}"
+        )
     return {"runtime_env": dict(cluster.runtime_env)} if cluster.runtime_env else {}
 
 
@@ -57,7 +72,7 @@ def _found(address: str) -> str:
         return str(services.canonicalize_bootstrap_address_or_die(address))
     except ConnectionError as error:
         raise EngineError(
-            f"connect('ray', address='auto') finds no Ray on this machine: {_last_words(error)} Start one "
+            f"connect('ray', address='auto') finds no Ray on this machine: {last_words(error)} Start one "
             "(`ray start --head`), give its address ('host:port'), or leave address out for a private one"
         ) from None
     except ValueError:
@@ -80,7 +95,7 @@ def _dial(address: str) -> None:
 
 
 def _refusal(address: str, error: Exception) -> str:
-    words = _last_words(error)
+    words = last_words(error)
     if "Authentication" in words or "token" in words.lower():
         return (
             f"the Ray cluster at {address} refuses this driver's token: {words} Give the file with the cluster's token "
@@ -95,7 +110,7 @@ def _refusal(address: str, error: Exception) -> str:
     )
 
 
-def _last_words(error: BaseException) -> str:
+def last_words(error: BaseException) -> str:
     """What Ray says in the end, without the tracebacks that it puts into its texts."""
     while error.__cause__ is not None:
         error = error.__cause__

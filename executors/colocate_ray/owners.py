@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 import colocate
 from colocate.errors import ColocateError, EngineError
@@ -16,7 +16,7 @@ from colocate.keeper import Registration
 from colocate_ray import listing, names
 from colocate_ray.holders import kill
 from colocate_ray.owner import Owner
-from colocate_ray.placing import Placing
+from colocate_ray.placing import Placing, start_words
 from colocate_ray.terms import Cluster, Failure, Slot
 
 _OPENS_WITHIN_S = 120.0
@@ -52,9 +52,9 @@ class OwnedPlacing(Placing):
         address: Any
         try:
             address = ray.get(actor.open.remote(colocate.__version__, key, name, self.cluster), timeout=_OPENS_WITHIN_S)
-        except (GetTimeoutError, RayActorError, RayTaskError) as error:
+        except RayError as error:
             ray.kill(actor, no_restart=True)
-            raise ColocateError(f"the Ray actor that is to own the pool could not be started: {error}") from None
+            raise ColocateError(f"the Ray actor that is to own the pool could not be started: {start_words(error)}") from None
         if isinstance(address, Failure):
             ray.kill(actor, no_restart=True)
             raise address.error()

@@ -11,7 +11,7 @@ from typing import Any
 
 import attrs
 import ray
-from ray.exceptions import GetTimeoutError
+from ray.exceptions import GetTimeoutError, RuntimeEnvSetupError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -23,6 +23,7 @@ from colocate.placement import words
 from colocate_ray import listing
 from colocate_ray.holder import Gpus, gpus_here
 from colocate_ray.holders import Holders, Holding
+from colocate_ray.joining import last_words
 from colocate_ray.nodes import Nodes, natural
 from colocate_ray.terms import Cluster, Slot
 
@@ -252,7 +253,7 @@ class Placing:
         try:
             found: list[Gpus] = ray.get(asked, timeout=_ACTORS_START_WITHIN_S)
         except Exception as error:
-            raise ColocateError(f"Ray doesn't tell the slots' GPUs: {_start_words(str(error))}") from None
+            raise ColocateError(f"Ray doesn't tell the slots' GPUs: {start_words(error)}") from None
         return found
 
     def _owner(self, request: Request) -> str:
@@ -272,7 +273,7 @@ class Placing:
             except GetTimeoutError:
                 fault = f"it isn't there after {_ACTORS_START_WITHIN_S:g} s; Ray's logs on that machine may say why"
             except Exception as error:
-                fault = _start_words(str(error))
+                fault = start_words(error)
             faults.append(f"on {self.nodes.name(node)}: {fault}")
         if faults:
             text = "\n  ".join(faults)
@@ -320,8 +321,11 @@ def _state(group: PlacementGroup) -> str:
     return str(placement_group_table(group).get("state", "REMOVED"))
 
 
-def _start_words(text: str) -> str:
-    text = re.sub(r"\x1b\[\d*m", "", text)  # Ray colours its errors
+def start_words(error: Exception) -> str:
+    """Why an actor or a task could not be started, in words."""
+    text = re.sub(r"\x1b\[\d*m", "", str(error))  # Ray colours its errors
+    if isinstance(error, RuntimeEnvSetupError):
+        return f"the environment that connect('ray', runtime_env=...) names can't be set up there: {last_words(error)}"
     found = re.search(r"(?:ModuleNotFoundError|ImportError): (.*)", text)
     if found is None:
         return text

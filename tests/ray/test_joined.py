@@ -274,6 +274,22 @@ def test_colocate_is_missing(cluster: Any) -> None:
             runtime.reserve(2, gpus=1, timeout=0)
 
 
+@pytest.mark.parametrize("detachable", [False, True])
+def test_an_environment_that_fails(cluster: Any, detachable: bool) -> None:
+    """Said as such, in Ray's last words: what can't be set up isn't taken for a colocate that isn't installed."""
+    env = {"working_dir": "file:///nowhere/at_all.zip"}
+    with colocate.connect("ray", **cluster.options, runtime_env=env) as runtime:
+        with pytest.raises(ColocateError, match=r"runtime_env=\.\.\.\) names can't be set up there: .*at_all\.zip") as caught:
+            runtime.reserve(1, detachable=detachable)
+        assert "Traceback" not in str(caught.value)
+
+
+def test_an_environment_that_ray_does_not_know(cluster: Any) -> None:
+    """A key that Ray would ignore is refused."""
+    with pytest.raises(ConfigError, match=r"Ray knows no 'env_var'; it knows .*env_vars"):
+        colocate.connect("ray", **cluster.options, runtime_env={"env_var": {"A": "1"}})
+
+
 def test_wrong_token(cluster: Any, tmp_path: Path) -> None:
     """Said as such, with the ways to give the right one."""
     wrong = tmp_path / "token"
@@ -304,6 +320,7 @@ def test_unreachable() -> None:
     [
         ({"address": "ray://head:10001"}, "ray job submit"),
         ({"address": "auto", "cpus": 2}, "a cluster has its own"),
+        ({"address": "local"}, "leave address out for a private Ray"),
         ({"token_file": "token"}, "a private Ray makes its own"),
     ],
 )
