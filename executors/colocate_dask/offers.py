@@ -197,10 +197,10 @@ def table(offers: Sequence[Offer], wanted: Wanted) -> tuple[dict[str, str], ...]
     asked = f"{_workers(wanted.slots)} with {wanted.cpus:g} CPU, {wanted.gpus} GPU"
     if wanted.memory:
         asked += f", {wanted.memory / 2**30:.1f} GiB"
-    rows = []
+    rows, memory = [], bool(wanted.memory)
     for host, own in by_host.items():
         free = [offer for offer in own if not offer.unfit and not offer.taken]
-        row = {"node": host, "wanted": asked, "total": _amounts(own), "free": _amounts(free)}
+        row = {"node": host, "wanted": asked, "total": _amounts(own, memory), "free": _amounts(free, memory)}
         rows.append({**row, "why": _reasons(own)})
     return tuple(rows)
 
@@ -209,11 +209,15 @@ def _workers(count: int) -> str:
     return "1 worker" if count == 1 else f"{count} workers"
 
 
-def _amounts(offers: Sequence[Offer]) -> str:
+def _amounts(offers: Sequence[Offer], memory: bool) -> str:
     cpus, gpus = sum(offer.cpus for offer in offers), sum(offer.gpus for offer in offers)
-    each = sorted({f"{offer.cpus:g}/{offer.gpus}" for offer in offers})
+    each = sorted({f"{offer.cpus:g}/{offer.gpus}{_limit(offer) if memory else ''}" for offer in offers})
     detail = f" ({', '.join(each)} each)" if each else ""
     return f"{_workers(len(offers))}: {cpus:g} CPU, {gpus} GPU{detail}"
+
+
+def _limit(offer: Offer) -> str:
+    return f"/{offer.memory / 2**30:.1f} GiB" if offer.memory else ""
 
 
 def _reasons(offers: Sequence[Offer]) -> str:

@@ -90,3 +90,6 @@ def test_table() -> None:
     assert rows[0]["total"].startswith("2 workers: 4 CPU")
     assert rows[0]["free"].startswith("1 worker: 2 CPU")
     assert [row["why"] for row in rows] == ["1 held by x", "1 broken"]
+    limited = [offer("a:1", 2, memory=2**30), offer("a:2", 2)]
+    assert table(limited, wanted(1, memory=2**31))[0]["total"] == "2 workers: 4 CPU, 0 GPU (2/0, 2/0/1.0 GiB each)"
+    assert "GiB" not in str(table(limited, wanted(1)))
