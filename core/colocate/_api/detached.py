@@ -199,10 +199,11 @@ class _Fence:
 def _taken(pool: Slots, record: GroupRecord) -> Crew:
     other = pool.connection.crews.get(record.name)
     if other is not None:
+        assert pool.attachment is not None
         raise ConfigError(
-            f"pool {pool.name!r} can't be attached: it has a group {record.name!r}, and so has this runtime, made at "
-            f"{other.line[0]}:{other.line[1]}; names are unique in a runtime. Close that one first, or give the groups "
-            "of either names of their own when they are spawned (name=...)"
+            f"pool {pool.attachment.name!r} can't be attached: it has a group {record.name!r}, and so has this runtime, "
+            f"made at {other.line[0]}:{other.line[1]}; names are unique in a runtime. Close that one first, attach by "
+            "another runtime, or give the groups of either names of their own when they are spawned (name=...)"
         )
     group = pool.place(record.slots, record.declared(), record.name, record.restarts, record.generation)
     group.seed, group.line, group.created = record.seed, record.line, record.created
