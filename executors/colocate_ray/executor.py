@@ -214,7 +214,9 @@ def _check_joining(address: str, cpus: float | None, gpus: int | None) -> None:
             "job (`ray job submit --address http://HEAD:8265 -- python driver.py`), with address='auto'"
         )
     if address == "local":  # Ray's own word for a new one
-        raise ConfigError("connect('ray', address='local'): leave address out for a private Ray; 'auto' joins a cluster")
+        raise ConfigError(
+            "connect('ray', address='local'): leave address out for a private Ray; 'auto' joins a cluster"
+        )
     if cpus is not None or gpus is not None:
         raise ConfigError(
             "connect('ray', address=...): cpus= and gpus= are what a private Ray offers; a cluster has its own"

@@ -54,7 +54,9 @@ class OwnedPlacing(Placing):
             address = ray.get(actor.open.remote(colocate.__version__, key, name, self.cluster), timeout=_OPENS_WITHIN_S)
         except RayError as error:
             ray.kill(actor, no_restart=True)
-            raise ColocateError(f"the Ray actor that is to own the pool could not be started: {start_words(error)}") from None
+            raise ColocateError(
+                f"the Ray actor that is to own the pool could not be started: {start_words(error)}"
+            ) from None
         if isinstance(address, Failure):
             ray.kill(actor, no_restart=True)
             raise address.error()

@@ -50,7 +50,14 @@ def test_sockets(cluster: str) -> None:
 
 def test_plugin_hooks() -> None:
     """Every hook that ours overrides is there, with these parameters."""
-    for name in ("add_worker", "remove_worker", "remove_client", "transition", "log_event", "valid_workers_downscaling"):
+    for name in (
+        "add_worker",
+        "remove_worker",
+        "remove_client",
+        "transition",
+        "log_event",
+        "valid_workers_downscaling",
+    ):
         theirs = list(inspect.signature(getattr(SchedulerPlugin, name)).parameters.values())
         ours = inspect.signature(getattr(Reservations, name))
         positional = [p for p in theirs if p.kind is p.POSITIONAL_OR_KEYWORD]

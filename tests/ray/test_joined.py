@@ -279,7 +279,9 @@ def test_an_environment_that_fails(cluster: Any, detachable: bool) -> None:
     """Said as such, in Ray's last words: what can't be set up isn't taken for a colocate that isn't installed."""
     env = {"working_dir": "file:///nowhere/at_all.zip"}
     with colocate.connect("ray", **cluster.options, runtime_env=env) as runtime:
-        with pytest.raises(ColocateError, match=r"runtime_env=\.\.\.\) names can't be set up there: .*at_all\.zip") as caught:
+        with pytest.raises(
+            ColocateError, match=r"runtime_env=\.\.\.\) names can't be set up there: .*at_all\.zip"
+        ) as caught:
             runtime.reserve(1, detachable=detachable)
         assert "Traceback" not in str(caught.value)
 

@@ -26,7 +26,7 @@ from colocate._crew.attachment import Attachment
 from colocate._crew.crew import Crew
 from colocate._owned.lifecycle import State
 from colocate._owned.owned import raise_together
-from colocate._system.lines import caller
+from colocate._system.lines import at, caller, origin
 from colocate._system.numbers import FOREVER_S, duration_problem
 from colocate._system.off_main import off_main
 from colocate.errors import BorrowedError, ColocateError, ConfigError, EngineError
@@ -201,8 +201,8 @@ def _taken(pool: Slots, record: GroupRecord) -> Crew:
     if other is not None:
         assert pool.attachment is not None
         raise ConfigError(
-            f"pool {pool.attachment.name!r} can't be attached: it has a group {record.name!r}, and so has this runtime, "
-            f"made at {other.line[0]}:{other.line[1]}; names are unique in a runtime. Close that one first, attach by "
+            f"pool {pool.attachment.name!r} can't be attached: it has a group {record.name!r}, and so has this "
+            f"runtime, made at {at(other.line)}; names are unique in a runtime. Close that one first, attach by "
             "another runtime, or give the groups of either names of their own when they are spawned (name=...)"
         )
     group = pool.place(record.slots, record.declared(), record.name, record.restarts, record.generation)
@@ -303,8 +303,7 @@ def _close_detached(connection: Connection, name: str, force: bool) -> None:
 
 
 def _who() -> str:
-    file, number = caller()
-    return f"driver {os.getpid()} on {platform.node()} ({file}:{number})"
+    return f"driver {os.getpid()} on {platform.node()} ({at(origin())})"
 
 
 def seen(found: Mapping[str, Any]) -> dict[str, Any]:

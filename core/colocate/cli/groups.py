@@ -9,6 +9,7 @@ from rich.text import Text
 
 from colocate._api.detached import close_detached, seen
 from colocate._job.screen import console, show_table
+from colocate._system.lines import made_for
 from colocate.cli.cluster import Cluster
 from colocate.cli.output import guarded, print_json
 
@@ -34,7 +35,8 @@ def close_pool(name: str, cluster: Cluster, *, force: bool, json: bool) -> int:
     """End a detached pool."""
 
     def command() -> int:
-        with cluster.joined(f"close {name}", "detached pools") as runtime:
+        what = f"close {name}"
+        with cluster.joined(what, "detached pools") as runtime, made_for((f"colocate {what}", 0)):
             close_detached(runtime._node, name, force)
         if json:
             print_json({"closed": name})

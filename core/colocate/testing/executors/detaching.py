@@ -252,7 +252,7 @@ class Detaching(DetachedCase):
             assert counting(borrowed).add() == [1, 1]
             assert command("close", "--force", name) == (0, f"closed: {name}\n")
             wait_until(lambda: not borrowed.alive, "the borrow is over")
-            with pytest.raises(ClosedError, match="who has taken it"):
+            with pytest.raises(ClosedError, match=rf"\(colocate close {name}\).*who has taken it"):
                 counting(borrowed).add()
         workers.wait()
         workers.close()
