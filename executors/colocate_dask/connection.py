@@ -93,6 +93,8 @@ class Connection:
         async def ask() -> Any:
             return await question()
 
+        if self._client.status == "connecting":  # again
+            raise EngineError(f"the connection to the Dask scheduler at {self.address} is lost: is it still there?")
         if self._client.status != "running":
             raise EngineError(f"the connection to the Dask scheduler is {self._client.status}")
         try:
