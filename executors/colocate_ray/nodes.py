@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 
-from colocate.errors import PlacementError
+from colocate.errors import EngineError, PlacementError
 from colocate.executor import Node, Request
 from colocate.placement import amounts, can_ever_fit, wanted, words
 
@@ -45,8 +45,12 @@ class Nodes:
 
         Raises:
             PlacementError: It can't.
+            EngineError: Ray has no nodes any more.
         """
-        if not can_ever_fit(self.offers(), request):
+        offers = self.offers()
+        if not offers:
+            raise EngineError("the Ray cluster has no node that is alive: it has ended, or is just ending")
+        if not can_ever_fit(offers, request):
             raise PlacementError(words(request, "can never fit"), nodes=self.table(request))
 
     def fits_now(self, request: Request) -> bool:

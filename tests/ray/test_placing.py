@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import colocate
-from colocate.errors import ColocateError
+from colocate.errors import ColocateError, EngineError
 from colocate.executor import Request
 from colocate.testing.waiting import PATIENCE_S, wait_until
 from colocate_ray import placing
@@ -102,6 +102,14 @@ def test_a_driver_that_goes_meanwhile(ray: FakeRay, made: Placing) -> None:
         made.reserve(1, REQUEST, b"")
     going.join(PATIENCE_S)
     assert known == [len(ray.groups)] == [1]
+
+
+@pytest.mark.parametrize("nodes", [[], [{"Alive": False}]])
+def test_a_cluster_that_has_ended(monkeypatch: pytest.MonkeyPatch, nodes: list[Any]) -> None:
+    """It has no nodes, so nothing fits: that isn't the request's fault."""
+    monkeypatch.setattr("colocate_ray.nodes._every", lambda: nodes)
+    with pytest.raises(EngineError, match="no node that is alive"):
+        Placing(Cluster(), lambda *lost: None).reserve(1, REQUEST, b"")
 
 
 def test_another_version() -> None:
