@@ -53,6 +53,22 @@ def train(run: Any, *, steps: int = 3, shuffle: bool = False) -> None: ...
 
 
 def bare(run: Any) -> None: ...
+
+
+def untyped(run, steps): ...
+
+
+async def waits(run: Any) -> None: ...
+
+
+def yields(run: Any) -> Any:
+    yield run
+
+
+def alone() -> None: ...
+
+
+def named(*, run: Any) -> None: ...
 """
 
 Write = Callable[[str], Path]

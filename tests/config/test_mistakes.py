@@ -251,6 +251,31 @@ class TestRoles:
             "line 8: groups.policy.roles.judge.use: no role plugin is called 'nowhere' ",
         ]
 
+    @pytest.mark.parametrize("variable", ["'A=B': x", "'': x", 'A: "a\\0b"'])
+    def test_a_variable_that_no_environment_can_have(self, write: Write, variable: str) -> None:
+        path = write(
+            f"executor: {{use: local, with: {{processes: true}}}}\npools: {{main: {{slots: 1, env: {{{variable}}}}}}}"
+        )
+        text = only(path)
+        assert "line 2: pools.main.env." in text
+        assert "no environment can have such a variable" in text
+
+    @pytest.mark.parametrize("restarts", [0, -1])
+    def test_a_number_of_restarts_that_is_none(self, write: Write, restarts: int) -> None:
+        path = write(
+            f"""\
+            pools: {{main: {{slots: 1}}}}
+            groups:
+              policy:
+                pool: main
+                restarts: {restarts}
+                roles: {{actor: {{use: "config_roles:Actor", with: {{hidden: 4}}}}}}
+            """
+        )
+        assert only(path).startswith(
+            f"line 5: groups.policy.restarts: must be a whole number from 1 to 1,000,000, not {restarts}"
+        )
+
 
 class TestWhole:
     def test_a_pool_takes_one_group(self, write: Write) -> None:
@@ -297,6 +322,26 @@ class TestWhole:
 
     def test_seed_is_no_option_of_an_executor(self, write: Write) -> None:
         assert "executor 'local' has no parameter 'seed'" in only(write("executor: {use: local, with: {seed: 1}}"))
+
+
+class TestJobs:
+    """A job that couldn't run, or of which nothing would run, is a mistake in the config."""
+
+    @pytest.mark.parametrize(
+        ("name", "why"),
+        [
+            ("waits", "is an async function, and a job is a plain one: have it call asyncio.run(...) on that"),
+            ("yields", "has a `yield`, so calling it runs nothing of it: a job is a plain function"),
+            ("alone", "has no first parameter for the run: a job is called as job(run, **options)"),
+            ("named", "has no first parameter for the run: a job is called as job(run, **options)"),
+        ],
+    )
+    def test_what_would_not_run(self, write: Write, name: str, why: str) -> None:
+        text = only(write(f"job: config_roles:{name}"))
+        assert text == f"line 1: job.use: job 'config_roles:{name}' {why}"
+
+    def test_what_is_missing_has_a_type_only_where_it_says_one(self, write: Write) -> None:
+        assert only(write("job: config_roles:untyped")) == "line 1: job: job config_roles:untyped needs 'steps'"
 
 
 class TestChanges:

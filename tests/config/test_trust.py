@@ -149,7 +149,7 @@ class TestCodeThatIsNotNamed:
             ),
             *("NCCL_TUNER_PLUGIN", "NCCL_PROFILER_PLUGIN", "NCCL_NET_PLUGIN", "NCCL_DEBUG_FILE", "GLOO_SOCKET_IFNAME"),
             *("HF_HOME", "HF_ENDPOINT", "HF_MODULES_CACHE", "RAY_ADDRESS", "DASK_DISTRIBUTED__WORKER__PRELOAD"),
-            *("SSLKEYLOGFILE", "omp_num_threads", "OMP_NUM_THREADS ", ""),
+            *("SSLKEYLOGFILE", "omp_num_threads", "OMP_NUM_THREADS "),
         ],
     )
     def test_a_variable_that_is_not_on_the_list_is_not_set(self, name: str) -> None:

@@ -24,7 +24,7 @@ from colocate._role.budget import Budget
 from colocate._signatures.annotations import path_text
 from colocate._signatures.arguments import options_of
 from colocate._system.lines import at, caller
-from colocate._system.numbers import amount_problem, duration_problem, limit, seconds
+from colocate._system.numbers import amount_problem, duration_problem, limit, seconds, variable_problem
 from colocate._system.off_main import off_main
 from colocate.errors import ConfigError, Mistake, PlacementTimeout
 from colocate.executor import Detachable, Executor, OwnProcess, Request
@@ -292,7 +292,7 @@ def _check_request(slots: Any, gpus: Any, cpus: Any, timeout: Any, strategy: str
     if strategy not in ("pack", "spread"):
         mistakes.append(Mistake("strategy", None, f"is {strategy!r}; 'pack' or 'spread'"))
     for key, value in env.items():
-        if not key or "=" in key or "\0" in key + str(value):
-            mistakes.append(Mistake(f"env.{key!r}", None, f"is {value!r}; no environment can have such a variable"))
+        if (problem := variable_problem(key, value)) is not None:
+            mistakes.append(Mistake(f"env.{key!r}", None, problem))
     if mistakes:
         raise ConfigError("reserve(...) was asked for what can't be", mistakes=tuple(mistakes))

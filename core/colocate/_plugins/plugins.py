@@ -6,6 +6,7 @@ A plugin is an entry point of the group `colocate.executors`, `colocate.roles` o
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -217,6 +218,23 @@ class FoundJob(_FoundCallable):
 
     _noun = "job"
 
+    def load(self) -> Callable[..., Any]:
+        """Import it.
+
+        Raises:
+            PluginError: It can't be imported, or can't be called with a run, or does nothing when it is.
+        """
+        function = super().load()
+        if inspect.iscoroutinefunction(function):
+            what = "is an async function, and a job is a plain one: have it call asyncio.run(...) on that"
+        elif inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            what = "has a `yield`, so calling it runs nothing of it: a job is a plain function"
+        elif not _takes_run(function):
+            what = "has no first parameter for the run: a job is called as job(run, **options)"
+        else:
+            return function
+        raise self._error(f"{self._what(self._noun)} {what}")
+
 
 @attrs.frozen
 class FoundObserver(_FoundCallable):
@@ -235,6 +253,16 @@ class FoundObserver(_FoundCallable):
             return factory(**options)
         except Exception as error:
             raise broken(f"{self._what('observer')}:", "could not be made", error, self._entry) from error
+
+
+def _takes_run(function: Callable[..., Any]) -> bool:
+    """Whether something may be called with one positional argument, as far as can be known."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some written in C have no signature
+        return True
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return any(each.kind in (*positional, inspect.Parameter.VAR_POSITIONAL) for each in parameters)
 
 
 _F = TypeVar("_F", FoundRole, FoundJob)

@@ -103,6 +103,8 @@ def _hints(target: Callable[..., Any], parameters: Mapping[str, inspect.Paramete
     names = getattr(function, "__globals__", {})
     found = {}
     for name, parameter in parameters.items():
+        if parameter.annotation is inspect.Parameter.empty:
+            continue
         holder = types.SimpleNamespace(__annotations__={name: parameter.annotation})
         try:
             found[name] = typing.get_type_hints(holder, globalns=names)[name]

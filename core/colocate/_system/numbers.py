@@ -1,4 +1,4 @@
-"""Numbers that users give: durations and amounts, checked alike wherever one is taken.
+"""Numbers that users give, durations and amounts, and variables: checked alike wherever one is taken.
 
 Every duration is a finite number from here on, small enough for any call of the system. What nobody will live to see
 the end of is for ever, and a comparison with `FOREVER_S` tells it.
@@ -53,6 +53,13 @@ def amount_problem(value: Any, *, whole: bool = False, least: int = 0) -> str | 
     if not fits or isinstance(value, bool) or value != value or not least <= value <= _MOST:
         kind = "a whole number" if whole else "a number"
         return f"must be {kind} from {least} to {_MOST:,}, not {shown(value)}"
+    return None
+
+
+def variable_problem(name: str, value: object) -> str | None:
+    """What is wrong with an environment variable, in words; None when nothing is."""
+    if not name or "=" in name or "\0" in f"{name}{value}":
+        return f"is {value!r}; no environment can have such a variable"
     return None
 
 

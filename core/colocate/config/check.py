@@ -15,7 +15,7 @@ from colocate._role.role import RoleSpec, torchrun_problem
 from colocate._signatures.annotations import Place, path_text
 from colocate._signatures.arguments import Arguments, arguments_of, options_of
 from colocate._system.nearest import nearest
-from colocate._system.numbers import amount_problem, duration_problem
+from colocate._system.numbers import amount_problem, duration_problem, variable_problem
 from colocate._system.sizes import parse_bytes
 from colocate._values.mesh import parse_meshes
 from colocate.config.schema import Config, GroupConfig, ObserverConfig, PoolConfig, RoleConfig
@@ -127,6 +127,9 @@ def _pool(pool: PoolConfig, executor: type[Executor] | None, place: Place, docum
             "is started, or use executor.with.processes=true"
         )
         document.wrong((*place, "env"), text)
+    for variable, value in pool.env.items():
+        if (why := variable_problem(variable, value)) is not None:
+            document.wrong((*place, "env", variable), why)
     _sizes(pool, ("host_memory", "device_memory"), place, document)
     found = {
         "slots": amount_problem(pool.slots, whole=True, least=1),
@@ -201,6 +204,8 @@ def _groups(config: Config, executor: type[Executor] | None, trust: Trust, docum
         if pool is not None:
             _mesh(group.mesh, pool.slots, (*place, "mesh"), document)
         _budgets(group, pool, place, document)
+        if (problem := amount_problem(group.restarts, whole=True, least=1)) is not None:
+            document.wrong((*place, "restarts"), f"{problem}; a group that isn't restarted has on_failure: fail")
         for role_name, role in group.roles.items():
             below = (*place, "roles", role_name)
             cls = _role(role_name, role, pool, trust, below, document)
