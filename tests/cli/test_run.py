@@ -330,7 +330,9 @@ class TestErrors:
         assert error["type"] == "RoleError"
         assert "beside.py" in error["traceback"]
 
-    @pytest.mark.parametrize(("encoding", "seeds"), [("utf-8:strict", (7,)), ("latin-1", (1, 7))])
+    @pytest.mark.parametrize(
+        ("encoding", "seeds"), [("utf-8:strict", (7,)), ("latin-1", (1, 7)), ("ascii:surrogateescape", (1, 7))]
+    )
     def test_any_text_can_be_shown_and_written(
         self, colocate: CommandLine, encoding: str, seeds: tuple[int, ...]
     ) -> None:
@@ -392,6 +394,49 @@ class TestErrors:
         done = self.run(colocate, "def job(run):\n    run.log(1, reward='high')\n")
         assert done.stderr.endswith("TypeError: run.log: reward='high' is not a number\n")
 
+    @pytest.mark.parametrize(
+        ("line", "told"),
+        [
+            ("run.log(1.0, x=1)", "TypeError: run.log: step=1.0 is not a whole number"),
+            ("run.log(None, x=1)", "TypeError: run.log: step=None is not a whole number"),
+            ("run.log(True, x=1)", "TypeError: run.log: step=True is not a whole number"),
+            ("run.log(1, x=10**400)", f"ValueError: run.log: x=1{'0' * 39}... is too large for a float"),
+            (
+                "run.log(1, seconds=2.0)",
+                "ValueError: run.log: 'seconds' is where a line has those of run.timed; call the number otherwise",
+            ),
+            ("run.checkpoint('last').__enter__()", "TypeError: run.checkpoint: step='last' is not a whole number"),
+            ("run.checkpoint(-1).__enter__()", "ValueError: run.checkpoint: step=-1 is less than 0"),
+        ],
+    )
+    def test_a_step_or_a_number_that_none_can_keep(self, colocate: CommandLine, line: str, told: str) -> None:
+        """A line whose step is no whole number would be lost by a run that goes back to a checkpoint."""
+        done = self.run(colocate, f"def job(run):\n    {line}\n")
+        assert done.stderr.endswith(f"{told}\n")
+        assert "report could not be written" not in done.stderr
+
+    def test_steps_of_numpy_and_torch_are_whole_numbers(self, colocate: CommandLine) -> None:
+        job = """
+            import numpy
+            import torch
+
+            def job(run):
+                run.log(numpy.int64(1), x=numpy.float32(1.5))
+                run.log(torch.tensor(2), x=torch.tensor([2.5]))
+                with run.checkpoint(numpy.int64(2)):
+                    pass
+            """
+        done = self.run(colocate, job)
+        assert (done.returncode, done.stderr) == (0, "")
+        folder = colocate.folder / "runs" / "demo"
+        assert metrics(folder) == [{"step": 1, "x": 1.5}, {"step": 2, "x": 2.5}]
+        assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-000002"]
+
+    def test_a_folder_that_can_not_be_made(self, colocate: CommandLine) -> None:
+        colocate.write("runs", "a file")
+        done = self.run(colocate, "def job(run): ...\n")
+        assert (done.returncode, done.stderr) == (1, "error: can't make the run's folder runs: File exists\n")
+
     def test_a_config_without_a_job(self, colocate: CommandLine) -> None:
         colocate.write("demo.yaml", "seed: 1\n")
         done = colocate("run", "demo.yaml")
@@ -427,7 +472,8 @@ HANGING = """
 """
 
 
-def test_a_second_signal_ends_what_hangs(colocate: CommandLine) -> None:
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_what_hangs(colocate: CommandLine, second: signal.Signals) -> None:
     colocate.write("beside.py", HANGING)
     colocate.write(
         "demo.yaml",
@@ -444,9 +490,9 @@ def test_a_second_signal_ends_what_hangs(colocate: CommandLine) -> None:
         next(line for line in running.stdout if line.startswith("step 1"))
         running.send_signal(signal.SIGINT)
         assert running.stderr.readline().startswith("SIGINT: stopping after a checkpoint")
-        running.send_signal(signal.SIGINT)
+        running.send_signal(second)
         _, err = running.communicate()
-    assert running.returncode == 128 + signal.SIGINT, err
+    assert running.returncode == 128 + second, err
     assert err.startswith("interrupted: ")
     with pytest.raises(ProcessLookupError):  # nobody of its session is left
         os.killpg(running.pid, 0)

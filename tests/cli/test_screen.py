@@ -166,6 +166,12 @@ def test_the_end_shows_tables_times_and_owners() -> None:
     )
 
 
+def test_a_table_has_the_columns_of_all_its_rows() -> None:
+    console, out = plain()
+    show_table("several", [{"a": 1}, {"a": 20, "b": "x"}, {}], console)
+    assert out.getvalue() == "\nseveral\n a  b\n 1\n20  x\n\n"
+
+
 def test_the_end_says_what_fusing_saved() -> None:
     console, out = plain()
     Screen(console).finished(record(handed_over=[HandedOver("policy", "actor", "critic", 1 << 20)]))

@@ -335,3 +335,27 @@ def test_what_may_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         {**config, "observe": ["prometheus"]}, allow_import=False, set=["observe[0].with.port=0"]
     )
     assert changed.observe[0].with_ == {"port": 0}
+
+
+def test_what_is_no_runtime_is_told_so(tmp_path: Path) -> None:
+    with colocate.connect() as runtime, runtime.reserve(slots=1) as pool:
+        told = r"colocate.record\(runtime, directory\): a Pool is no runtime"
+        with pytest.raises(colocate.ConfigError, match=told), colocate.record(pool, tmp_path / "x"):  # type: ignore[arg-type]
+            raise AssertionError
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_current_folder_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    with colocate.connect() as runtime, colocate.record(runtime, ".") as run:
+        assert (run.name, run.directory) == ("here-2", tmp_path / "here-2")
+
+
+def test_a_folder_that_can_not_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with colocate.connect() as runtime:
+        told = f"can't make the run's folder {tmp_path}/file: File exists"
+        with pytest.raises(colocate.ConfigError, match=told), colocate.record(runtime, tmp_path / "file" / "x"):
+            raise AssertionError

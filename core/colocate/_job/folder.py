@@ -33,17 +33,22 @@ class RunFolder:
 
     @classmethod
     def create(cls, name: str, root: Path) -> RunFolder:
-        """A new folder for a run of this name."""
-        root.mkdir(parents=True, exist_ok=True)
-        number = 1
-        while True:
-            path = (root / (name if number == 1 else f"{name}-{number}")).absolute()
-            try:
-                path.mkdir()
-            except FileExistsError:
-                number += 1
-            else:
-                return cls(path)
+        """A new folder for a run of this name.
+
+        Raises:
+            ConfigError: There can't be one.
+        """
+        path = root
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            for number in itertools.count(1):
+                path = (root / (name if number == 1 else f"{name}-{number}")).absolute()
+                with contextlib.suppress(FileExistsError):
+                    path.mkdir()
+                    break
+        except OSError as error:
+            raise ConfigError(f"can't make the run's folder {path}: {error.strerror or error}") from error
+        return cls(path)
 
     def free(self, stem: str, suffix: str) -> Path:
         """A name that no file has yet: a run that goes on keeps what it had written before."""

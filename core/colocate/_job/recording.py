@@ -84,7 +84,7 @@ def begin(config: Config, log: RunLog, *, resume: bool, screen: Screen) -> Abstr
         screen: Where it is shown.
 
     Raises:
-        ConfigError: The config has no job, or there is nothing to resume.
+        ConfigError: The config has no job, there is nothing to resume, or the run's folder can't be made.
         PluginError: An observer can't be had.
     """
     if config.job is None:
@@ -131,9 +131,11 @@ def record(
         trace: Whether the folder gets a trace.json for Perfetto.
 
     Raises:
+        ConfigError: What is given is no runtime, or the folder can't be made.
         PluginError: An observer can't be had.
     """
-    path = Path(directory)
+    _check_runtime(runtime)
+    path = Path(os.path.abspath(directory))  # also of "." and "..", which have no names of their own
     screen, log = Screen(quiet=True), RunLog()
     folder = RunFolder.create(path.name, path.parent)
     begun = Begun(folder.path.name, folder, None, [], screen, trace=trace)
@@ -143,6 +145,13 @@ def record(
         _recording(begun, runtime, runtime.groups, StopSignals(screen.stopping), 0.0) as run,
     ):
         yield run
+
+
+def _check_runtime(runtime: object) -> None:
+    from colocate._api.runtime import Runtime  # which needs all of core
+
+    if not isinstance(runtime, Runtime):
+        raise ConfigError(f"colocate.record(runtime, directory): a {type(runtime).__name__} is no runtime")
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from colocate._job.folder import RunFolder
 from colocate._job.observing import RunObservers
 from colocate._job.stopping import StopSignals
 from colocate._runs.record import LogRecord, Row, RunRecord
+from colocate._system.numbers import shown
 from colocate.errors import GroupRestarted
 
 if TYPE_CHECKING:
@@ -59,11 +60,18 @@ class Run:
         """Add a line to metrics.jsonl, and show it.
 
         Args:
-            step: The step it belongs to.
+            step: The step it belongs to: a whole number.
             **scalars: Numbers by name; a tensor or array of one element counts as a number.
+
+        Raises:
+            TypeError: One of them isn't a number, or the step isn't a whole one.
+            ValueError: One has the name `seconds`, which a line has for `timed`, or is too large for a float.
         """
-        seconds, self._seconds = self._seconds, {}
+        if "seconds" in scalars:
+            raise ValueError("run.log: 'seconds' is where a line has those of run.timed; call the number otherwise")
+        step = _whole("run.log", step)
         row: dict[str, Any] = {"step": step, **{name: _number(name, value) for name, value in scalars.items()}}
+        seconds, self._seconds = self._seconds, {}
         if seconds:
             row["seconds"] = {phase: round(spent, 6) for phase, spent in seconds.items()}
         self._folder.append(row)
@@ -138,7 +146,18 @@ class Run:
 
     @contextlib.contextmanager
     def checkpoint(self, step: int) -> Iterator[Path]:
-        """A folder to write a checkpoint into; it counts when the block ends well, and the last two are kept."""
+        """A folder to write a checkpoint into; it counts when the block ends well, and the last two are kept.
+
+        Args:
+            step: The step it is of: a whole number, 0 or more.
+
+        Raises:
+            TypeError: It isn't a whole number.
+            ValueError: It is less than 0.
+        """
+        step = _whole("run.checkpoint", step)
+        if step < 0:
+            raise ValueError(f"run.checkpoint: step={step} is less than 0")
         before = {group: group._node.restarts.checkpoint for group in self.groups.values()}
         try:
             with self._folder.checkpoint(step) as directory:
@@ -153,12 +172,28 @@ class Run:
 
 
 def _number(name: str, value: Any) -> int | float:
+    number = _plain(value)
+    if not isinstance(number, bool | int | float):
+        raise TypeError(f"run.log: {name}={shown(value)} is not a number")
+    try:
+        float(number)
+    except OverflowError as error:
+        raise ValueError(f"run.log: {name}={shown(value)} is too large for a float") from error
+    return number
+
+
+def _whole(what: str, step: Any) -> int:
+    number = _plain(step)
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise TypeError(f"{what}: step={shown(step)} is not a whole number")
+    return number
+
+
+def _plain(value: Any) -> Any:
+    """What a tensor, an array or a NumPy scalar of one element has; anything else as it is."""
     if isinstance(value, bool | int | float):
         return value
     try:
-        number = value.item()  # a tensor, an array or a NumPy scalar of one element
-    except (AttributeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"run.log: {name}={value!r} is not a number") from error
-    if not isinstance(number, bool | int | float):
-        raise TypeError(f"run.log: {name}={value!r} is not a number")
-    return number
+        return value.item()
+    except (AttributeError, ValueError, RuntimeError):
+        return value

@@ -22,7 +22,7 @@ from rich.text import Text
 from colocate._runs.contention import waits
 from colocate._runs.record import RunRecord, timed_phases
 from colocate._runs.saved import saved
-from colocate._system.columns import columns
+from colocate._system.columns import columns, keys_of
 from colocate._system.pip import pip_line
 
 if TYPE_CHECKING:
@@ -41,11 +41,11 @@ def console(*, error: bool = False) -> Console:
 
 
 def show_table(title: str, rows: Sequence[Mapping[str, Any]], to: Console) -> None:
-    """Print rows under a title: the keys of the first are the columns, numbers are aligned right."""
-    if not rows:
+    """Print rows under a title: their keys are the columns, numbers are aligned right."""
+    names = keys_of(rows)
+    if not names:
         return
-    names = list(rows[0])
-    numeric = [all(isinstance(row.get(name), int | float) for row in rows) for name in names]
+    numeric = [all(isinstance(row.get(name, 0), int | float) for row in rows) for name in names]
     cells = [[text_of(row.get(name)) for name in names] for row in rows]
     to.print(Text(f"\n{title}", "bold"))
     if to.is_terminal:

@@ -13,7 +13,7 @@ import attrs
 
 @attrs.define(eq=False)
 class StopSignals:
-    """While entered: a first Ctrl-C or SIGTERM is only noted, a second one raises KeyboardInterrupt.
+    """While entered: a first Ctrl-C or SIGTERM is only noted, a second one raises KeyboardInterrupt(its number).
 
     Attributes:
         received: The first signal's name.
@@ -37,6 +37,6 @@ class StopSignals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.received is not None:
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt(number)
         self.received = signal.Signals(number).name
         self._noticed(self.received)

@@ -236,6 +236,7 @@ def close(
 
 def main() -> None:
     """The entry point of the `colocate` command."""
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+    # Strict but for the bytes of file names ("surrogateescape") it is in the locale C.
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
         sys.stdout.reconfigure(errors="backslashreplace")  # as standard error is: what a job shows may be any text
     app()

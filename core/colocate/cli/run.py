@@ -57,9 +57,10 @@ def run_job(
             print_json({"errors": [error_data(ended)]})
         sys.stderr.write(f"ended by sys.exit({ended.code!r}): everything is closed\n")
         raise
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         sys.stderr.write("interrupted: everything is closed, what came after the last checkpoint is lost\n")
-        return 128 + signal.SIGINT
+        second = next((each for each in interrupt.args if isinstance(each, int)), signal.SIGINT)
+        return 128 + second
 
 
 def _closed(record: RunRecord) -> str:

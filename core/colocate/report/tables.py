@@ -7,6 +7,7 @@ from typing import Any
 
 import attrs
 
+from colocate._system.columns import keys_of
 from colocate._system.numbers import plural
 from colocate.report.scale import number, share_out, shorten, words
 
@@ -40,13 +41,13 @@ def tables(shown: Mapping[str, Sequence[Mapping[str, Any]]]) -> tuple[Table, ...
     A row that has a `right` has its answers marked: `before` and `after`, by whether they equal it.
     """
     allowed = share_out([len(rows) for rows in shown.values()], ROWS)
-    cells = sum(count * len(rows[0]) for count, rows in zip(allowed, shown.values(), strict=True) if rows)
+    cells = sum(count * len(keys_of(rows)) for count, rows in zip(allowed, shown.values(), strict=True))
     limit = max(SHORTEST, CHARACTERS // max(1, cells))
     return tuple(_table(title, rows, count, limit) for (title, rows), count in zip(shown.items(), allowed, strict=True))
 
 
 def _table(title: str, rows: Sequence[Mapping[str, Any]], count: int, limit: int) -> Table:
-    columns = tuple(rows[0]) if rows else ()
+    columns = keys_of(rows)
     hidden = len(rows) - count
     return Table(
         title=title,
