@@ -57,8 +57,8 @@ class TestPlugins:
         colocate.write("demo.yaml", ACME)
         colocate.write("beside.py", BESIDE)
         changes = {
-            "pools.main.device_memory": "20",
-            "groups.policy.device_memory": "12",
+            "pools.main.device_memory": "4096",
+            "groups.policy.device_memory": "2048",
             "groups.policy.residency": "swap",
             "groups.policy.roles.second.host_memory": "2GB",
         }
@@ -66,8 +66,8 @@ class TestPlugins:
         done = colocate("check", "demo.yaml", *sets, distributions=("acme",))
         assert (done.returncode, done.stderr) == (0, "")
         pools, roles, _ = done.stdout.split("\n\n")[-3:]
-        assert pools.splitlines()[-1].endswith("  device_memory=20 B")
-        assert roles.splitlines()[0] == "group policy in pool main (device_memory=12 B, residency=swap): roles"
+        assert pools.splitlines()[-1].endswith("  device_memory=4 KiB")
+        assert roles.splitlines()[0] == "group policy in pool main (device_memory=2 KiB, residency=swap): roles"
         assert [line.partition("dp=")[2][1:].strip() for line in roles.splitlines()[2:]] == ["", "host_memory=1.9 GiB"]
         plan = json.loads(colocate("check", "demo.yaml", *sets, "--json", distributions=("acme",)).stdout)
         assert plan["groups"]["policy"]["roles"]["second"]["host_memory"] == 2_000_000_000

@@ -146,6 +146,22 @@ def test_what_is_not_known(colocate: CommandLine) -> None:
     assert done.returncode == 1
     assert "second isn't known: its constructor raised on the meta device: " in done.stdout
     assert said_beside(done) == ""
+    (row,) = [line for line in done.stdout.splitlines() if line.startswith("second  ")]
+    assert row.split() == ["second", "1,", "3", "?"]
+    assert "the fullest holds at least 32 MiB" in done.stdout
+
+
+def test_sums_of_what_is_not_all_known(colocate: CommandLine) -> None:
+    """They are no more than the least; slots that lack the role have theirs."""
+    config = CONFIG.replace("use: beside:Net, with: {mib: 4, trains: false}, slots", "use: beside:Looks, slots")
+    write(colocate, config)
+    for size, told in (("33MiB", "the roles that are known fit together (at least 32 MiB)"), ("30MiB", "can't fit")):
+        done = colocate("plan", "demo.yaml", "--set", f"groups.all.device_memory={size}")
+        assert done.returncode == 1
+        (line,) = [line for line in done.stdout.splitlines() if "device_memory, on slot 1, 3" in line]
+        assert told in line
+    done = colocate("plan", "demo.yaml", "--set", "groups.all.device_memory=33MiB")
+    assert "on slot 0, 2: all roles fit together (32 MiB)" in done.stdout
 
 
 def test_budgets(colocate: CommandLine) -> None:

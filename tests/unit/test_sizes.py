@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from colocate._system.sizes import size_text
+from colocate._system.sizes import parse_bytes, size_text
+from colocate.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -13,3 +14,24 @@ from colocate._system.sizes import size_text
 def test_size_text(count: int, text: str) -> None:
     """A figure that is less than nothing, of memory that nobody owns, is one too."""
     assert size_text(count) == text
+
+
+@pytest.mark.parametrize(
+    ("size", "nbytes"),
+    [(0, 0), ("0", 0), (1024, 1024), ("4096", 4096), ("20B", 20), ("0.5KiB", 512), (" 2 GB ", 2 * 10**9)],
+)
+def test_a_size(size: str | int, nbytes: int) -> None:
+    assert parse_bytes(size, "device_memory") == nbytes
+
+
+@pytest.mark.parametrize("size", ["", "much", "-1GiB", "1e9", "20G", "\uff11GiB", -1, True, 1 << 61, "2000000TiB"])
+def test_what_is_no_size(size: str | int) -> None:
+    with pytest.raises(ConfigError, match=r"^device_memory=.* is no size; write it like '20GiB', '512MB' or a number"):
+        parse_bytes(size, "device_memory")
+
+
+@pytest.mark.parametrize("size", [20, "20", "0.5", "1023.9"])
+def test_a_unit_that_was_forgotten(size: str | int) -> None:
+    told = f"^device_memory={size!r} has no unit, and would be bytes; write '{size}GiB'"
+    with pytest.raises(ConfigError, match=told):
+        parse_bytes(size, "device_memory")

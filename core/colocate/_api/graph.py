@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
-from colocate._api.memory import GroupMemory
+from colocate._api.memory import GroupMemory, RoleMemory
 from colocate._api.memory import memory as memory_of
 from colocate._crew.crew import Crew
 from colocate._owned.owned import Owned
@@ -94,13 +94,13 @@ def _workers(crew: Crew, measured: GroupMemory | None) -> Iterator[dict[str, Any
     ranks = {name: {slot: rank for rank, slot in enumerate(info.slots)} for name, info in crew.roles.items()}
     for worker in crew.workforce.workers:
         found = None if measured is None else measured.slots[worker.slot]
-        held = {} if found is None else {role.role: role.total for role in found.roles}
+        held = {} if found is None else {role.role: role for role in found.roles}
         roles = [
             {
                 "kind": "role",
                 "name": f"{name} rank {ranks[name][worker.slot]}/{len(info.slots)}",
                 "state": info.cls.__qualname__,
-                **({} if found is None else {"bytes": held.get(name, 0)}),
+                **({} if found is None else _bytes(held.get(name))),
                 "children": [],
             }
             for name, info in crew.roles.items()
@@ -116,6 +116,13 @@ def _workers(crew: Crew, measured: GroupMemory | None) -> Iterator[dict[str, Any
             **({} if found is None or found.process is None else {"bytes": found.process}),
             "children": roles,
         }
+
+
+def _bytes(found: RoleMemory | None) -> dict[str, int]:
+    """What a role holds, and what of it sleeps, if something does."""
+    if found is None:
+        return {"bytes": 0}
+    return {"bytes": found.total, **({"asleep": found.asleep} if found.asleep else {})}
 
 
 def _residents(crew: Crew) -> Iterator[dict[str, Any]]:
@@ -153,6 +160,8 @@ def _known(data: Mapping[str, Any]) -> list[str]:
     found = [f"{key} {data[key]}" for key in ("pid", "node", "device") if data.get(key) is not None]
     if data.get("bytes"):
         found.append(size_text(data["bytes"]))
+    if data.get("asleep"):
+        found.append(f"{size_text(data['asleep'])} asleep")
     if "unmeasured" in data:
         found.append(f"its memory isn't known: {data['unmeasured']}")
     if "age_s" in data:

@@ -9,6 +9,7 @@ from colocate.errors import ConfigError
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _MOST = 1 << 60  # an exbibyte: more isn't in one machine
+_LEAST_WITHOUT_UNIT = 1024
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
@@ -16,14 +17,21 @@ def parse_bytes(value: str | int, what: str) -> int:
     """A number of bytes from "20GiB", "512MB" or a number.
 
     Raises:
-        ConfigError: It isn't a size.
+        ConfigError: It isn't a size, or one so small that its unit was forgotten.
     """
-    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MOST:
-        return value
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value) if isinstance(value, str) else None
-    size = -1.0 if found is None else float(found[1]) * _UNITS.get(found[2].upper(), -1)
+    unit, size = "", -1.0
+    if isinstance(value, int) and not isinstance(value, bool):
+        size = value if 0 <= value <= _MOST else -1.0
+    elif isinstance(value, str) and (found := re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", value)):
+        unit = found[2]
+        size = float(found[1]) * _UNITS.get(unit.upper(), -1)
     if not 0 <= size <= _MOST:
         raise ConfigError(f"{what}={shown(value)} is no size; write it like '20GiB', '512MB' or a number of bytes")
+    if not unit and 0 < size < _LEAST_WITHOUT_UNIT:
+        raise ConfigError(
+            f"{what}={shown(value)} has no unit, and would be bytes; write '{value}GiB', '{value}MB' or, if it is so "
+            f"little, '{value}B'"
+        )
     return int(size)
 
 

@@ -68,7 +68,8 @@ def _show(group: GroupPlan) -> None:
         if role.unknown is not None:
             _say(f"{role.role} isn't known: {role.unknown}")
     fused, separate = plural(group.slots, "worker"), plural(group.processes, "process")
-    _say(f"\nfused: {fused}, and the fullest holds {size_text(group.fused)}")
+    least = _at_least(group, range(group.slots))
+    _say(f"\nfused: {fused}, and the fullest holds {least}{size_text(group.fused)}")
     _say(f"separate: {separate}, which hold as much, each with its own Python, torch and, on a GPU, context")
     for turns in group.turns():
         _say(_of(turns, group))
@@ -81,7 +82,15 @@ def _show(group: GroupPlan) -> None:
 def _row(role: RolePlan, group: GroupPlan, kinds: Iterable[str]) -> dict[str, str]:
     where = "all" if len(role.slots) == group.slots else ", ".join(map(str, role.slots))
     sizes = {kind: size_text(role.kinds[kind]) if kind in role.kinds else "" for kind in kinds}
-    return {"role": role.role, "slots": where, **sizes, "total": size_text(role.total)}
+    total = size_text(role.total)
+    if role.unknown is not None:
+        total = f"at least {total}" if role.total else "?"
+    return {"role": role.role, "slots": where, **sizes, "total": total}
+
+
+def _at_least(group: GroupPlan, slots: Iterable[int]) -> str:
+    """Words before a sum to which a role of these slots adds what isn't known."""
+    return "at least " if any(role.unknown is not None for slot in slots for role in group.on(slot)) else ""
 
 
 def _of(turns: Turns, group: GroupPlan) -> str:
@@ -89,13 +98,15 @@ def _of(turns: Turns, group: GroupPlan) -> str:
     limit = turns.limit
     where = "" if len(turns.slots) == group.slots else f", on slot {', '.join(map(str, turns.slots))}"
     begin = f"{limit.owner} may have {size_text(limit.nbytes)} of {limit.word}{where}"
+    needs = f"{(least := _at_least(group, turns.slots))}{size_text(turns.needs)}"
     if turns.misfits and not limit.device:
-        return f"{begin}, also for what sleeps: {listed(turns.misfits)} can't fit ({size_text(turns.needs)})"
+        return f"{begin}, also for what sleeps: {listed(turns.misfits)} can't fit ({needs})"
     if turns.misfits:
         return f"{begin}: {listed(turns.misfits)} can't fit alone"
     if not turns.takers:
-        return f"{begin}: all roles fit together ({size_text(turns.needs)})"
-    text = f"{begin}, and they need {size_text(turns.needs)}: {listed(turns.takers)} must take turns"
+        who = "the roles that are known" if least else "all roles"
+        return f"{begin}: {who} fit together ({needs})"
+    text = f"{begin}, and they need {needs}: {listed(turns.takers)} must take turns"
     if not group.budgets.swap:
         return f"{text}; say residency: swap"
     return text if turns.copies is None else f"{text}, and a step copies at most {size_text(turns.copies)}"

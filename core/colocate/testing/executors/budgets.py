@@ -155,12 +155,12 @@ class Budgets(ExecutorCase):
 
     def test_budgets_that_can_not_be(self, runtime: Runtime) -> None:
         """They are refused before anything starts."""
-        role, named = colocate.role(Dozing), {"residency": "swap", "device_memory": 5}
+        role, named = colocate.role(Dozing), {"residency": "swap", "device_memory": 5000}
         wrong: list[tuple[str, RoleSpec[Any], dict[str, Any]]] = [
             ("is no size", role, {"host_memory": -1}),
-            ("reserve_activations", role.on(device_memory=5, reserve_activations=6), {}),
-            ("there is no budget", role.on(reserve_activations=6), {}),
-            ('it is "swap"', role, {"residency": "stay", "device_memory": 5}),
+            ("reserve_activations", role.on(device_memory=5000, reserve_activations=6000), {}),
+            ("there is no budget", role.on(reserve_activations=6000), {}),
+            ('it is "swap"', role, {"residency": "stay", "device_memory": 5000}),
             ("say it, as in", role, {"residency": "swap"}),
             ('needs residency="swap"', role, {"step": ["a"]}),
             ("names role 'b'", role, {**named, "step": ["b"]}),
@@ -174,6 +174,10 @@ class Budgets(ExecutorCase):
                     pool.spawn({"a": declared}, **options)
         with pytest.raises(ConfigError, match="is no size"):
             role.on(device_memory="much")
+        with runtime.reserve(1, cpus=0, device_memory="1MiB") as pool:
+            told = r"the group may have 2 MiB \(device_memory\), and the pool's slots have 1 MiB for it"
+            with pytest.raises(ConfigError, match=told):
+                pool.spawn({"a": role}, device_memory="2MiB")
 
     # -- taking turns
 

@@ -53,6 +53,14 @@ class Sleeping(ExecutorCase):
         assert dozing.memory().slots[0].roles[0].asleep == 0
         assert (actor.digest(), actor.places()) == (before, where)
 
+    def test_sleep_in_the_graph(self, runtime: Runtime, dozing: ColocatedGroup) -> None:
+        """What sleeps is beside its role."""
+        dozing.sleep("actor")
+        tree = runtime.graph.render("tree", memory=True)
+        assert tree.count(" MiB asleep)") == 2, tree
+        dozing.wake("actor")
+        assert "asleep" not in runtime.graph.render("tree", memory=True)
+
     @needs(OwnProcess)
     def test_sleep_frees_memory(self, spawn: Spawn) -> None:
         """The process has that much less, and has it again when the role is awake."""
