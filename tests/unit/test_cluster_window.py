@@ -84,6 +84,8 @@ def test_which_is_meant() -> None:
         _chosen("demo", [one, other], "on this cluster")
     with pytest.raises(ConfigError, match="no job runs on this cluster, and no pool is detached"):
         _chosen(None, [], "on this cluster")
+    with pytest.raises(ConfigError, match=r"on this machine, .*and a script's is a block of colocate\.record"):
+        _chosen(None, [], "on this machine")
 
 
 def test_command_says_what_does_not_answer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -130,7 +130,7 @@ def _chosen(name: str | None, found: Sequence[Sight], where: str) -> Sight:
     if not found:
         on_cluster = "no job runs on this cluster, and no pool is detached"
         none = "no job runs on this machine, or it is still starting" if where == _HERE else on_cluster
-        raise ConfigError(f"{none}: `colocate run FILE` starts one")
+        raise ConfigError(f"{none}: `colocate run FILE` starts one, and a script's is a block of colocate.record")
     if matching:
         raise ConfigError(f"which job? These run {where}: {there}. Say its number: colocate top {matching[0].ids[0]}")
     raise ConfigError(f"no job is called {name!r}: there is {there}{did_you_mean(name or '', [e.name for e in found])}")
