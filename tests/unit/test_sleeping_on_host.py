@@ -14,6 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from colocate._protocol.ledger import Purpose  # noqa: E402
+from colocate._role import torch_works  # noqa: E402
 from colocate._role.context import CallState, running_call, standalone_context  # noqa: E402
 from colocate._role.role import methods_of  # noqa: E402
 from colocate._system import pages  # noqa: E402
@@ -79,6 +80,42 @@ def add(site: Any, instance: Any) -> HostedRole:
     setting, ctx = Setting("cpu", in_process=False), standalone_context("model")
     role = site.roles["model"] = HostedRole("model", instance, methods_of(type(instance)), ctx, setting)
     return role
+
+
+class Summing:
+    """A work of torch's: it has written when it was waited for, or within that time it hasn't."""
+
+    def __init__(self, values: Any, comes: bool) -> None:
+        self.values, self.comes = values, comes
+        self.done = False
+
+    def get_future(self) -> None:
+        """It is a collective."""
+
+    def is_completed(self) -> bool:
+        return self.done
+
+    def wait(self, timeout: Any) -> None:
+        if not self.comes:
+            raise RuntimeError("Operation timed out!")
+        self.values.fill_(7.0)
+        self.done = True
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_what_is_still_written(site: Any, monkeypatch: pytest.MonkeyPatch, comes: bool) -> None:
+    """By an operation of a process group: it is waited for, and what isn't done then keeps the role awake."""
+    model = Model()
+    add(site, model)
+    sleeper = Sleeper(site)
+    monkeypatch.setattr(torch_works, "pending", lambda: [Summing(model.cache, comes)])
+    outcome = sleeper.sleep("model", TAGS, (), 1)
+    assert (outcome.refusal is None) is comes
+    assert sleeper.asleep.tags("model") == (TAGS if comes else ())
+    if comes:
+        sleeper.wake("model", TAGS, 1, {})
+        assert (model.cache == 7.0).all()
+        sleeper.close()
 
 
 @pytest.mark.parametrize(("writes", "of_file"), [(True, 2), (False, 5)])

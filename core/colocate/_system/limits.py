@@ -27,6 +27,8 @@ RELEASED_AFTER_S = 0.1
 """A dropped resident's release waits so long for a message to ride on."""
 COLLECTIVE_PATIENCE_S = 0.1
 """A collective goes on so long after a peer of it has left: what that has sent may be on its way."""
+WORKS_DONE_WITHIN_S = 30.0
+"""What ranks have begun together is done before memory that it may write sleeps; others may be about to begin it."""
 
 GROUPS_CONNECT_WITHIN_S = 60.0
 """The ranks of a process group connect to each other, once all of them are about to."""

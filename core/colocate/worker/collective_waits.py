@@ -17,11 +17,13 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from colocate._protocol.consequence import Consequence
+from colocate._role import torch_works
 from colocate._system.deadline import Deadline
-from colocate._system.limits import COLLECTIVE_PATIENCE_S
+from colocate._system.limits import COLLECTIVE_PATIENCE_S, WORKS_DONE_WITHIN_S
 
 _SLICE = datetime.timedelta(milliseconds=20)
 _hopeless: Callable[[], str | None] | None = None  # of this process's worker
@@ -66,7 +68,7 @@ def guard(hopeless: Callable[[], str | None]) -> None:
 
 def _guarded(original: Callable[..., bool]) -> Callable[..., bool]:
     def wait(work: Any, timeout: datetime.timedelta | None = None) -> bool:
-        if not _is_collective(work):
+        if not torch_works.is_collective(work):
             with _transferring:
                 return original(work) if timeout is None else original(work, timeout)
         # To torch, no time at all means for ever.
@@ -89,13 +91,24 @@ def _guarded(original: Callable[..., bool]) -> Callable[..., bool]:
     return wait
 
 
-def _is_collective(work: Any) -> bool:
-    """Not a send or a receive: those take a timeout for the end of their group."""
-    try:
-        work.get_future()
-    except RuntimeError:
-        return False
-    return True
+def finish_works() -> None:
+    """Wait until all operations are done that were begun and that somebody is to wait for later: they write memory.
+
+    What goes wrong in one is told to whoever waits for it then.
+
+    Raises:
+        Consequence: A peer of one has failed.
+        ValueError: One isn't done in time, or can only be waited for by whoever has begun it.
+    """
+    for work in torch_works.pending():
+        if torch_works.is_collective(work):
+            with suppress(RuntimeError):
+                work.wait(datetime.timedelta(seconds=WORKS_DONE_WITHIN_S))
+        if not work.is_completed():
+            raise ValueError(
+                "an operation of a process group that a role has begun isn't done, and may be of what is to sleep: "
+                "have the role call `wait()` of its work before"
+            )
 
 
 def bury(backends: list[Any], within_s: float = 0.0) -> None:

@@ -311,6 +311,10 @@ class _Search:
         elif self._torch is not None and isinstance(item, self._torch.optim.Optimizer):
             self._optimizer(item)
         else:
+            if (name := _accumulates_in(type(item))) and (gradient := getattr(item, name, None)) is not None:
+                self._seen.add(id(gradient))
+                if not self._has_gradients:
+                    self.add(Purpose.GRADIENTS, gradient)
             self._all(_attributes(item))
 
     def _is_memory(self, item: Any) -> bool:
@@ -387,6 +391,17 @@ class _Search:
 @functools.lru_cache(maxsize=64)
 def _name_of(device: Any) -> str:
     return str(device)
+
+
+# What FSDP2 has accumulated and not reduced yet is in no parameter's `grad` where it is reduced in another dtype, nor
+# where replicas of shards are told of it later.
+_ACCUMULATED = {"FSDPParam": "unsharded_accumulated_grad", "FSDPParamGroup": "_partial_reduce_output"}
+
+
+@by_type
+def _accumulates_in(kind: type) -> str | None:
+    """The attribute in which objects of a type of torch's have gradients."""
+    return _ACCUMULATED.get(kind.__name__) if kind.__module__.startswith("torch.distributed.fsdp.") else None
 
 
 _NOT_INTO = (

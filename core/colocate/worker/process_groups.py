@@ -25,7 +25,7 @@ import attrs
 from colocate._protocol.consequence import Consequence
 from colocate._protocol.message import Message
 from colocate._protocol.messages import Meet, Operations
-from colocate._role import torch_books, torch_groups
+from colocate._role import torch_books, torch_groups, torch_works
 from colocate._role.context import Context, MeshPlace
 from colocate._role.torch_groups import Plan
 from colocate._system.jobs import message_of
@@ -138,6 +138,7 @@ class ProcessGroups:
     def watch_collectives(self) -> None:
         """Know all groups of this process and what is done on them, whoever makes them. Torch is there."""
         torch_books.record()
+        torch_works.record()
         if backend_for(self._device) is None:
             guard(self._hopeless)
 

@@ -13,7 +13,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from colocate._protocol import messages
+from colocate._protocol.consequence import Consequence
 from colocate._protocol.ledger import TAGS, Purpose
+from colocate._role import torch_works
 from colocate._role.budget import Limit
 from colocate._role.method_spec import MethodSpec
 from colocate._system.jobs import error_text
@@ -259,7 +261,7 @@ class Residency:
             return
         # What it lets go of meanwhile torch gives to others who compute on the usual stream, as what has come to it was
         # made there: they wait for that stream, and not for its own.
-        if runs.setting.is_aside(runs.settings):
+        if runs.setting.is_aside(runs.settings) or torch_works.pending():
             return
         follows = ahead[1].role
         wanted = self._wanted.get(follows, ())
@@ -369,6 +371,8 @@ class Residency:
         start, before = time.time(), self._sleeper.asleep.tags(name)
         try:
             nbytes = self._sleeper.sleep_alone(name)
+        except Consequence:  # of a peer's failure
+            raise
         except Exception as error:  # of its own hook, too: the role that is about to run isn't to blame
             raise MemoryBudgetError(f"role {name!r} could not make room for {why}: {error_text(error)}") from error
         finally:

@@ -24,6 +24,7 @@ from colocate._system.room import free_memory, spill_directories
 from colocate._system.sizes import size_text
 from colocate.errors import ColocateError, SleepingError
 from colocate.worker.asleep import Asleep
+from colocate.worker.collective_waits import finish_works
 from colocate.worker.hosted import HostedRole
 from colocate.worker.memory_site import Worker
 from colocate.worker.movable import Movable
@@ -234,6 +235,8 @@ class Sleeper:
         fits, moved = True, 0
         try:
             end = begin()
+        except Consequence as error:  # of a peer's failure, for which this rank has waited in vain
+            raise PutBack(error.message) from error
         except Exception as error:  # also of the role's own hook: it isn't done then, and that is told to all
             fits = not isinstance(error, MemoryError) and getattr(error, "errno", 0) not in _NO_ROOM
             own = isinstance(error, (OSError, MemoryError, ValueError, ColocateError))
@@ -270,6 +273,7 @@ class Sleeper:
         self, name: str, role: HostedRole, tags: Sequence[str], discard: Collection[str] = ()
     ) -> tuple[Going, Callable[[], int]]:
         """What of a role is to sleep, copied to where it goes; and what ends its being in memory: see `copy_out`."""
+        finish_works()
         new = [tag for tag in tags if tag not in self.asleep.tags(name)]
         self._tell(role, "sleep", new)  # first: where memory was that it frees, somebody else's may be afterwards
         try:

@@ -54,6 +54,7 @@ from colocate.testing.executors.templates import Templates
 from colocate.testing.executors.tensors import Memory, TensorResidents
 from colocate.testing.executors.threads import Undisturbed
 from colocate.testing.executors.transfers import Transfers
+from colocate.testing.executors.unfinished import SleepingAmidSteps
 from colocate.testing.executors.watching import Watching
 
 
@@ -68,6 +69,7 @@ class ExecutorSuite(
     Memory,
     Ledgers,
     Sleeping,
+    SleepingAmidSteps,
     Budgets,
     Transfers,
     Devices,

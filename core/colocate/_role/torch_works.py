@@ -1,0 +1,87 @@
+"""Works of torch's: operations of process groups that were begun (`async_op=True`), and may not be done yet.
+
+They read and write tensors when they like, also after the call that has begun them. What goes through torch's Python
+functions is known, as long as somebody holds its work.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from colocate._role import torch_books
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup, Work
+
+# Of several versions of torch.
+_METHODS = (
+    *("allreduce", "allreduce_coalesced", "broadcast", "reduce", "gather", "scatter", "alltoall", "alltoall_base"),
+    *("allgather", "allgather_coalesced", "_allgather_base", "allgather_into_tensor_coalesced"),
+    *("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced"),
+    *("all_gather_single", "all_gather_single_coalesced", "all_to_all_single"),
+    *("reduce_scatter_single", "reduce_scatter_single_coalesced"),
+    *("_end_coalescing", "recv", "recv_anysource", "send"),
+)
+
+
+@attrs.frozen
+class _Begun:
+    """One of them; nothing here holds it, or its group."""
+
+    work: weakref.ref[Work]
+    group: weakref.ref[ProcessGroup]
+    sends: bool
+
+
+_begun: dict[int, _Begun] = {}  # by its work's id
+
+
+def record() -> None:
+    """From now on, know of those that this process begins."""
+    from torch.distributed import ProcessGroup
+
+    for name in _METHODS:
+        begin = getattr(ProcessGroup, name, None)
+        if begin is not None and not getattr(begin, "records_works", False):
+            setattr(ProcessGroup, name, _recording(begin, name == "send"))
+
+
+def pending() -> list[Work]:
+    """Those that aren't done, as far as torch tells, but for sends of gloo's, which write nothing.
+
+    In a group that was cut nothing is written any more.
+    """
+    groups = {id(group) for group in torch_books.all_groups().values()} if _begun else ()
+    found = []
+    for begun in list(_begun.values()):
+        work, group = begun.work(), begun.group()
+        if work is None or group is None or id(group) not in groups or work.is_completed():
+            continue
+        if not begun.sends or is_collective(work):
+            found.append(work)
+    return found
+
+
+def is_collective(work: Any) -> bool:
+    """Not a send or a receive of gloo's: those take a timeout for the end of their group."""
+    try:
+        work.get_future()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _recording(begin: Callable[..., Any], sends: bool) -> Callable[..., Any]:
+    def recording(group: Any, *args: Any, **kwargs: Any) -> Any:
+        work = begin(group, *args, **kwargs)
+        if work is not None:
+            key = id(work)
+            _begun[key] = _Begun(weakref.ref(work, lambda _: _begun.pop(key, None)), weakref.ref(group), sends)
+        return work
+
+    recording.records_works = True  # type: ignore[attr-defined]
+    return recording

@@ -1,0 +1,85 @@
+"""Memory of roles that sleeps amid a step: with gradients that aren't reduced yet, or operations that aren't done."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+import colocate
+from colocate.errors import RoleError
+from colocate.executor import OwnProcess
+from colocate.testing.executors._base import ExecutorCase, Spawn, needs
+from colocate.testing.gate import Gate
+from colocate.testing.probes.unfinished import Accumulating, Unfinished
+
+_MIBS = 64
+
+
+class SleepingAmidSteps(ExecutorCase):
+    """What a call leaves for the next one is what it finds, whatever has slept in between."""
+
+    @needs(OwnProcess)
+    def test_gradients_that_are_not_reduced_yet(self, spawn: Spawn) -> None:
+        """FSDP2 has them in objects of its own: they are gradients, and not lost with a cache."""
+        torch = pytest.importorskip("torch")
+        group = spawn({"one": colocate.role(Accumulating), "other": colocate.role(Accumulating)})
+        one, other = group.role("one", Accumulating), group.role("other", Accumulating)
+        for number in range(3):
+            for trainer in (one, other):
+                trainer.accumulate(number, number == 2)
+            kinds = {row["role"]: row["gradients"] for row in group.memory().rows() if row["role"] in ("one", "other")}
+            assert all(kinds.values()), kinds
+            group.sleep("one", discard=["cache"])
+        for mine, its in zip(one.update(), other.update(), strict=True):
+            assert torch.equal(mine, its)
+
+    @needs(OwnProcess)
+    def test_operations_under_way(self, spawn: Spawn) -> None:
+        """A sleep waits for what is written yet, also by a rank that comes to it later."""
+        pytest.importorskip("torch")
+        group = spawn({"role": colocate.role(Unfinished, _MIBS)})
+        role = group.role("role", Unfinished)
+        for _ in range(2):
+            with Gate() as gate:
+                role.begin_sum.submit(gate.address)
+                gate.wait_for()
+                with ThreadPoolExecutor(1) as pool:
+                    sleeping = pool.submit(group.sleep, "role")
+                    gate.open()
+                    assert sleeping.result() > 0
+            assert role.end() == [(3.0, 3.0)] * 2
+
+    @needs(OwnProcess)
+    def test_what_is_to_be_received(self, spawn: Spawn) -> None:
+        """The role alone can wait for that: until it has, nothing sleeps."""
+        pytest.importorskip("torch")
+        group = spawn({"role": colocate.role(Unfinished, 1)})
+        role = group.role("role", Unfinished)
+        role.begin_exchange()
+        with pytest.raises(
+            RoleError,
+            match=r"could not be put to sleep, .* call `wait\(\)` of its work before",
+        ):
+            group.sleep("role")
+        assert role.end() == [(2.0, 2.0), (1.0, 1.0)]
+        assert group.sleep("role") > 0
+
+    @needs(OwnProcess)
+    def test_an_operation_that_a_peer_never_begins(self, spawn: Spawn) -> None:
+        """It fails first: the sleep comes after that."""
+        pytest.importorskip("torch")
+        group = spawn({"role": colocate.role(Unfinished, 1)})
+        role = group.role("role", Unfinished)
+        for _ in range(2):
+            with Gate() as gate:
+                failing = role.begin_sum.submit(gate.address, fails=True)
+                gate.wait_for()
+                with ThreadPoolExecutor(1) as pool:
+                    sleeping = pool.submit(group.sleep, "role")
+                    gate.open()
+                    assert sleeping.result() > 0
+            with pytest.raises(RoleError, match="a bad batch"):
+                failing.result()
+            role.begin_sum()
+            assert role.end() == [(3.0, 3.0)] * 2
