@@ -235,7 +235,7 @@ class ColocatedGroup(Held[Crew], node=Crew):
                 `wake`. A checkpoint wakes it all the same.
             discard: Those tags whose contents nobody needs, "grads" and "cache": they aren't copied, and come back as
                 zeros, also where they sleep already. What else leads to, by another tag, from another role or a
-                resident, comes back as it was.
+                resident, comes back as it was, and so does everything where slots are threads.
 
         Returns:
             How many bytes have left the memory of the workers. What has been away before and wasn't written into since

@@ -53,9 +53,9 @@ class Movable:
                 awake.update(key for place in every[tag].values() for key in place)
         by_tag = {tag: every[tag] for tag in tags}
         awake |= self._immovable(by_tag.values(), [*found.values(), *others])
-        # Threads hand over by reference: what lies in a cache there may be the driver's, or another slot's resident.
-        lost = [tag for tag in discard if not (self._site.in_process and tag == "cache")]
-        empty = unneeded(found, lost, others) if lost else Objects()
+        # Threads hand over by reference: a cache may be the driver's tensor, and a gradient what the driver has got.
+        loses = bool(discard) and not self._site.in_process
+        empty = unneeded(found, discard, others) if loses else Objects()
         return Going(by_tag, empty, awake, self._asleep.away, self._asleep.tags(name), self._site.boot.device)
 
     def _held_by_others(self, name: str, matters: bool) -> tuple[set[int], list[Storages]]:

@@ -409,6 +409,7 @@ class Budgets(ExecutorCase):
             turns.role(name, Dozing).train()
         turns.checkpoint(tmp_path / "saved")  # `Dozing.save` asserts it
 
+    @needs(OwnProcess)
     def test_discard_of_a_role_that_takes_turns(self, spawn: Spawn) -> None:
         """Whether it sleeps already makes no difference to what is there afterwards."""
         pytest.importorskip("torch")

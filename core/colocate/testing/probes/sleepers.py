@@ -130,6 +130,12 @@ class Dozing(Role):
         return self.net.weight.detach()
 
     @method
+    def gradient(self) -> Tensor:
+        """The very gradient."""
+        assert self.net.weight.grad is not None
+        return self.net.weight.grad
+
+    @method
     def caches(self) -> Tensor:
         """The very cache."""
         cache: Tensor = self.cache[0]
