@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colocate._system import pages
+from colocate._system import mappings, pages
 from colocate._system.mappings import PAGE, areas_of, mappings_now, own
 from colocate._system.pages import Emptying, Spill
 from colocate._system.room import free_memory, spill_directories
@@ -250,8 +250,17 @@ def test_what_can_not_be_taken() -> None:
     fixed = mmap.mmap(-1, BIG, mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
     for memory in (shared, fixed):
         assert areas_of([piece(np.frombuffer(memory, dtype=np.uint8))]) == []
-    assert areas_of([piece(numbers(4, 8 * PAGE))]) == []
+    assert areas_of([piece(numbers(4, 3 * PAGE))]) == []
     assert areas_of([]) == []
+
+
+def test_small_pieces_stay_when_mappings_run_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them may take two, and there is no sleep at all when there would be too many."""
+    small, large = piece(numbers(4, 8 * PAGE)), piece(numbers(5, 32 * PAGE))
+    assert len(areas_of([small, large])) == 2
+    monkeypatch.setattr(mappings, "most_mappings", lambda: 2 * (len(mappings_now()) + 1))
+    (area,) = areas_of([small, large])
+    assert area.stop - area.start > 16 * PAGE
 
 
 def test_no_room_on_the_disk(file: Spill, monkeypatch: pytest.MonkeyPatch) -> None:

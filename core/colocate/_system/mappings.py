@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import NamedTuple, TypeAlias, TypeVar
 
 PAGE = mmap.PAGESIZE
-_LEAST_BYTES = 16 * PAGE  # each piece may cost the kernel two mappings, of which a process has some ten thousands
+# Each piece may cost the kernel two mappings, of which a process may have some ten thousands: when those run short,
+# only larger pieces are worth it.
+_LEAST_BYTES = 4 * PAGE
+_LEAST_OF_MANY_BYTES = 16 * PAGE
 _LOOKED_AT_PAGES = 1 << 16
 # Bits 63, 62 and 61 of an entry of pagemap, in its last byte.
 _IN_MEMORY, _SWAPPED, _OF_FILE = 0x80, 0x40, 0x20
@@ -76,7 +79,8 @@ def areas_of(pieces: Iterable[tuple[int, int]]) -> list[Area]:
 
     Args:
         pieces: Addresses and sizes of what lies in memory, in bytes. Pages that hold something else besides stay, and
-            so do small pieces, memory that processes share, and what can't be written.
+            so do small pieces, memory that processes share, and what can't be written. When the process would have
+            half of the mappings that the system allows, more pieces count as small.
 
     Returns:
         Areas that don't overlap, in order.
@@ -84,6 +88,8 @@ def areas_of(pieces: Iterable[tuple[int, int]]) -> list[Area]:
     if not (found := whole_pages(pieces)):
         return []
     mappings = mappings_now()
+    if len(mappings) + 2 * len(found) > most_mappings() // 2:
+        found = [area for area in found if area.stop - area.start >= _LEAST_OF_MANY_BYTES]
     starts = [each.start for each in mappings]
     return [area for area in found if _is_own(area, mappings, starts)]
 

@@ -296,7 +296,7 @@ class Budgets(ExecutorCase):
         group = spawn(roles, slots=1, residency="swap", device_memory="7MiB")
         one, two = group.role("one", Dozing), group.role("two", Dozing)
         for role in (one, two):
-            role.remember(*[torch.ones(3 * 2**12) for _ in range(64)])
+            role.remember(*[torch.ones(2**11) for _ in range(384)])
         with Gate() as gate:
             call = one.train_at.submit(gate.address)
             gate.wait_for(1)
