@@ -108,9 +108,10 @@ def train(
         actor_ramp: PPO steps until the actor's learning rate is reached.
         actor_decay: The part of all PPO steps, at their end, in which the actor's learning rate falls linearly to 0.
         shuffle_rewards: A control: the scores of a batch change places, so that nothing can be learned from them.
-        eval_every: PPO steps between evaluations, which are greedy answers to held-out problems.
+        eval_every: PPO steps between evaluations, which are greedy answers to held-out problems; 0 for those before the
+            first step and after the last one only.
         eval_problems: Problems in an evaluation.
-        checkpoint_every: PPO steps between checkpoints.
+        checkpoint_every: PPO steps between checkpoints; 0 for one at the end only.
         on_step_failure: What becomes of a step in which a role has raised. "retry": the part that failed is done again,
             with the same rows and random numbers; updates that were made aren't made twice. "restore": the job goes
             back to its last checkpoint. "fail": it ends. When ranks are left with different weights, so that the group
@@ -217,10 +218,10 @@ def train(
         while progress.step < steps and not run.stopping:
             with team.scope():
                 metrics = step()
-            if progress.step % eval_every == 0 or progress.step == steps:
+            if progress.step == steps or _is_due(progress.step, eval_every):
                 metrics |= evaluate()
             run.log(progress.step, **metrics, **recovery.told())
-            if progress.step % checkpoint_every == 0 and progress.step < steps:
+            if progress.step < steps and _is_due(progress.step, checkpoint_every):
                 checkpoint()
 
     run.total(steps)
@@ -245,6 +246,10 @@ def _group(run: Run, name: str | None) -> ColocatedGroup:
         there_are = ", ".join(run.groups) or "none"
         raise ConfigError(f"ppo.train: option `group` must name the group to train in; the config has {there_are}")
     return named[0]
+
+
+def _is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
 
 
 def _compare(problems: Problems, before: Sequence[str], after: Sequence[str]) -> list[dict[str, str]]:

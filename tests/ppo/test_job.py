@@ -100,6 +100,14 @@ def test_ppo_improves(warmed: Recorder, tmp_path: Path) -> None:
     assert sum(better) > sum(row["before"] == row["right"] for row in table)
 
 
+def test_nothing_in_between(tmp_path: Path) -> None:
+    """No steps between evaluations, or checkpoints, means none of them until the end."""
+    changes = [*TINY, "job.with.eval_every=0", "job.with.checkpoint_every=0"]
+    recorder = run("ppo-small.yaml", changes, tmp_path)
+    assert [row["step"] for row in recorder.rows if "eval_accuracy" in row] == [0, 6]
+    assert [each.name for each in tmp_path.iterdir()] == ["6"]
+
+
 @pytest.mark.long
 def test_with_shuffled_rewards_it_does_not(warmed: Recorder, tmp_path: Path) -> None:
     """The rise is the reward's doing."""

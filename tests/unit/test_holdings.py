@@ -18,8 +18,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from colocate._protocol.ledger import Purpose
-from colocate.worker.holdings import Objects, Storages, held_by
+from colocate.worker.holdings import held_by
 from colocate.worker.ledger import _shares
+from colocate.worker.storages import Objects, Storages
 
 FLOAT = 4
 

@@ -21,7 +21,7 @@ from colocate._system import pages  # noqa: E402
 from colocate._views.waking import note  # noqa: E402
 from colocate.errors import ColocateError, SleepingError  # noqa: E402
 from colocate.executor import Boot  # noqa: E402
-from colocate.worker import holdings, offload  # noqa: E402
+from colocate.worker import holdings, offload, storages  # noqa: E402
 from colocate.worker.hosted import HostedRole  # noqa: E402
 from colocate.worker.prefetch import Prefetch  # noqa: E402
 from colocate.worker.residency import Residency  # noqa: E402
@@ -86,7 +86,7 @@ class Worker:
 
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> Worker:
-    monkeypatch.setattr(holdings, "_name_of", lambda device: DEVICE)
+    monkeypatch.setattr(storages, "_name_of", lambda device: DEVICE)
     running_call.set(CallState(1))
     return Worker(Boot("worker", "group", 0, "node", DEVICE))
 

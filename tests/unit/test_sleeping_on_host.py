@@ -19,7 +19,7 @@ from colocate._role.context import CallState, running_call, standalone_context  
 from colocate._role.role import methods_of  # noqa: E402
 from colocate._system import pages  # noqa: E402
 from colocate.errors import ColocateError  # noqa: E402
-from colocate.worker import holdings  # noqa: E402
+from colocate.worker import holdings, storages  # noqa: E402
 from colocate.worker.accounts import Accounts  # noqa: E402
 from colocate.worker.hosted import HostedRole  # noqa: E402
 from colocate.worker.ledger import ledger  # noqa: E402
@@ -464,7 +464,7 @@ def test_pinned_memory_stays(site: Any, monkeypatch: pytest.MonkeyPatch) -> None
     model = Model()
     role = add(site, model)
     before = [piece.clone() for piece in model.pieces()]
-    monkeypatch.setattr(holdings, "in_use", lambda device: device == "other:0" or None)
+    monkeypatch.setattr(storages, "in_use", lambda device: device == "other:0" or None)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: tensor is model.cache)
     sleeper = Sleeper(site)
     try:

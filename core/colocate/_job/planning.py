@@ -24,7 +24,8 @@ from colocate._values.mesh import parse_meshes
 from colocate.config.check import budgets_of
 from colocate.config.schema import Config, GroupConfig
 from colocate.errors import ConfigError
-from colocate.worker.holdings import Holdings, Storages, held_by, optimizers_of
+from colocate.worker.holdings import Holdings, held_by, optimizers_of
+from colocate.worker.storages import Storages
 from colocate.worker.swapping import Room, State, Use, cost
 
 KINDS = tuple(purpose.word for purpose in Purpose if purpose is not Purpose.RESIDENTS)

@@ -9,10 +9,11 @@ from colocate._protocol.ledger import Purpose
 from colocate._role.budget import NO_BUDGETS, Budgets, Limit
 from colocate._system.sizes import size_text
 from colocate.errors import MemoryBudgetError, RoleError
-from colocate.worker.holdings import Holdings, Versions
+from colocate.worker.holdings import Holdings
 from colocate.worker.ledger import LookError, Shares, look_at, shares_of
 from colocate.worker.memory_site import Worker
 from colocate.worker.sleeping import Sleeper
+from colocate.worker.storages import Versions
 
 
 class Accounts:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from colocate.worker.holdings import Objects
 from colocate.worker.moves import Coming, Going
+from colocate.worker.storages import Objects
 
 
 class Asleep:

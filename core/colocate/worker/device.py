@@ -16,7 +16,7 @@ from typing import Any
 from colocate._definitions.device_copies import SideStream
 from colocate._system.imported import imported
 from colocate.gpus import in_use
-from colocate.worker.holdings import Storages
+from colocate.worker.storages import Storages
 
 
 class Device:

@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from functools import partial
 
 from colocate._protocol.ledger import Purpose
-from colocate.worker.holdings import Storages, held_by
+from colocate.worker.holdings import held_by
 from colocate.worker.memory_site import Worker
+from colocate.worker.storages import Storages
 
 # So long a look waits for the lane, where a call may take longer. Whoever looks wants to know within a second.
 _WITHIN_S = 0.2

@@ -11,9 +11,10 @@ import attrs
 
 from colocate._protocol.ledger import Ledger, Purpose
 from colocate.gpus import in_use
-from colocate.worker.holdings import Holdings, Storages, held_by
+from colocate.worker.holdings import Holdings, held_by
 from colocate.worker.memory_site import Worker
 from colocate.worker.sleeping import Sleeper
+from colocate.worker.storages import Storages
 from colocate.worker.vmm import absent
 
 

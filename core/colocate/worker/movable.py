@@ -11,11 +11,12 @@ from colocate._system.jobs import error_text
 from colocate._system.mappings import Area, merged, split
 from colocate.errors import ColocateError
 from colocate.worker.asleep import Asleep
-from colocate.worker.holdings import Objects, Storages, held_by
+from colocate.worker.holdings import held_by
 from colocate.worker.hosted import HostedRole
 from colocate.worker.memory_site import Worker
 from colocate.worker.moves import Going, by_tags, keys_but, unneeded
 from colocate.worker.offload import Offload
+from colocate.worker.storages import Objects, Storages
 
 
 class Movable:

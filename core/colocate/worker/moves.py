@@ -9,7 +9,8 @@ from colocate._protocol.ledger import TAGS, Purpose
 from colocate._system.imported import imported
 from colocate._system.mappings import Area, areas_of, merged, own, split, whole_pages
 from colocate._system.pages import Emptying
-from colocate.worker.holdings import Holdings, Objects, Storages
+from colocate.worker.holdings import Holdings
+from colocate.worker.storages import Objects, Storages
 
 _STEPPED = ("grads", "optimizer")
 _TAG_OF = {purpose: tag for tag, purposes in TAGS.items() for purpose in purposes}

@@ -1,0 +1,217 @@
+"""What notes pieces of memory: storages of tensors, and arrays, each of them once."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from colocate._system.imported import imported
+from colocate._values.leaving import memories, sparse_parts
+from colocate.gpus import in_use
+
+
+class Storages(dict[str, dict[int, int]]):
+    """Pieces of memory that tensors and arrays may share: by device, as torch has it, the size of each by its address.
+
+    There are no objects for them: a hundred thousand new ones would have the garbage collector look at all others.
+    """
+
+    def add(self, value: Any) -> None:
+        """Note those of the tensors and arrays in a value."""
+        torch = imported("torch")
+        for item in memories(value):
+            if torch is not None and isinstance(item, torch.Tensor):
+                self.add_tensor(item, torch)
+            else:
+                self._add_array(item)
+
+    def add_tensor(self, item: Any, torch: Any) -> None:
+        """Note that of a tensor, or those of the tensors that it is made of: sparse ones, jagged ones, DTensors."""
+        if _is_made_of_others(item, torch):
+            self.add_parts(item, *_parts(item, torch), torch)
+        elif _storage_of(item) is not None:
+            self.add_plain(item)
+
+    def add_parts(self, item: Any, values: list[Any], indices: list[Any], torch: Any) -> None:
+        """Note those of the tensors that a tensor is made of."""
+        for part in [*values, *indices]:
+            self.add_tensor(part, torch)
+
+    def add_plain(self, item: Any) -> None:
+        """Note that of a tensor which has one."""
+        try:
+            storage = item.untyped_storage()
+            address = storage.data_ptr()
+        except RuntimeError:  # of one that somebody has kept of what `torch.func` had transformed
+            return
+        if nbytes := storage.nbytes():
+            device = _name_of(item.device)
+            pieces = self.get(device)
+            if pieces is None:
+                pieces = self[device] = {}
+            pieces[address] = nbytes
+
+    def _add_array(self, item: Any) -> None:
+        numpy = imported("numpy")
+        if numpy is None or not isinstance(item, numpy.ndarray):
+            return
+        while isinstance(item.base, numpy.ndarray):
+            item = item.base
+        torch = imported("torch")
+        if torch is not None and isinstance(item.base, torch.Tensor):  # `tensor.numpy()`
+            self.add_tensor(item.base, torch)
+        elif item.nbytes:
+            self.add_plain_array(item)
+
+    def add_plain_array(self, item: Any) -> None:
+        """Note that of an array which is no view of another one."""
+        self.setdefault("cpu", {})[item.__array_interface__["data"][0]] = item.nbytes
+
+
+class Versions(Storages):
+    """Storages, and how often their tensors have been written into, as far as torch knows.
+
+    Attributes:
+        written: That.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = 0
+
+    def add_plain(self, item: Any) -> None:
+        """Note that of a tensor which has one."""
+        super().add_plain(item)
+        if not item.is_inference():
+            self.written += item._version
+
+
+class Objects(Storages):
+    """Storages with the objects themselves, where they are a device's: these are named by what torch has for them.
+
+    That stays when their memory goes.
+
+    Attributes:
+        storages: They, by that.
+        trained: What those of tensors that have gradients are called, and such pieces of the host.
+        indices: Likewise, of tensors that say where the values of a sparse or a jagged one are.
+        pinned: Pieces of the host that a device reads and writes by itself, at the pages that they have.
+        plain: The sizes of pieces that may be filled with zeros; tensors and arrays may be views of memory that isn't
+            theirs, even of constant `bytes`, and arrays may consist of references to objects. Torch tells no
+            difference between such tensors and those of which there was an array, by `tensor.numpy()`.
+        gone: What tells whether a piece of the host was let go of, and somebody else may lie there.
+        tensors: Those that lie there, by piece.
+    """
+
+    def __init__(self, device: str = "cpu") -> None:
+        """Args: device: The slot's, as torch calls it."""
+        super().__init__()
+        self._pins = in_use(device) is not None
+        self.storages: dict[int, Any] = {}
+        self.trained: set[int] = set()
+        self.indices: set[int] = set()
+        self.pinned: set[int] = set()
+        self.plain: dict[int, int] = {}
+        self.gone: dict[int, Callable[[], bool]] = {}
+        self.tensors: dict[int, list[weakref.ref[Any]]] = {}
+
+    def join(self, more: Objects) -> None:
+        """Note what others note, too."""
+        for place, sizes in more.items():
+            self.setdefault(place, {}).update(sizes)
+        self.storages.update(more.storages)
+        self.trained |= more.trained
+        self.indices |= more.indices
+        self.pinned |= more.pinned
+        self.plain.update(more.plain)
+        self.gone.update(more.gone)
+        self.tensors.update(more.tensors)
+
+    def add_parts(self, item: Any, values: list[Any], indices: list[Any], torch: Any) -> None:
+        """Note those of the tensors that a tensor is made of. It is that which has gradients, not they."""
+        super().add_parts(item, values, indices, torch)
+        self.indices.update(self._keys(indices, torch))
+        if item.requires_grad:
+            self.trained.update(self._keys(values, torch))
+
+    def add_plain(self, item: Any) -> None:
+        """Note that of a tensor which has one."""
+        if (storage := _storage_of(item)) is None:
+            return
+        key, device = _key(storage), _name_of(item.device)
+        self.tensors.setdefault(key, []).append(weakref.ref(item))
+        if device == "cpu":
+            super().add_plain(item)
+            self.gone[key] = _is_gone(storage)
+            if self._pins and item.is_pinned():
+                self.pinned.add(key)
+        else:
+            self.setdefault(device, {})[key] = storage.nbytes()
+            self.storages[key] = storage
+        if device != "cpu" or storage.resizable():  # a device's that isn't its own stays there
+            self.plain[key] = storage.nbytes()
+        if item.requires_grad:
+            self.trained.add(key)
+
+    def _keys(self, parts: Iterable[Any], torch: Any) -> Iterable[int]:
+        plain = (part for part in parts if not _is_made_of_others(part, torch))
+        return [_key(storage) for part in plain if (storage := _storage_of(part)) is not None]
+
+    def add_plain_array(self, item: Any) -> None:
+        """Note that of an array which is no view of another one."""
+        super().add_plain_array(item)
+        key = item.__array_interface__["data"][0]
+        reference = weakref.ref(item)
+        self.gone[key] = lambda: reference() is None
+        if item.flags.owndata and not item.dtype.hasobject:
+            self.plain[key] = item.nbytes
+
+
+def _storage_of(item: Any) -> Any:
+    """A tensor's; None where there is no memory: it isn't made yet (lazy modules), or there for tracing (an export)."""
+    try:
+        storage = item.untyped_storage()
+        if storage.device.type == "meta":
+            return None
+        storage.data_ptr()
+    except (RuntimeError, ValueError):
+        return None
+    return storage
+
+
+def _is_gone(storage: Any) -> Callable[[], bool]:
+    """What tells whether it is."""
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    expired: Callable[[], bool] = StorageWeakRef(storage).expired  # type: ignore[no-untyped-call]
+    return expired
+
+
+def _key(storage: Any) -> int:
+    return int(storage.data_ptr() if _name_of(storage.device) == "cpu" else storage._cdata)
+
+
+def _is_made_of_others(item: Any, torch: Any) -> bool:
+    if item.layout is not torch.strided or hasattr(item, "__tensor_flatten__"):
+        return True
+    return type(item) not in (torch.Tensor, torch.nn.Parameter) and not item.is_meta and _storage_of(item) is None
+
+
+def _parts(item: Any, torch: Any) -> tuple[list[Any], list[Any]]:
+    """The tensors that a tensor is made of: its values, and what says where these are."""
+    if (parts := sparse_parts(item)) is not None:
+        return parts[-1:], parts[:-1]
+    # Without that method they are in attributes, such as those of a masked tensor.
+    names = item.__tensor_flatten__()[0] if hasattr(item, "__tensor_flatten__") else list(vars(item))
+    # A DTensor names its mesh there, too.
+    tensors = {name: each for name in names if isinstance(each := getattr(item, name), torch.Tensor)}
+    if item.layout is torch.jagged:
+        return [tensors.pop("_values")], list(tensors.values())
+    return list(tensors.values()), []
+
+
+@functools.lru_cache(maxsize=64)
+def _name_of(device: Any) -> str:
+    return str(device)
