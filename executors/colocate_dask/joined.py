@@ -9,7 +9,7 @@ from typing import Any
 
 import attrs
 
-from colocate.errors import ConfigError, EngineError
+from colocate.errors import EngineError
 from colocate.executor import (
     Adopted,
     Boot,
@@ -49,20 +49,16 @@ class JoinedDaskExecutor(DaskExecutor, Detachable, Watchable):
             (worker, slot.address, attrs.evolve(place, handle=None))
             for (worker, slot), place in zip(held.slots.items(), reservation.places, strict=True)
         ]
-        registration = held.keepers.registration(lease, (held.id, rows))
-        scheduler = self._connection.on_scheduler
-        other = scheduler(reservations.publish, held.id, rows[0][0], registration, within_s=ANSWER_S)
-        if other is not None:
-            raise ConfigError(
-                f"there is a detached pool {lease.name!r} in this cluster already: {self._words(lease.name)}; names "
-                f"are unique (colocate close {lease.name} ends that one)"
-            )
-        try:
-            held.keepers.detach(lease)
-        except BaseException:
-            if held.keepers.retain():
-                scheduler(reservations.withdraw, held.id, self._connection.id, within_s=ANSWER_S)
-            raise
+        scheduler, lead = self._connection.on_scheduler, rows[0][0]
+
+        def register(registration: Registration) -> bool:
+            other = scheduler(reservations.publish, held.id, lead, registration, within_s=ANSWER_S)
+            return other is None
+
+        def withdraw() -> None:
+            scheduler(reservations.withdraw, held.id, self._connection.id, within_s=ANSWER_S)
+
+        held.keepers.publish(lease, (held.id, rows), register, withdraw, self.published)
 
     def published(self) -> Sequence[Mapping[str, Any]]:
         """Ask the lead of each."""
@@ -143,7 +139,3 @@ class JoinedDaskExecutor(DaskExecutor, Detachable, Watchable):
     def _registrations(self) -> dict[str, Registration]:
         found = self._connection.on_scheduler(reservations.registrations, within_s=ANSWER_S)
         return {registration.name: registration for registration in found}
-
-    def _words(self, name: str) -> str:
-        seen = next((each for each in self.published() if each["name"] == name), None)
-        return "it is about to end" if seen is None else f"pool {seen['pool']!r} of {seen['slots']} slots"

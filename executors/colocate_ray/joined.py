@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 
 from colocate import wire
-from colocate.errors import ColocateError, ConfigError, EngineError
+from colocate.errors import ColocateError, EngineError
 from colocate.executor import (
     Adopted,
     Boot,
@@ -105,18 +105,13 @@ class JoinedRayExecutor(RayExecutor, Detachable, Watchable):
             (self._slots[place.handle].address, place.handle[1], attrs.evolve(place, handle=None))
             for place in reservation.places
         ]
-        registration = owned.keepers.registration(lease, (owned.name, owned.request, rows))
-        if not self._envoy.call("publish", registration):
-            raise ConfigError(
-                f"there is a detached pool {lease.name!r} in this cluster already: {self._words(lease.name)}; names "
-                f"are unique (colocate close {lease.name} ends that one)"
-            )
-        try:
-            owned.keepers.detach(lease)
-        except BaseException:
-            if owned.keepers.retain():
-                self._envoy.call("withdraw", owned.name)
-            raise
+        owned.keepers.publish(
+            lease,
+            (owned.name, owned.request, rows),
+            partial(self._envoy.call, "publish"),
+            partial(self._envoy.call, "withdraw", owned.name),
+            self.published,
+        )
 
     def published(self) -> Sequence[Mapping[str, Any]]:
         """Ask the lead of each."""
@@ -206,7 +201,3 @@ class JoinedRayExecutor(RayExecutor, Detachable, Watchable):
     def _registrations(self) -> dict[str, Registration]:
         found: list[Registration] = self._envoy.call("registrations", within_s=LISTED_WITHIN_S)
         return {registration.name: registration for registration in found}
-
-    def _words(self, name: str) -> str:
-        seen = next((each for each in self.published() if each["name"] == name), None)
-        return "it is about to end" if seen is None else f"pool {seen['pool']!r} of {seen['slots']} slots"

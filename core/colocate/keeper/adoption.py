@@ -188,10 +188,43 @@ class PoolKeepers:
         self.lead = lead
         self.slots = slots
 
-    def registration(self, lease: Lease, facts: Any) -> Registration:
-        """What the engine's registry is to know."""
-        keepers = tuple(slot.address for slot in self.slots)
-        return Registration(lease.name, self.lead.address, self.key, facts, lease.about, keepers=keepers)
+    def publish(
+        self,
+        lease: Lease,
+        facts: Any,
+        register: Callable[[Registration], bool],
+        withdraw: Callable[[], object],
+        published: Callable[[], Sequence[Mapping[str, Any]]],
+    ) -> None:
+        """Have the pool be found by its name, and every keeper go on without this driver, when that lets go.
+
+        Args:
+            lease: What the keepers go on with.
+            facts: What the executor needs to find the slots again; plain data.
+            register: Enters it in the engine's registry; False when another pool has its name.
+            withdraw: Takes it out again.
+            published: All pools that leads tell of.
+
+        Raises:
+            ConfigError: Another pool has its name.
+            EngineError: A keeper doesn't confirm it; the pool is this driver's as before.
+        """
+        addresses = tuple(slot.address for slot in self.slots)
+        if not register(Registration(lease.name, self.lead.address, self.key, facts, lease.about, keepers=addresses)):
+            other = next((each for each in published() if each["name"] == lease.name), None)
+            words = "it is just beginning, or about to end"
+            if other is not None:
+                words = f"pool {other['pool']!r} of {other['slots']} slots"
+            raise ConfigError(
+                f"there is a detached pool {lease.name!r} in this cluster already: {words}; names are unique "
+                f"(colocate close {lease.name} ends that one)"
+            )
+        try:
+            self.detach(lease)
+        except BaseException:  # Ctrl-C too
+            if self.retain():
+                withdraw()
+            raise
 
     def detach(self, lease: Lease) -> None:
         """Have every keeper go on without this driver, when that lets go.
