@@ -14,7 +14,7 @@ from colocate import wire
 from colocate._protocol.commands import Detach, GiveUp, Renew, Retain
 from colocate._system.deadline import Deadline
 from colocate._system.limits import LEAD_SLACK_S
-from colocate.errors import BorrowedError, EngineError
+from colocate.errors import BorrowedError, ConfigError, EngineError
 from colocate.keeper import (
     AdoptedSlot,
     Adoption,
@@ -25,6 +25,7 @@ from colocate.keeper import (
     PoolKeepers,
     Registration,
     adopt_lead,
+    adoption,
     listed,
 )
 from colocate.keeper.leased import Leased
@@ -145,6 +146,32 @@ def test_not_retained_by_who_has_lost_it(side: Side) -> None:
     assert adopted.epoch == second.epoch + 1
     assert not ended.is_set()
     other.close()
+
+
+def test_a_name_that_is_about_to_be_free(side: Side) -> None:
+    """A pool that has ended has its name until the registry hears of that: the next one waits for it."""
+    answers = iter([False, False, True])
+    entered: list[Registration] = []
+
+    def register(registration: Registration) -> bool:
+        entered.append(registration)
+        return next(answers)
+
+    pool = PoolKeepers(side.key, side.owner, [side.owner])
+    pool.publish(LEASE, "facts", register, lambda: None, list)
+    assert [(each.name, each.facts) for each in entered] == [("name", "facts")] * 3
+    assert side.adoption("second").epoch  # it is detached
+
+
+def test_a_name_that_is_taken(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who has it is said as soon as that is seen, and in the end where nobody is."""
+    pool = PoolKeepers(side.key, side.owner, [side.owner])
+    others = iter([[], [{"name": "other"}, {"name": "name", "pool": "pool-7", "slots": 4}]])
+    with pytest.raises(ConfigError, match=r"already: pool 'pool-7' of 4 slots; names are unique \(colocate close name"):
+        pool.publish(LEASE, None, lambda registration: False, lambda: None, lambda: next(others))
+    monkeypatch.setattr(adoption, "NAME_SETTLES_WITHIN_S", 0.0)
+    with pytest.raises(ConfigError, match=r"already: it has ended, of which the cluster hasn't heard"):
+        pool.publish(LEASE, None, lambda registration: False, lambda: None, list)
 
 
 def test_a_keeper_that_is_gone_confirms_nothing(side: Side) -> None:

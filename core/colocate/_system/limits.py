@@ -113,5 +113,7 @@ LEAD_SLACK_S = 5.0
 """The other keepers of a pool outlive the lead so long, lest somebody be granted a pool that is about to go."""
 ADOPTED_WITHIN_S = 10.0
 """A keeper answers who wants it."""
+NAME_SETTLES_WITHIN_S = 5.0
+"""The engine has heard that a detached pool has ended, and its name is free; or one that just begins can be seen."""
 LEFT_WITHIN_S = 2.0
 """A keeper that goes on without this driver has heard so."""

@@ -14,11 +14,13 @@ from colocate._protocol.commands import Attach, Detach, Fenced, GiveUp, Granted,
 from colocate._protocol.message import Message
 from colocate._protocol.requests import Requests
 from colocate._system.deadline import Deadline
-from colocate._system.limits import ADOPTED_WITHIN_S, LEFT_WITHIN_S
+from colocate._system.limits import ADOPTED_WITHIN_S, LEFT_WITHIN_S, NAME_SETTLES_WITHIN_S
 from colocate.errors import BorrowedError, ClosedError, ColocateError, ConfigError, EngineError
 from colocate.executor import Lease
 from colocate.keeper.greeting import NEWCOMER
 from colocate.keeper.slots import Keepers, KeptSlot
+
+_STEP_S = 0.02
 
 
 @attrs.frozen
@@ -209,16 +211,20 @@ class PoolKeepers:
             ConfigError: Another pool has its name.
             EngineError: A keeper doesn't confirm it; the pool is this driver's as before.
         """
-        addresses = tuple(slot.address for slot in self.slots)
-        if not register(Registration(lease.name, self.lead.address, self.key, facts, lease.about, keepers=addresses)):
+        keepers = tuple(slot.address for slot in self.slots)
+        registration = Registration(lease.name, self.lead.address, self.key, facts, lease.about, keepers=keepers)
+        deadline = Deadline(NAME_SETTLES_WITHIN_S)
+        while not register(registration):
             other = next((each for each in published() if each["name"] == lease.name), None)
-            words = "it is just beginning, or about to end"
-            if other is not None:
-                words = f"pool {other['pool']!r} of {other['slots']} slots"
-            raise ConfigError(
-                f"there is a detached pool {lease.name!r} in this cluster already: {words}; names are unique "
-                f"(colocate close {lease.name} ends that one)"
-            )
+            if other is not None or deadline.is_over:
+                words = "it has ended, of which the cluster hasn't heard"
+                if other is not None:
+                    words = f"pool {other['pool']!r} of {other['slots']} slots"
+                raise ConfigError(
+                    f"there is a detached pool {lease.name!r} in this cluster already: {words}; names are unique "
+                    f"(colocate close {lease.name} ends that one)"
+                )
+            time.sleep(_STEP_S)  # it has ended, of which the registry is about to hear; or it is just being detached
         try:
             self.detach(lease)
         except BaseException:  # Ctrl-C too
