@@ -66,10 +66,13 @@ class ColocateError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         cause = self.__cause__  # first: it may be made now
-        state = dict(self.__dict__)
-        if cause is not None:
-            state["__cause__"] = cause if isinstance(cause, ColocateError) else _carried(cause)
-        return _restore, (type(self), self.args, state)
+        if cause is not None and not isinstance(cause, ColocateError):
+            cause = _carried(cause)
+        return _restore, (type(self), self.args, self.__dict__, cause)
+
+    def __copy__(self) -> ColocateError:
+        cause = self.__cause__  # likewise
+        return _restore(type(self), self.args, self.__dict__, cause)
 
 
 def _carried(cause: BaseException) -> BaseException:
@@ -81,9 +84,10 @@ def _carried(cause: BaseException) -> BaseException:
     return RuntimeError(f"{words} (the exception itself can't be pickled)")
 
 
-def _restore(cls: type[ColocateError], args: tuple[Any, ...], state: dict[str, Any]) -> ColocateError:
+def _restore(
+    cls: type[ColocateError], args: tuple[Any, ...], state: dict[str, Any], cause: BaseException | None
+) -> ColocateError:
     error = cls(*args)
-    cause = state.pop("__cause__", None)
     error.__dict__.update(state)
     if cause is not None:
         error.__cause__ = cause

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
+import threading
 
 import pytest
 
@@ -23,6 +25,17 @@ def test_each_comes_back_as_it_was(cls: type[ColocateError]) -> None:
     assert back.args == error.args
     assert (back.group, back.rank) == ("policy", 1)
     assert isinstance(back.__cause__, ValueError)
+
+
+@pytest.mark.parametrize("cls", ALL)
+def test_a_copy_has_the_very_cause(cls: type[ColocateError]) -> None:
+    """It isn't pickled for that: it may hold tensors, or what can't be."""
+    error = cls("what happened", group="policy", rank=1)
+    error.__cause__ = ValueError(threading.Lock())
+    again = copy.copy(error)
+    assert again is not error
+    assert (type(again), str(again), again.rank) == (cls, str(error), 1)
+    assert again.__cause__ is error.__cause__
 
 
 def test_what_only_follows_is_not_told_of_a_start() -> None:
