@@ -299,7 +299,8 @@ def test_memory_that_was_freed_while_away(file: Spill) -> None:
         copy = other.copy()
         put_away(file, other)
         assert (other == copy).all()
-    assert file.room() <= 4 * 16 * BIG
+    # Where malloc has them beside each other there are places for all that lives at once, and no more than these.
+    assert file.room() <= 6 * 16 * BIG
 
 
 def test_several_files(file: Spill) -> None:
