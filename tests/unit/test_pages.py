@@ -256,10 +256,10 @@ def test_what_can_not_be_taken() -> None:
 
 def test_small_pieces_stay_when_mappings_run_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of them may take two, and there is no sleep at all when there would be too many."""
-    small, large = piece(numbers(4, 8 * PAGE)), piece(numbers(5, 32 * PAGE))
-    assert len(areas_of([small, large])) == 2
+    small, large = numbers(4, 8 * PAGE), numbers(5, 32 * PAGE)
+    assert len(areas_of([piece(small), piece(large)])) == 2
     monkeypatch.setattr(mappings, "most_mappings", lambda: 2 * (len(mappings_now()) + 1))
-    (area,) = areas_of([small, large])
+    (area,) = areas_of([piece(small), piece(large)])
     assert area.stop - area.start > 16 * PAGE
 
 
