@@ -123,15 +123,15 @@ def budgets(
     Raises:
         ConfigError: They contradict each other.
     """
-    limits = slot.limits("the pool's slots")
-    for own in group.limits("the group"):
-        for above in limits:
-            if above.device is own.device and above.nbytes < own.nbytes:
+    of_slots, of_group = slot.limits("the pool's slots"), group.limits("the group")
+    for limit in of_group:
+        for above in of_slots:
+            if above.device is limit.device and above.nbytes < limit.nbytes:
                 raise ConfigError(
-                    f"the group may have {size_text(own.nbytes)} ({own.word}), and the pool's slots have "
+                    f"the group may have {size_text(limit.nbytes)} ({limit.word}), and the pool's slots have "
                     f"{size_text(above.nbytes)} for it"
                 )
-    limits += group.limits("the group")
+    limits = [*of_slots, *of_group]
     for name, spec in roles.items():
         own = spec.budget.limits(f"role {name!r}", name)
         for limit in own:
