@@ -216,8 +216,8 @@ class Resume(Message):
 
 
 @message
-class Cancel(Message):
-    """Nobody waits for a call any more (`ctx.cancelled`).
+class GiveUp(Message):
+    """Nobody waits for a call any more: it ends as soon as it can (`ctx.cancelled`; what it awaits is cancelled).
 
     Attributes:
         seq: The call.

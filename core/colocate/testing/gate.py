@@ -28,6 +28,12 @@ class Gate:
         for _ in range(count):
             self._waiting.append(self._listener.accept()[0])
 
+    def wait_for_none(self) -> None:
+        """Wait until everybody who has come is gone again, though it isn't open."""
+        for waiting in self._waiting:
+            waiting.settimeout(PATIENCE_S)
+            assert not waiting.recv(1)
+
     def open(self) -> None:
         """Let everybody through, from now on."""
         self._listener.close()  # who hasn't been accepted is reset, who comes later is refused

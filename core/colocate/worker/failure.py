@@ -104,9 +104,13 @@ def raised_by_role(error: BaseException) -> bool:
 
 def stack_of_role_code(thread: threading.Thread) -> list[str]:
     """A thread's stack as text, from the role's own code on, or all of it when there is none of that; [] at its end."""
-    frames = _frames_of(thread)
+    return role_code_in(_frames_of(thread)[::-1])
+
+
+def role_code_in(frames: Sequence[FrameType]) -> list[str]:
+    """Frames, the outermost first, as text, from the role's own code on, or all when there is none of that."""
     return traceback.format_list(
-        role_code_of(traceback.StackSummary.extract((frame, frame.f_lineno) for frame in reversed(frames)))
+        role_code_of(traceback.StackSummary.extract((frame, frame.f_lineno) for frame in frames))
     )
 
 

@@ -84,7 +84,7 @@ class WorkerHost(Site):
             messages.DropGroups: self._on_renew,
             messages.Join: self._on_join,
             messages.Resume: self._on_resume,
-            messages.Cancel: self._on_cancel,
+            messages.GiveUp: self._on_give_up,
             messages.Stop: self._on_stop,
             messages.Withdraw: self._on_withdraw,
             messages.Decided: self._on_decided,
@@ -169,8 +169,8 @@ class WorkerHost(Site):
             role.take_back(resume.withdrawn)
         self.lane.resume(resume.number, frozenset(resume.withdrawn))
 
-    def _on_cancel(self, message: messages.Cancel, body: None) -> None:
-        self.lane.cancel(message.seq)
+    def _on_give_up(self, message: messages.GiveUp, body: None) -> None:
+        self.lane.give_up(message.seq, message.seq)
 
     def _on_stop(self, message: messages.Stop, body: None) -> None:
         self.lane.stop()
@@ -180,7 +180,7 @@ class WorkerHost(Site):
 
     def _on_decided(self, decided: messages.Decided, body: None) -> None:
         if not decided.drop:
-            self.lane.cancel(decided.seq)
+            self.lane.cancel(decided.seq, decided.seq)
         self.lane.decide(decided.token, decided.seq if decided.drop else None)
 
     def _on_stack(self, asked: messages.AskStack, body: None) -> None:
@@ -287,10 +287,16 @@ class WorkerHost(Site):
 
     def stack(self) -> str:
         """What the lane is doing, as a Python stack."""
+        running = dict(self.lane.running)
         with failure.LOOKING:
             stack = "".join(failure.stack_of_role_code(self.lane.thread))
-        running = ", ".join(work.label for work in list(self.lane.running.values())) or "nothing"
-        return f"running {running}\n{stack}" if stack else f"running {running}; its lane has ended"
+            awaiting = self.lane.tasks.awaiting() if self.lane.tasks is not None else {}
+            waits = [(seq, "".join(failure.role_code_in(frames))) for seq, frames in awaiting.items() if seq in running]
+        told = [f"awaiting in {running[seq].label}\n{frames}" for seq, frames in waits]
+        if len(told) < len(running) or not told:  # one computes: it is what the lane's thread does
+            computing = ", ".join(work.label for seq, work in running.items() if seq not in awaiting) or "nothing"
+            told.insert(0, f"running {computing}\n{stack}" if stack else f"running {computing}; its lane has ended")
+        return "".join(told)
 
     # -- on the ledgers' thread
 

@@ -3,6 +3,8 @@
 After a failed call no rank takes up that call or a later one until all ranks are back; earlier ones it still runs, as
 others may wait for their results. This rank stops itself when a call fails here, and on the driver's word when one
 failed elsewhere. Holds are numbered; the lane is held while the highest hold that it knows of hasn't been resumed.
+
+A call that nobody waits for any more is told so, if it looks; of an async method, what it awaits is cancelled.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ class Work(CallState):
     on_drop: Callable[[], None] | None = attrs.field(default=None, init=False)
     operations: int = attrs.field(default=0, init=False)  # of process groups that came before it
     cuts: int = attrs.field(default=0, init=False)  # how often process groups had been cut before it
+    given_up: bool = attrs.field(default=False, init=False)  # its await was cancelled here, for want of who waits
     allocated: int | None = attrs.field(default=None, init=False)  # see `Device.begin`
     lots: int = attrs.field(default=0, init=False)  # how many lots of definitions came before it
     began: float = attrs.field(default=0.0, init=False)  # when, in seconds of time.time()
@@ -52,6 +55,12 @@ class Work(CallState):
 @attrs.frozen
 class _Hold:
     number: int
+
+
+@attrs.frozen
+class _GivenUp:
+    first: int
+    last: int
 
 
 @attrs.frozen
@@ -81,7 +90,7 @@ class _Action:
     act: Callable[[], object]
 
 
-_Item: TypeAlias = "Work | _Hold | _Resume | _Decided | _Renewed | _Turned | _Action | None"
+_Item: TypeAlias = "Work | _Hold | _GivenUp | _Resume | _Decided | _Renewed | _Turned | _Action | None"
 _NEVER = sys.maxsize
 
 
@@ -148,7 +157,7 @@ class Lane:
         """
         self._limit_to(number, max(failed, 1))
         self._held = max(self._held, number)
-        self.cancel(failed)
+        self.give_up(failed, failed)
         self._put(_Hold(number))  # everything sent before the failed call is in the queue before this
 
     def _limit_to(self, number: int, failed: int) -> None:
@@ -181,19 +190,21 @@ class Lane:
         """Go on after `hold_up`, without the call that is dropped, if it is."""
         self._put(_Decided(token, dropped))
 
-    def cancel(self, seq: int) -> None:
-        """Tell a running call, if it looks, that nobody waits for it."""
-        work = self.running.get(seq)
-        if work is not None:
-            work.cancelled = True
+    def cancel(self, first: int, last: int) -> None:
+        """Tell running calls of these numbers that they had better end, if they look; their results still count."""
+        for seq, work in list(self.running.items()):
+            work.cancelled = work.cancelled or first <= seq <= last
+
+    def give_up(self, first: int, last: int) -> None:
+        """Nobody waits for calls of these numbers any more: those that run end as soon as they can."""
+        self.cancel(first, last)
+        self._put(_GivenUp(first, last))
 
     def stop(self) -> None:
-        """Begin nothing any more for this driver, which is about to close, and tell what runs that nobody waits."""
-        self._stopped_for = (
-            self._scope.base
-        )  # before looking: what the lane begins after this it has looked at this for
-        for work in list(self.running.values()):
-            work.cancelled = True
+        """Begin nothing any more for this driver, which is about to close; what runs has a while to end."""
+        # Before looking: what the lane begins after this it has looked at this for.
+        self._stopped_for = self._scope.base
+        self.cancel(0, _NEVER)
 
     def do(self, action: Callable[[], object]) -> None:
         """Do something on the lane that is no call, also during a hold: it must not raise."""
@@ -206,8 +217,7 @@ class Lane:
     def renew(self) -> None:
         """Drop what a driver has left behind; the next one's calls and holds have numbers above the base."""
         base = self._scope.base
-        for work in list(self.running.values()):
-            work.cancelled = work.cancelled or work.seq <= base
+        self.give_up(0, base)
         self._put(_Renewed(base))
 
     def turn_to(self, lane: SocketLane) -> None:
@@ -216,8 +226,7 @@ class Lane:
 
     def close(self) -> None:
         """End the thread after what runs now, now that its scope is closed; queued work is dropped."""
-        for work in list(self.running.values()):
-            work.cancelled = True
+        self.give_up(0, _NEVER)
         self._put(None)
 
     def _put(self, item: _Item) -> None:
@@ -322,6 +331,8 @@ class Lane:
             self._waiting.append(item)
         elif isinstance(item, _Hold):
             self._noted = max(self._noted, item.number)
+        elif isinstance(item, _GivenUp):
+            self._give_up(item.first, item.last)
         elif isinstance(item, _Resume):
             self._resumed = item.hold
             for number in [number for number in list(self._limits) if number <= item.hold]:
@@ -384,7 +395,13 @@ class Lane:
             from colocate.worker.tasks import Tasks
 
             self.tasks = Tasks(self._has_news)
-        self.tasks.begin(self._await(work, coroutine))
+        self.tasks.begin(work.seq, self._await(work, coroutine))
+
+    def _give_up(self, first: int, last: int) -> None:
+        for seq, work in list(self.running.items()):  # none of a method that isn't async: that would be on this thread
+            if first <= seq <= last and self.tasks is not None:
+                work.given_up = True
+                self.tasks.cancel(seq)
 
     async def _await(self, work: Work, coroutine: Coroutine[Any, Any, bool]) -> None:
         try:

@@ -322,7 +322,8 @@ class Runner:
         amid = work is not None and (
             begun != work.operations or (torch_books.are_any() and failure.is_in_backward(error))
         )
-        secondary = isinstance(error, Consequence) or site.groups.lost_a_peer()
+        given_up = work is not None and work.given_up
+        secondary = given_up or isinstance(error, Consequence) or site.groups.lost_a_peer()
         told, body = failure.failed(error, site.codec, site.definitions, role, secondary)
         if not site.scope.let_go(seq):  # otherwise nobody would lead the hold that follows
             taken = summed(work.taken) if work is not None and work.taken else ()

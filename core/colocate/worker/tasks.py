@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine
+from types import CoroutineType, FrameType, GeneratorType
 from typing import Any
 
 
@@ -20,17 +21,25 @@ class Tasks:
         self._has_news = has_news
         self._loop = asyncio.new_event_loop()
         self._woken = asyncio.Event()
-        self._running: set[asyncio.Task[None]] = set()
+        self._running: dict[int, asyncio.Task[None]] = {}
 
     def __len__(self) -> int:
         return len(self._running)
 
-    def begin(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def begin(self, number: int, coroutine: Coroutine[Any, Any, None]) -> None:
         """Run it up to its first await: async calls start in order."""
-        task = self._loop.create_task(coroutine)
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
+        task = self._running[number] = self._loop.create_task(coroutine)
+        task.add_done_callback(lambda _: self._running.pop(number))
         self._turn(asyncio.sleep(0))
+
+    def cancel(self, number: int) -> None:
+        """What one awaits is cancelled, when they run next."""
+        self._running[number].cancel()
+
+    def awaiting(self) -> dict[int, list[FrameType]]:
+        """Where each of them waits, the outermost frame first; none of one that computes. From any thread."""
+        found = {number: _frames_of(task.get_coro()) for number, task in list(self._running.items())}
+        return {number: frames for number, frames in found.items() if frames}
 
     def wait(self) -> None:
         """Run them until one is done or there are news."""
@@ -62,7 +71,20 @@ class Tasks:
             return
         woken = asyncio.ensure_future(self._woken.wait())
         try:
-            await asyncio.wait([*self._running, woken], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([*self._running.values(), woken], return_when=asyncio.FIRST_COMPLETED)
         finally:
             woken.cancel()
         await asyncio.wait([woken])
+
+
+def _frames_of(awaited: Any) -> list[FrameType]:
+    """The frames of a coroutine and of what it awaits, as far as they are written in Python; none while it runs."""
+    frames: list[FrameType] = []
+    while isinstance(awaited, CoroutineType | GeneratorType):
+        native = isinstance(awaited, CoroutineType)
+        frame = awaited.cr_frame if native else awaited.gi_frame
+        if frame is None or (awaited.cr_running if native else awaited.gi_running):
+            return []
+        frames.append(frame)
+        awaited = awaited.cr_await if native else awaited.gi_yieldfrom
+    return frames

@@ -233,6 +233,42 @@ class Order(ExecutorCase):
         after.result(PATIENCE_S)
         assert log.read() == [["in", "out", "after"]] * 2
 
+    def test_async_failing(self, pair: ColocatedGroup) -> None:
+        """What a rank awaits in a call that has failed elsewhere is cancelled; earlier calls go on to their end."""
+        log = cleared(pair)
+        with Gate() as mine, Gate() as first, Gate() as second, Gate() as closed:
+            going = log.async_at.submit([mine.address] * 2)  # type: ignore[arg-type]
+            failing = [
+                log.async_at.submit([gate.address, closed.address], failing=0)  # type: ignore[arg-type]
+                for gate in (first, second)
+            ]
+            mine.wait_for(2)
+            first.wait_for()
+            second.wait_for()
+            closed.wait_for(2)
+            first.open()
+            assert isinstance(error_of(failing[0]), RoleError)
+            second.open()  # in the hold, which waits for the call before
+            closed.wait_for_none()
+            mine.open()
+            going.result(PATIENCE_S)
+            later = error_of(failing[1])
+            assert isinstance(later, RoleError)
+            assert isinstance(later.__cause__, ValueError)
+            assert log.read() == [["waited"], ["cancelled", "cancelled", "waited"]]
+
+    def test_timeout_of_an_async_call(self, pair: ColocatedGroup) -> None:
+        """What an async method awaits past its timeout is its stack, and is cancelled; then as any failure."""
+        log = cleared(pair)
+        with Gate() as gate:
+            error = error_of(log.async_at.options(timeout=1.0).submit([gate.address] * 2))  # type: ignore[arg-type]
+            assert isinstance(error, CallTimeout)
+            assert set(error.stacks) == {0, 1}
+            for stack in error.stacks.values():
+                assert stack.startswith("awaiting in log.async_at\n")
+                assert "in async_at\n    await pass_gate_async(gate)" in stack
+            assert log.read() == [["cancelled"]] * 2
+
     def test_timeout(self, pair: ColocatedGroup) -> None:
         """A call past its timeout ends with CallTimeout, with each late rank's Python stack; then as any failure."""
         faulty, log = pair.role("faulty", Faulty), cleared(pair)

@@ -228,6 +228,18 @@ class Log(Role):
         await asyncio.sleep(0)
         raise LookupError("async failure")
 
+    @method(dispatch=PerRank("gate"), concurrency=3)
+    async def async_at(self, gate: Address, failing: int | None = None) -> None:
+        """Wait, without an end when nobody opens the gate; one rank raises then."""
+        try:
+            await pass_gate_async(gate)
+        except asyncio.CancelledError:
+            self.entries.append("cancelled")
+            raise
+        if self.ctx.rank == failing:
+            raise ValueError(f"rank {failing} was told to raise")
+        self.entries.append("waited")
+
     @method(concurrency=2)
     async def async_cancel_all(self) -> str:
         """Cancel all others in its event loop, as a library does that cleans up."""
