@@ -85,6 +85,21 @@ def test_an_optimizer_alone() -> None:
     assert counted(Holder(opt=optimizer))["parameters"] == bytes_of(model.parameters())
 
 
+def test_objects_of_torch() -> None:
+    """What they have besides is what the optimizer's state, or a module's buffers, would be."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.ones(1))
+    assert counted(Holder(scaler=scaler)) == {"optimizer": 2 * FLOAT}  # and when it has last grown
+    data = torch.utils.data.TensorDataset(torch.ones(6), torch.ones(4))
+    normal = torch.distributions.Normal(torch.zeros(3), torch.ones(3))
+    loader = torch.utils.data.DataLoader(data, batch_size=2)
+    assert counted(Holder(loader=loader, prior=[normal])) == {"buffers": (6 + 4 + 3 + 3) * FLOAT}
+    model, optimizer = trained()
+    alone = counted(Holder(model=model, optimizer=optimizer))
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
+    assert counted(Holder(model=model, optimizer=optimizer, schedule=schedule)) == alone
+
+
 def test_memory_that_is_shared() -> None:
     """Tied weights, views, a second name, an array over a tensor: each byte once, as the first of its kinds."""
     tied = nn.Linear(32, 32, bias=False)

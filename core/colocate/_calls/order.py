@@ -188,7 +188,7 @@ class CallOrder:
             error = poison or failure_error(self.link, call, slot, failure, body)
             hold.withdrawn.add(seq)
             if seq > hold.failed:
-                self.link.send(self.link.live(), messages.GiveUp(seq))
+                self.link.send(self.link.live(), messages.Unwanted(seq))
             self._lower(hold, seq)
             if failure.secondary and hold.root is None and poison is None:
                 # A lost connection or resident is a consequence: its cause is on its way, as a failure or as a death.
@@ -384,7 +384,7 @@ class CallOrder:
             elif not hold.renews:  # else nothing runs, and what is on its way to be renewed isn't to be disturbed
                 self._lower(hold, call.seq)
                 live = self.link.live()
-                self.link.send(live, messages.GiveUp(call.seq))
+                self.link.send(live, messages.Unwanted(call.seq))
                 self.link.send(live, messages.Hold(hold.number, hold.failed, True))
             hold.withdrawn.add(call.seq)
             if hold.suspected is not None and hold.suspected[0].seq < call.seq:

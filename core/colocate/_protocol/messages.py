@@ -216,7 +216,7 @@ class Resume(Message):
 
 
 @message
-class GiveUp(Message):
+class Unwanted(Message):
     """Nobody waits for a call any more: it ends as soon as it can (`ctx.cancelled`; what it awaits is cancelled).
 
     Attributes:

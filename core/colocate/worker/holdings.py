@@ -114,7 +114,10 @@ class _Search:
                 self._seen.add(id(gradient))
                 if not self._has_gradients:
                     self.add(Purpose.GRADIENTS, gradient)
-            self._all(_attributes(item))
+            held = _attributes(item)
+            if (purpose := _purpose_in(type(item))) is not None:
+                self.add(purpose, held)
+            self._all(held)
 
     def _is_memory(self, item: Any) -> bool:
         # Others may call an attribute `nbytes` too, and hold tensors.
@@ -196,6 +199,22 @@ _ACCUMULATED = {"FSDPParam": "unsharded_accumulated_grad", "FSDPParamGroup": "_p
 def _accumulates_in(kind: type) -> str | None:
     """The attribute in which objects of a type of torch's have gradients."""
     return _ACCUMULATED.get(kind.__name__) if kind.__module__.startswith("torch.distributed.fsdp.") else None
+
+
+# What objects of torch's own have beside modules and optimizers is no cache: contents that must not be lost.
+_PURPOSES = {
+    "torch.amp.": Purpose.OPTIMIZER,  # the scale of a GradScaler
+    "torch.cuda.amp.": Purpose.OPTIMIZER,
+    "torch.optim.": Purpose.OPTIMIZER,  # what schedulers count
+    "torch.utils.data.": Purpose.BUFFERS,  # data sets
+    "torch.distributions.": Purpose.BUFFERS,
+}
+
+
+@by_type
+def _purpose_in(kind: type) -> Purpose | None:
+    """What tensors in attributes of objects of a type are for, where the type says so."""
+    return next((purpose for name, purpose in _PURPOSES.items() if kind.__module__.startswith(name)), None)
 
 
 _NOT_INTO = (

@@ -84,7 +84,7 @@ class WorkerHost(Site):
             messages.DropGroups: self._on_renew,
             messages.Join: self._on_join,
             messages.Resume: self._on_resume,
-            messages.GiveUp: self._on_give_up,
+            messages.Unwanted: self._on_unwanted,
             messages.Stop: self._on_stop,
             messages.Withdraw: self._on_withdraw,
             messages.Decided: self._on_decided,
@@ -169,7 +169,7 @@ class WorkerHost(Site):
             role.take_back(resume.withdrawn)
         self.lane.resume(resume.number, frozenset(resume.withdrawn))
 
-    def _on_give_up(self, message: messages.GiveUp, body: None) -> None:
+    def _on_unwanted(self, message: messages.Unwanted, body: None) -> None:
         self.lane.give_up(message.seq, message.seq)
 
     def _on_stop(self, message: messages.Stop, body: None) -> None:
