@@ -90,10 +90,10 @@ def test_objects_of_torch() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     scaler.scale(torch.ones(1))
     assert counted(Holder(scaler=scaler)) == {"optimizer": 2 * FLOAT}  # and when it has last grown
-    data = torch.utils.data.TensorDataset(torch.ones(6), torch.ones(4))
+    data = torch.utils.data.TensorDataset(torch.ones(6), torch.ones(6, 2))
     normal = torch.distributions.Normal(torch.zeros(3), torch.ones(3))
     loader = torch.utils.data.DataLoader(data, batch_size=2)
-    assert counted(Holder(loader=loader, prior=[normal])) == {"buffers": (6 + 4 + 3 + 3) * FLOAT}
+    assert counted(Holder(loader=loader, prior=[normal])) == {"buffers": (6 + 12 + 3 + 3) * FLOAT}
     model, optimizer = trained()
     alone = counted(Holder(model=model, optimizer=optimizer))
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
