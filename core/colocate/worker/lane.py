@@ -225,8 +225,11 @@ class Lane:
         self._put(_Turned(lane))
 
     def close(self) -> None:
-        """End the thread after what runs now, now that its scope is closed; queued work is dropped."""
-        self.give_up(0, _NEVER)
+        """End the thread after what runs now, now that its scope is closed; queued work is dropped.
+
+        What runs has its grace, in which its results still count: async methods go on awaiting, too.
+        """
+        self.cancel(0, _NEVER)
         self._put(None)
 
     def _put(self, item: _Item) -> None:

@@ -81,10 +81,11 @@ def _frames_of(awaited: Any) -> list[FrameType]:
     """The frames of a coroutine and of what it awaits, as far as they are written in Python; none while it runs."""
     frames: list[FrameType] = []
     while isinstance(awaited, CoroutineType | GeneratorType):
-        native = isinstance(awaited, CoroutineType)
-        frame = awaited.cr_frame if native else awaited.gi_frame
-        if frame is None or (awaited.cr_running if native else awaited.gi_running):
+        if isinstance(awaited, CoroutineType):
+            frame, runs, awaited = awaited.cr_frame, awaited.cr_running, awaited.cr_await
+        else:
+            frame, runs, awaited = awaited.gi_frame, awaited.gi_running, awaited.gi_yieldfrom
+        if frame is None or runs:
             return []
         frames.append(frame)
-        awaited = awaited.cr_await if native else awaited.gi_yieldfrom
     return frames

@@ -123,6 +123,17 @@ class Closing(ExecutorCase):
         for call in queued:
             assert isinstance(call.exception(PATIENCE_S), ClosedError)
 
+    def test_async_running(self, spawn: Spawn) -> None:
+        """What an async method awaits has its grace, too, and its result is there."""
+        group = spawn(ROLES, slots=1)
+        with Gate() as gate:
+            running = group.role("log", Log).async_until_told.submit(gate.address)
+            closer = threading.Thread(target=group.close)
+            closer.start()
+            gate.wait_for()
+        closer.join()
+        assert running.result(PATIENCE_S) == ["told"]
+
     def test_hung_rank(self, spawn: Spawn) -> None:
         """What isn't done within the grace is ended; close says which rank, and where it was; its call fails."""
         group = spawn(ROLES, name="hung")

@@ -240,6 +240,14 @@ class Log(Role):
             raise ValueError(f"rank {failing} was told to raise")
         self.entries.append("waited")
 
+    @method
+    async def async_until_told(self, gate: Address) -> str:
+        """Go on until nobody needs it to, and then wait once more."""
+        while not self.ctx.cancelled:
+            await asyncio.sleep(0)
+        await pass_gate_async(gate)
+        return "told"
+
     @method(concurrency=2)
     async def async_cancel_all(self) -> str:
         """Cancel all others in its event loop, as a library does that cleans up."""
