@@ -126,8 +126,10 @@ class Closing(ExecutorCase):
     def test_async_running(self, spawn: Spawn) -> None:
         """What an async method awaits has its grace, too, and its result is there."""
         group = spawn(ROLES, slots=1)
-        with Gate() as gate:
-            running = group.role("log", Log).async_until_told.submit(gate.address)
+        with Gate() as begun, Gate() as gate:
+            running = group.role("log", Log).async_until_told.submit(begun.address, gate.address)
+            begun.wait_for()
+            begun.open()
             closer = threading.Thread(target=group.close)
             closer.start()
             gate.wait_for()

@@ -241,8 +241,9 @@ class Log(Role):
         self.entries.append("waited")
 
     @method
-    async def async_until_told(self, gate: Address) -> str:
+    async def async_until_told(self, begun: Address, gate: Address) -> str:
         """Go on until nobody needs it to, and then wait once more."""
+        await pass_gate_async(begun)
         while not self.ctx.cancelled:
             await asyncio.sleep(0)
         await pass_gate_async(gate)
