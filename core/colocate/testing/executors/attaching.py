@@ -154,6 +154,27 @@ class Attaching(DetachedCase):
             assert counting(again).still_kept() == [False, False]
 
     @needs(Detachable)
+    def test_borrower_killed_amid_an_await(self, scripts: Scripts, runtime: Runtime, name: str) -> None:
+        """What an async method awaits for it is cancelled, so that the next driver doesn't wait for that."""
+        pool, _ = new(runtime)
+        pool.detach(name, ttl=TTL_S)
+        with Gate() as gate:
+            driver = self.start(
+                scripts,
+                f"""
+                pool, view = attached(NAME)
+                call = view.until_given_up.submit({gate.address!r})
+                threading.Event().wait()
+                """,
+                name,
+            )
+            gate.wait_for(2)
+            driver.process.kill()
+            driver.process.wait()
+            with runtime.attach(name) as again:
+                assert counting(again).add() == [2, 2]
+
+    @needs(Detachable)
     def test_borrower_killed_in_a_collective(self, scripts: Scripts, runtime: Runtime, name: str) -> None:
         """So it does when one rank waits for the other in a collective: the next driver's collectives work."""
         pytest.importorskip("torch")

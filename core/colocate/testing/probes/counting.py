@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 from typing import TYPE_CHECKING
 
 from colocate import Gather, PerRank, Role, method
-from colocate.testing.gate import Address, pass_gate
+from colocate.testing.gate import Address, pass_gate, pass_gate_async
 from colocate.testing.probes.plain import Tracked
 
 if TYPE_CHECKING:
@@ -74,6 +75,15 @@ class Counting(Role):
         while not self.ctx.cancelled:
             pause.wait(0.002)
         self.count += 1
+
+    @method
+    async def until_given_up(self, gate: Address) -> None:
+        """Wait at a gate; count if that is cancelled."""
+        try:
+            await pass_gate_async(gate)
+        except asyncio.CancelledError:
+            self.count += 1
+            raise
 
     @method(dispatch=PerRank("gate"))
     def sum_at(self, gate: Address | None, come: Address) -> float:
