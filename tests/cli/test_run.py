@@ -415,6 +415,22 @@ class TestErrors:
         assert done.stderr.endswith(f"{told}\n")
         assert "report could not be written" not in done.stderr
 
+    def test_a_checkpoint_before_the_last_one(self, colocate: CommandLine) -> None:
+        """A run that is resumed goes on from the one of the highest step: an earlier one would be lost at once."""
+        job = """
+            def job(run):
+                for step in (5, 5, 1):
+                    with run.checkpoint(step) as folder:
+                        (folder / "it").touch()
+            """
+        done = self.run(colocate, job)
+        assert done.stderr.endswith(
+            "ValueError: run.checkpoint: step=1 is before the run's last checkpoint, of step 5, from which the run "
+            "would go on; steps count up\n"
+        )
+        kept = colocate.folder / "runs" / "demo" / "checkpoints" / "step-000005" / "it"
+        assert kept.exists()
+
     def test_steps_of_numpy_and_torch_are_whole_numbers(self, colocate: CommandLine) -> None:
         job = """
             import numpy

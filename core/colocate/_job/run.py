@@ -149,15 +149,21 @@ class Run:
         """A folder to write a checkpoint into; it counts when the block ends well, and the last two are kept.
 
         Args:
-            step: The step it is of: a whole number, 0 or more.
+            step: The step it is of: a whole number, 0 or more, and none before that of the last checkpoint.
 
         Raises:
             TypeError: It isn't a whole number.
-            ValueError: It is less than 0.
+            ValueError: It is less than that.
         """
         step = _whole("run.checkpoint", step)
         if step < 0:
             raise ValueError(f"run.checkpoint: step={step} is less than 0")
+        complete = self._folder.checkpoints()
+        if complete and step < complete[-1][0]:
+            raise ValueError(
+                f"run.checkpoint: step={step} is before the run's last checkpoint, of step {complete[-1][0]}, from "
+                "which the run would go on; steps count up"
+            )
         before = {group: group._node.restarts.checkpoint for group in self.groups.values()}
         try:
             with self._folder.checkpoint(step) as directory:
