@@ -11,6 +11,8 @@ import attrs
 class Purpose(Enum):
     """What memory is for. What is of several kinds counts as the first of them."""
 
+    __hash__ = object.__hash__  # an enum's own runs Python code, and each tensor is noted by one of these
+
     PARAMETERS = auto()
     GRADIENTS = auto()
     OPTIMIZER = auto()

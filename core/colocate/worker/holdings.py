@@ -99,60 +99,48 @@ class _Search:
         if id(item) in self._seen:
             return
         self._seen.add(id(item))
-        if self._is_memory(item):
-            self._tensor(item)
-        elif isinstance(item, dict):
-            self._all(dict.values(item))  # a class made from it may load something when it is asked for them
-        elif isinstance(item, (list, tuple, set, frozenset, deque)):
-            self._all(item)
-        elif self._torch is not None and isinstance(item, self._torch.nn.Module):
-            self._module(item)
-        elif self._torch is not None and isinstance(item, self._torch.optim.Optimizer):
-            self._optimizer(item)
-        else:
-            if (name := _accumulates_in(type(item))) and (gradient := getattr(item, name, None)) is not None:
-                self._seen.add(id(gradient))
-                if not self._has_gradients:
-                    self.add(Purpose.GRADIENTS, gradient)
-            held = _attributes(item)
-            if (purpose := _purpose_in(type(item))) is not None:
-                self.add(purpose, held)
-            self._all(held)
-
-    def _is_memory(self, item: Any) -> bool:
-        # Others may call an attribute `nbytes` too, and hold tensors.
-        kind = type(item)
-        if not has_memory(kind):
-            return False
-        numpy = imported("numpy")
-        return (
-            is_collection(kind)
-            or (self._torch is not None and isinstance(item, self._torch.Tensor))
-            or (numpy is not None and isinstance(item, numpy.ndarray))
-        )
+        _look_at(type(item))(self, item)
 
     def _all(self, items: Iterable[Any]) -> None:
         copied = list(items)  # in one step: other threads go on with theirs
         if not PLAIN.issuperset(map(type, copied)):
             self._todo.extend([each for each in copied if _may_lead(each)])
 
+    def _dict(self, item: Any) -> None:
+        self._all(dict.values(item))  # a class made from it may load something when it is asked for them
+
+    def _object(self, item: Any) -> None:
+        if (name := _accumulates_in(type(item))) and (gradient := getattr(item, name, None)) is not None:
+            self._seen.add(id(gradient))
+            if not self._has_gradients:
+                self.add(Purpose.GRADIENTS, gradient)
+        held = _attributes(item)
+        if (purpose := _purpose_in(type(item))) is not None:
+            self.add(purpose, held)
+        self._all(held)
+
     def _module(self, module: Any) -> None:
         own = vars(module)
-        for parameter in list(own.get("_parameters", {}).values()):
-            if parameter is not None:
-                self._parameter(parameter)
-        for buffer in list(own.get("_buffers", {}).values()):
-            if buffer is not None:
-                self._seen.add(id(buffer))
-                self.add(Purpose.BUFFERS, buffer)
-        self._todo.extend(each for each in list(own.get("_modules", {}).values()) if each is not None)
-        self._all([own[name] for name in own.keys() - self._usual])
+        if parameters := own.get("_parameters"):
+            for parameter in list(parameters.values()):
+                if parameter is not None:
+                    self._parameter(parameter)
+        if buffers := own.get("_buffers"):
+            for buffer in list(buffers.values()):
+                if buffer is not None:
+                    self._seen.add(id(buffer))
+                    self.add(Purpose.BUFFERS, buffer)
+        if modules := own.get("_modules"):
+            self._todo.extend([each for each in list(modules.values()) if each is not None])
+        if more := own.keys() - self._usual:
+            self._all([own[name] for name in more])
 
     def _parameter(self, parameter: Any) -> None:
-        if id(parameter) in self._parameters:
+        key = id(parameter)
+        if key in self._parameters:
             return
-        self._parameters.add(id(parameter))
-        self._seen.add(id(parameter))
+        self._parameters.add(key)
+        self._seen.add(key)
         self.add(Purpose.PARAMETERS, parameter)
         self._gradient(parameter)
 
@@ -173,11 +161,14 @@ class _Search:
         self._all([value for name, value in list(own.items()) if name not in ("state", "param_groups", "defaults")])
 
     def _tensor(self, item: Any) -> None:
-        if self._torch is not None and isinstance(item, self._torch.nn.Parameter):
+        # Torch's own check is made in Python: nothing to do for each plain tensor.
+        if type(item) is not self._torch.Tensor and isinstance(item, self._torch.nn.Parameter):
             self._parameter(item)
             return
-        if self._torch is not None and isinstance(item, self._torch.Tensor):
-            self._gradient(item)
+        self._gradient(item)
+        self.add(Purpose.TENSORS, item)
+
+    def _memory(self, item: Any) -> None:
         self.add(Purpose.TENSORS, item)
 
     def add(self, purpose: Purpose, value: Any) -> None:
@@ -188,6 +179,26 @@ class _Search:
             self.found[purpose].add_plain(value)
         else:
             self.found[purpose].add(value)
+
+
+@by_type
+def _look_at(kind: type) -> Callable[[_Search, Any], None]:
+    """How objects of a type are looked at."""
+    torch, numpy = imported("torch"), imported("numpy")
+    if has_memory(kind):  # others may call an attribute `nbytes` too, and hold tensors
+        if torch is not None and issubclass(kind, torch.Tensor):
+            return _Search._tensor
+        if is_collection(kind) or (numpy is not None and issubclass(kind, numpy.ndarray)):
+            return _Search._memory
+    if issubclass(kind, dict):
+        return _Search._dict
+    if issubclass(kind, (list, tuple, set, frozenset, deque)):
+        return _Search._all
+    if torch is not None and issubclass(kind, torch.nn.Module):
+        return _Search._module
+    if torch is not None and issubclass(kind, torch.optim.Optimizer):
+        return _Search._optimizer
+    return _Search._object
 
 
 # What FSDP2 has accumulated and not reduced yet is in no parameter's `grad` where it is reduced in another dtype, nor
