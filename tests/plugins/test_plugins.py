@@ -122,6 +122,20 @@ class TestMessages:
         text = message(lambda: find_role("my_package.roles.Reward"))
         assert text.endswith("; a class of a module is named with a colon: my_package.roles:Reward")
 
+    def test_a_dotted_class_of_a_plugin(self, with_distributions: Put) -> None:
+        with_distributions("acme")
+        assert message(lambda: find_role("acme.reward.Reward")) == (
+            "'acme' (acme 1.0.0) has no role 'reward.Reward': it has 'judge' and 'reward'; "
+            "a class of a module is named with a colon: acme.reward:Reward"
+        )
+
+    def test_a_plugin_is_at_fault_when_one_of_its_roles_is(self, with_distributions: Put) -> None:
+        with_distributions("acme")
+        (acme,) = plugins_named("acme")
+        fault = acme.fault()
+        assert fault is not None
+        assert fault.message.startswith("role 'acme.judge' (acme 1.0.0): module acme.judge can't be imported")
+
     def test_a_name_that_two_claim(self, with_distributions: Put) -> None:
         with_distributions("acme", "acme_rival")
         with pytest.raises(PluginError) as caught:
@@ -162,9 +176,39 @@ class TestMessages:
     def test_an_entry_point_of_a_module_that_is_not_there(self, with_distributions: Put) -> None:
         with_distributions("broken")
         assert message(lambda: find_role("gone.reward")) == (
-            "the role plugin 'gone' (broken 0.1) can't be imported: "
+            "the role plugin 'gone' (broken 0.1), entry point gone = broken.no_such_module, can't be imported: "
             "ModuleNotFoundError: No module named 'broken.no_such_module'"
         )
+
+    def test_an_entry_point_in_a_misspelt_group(self, with_distributions: Put) -> None:
+        with_distributions("broken")
+        assert message(lambda: find_role("misplaced.reward")) == (
+            "no role plugin is called 'misplaced': broken 0.1 has it in the group 'colocate.role', which isn't read; "
+            "it belongs in 'colocate.roles'"
+        )
+
+    def test_an_entry_point_that_names_a_class(self, with_distributions: Put) -> None:
+        with_distributions("broken")
+        assert message(lambda: find_role("names-class.reward")) == (
+            "the role plugin 'names-class' (broken 0.1) implements no hook; it needs colocate_roles or colocate_jobs, "
+            "marked with @colocate.hookimpl: its entry point names broken.roles:Methodless, where mostly the module "
+            "stands, broken.roles"
+        )
+
+    def test_a_plugin_that_ends_the_interpreter(self, with_distributions: Put) -> None:
+        (folder,) = with_distributions("broken")
+        assert message(lambda: find_role("ends.reward")) == (
+            "the role plugin 'ends' (broken 0.1) can't be imported: SystemExit: the licence file is missing "
+            f"({folder}/broken/ends.py, line 1)"
+        )
+        assert message(find_role("broken.ends:Reward").load).startswith(
+            "role 'broken.ends:Reward': module broken.ends can't be imported: SystemExit: the licence file is missing"
+        )
+
+    def test_a_file_in_place_of_a_module(self) -> None:
+        for file in ("./acme/reward.py", "acme/reward", "acme/reward.py"):
+            text = message(find_role(f"{file}:Reward").load)
+            assert text == f"role '{file}:Reward' names a file; write its module: acme.reward:Reward"
 
     def test_a_misspelt_hook(self, with_distributions: Put) -> None:
         with_distributions("broken")
@@ -202,6 +246,13 @@ class TestMessages:
         assert message(lambda: find_role("wrong-name.reward")) == (
             "'wrong-name' (broken 0.1): its hook colocate_roles() returned {'reward': 'broken.roles.Fine'} (dict), "
             'not "module:Name" where it gives text'
+        )
+
+    def test_a_hook_that_returns_nothing(self, with_distributions: Put) -> None:
+        with_distributions("broken")
+        assert message(lambda: find_role("returns-nothing.reward")) == (
+            "'returns-nothing' (broken 0.1): its hook colocate_roles() returned nothing, "
+            'not a dict of names to objects or "module:Name"'
         )
 
     def test_a_hook_with_parameters_it_does_not_get(self, with_distributions: Put) -> None:

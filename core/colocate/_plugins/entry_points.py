@@ -23,6 +23,10 @@ from colocate.errors import PluginError
 hookspec = pluggy.HookspecMarker("colocate")
 hookimpl = pluggy.HookimplMarker("colocate")
 
+ENTRY_GROUPS = ("colocate.executors", "colocate.roles", "colocate.observers")
+RAISED = (Exception, SystemExit)
+"""What plugin code may raise while it is imported or asked: a module that ends the interpreter is broken, too."""
+
 
 @attrs.define(eq=False)
 class PluginGroup:
@@ -61,10 +65,18 @@ class PluginGroup:
         entries = self.entries()
         matching = [entry for entry in entries if entry.name == name]
         if not matching:
-            raise unknown_plugin(self.noun, name, sorted({entry.name for entry in entries}))
+            raise self._misplaced(name) or unknown_plugin(self.noun, name, sorted({entry.name for entry in entries}))
         if len(matching) > 1:
             raise self._claimed_twice(name, matching)
         return matching[0]
+
+    def implements(self, entry: EntryPoint, hook: str) -> bool:
+        """Whether the plugin has an implementation of a hook. Imports this plugin only.
+
+        Raises:
+            PluginError: It can't be imported, or isn't valid.
+        """
+        return bool(self._implementations(entry, hook))
 
     def call(self, entry: EntryPoint, hook: str) -> Any:
         """What the plugin's implementation of a hook returns; None when it has none. Imports this plugin only.
@@ -72,14 +84,17 @@ class PluginGroup:
         Raises:
             PluginError: It can't be imported, isn't valid, or its hook raises.
         """
-        plugin = self._load(entry)
-        found = [each for each in getattr(self.manager.hook, hook).get_hookimpls() if each.plugin is plugin]
+        found = self._implementations(entry, hook)
         if not found:
             return None
         try:
             return found[0].function()
-        except Exception as error:
+        except RAISED as error:
             raise broken(f"{self._plugin(entry)}:", f"its hook {hook}() raised", error, entry) from error
+
+    def _implementations(self, entry: EntryPoint, hook: str) -> list[pluggy.HookImpl]:
+        plugin = self._load(entry)
+        return [each for each in getattr(self.manager.hook, hook).get_hookimpls() if each.plugin is plugin]
 
     def _plugin(self, entry: EntryPoint) -> str:
         return f"the {self.noun} {entry.name!r} ({origin(entry)})"
@@ -87,8 +102,11 @@ class PluginGroup:
     def _load(self, entry: EntryPoint) -> object:
         try:
             plugin: object = entry.load()
-        except Exception as error:
-            raise broken(self._plugin(entry), "can't be imported", error, entry) from error
+        except RAISED as error:
+            what = self._plugin(entry)
+            if not _place(error):  # it is the entry point itself that leads nowhere
+                what += f", entry point {entry.name} = {entry.value},"
+            raise broken(what, "can't be imported", error, entry) from error
         if self.manager.get_plugin(entry.name) is plugin:
             return plugin
         if self.manager.has_plugin(entry.name):
@@ -120,7 +138,17 @@ class PluginGroup:
         why = f"implements no hook; it needs {listed(valid, 'or')}, marked with @colocate.hookimpl"
         if present:
             why = f"has {present[0]}(), but it isn't marked with @colocate.hookimpl"
+        elif entry.attr:
+            why += f": its entry point names {entry.value}, where mostly the module stands, {entry.module}"
         return entry_error(entry, f"{self._plugin(entry)} {why}")
+
+    def _misplaced(self, name: str) -> PluginError | None:
+        """The error when an entry point of this name is in a group that only looks like colocate's."""
+        for entry in entry_points(name=name):
+            if entry.group.startswith("colocate") and entry.group not in ENTRY_GROUPS:
+                where = f"in the group {entry.group!r}, which isn't read; it belongs in {self.entry_group!r}"
+                return entry_error(entry, f"no {self.noun} is called {name!r}: {origin(entry)} has it {where}")
+        return None
 
     def _claimed_twice(self, name: str, entries: list[EntryPoint]) -> PluginError:
         last = entries[-1].dist
@@ -177,7 +205,7 @@ def entry_error(entry: EntryPoint, message: str, hint: str | None = None) -> Plu
     return PluginError(message, name=entry.name, distribution=distribution_name(entry), hint=hint)
 
 
-def broken(what: str, how: str, error: Exception, entry: EntryPoint | None) -> PluginError:
+def broken(what: str, how: str, error: BaseException, entry: EntryPoint | None) -> PluginError:
     """The error for plugin code that raised: whose it is, what it said and where, and what to install."""
     message = f"{what} {how}: {type(error).__name__}: {error}{_place(error)}"
     hint = _cure(entry, error) if entry is not None else None
@@ -194,9 +222,13 @@ def import_reference(reference: str, what: str, entry: EntryPoint | None) -> Any
         PluginError: The module can't be imported, or has no such name.
     """
     module_name, _, path = reference.partition(":")
+    if "/" in module_name or module_name.endswith(".py"):
+        dotted = ".".join(part for part in module_name.removesuffix(".py").split("/") if part.strip("."))
+        message = f"{what} names a file; write its module: {dotted}:{path}"
+        raise PluginError(message, name=reference, distribution=distribution_name(entry))
     try:
         found: Any = importlib.import_module(module_name)
-    except Exception as error:
+    except RAISED as error:
         raise broken(f"{what}: module {module_name}", "can't be imported", error, entry) from error
     for name in path.split("."):
         try:
@@ -269,7 +301,7 @@ def _missing_module(error: BaseException) -> str | None:
 _IMPORTING = ("importlib", "metadata", "importlib_metadata")
 
 
-def _place(error: Exception) -> str:
+def _place(error: BaseException) -> str:
     """Where it was raised, when that is a file of somebody's and not the import system itself."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<")]
     frames = [f for f in frames if Path(f.filename).parent.name not in _IMPORTING and not is_own_code(f.filename)]

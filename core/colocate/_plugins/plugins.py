@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import attrs
 
 from colocate._plugins.entry_points import (
+    RAISED,
     PluginGroup,
     broken,
     distribution_name,
@@ -122,14 +123,17 @@ class PluginInfo:
         return needed_by_extra(self.distribution, self.name) if self.distribution else {}
 
     def fault(self) -> PluginError | None:
-        """Import it, and say what is wrong with it; None when it works."""
+        """Import it with all that it brings, and say what is wrong first; None when it works."""
         try:
             if self.kind == "executor":
                 find_executor(self.name)
             elif self.kind == "observer":
                 find_observer(self.name).load()
             else:
-                _ROLES.call(_ROLES.find(self.name), "colocate_roles")
+                for role in roles_of(self.name):
+                    role.load()
+                for job in jobs_of(self.name):
+                    job.load()
         except PluginError as error:
             return error
         return None
@@ -251,7 +255,7 @@ class FoundObserver(_FoundCallable):
         factory = self.load()
         try:
             return factory(**options)
-        except Exception as error:
+        except RAISED as error:
             raise broken(f"{self._what('observer')}:", "could not be made", error, self._entry) from error
 
 
@@ -365,9 +369,10 @@ def _all_of(namespace: str, hook: str, kind: type[_F]) -> list[_F]:
 
 def _offered(entry: EntryPoint, hook: str) -> Mapping[str, Any] | None:
     """What a plugin has by name; None when it has no such hook."""
+    if not _ROLES.implements(entry, hook):
+        return None
     known = _ROLES.call(entry, hook)
-    if known is not None:
-        _check_names(entry, hook, known)
+    _check_names(entry, hook, known)
     return known  # type: ignore[no-any-return]
 
 
@@ -396,19 +401,24 @@ def _find(name: str, noun: str, hook: str, kind: type[_F]) -> _F:
     try:
         entry = _ROLES.find(namespace)
     except PluginError as error:
-        if error.distribution is None and short.rpartition(".")[2][:1].isupper():
-            module, _, attribute = name.rpartition(".")
-            text = f"{error.message}; a class of a module is named with a colon: {module}:{attribute}"
-            raise PluginError(text, name=error.name, hint=error.hint) from None
+        if error.distribution is None:
+            raise PluginError(error.message + _colon(name), name=error.name, hint=error.hint) from None
         raise
     known = _offered(entry, hook)
     if known is None:
         raise entry_error(entry, f"the role plugin {namespace!r} ({origin(entry)}) has no {noun}s: no hook {hook}()")
     if short not in known:
         there = f"it has {listed([repr(each) for each in sorted(known)])}" if known else "it has none"
-        message = f"{namespace!r} ({origin(entry)}) has no {noun} {short!r}: {there}{did_you_mean(short, known)}"
+        hint = _colon(name) or did_you_mean(short, known)
+        message = f"{namespace!r} ({origin(entry)}) has no {noun} {short!r}: {there}{hint}"
         raise entry_error(entry, message)
     return _found(kind, name, known[short], entry)
+
+
+def _colon(name: str) -> str:
+    """What to write where a class of a module was named with a dot; nothing where it doesn't look like one."""
+    module, _, attribute = name.rpartition(".")
+    return f"; a class of a module is named with a colon: {module}:{attribute}" if attribute[:1].isupper() else ""
 
 
 def _check_names(entry: EntryPoint, hook: str, found: Any) -> None:

@@ -1,0 +1,1 @@
+raise SystemExit("the licence file is missing")

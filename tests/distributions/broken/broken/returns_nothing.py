@@ -1,0 +1,5 @@
+import colocate
+
+
+@colocate.hookimpl
+def colocate_roles() -> None: ...
