@@ -206,7 +206,8 @@ class Executor(abc.ABC):
     """An engine that runs workers. Core makes one per runtime, with the options given to `connect`.
 
     The constructor connects and raises what a user can act on; after a failure nothing is left behind. Its keyword
-    parameters are the options that a config may give (or those of `connect`, where that is overridden).
+    parameters are the options that a config may give (or those of `connect`, where that is overridden). `name` is what
+    users write: that of the entry point.
 
     Core calls its methods on any thread but the driver's main one, several at once: no signal interrupts them. Only at
     interpreter exit, when no thread can be started any more, does the main thread call.

@@ -268,6 +268,20 @@ class TestMessages:
             "not a subclass of colocate.executor.Executor"
         )
 
+    def test_an_executor_that_does_not_say_what_it_is_called(self, with_distributions: Put) -> None:
+        with_distributions("broken")
+        assert message(lambda: find_executor("nameless")) == (
+            "the executor 'nameless' (broken 0.1): its class Nameless doesn't say what it is called: "
+            "write name = 'nameless' in it"
+        )
+
+    def test_an_executor_without_some_of_its_duties(self, with_distributions: Put) -> None:
+        with_distributions("broken")
+        assert message(lambda: find_executor("unfinished")) == (
+            "the executor 'unfinished' (broken 0.1): its class Unfinished lacks close(), launch(), release(), "
+            "reserve() and running(), which are duties of an executor"
+        )
+
     def test_a_role_without_methods(self, with_distributions: Put) -> None:
         with_distributions("broken")
         assert message(find_role("roles.methodless").load) == (

@@ -284,6 +284,13 @@ def find_executor(name: str) -> type[Executor]:
     found = _EXECUTORS.call(entry, "colocate_executor")
     if not (isinstance(found, type) and issubclass(found, Executor)):
         raise _wrong_return(entry, "colocate_executor", found, "a subclass of colocate.executor.Executor")
+    what = f"the executor {name!r} ({origin(entry)}): its class {found.__qualname__}"
+    if not isinstance(getattr(found, "name", None), str):
+        raise entry_error(entry, f"{what} doesn't say what it is called: write name = {name!r} in it")
+    lacking = [f"{duty}()" for duty in sorted(found.__abstractmethods__)]
+    makes_itself = found.connect.__func__ is Executor.connect.__func__  # type: ignore[attr-defined]
+    if lacking and makes_itself:  # one that picks a variant needn't be whole
+        raise entry_error(entry, f"{what} lacks {listed(lacking)}, which are duties of an executor")
     return found
 
 
