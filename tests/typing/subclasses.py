@@ -128,6 +128,9 @@ def calls(group: colocate.ColocatedGroup) -> None:
     assert_type(group[Narrower].each("a"), list[Animal])
     assert_type(group.role("score", Concrete).score("a"), float)
     assert_type(group[Plain].times([1.0]), list[float])
+    assert_type(colocate.role(Holder[int], 3), colocate.RoleSpec[Holder[int]])
+    assert_type(group.role("holder", Holder[int]).get(), int)
+    assert_type(group[Holder[int]].get.keep(), colocate.Resident[int])
     group[Plain].times("a")  # E: a str is no list
 
 

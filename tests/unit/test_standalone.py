@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Generic, TypeVar
 
 import pytest
 
 import colocate
-from colocate import Role, method
+from colocate import First, Role, method
+from colocate.errors import ConfigError
 from colocate.testing.probes.rows import Own
 
 
@@ -44,6 +46,31 @@ def test_async_methods_inside_a_running_loop() -> None:
         return Waiting().double(2)
 
     assert asyncio.run(main()) == [4]
+
+
+T = TypeVar("T")
+
+
+class Box(Role, Generic[T]):
+    def __init__(self, value: T) -> None:
+        self.value = value
+
+    @method(collect=First())
+    def get(self) -> T:
+        return self.value
+
+    @method(collect=First())
+    def beside(self) -> T:
+        return self.ctx.sibling("box", Box[T]).value
+
+
+def test_classes_with_type_arguments() -> None:
+    """`Box[int]` is for type checkers: it stands wherever the class may."""
+    with colocate.connect() as runtime, runtime.reserve(1) as pool:
+        with pool.spawn({"box": colocate.role(Box[int], 3)}) as group:
+            assert group.role("box", Box[int]).get() == group[Box[int]].get() == group[Box].beside() == 3
+            with pytest.raises(ConfigError, match="is a Box, not a Waiting"):
+                group.role("box", Waiting)
 
 
 def test_groups_without_a_name_are_numbered_by_themselves() -> None:

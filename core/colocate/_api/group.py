@@ -15,6 +15,7 @@ from colocate._crew.crew import Crew
 from colocate._role.context import Context
 from colocate._role.info import RoleInfo
 from colocate._role.method import Discardable, Tag
+from colocate._role.role import written_class
 from colocate._system.deadline import Deadline
 from colocate._system.html import table
 from colocate._system.limits import LEDGERS_WITHIN_S
@@ -60,6 +61,7 @@ class ColocatedGroup(Held[Crew], node=Crew):
         Raises:
             ConfigError: There is no such role, or it is of another class.
         """
+        cls = written_class(cls)
         info = self._node.roles.get(name)
         if info is None:
             raise ConfigError(f"group {self.name!r} has no role {name!r}: it has {', '.join(self._node.roles)}")
@@ -99,6 +101,7 @@ class ColocatedGroup(Held[Crew], node=Crew):
     def __getitem__(self, key: Any) -> Any:
         if isinstance(key, str):
             return self.role(key)
+        key = written_class(key)
         if not isinstance(key, type):
             raise ConfigError(f"group {self.name!r} has a view for a role's name, or for its class, not for {key!r}")
         found = [name for name, info in self._node.roles.items() if issubclass(info.cls, key) or self._is_of(info, key)]

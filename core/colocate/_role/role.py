@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, Literal, ParamSpec, TypeVar, overload
+from typing import Any, Generic, Literal, ParamSpec, TypeVar, get_origin, overload
 
 import attrs
 
@@ -164,11 +164,17 @@ def role(target: Any, /, *args: Any, **kwargs: Any) -> RoleSpec[Any]:
         *args: Arguments of its constructor.
         **kwargs: Arguments of its constructor.
     """
+    target = written_class(target)
     if not isinstance(target, type | str):
         raise ConfigError(
             f"a role is a class or a plugin's name, not {target!r}; pass the class and its arguments apart"
         )
     return RoleSpec(target, args, kwargs)
+
+
+def written_class(cls: Any) -> Any:
+    """The class as it was written, of one with type arguments: `Box[int]` is for type checkers, its objects are Boxes."""
+    return get_origin(cls) or cls
 
 
 def check_role(name: str, cls: type) -> Mapping[str, MethodSpec]:
