@@ -122,6 +122,8 @@ def waiting(actor: Actor) -> None:
     for call in colocate.as_completed(calls):
         assert_type(call.result(), int)
     done, pending = colocate.wait(calls, timeout=1.0)
+    assert_type(done, set[Call[int]])
+    assert_type(pending, set[Call[int]])
     actor.first.submit().add_done_callback(lambda call: assert_type(call.result(), int))
 
 

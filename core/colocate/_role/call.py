@@ -270,7 +270,7 @@ def failed(label: str, error: BaseException) -> Call[Any]:
     return Call(underway)
 
 
-def wait(calls: Iterable[Call[Any]], timeout: float | None = None) -> tuple[set[Call[Any]], set[Call[Any]]]:
+def wait(calls: Iterable[Call[C]], timeout: float | None = None) -> tuple[set[Call[C]], set[Call[C]]]:
     """Wait until all calls are done, or the time is up.
 
     Args:
