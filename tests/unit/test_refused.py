@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -88,6 +88,20 @@ def test_a_reference_is_no_array(group: ColocatedGroup) -> None:
 def test_what_is_no_function_of_a_class(wrong: Any) -> None:
     with pytest.raises(DispatchError, match=r"can't be made a role method: @method stands once, above a function"):
         method(wrong)
+
+
+def test_generators() -> None:
+    """What they give can't be sent; on threads they would run on the driver's."""
+
+    def rows(self: Any) -> Iterator[int]:
+        yield 1
+
+    async def later(self: Any) -> AsyncIterator[int]:
+        yield 1
+
+    for wrong in (rows, later):
+        with pytest.raises(DispatchError, match="it has a `yield`, and a generator can't leave its worker"):
+            method(wrong)
 
 
 def test_a_concurrency_is_a_number() -> None:

@@ -240,6 +240,8 @@ def _declare(
             raise DispatchError(f"{where}: {given!r} is not a {kind.__name__}; did you forget its parentheses?")
     dispatch = dispatch if dispatch is not None else Broadcast()
     collect = collect if collect is not None else First() if isinstance(dispatch, OnRank) else Gather()
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise DispatchError(f"{where}: it has a `yield`, and a generator can't leave its worker: return a list")
     full = inspect.signature(function)
     parameters = list(full.parameters.values())
     if not parameters:
