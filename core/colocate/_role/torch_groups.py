@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import os
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 _CONNECT_TIMEOUT = datetime.timedelta(seconds=GROUPS_CONNECT_WITHIN_S)
 _alone_lock = threading.Lock()
 _alone: list[ProcessGroup] = []
+_lasting: set[int] = set()
 _stores: list[tuple[Any, tuple[str, int]]] = []
 _SHARED = "colocate/default"
 _sharers: set[int] = set()
@@ -149,8 +151,27 @@ def single_rank_group() -> ProcessGroup:
     """A group of this process alone, shared by all role objects outside any worker."""
     with _alone_lock:
         if not _alone:
-            _alone.append(Plan("colocate/alone", "", [0], 0, False, False, "cpu", 60.0).make(hash_store()))
+            with _to_the_end():
+                _alone.append(Plan("colocate/alone", "", [0], 0, False, False, "cpu", 60.0).make(hash_store()))
         return _alone[0]
+
+
+def lasting_descriptors() -> frozenset[int]:
+    """Descriptors of what role objects outside any worker share, which the process has until it ends."""
+    return frozenset(_lasting)
+
+
+@contextlib.contextmanager
+def _to_the_end() -> Iterator[None]:
+    """Note which descriptors the block opens: they stay, whoever was first to need them."""
+    before = _descriptors()
+    yield
+    _lasting.update(_descriptors() - before)
+
+
+def _descriptors() -> set[int]:
+    numbers = {int(name) for name in os.listdir("/proc/self/fd")}
+    return {number for number in numbers if os.path.exists(f"/proc/self/fd/{number}")}  # not that of the listing
 
 
 def single_rank_mesh(axes: Sequence[str]) -> DeviceMesh:
@@ -158,7 +179,8 @@ def single_rank_mesh(axes: Sequence[str]) -> DeviceMesh:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
-    share_default(_alone)  # never given back: it is the whole process's
+    with _to_the_end():
+        share_default(_alone)  # never given back: it is the whole process's
     return DeviceMesh.from_group(
         [single_rank_group()] * len(axes),
         "cpu",
@@ -171,7 +193,8 @@ def single_rank_store() -> tuple[str, int]:
     """Where a store of this process alone listens."""
     with _alone_lock:
         if not _stores:
-            _stores.append(serve_store(wire.LOOPBACK))
+            with _to_the_end():
+                _stores.append(serve_store(wire.LOOPBACK))
         return _stores[0][1]
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import psutil
 
+from colocate._role import torch_groups
 from colocate._system.off_main import COURIER
 from colocate.keeper import forks
 from colocate.testing import origins
@@ -249,14 +250,14 @@ def _threads() -> dict[str, Thing]:
 
 def _descriptors() -> dict[str, Thing]:
     found = {}
-    helper = _helper("_fd")
+    helper, lasting = _helper("_fd"), torch_groups.lasting_descriptors()
     for name in os.listdir("/proc/self/fd"):
         number = int(name)
         try:
             target = os.readlink(f"/proc/self/fd/{name}")
         except FileNotFoundError:  # that of the listing itself
             continue
-        if target.startswith(_OF_GPUS):  # a process that has used one has them until it ends
+        if target.startswith(_OF_GPUS) or number in lasting:  # who has used them has them to the end
             continue
         if (
             number != helper and not forks.own_descriptor(number) and number > 2
