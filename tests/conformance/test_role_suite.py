@@ -55,6 +55,17 @@ class Hoarder(Role):
         return threading.Lock()
 
 
+@colocate.needs("process_group")
+class Summing(Role):
+    @method(dispatch=Scatter("x"), collect=Concat())
+    def total(self, x: Any) -> Any:
+        import torch
+
+        total = x.sum()
+        torch.distributed.all_reduce(total, group=self.ctx.process_group())
+        return total.expand(len(x)).clone()
+
+
 class CounterSuite(RoleSuite):
     role = colocate.role(Counter, step=2)
 
@@ -64,6 +75,16 @@ class CounterSuite(RoleSuite):
 
 class TestCounter(CounterSuite):
     """A role of a test's own."""
+
+
+class TestSumming(RoleSuite):
+    """A role that needs a process for each rank."""
+
+    role = colocate.role(Summing)
+
+    def calls(self) -> Mapping[str, Sample]:
+        torch = pytest.importorskip("torch")
+        return {"total": sample(torch.ones(3))}
 
 
 class TestByName(RoleSuite):

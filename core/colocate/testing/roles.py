@@ -26,7 +26,8 @@ import attrs
 
 import colocate
 from colocate import RoleSpec
-from colocate._plugins.plugins import find_role
+from colocate._plugins.needs import lacks_processes
+from colocate._plugins.plugins import find_executor, find_role
 from colocate._role.method_spec import MethodSpec
 from colocate._role.role import methods_of
 from colocate.testing.probes.plain import Echo
@@ -49,6 +50,8 @@ def sample(*args: Any, **kwargs: Any) -> Sample:
 
 class RoleSuite:
     """Tests of one role: alone, on threads, through the wire format, and that it keeps the laws.
+
+    A role that needs a process for each rank (`@colocate.needs("process_group")`) has processes in place of threads.
 
     Attributes:
         role: The role and its constructor's arguments, as for `pool.spawn`.
@@ -76,9 +79,9 @@ class RoleSuite:
                 getattr(role, name)(*given.args, **given.kwargs)
 
     def test_threads(self) -> None:
-        """It runs on threads, called and kept."""
+        """It runs on threads, or in processes if it needs one for each rank: called and kept."""
         with self._group() as group:
-            self._call_all(group, "on threads")
+            self._call_all(group, "in a group")
 
     def test_strict(self) -> None:
         """Its class, the constructor's arguments, all arguments and results go through the wire format."""
@@ -138,6 +141,9 @@ class RoleSuite:
 
     @contextlib.contextmanager
     def _group(self, **options: Any) -> Iterator[colocate.ColocatedGroup]:
+        role, threads = self.role, find_executor("local").variant({})
+        if lacks_processes("role", self._class(), role.default_group, role.env, self.ranks, threads):
+            options["processes"] = True
         with colocate.connect("local", **options) as runtime, runtime.reserve(self.ranks) as pool:
             yield pool.spawn({"echo": colocate.role(Echo), "role": self.role})
 
