@@ -151,6 +151,7 @@ class TestTypes:
                 "for ever), not 0",
             ),
             ("zzz: {}", "unknown key 'zzz'; known here: name, seed, call_timeout, executor, pools, groups, job"),
+            ("executor: {use: ray, cpus: 2}", "unknown key 'cpus'; known here: use, with; options go under 'with'"),
         ],
     )
     def test_one(self, write: Write, text: str, told: str) -> None:

@@ -67,10 +67,10 @@ class Box(Role, Generic[T]):
 def test_classes_with_type_arguments() -> None:
     """`Box[int]` is for type checkers: it stands wherever the class may."""
     with colocate.connect() as runtime, runtime.reserve(1) as pool:
-        with pool.spawn({"box": colocate.role(Box[int], 3)}) as group:
-            assert group.role("box", Box[int]).get() == group[Box[int]].get() == group[Box].beside() == 3
-            with pytest.raises(ConfigError, match="is a Box, not a Waiting"):
-                group.role("box", Waiting)
+        group = pool.spawn({"box": colocate.role(Box[int], 3)})
+        assert group.role("box", Box[int]).get() == group[Box[int]].get() == group[Box].beside() == 3
+        with pytest.raises(ConfigError, match="is a Box, not a Waiting"):
+            group.role("box", Waiting)
 
 
 def test_groups_without_a_name_are_numbered_by_themselves() -> None:

@@ -173,7 +173,7 @@ def role(target: Any, /, *args: Any, **kwargs: Any) -> RoleSpec[Any]:
 
 
 def written_class(cls: Any) -> Any:
-    """The class as it was written, of one with type arguments: `Box[int]` is for type checkers, its objects are Boxes."""
+    """The class as it was written, of one with type arguments: those are for type checkers."""
     return get_origin(cls) or cls
 
 

@@ -101,6 +101,8 @@ def _problems(error: BaseException, place: Place, owner: Any) -> Iterator[Proble
 def _unknown_key(key: str, valid: list[str], place: Place) -> Problem:
     near = nearest(key, valid)
     known = "" if near else f"; known here: {', '.join(valid)}"
+    if known and "with" in valid:
+        known += "; options go under 'with'"
     return Problem((*place, key), f"unknown key {key!r}{known}", near)
 
 
