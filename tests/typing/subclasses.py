@@ -112,6 +112,12 @@ class Plain:
         return [value * self.scale for value in x]
 
 
+class Open(Role):
+    @method(collect=First())
+    def count(self, /, a: int, *args: int, flag: bool = False, **kwargs: str) -> int:
+        return a + len(args) + len(kwargs)
+
+
 class Holder(Role, Generic[T]):
     def __init__(self, value: T) -> None:
         self.value = value
@@ -131,6 +137,8 @@ def calls(group: colocate.ColocatedGroup) -> None:
     assert_type(colocate.role(Holder[int], 3), colocate.RoleSpec[Holder[int]])
     assert_type(group.role("holder", Holder[int]).get(), int)
     assert_type(group[Holder[int]].get.keep(), colocate.Resident[int])
+    assert_type(group[Open].count(1, 2, flag=True, name="a"), int)
+    group[Open].count(1, name=2)  # E: an int is no str
     group[Plain].times("a")  # E: a str is no list
 
 

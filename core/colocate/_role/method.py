@@ -200,7 +200,8 @@ def method(
     """Make a function of a class a method of the role.
 
     Args:
-        f: The function, when used without parentheses.
+        f: The function, when used without parentheses. For mypy one with `**kwargs` is written
+            `def name(self, /, **kwargs)`.
         dispatch: How the arguments reach the ranks (default: `Broadcast()`).
         collect: How the ranks' results become one value (default: `Gather()`, a list; with `OnRank`, that rank's).
         concurrency: How many calls of an `async def` method may overlap.
