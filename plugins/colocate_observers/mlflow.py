@@ -43,6 +43,7 @@ class MLflow:
         self._sender = ThreadPoolExecutor(1, "colocate-mlflow")
         self._unsent: deque[Metric] = deque()
         self._failure: Exception | None = None
+        self._raised = False
 
     def colocate_run_started(self, run: colocate.RunInfo) -> None:
         """Begin a run there."""
@@ -72,7 +73,8 @@ class MLflow:
                 self._failure = error
 
     def _raise_failure(self) -> None:
-        if self._failure is not None:
+        if self._failure is not None and not self._raised:
+            self._raised = True
             raise self._failure
 
     def colocate_run_finished(self, record: colocate.RunRecord, error: BaseException | None) -> None:

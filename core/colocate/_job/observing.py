@@ -31,7 +31,7 @@ _log = logging.getLogger("colocate")
 
 @attrs.define(eq=False)
 class Guarded:
-    """An observer that can't harm the run: it hears nothing more once it has raised, which is said once.
+    """An observer that can't harm the run: it hears nothing more but of the end once it has raised, which is said.
 
     Attributes:
         name: What it is called.
@@ -92,9 +92,10 @@ class Guarded:
         try:
             getattr(self._observer, hook)(*args)
         except Exception as error:
-            self._observer = None
+            self.stop()
+            more = "" if hook == _FINISHED else ", and is told nothing more but of the end"
             words = f"{type(error).__name__}: {error}".partition("\n")[0]
-            self._screen.say(f"the observer {self.name!r} raised in {hook}, and is told nothing more: {words}")
+            self._screen.say(f"the observer {self.name!r} raised in {hook}{more}: {words}")
             self._screen.note(told(error))
 
 
