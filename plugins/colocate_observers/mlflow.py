@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import posixpath
+import re
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,6 +12,9 @@ from mlflow.entities import Metric, Param
 from mlflow.exceptions import MlflowException
 
 import colocate
+
+_FOREIGN = re.compile(r"[^/\w.\- :]")
+_LONGEST = 250  # of a key
 
 
 class MLflow:
@@ -60,7 +65,7 @@ class MLflow:
             self._raise_failure()
             seconds = {f"seconds/{phase}": spent for phase, spent in record.seconds.items()}
             at = int(record.time * 1000)
-            rows = [Metric(name, value, at, record.step) for name, value in {**record.scalars, **seconds}.items()]
+            rows = [Metric(_legal(name), value, at, record.step) for name, value in {**record.scalars, **seconds}.items()]
             self._unsent.extend(rows)
             self._sender.submit(self._send, self._run)
 
@@ -86,6 +91,13 @@ class MLflow:
                 self._client.log_artifact(self._run, str(report))
             self._client.set_terminated(self._run, "FINISHED" if error is None else "FAILED")
             self._raise_failure()
+
+
+def _legal(name: str) -> str:
+    """The name as MLflow takes it, which may make it a path."""
+    name = _FOREIGN.sub("_", name)[:_LONGEST]
+    normal = posixpath.normpath(name)
+    return name if normal == name and not name.startswith((".", "/")) else f"_{name.replace('/', '_')}"[:_LONGEST]
 
 
 @colocate.hookimpl

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable
 
 from opentelemetry import trace
@@ -15,6 +17,9 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import Span, StatusCode
 
 import colocate
+
+_FOREIGN = re.compile(r"[^-_./a-zA-Z0-9]")
+_LONGEST = 255  # of an instrument's name
 
 
 class OpenTelemetry:
@@ -42,12 +47,14 @@ class OpenTelemetry:
         self._run = self._tracer.start_span(run.name, attributes=run.environment)
 
     def colocate_run_logged(self, record: colocate.LogRecord) -> None:
-        """Set gauges."""
+        """Set gauges. There is none for what is no finite number."""
         seconds = {f"seconds.{phase}": spent for phase, spent in record.seconds.items()}
         for name, value in {"step": record.step, **record.scalars, **seconds}.items():
             if name not in self._gauges:
-                self._gauges[name] = self._meter.create_gauge(f"colocate.{name}").set
-            self._gauges[name](value)
+                legal = _FOREIGN.sub("_", f"colocate.{name}")[:_LONGEST]
+                self._gauges[name] = self._meter.create_gauge(legal).set
+            if math.isfinite(value):
+                self._gauges[name](float(value))  # a whole one of more than 64 bits would be none there
 
     def colocate_call_finished(self, record: colocate.CallRecord) -> None:
         """Send a call: one span for each rank on which it went well, or one for a call that failed."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import json
+import math
 import os
 import struct
 import subprocess
@@ -22,6 +23,16 @@ from colocate.testing.probes.faulty import Faulty
 from colocate.testing.probes.plain import Echo
 
 STEPS = 3
+ODD = {
+    "tokens per step": 2**70,
+    "größe %": 4,
+    "": 5,
+    "../up//there": 6,
+    "x" * 300: 7,
+    "gone": math.nan,
+    "far": math.inf,
+    "flag": True,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +50,7 @@ def run_some(folder: Path, *observe: object, fails: bool = False) -> Path:
             for step in range(STEPS):
                 with run.timed("echo"):
                     group.role("echo", Echo).noop()
-                run.log(step, loss=1.0 / (step + 1), accuracy=step)
+                run.log(step, loss=1.0 / (step + 1), accuracy=step, **ODD)
             if fails:
                 group.role("faulty", Faulty).fail()
         return run.directory
@@ -124,6 +135,8 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool) ->
         assert run.info.status == ("FAILED" if fails else "FINISHED")
         history = client.get_metric_history(run.info.run_id, "accuracy")
         assert sorted((each.step, each.value) for each in history) == [(0, 0.0), (1, 1.0), (2, 2.0)]
+        assert {run.data.metrics[name] for name in ("größe _", "_", "_.._up__there", "x" * 250)} == {4, 5, 6, 7}
+        assert (run.data.metrics["tokens per step"], run.data.metrics["flag"]) == (2**70, 1)
         assert run.data.params["colocate"] == colocate.__version__
         assert {each.path for each in client.list_artifacts(run.info.run_id)} == {"config.json", "report.html"}
 
@@ -266,7 +279,9 @@ def collector() -> Iterator[tuple[str, list[tuple[str, bytes]]]]:
         thread.join()
 
 
-def test_opentelemetry(tmp_path: Path, collector: tuple[str, list[tuple[str, bytes]]]) -> None:
+def test_opentelemetry(
+    tmp_path: Path, collector: tuple[str, list[tuple[str, bytes]]], caplog: pytest.LogCaptureFixture
+) -> None:
     import gzip
 
     from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
@@ -296,6 +311,9 @@ def test_opentelemetry(tmp_path: Path, collector: tuple[str, list[tuple[str, byt
     assert "ValueError" in failed.status.message
     assert whole.status.code == failed.status.code == 2  # an error, by OTLP
     assert gauges["colocate.loss"] == pytest.approx(1 / 3)
+    assert (gauges["colocate.tokens_per_step"], gauges["colocate.gr__e__"], gauges["colocate."]) == (2**70, 4, 5)
+    assert not {"colocate.gone", "colocate.far"} & gauges.keys()
+    assert not [each for each in caplog.records if each.name.startswith("opentelemetry")]
 
 
 def test_a_config_names_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
