@@ -6,7 +6,9 @@ import posixpath
 import re
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from urllib.parse import urlsplit
 
+import requests
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 from mlflow.exceptions import MlflowException
@@ -14,6 +16,7 @@ from mlflow.exceptions import MlflowException
 import colocate
 
 _FOREIGN = re.compile(r"[^/\w.\- :]")
+ANSWERS_WITHIN_S = 10.0
 _LONGEST = 250  # of a key
 
 
@@ -51,7 +54,12 @@ class MLflow:
         self._raised = False
 
     def colocate_run_started(self, run: colocate.RunInfo) -> None:
-        """Begin a run there."""
+        """Begin a run there.
+
+        Raises:
+            ConfigError: The server doesn't answer.
+        """
+        self._check_server()
         known = self._client.get_experiment_by_name(self._experiment)
         experiment = self._client.create_experiment(self._experiment) if known is None else known.experiment_id
         self._run = self._client.create_run(experiment, run_name=run.name).info.run_id
@@ -64,9 +72,8 @@ class MLflow:
         if self._run is not None:
             self._raise_failure()
             seconds = {f"seconds/{phase}": spent for phase, spent in record.seconds.items()}
-            at = int(record.time * 1000)
-            rows = [Metric(_legal(name), value, at, record.step) for name, value in {**record.scalars, **seconds}.items()]
-            self._unsent.extend(rows)
+            at, logged = int(record.time * 1000), {**record.scalars, **seconds}
+            self._unsent.extend(Metric(_legal(name), value, at, record.step) for name, value in logged.items())
             self._sender.submit(self._send, self._run)
 
     def _send(self, run: str) -> None:
@@ -86,11 +93,31 @@ class MLflow:
         """Wait until all is sent; write the report, and whether it went well."""
         if self._run is not None:
             self._sender.shutdown()
+            self._check_server()
             report = record.directory / "report.html"
             if report.exists():
                 self._client.log_artifact(self._run, str(report))
-            self._client.set_terminated(self._run, "FINISHED" if error is None else "FAILED")
+            self._client.set_terminated(self._run, _status(record, error))
             self._raise_failure()
+
+    def _check_server(self) -> None:
+        # The client would try for four minutes, and say nothing meanwhile.
+        uri = urlsplit(self._client.tracking_uri)
+        if uri.scheme not in ("http", "https"):
+            return
+        try:
+            requests.head(uri.geturl(), timeout=ANSWERS_WITHIN_S)
+        except requests.exceptions.SSLError:  # the client knows whom to trust
+            pass
+        except (requests.ConnectionError, requests.Timeout) as error:
+            where = uri.netloc.rpartition("@")[2]
+            raise colocate.ConfigError(f"MLflow's server at {uri.scheme}://{where} doesn't answer") from error
+
+
+def _status(record: colocate.RunRecord, error: BaseException | None) -> str:
+    if record.stopped or isinstance(error, KeyboardInterrupt):
+        return "KILLED"  # by its user, which is no failure
+    return "FINISHED" if error is None else "FAILED"
 
 
 def _legal(name: str) -> str:

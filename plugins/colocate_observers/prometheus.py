@@ -40,9 +40,18 @@ class Prometheus:
         """Listen.
 
         Raises:
-            OSError: The port is taken.
+            ConfigError: The port is taken, or there is no such address here.
         """
-        self._served = start_http_server(*self._at, self._registry)
+        port, address = self._at
+        try:
+            self._served = start_http_server(port, address, self._registry)
+        except OSError as error:
+            raise colocate.ConfigError(
+                f"can't listen at {address}:{port} ({error.strerror or error}); where another run has it, give this "
+                "one a port of its own, `with: {port: ...}`"
+            ) from error
+        if not port:
+            print(f"prometheus: http://{address}:{self.port}/metrics")
 
     def colocate_run_logged(self, record: colocate.LogRecord) -> None:
         """Note what was logged."""

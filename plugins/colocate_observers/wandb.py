@@ -34,6 +34,7 @@ class WeightsAndBiases:
         """Begin a run there; its files are in the run's folder."""
         options = {**self._options, "config": dict(run.config)}
         self._run = wandb.init(name=run.name, dir=str(run.directory), reinit="create_new", **options)
+        self._run.define_metric("*", step_metric="step")  # what charts have on their x axis
 
     def colocate_run_logged(self, record: colocate.LogRecord) -> None:
         """Send what was logged."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import json
 import math
 import os
+import socket
 import struct
 import subprocess
 import sys
@@ -42,7 +44,7 @@ def _at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_PROXY", "*")
 
 
-def run_some(folder: Path, *observe: object, fails: bool = False) -> Path:
+def run_some(folder: Path, *observe: object, fails: bool = False, interrupted: bool = False) -> Path:
     """A run that logs three steps, in each of which a call goes well."""
     with colocate.connect("local") as runtime:
         group = runtime.reserve(2).spawn({"echo": colocate.role(Echo), "faulty": colocate.role(Faulty)}, "policy")
@@ -53,6 +55,8 @@ def run_some(folder: Path, *observe: object, fails: bool = False) -> Path:
                 run.log(step, loss=1.0 / (step + 1), accuracy=step, **ODD)
             if fails:
                 group.role("faulty", Faulty).fail()
+            if interrupted:
+                raise KeyboardInterrupt
         return run.directory
 
 
@@ -92,15 +96,18 @@ def run_for_wandb(folder: Path) -> None:
     wandb.teardown()  # the library's process has written all of it
     (file,) = (directory / "wandb").glob("offline-run-*/run-*.wandb")
     rows: list[dict[str, str]] = []
+    axes: list[tuple[str, str]] = []
     exits: list[int] = []
     for data in log_records(file.read_bytes()):
         record = wandb_internal_pb2.Record()  # type: ignore[attr-defined]
         record.ParseFromString(data)
         if record.WhichOneof("record_type") == "history":
             rows.append({"/".join(item.nested_key) or item.key: item.value_json for item in record.history.item})
+        elif record.WhichOneof("record_type") == "metric":
+            axes.append((record.metric.name or record.metric.glob_name, record.metric.step_metric))
         elif record.WhichOneof("record_type") == "exit":
             exits.append(record.exit.exit_code)
-    print(json.dumps([rows, exits]))
+    print(json.dumps([rows, axes, exits]))
 
 
 def test_wandb(tmp_path: Path) -> None:
@@ -108,14 +115,28 @@ def test_wandb(tmp_path: Path) -> None:
     script = f"from pathlib import Path; from {__name__} import run_for_wandb; run_for_wandb(Path.cwd())"
     here = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=here, check=True, stdout=subprocess.PIPE)
-    rows, exits = json.loads(done.stdout.splitlines()[-1])
+    rows, axes, exits = json.loads(done.stdout.splitlines()[-1])
     assert [row["accuracy"] for row in rows] == ["0", "1", "2"]
     assert all("seconds/echo" in row for row in rows)
+    assert axes == [["*", "step"]]
     assert exits == [0]
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+@pytest.mark.parametrize(
+    ("how", "error", "status"),
+    [
+        ({}, None, "FINISHED"),
+        ({"fails": True}, colocate.RoleError, "FAILED"),
+        ({"interrupted": True}, KeyboardInterrupt, "KILLED"),
+    ],
+)
+def test_mlflow(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    how: dict[str, bool],
+    error: type[BaseException] | None,
+    status: str,
+) -> None:
     from mlflow import MlflowClient
 
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # those in databases need more libraries
@@ -123,16 +144,13 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool) ->
         warnings.simplefilter("ignore")  # the library's own
         store = (tmp_path / "store").as_uri()
         observe = {"use": "mlflow", "with": {"tracking_uri": store, "experiment": "sums"}}
-        if fails:
-            with pytest.raises(colocate.RoleError):
-                run_some(tmp_path, observe, fails=True)
-        else:
-            run_some(tmp_path, observe)
+        with contextlib.nullcontext() if error is None else pytest.raises(error):
+            run_some(tmp_path, observe, **how)
         client = MlflowClient(store)
         experiment = client.get_experiment_by_name("sums")
         assert experiment is not None
         (run,) = client.search_runs([experiment.experiment_id])
-        assert run.info.status == ("FAILED" if fails else "FINISHED")
+        assert run.info.status == status
         history = client.get_metric_history(run.info.run_id, "accuracy")
         assert sorted((each.step, each.value) for each in history) == [(0, 0.0), (1, 1.0), (2, 2.0)]
         assert {run.data.metrics[name] for name in ("größe _", "_", "_.._up__there", "x" * 250)} == {4, 5, 6, 7}
@@ -215,6 +233,19 @@ def test_an_mlflow_store_that_can_not_be_had(tmp_path: Path) -> None:
         run_some(tmp_path, {"use": "mlflow", "with": {"tracking_uri": "gopher://nowhere"}})
 
 
+def test_an_mlflow_server_that_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run doesn't begin, and it is said why, at once: the library would try for minutes, silently."""
+    pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        where = f"127.0.0.1:{closed.getsockname()[1]}"
+        observe = {"use": "mlflow", "with": {"tracking_uri": f"http://me:hush@{where}"}}
+        with pytest.raises(colocate.PluginError, match=f"MLflow's server at http://{where} doesn't answer") as error:
+            run_some(tmp_path, observe)
+    assert "hush" not in str(error.value)
+
+
 def test_prometheus(tmp_path: Path) -> None:
     from prometheus_client.parser import text_string_to_metric_families
 
@@ -236,7 +267,8 @@ def test_prometheus(tmp_path: Path) -> None:
                     for sample in family.samples:
                         told[sample.name, frozenset(sample.labels.values())] = sample.value
 
-    run_some(tmp_path, observer, Look())
+    folder = run_some(tmp_path, observer, Look())
+    assert f"prometheus: http://127.0.0.1:{ports[0]}/metrics\n" in (folder / "log.txt").read_text()
     assert told["colocate_step", frozenset()] == STEPS - 1
     assert told["colocate_logged", frozenset({"accuracy"})] == 2.0
     assert told["colocate_calls_total", frozenset({"policy", "echo", "noop", "well"})] == STEPS
@@ -249,7 +281,7 @@ def test_prometheus(tmp_path: Path) -> None:
 def test_a_port_that_is_taken(tmp_path: Path) -> None:
     """The run doesn't begin, and the error says which observer it is about."""
     taken = http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
-    with taken, pytest.raises(colocate.PluginError, match=r"observer 'prometheus' raised when .*in use"):
+    with taken, pytest.raises(colocate.PluginError, match=r"prometheus' raised when .*in use.* a port of its own"):
         run_some(tmp_path, {"use": "prometheus", "with": {"port": taken.server_port}})
 
 
