@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
 import threading
 import time
@@ -10,10 +12,11 @@ from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import Any
 
 from colocate._api.connection import Connection
 from colocate._calls.records import CallRecord, FetchRecord, MoveRecord, TransferRecord
+from colocate._system.growing import GrowingFile
 from colocate._system.off_main import off_main
 from colocate.errors import ColocateError
 
@@ -23,6 +26,8 @@ _ROWS = (_RUNS, _MEMORY, _TRANSFERS)
 _FIRST_ROW, _ROWS_OF_SLOT = 1 << 20, 1 << 12  # no thread has the number of a process: that would be its main one
 _LINES = _ROWS_OF_SLOT // len(_ROWS)
 _LOOKED_AT = 64  # what is told of a slot comes nearly in order
+_END = "\n]\n"
+_log = logging.getLogger("colocate")
 
 
 class Trace:
@@ -32,7 +37,7 @@ class Trace:
     there, and what a call had waited for; others below it have memory that slept and woke, and what came from other
     workers. What overlaps, as calls of async methods do, has a thread more: viewers leave it out otherwise. The driver
     is another process, with each call from when it was submitted to its last answer, and each fetch. What is in the
-    file can be read at any time, also after a driver was killed.
+    file can be read at any time, also after a driver was killed; a disk that is full ends the trace, with a warning.
     """
 
     def __init__(self, connection: Connection, path: Path) -> None:
@@ -42,7 +47,7 @@ class Trace:
             OSError: The file can't be written.
         """
         self._connection = connection
-        self._file: IO[str] | None = path.open("w", encoding="utf-8")
+        self._file: GrowingFile | None = GrowingFile(path, anew=True)
         self._process = os.getpid()
         self._lock = threading.Lock()  # observers are told by one thread, and it may be closed by any
         self._lines: list[str] = []
@@ -53,7 +58,11 @@ class Trace:
         self._rows: dict[tuple[int, int, str], list[tuple[int, deque[tuple[int, int]]]]] = {}
         self._number = 0
         self._named("process_name", _DRIVER, name="driver")
-        self._write("[\n")
+        try:
+            self._file.add("[\n" + self._lines.pop())
+        except OSError:
+            self._file.close()
+            raise
         connection.services.observers.add(self)
 
     def __enter__(self) -> Trace:
@@ -75,11 +84,8 @@ class Trace:
 
     def _end(self) -> None:
         with self._lock:
-            file, self._file = self._file, None
-            if file is not None:
-                self._connection.services.observers.remove(self)
-                file.write("\n]\n")
-                file.close()
+            self._add(_END)
+            self._stop()
 
     # -- hooks, on the dispatcher's thread
 
@@ -207,11 +213,25 @@ class Trace:
         """Note one; `ts` in seconds."""
         self._lines.append(json.dumps({"ts": _microseconds(ts), **event}))
 
-    def _write(self, before: str = ",\n") -> None:
+    def _write(self) -> None:
         lines, self._lines = self._lines, []
+        self._add(",\n" + ",\n".join(lines))
+
+    def _add(self, text: str) -> None:
         if self._file is not None:
-            self._file.write(before + ",\n".join(lines))
-            self._file.flush()
+            try:
+                self._file.add(text)
+            except OSError as error:  # no reason to end what is traced
+                _log.warning("the trace ends here, and so it isn't whole: %s", error)
+                with contextlib.suppress(OSError):  # a few bytes may still be there
+                    self._file.add(_END)
+                self._stop()
+
+    def _stop(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            self._connection.services.observers.remove(self)
+            file.close()
 
 
 def _microseconds(seconds: float) -> int:

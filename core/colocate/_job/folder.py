@@ -10,11 +10,12 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import attrs
 
 from colocate._system.atomic import atomic_folder
+from colocate._system.growing import GrowingFile
 from colocate.errors import ConfigError
 
 _STEP = re.compile(r"step-(\d+)")
@@ -29,7 +30,7 @@ class RunFolder:
     """
 
     path: Path
-    _metrics: TextIO | None = attrs.field(default=None, init=False)
+    _metrics: GrowingFile | None = attrs.field(default=None, init=False)
 
     @classmethod
     def create(cls, name: str, root: Path) -> RunFolder:
@@ -92,10 +93,14 @@ class RunFolder:
     # -- metrics
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Add one object to metrics.jsonl. JSON has no NaN and no infinity: they become null."""
+        """Add one object to metrics.jsonl. JSON has no NaN and no infinity: they become null.
+
+        Raises:
+            OSError: The disk is full, or the like; the file has the lines before, whole.
+        """
         if self._metrics is None:
-            self._metrics = (self.path / "metrics.jsonl").open("a", buffering=1, encoding="utf-8")
-        self._metrics.write(json.dumps(finite(row), allow_nan=False) + "\n")
+            self._metrics = GrowingFile(self.path / "metrics.jsonl")
+        self._metrics.add(json.dumps(finite(row), allow_nan=False) + "\n")
 
     def close(self) -> None:
         """Nothing is added for now."""
