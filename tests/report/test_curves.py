@@ -80,8 +80,16 @@ class TestLines:
         assert len(places(chart.lines[0].path)) == 4
         assert not any("step 2" in hover.text for hover in chart.hovers)
 
-    def test_a_metric_that_never_was_a_number_is_not_drawn(self) -> None:
-        assert drawn({"step": 1, "loss": None}, {"step": 2, "loss": math.nan}) == Curves((), (), ())
+    def test_a_metric_that_never_was_a_number_is_named(self) -> None:
+        gaps = ("Loss never was a finite number.",)
+        assert drawn({"step": 1, "loss": None}, {"step": 2, "loss": math.nan}) == Curves((), (), (), gaps)
+
+    def test_one_that_no_longer_is_a_number_is_not_shown_as_it_was_before(self) -> None:
+        rows = [{"step": step, "reward": value} for step, value in enumerate((0.5, math.nan, 0.7, math.inf))]
+        found = drawn(*rows)
+        assert found.large[0].lines[0].last == "not finite"
+        assert found.gaps == ("Reward was no finite number 2 of 4 times, first at step 1.",)
+        assert drawn(*rows[:1]).gaps == ()
 
     def test_one_that_is_logged_now_and_then_has_no_gaps(self) -> None:
         rows = [{"step": n, "loss": 1.0, **({"eval_accuracy": n / 10} if n % 5 == 0 else {})} for n in range(11)]

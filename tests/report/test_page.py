@@ -51,7 +51,7 @@ def test_its_head_has_the_figures_that_matter(tmp_path: Path) -> None:
     assert dict(zip(page.head("dl/div/dt"), page.head("dl/div/dd"), strict=True)) == {
         "Held-out accuracy": "0.18 \u2192 0.88",
         "Reward": "0.33 \u2192 0.9",
-        "Steps": "20",
+        "Last step": "20",
         "Wall time": "20 s",
         "Calls to 4 roles on 2 slots": "300",
         "Seed": "7",
@@ -192,6 +192,13 @@ def test_a_run_of_one_step(tmp_path: Path) -> None:
     assert "Calls to 4 roles on 1 slot" in page.text
     assert "It has no rows." in page.words("answers")
     assert "up close" not in page.words("timeline")
+
+
+def test_a_run_whose_loss_never_was_a_number(tmp_path: Path) -> None:
+    """It logged something, and what that was is what one looks for."""
+    words = Page(tmp_path, record(metrics=[{"step": 1, "loss": None}])).words("curves")
+    assert "Loss never was a finite number." in words
+    assert "logged no numbers" not in words
 
 
 def test_a_run_that_failed_says_so_first(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import attrs
 
+from colocate._system.numbers import plural
 from colocate.report.scale import Axis, number, percent, words
 
 WIDTH, HEIGHT = 2000, 1000  # units of a plot; the page stretches it
@@ -26,7 +27,7 @@ class Series:
     Attributes:
         name: What the job calls it.
         points: A step and its value for each time it was logged; None where that was no finite number.
-        values: The finite values in order.
+        values: The finite values in order; there may be none.
     """
 
     name: str
@@ -37,6 +38,22 @@ class Series:
     def label(self) -> str:
         """Its name for people."""
         return words(self.name)
+
+    @property
+    def last(self) -> str:
+        """What it was in the end, as text."""
+        return number(self.values[-1]) if self.points[-1][1] is not None else "not finite"
+
+    @property
+    def gap(self) -> str:
+        """In words, when it was no finite number; empty when it always was."""
+        steps = [step for step, value in self.points if value is None]
+        if not steps:
+            return ""
+        if not self.values:
+            return f"{self.label} never was a finite number."
+        much, whole = f"{len(steps):,}", plural(len(self.points), "time")
+        return f"{self.label} was no finite number {much} of {whole}, first at step {steps[0]:,}."
 
 
 @attrs.frozen
@@ -94,11 +111,19 @@ class Chart:
 
 @attrs.frozen
 class Curves:
-    """All charts of a run: the important ones, the small ones, and what found no room (name, first, last, min, max)."""
+    """All charts of a run.
+
+    Attributes:
+        large: The important ones.
+        small: The others.
+        rest: What found no room: name, first, last, lowest, highest.
+        gaps: What wasn't always a finite number, in words.
+    """
 
     large: tuple[Chart, ...]
     small: tuple[Chart, ...]
     rest: tuple[tuple[str, ...], ...]
+    gaps: tuple[str, ...]
 
     @property
     def banded(self) -> bool:
@@ -107,7 +132,7 @@ class Curves:
 
 
 def series_of(rows: Iterable[Mapping[str, Any]]) -> list[Series]:
-    """What the rows have, in the order in which names came up; names without any finite number are left out."""
+    """What the rows have, in the order in which names came up."""
     found: dict[str, list[Point]] = {}
     for row in rows:
         for name, value in row.items():
@@ -116,21 +141,21 @@ def series_of(rows: Iterable[Mapping[str, Any]]) -> list[Series]:
     series = []
     for name, points in found.items():
         points.sort(key=lambda point: point[0])
-        if values := [value for _, value in points if value is not None]:
-            series.append(Series(name, points, values))
+        series.append(Series(name, points, [value for _, value in points if value is not None]))
     return series
 
 
 def headline(series: Sequence[Series]) -> list[Series]:
     """The series that say whether a run has learned: held-out results, then rewards, then other successes."""
-    ranked = sorted((each for each in series if _rank(each.name) < 9), key=lambda each: _rank(each.name))
-    return ranked[:LARGE_LINES] or list(series[:1])
+    drawn = [each for each in series if each.values]
+    ranked = sorted((each for each in drawn if _rank(each.name) < 9), key=lambda each: _rank(each.name))
+    return ranked[:LARGE_LINES] or drawn[:1]
 
 
 def curves(series: Sequence[Series]) -> Curves:
     """The charts of what a run logged."""
     leading = headline(series)
-    others = [each for each in series if each not in leading]
+    others = [each for each in series if each.values and each not in leading]
     shown, rest = others[:SMALL_CHARTS], others[SMALL_CHARTS:]
     # Values between 0 and 1 share an axis: comparing them is the point. Others would flatten each other.
     fractions = [each for each in leading if min(each.values) >= 0 and max(each.values) <= 1]
@@ -141,6 +166,7 @@ def curves(series: Sequence[Series]) -> Curves:
         tuple(_chart(group, span, large=True) for group in large),
         tuple(_chart([each], span, large=False) for each in shown),
         tuple(_extremes(each) for each in rest[:200]),
+        tuple(each.gap for each in series if each.gap)[:SMALL_CHARTS],
     )
 
 
@@ -165,7 +191,7 @@ def _span(series: Sequence[Series]) -> tuple[int, int]:
 
 def _extremes(series: Series) -> tuple[str, ...]:
     values = series.values
-    return (series.label, *(number(value) for value in (values[0], values[-1], min(values), max(values))))
+    return series.label, number(values[0]), series.last, number(min(values)), number(max(values))
 
 
 def _chart(group: Sequence[Series], span: tuple[int, int], *, large: bool) -> Chart:
@@ -209,7 +235,7 @@ def _line(series: Series, x: Axis, y: Axis, columns: int) -> Line:
         band=band,
         dots="".join(f"M{left} {top}h0" for left, top in real) if len(real) <= DOTTED else "",
         first=number(series.values[0]),
-        last=number(series.values[-1]),
+        last=series.last,
         strong=_rank(series.name) in (0, 1, 4),
     )
 

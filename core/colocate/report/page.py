@@ -123,11 +123,11 @@ def _roles(record: RunRecord) -> dict[str, int]:
 
 def _tiles(record: RunRecord, series: Sequence[Series], roles: Mapping[str, int]) -> list[Tile]:
     tiles = [
-        Tile(each.label, number(each.values[-1]), number(each.values[0]) if len(each.values) > 1 else "")
+        Tile(each.label, each.last, number(each.values[0]) if len(each.values) > 1 else "")
         for each in headline(series)[:2]
     ]
     if record.metrics:
-        tiles.append(Tile("Steps", number(max(row["step"] for row in record.metrics))))
+        tiles.append(Tile("Last step", number(max(row["step"] for row in record.metrics))))
     tiles.append(Tile("Wall time", duration(record.seconds)))
     calls = sum(total.calls for total in record.totals)
     if calls:
