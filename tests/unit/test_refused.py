@@ -104,6 +104,13 @@ def test_generators() -> None:
             method(wrong)
 
 
+def test_a_union_is_no_class() -> None:
+    """Unlike a class with type arguments, it names none that could be made."""
+    wrong: Any = Echo | None
+    with pytest.raises(ConfigError, match="a role is a class or a plugin's name"):
+        colocate.role(wrong)
+
+
 def test_a_concurrency_is_a_number() -> None:
     declared: Callable[..., Any] = method
     with pytest.raises(DispatchError, match="concurrency='2'; it is at least 1"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import UnionType
 from typing import Any, Generic, Literal, ParamSpec, TypeVar, get_origin, overload
 
 import attrs
@@ -174,7 +175,8 @@ def role(target: Any, /, *args: Any, **kwargs: Any) -> RoleSpec[Any]:
 
 def written_class(cls: Any) -> Any:
     """The class as it was written, of one with type arguments: those are for type checkers."""
-    return get_origin(cls) or cls
+    origin = get_origin(cls)
+    return origin if isinstance(origin, type) and origin is not UnionType else cls  # a union is no class
 
 
 def check_role(name: str, cls: type) -> Mapping[str, MethodSpec]:
