@@ -75,6 +75,7 @@ def test_a_job_is_seen(colocate: CommandLine, running: subprocess.Popen[str]) ->
     assert (slot["call"], slot["queue"]) == ("waiting.wait", 2)
     assert slot["age"] > 0
     assert [(role["role"], role["bytes"]) for role in slot["roles"]] == [("waiting", 0), ("other", 0)]
+    assert [role["busy"] > 0 for role in slot["roles"]] == [True, False]  # it hasn't ended, and has run all the while
     shown = colocate("top", str(running.pid))
     assert "waiting.wait" in shown.stdout
     assert "policy (ready)" in shown.stdout

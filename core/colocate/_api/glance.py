@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from colocate._api.connection import Connection
@@ -31,8 +31,22 @@ class Recent(RecentSpans[tuple[str, str, int]]):
 
 def glance(connection: Connection, recent: Recent) -> list[dict[str, Any]]:
     """The groups of a runtime, as plain data: what each slot runs, what waits there, and what its roles hold."""
-    shares = recent.shares(time.time())
-    return [_group(crew, shares) for crew in list(connection.crews.values())]
+    now, crews = time.time(), list(connection.crews.values())
+    shares = recent.shares(now, [each for crew in crews for each in _running(crew, recent)])
+    return [_group(crew, shares) for crew in crews]
+
+
+def _running(crew: Crew, recent: Recent) -> Iterator[tuple[tuple[str, str, int], float]]:
+    """What each slot runs, and since when: it can't have begun before the one ahead of it had ended there."""
+    first: dict[int, Any] = {}
+    for call in list(crew.order.pending.values()):
+        for slot in call.missing():
+            first.setdefault(slot, call)
+    for slot, call in first.items():
+        ranks = {name: info.slots.index(slot) for name, info in crew.roles.items() if slot in info.slots}
+        if call.role in ranks:
+            ends = (recent.end((crew.name, name, rank)) for name, rank in ranks.items())
+            yield (crew.name, call.role, ranks[call.role]), max(call.submitted, *ends)
 
 
 def _group(crew: Crew, shares: Mapping[tuple[str, str, int], float]) -> dict[str, Any]:

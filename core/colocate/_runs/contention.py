@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import attrs
 
+from colocate._system.intervals import Interval, length, merged
 from colocate._system.sizes import size_text
 
 
@@ -34,7 +35,7 @@ class RoleUse:
     Attributes:
         group: Name of its group.
         role: Its name.
-        busy: Seconds that its ranks ran, added up, with its sleeps and wakes.
+        busy: Seconds that its ranks ran, added up, with its sleeps and wakes; calls of a rank that overlap count once.
         waited: Seconds in which a call of it could have run on a slot where another role ran, by that; of several calls
             that waited at once they count once, and those of all slots are added up.
         moved: Bytes that it slept and woke with.
@@ -85,19 +86,19 @@ def contention(
     busy: dict[tuple[str, str], float] = {}
     waited: dict[tuple[str, str], dict[str, float]] = {}
     for (group, _), stretches in slots.items():
-        ran: dict[str, list[_Interval]] = {}
-        waits: dict[str, list[_Interval]] = {}
+        ran: dict[str, list[Interval]] = {}
+        waits: dict[str, list[Interval]] = {}
         for each in sorted(stretches):
             ran.setdefault(each.role, []).append((each.start, each.end))
             waits.setdefault(each.role, []).append((each.ready, each.start))
-        merged = {role: _merged(intervals) for role, intervals in ran.items()}
+        running = {role: merged(intervals) for role, intervals in ran.items()}
         for role, intervals in waits.items():
             key = group, role
-            busy[key] = busy.get(key, 0.0) + sum(end - start for start, end in ran[role])
+            busy[key] = busy.get(key, 0.0) + length(running[role])
             its = waited.setdefault(key, {})
-            waiting = _merged(intervals)
-            for other, running in merged.items():
-                if other != role and (seconds := _overlap(waiting, running)):
+            waiting = merged(intervals)
+            for other, times in running.items():
+                if other != role and (seconds := _overlap(waiting, times)):
                     its[other] = its.get(other, 0.0) + seconds
     return [
         RoleUse(*key, busy[key], waited[key], moved.get(key, 0), transferred.get(key, 0), awake.get(key))
@@ -105,21 +106,7 @@ def contention(
     ]
 
 
-_Interval: TypeAlias = tuple[float, float]
-
-
-def _merged(intervals: Iterable[_Interval]) -> list[_Interval]:
-    """The same time in intervals that don't overlap, in order."""
-    found: list[_Interval] = []
-    for start, end in sorted(intervals):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], end)
-        elif end > start:
-            found.append((start, end))
-    return found
-
-
-def _overlap(some: Sequence[_Interval], others: Sequence[_Interval]) -> float:
+def _overlap(some: Sequence[Interval], others: Sequence[Interval]) -> float:
     """How long is in both; each is merged."""
     total, left, right = 0.0, 0, 0
     while left < len(some) and right < len(others):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import Generic, TypeVar
+
+from colocate._system.intervals import Interval, length
 
 RECENT_S = 10.0
 """Of so much time the busy share is told."""
@@ -20,20 +22,31 @@ class RecentSpans(Generic[Key]):
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._spans: deque[tuple[Key, float, float]] = deque(maxlen=_MOST)
+        self._ends: dict[Key, float] = {}
 
     def add(self, key: Key, start: float, end: float) -> None:
         """One has ended; both in seconds of time.time()."""
         with self._lock:
             self._spans.append((key, start, end))
+            self._ends[key] = max(end, self._ends.get(key, end))
 
-    def shares(self, now: float) -> dict[Key, float]:
-        """The part of the last seconds that was spent, by whose it was."""
+    def end(self, key: Key) -> float:
+        """When the last one of somebody's ended; 0 where there was none."""
+        return self._ends.get(key, 0.0)
+
+    def shares(self, now: float, running: Iterable[tuple[Key, float]] = ()) -> dict[Key, float]:
+        """The part of the last seconds that was spent, by whose it was; what overlaps counts once.
+
+        Args:
+            now: Seconds of time.time().
+            running: What hasn't ended: whose it is, and when it began.
+        """
         since = now - RECENT_S
-        found: dict[Key, float] = {}
+        found: dict[Key, list[Interval]] = {}
         with self._lock:
             while self._spans and self._spans[0][2] < since:
                 self._spans.popleft()
-            spans = list(self._spans)
+            spans = [*self._spans, *((key, start, now) for key, start in running)]
         for key, start, end in spans:
-            found[key] = found.get(key, 0.0) + max(0.0, end - max(start, since)) / RECENT_S
-        return found
+            found.setdefault(key, []).append((max(start, since), end))
+        return {key: length(each) / RECENT_S for key, each in found.items()}

@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 from colocate._protocol.ledger import Ledger
+from colocate._protocol.messages import Call
 from colocate._system.jobs import error_text
 from colocate.worker.ledger import LookError, ledger
 from colocate.worker.site import Site
@@ -24,7 +25,8 @@ def glimpse(site: Site) -> dict[str, Any]:
         trouble = f"what role {error.role!r} holds could not be looked at: {error.trace.strip().splitlines()[-1]}"
     except Exception as error:  # CUDA's, say, which is out of order
         trouble = error_text(error)
-    busy = {} if site.recent is None else site.recent.shares(now)
+    running = [(work.message.role, work.began) for work in site.lane.started() if isinstance(work.message, Call)]
+    busy = {} if site.recent is None else site.recent.shares(now, running)
     roles = [
         {
             "role": role.name,

@@ -139,6 +139,10 @@ class Lane:
         running = dict(self.running)
         return running[max(running)] if running else None
 
+    def started(self) -> list[Work]:
+        """The calls that run; from any thread."""
+        return [work for work in dict(self.running).values() if work.began]
+
     @property
     def waiting(self) -> int:
         """How many calls haven't begun, nearly: holds on their way count, too; from any thread."""

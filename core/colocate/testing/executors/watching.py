@@ -153,6 +153,11 @@ class Watching(DetachedCase):
             assert held["left_s"] is None
             assert [(each["call"], each["queue"]) for each in held["workers"]] == [("counting.wait_and_add", 1)] * 2
             assert all(each["age"] > 0 for each in held["workers"])
+
+            def all_busy() -> bool:
+                return all(each["roles"][0]["busy"] > 0 for each in executor.look(name)["workers"])
+
+            wait_until(all_busy, "who runs its first call is busy")
             assert show_top(f"pool/{name}", Cluster(config), once=True, every=1.0, json=True) == 0
             told = json.loads(capsys.readouterr().out)
             assert [group["state"] for group in told["groups"]] == ["attached"]
