@@ -181,7 +181,7 @@ FAILING = """
 
 
 def test_what_a_start_says_when_it_fails(colocate: CommandLine) -> None:
-    """How far it came, and why it went no further, lie in the folder too."""
+    """How far it came, and why it went no further, lie in the folder too, which is said."""
     colocate.write("beside.py", FAILING)
     colocate.write(
         "demo.yaml",
@@ -195,11 +195,15 @@ def test_what_a_start_says_when_it_fails(colocate: CommandLine) -> None:
     assert done.returncode == 1
     assert done.stderr.startswith("error: group 'policy' could not start: 1 rank failed\n")
     assert "in __init__\n    1 / 0" in done.stderr
-    assert done.stdout.splitlines()[-1] == "demo: starting group policy: 1 worker with 1 role"
+    *shown, last, _, report = done.stdout.splitlines()
+    assert (last, report) == (
+        "demo: starting group policy: 1 worker with 1 role",
+        "report: runs/demo/report.html",
+    )
     folder = colocate.folder / "runs" / "demo"
     for name in ("error.txt", "report.html"):
         assert "in __init__" in (folder / name).read_text()
-    assert (folder / "log.txt").read_text().startswith(done.stdout)
+    assert (folder / "log.txt").read_text().startswith("\n".join([*shown, last]))
 
 
 def test_each_run_has_a_folder_of_its_own(colocate: CommandLine) -> None:
@@ -400,6 +404,11 @@ class TestErrors:
             ("run.log(1.0, x=1)", "TypeError: run.log: step=1.0 is not a whole number"),
             ("run.log(None, x=1)", "TypeError: run.log: step=None is not a whole number"),
             ("run.log(True, x=1)", "TypeError: run.log: step=True is not a whole number"),
+            ("run.log(2**63, x=1)", "ValueError: run.log: step=9223372036854775808 is too large for 64 bits"),
+            (
+                "run.checkpoint(2**63).__enter__()",
+                "ValueError: run.checkpoint: step=9223372036854775808 is too large for 64 bits",
+            ),
             ("run.log(1, x=10**400)", f"ValueError: run.log: x=1{'0' * 39}... is too large for a float"),
             (
                 "run.log(1, seconds=2.0)",

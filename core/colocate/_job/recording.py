@@ -322,7 +322,7 @@ def _failed(begun: Begun, record: Callable[[], RunRecord], error: BaseException)
     found = _never_started(begun, time.time())
     try:
         found = record()
-        _report(found, told(error).strip())
+        begun.screen.reported(_report(found, told(error).strip()))
     except Exception as other:
         error.add_note(f"its report could not be written: {type(other).__name__}: {other}")
     finally:

@@ -65,7 +65,8 @@ class Run:
 
         Raises:
             TypeError: One of them isn't a number, or the step isn't a whole one.
-            ValueError: One has the name `seconds`, which a line has for `timed`, or is too large for a float.
+            ValueError: One has the name `seconds`, which a line has for `timed`, or is too large for a float; or the
+                step is, for 64 bits.
         """
         if "seconds" in scalars:
             raise ValueError("run.log: 'seconds' is where a line has those of run.timed; call the number otherwise")
@@ -153,7 +154,7 @@ class Run:
 
         Raises:
             TypeError: It isn't a whole number.
-            ValueError: It is less than that.
+            ValueError: It is less than that, or too large for 64 bits.
         """
         step = _whole("run.checkpoint", step)
         if step < 0:
@@ -192,6 +193,8 @@ def _whole(what: str, step: Any) -> int:
     number = _plain(step)
     if isinstance(number, bool) or not isinstance(number, int):
         raise TypeError(f"{what}: step={shown(step)} is not a whole number")
+    if not -(2**63) <= number < 2**63:
+        raise ValueError(f"{what}: step={shown(step)} is too large for 64 bits")
     return number
 
 
