@@ -274,6 +274,19 @@ def test_a_signal_ends_it_with_a_checkpoint(colocate: CommandLine, number: signa
     assert last == f"step-{metrics(folder)[-1]['step']:06d}"
 
 
+def test_a_signal_before_the_first_checkpoint(colocate: CommandLine) -> None:
+    """It isn't said to go on with what isn't there."""
+    colocate.write("demo.yaml", "job: beside:job\n")
+    job = "import time\n\ndef job(run):\n    print('begun')\n    while not run.stopping:\n        time.sleep(0.01)\n"
+    colocate.write("beside.py", job)
+    with colocate.start("run", "demo.yaml") as running:
+        assert running.stdout is not None
+        next(line for line in running.stdout if line == "begun\n")
+        running.send_signal(signal.SIGTERM)
+        out, _ = running.communicate()
+    assert out.splitlines()[-1] == "stopped by SIGTERM; it had written no checkpoint to go on from"
+
+
 class TestErrors:
     def run(self, colocate: CommandLine, job: str, *args: str, **variables: str) -> "subprocess.CompletedProcess[str]":
         colocate.write("demo.yaml", ACME.replace("acme.tally", "beside:job").replace(", with: {steps: 3}", ""))

@@ -92,6 +92,19 @@ def test_calls_are_awaited_on_the_loop_that_runs(started: Kernel) -> None:
     assert started.shows("writer.write(['a', 'b'])") == "['A', 'B']"  # and those that aren't awaited
 
 
+def test_a_run_is_recorded(started: Kernel) -> None:
+    """What is shown is what the cell prints, the tables are in log.txt, and a record doesn't fill the page."""
+    cell = (
+        "with colocate.record(runtime, 'runs/sums') as run:\n    writer.write(['a', 'b'])\n    run.log(0, loss=1.0)\n"
+        "print(run.directory, run, sep='|')\nrun.record"
+    )
+    directory, shown = started.shows(cell).split("|")
+    assert re.fullmatch(rf"<run 'sums' in {directory}>\n<record of run 'sums' in {directory}, [\d.]+ s>", shown)
+    log = (Path(directory) / "log.txt").read_text()
+    assert "time per role" in log
+    assert "writer  write" in log
+
+
 def test_a_class_that_is_changed_in_a_later_cell(started: Kernel) -> None:
     changed = (
         "class Writer(Role):\n    @method\n    def shout(self):\n        return 'new'\n"

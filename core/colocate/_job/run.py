@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from colocate._job.screen import Screen
 
 
-@attrs.define(eq=False)
+@attrs.define(eq=False, repr=False)
 class Run:
     """What a job works with: `job(run, **options)`.
 
@@ -50,6 +50,9 @@ class Run:
     _tables: dict[str, list[Row]] = attrs.field(factory=dict, init=False)
     _seconds: dict[str, float] = attrs.field(factory=dict, init=False)
     _phases: dict[str, float] = attrs.field(factory=dict, init=False)
+
+    def __repr__(self) -> str:
+        return f"<run {self.name!r} in {self.directory}>"
 
     @property
     def stopping(self) -> bool:

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import attrs
 from rich import box
@@ -37,7 +37,14 @@ def console(*, error: bool = False) -> Console:
     # The stream as it is now: what stands in its place later is for what others print.
     file = sys.stderr if error else sys.stdout
     found = Console(file=file, highlight=False)
-    return found if found.is_terminal else Console(file=file, highlight=False, width=PLAIN_WIDTH, no_color=True)
+    return found if found.is_terminal and not found.is_jupyter else _plain(file)
+
+
+def _plain(file: IO[str]) -> Console:
+    # In a notebook rich displays what it is to print, whatever the file, and FORCE_COLOR makes any file a terminal.
+    return Console(
+        file=file, highlight=False, width=PLAIN_WIDTH, no_color=True, force_jupyter=False, force_terminal=False
+    )
 
 
 def show_table(title: str, rows: Sequence[Mapping[str, Any]], to: Console) -> None:
@@ -235,7 +242,7 @@ class Screen:
             show_table(title, listed, self.console)
         if self._log is not None:
             text = io.StringIO()
-            show_table(title, listed, Console(file=text, highlight=False, width=PLAIN_WIDTH, no_color=True))
+            show_table(title, listed, _plain(text))
             self._log.write(text.getvalue())
 
     def _renderable(self) -> Group:

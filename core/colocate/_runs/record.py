@@ -52,7 +52,7 @@ class LogRecord:
     time: float
 
 
-@attrs.frozen
+@attrs.frozen(repr=False)
 class RunRecord:
     """A finished run, as the report and the last page on the screen show it.
 
@@ -97,6 +97,10 @@ class RunRecord:
     memory: Sequence[GroupMemory] = ()
     contention: Sequence[RoleUse] = ()
     handed_over: Sequence[HandedOver] = ()
+
+    def __repr__(self) -> str:
+        """Short: a notebook shows it, and a long run has a hundred thousand spans."""
+        return f"<record of run {self.name!r} in {self.directory}, {self.seconds:.1f} s>"
 
 
 def timed_phases(record: RunRecord) -> dict[str, float]:

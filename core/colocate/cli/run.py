@@ -47,7 +47,8 @@ def run_job(
             print_json(_summary(record))
         if record.stopped is None:
             return 0
-        screen.say(f"stopped by {record.stopped}; go on with --resume")
+        goes_on = "go on with --resume" if begun.folder.checkpoints() else "it had written no checkpoint to go on from"
+        screen.say(f"stopped by {record.stopped}; {goes_on}")
         return 128 + signal.Signals[record.stopped]
 
     try:
