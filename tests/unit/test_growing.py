@@ -60,3 +60,4 @@ def test_a_run_and_a_trace(tmp_path: Path) -> None:
     assert f"File too large: '{tmp_path}/sums/metrics.jsonl'" in done.stderr
     rows = [json.loads(line) for line in (tmp_path / "sums" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(len(rows)))
+    assert not [path.name for path in (tmp_path / "sums").iterdir() if path.suffix == ".part"]

@@ -14,7 +14,7 @@ from typing import Any
 
 import attrs
 
-from colocate._system.atomic import atomic_folder
+from colocate._system.atomic import atomic_folder, write_whole
 from colocate._system.growing import GrowingFile
 from colocate.errors import ConfigError
 
@@ -82,9 +82,7 @@ class RunFolder:
 
     def write(self, name: str, text: str) -> None:
         """Write a file, all of it or nothing."""
-        part = self.path / f".{name}.part"
-        part.write_text(text, encoding="utf-8", errors="backslashreplace")  # a user's text may have lone surrogates
-        part.replace(self.path / name)
+        write_whole(self.path / name, text)
 
     def remove(self, name: str) -> None:
         """See that a file isn't there."""

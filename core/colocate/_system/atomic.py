@@ -1,4 +1,4 @@
-"""Folders that are complete, or not there."""
+"""Folders and files that are complete, or not there."""
 
 from __future__ import annotations
 
@@ -44,6 +44,17 @@ def atomic_folder(final: Path, naming: AbstractContextManager[object] | None = N
     finally:
         off_main(lambda: _discard(part))  # half a folder, or what was replaced
     _sync(final.parent)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file, all of it or nothing."""
+    part = path.with_name(f".{path.name}.part")
+    try:
+        part.write_text(text, encoding="utf-8", errors="backslashreplace")  # a user's text may have lone surrogates
+        part.replace(path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
 
 
 def _put(part: Path, final: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from colocate._system.atomic import write_whole
 from colocate._system.pip import pip_line
 
 if TYPE_CHECKING:
@@ -34,7 +35,5 @@ def write(directory: Path, record: RunRecord, *, error: str | None = None) -> Pa
     from colocate.report.page import render
 
     path = directory / "report.html"
-    part = directory / ".report.html.part"
-    part.write_text(render(record, error), encoding="utf-8")
-    part.replace(path)
+    write_whole(path, render(record, error))
     return path
