@@ -47,7 +47,7 @@ class Storages(dict[str, dict[int, int]]):
         except RuntimeError:  # of one that somebody has kept of what `torch.func` had transformed
             return
         if nbytes := storage.nbytes():
-            device = "cpu" if item.is_cpu else _name_of(item.device)
+            device = _name_of(item.device)
             pieces = self.get(device)
             if pieces is None:
                 pieces = self[device] = {}
