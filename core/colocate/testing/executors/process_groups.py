@@ -286,13 +286,15 @@ class ProcessGroups(ExecutorCase):
         pair = ring.role("pair", Collective)
         with pytest.raises(RoleError):
             pair.sum_unless(1.0, 0)  # what there was is gone
-        with Gate() as fails, Gate() as late:
+        with Gate() as fails, Gate() as late, pair.sum.keep(1.0) as kept:
+            kept.fetch()
             failing = pair.fail_soon.submit([fails.address, None])  # type: ignore[arg-type]
             beside = pair.sum_soon.submit([late.address, None])  # type: ignore[arg-type]
             fails.wait_for()
             late.wait_for()
             fails.open()
             root = failing.exception(PATIENCE_S)
+            kept.fetch()  # an answer of each rank to what was sent after the news of the failure
             late.open()
         error = beside.exception(PATIENCE_S)
         assert isinstance(error, ColocateError)
