@@ -17,6 +17,7 @@ PARTS = (
     "residents",
     "scale",
     "memory",
+    "ledger",
     "sleep",
     "budget",
     "ppo",

@@ -18,6 +18,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from colocate._protocol.ledger import Purpose
+from colocate.worker import holdings
 from colocate.worker.holdings import held_by
 from colocate.worker.ledger import _shares
 from colocate.worker.storages import Objects, Storages
@@ -275,6 +276,32 @@ def test_too_much_to_look_at() -> None:
     assert not complete
     assert [*found[Purpose.TENSORS]["cpu"].values()] == [10 * FLOAT]
     assert counted(Holder(rows=[{"question": "x", "answer": 1.0}] * 10**6, weights=torch.zeros(1))) == {"tensors": 4}
+
+
+@pytest.mark.parametrize(("most", "found"), [(3, False), (4, True), (5, True)])
+def test_as_many_as_are_looked_at(monkeypatch: pytest.MonkeyPatch, most: int, found: bool) -> None:
+    """What is just so much is all of it."""
+    monkeypatch.setattr(holdings, "_LOOKS", most)
+    pieces, complete = held_by(Holder(first=torch.zeros(1), second=[np.zeros(2)]))
+    assert complete is found
+    assert len(pieces[Purpose.TENSORS]["cpu"]) == 1 + found
+
+
+def test_modules_with_attributes_of_their_own() -> None:
+    """Wherever they come among those that every module has, and where a class makes these never."""
+
+    class Early(nn.Linear):
+        def __init__(self) -> None:
+            object.__setattr__(self, "cache", torch.zeros(3))
+            super().__init__(2, 2, bias=False)
+
+    class Never(nn.Module):
+        def __init__(self) -> None:
+            object.__setattr__(self, "cache", torch.zeros(5))
+
+    late = nn.Linear(2, 2, bias=False)
+    late.cache = [torch.zeros(7)]
+    assert counted(Holder(all=[Early(), Never(), late])) == {"parameters": 8 * FLOAT, "tensors": 15 * FLOAT}
 
 
 def test_while_it_changes() -> None:

@@ -446,7 +446,10 @@ def test_what_malloc_has_given_to_roles(site: Any, device: str) -> None:
     model = Model()
     role = add(site, model)
     sleeper = Sleeper(site)
-    gradients = {"model": holdings.held_by(model)[0][Purpose.GRADIENTS]}
+
+    def gradients(leaves: Any) -> Any:
+        return {"model": holdings.held_by(model)[0][Purpose.GRADIENTS]}
+
     try:
         ledger(site, sleeper, gradients)
         sleeper.sleep("model", TAGS, ("cache",), 1)

@@ -20,7 +20,7 @@ def glimpse(site: Site) -> dict[str, Any]:
     found: Ledger | None = None
     trouble: str | None = None
     try:
-        found = ledger(site, site.sleeper, site.gradients.known())
+        found = ledger(site, site.sleeper, site.gradients.of)
     except LookError as error:
         trouble = f"what role {error.role!r} holds could not be looked at: {error.trace.strip().splitlines()[-1]}"
     except Exception as error:  # CUDA's, say, which is out of order

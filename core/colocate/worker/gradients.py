@@ -6,12 +6,13 @@ who reads it on another thread then gets a tensor without a storage, and the pro
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
-from colocate._protocol.ledger import Purpose
-from colocate.worker.holdings import held_by
+from colocate.worker.holdings import gradients_of, leaves_of
 from colocate.worker.memory_site import Worker
 from colocate.worker.storages import Storages
 
@@ -27,16 +28,23 @@ class Gradients:
         self._lock = threading.Lock()
         self._asked = threading.Event()
         self._asked.set()
+        self._leaves: Mapping[str, list[Any]] | None = None
         self._known: Mapping[str, Storages] = {}
 
-    def known(self) -> Mapping[str, Storages]:
-        """By role: of just now where the lane comes to it soon, else of the last time that somebody has asked."""
+    def of(self, leaves: Mapping[str, list[Any]]) -> Mapping[str, Storages]:
+        """By role: of just now where the lane comes to it soon, else of the last time that somebody has asked.
+
+        Args:
+            leaves: The tensors that may have some, by role.
+        """
         with self._lock:
             asked = self._asked
             if asked.is_set():
                 asked = self._asked = threading.Event()
+                self._leaves = leaves
                 self._site.lane.do(partial(self._look, asked))
         asked.wait(_WITHIN_S)
+        self._leaves = None  # a call that takes long may let go of them
         return self._known
 
     @property
@@ -47,13 +55,20 @@ class Gradients:
     # -- on the lane
 
     def _look(self, asked: threading.Event) -> None:
-        roles = {role.name: role.instance for role in self._site.roles.values() if role.name is not None}
+        leaves = self._leaves
         known: dict[str, Storages] = {}
-        for name, instance in roles.items():
-            try:
-                found, _ = held_by(instance, apart=[other for other in roles.values() if other is not instance])
-            except Exception:  # so does the look of who has asked, who tells it
-                continue
-            known[name] = found[Purpose.GRADIENTS]
+        for name, tensors in (self._found() if leaves is None else leaves).items():
+            with contextlib.suppress(Exception):  # so does the look of who has asked, who tells it
+                gradients = Storages()
+                gradients.add_all(gradients_of(tensors))
+                known[name] = gradients
         self._known = known
         asked.set()
+
+    def _found(self) -> Mapping[str, list[Any]]:
+        roles = {role.name: role.instance for role in self._site.roles.values() if role.name is not None}
+        found: dict[str, list[Any]] = {}
+        for name, instance in roles.items():
+            with contextlib.suppress(Exception):
+                found[name] = leaves_of(instance, [other for other in roles.values() if other is not instance])
+        return found

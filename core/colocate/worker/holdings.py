@@ -12,6 +12,7 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
+from itertools import compress
 from typing import Any, TypeAlias
 
 from colocate._protocol.ledger import Purpose
@@ -36,169 +37,222 @@ def held_by(
     declared: Iterable[Any] = (),
     apart: Iterable[object] = (),
     storages: Callable[[], Storages] = Storages,
-    gradients: Storages | None = None,
 ) -> tuple[Holdings, bool]:
-    """What an object holds.
+    """What an object holds, on the lane.
 
     Args:
         instance: The object, a role's instance.
         declared: What it says that it holds besides.
         apart: What isn't looked into, though it may lead there: other roles.
         storages: Makes what notes them.
-        gradients: Those that it has, where they must not be looked at: beside the lane, see `Gradients`.
 
     Returns:
         What was found, and whether that is all.
     """
-    search = _Search(apart, storages, gradients)
+    search = _Search(apart)
     complete = search.through(instance)
-    for value in declared:
-        search.add(Purpose.DECLARED, value)
-    return search.found, complete
+    search.note(Purpose.DECLARED, declared)
+    search.note(Purpose.GRADIENTS, gradients_of(search.leaves))
+    return search.found(storages), complete
+
+
+def held_beside(
+    instance: object, declared: Iterable[Any] = (), apart: Iterable[object] = ()
+) -> tuple[Holdings, bool, list[Any]]:
+    """What an object holds, beside the lane; see `held_by`.
+
+    Returns:
+        What was found, whether that is all, and the tensors whose gradients belong to it, too: see `Gradients`.
+    """
+    search = _Search(apart)
+    complete = search.through(instance)
+    search.note(Purpose.DECLARED, declared)
+    return search.found(Storages), complete, search.leaves
+
+
+def leaves_of(instance: object, apart: Iterable[object] = ()) -> list[Any]:
+    """The tensors of an object that may have gradients; see `held_by`."""
+    search = _Search(apart)
+    search.through(instance)
+    return search.leaves
+
+
+def gradients_of(leaves: Iterable[Any]) -> list[Any]:
+    """The gradients of tensors, on the lane."""
+    gradients = [each.grad for each in leaves if each.is_leaf]
+    return [each for each in gradients if each is not None]
 
 
 def optimizers_of(instance: object, apart: Iterable[object] = ()) -> list[Any]:
     """Torch's optimizers that an object holds; see `held_by`."""
-    search = _Search(apart, Storages)
+    search = _Search(apart)
     search.through(instance)
     return search.optimizers
 
 
 class _Search:
-    """Breadth first, so that what is nearest is found when there is too much."""
+    """Breadth first, so that what is nearest is found when there is too much.
 
-    def __init__(
-        self, apart: Iterable[object], storages: Callable[[], Storages], gradients: Storages | None = None
-    ) -> None:
-        self.found: Holdings = {purpose: storages() for purpose in Purpose}
-        self._has_gradients = gradients is not None
-        if gradients is not None:
-            self.found[Purpose.GRADIENTS] = gradients
+    What is equally near is looked at together, by its type, and so are all pieces of memory in the end: most of the
+    time is spent on what is done for each of them.
+    """
+
+    def __init__(self, apart: Iterable[object]) -> None:
+        self._noted: dict[Purpose, list[Any]] = {purpose: [] for purpose in Purpose}
         self._apart = list(apart)
         self._seen = {id(each) for each in self._apart}
         self._parameters: set[int] = set()
-        self._todo: deque[Any] = deque()
+        self._next: list[Any] = []
+        self.leaves: list[Any] = []
         self.optimizers: list[Any] = []
         self._torch: Any = imported("torch")
         # What every module has: its parameters, hooks and the like.
-        self._plain = () if self._torch is None else (self._torch.nn.Parameter, self._torch.Tensor)
-        self._usual = () if self._torch is None else vars(self._torch.nn.Module()).keys()
+        self._usual = () if self._torch is None else tuple(vars(self._torch.nn.Module()))
 
     def through(self, root: object) -> bool:
         """Look at an object and all that it leads to; whether it came to an end."""
-        self._todo.append(root)
-        looks = 0
-        while self._todo:
-            looks += 1
-            if looks > _LOOKS:
-                return False
-            self._look(self._todo.popleft())
-        return True
+        left = _LOOKS
+        self._next.append(root)
+        while self._next:
+            near, self._next = self._next, []
+            for kind, items in self._new(near).items():
+                leading = items if has_memory(kind) else [*filter(gc.is_tracked, items)]
+                if not leading:
+                    continue
+                if left <= 0:
+                    return False
+                _look_at(kind)(self, leading[:left])
+                left -= len(leading)
+        return left >= 0
 
-    def _look(self, item: Any) -> None:
-        if id(item) in self._seen:
-            return
-        self._seen.add(id(item))
-        _look_at(type(item))(self, item)
+    def found(self, storages: Callable[[], Storages]) -> Holdings:
+        """The memory of what was found."""
+        held = {purpose: storages() for purpose in Purpose}
+        for purpose, values in self._noted.items():
+            held[purpose].add_all(values)
+        return held
+
+    def note(self, purpose: Purpose, values: Iterable[Any]) -> None:
+        """Note the memory of values."""
+        self._noted[purpose] += values
+
+    def _new(self, items: Iterable[Any]) -> dict[type, list[Any]]:
+        """What wasn't seen yet and may lead to memory, each once, by type."""
+        by_id = dict(zip(map(id, items), items, strict=True))
+        for key in by_id.keys() & self._seen:
+            del by_id[key]
+        self._seen.update(by_id)
+        found: dict[type, list[Any]] = {}
+        for item in by_id.values():
+            if (kind := type(item)) in found:
+                found[kind].append(item)
+            elif not _is_barren(kind):
+                found[kind] = [item]
+        return found
 
     def _all(self, items: Iterable[Any]) -> None:
         copied = list(items)  # in one step: other threads go on with theirs
         if not PLAIN.issuperset(map(type, copied)):
-            self._todo.extend([each for each in copied if _may_lead(each)])
+            self._next += [each for each in copied if type(each) not in PLAIN]
 
-    def _dict(self, item: Any) -> None:
-        self._all(dict.values(item))  # a class made from it may load something when it is asked for them
+    def _containers(self, items: list[Any]) -> None:
+        for item in items:
+            self._all(item)
 
-    def _object(self, item: Any) -> None:
-        if (name := _accumulates_in(type(item))) and (gradient := getattr(item, name, None)) is not None:
-            self._seen.add(id(gradient))
-            if not self._has_gradients:
-                self.add(Purpose.GRADIENTS, gradient)
-        held = _attributes(item)
-        if (purpose := _purpose_in(type(item))) is not None:
-            self.add(purpose, held)
-        self._all(held)
+    def _dicts(self, items: list[Any]) -> None:
+        for item in items:
+            self._all(dict.values(item))  # a class made from it may load something when it is asked for them
 
-    def _module(self, module: Any) -> None:
-        own = vars(module)
-        if parameters := own.get("_parameters"):
-            for parameter in list(parameters.values()):
-                if parameter is not None:
-                    self._parameter(parameter)
-        if buffers := own.get("_buffers"):
-            for buffer in list(buffers.values()):
-                if buffer is not None:
-                    self._seen.add(id(buffer))
-                    self.add(Purpose.BUFFERS, buffer)
-        if modules := own.get("_modules"):
-            self._todo.extend([each for each in list(modules.values()) if each is not None])
-        if more := own.keys() - self._usual:
-            self._all([own[name] for name in more])
+    def _objects(self, items: list[Any]) -> None:
+        kind = type(items[0])
+        if name := _accumulates_in(kind):
+            gradients = [gradient for item in items if (gradient := getattr(item, name, None)) is not None]
+            self._seen.update(map(id, gradients))
+            self.note(Purpose.GRADIENTS, gradients)
+        purpose = _purpose_in(kind)
+        for item in items:
+            held = _attributes(item)
+            if purpose is not None:
+                self.note(purpose, held)
+            self._all(held)
 
-    def _parameter(self, parameter: Any) -> None:
-        key = id(parameter)
-        if key in self._parameters:
-            return
-        self._parameters.add(key)
-        self._seen.add(key)
-        self.add(Purpose.PARAMETERS, parameter)
-        self._gradient(parameter)
+    def _modules(self, modules: list[Any]) -> None:
+        parameters: list[Any] = []
+        buffers: list[Any] = []
+        more: list[Any] = []
+        usual, count = self._usual, len(self._usual)
+        for module in modules:
+            own = vars(module)
+            if held := own.get("_parameters"):
+                parameters += held.values()
+            if held := own.get("_buffers"):
+                buffers += held.values()
+            if held := own.get("_modules"):
+                self._next += held.values()
+            names, values = tuple(own), tuple(own.values())
+            if names[:count] == usual:  # nearly always they come first
+                more += values[count:]
+            else:
+                more += [value for name, value in zip(names, values, strict=False) if name not in usual]
+        self._all(more)
+        self._note_parameters(parameters)
+        self._seen.update(map(id, buffers))
+        self.note(Purpose.BUFFERS, buffers)
 
-    def _gradient(self, item: Any) -> None:
-        if not self._has_gradients and item.is_leaf and item.grad is not None:
-            self.add(Purpose.GRADIENTS, item.grad)
+    def _note_parameters(self, parameters: list[Any]) -> None:
+        by_id = dict(zip(map(id, parameters), parameters, strict=True))
+        by_id.pop(id(None), None)
+        for key in by_id.keys() & self._parameters:
+            del by_id[key]
+        self._parameters.update(by_id)
+        self._seen.update(by_id)
+        self.note(Purpose.PARAMETERS, by_id.values())
+        self.leaves += by_id.values()
 
-    def _optimizer(self, optimizer: Any) -> None:
-        self.optimizers.append(optimizer)
-        for group in list(optimizer.param_groups):
-            for parameter in list(group["params"]):
-                self._parameter(parameter)
-            self.add(Purpose.OPTIMIZER, [value for name, value in list(group.items()) if name != "params"])
-        for state in list(optimizer.state.values()):
-            for value in list(state.values()) if isinstance(state, dict) else [state]:
-                self.add(Purpose.OPTIMIZER, value)
-        own = vars(optimizer)
-        self._all([value for name, value in list(own.items()) if name not in ("state", "param_groups", "defaults")])
+    def _optimizers(self, optimizers: list[Any]) -> None:
+        self.optimizers += optimizers
+        for optimizer in optimizers:
+            values: list[Any] = []
+            for group in list(optimizer.param_groups):
+                self._note_parameters(list(group["params"]))
+                values += [value for name, value in list(group.items()) if name != "params"]
+            for state in list(optimizer.state.values()):
+                values += state.values() if isinstance(state, dict) else [state]
+            self.note(Purpose.OPTIMIZER, values)
+            own = list(vars(optimizer).items())
+            self._all([value for name, value in own if name not in ("state", "param_groups", "defaults")])
 
-    def _tensor(self, item: Any) -> None:
+    def _tensors(self, tensors: list[Any]) -> None:
         # Torch's own check is made in Python: nothing to do for each plain tensor.
-        if type(item) is not self._torch.Tensor and isinstance(item, self._torch.nn.Parameter):
-            self._parameter(item)
-            return
-        self._gradient(item)
-        self.add(Purpose.TENSORS, item)
+        if type(tensors[0]) is not self._torch.Tensor:
+            is_parameter = [isinstance(each, self._torch.nn.Parameter) for each in tensors]
+            self._note_parameters(list(compress(tensors, is_parameter)))
+            tensors = [each for each, its in zip(tensors, is_parameter, strict=True) if not its]
+        self.note(Purpose.TENSORS, tensors)
+        self.leaves += tensors
 
-    def _memory(self, item: Any) -> None:
-        self.add(Purpose.TENSORS, item)
-
-    def add(self, purpose: Purpose, value: Any) -> None:
-        """Note the memory of a value."""
-        if (
-            type(value) in self._plain and value.layout is self._torch.strided and not value.is_meta
-        ):  # as nearly all are
-            self.found[purpose].add_plain(value)
-        else:
-            self.found[purpose].add(value)
+    def _memories(self, items: list[Any]) -> None:
+        self.note(Purpose.TENSORS, items)
 
 
 @by_type
-def _look_at(kind: type) -> Callable[[_Search, Any], None]:
-    """How objects of a type are looked at."""
+def _look_at(kind: type) -> Callable[[_Search, list[Any]], None]:
+    """How objects of a type are looked at, one or more of them."""
     torch, numpy = imported("torch"), imported("numpy")
     if has_memory(kind):  # others may call an attribute `nbytes` too, and hold tensors
         if torch is not None and issubclass(kind, torch.Tensor):
-            return _Search._tensor
+            return _Search._tensors
         if is_collection(kind) or (numpy is not None and issubclass(kind, numpy.ndarray)):
-            return _Search._memory
+            return _Search._memories
     if issubclass(kind, dict):
-        return _Search._dict
+        return _Search._dicts
     if issubclass(kind, (list, tuple, set, frozenset, deque)):
-        return _Search._all
+        return _Search._containers
     if torch is not None and issubclass(kind, torch.nn.Module):
-        return _Search._module
+        return _Search._modules
     if torch is not None and issubclass(kind, torch.optim.Optimizer):
-        return _Search._optimizer
-    return _Search._object
+        return _Search._optimizers
+    return _Search._objects
 
 
 # What FSDP2 has accumulated and not reduced yet is in no parameter's `grad` where it is reduced in another dtype, nor
@@ -242,12 +296,6 @@ _NOT_INTO = (
     *weakref.ProxyTypes,
     Context,
 )
-
-
-def _may_lead(item: Any) -> bool:
-    """Whether memory may be found from here. The garbage collector knows what refers to nothing."""
-    kind = type(item)
-    return not _is_barren(kind) and (gc.is_tracked(item) or has_memory(kind))
 
 
 @by_type

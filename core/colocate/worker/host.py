@@ -310,7 +310,7 @@ class WorkerHost(Site):
 
     def _tell_ledger(self, token: int) -> None:
         try:
-            told = messages.LedgerTold(token, ledger(self, self.sleeper, self.gradients.known()))
+            told = messages.LedgerTold(token, ledger(self, self.sleeper, self.gradients.of))
         except LookError as error:
             told = messages.LedgerTold(token, None, error.role, error.trace)
         except Exception:  # CUDA's, say, which is out of order

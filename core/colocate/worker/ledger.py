@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import attrs
 
 from colocate._protocol.ledger import Ledger, Purpose
 from colocate.gpus import in_use
-from colocate.worker.holdings import Holdings, held_by
+from colocate.worker.holdings import Holdings, held_beside, held_by
 from colocate.worker.memory_site import Worker
 from colocate.worker.sleeping import Sleeper
 from colocate.worker.storages import Storages
@@ -29,24 +29,31 @@ class LookError(Exception):
         self.role, self.trace = role, trace
 
 
-def ledger(site: Worker, sleeper: Sleeper, gradients: Mapping[str, Storages]) -> Ledger:
+def ledger(
+    site: Worker, sleeper: Sleeper, gradients: Callable[[Mapping[str, list[Any]]], Mapping[str, Storages]]
+) -> Ledger:
     """Look at everything that a worker holds, beside the lane.
 
     Args:
         site: The worker.
         sleeper: What of it sleeps.
-        gradients: What is known of its roles' gradients, see `Gradients`.
+        gradients: What is known of those of its roles' tensors, see `Gradients`.
 
     Raises:
         LookError: What a role holds can't be looked at.
     """
     names = [role.name for role in list(site.roles.values()) if role.name is not None]
     held: dict[str, Holdings] = {}
+    leaves: dict[str, list[Any]] = {}
     partial: list[str] = []
     for name in names:
-        held[name], complete = look_at(site, name, gradients=gradients.get(name, Storages()))
+        with _looking_at(name):
+            held[name], complete, leaves[name] = held_beside(*_of(site, name))
         if not complete:
             partial.append(name)
+    for name, pieces in gradients(leaves).items():
+        if name in held:
+            held[name][Purpose.GRADIENTS].include(pieces)
     shares = shares_of(site, sleeper, held)
     owned = sum(size for found in shares.owned.values() for (_, device), size in found.items() if device == "cpu")
     return Ledger(
@@ -60,18 +67,21 @@ def ledger(site: Worker, sleeper: Sleeper, gradients: Mapping[str, Storages]) ->
     )
 
 
-def look_at(
-    site: Worker, name: str, storages: Callable[[], Storages] = Storages, gradients: Storages | None = None
-) -> tuple[Holdings, bool]:
-    """What a role holds, and whether that is all; see `held_by`.
+def look_at(site: Worker, name: str, storages: Callable[[], Storages] = Storages) -> tuple[Holdings, bool]:
+    """What a role holds, and whether that is all, on the lane; see `held_by`.
 
     Raises:
         LookError: It can't be looked at.
     """
+    with _looking_at(name):
+        return held_by(*_of(site, name), storages)
+
+
+def _of(site: Worker, name: str) -> tuple[object, Iterable[Any], list[object]]:
+    """A role, what it says that it holds, and other roles."""
     role = site.roles[name]
     others = [other.instance for other in list(site.roles.values()) if other.name not in (None, name)]
-    with _looking_at(name):
-        return held_by(role.instance, role.declared(), others, storages, gradients)
+    return role.instance, role.declared(), others
 
 
 @attrs.frozen
@@ -144,19 +154,17 @@ def _shares(
     for purpose in Purpose:
         for role, found in held.items():
             for device, pieces in found.get(purpose, {}).items():
-                its_owners, own = owners.setdefault(device, {}), 0
-                for address, nbytes in pieces.items():
-                    owner = its_owners.get(address)
-                    if owner is None:
-                        its_owners[address] = role
-                        if device == "cpu" and address in away:
-                            asleep[role] += nbytes
-                            empty[role] += nbytes if address in emptied else 0
-                        elif device == "cpu" or address not in absent:
-                            own += nbytes
-                    elif owner != role:
-                        shared[role][device, address] = nbytes
-                if own:
+                its_owners = owners.setdefault(device, {})
+                known = its_owners.keys() & pieces.keys()
+                shared[role] |= {(device, each): pieces[each] for each in known if its_owners[each] != role}
+                first = {each: nbytes for each, nbytes in pieces.items() if each not in known} if known else pieces
+                its_owners |= dict.fromkeys(first, role)
+                elsewhere = first.keys() & (away.keys() if device == "cpu" else set(absent))
+                away_bytes = sum(first[each] for each in elsewhere)
+                if device == "cpu":
+                    asleep[role] += away_bytes
+                    empty[role] += sum(first[each] for each in elsewhere if each in emptied)
+                if own := sum(first.values()) - away_bytes:
                     owned[role][purpose.word, device] = own
     with_others = {role: sum(pieces.values()) for role, pieces in shared.items()}
     return Shares(owned, with_others, asleep, empty, sum(asleep.values()))

@@ -9,6 +9,7 @@ from typing import Any
 
 from colocate._system.imported import imported
 from colocate._values.leaving import memories, sparse_parts
+from colocate._values.tree import PLAIN
 from colocate.gpus import in_use
 
 
@@ -17,6 +18,32 @@ class Storages(dict[str, dict[int, int]]):
 
     There are no objects for them: a hundred thousand new ones would have the garbage collector look at all others.
     """
+
+    def include(self, more: Storages) -> None:
+        """Note what others note, too."""
+        for place, sizes in more.items():
+            self.setdefault(place, {}).update(sizes)
+
+    def add_all(self, values: Iterable[Any]) -> None:
+        """Note those of the tensors and arrays in values, those of plain tensors together: nearly all are."""
+        torch = imported("torch")
+        types, strided = ((), None) if torch is None else ((torch.Tensor, torch.nn.Parameter), torch.strided)
+        plain: dict[Any, list[Any]] = {}
+        for value in values:
+            if type(value) in types and value.layout is strided:
+                device = value.device
+                if device in plain:
+                    plain[device].append(value)
+                else:
+                    plain[device] = [value]
+            elif type(value) not in PLAIN:
+                self.add(value)
+        for device, tensors in plain.items():
+            if device.type == "meta":
+                for tensor in tensors:
+                    self.add_tensor(tensor, torch)
+            else:
+                self.add_plain(tensors, _name_of(device))
 
     def add(self, value: Any) -> None:
         """Note those of the tensors and arrays in a value."""
@@ -32,26 +59,27 @@ class Storages(dict[str, dict[int, int]]):
         if _is_made_of_others(item, torch):
             self.add_parts(item, *_parts(item, torch), torch)
         elif _storage_of(item) is not None:
-            self.add_plain(item)
+            self.add_plain([item], _name_of(item.device))
 
     def add_parts(self, item: Any, values: list[Any], indices: list[Any], torch: Any) -> None:
         """Note those of the tensors that a tensor is made of."""
         for part in [*values, *indices]:
             self.add_tensor(part, torch)
 
-    def add_plain(self, item: Any) -> None:
-        """Note that of a tensor which has one."""
+    def add_plain(self, items: list[Any], device: str) -> None:
+        """Note those of tensors of a device, which have one each."""
         try:
-            storage = item.untyped_storage()
-            address = storage.data_ptr()
+            storages = [item.untyped_storage() for item in items]
+            sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
         except RuntimeError:  # of one that somebody has kept of what `torch.func` had transformed
+            if len(items) > 1:
+                for item in items:
+                    self.add_plain([item], device)
             return
-        if nbytes := storage.nbytes():
-            device = _name_of(item.device)
-            pieces = self.get(device)
-            if pieces is None:
-                pieces = self[device] = {}
-            pieces[address] = nbytes
+        if 0 in sizes.values():
+            sizes = {address: nbytes for address, nbytes in sizes.items() if nbytes}
+        if sizes:
+            self.setdefault(device, {}).update(sizes)
 
     def _add_array(self, item: Any) -> None:
         numpy = imported("numpy")
@@ -81,11 +109,10 @@ class Versions(Storages):
         super().__init__()
         self.written = 0
 
-    def add_plain(self, item: Any) -> None:
-        """Note that of a tensor which has one."""
-        super().add_plain(item)
-        if not item.is_inference():
-            self.written += item._version
+    def add_plain(self, items: list[Any], device: str) -> None:
+        """Note those of tensors of a device, which have one each."""
+        super().add_plain(items, device)
+        self.written += sum(map(_version, items))
 
 
 class Objects(Storages):
@@ -118,9 +145,8 @@ class Objects(Storages):
         self.tensors: dict[int, list[weakref.ref[Any]]] = {}
 
     def join(self, more: Objects) -> None:
-        """Note what others note, too."""
-        for place, sizes in more.items():
-            self.setdefault(place, {}).update(sizes)
+        """Note what others note, too, and the objects."""
+        self.include(more)
         self.storages.update(more.storages)
         self.trained |= more.trained
         self.indices |= more.indices
@@ -136,14 +162,17 @@ class Objects(Storages):
         if item.requires_grad:
             self.trained.update(self._keys(values, torch))
 
-    def add_plain(self, item: Any) -> None:
-        """Note that of a tensor which has one."""
-        if (storage := _storage_of(item)) is None:
-            return
-        key, device = _key(storage), _name_of(item.device)
+    def add_plain(self, items: list[Any], device: str) -> None:
+        """Note those of tensors of a device, which have one each."""
+        for item in items:
+            if (storage := _storage_of(item)) is not None:
+                self._add(item, storage, device)
+
+    def _add(self, item: Any, storage: Any, device: str) -> None:
+        key = _key(storage)
         self.tensors.setdefault(key, []).append(weakref.ref(item))
         if device == "cpu":
-            super().add_plain(item)
+            super().add_plain([item], device)
             self.gone[key] = _is_gone(storage)
             if self._pins and item.is_pinned():
                 self.pinned.add(key)
@@ -179,6 +208,13 @@ def _storage_of(item: Any) -> Any:
     except (RuntimeError, ValueError):
         return None
     return storage
+
+
+def _version(item: Any) -> int:
+    try:
+        return int(item._version)
+    except RuntimeError:  # inference tensors have none
+        return 0
 
 
 def _is_gone(storage: Any) -> Callable[[], bool]:
