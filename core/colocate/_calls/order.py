@@ -186,9 +186,9 @@ class CallOrder:
                 call.taken[index] = failed.taken
             poison = call.poison()
             error = poison or failure_error(self.link, call, slot, failure, body)
-            hold.withdrawn.add(seq)
-            if seq > hold.failed:
+            if seq > hold.failed and seq not in hold.withdrawn:  # as soon as its first rank has failed
                 self.link.send(self.link.live(), messages.Unwanted(seq))
+            hold.withdrawn.add(seq)
             self._lower(hold, seq)
             if failure.secondary and hold.root is None and poison is None:
                 # A lost connection or resident is a consequence: its cause is on its way, as a failure or as a death.
