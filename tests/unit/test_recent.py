@@ -19,4 +19,4 @@ def test_what_has_not_ended() -> None:
     spans = RecentSpans[str]()
     spans.add("critic", 94.0, 95.0)
     assert spans.shares(100.0, [("actor", 40.0), ("critic", 98.0)]) == {"actor": 1.0, "critic": 0.3}
-    assert (spans.end("critic"), spans.end("actor")) == (95.0, 0.0)
+    assert spans.ends() == {"critic": 95.0}

@@ -39,14 +39,15 @@ def glance(connection: Connection, recent: Recent) -> list[dict[str, Any]]:
 def _running(crew: Crew, recent: Recent) -> Iterator[tuple[tuple[str, str, int], float]]:
     """What each slot runs, and since when: it can't have begun before the one ahead of it had ended there."""
     first: dict[int, Any] = {}
+    ends = recent.ends()
     for call in list(crew.order.pending.values()):
         for slot in call.missing():
             first.setdefault(slot, call)
     for slot, call in first.items():
         ranks = {name: info.slots.index(slot) for name, info in crew.roles.items() if slot in info.slots}
         if call.role in ranks:
-            ends = (recent.end((crew.name, name, rank)) for name, rank in ranks.items())
-            yield (crew.name, call.role, ranks[call.role]), max(call.submitted, *ends)
+            ended = (ends.get((crew.name, name, rank), 0.0) for name, rank in ranks.items())
+            yield (crew.name, call.role, ranks[call.role]), max(call.submitted, *ended)
 
 
 def _group(crew: Crew, shares: Mapping[tuple[str, str, int], float]) -> dict[str, Any]:
