@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from colocate._system.growing import GrowingFile
 
 # No file may be longer than so: past that, writing fails as on a full disk, in the middle of a piece.
 LIMITED = """
@@ -49,6 +53,18 @@ def test_all_of_a_piece_or_nothing(tmp_path: Path) -> None:
     assert "too large" in done.stdout
     assert str(Path("file")) in done.stdout
     assert (tmp_path / "file").read_text() == "a" * 2990 + "c" * 10
+
+
+def test_a_pipe(tmp_path: Path) -> None:
+    """Somebody reads a trace as it comes."""
+    os.mkfifo(tmp_path / "pipe")
+    with ThreadPoolExecutor(1) as pool:
+        read = pool.submit((tmp_path / "pipe").read_text)
+        file = GrowingFile(tmp_path / "pipe", anew=True)
+        file.add("a")
+        file.add("b")
+        file.close()
+        assert read.result() == "ab"
 
 
 def test_a_run_and_a_trace(tmp_path: Path) -> None:

@@ -29,14 +29,15 @@ class GrowingFile:
         Raises:
             OSError: The disk is full, or the like; its `filename` says which file it is about.
         """
-        end = self._file.seek(0, 2)
+        end = self._file.seek(0, 2) if self._file.seekable() else None  # of a pipe nothing can be taken back
         left = memoryview(text.encode())
         try:
             while left:
                 left = left[self._file.write(left) :]
         except OSError as error:
-            with contextlib.suppress(OSError):
-                self._file.truncate(end)
+            if end is not None:
+                with contextlib.suppress(OSError):
+                    self._file.truncate(end)
             error.filename = str(self.path)
             raise
 
