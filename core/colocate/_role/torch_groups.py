@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _CONNECT_TIMEOUT = datetime.timedelta(seconds=GROUPS_CONNECT_WITHIN_S)
 _alone_lock = threading.Lock()
 _alone: list[ProcessGroup] = []
-_lasting: set[int] = set()
+_lasting: set[tuple[int, str]] = set()
 _stores: list[tuple[Any, tuple[str, int]]] = []
 _SHARED = "colocate/default"
 _sharers: set[int] = set()
@@ -156,8 +156,8 @@ def single_rank_group() -> ProcessGroup:
         return _alone[0]
 
 
-def lasting_descriptors() -> frozenset[int]:
-    """Descriptors of what role objects outside any worker share, which the process has until it ends."""
+def lasting_descriptors() -> frozenset[tuple[int, str]]:
+    """Descriptors of what role objects outside any worker share, and their files: the process has them to its end."""
     return frozenset(_lasting)
 
 
@@ -169,9 +169,12 @@ def _to_the_end() -> Iterator[None]:
     _lasting.update(_descriptors() - before)
 
 
-def _descriptors() -> set[int]:
-    numbers = {int(name) for name in os.listdir("/proc/self/fd")}
-    return {number for number in numbers if os.path.exists(f"/proc/self/fd/{number}")}  # not that of the listing
+def _descriptors() -> set[tuple[int, str]]:
+    found: set[tuple[int, str]] = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of the listing
+            found.add((int(name), os.readlink(f"/proc/self/fd/{name}")))
+    return found
 
 
 def single_rank_mesh(axes: Sequence[str]) -> DeviceMesh:

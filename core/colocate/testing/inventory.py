@@ -257,7 +257,7 @@ def _descriptors() -> dict[str, Thing]:
             target = os.readlink(f"/proc/self/fd/{name}")
         except FileNotFoundError:  # that of the listing itself
             continue
-        if target.startswith(_OF_GPUS) or number in lasting:  # who has used them has them to the end
+        if target.startswith(_OF_GPUS) or (number, target) in lasting:  # who has used them has them to the end
             continue
         if (
             number != helper and not forks.own_descriptor(number) and number > 2
