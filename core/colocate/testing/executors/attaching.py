@@ -159,18 +159,8 @@ class Attaching(DetachedCase):
         pool, _ = new(runtime)
         pool.detach(name, ttl=TTL_S)
         with Gate() as gate:
-            driver = self.start(
-                scripts,
-                f"""
-                pool, view = attached(NAME)
-                call = view.until_given_up.submit({gate.address!r})
-                threading.Event().wait()
-                """,
-                name,
-            )
-            gate.wait_for(2)
-            driver.process.kill()
-            driver.process.wait()
+            with self.killed_amid(scripts, name, f"view.until_given_up.submit({gate.address!r})"):
+                gate.wait_for(2)
             with runtime.attach(name) as again:
                 assert counting(again).add() == [2, 2]
 
@@ -182,19 +172,9 @@ class Attaching(DetachedCase):
         assert view.sum() == [2, 2]
         pool.detach(name, ttl=TTL_S)
         with Gate() as gate, Gate() as come:
-            driver = self.start(
-                scripts,
-                f"""
-                pool, view = attached(NAME)
-                call = view.sum_at.submit([{gate.address!r}, None], {come.address!r})
-                threading.Event().wait()
-                """,
-                name,
-            )
-            gate.wait_for()
-            come.wait_for()
-            driver.process.kill()
-            driver.process.wait()
+            with self.killed_amid(scripts, name, f"view.sum_at.submit([{gate.address!r}, None], {come.address!r})"):
+                gate.wait_for()
+                come.wait_for()
             borrowed = runtime.attach(name)
             call = counting(borrowed).sum.submit()
         assert call.result(PATIENCE_S) == [2, 2]
@@ -208,18 +188,8 @@ class Attaching(DetachedCase):
         pool, _ = new(runtime)
         pool.detach(name, ttl=TTL_S)
         with Gate() as gate:
-            driver = self.start(
-                scripts,
-                f"""
-                pool, view = attached(NAME)
-                call = view.wait_and_add.submit({gate.address!r})
-                threading.Event().wait()
-                """,
-                name,
-            )
-            gate.wait_for(2)
-            driver.process.kill()
-            driver.process.wait()
+            with self.killed_amid(scripts, name, f"view.wait_and_add.submit({gate.address!r})"):
+                gate.wait_for(2)
             monkeypatch.setattr(Crew, "grace", 0.5)
             mine = runtime.attach(name, own=True)
             error = counting(mine).add.submit().exception(PATIENCE_S)
