@@ -75,3 +75,12 @@ def test_names_that_come_when_they_are_used() -> None:
         assert getattr(keeper, name) is not None
     with pytest.raises(AttributeError, match="has no attribute 'Keper'"):
         keeper.Keper  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("kind", "maker"), [("Runtime", "colocate.connect"), ("Pool", "runtime.reserve"), ("ColocatedGroup", "pool.spawn")]
+)
+def test_nothing_is_made_by_its_class(kind: str, maker: str) -> None:
+    """Who tries reads what makes it."""
+    with pytest.raises(TypeError, match=rf"a {kind} is made by {maker}\(\.\.\.\), not by its class"):
+        getattr(colocate, kind)("local")

@@ -31,7 +31,7 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 
-class ColocatedGroup(Held[Crew], node=Crew):
+class ColocatedGroup(Held[Crew], node=Crew, by="pool.spawn"):
     """Several roles in one worker per slot. Made by `pool.spawn`; a context manager that closes it.
 
     Its `state` is "starting", "ready", "closing", "closed", "failed" or "restarting".

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Any, Generic, NoReturn, Self, TypeVar
+from typing import Any, ClassVar, Generic, NoReturn, Self, TypeVar
 
 from colocate._api.graph import shown
 from colocate._owned.owned import Owned
@@ -18,13 +18,18 @@ _names: dict[type[Owned], type[Held[Any]]] = {}
 class Held(OnDriver, Generic[N]):
     """A name of a node, with what users do with it. It owns nothing: the node's owner does."""
 
-    def __init_subclass__(cls, *, node: type[Owned] | None = None, **options: Any) -> None:
+    _by: ClassVar[str]
+
+    def __init_subclass__(cls, *, node: type[Owned] | None = None, by: str = "", **options: Any) -> None:
         super().__init_subclass__(**options)
         if node is not None:
             _names[node] = cls
+            cls._by = by
 
     def __init__(self, node: N) -> None:
-        self._node = node
+        if not isinstance(node, Owned):
+            raise TypeError(f"a {type(self).__name__} is made by {self._by}(...), not by its class")
+        self._node: N = node
 
     @classmethod
     def _of(cls, node: N) -> Self:

@@ -19,7 +19,7 @@ from colocate._owned.owned import Making
 from colocate._plugins.needs import check_needs
 from colocate._role.budget import Budget, budgets
 from colocate._role.role import RoleSpec
-from colocate._system.numbers import amount_problem, limit, seconds
+from colocate._system.numbers import amount_problem, limit, name_problem, seconds
 from colocate._system.off_main import off_main
 from colocate._system.tracebacks import without_own_frames
 from colocate.errors import ColocateError, ConfigError
@@ -87,7 +87,7 @@ class PoolPart:
         return self.pool._spawn(self.indices, roles, name, mesh, on_failure, timeout, restarts, restore, allowance)
 
 
-class Pool(Held[Slots], node=Slots):
+class Pool(Held[Slots], node=Slots, by="runtime.reserve"):
     """Slots reserved together, all or none. Made by `runtime.reserve`; a context manager that closes it."""
 
     @property
@@ -175,6 +175,8 @@ class Pool(Held[Slots], node=Slots):
     ) -> ColocatedGroup:
         node = self._node
         node.check()
+        if (problem := name_problem(name)) is not None:
+            raise ConfigError(f"spawn(name) {problem}")
         if on_failure not in ("fail", "restart"):
             raise ConfigError(f"on_failure={on_failure!r}: it is 'fail' or 'restart'")
         if (problem := amount_problem(restarts, whole=True, least=1)) is not None:

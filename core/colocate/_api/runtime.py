@@ -24,7 +24,15 @@ from colocate._role.budget import Budget
 from colocate._signatures.annotations import path_text
 from colocate._signatures.arguments import options_of
 from colocate._system.lines import at, caller
-from colocate._system.numbers import amount_problem, duration_problem, limit, seconds, variable_problem
+from colocate._system.numbers import (
+    amount_problem,
+    duration_problem,
+    limit,
+    name_problem,
+    seconds,
+    shown,
+    variable_problem,
+)
 from colocate._system.off_main import off_main
 from colocate.errors import ConfigError, Mistake, PlacementTimeout
 from colocate.executor import Detachable, Executor, OwnProcess, Request
@@ -96,7 +104,7 @@ def _connected(name: str, cls: type[Executor], options: dict[str, Any]) -> Execu
     return cls.connect(**options)
 
 
-class Runtime(Held[Connection], node=Connection):
+class Runtime(Held[Connection], node=Connection, by="colocate.connect"):
     """A connection to one executor. Made by `connect`; a context manager that closes everything in it."""
 
     @property
@@ -186,7 +194,7 @@ class Runtime(Held[Connection], node=Connection):
         """
         connection = self._node
         connection.check()
-        _check_request(slots, gpus, cpus, timeout, strategy, env or {})
+        _check_request(slots, gpus, cpus, timeout, strategy, env or {}, detachable, name)
         timeout = seconds(timeout, "reserve(timeout)")
         if env:
             connection.require(OwnProcess, "set the environment of a worker (env=)")
@@ -279,7 +287,9 @@ def _name_holders(error: PlacementTimeout, waited: Slots) -> None:
         error.args = (f"{text}:",)
 
 
-def _check_request(slots: Any, gpus: Any, cpus: Any, timeout: Any, strategy: str, env: Mapping[str, object]) -> None:
+def _check_request(
+    slots: Any, gpus: Any, cpus: Any, timeout: Any, strategy: str, env: Any, detachable: Any, name: Any
+) -> None:
     fraction = isinstance(gpus, float) and 0 < gpus < math.inf
     why = "a slot has whole GPUs, and its group alone uses them; several roles share one by being in one group"
     found = {
@@ -287,11 +297,14 @@ def _check_request(slots: Any, gpus: Any, cpus: Any, timeout: Any, strategy: str
         "gpus": f"is {gpus}; {why}" if fraction else amount_problem(gpus, whole=True),
         "cpus": amount_problem(cpus),
         "timeout": duration_problem(timeout),
+        "env": None if isinstance(env, Mapping) else f"must be a mapping from variables to values, not {shown(env)}",
+        "detachable": None if isinstance(detachable, bool) else f"must be True or False, not {shown(detachable)}",
+        "name": name_problem(name),
     }
     mistakes = [Mistake(name, None, problem) for name, problem in found.items() if problem is not None]
     if strategy not in ("pack", "spread"):
         mistakes.append(Mistake("strategy", None, f"is {strategy!r}; 'pack' or 'spread'"))
-    for key, value in env.items():
+    for key, value in env.items() if isinstance(env, Mapping) else ():
         if (problem := variable_problem(key, value)) is not None:
             mistakes.append(Mistake(f"env.{key!r}", None, problem))
     if mistakes:

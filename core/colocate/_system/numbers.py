@@ -56,9 +56,14 @@ def amount_problem(value: Any, *, whole: bool = False, least: int = 0) -> str | 
     return None
 
 
-def variable_problem(name: str, value: object) -> str | None:
+def name_problem(name: object) -> str | None:
+    """What is wrong with the name of something, in words; None when nothing is, or none is given."""
+    return None if name is None or isinstance(name, str) else f"must be text, not {shown(name)}"
+
+
+def variable_problem(name: object, value: object) -> str | None:
     """What is wrong with an environment variable, in words; None when nothing is."""
-    if not name or "=" in name or "\0" in f"{name}{value}":
+    if not isinstance(name, str) or not name or "=" in name or "\0" in f"{name}{value}":
         return f"is {value!r}; no environment can have such a variable"
     return None
 

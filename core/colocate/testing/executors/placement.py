@@ -209,15 +209,20 @@ class Placement(ExecutorCase):
     def test_senseless_requests(self, runtime: Runtime) -> None:
         """Requests that make no sense are refused with all mistakes at once."""
         with pytest.raises(ConfigError) as caught:
-            runtime.reserve(slots=0, gpus=-1, cpus=-1, strategy="stack")
-        assert [mistake.path for mistake in caught.value.mistakes] == ["slots", "gpus", "cpus", "strategy"]
+            runtime.reserve(slots=0, gpus=-1, cpus=-1, strategy="stack", detachable="yes", name=3)  # type: ignore[arg-type]
+        paths = ["slots", "gpus", "cpus", "detachable", "name", "strategy"]
+        assert [mistake.path for mistake in caught.value.mistakes] == paths
+        with pytest.raises(ConfigError, match=r"env: must be a mapping from variables to values, not \['A'\]"):
+            runtime.reserve(1, env=["A"])  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match="host_memory"):
             runtime.reserve(1, host_memory="much")
         with pytest.raises(ConfigError) as caught:
-            runtime.reserve(1, env={"A=B": "1", "": "2", "NUL": "\0", "FINE": "="})
-        assert [mistake.path for mistake in caught.value.mistakes] == ["env.'A=B'", "env.''", "env.'NUL'"]
+            runtime.reserve(1, env={"A=B": "1", "": "2", "NUL": "\0", 4: "4", "FINE": "="})  # type: ignore[dict-item]
+        assert [mistake.path for mistake in caught.value.mistakes] == ["env.'A=B'", "env.''", "env.'NUL'", "env.4"]
         with pytest.raises(ConfigError, match="on_failure"), runtime.reserve(1, cpus=0) as pool:
             pool.spawn({"echo": colocate.role(Echo)}, on_failure="shrug")
+        with pytest.raises(ConfigError, match="must be text, not 3"), runtime.reserve(1, cpus=0) as pool:
+            pool.spawn({"echo": colocate.role(Echo)}, name=3)  # type: ignore[arg-type]
 
     def test_detachable(self, runtime: Runtime) -> None:
         """Pools that can outlive the driver are the business of executors that say so; others refuse."""
