@@ -6,8 +6,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from colocate._protocol import messages
-from colocate._protocol.message import read
+from colocate._protocol import from_worker, to_worker
+from colocate._protocol.message import Message, read
 from colocate.executor import Boot, Executor, Exit, Host, HostEvents, Node, Place, Request, Reservation, Running
 from colocate.worker.service import hello
 
@@ -70,17 +70,17 @@ class StubHost(Host):
     def send(self, frame: Any) -> None:
         """Answer."""
         message, now = read(frame[0]), time.time()
-        if isinstance(message, messages.Build):
-            self._say(messages.Done(0, None, now, now, None, 0))
-        elif isinstance(message, messages.Call):
+        if isinstance(message, to_worker.Build):
+            self._say(from_worker.Done(0, None, now, now, None, 0))
+        elif isinstance(message, to_worker.Call):
             # Of a kept call, the bytes and rows of this rank's part.
             size = (0, 1) if message.keep is not None else None
-            self._say(messages.Done(message.seq, None, now, now, size, 0))
-        elif isinstance(message, messages.Close):
-            self._say(messages.Closed())
+            self._say(from_worker.Done(message.seq, None, now, now, size, 0))
+        elif isinstance(message, to_worker.Close):
+            self._say(from_worker.Closed())
             self.kill()
 
-    def _say(self, message: messages.Message) -> None:
+    def _say(self, message: Message) -> None:
         self._events.received(message.head(), None)
 
     def kill(self) -> None:

@@ -37,7 +37,7 @@ def unfreed_reservation() -> None:
 
 def swallowed_error() -> None:
     """What a role raises is told as a result: None."""
-    from colocate._protocol.messages import Done
+    from colocate._protocol.from_worker import Done
     from colocate.worker.runner import Runner
 
     def failed(self: Any, seq: int, keep: int | None, role: str | None, error: BaseException, work: Any = None) -> None:

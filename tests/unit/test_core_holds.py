@@ -8,7 +8,7 @@ import pytest
 
 import colocate
 from colocate._crew.crew import Crew
-from colocate._protocol.messages import Unwanted
+from colocate._protocol.to_worker import Unwanted
 from colocate.testing.gate import Gate
 from colocate.testing.probes.plain import Log
 from colocate.testing.waiting import PATIENCE_S

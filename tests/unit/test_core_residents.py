@@ -9,7 +9,7 @@ import pytest
 
 import colocate
 from colocate import CallTimeout, ClosedError, ColocatedGroup, Concat, First, Role, RoleError, method
-from colocate._protocol.messages import Done
+from colocate._protocol.from_worker import Done
 from colocate.testing.gate import Address, Gate, pass_gate
 from colocate.testing.waiting import PATIENCE_S, wait_until
 

@@ -17,7 +17,7 @@ from colocate._calls.order import CallOrder
 from colocate._calls.pending import PendingCall
 from colocate._crew.crew import Crew
 from colocate._owned.dispatcher import Dispatcher
-from colocate._protocol.messages import Hold
+from colocate._protocol.to_worker import Hold
 from colocate._views import checkpoint
 from colocate.errors import ClosedError, ColocateError, GroupRestarted, PlacementError, PlacementTimeout, RoleError
 from colocate.executor import Request, Reservation

@@ -11,7 +11,7 @@ import colocate
 from colocate import ClosedError, ColocatedGroup, Concat, PerRank, Role, WorkerDied, method
 from colocate._crew.workforce import Workforce
 from colocate._protocol.message import read
-from colocate._protocol.messages import Call
+from colocate._protocol.to_worker import Call
 from colocate.testing.gate import Address, Gate, pass_gate
 from colocate.testing.waiting import PATIENCE_S, wait_until
 from colocate_local.threads import ThreadHost

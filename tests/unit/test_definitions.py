@@ -21,7 +21,8 @@ from colocate._definitions.names import path_of
 from colocate._definitions.sources import Refused, Source, answer, other_content
 from colocate._definitions.whole import pack_whole, unpack_whole
 from colocate._protocol.message import Message
-from colocate._protocol.messages import Define, HeardAll
+from colocate._protocol.questions import HeardAll
+from colocate._protocol.to_worker import Define
 from colocate.worker.definitions import Definitions
 
 SCRIPT = """

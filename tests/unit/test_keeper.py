@@ -19,8 +19,9 @@ import pytest
 
 from colocate import wire
 from colocate._protocol.commands import Detach
+from colocate._protocol.from_worker import Address, Hello
 from colocate._protocol.message import Message, read
-from colocate._protocol.messages import Address, Hello, Listen
+from colocate._protocol.to_worker import Listen
 from colocate._system.deadline import Deadline
 from colocate.executor import Boot, Exit, Host
 from colocate.keeper import Adoption, Keeper, Keepers, KeptSlot, Lease, Registration, adopt_lead, listed

@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 import pytest
 
-from colocate._protocol import commands, message, messages, parts
+from colocate._protocol import commands, from_worker, message, parts, questions, to_worker
 from colocate._protocol.ledger import Ledger
 from colocate._protocol.message import Message, read
 from colocate._role.budget import Budgets, Limit
@@ -21,23 +21,23 @@ CORE = Path(message.__file__).parents[1]
 EXECUTORS = CORE.parents[1] / "executors"
 KINDS = [
     kind
-    for module in (messages, parts, commands, terms)
+    for module in (to_worker, from_worker, questions, parts, commands, terms)
     for kind in vars(module).values()
     if isinstance(kind, type) and issubclass(kind, Message) and kind.__module__ == module.__name__
 ]
 
 
 NESTED = {
-    (messages.Build, "budgets"): Budgets((Limit("the group", None, True, 1),), {"role": 2}, True, ("role",)),
-    (messages.Batch, "calls"): [(messages.Call(1, "role", "method", 2, 3, True, (4,)), (0, 5, (1, 2)))],
-    (messages.Failed, "failure"): messages.Failure("type", "text", "trace", True, False, "role", None),
-    (messages.GroupsDropped, "failure"): messages.Failure("type", "text", "trace", True, False, "role", None),
-    (messages.LedgerTold, "ledger"): Ledger(
+    (to_worker.Build, "budgets"): Budgets((Limit("the group", None, True, 1),), {"role": 2}, True, ("role",)),
+    (to_worker.Batch, "calls"): [(to_worker.Call(1, "role", "method", 2, 3, True, (4,)), (0, 5, (1, 2)))],
+    (from_worker.Failed, "failure"): from_worker.Failure("type", "text", "trace", True, False, "role", None),
+    (from_worker.GroupsDropped, "failure"): from_worker.Failure("type", "text", "trace", True, False, "role", None),
+    (from_worker.LedgerTold, "ledger"): Ledger(
         *({"role": {("gradients", "cpu"): 1}}, {"role": 2}, {"role": 6}, ("role",), {"empty": 3}),
         *({"used": 5}, {"role.method": 7}),
     ),
-    (messages.Fetched, "failure"): messages.Failure("type", "text", "trace", True, False, None, "an argument"),
-    (messages.Ask, "question"): messages.Missing(7),
+    (from_worker.Fetched, "failure"): from_worker.Failure("type", "text", "trace", True, False, None, "an argument"),
+    (from_worker.Ask, "question"): questions.Missing(7),
 }
 
 

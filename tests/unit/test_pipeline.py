@@ -18,7 +18,7 @@ from tests.signals.program import Places
 import colocate
 from colocate import Call, ColocatedGroup, ColocateError, PipelineError, Resident
 from colocate._crew.crew import Crew
-from colocate._protocol import messages
+from colocate._protocol import to_worker
 from colocate._protocol.bundle import Memory, take_apart, together
 from colocate._system import off_main
 from colocate.testing.gate import Gate
@@ -31,7 +31,7 @@ from colocate.wire import Packed
 KINDS: dict[str, dict[str, Any]] = {"threads": {}, "strict": {"strict": True}, "processes": {"processes": True}}
 
 
-CALL = messages.Call(1, "role", "method", None, None, False, ())
+CALL = to_worker.Call(1, "role", "method", None, None, False, ())
 
 
 def packed(data: bytes, *buffers: bytes) -> Packed:

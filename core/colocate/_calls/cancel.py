@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from colocate._calls.order import CallOrder
 from colocate._calls.pending import PendingCall
-from colocate._protocol.messages import CanWithdraw, Decided, Withdraw
+from colocate._protocol.from_worker import CanWithdraw
 from colocate._protocol.requests import Requests
+from colocate._protocol.to_worker import Decided, Withdraw
 from colocate._system.limits import WITHDRAWN_WITHIN_S
 from colocate.errors import CallCancelled, ColocateError
 

@@ -9,7 +9,7 @@ from typing import Any
 from colocate._calls.link import Link
 from colocate._calls.pending import PendingCall
 from colocate._protocol.consequence import Consequence, Poisoned
-from colocate._protocol.messages import Failure
+from colocate._protocol.from_worker import Failure
 from colocate._system.jobs import OUR_FAULT, error_text
 from colocate._system.limits import RENEWED_WITHIN_S
 from colocate._system.lines import at, with_cells

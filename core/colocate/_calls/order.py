@@ -24,7 +24,7 @@ from colocate._calls.failures import (
 from colocate._calls.link import Link
 from colocate._calls.pending import PendingCall
 from colocate._calls.stacks import StackQuestions, Stacks
-from colocate._protocol import messages
+from colocate._protocol import from_worker, to_worker
 from colocate._protocol.consequence import POISONED
 from colocate._system.jobs import Timer
 from colocate._system.limits import ALIVE_WITHIN_S, RENEWED_WITHIN_S
@@ -139,7 +139,7 @@ class CallOrder:
 
     # -- what workers say
 
-    def done(self, slot: int, done: messages.Done, body: Any) -> None:
+    def done(self, slot: int, done: from_worker.Done, body: Any) -> None:
         """A rank has finished a call."""
         with self.lock:
             call = self.pending.get(done.seq)
@@ -164,7 +164,7 @@ class CallOrder:
                 else:
                     call._fail(poison)
 
-    def failed(self, slot: int, failed: messages.Failed, body: Any) -> None:
+    def failed(self, slot: int, failed: from_worker.Failed, body: Any) -> None:
         """A call has raised on a rank, which has stopped itself."""
         with self.lock:
             seq, failure = failed.seq, failed.failure
@@ -187,7 +187,7 @@ class CallOrder:
             poison = call.poison()
             error = poison or failure_error(self.link, call, slot, failure, body)
             if seq > hold.failed and seq not in hold.withdrawn:  # as soon as its first rank has failed
-                self.link.send(self.link.live(), messages.Unwanted(seq))
+                self.link.send(self.link.live(), to_worker.Unwanted(seq))
             hold.withdrawn.add(seq)
             self._lower(hold, seq)
             if failure.secondary and hold.root is None and poison is None:
@@ -207,7 +207,7 @@ class CallOrder:
                 hold.silent.discard(slot)
                 self._check_suspicion(hold)
 
-    def held(self, slot: int, held: messages.Held) -> None:
+    def held(self, slot: int, held: from_worker.Held) -> None:
         """A rank is back: it runs nothing and takes up nothing."""
         with self.lock:
             hold = self._hold
@@ -222,7 +222,7 @@ class CallOrder:
             if not hold.waiting:
                 self._all_back(hold)
 
-    def renewed(self, slot: int, renewed: messages.GroupsDropped, body: Any) -> None:
+    def renewed(self, slot: int, renewed: from_worker.GroupsDropped, body: Any) -> None:
         """A rank has dropped the process groups that are of no use, and its roles have been told."""
         with self.lock:
             hold = self._hold
@@ -269,14 +269,14 @@ class CallOrder:
         self._hold = hold
         hold.timer = self._timers.after(self.link.grace, lambda: self._overdue(hold))
         # To the rank that failed too, which has stopped by itself: another async call may wait there for its peers.
-        self.link.send(live, messages.Hold(hold.number, failed, cut))
+        self.link.send(live, to_worker.Hold(hold.number, failed, cut))
         return hold
 
     def _lower(self, hold: _Hold, seq: int) -> None:
         """If this is an earlier call than the one that began the hold: nobody waits for anything from this one on."""
         if seq < hold.failed:
             hold.failed = seq
-            self.link.send(self.link.live(), messages.Hold(hold.number, seq, False))
+            self.link.send(self.link.live(), to_worker.Hold(hold.number, seq, False))
 
     def _tell_root(self, hold: _Hold, call: PendingCall, error: ColocateError) -> None:
         if hold.root is None or call.seq <= hold.failed:
@@ -303,11 +303,11 @@ class CallOrder:
                 call, error = hold.suspected
                 self._tell_root(hold, call, call.poison() or error)
 
-    def _tell_left(self, hold: _Hold, slot: int, operations: messages.Operations) -> None:
+    def _tell_left(self, hold: _Hold, slot: int, operations: to_worker.Operations) -> None:
         """A rank begins no operation of a process group any more: those that aren't back mustn't wait for it."""
         others = hold.waiting - {slot}
         if others and (operations or hold.begun):
-            self.link.send(sorted(others), messages.Left(hold.number, slot, operations))
+            self.link.send(sorted(others), to_worker.Left(hold.number, slot, operations))
 
     def _all_back(self, hold: _Hold) -> None:
         """No rank runs anything: renew what is broken, and go on."""
@@ -322,7 +322,7 @@ class CallOrder:
         if hold.timer is not None:
             hold.timer.cancel()
         hold.timer = self._timers.after(RENEWED_WITHIN_S, lambda: self._overdue(hold))
-        self.link.send(sorted(hold.waiting), messages.DropGroups(hold.number, broken, hold.amid))
+        self.link.send(sorted(hold.waiting), to_worker.DropGroups(hold.number, broken, hold.amid))
 
     def _resume(self, hold: _Hold) -> None:
         self._settle_suspicion(hold)
@@ -337,7 +337,7 @@ class CallOrder:
             hold.timer.cancel()
         self._resumed = hold.number
         self._hold = None
-        self.link.send(self.link.live(), messages.Resume(hold.number, sorted(hold.withdrawn)))
+        self.link.send(self.link.live(), to_worker.Resume(hold.number, sorted(hold.withdrawn)))
 
     def _overdue(self, hold: _Hold) -> None:
         with self.lock:
@@ -384,8 +384,8 @@ class CallOrder:
             elif not hold.renews:  # else nothing runs, and what is on its way to be renewed isn't to be disturbed
                 self._lower(hold, call.seq)
                 live = self.link.live()
-                self.link.send(live, messages.Unwanted(call.seq))
-                self.link.send(live, messages.Hold(hold.number, hold.failed, True))
+                self.link.send(live, to_worker.Unwanted(call.seq))
+                self.link.send(live, to_worker.Hold(hold.number, hold.failed, True))
             hold.withdrawn.add(call.seq)
             if hold.suspected is not None and hold.suspected[0].seq < call.seq:
                 self._settle_suspicion(hold)  # a later call is no cause of it

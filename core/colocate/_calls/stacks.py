@@ -9,8 +9,9 @@ from functools import partial
 import attrs
 
 from colocate._calls.link import Link
-from colocate._protocol.messages import AskStack, Stack
+from colocate._protocol.from_worker import Stack
 from colocate._protocol.requests import Request, Requests
+from colocate._protocol.to_worker import AskStack
 from colocate._system.jobs import JobThread
 from colocate._system.limits import SILENT_AFTER_S, STACKS_WITHIN_S
 

@@ -26,7 +26,7 @@ from colocate._kept.kept import Kept
 from colocate._kept.residents import Residents
 from colocate._owned.lifecycle import State
 from colocate._owned.owned import Owned, raise_together
-from colocate._protocol import messages
+from colocate._protocol import from_worker, questions, to_worker
 from colocate._protocol.message import Message
 from colocate._protocol.uses import Origin, Source
 from colocate._role.info import RoleInfo
@@ -189,7 +189,7 @@ class Crew(Restartable):
         """A worker runs."""
         self.workforce.said_hello(worker)
 
-    def done(self, slot: int, done: messages.Done, body: Any) -> None:
+    def done(self, slot: int, done: from_worker.Done, body: Any) -> None:
         """A rank has finished a call."""
         if done.seq == 0:
             self.workforce.built(slot, None)
@@ -213,49 +213,49 @@ class Crew(Restartable):
         self.cancellations.gone(worker.slot)
         self.workforce.exited(worker)
 
-    def _failed(self, worker: Worker, failed: messages.Failed, body: Any) -> None:
+    def _failed(self, worker: Worker, failed: from_worker.Failed, body: Any) -> None:
         if failed.seq == 0:
             self.workforce.build_failed(worker.slot, failed.failure, body)
         self.order.failed(worker.slot, failed, body)
 
-    def _alive(self, worker: Worker, alive: messages.Alive, body: None) -> None:
+    def _alive(self, worker: Worker, alive: from_worker.Alive, body: None) -> None:
         self.order.alive(worker.slot, alive.number)
 
-    def _held(self, worker: Worker, held: messages.Held, body: None) -> None:
+    def _held(self, worker: Worker, held: from_worker.Held, body: None) -> None:
         self.order.held(worker.slot, held)
 
-    def _renewed(self, worker: Worker, renewed: messages.GroupsDropped, body: Any) -> None:
+    def _renewed(self, worker: Worker, renewed: from_worker.GroupsDropped, body: Any) -> None:
         self.order.renewed(worker.slot, renewed, body)
 
-    def _stack(self, worker: Worker, stack: messages.Stack, body: None) -> None:
+    def _stack(self, worker: Worker, stack: from_worker.Stack, body: None) -> None:
         self.order.stacks.answered(worker.slot, stack)
 
-    def _ledger_told(self, worker: Worker, told: messages.LedgerTold, body: None) -> None:
+    def _ledger_told(self, worker: Worker, told: from_worker.LedgerTold, body: None) -> None:
         self.ledgers.answered(worker, told)
 
-    def _moved(self, worker: Worker, moved: messages.Moved, body: None) -> None:
+    def _moved(self, worker: Worker, moved: from_worker.Moved, body: None) -> None:
         rank = self.roles[moved.role].slots.index(worker.slot)
         kind = "sleep" if moved.asleep else "wake"
         when = moved.start, moved.end
         record = MoveRecord(self.name, moved.role, rank, kind, moved.nbytes, *when, moved.whole)
         self.services.tell("colocate_memory_moved", record)
 
-    def _can_withdraw(self, worker: Worker, answer: messages.CanWithdraw, body: None) -> None:
+    def _can_withdraw(self, worker: Worker, answer: from_worker.CanWithdraw, body: None) -> None:
         self.cancellations.answered(worker.slot, answer)
 
-    def _fetched(self, worker: Worker, fetched: messages.Fetched, body: Any) -> None:
+    def _fetched(self, worker: Worker, fetched: from_worker.Fetched, body: Any) -> None:
         self.residents.answered(worker.slot, fetched, body)
 
-    def _ask(self, worker: Worker, asked: messages.Ask, body: None) -> None:
+    def _ask(self, worker: Worker, asked: from_worker.Ask, body: None) -> None:
         self.questions.asked(worker, asked)
 
-    def _define(self, worker: Worker, definitions: messages.Define, body: Any) -> None:
+    def _define(self, worker: Worker, definitions: to_worker.Define, body: Any) -> None:
         self.taught.told(worker, definitions, body)
 
-    def _undefined(self, worker: Worker, lost: messages.Undefined, body: None) -> None:
+    def _undefined(self, worker: Worker, lost: from_worker.Undefined, body: None) -> None:
         self.taught.lost(worker, lost)
 
-    def _locate(self, asked: messages.WhereIs, tell: Tell) -> None:
+    def _locate(self, asked: questions.WhereIs, tell: Tell) -> None:
         """Tell where a worker of some group is reached."""
         group = asked.group
         found = self.home.others().get(group)
@@ -359,7 +359,7 @@ class Crew(Restartable):
     def wind_down(self, grace: float, deadline: Deadline) -> None:
         """Have its workers begin nothing any more, and tell the calls that run that nobody waits for them."""
         if self.life.state is State.READY:
-            self.send(self.live(), messages.Stop())
+            self.send(self.live(), to_worker.Stop())
         self.workforce.wind_down(grace, deadline)
 
     def hurry(self) -> None:
@@ -426,16 +426,16 @@ class Crew(Restartable):
 
 
 _HEARD: dict[type[Message], Callable[[Crew, Worker, Any, Any], None]] = {
-    messages.Failed: Crew._failed,
-    messages.Alive: Crew._alive,
-    messages.Held: Crew._held,
-    messages.GroupsDropped: Crew._renewed,
-    messages.Stack: Crew._stack,
-    messages.LedgerTold: Crew._ledger_told,
-    messages.Moved: Crew._moved,
-    messages.CanWithdraw: Crew._can_withdraw,
-    messages.Fetched: Crew._fetched,
-    messages.Ask: Crew._ask,
-    messages.Define: Crew._define,
-    messages.Undefined: Crew._undefined,
+    from_worker.Failed: Crew._failed,
+    from_worker.Alive: Crew._alive,
+    from_worker.Held: Crew._held,
+    from_worker.GroupsDropped: Crew._renewed,
+    from_worker.Stack: Crew._stack,
+    from_worker.LedgerTold: Crew._ledger_told,
+    from_worker.Moved: Crew._moved,
+    from_worker.CanWithdraw: Crew._can_withdraw,
+    from_worker.Fetched: Crew._fetched,
+    from_worker.Ask: Crew._ask,
+    to_worker.Define: Crew._define,
+    from_worker.Undefined: Crew._undefined,
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from colocate._protocol import messages
+from colocate._protocol import from_worker, to_worker
 from colocate._protocol.ledger import Ledger
 from colocate._protocol.requests import Requests
 from colocate._system.deadline import Deadline
@@ -34,7 +34,7 @@ class Ledgers:
         """
 
         def ask(slot: int, token: int) -> None:
-            self._tell(slot, messages.AskLedger(token))
+            self._tell(slot, to_worker.AskLedger(token))
 
         return self._requests.ask(slots, ask, deadline, self._too_late)
 
@@ -44,7 +44,7 @@ class Ledgers:
         found: dict[int, Ledger | Exception] = {}
         try:
             for slot, request in asked.items():
-                self._tell(slot, messages.AskLedger(request.token))
+                self._tell(slot, to_worker.AskLedger(request.token))
             for slot, request in asked.items():
                 try:
                     (found[slot],) = request.result(deadline)
@@ -63,7 +63,7 @@ class Ledgers:
             "stopped, or C code holds the GIL, or a role's device_state() goes on, or its machine has too much to do"
         )
 
-    def answered(self, worker: Worker, told: messages.LedgerTold) -> None:
+    def answered(self, worker: Worker, told: from_worker.LedgerTold) -> None:
         """A worker has answered."""
         if told.ledger is not None:
             self._requests.answered(told.token, worker.slot, told.ledger)

@@ -10,13 +10,13 @@ import attrs
 from colocate._calls.order import CallOrder
 from colocate._crew.taught import Taught
 from colocate._crew.worker import Worker
-from colocate._protocol import messages
+from colocate._protocol import from_worker, questions, to_worker
 
 if TYPE_CHECKING:
     from colocate._calls.pending import PendingCall
 
 Tell: TypeAlias = Callable[[Any, str | None], None]
-Locate: TypeAlias = Callable[[messages.WhereIs, Tell], None]
+Locate: TypeAlias = Callable[[questions.WhereIs, Tell], None]
 """Tells where a worker is reached."""
 
 
@@ -39,25 +39,25 @@ class Questions:
         self._locate = locate
         self._meetings: dict[str, _Meeting] = {}
 
-    def asked(self, worker: Worker, asked: messages.Ask) -> None:
+    def asked(self, worker: Worker, asked: from_worker.Ask) -> None:
         """A worker has asked something."""
 
         def tell(answer: Any, error: str | None = None) -> None:
-            worker.send(messages.Answer(asked.token, answer, error))
+            worker.send(to_worker.Answer(asked.token, answer, error))
 
         match asked.question:
-            case messages.WhereIs() as question:
+            case questions.WhereIs() as question:
                 self._locate(question, tell)
-            case messages.Aligned() as question:
+            case questions.Aligned() as question:
                 self._aligned(question, tell)
-            case messages.HeardAll():
+            case questions.HeardAll():
                 tell(None)
-            case messages.Meet() as question:
+            case questions.Meet() as question:
                 self._meet(worker.slot, question, tell)
             case question:
                 self._taught.asked(worker, question, tell)
 
-    def _meet(self, slot: int, asked: messages.Meet, tell: Tell) -> None:
+    def _meet(self, slot: int, asked: questions.Meet, tell: Tell) -> None:
         """Tell all members the value that one of them has brought, once all are there, or why one can't come.
 
         Nobody comes any more once the call has failed: then the hold ends the wait in the worker.
@@ -65,7 +65,7 @@ class Questions:
         with self._order.lock:
             meeting = self._meetings.setdefault(asked.board, _Meeting())
             if asked.joins and not meeting.slots:
-                self._order.link.send([each for each in self._order.link.live() if each != slot], messages.Join())
+                self._order.link.send([each for each in self._order.link.live() if each != slot], to_worker.Join())
             meeting.there.append(tell)
             meeting.slots.add(slot)
             meeting.refusal = meeting.refusal or asked.refusal
@@ -78,7 +78,7 @@ class Questions:
             if len(meeting.slots) == asked.members:
                 del self._meetings[asked.board]
 
-    def _aligned(self, asked: messages.Aligned, tell: Tell) -> None:
+    def _aligned(self, asked: questions.Aligned, tell: Tell) -> None:
         """Which of the other residents that a call uses have the partition of the first, once all of them are made."""
         call = self._order.pending.get(asked.seq)
         uses = {use._kept.source.key: use._kept for use in call.uses} if call is not None else {}

@@ -17,7 +17,7 @@ from colocate._definitions.inbox import Inbox
 from colocate._definitions.known import Definition, Global, Need
 from colocate._definitions.lots import Lot, Receiver
 from colocate._definitions.reached import reached
-from colocate._protocol import messages
+from colocate._protocol import from_worker, questions, to_worker
 from colocate._protocol.message import Message
 from colocate._role.info import RoleInfo
 from colocate.errors import ColocateError, SerializationError
@@ -172,7 +172,7 @@ class Taught:
                     subclasses.warn_of_untold(
                         each.object for each in lot.definitions.values() if each.id not in self._held
                     )
-                    made = lacking, lot, executor.frame(messages.Define(lot.ids, lot.names).head(), lot.body)
+                    made = lacking, lot, executor.frame(to_worker.Define(lot.ids, lot.names).head(), lot.body)
                 self._held.update(made[1].definitions)
                 self._note(made[1])
                 workers[slot].host.send(made[2])
@@ -181,12 +181,12 @@ class Taught:
             if made is not None:
                 executor.discard(made[2])
 
-    def lost(self, worker: Worker, lost: messages.Undefined) -> None:
+    def lost(self, worker: Worker, lost: from_worker.Undefined) -> None:
         """A worker couldn't rebuild something of a lot, and has nothing of it: what needs it has it sent again."""
         with self._lock:
             self._lost |= worker.receiver.lost_all(lost.ids, lost.names)
 
-    def told(self, worker: Worker, told: messages.Define, body: Any) -> None:
+    def told(self, worker: Worker, told: to_worker.Define, body: Any) -> None:
         """A worker has sent definitions of its own."""
         worker.receiver.knows.update(told.ids)
         self._inbox.put(told.ids, body, told.names)
@@ -205,15 +205,15 @@ class Taught:
         threading.Thread(target=answer, name="colocate-definitions", daemon=True).start()
 
     def _answer(self, worker: Worker, question: Message) -> Any:
-        if isinstance(question, messages.Source):
+        if isinstance(question, questions.Source):
             answer = sources.answer(question.module)
             self.given.add(sources.contents(answer))
             return {name: attrs.astuple(found) for name, found in answer.items()}
-        if isinstance(question, messages.Compare):
+        if isinstance(question, questions.Compare):
             if (why := sources.other_content(question.modules)) is not None:
                 raise ColocateError(why)
             return sources.shadowing()
-        assert isinstance(question, messages.Missing)
+        assert isinstance(question, questions.Missing)
         definition = known.find(question.id)
         with self._lock:
             self._give([worker.slot], [definition])

@@ -11,7 +11,7 @@ import attrs
 
 from colocate._calls.services import Services
 from colocate._definitions.lots import Receiver
-from colocate._protocol import messages
+from colocate._protocol import from_worker, to_worker
 from colocate._protocol.message import Head, Message, read
 from colocate._protocol.requests import Request, Requests
 from colocate.errors import EngineError
@@ -25,7 +25,7 @@ class WorkerEvents(Protocol):
     def said_hello(self, worker: Worker) -> None:
         """It runs."""
 
-    def done(self, slot: int, done: messages.Done, body: Any) -> None:
+    def done(self, slot: int, done: from_worker.Done, body: Any) -> None:
         """A rank has finished a call."""
 
     def heard(self, worker: Worker, message: Message, body: Any) -> None:
@@ -111,7 +111,7 @@ class Worker:
     def received(self, head: Head, body: Any) -> None:
         """A message from the worker."""
         message = read(head)
-        if isinstance(message, messages.Done):
+        if isinstance(message, from_worker.Done):
             self.events.done(self.slot, message, body)
         elif (own := _OWN.get(type(message))) is not None:
             own(self, message)
@@ -138,32 +138,32 @@ class Worker:
             asked = self._where
             if asked is None:
                 asked = self._where = self._questions.open([self.slot])
-                self.send(messages.Listen())
+                self.send(to_worker.Listen())
         asked.then(lambda: then(asked.answers.get(self.slot) if self.exit is None else None))
 
-    def _said_hello(self, hello: messages.Hello) -> None:
+    def _said_hello(self, hello: from_worker.Hello) -> None:
         self.hello = hello.facts
         self.events.said_hello(self)
 
-    def _said_address(self, found: messages.Address) -> None:
+    def _said_address(self, found: from_worker.Address) -> None:
         assert self._where is not None
         self._questions.answered(self._where.token, self.slot, found.address)
 
-    def _progress(self, progress: messages.Progress) -> None:
+    def _progress(self, progress: from_worker.Progress) -> None:
         self.progress[progress.role] = progress.done, progress.total
 
-    def _broken(self, message: messages.Broken) -> None:
+    def _broken(self, message: from_worker.Broken) -> None:
         self.events.broken(self, message.reason)
 
-    def _closed(self, message: messages.Closed) -> None:
+    def _closed(self, message: from_worker.Closed) -> None:
         self.lane_ended = True
         self.events.lane_ended(self)
 
 
 _OWN: dict[type[Message], Callable[[Worker, Any], None]] = {
-    messages.Hello: Worker._said_hello,
-    messages.Address: Worker._said_address,
-    messages.Progress: Worker._progress,
-    messages.Broken: Worker._broken,
-    messages.Closed: Worker._closed,
+    from_worker.Hello: Worker._said_hello,
+    from_worker.Address: Worker._said_address,
+    from_worker.Progress: Worker._progress,
+    from_worker.Broken: Worker._broken,
+    from_worker.Closed: Worker._closed,
 }

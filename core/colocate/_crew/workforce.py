@@ -20,7 +20,7 @@ from colocate._crew.stages import Stage, Stages
 from colocate._crew.worker import NOT_LAUNCHED, Worker, WorkerEvents
 from colocate._owned.lifecycle import State
 from colocate._plugins.needs import imports_of
-from colocate._protocol import messages, versions
+from colocate._protocol import from_worker, to_worker, versions
 from colocate._protocol.message import Message
 from colocate._system.deadline import NEVER, Deadline
 from colocate._system.jobs import Timer
@@ -104,7 +104,7 @@ class Workforce:
             live = link.live()
             restored = None if checkpoint is None else str(checkpoint)
             self._building_since = time.time()
-            build = messages.Build(
+            build = to_worker.Build(
                 link.generation,
                 len(self.workers),
                 declared.default_group,
@@ -182,7 +182,7 @@ class Workforce:
             self._stages.wake()
         self._stages.reach(slot, Stage.BUILT)
 
-    def build_failed(self, slot: int, failure: messages.Failure, body: Any) -> None:
+    def build_failed(self, slot: int, failure: from_worker.Failure, body: Any) -> None:
         """A constructor has raised."""
         role = failure.role
         call = PendingCall(
@@ -301,7 +301,7 @@ class Workforce:
             errors.append(failure)
         self._note_unlaunched()
         try:
-            link.send(link.live(), messages.Close(f"group {link.name!r} is closing"))
+            link.send(link.live(), to_worker.Close(f"group {link.name!r} is closing"))
             errors += self._wait_for_lanes(grace)
             hung = self._stages.short_of(Stage.LEAVING)
             for slot in hung:  # first: others may wait for it, or for the processor that it keeps busy

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from colocate._protocol import messages
+from colocate._protocol import from_worker, to_worker
 from colocate._protocol.message import Message
 from colocate._protocol.requests import Requests
 from colocate._system.deadline import Deadline
@@ -15,7 +15,7 @@ from colocate.errors import ColocateError
 class Refused(Exception):
     """A worker can't send its part: what it has told of that, and the exception as it travels."""
 
-    def __init__(self, slot: int, failure: messages.Failure, body: Any) -> None:
+    def __init__(self, slot: int, failure: from_worker.Failure, body: Any) -> None:
         super().__init__(slot)
         self.slot, self.failure, self.body = slot, failure, body
 
@@ -44,14 +44,14 @@ class Fetches:
         """
 
         def ask(slot: int, token: int) -> None:
-            self._ask(slot, messages.Fetch(token, key, contents))
+            self._ask(slot, to_worker.Fetch(token, key, contents))
 
         def too_late(owing: str) -> str:
             return f"worker {owing} has not sent its part of the resident in time"
 
         return self._requests.ask(slots, ask, deadline, too_late)
 
-    def answered(self, slot: int, fetched: messages.Fetched, body: Any) -> None:
+    def answered(self, slot: int, fetched: from_worker.Fetched, body: Any) -> None:
         """A worker has answered."""
         if fetched.failure is None:
             self._requests.answered(fetched.token, slot, (fetched.rows, body))

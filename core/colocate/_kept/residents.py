@@ -23,7 +23,8 @@ from colocate._kept.fetch import Fetches, Refused
 from colocate._kept.kept import Hold, Kept
 from colocate._kept.leases import Leases
 from colocate._owned.owned import Owned
-from colocate._protocol.messages import Fetched, Free
+from colocate._protocol.from_worker import Fetched
+from colocate._protocol.to_worker import Free
 from colocate._role.resident import ResidentSpec
 from colocate._system.deadline import Deadline
 from colocate._system.here import Here

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from colocate._protocol.messages import Call, Where
+from colocate._protocol.to_worker import Call, Where
 from colocate.wire import Packed
 
 _EDGE_BYTES = 64

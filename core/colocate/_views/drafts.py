@@ -12,7 +12,7 @@ from colocate._calls.pending import PendingCall
 from colocate._calls.records import Ended
 from colocate._crew.crew import Crew
 from colocate._kept.kept import Hold, Kept
-from colocate._protocol import messages
+from colocate._protocol import to_worker
 from colocate._protocol.bundle import together
 from colocate._protocol.message import Head
 from colocate._system.numbers import FOREVER_S
@@ -114,10 +114,10 @@ def _message(lot: Sequence[tuple[Draft, int]], frees: Sequence[int]) -> tuple[He
         return _call(draft, index, frees).head(), draft.bodies[index]
     wheres, body = together([draft.bodies[index] for draft, index in lot])
     calls = [(_call(draft, index), where) for (draft, index), where in zip(lot, wheres, strict=True)]
-    return messages.Batch(tuple(frees), calls).head(), body
+    return to_worker.Batch(tuple(frees), calls).head(), body
 
 
-def _call(draft: Draft, index: int, frees: Sequence[int] = ()) -> messages.Call:
+def _call(draft: Draft, index: int, frees: Sequence[int] = ()) -> to_worker.Call:
     call, valid = draft.call, draft.valid[index]
     observed = bool(call.uses) and bool(draft.crew.services.observers)
-    return messages.Call(call.seq, draft.role, draft.method, call.keep, valid, bool(call.uses), frees, observed)
+    return to_worker.Call(call.seq, draft.role, draft.method, call.keep, valid, bool(call.uses), frees, observed)

@@ -11,7 +11,7 @@ from colocate._definitions import known
 from colocate._definitions.inbox import Inbox
 from colocate._definitions.lots import Receiver
 from colocate._definitions.sources import Refused, Source
-from colocate._protocol import messages
+from colocate._protocol import from_worker, questions, to_worker
 from colocate._protocol.message import Message
 from colocate.worker.imports import DriversModules, imported_already, refuse_others
 
@@ -34,13 +34,13 @@ class Definitions:
 
     # -- from the driver
 
-    def arrived(self, message: messages.Define, body: Any) -> None:
+    def arrived(self, message: to_worker.Define, body: Any) -> None:
         """The driver has sent a lot. On the receiving thread, where nothing is loaded."""
         self._inbox.put(message.ids, body, message.names)
         self._driver.knows.update(message.ids)
 
     def _lost(self, ids: Sequence[int], names: Sequence[tuple[str | int, str]]) -> None:
-        self._send(messages.Undefined(tuple(ids), tuple(names)), None)
+        self._send(from_worker.Undefined(tuple(ids), tuple(names)), None)
 
     @property
     def count(self) -> int:
@@ -53,7 +53,7 @@ class Definitions:
 
     def find(self, id: int) -> None:
         """Have the driver send something that this worker lacks, which came from another worker."""
-        self._ask(messages.Missing(id))
+        self._ask(questions.Missing(id))
 
     # -- modules
 
@@ -64,7 +64,7 @@ class Definitions:
         sys.meta_path.insert(0, self._modules)
 
     def _ask_for_module(self, name: str) -> Mapping[str, Source | Refused]:
-        found: Mapping[str, tuple[Any, ...]] = self._ask(messages.Source(name))
+        found: Mapping[str, tuple[Any, ...]] = self._ask(questions.Source(name))
         return {name: Source(*told) if len(told) > 1 else Refused(*told) for name, told in found.items()}
 
     def compare_modules(self) -> None:
@@ -74,7 +74,7 @@ class Definitions:
             ColocateError: One is.
         """
         if not self._in_process:
-            shadowing: dict[str, tuple[str, str]] = self._ask(messages.Compare(self._early))
+            shadowing: dict[str, tuple[str, str]] = self._ask(questions.Compare(self._early))
             refuse_others(shadowing)
             self._modules.shadowing = frozenset(shadowing)
 
@@ -99,13 +99,13 @@ class Definitions:
             lacking = self._driver.lacks(needs)
             if lacking:
                 lot = self._driver.lot(lacking)
-                self._send(messages.Define(lot.ids, lot.names), lot.body)
+                self._send(to_worker.Define(lot.ids, lot.names), lot.body)
                 self._driver.has_got(lot)
                 self._held.update(lot.definitions)
                 self._told += 1
             told = self._told
         if wait and self._heard < told:  # it may be on its way, whoever has sent it
-            self._ask(messages.HeardAll())
+            self._ask(questions.HeardAll())
             self._heard = max(self._heard, told)
 
     def renew(self) -> None:

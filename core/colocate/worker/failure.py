@@ -15,7 +15,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from colocate._protocol.consequence import Consequence
-from colocate._protocol.messages import Failure
+from colocate._protocol.from_worker import Failure
 from colocate._role import torch_groups
 from colocate._system.imported import imported
 from colocate._system.jobs import message_of

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from colocate._protocol import messages
+from colocate._protocol import from_worker
 from colocate._protocol.ledger import TAGS
 from colocate._role.context import Context, MeshPlace, current, derive_seed
 from colocate._role.method import RoleMethod, method
@@ -68,7 +68,7 @@ class Functions:
     def _tell(self, role: str, asleep: bool, nbytes: int, start: float) -> None:
         """Tell the driver what sleeps now, or is awake."""
         whole = asleep and len(self._site.sleeper.asleep.tags(role)) == len(TAGS)
-        self._site.say(messages.Moved(role, asleep, nbytes, start, time.time(), whole))
+        self._site.say(from_worker.Moved(role, asleep, nbytes, start, time.time(), whole))
 
 
 def current_slots() -> int:

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from colocate._protocol.ledger import Ledger
-from colocate._protocol.messages import Call
+from colocate._protocol.to_worker import Call
 from colocate._system.jobs import error_text
 from colocate.worker.ledger import LookError, ledger
 from colocate.worker.site import Site

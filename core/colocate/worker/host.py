@@ -1,6 +1,6 @@
 """The worker: receives messages, and has its lane do what they ask for. The same everywhere.
 
-`_protocol.messages` has what they are.
+`_protocol.to_worker` has what they are.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from colocate._protocol import messages
+from colocate._protocol import from_worker, to_worker
 from colocate._protocol.bundle import take_apart
 from colocate._protocol.message import Head, Message, read
 from colocate._protocol.uses import Peers
@@ -74,26 +74,26 @@ class WorkerHost(Site):
         self.lane = Lane(f"{LANE}{boot.worker}", self.scope, self._held, broken, turns, daemon=in_process)
         self._runner = Runner(self, self.broken)
         self._handlers: dict[type[Message], Callable[[Any, Any], None]] = {
-            messages.Define: self.definitions.arrived,
-            messages.Build: self._on_build,
-            messages.Call: self._on_call,
-            messages.Batch: self._on_batch,
-            messages.Free: self._on_free,
-            messages.Hold: self._on_hold,
-            messages.Left: self._on_left,
-            messages.DropGroups: self._on_renew,
-            messages.Join: self._on_join,
-            messages.Resume: self._on_resume,
-            messages.Unwanted: self._on_unwanted,
-            messages.Stop: self._on_stop,
-            messages.Withdraw: self._on_withdraw,
-            messages.Decided: self._on_decided,
-            messages.AskStack: self._on_stack,
-            messages.AskLedger: self._on_ledger,
-            messages.Fetch: self._on_fetch,
-            messages.Listen: self._on_listen,
-            messages.Answer: self._on_answer,
-            messages.Close: self._on_close,
+            to_worker.Define: self.definitions.arrived,
+            to_worker.Build: self._on_build,
+            to_worker.Call: self._on_call,
+            to_worker.Batch: self._on_batch,
+            to_worker.Free: self._on_free,
+            to_worker.Hold: self._on_hold,
+            to_worker.Left: self._on_left,
+            to_worker.DropGroups: self._on_renew,
+            to_worker.Join: self._on_join,
+            to_worker.Resume: self._on_resume,
+            to_worker.Unwanted: self._on_unwanted,
+            to_worker.Stop: self._on_stop,
+            to_worker.Withdraw: self._on_withdraw,
+            to_worker.Decided: self._on_decided,
+            to_worker.AskStack: self._on_stack,
+            to_worker.AskLedger: self._on_ledger,
+            to_worker.Fetch: self._on_fetch,
+            to_worker.Listen: self._on_listen,
+            to_worker.Answer: self._on_answer,
+            to_worker.Close: self._on_close,
         }
 
     # -- messages, on the receiving thread: nothing here blocks or runs role code
@@ -103,7 +103,7 @@ class WorkerHost(Site):
         message = read(head)
         self._handlers[type(message)](message, body)
 
-    def _on_build(self, message: messages.Build, body: Any) -> None:
+    def _on_build(self, message: to_worker.Build, body: Any) -> None:
         # Not on the lane: another slot's may be faster, and have this one join in making the default group.
         self.groups.are_of(message.slots, message.generation, message.collective_timeout)
         self.spill_dir = message.spill_dir
@@ -115,7 +115,7 @@ class WorkerHost(Site):
         work.lots = self.definitions.count
         self.lane.put(work)
 
-    def _on_call(self, call: messages.Call, body: Any) -> None:
+    def _on_call(self, call: to_worker.Call, body: Any) -> None:
         if call.frees:
             self.store.free(call.frees)
         if self.ended:
@@ -130,7 +130,7 @@ class WorkerHost(Site):
             work.on_drop = partial(self.store.fail, call.keep, f"{work.label} was withdrawn after a failure")
         self.lane.put(work)
 
-    def _on_batch(self, batch: messages.Batch, body: Any) -> None:
+    def _on_batch(self, batch: to_worker.Batch, body: Any) -> None:
         if batch.frees:
             self.store.free(batch.frees)
         for call, its_body in take_apart(batch.calls, body):
@@ -141,52 +141,52 @@ class WorkerHost(Site):
         role = self.roles[key] = hosted_functions(self, *key)
         return role
 
-    def _on_free(self, message: messages.Free, body: None) -> None:
+    def _on_free(self, message: to_worker.Free, body: None) -> None:
         self.store.free(message.keys)
 
-    def _on_hold(self, hold: messages.Hold, body: None) -> None:
-        self.say(messages.Alive(hold.number))
+    def _on_hold(self, hold: to_worker.Hold, body: None) -> None:
+        self.say(from_worker.Alive(hold.number))
         self.lane.hold(hold.number, hold.failed)
         what = "a call" if hold.failed else "the constructor of a role on another rank"
         self.scope.end(hold.failed, f"{what} of group {self.boot.group!r} has failed")
         if hold.cut and any(running >= hold.failed for running in list(self.lane.running)):  # an earlier call goes on
             self.groups.cut()
 
-    def _on_left(self, left: messages.Left, body: None) -> None:
+    def _on_left(self, left: to_worker.Left, body: None) -> None:
         self.groups.left(left.number, left.slot, left.operations)
 
-    def _on_renew(self, message: messages.DropGroups, body: None) -> None:
+    def _on_renew(self, message: to_worker.DropGroups, body: None) -> None:
         self.scope.resume()  # all are back: what waits from now on is a role's `renew`
         self.groups.about_to_drop(message.names)
         self.lane.do(partial(self._runner.renew, message))
 
-    def _on_join(self, message: messages.Join, body: None) -> None:
+    def _on_join(self, message: to_worker.Join, body: None) -> None:
         self.groups.asked_to_join()
 
-    def _on_resume(self, resume: messages.Resume, body: None) -> None:
+    def _on_resume(self, resume: to_worker.Resume, body: None) -> None:
         self.scope.resume()
         for role in list(self.roles.values()):
             role.take_back(resume.withdrawn)
         self.lane.resume(resume.number, frozenset(resume.withdrawn))
 
-    def _on_unwanted(self, message: messages.Unwanted, body: None) -> None:
+    def _on_unwanted(self, message: to_worker.Unwanted, body: None) -> None:
         self.lane.give_up(message.seq, message.seq)
 
-    def _on_stop(self, message: messages.Stop, body: None) -> None:
+    def _on_stop(self, message: to_worker.Stop, body: None) -> None:
         self.lane.stop()
 
-    def _on_withdraw(self, asked: messages.Withdraw, body: None) -> None:
-        self.say(messages.CanWithdraw(asked.token, self.lane.hold_up(asked.token, asked.seq)))
+    def _on_withdraw(self, asked: to_worker.Withdraw, body: None) -> None:
+        self.say(from_worker.CanWithdraw(asked.token, self.lane.hold_up(asked.token, asked.seq)))
 
-    def _on_decided(self, decided: messages.Decided, body: None) -> None:
+    def _on_decided(self, decided: to_worker.Decided, body: None) -> None:
         if not decided.drop:
             self.lane.cancel(decided.seq, decided.seq)
         self.lane.decide(decided.token, decided.seq if decided.drop else None)
 
-    def _on_stack(self, asked: messages.AskStack, body: None) -> None:
-        self.say(messages.Stack(asked.token, self.stack(), tuple(self.lane.running)))
+    def _on_stack(self, asked: to_worker.AskStack, body: None) -> None:
+        self.say(from_worker.Stack(asked.token, self.stack(), tuple(self.lane.running)))
 
-    def _on_ledger(self, asked: messages.AskLedger, body: None) -> None:
+    def _on_ledger(self, asked: to_worker.AskLedger, body: None) -> None:
         with self._ledgers_lock:
             self._ledgers.append(asked.token)
             if len(self._ledgers) > 1:  # one thread looks, and a role's `device_state` may keep it for long
@@ -195,19 +195,19 @@ class WorkerHost(Site):
         name = f"colocate-ledger-{self.boot.worker}"
         threading.Thread(target=self._tell_ledgers, name=name, daemon=True).start()
 
-    def _on_fetch(self, asked: messages.Fetch, body: None) -> None:
+    def _on_fetch(self, asked: to_worker.Fetch, body: None) -> None:
         self._transfer.soon(partial(self._fetch, asked))
 
-    def _on_listen(self, message: messages.Listen, body: None) -> None:
-        self.say(messages.Address(self.peers.address))
+    def _on_listen(self, message: to_worker.Listen, body: None) -> None:
+        self.say(from_worker.Address(self.peers.address))
 
-    def _on_answer(self, answer: messages.Answer, body: None) -> None:
+    def _on_answer(self, answer: to_worker.Answer, body: None) -> None:
         if answer.error is None:
             self._questions.answered(answer.token, None, answer.answer)
         else:
             self._questions.refused(answer.token, ColocateError(answer.error))
 
-    def _on_close(self, message: messages.Close, body: None) -> None:
+    def _on_close(self, message: to_worker.Close, body: None) -> None:
         self.close(message.reason)
 
     def close(self, reason: str) -> None:
@@ -268,7 +268,7 @@ class WorkerHost(Site):
         """Leave, being of no use any more. Its group fails of that at once instead of waiting."""
         if not self._is_broken:
             self._is_broken = True
-            self.say(messages.Broken(reason))
+            self.say(from_worker.Broken(reason))
             self.close(reason)
 
     def _end(self) -> None:
@@ -282,7 +282,7 @@ class WorkerHost(Site):
         self.ended = True
         self.roles.clear()  # on threads the driver may hold the group for long
         self.instances.clear()  # by which the roles' contexts know each other
-        self.say(messages.Closed())
+        self.say(from_worker.Closed())
         self._on_end()
 
     def stack(self) -> str:
@@ -310,21 +310,21 @@ class WorkerHost(Site):
 
     def _tell_ledger(self, token: int) -> None:
         try:
-            told = messages.LedgerTold(token, ledger(self, self.sleeper, self.gradients.of))
+            told = from_worker.LedgerTold(token, ledger(self, self.sleeper, self.gradients.of))
         except LookError as error:
-            told = messages.LedgerTold(token, None, error.role, error.trace)
+            told = from_worker.LedgerTold(token, None, error.role, error.trace)
         except Exception:  # CUDA's, say, which is out of order
-            told = messages.LedgerTold(token, None, "", traceback.format_exc())
+            told = from_worker.LedgerTold(token, None, "", traceback.format_exc())
         self.say(told)
 
     # -- on the lane
 
     def _held(self, number: int, begun: int) -> None:
-        self.say(messages.Held(number, begun, *self.groups.back(number)))
+        self.say(from_worker.Held(number, begun, *self.groups.back(number)))
 
     # -- on the transfer thread
 
-    def _fetch(self, asked: messages.Fetch) -> None:
+    def _fetch(self, asked: to_worker.Fetch) -> None:
         try:
             entry = self.store.wait(asked.key)
             # The structure is made of the value's own containers, of which some are of users' classes.
@@ -332,6 +332,6 @@ class WorkerHost(Site):
                 body = self.packed(entry.value if asked.contents else describe(entry.value), entry.maker)
         except BaseException as error:  # users' classes say how they are packed
             told, body = failure.failed(error, self.codec, self.definitions, None, False)
-            self.say(messages.Fetched(asked.token, None, told), body)
+            self.say(from_worker.Fetched(asked.token, None, told), body)
         else:
-            self.say(messages.Fetched(asked.token, entry.weight, None), body)
+            self.say(from_worker.Fetched(asked.token, entry.weight, None), body)

@@ -13,7 +13,7 @@ from colocate._definitions.lending import Borrower, Lender, NotLentError, place
 from colocate._protocol import parts
 from colocate._protocol.consequence import Consequence, Poisoned
 from colocate._protocol.message import Head, Message, read
-from colocate._protocol.messages import WhereIs
+from colocate._protocol.questions import WhereIs
 from colocate._protocol.taken import Taken
 from colocate._protocol.uses import Peers, Source, Written
 from colocate._role.context import running_call

@@ -24,7 +24,8 @@ import attrs
 
 from colocate._protocol.consequence import Consequence
 from colocate._protocol.message import Message
-from colocate._protocol.messages import Meet, Operations
+from colocate._protocol.questions import Meet
+from colocate._protocol.to_worker import Operations
 from colocate._role import torch_books, torch_groups, torch_works
 from colocate._role.context import Context, MeshPlace
 from colocate._role.torch_groups import Plan

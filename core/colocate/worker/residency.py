@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from colocate._protocol import messages
+from colocate._protocol import from_worker
 from colocate._protocol.consequence import Consequence
 from colocate._protocol.ledger import TAGS, Purpose
 from colocate._role import torch_works
@@ -216,7 +216,7 @@ class Residency:
                 raise MemoryBudgetError(f"role {name!r} could not be woken: {error_text(error)}") from error
             finally:
                 self._accounts.changed(name)
-            self._site.say(messages.Moved(name, False, nbytes, start, time.time(), False))
+            self._site.say(from_worker.Moved(name, False, nbytes, start, time.time(), False))
 
     def _writes(self, name: str) -> bool:
         """Whether a role that is about to run will be written into, as far as anybody knows."""
@@ -379,7 +379,7 @@ class Residency:
             self._accounts.changed(name)
         self._copied.add(name)
         if nbytes or self._sleeper.asleep.tags(name) != before:
-            self._site.say(messages.Moved(name, True, nbytes, start, time.time(), True))
+            self._site.say(from_worker.Moved(name, True, nbytes, start, time.time(), True))
 
     def _note(self, name: str, shares: Shares) -> None:
         """What a role has come to hold, and whether it was written into."""

@@ -9,7 +9,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from colocate._protocol import messages
+from colocate._protocol import from_worker, questions, to_worker
 from colocate._protocol.consequence import Consequence, PutBack
 from colocate._protocol.taken import summed
 from colocate._protocol.uses import Resolver
@@ -52,7 +52,7 @@ class Runner:
         """Construct this slot's roles, and restore them if that is asked for; whether it went well."""
         site = self._site
         message = work.message
-        assert isinstance(message, messages.Build)
+        assert isinstance(message, to_worker.Build)
         start = time.time()
         try:
             site.definitions.compare_modules()
@@ -92,14 +92,14 @@ class Runner:
                     self._failed(0, None, role.name, error)
                     return False
         tell_imports()
-        site.say(messages.Done(0, None, start, time.time(), None, 0))
+        site.say(from_worker.Done(0, None, start, time.time(), None, 0))
         return True
 
     def call(self, work: Work) -> Any:
         """Run a method; whether it went well, or a coroutine that says so."""
         site = self._site
         call = work.message
-        assert isinstance(call, messages.Call)
+        assert isinstance(call, to_worker.Call)
         body, work.body = work.body, None  # it may be large, and the role remembers its last call
         role = site.roles[call.role]
         spec = role.spec(call.method)
@@ -140,7 +140,7 @@ class Runner:
             reset_current(tokens[0])
         return True
 
-    def renew(self, message: messages.DropGroups) -> None:
+    def renew(self, message: to_worker.DropGroups) -> None:
         """Drop process groups that are of no use, and tell the roles that have to do with them, or all."""
         site = self._site
         if message.names:
@@ -161,22 +161,22 @@ class Runner:
         holders = site.groups.holders()
         if told is None and not holders:
             site.groups.renewed()
-        site.say(messages.GroupsDropped(message.number, holders, told), body)
+        site.say(from_worker.GroupsDropped(message.number, holders, told), body)
 
-    def _resolver(self, call: messages.Call, work: Work) -> Resolver:
+    def _resolver(self, call: to_worker.Call, work: Work) -> Resolver:
         site, aligned = self._site, partial(self._ask_aligned, call.seq)
         resolver = Resolver(site.peers, site.boot.group, site.boot.slot, aligned, call.observed)
         work.taken = resolver.taken
         return resolver
 
     def _ask_aligned(self, seq: int, key: int, others: Sequence[int]) -> Any:
-        return self._site.ask(messages.Aligned(seq, key, others))
+        return self._site.ask(questions.Aligned(seq, key, others))
 
     async def _finish_async(
         self,
         coroutine: Any,
         work: Work,
-        call: messages.Call,
+        call: to_worker.Call,
         role: HostedRole,
         spec: MethodSpec,
         resolver: Resolver | None,
@@ -233,7 +233,7 @@ class Runner:
         self,
         result: Any,
         work: Work,
-        call: messages.Call,
+        call: to_worker.Call,
         role: HostedRole,
         spec: MethodSpec,
         resolver: Resolver | None,
@@ -250,7 +250,7 @@ class Runner:
         self,
         result: Any,
         work: Work,
-        call: messages.Call,
+        call: to_worker.Call,
         role: HostedRole,
         spec: MethodSpec,
         resolver: Resolver | None,
@@ -281,7 +281,7 @@ class Runner:
         if call.keep is None:
             body = None if result is None else site.packed(result, label)
             try:
-                site.say(messages.Done(call.seq, valid, start, time.time(), None, halves, taken), body)
+                site.say(from_worker.Done(call.seq, valid, start, time.time(), None, halves, taken), body)
             except OSError as error:  # no descriptor is free in this process, which isn't the method's fault
                 raise SerializationError(
                     f"the result of {label} can't be sent: {error.strerror or error}", argument="result"
@@ -289,7 +289,7 @@ class Runner:
         else:
             rows = rows_to_join(result, spec, role.ctx)
             nbytes = site.store.put(call.keep, result, label, valid, rows)
-            site.say(messages.Done(call.seq, valid, start, time.time(), (nbytes, rows), halves, taken))
+            site.say(from_worker.Done(call.seq, valid, start, time.time(), (nbytes, rows), halves, taken))
         if site.recent is not None and role.name is not None:
             site.recent.add(role.name, start, time.time())
         site.residency.leave(call.seq)
@@ -327,7 +327,7 @@ class Runner:
         told, body = failure.failed(error, site.codec, site.definitions, role, secondary)
         if not site.scope.let_go(seq):  # otherwise nobody would lead the hold that follows
             taken = summed(work.taken) if work is not None and work.taken else ()
-            site.say(messages.Failed(seq, told, operations, halves, amid, taken), body)
+            site.say(from_worker.Failed(seq, told, operations, halves, amid, taken), body)
         if keep is not None:  # who uses it fails of that in turn, and is to be heard of later than this
             site.store.fail(keep, f"{told.type}: {told.text}")
         # Not before it is told: what the device has to do may wait for other ranks, which hear of it by that.

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from colocate import wire
-from colocate._protocol import messages, versions
+from colocate._protocol import from_worker, to_worker, versions
 from colocate._protocol.message import Head, is_a, kind_of, read
 from colocate._system.epochs import base_of
 from colocate.executor import Boot
@@ -100,7 +100,7 @@ class Service:
             lane.drain(timeout)
 
     def _received(self, head: tuple[Any, ...], body: Any) -> None:
-        if not is_a(head, messages.Boot):
+        if not is_a(head, to_worker.Boot):
             if self._heeds:
                 assert self._host is not None
                 self._host.receive(head, body)
@@ -191,11 +191,11 @@ def first_message(boot: Boot) -> tuple[Head, wire.Packed]:
     return _boot().head(), wire.pack(boot)
 
 
-def _boot() -> messages.Boot:
+def _boot() -> to_worker.Boot:
     here = versions.facts()
-    return messages.Boot(here["protocol"], here["colocate"])
+    return to_worker.Boot(here["protocol"], here["colocate"])
 
 
 def hello() -> Head:
     """What a worker says of itself first."""
-    return messages.Hello(versions.facts()).head()
+    return from_worker.Hello(versions.facts()).head()

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from colocate._protocol import messages
+from colocate._protocol import from_worker, questions
 from colocate._protocol.consequence import Consequence
 from colocate._protocol.message import Head, Message
 from colocate._protocol.requests import Requests
@@ -33,7 +33,7 @@ from colocate.worker.sleeping import Sleeper
 from colocate.worker.store import Store
 
 Send: TypeAlias = Callable[[Head, Any], None]
-_OF_CODE = (messages.Missing, messages.Source, messages.Compare)
+_OF_CODE = (questions.Missing, questions.Source, questions.Compare)
 
 
 class Site:
@@ -127,7 +127,7 @@ class Site:
         if reason is not None:
             self._questions.drop(request)
             raise Consequence(reason)
-        self.say(messages.Ask(request.token, question))
+        self.say(from_worker.Ask(request.token, question))
         return request.result()[0]
 
     def packed(self, result: Any, label: str, wait: bool = False) -> Any:
@@ -152,7 +152,7 @@ class Site:
 
     def report(self, ctx: Context, done: int, total: int | None) -> None:
         """A role's progress."""
-        self.say(messages.Progress(ctx.role, _plain(done), None if total is None else _plain(total)))
+        self.say(from_worker.Progress(ctx.role, _plain(done), None if total is None else _plain(total)))
 
 
 def _plain(number: Any) -> int | float:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import attrs
 
-from colocate._protocol import messages
+from colocate._protocol import questions
 from colocate._protocol.consequence import Consequence, PutBack
 from colocate._protocol.ledger import TAGS
 from colocate._role.context import running_call
@@ -260,7 +260,7 @@ class Sleeper:
         assert call is not None
         try:
             board = f"sleep {call.seq} {self._site.lane.resumed}"
-            self._site.ask(messages.Meet(board, members, None, False, refusal))
+            self._site.ask(questions.Meet(board, members, None, False, refusal))
         except Consequence as error:
             raise PutBack(error.message) from error
         except ColocateError as error:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from colocate import ColocatedGroup
-from colocate._protocol import messages
+from colocate._protocol import to_worker
 from colocate._protocol.message import Message, read
 from colocate.wire import Packed
 
@@ -46,9 +46,9 @@ class Traffic:
 
     def calls_sent(self) -> list[int]:
         """The messages with calls so far: how many calls are in each."""
-        kinds = (messages.Batch, messages.Call)
+        kinds = (to_worker.Batch, to_worker.Call)
         return [
-            len(each.calls) if isinstance(each, messages.Batch) else 1 for each in self.sent if isinstance(each, kinds)
+            len(each.calls) if isinstance(each, to_worker.Batch) else 1 for each in self.sent if isinstance(each, kinds)
         ]
 
     def total_bytes(self) -> int:

@@ -1,0 +1,320 @@
+"""What a driver says to its workers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+from colocate._protocol.message import Head, Message, message
+from colocate._role.budget import Budgets
+
+# Where in a message's body the one of a call lies: the index, where bodies are handed over as they are, or the range
+# of bytes of its pickle and the buffers that it refers to.
+Where: TypeAlias = "int | tuple[int, int, tuple[int, ...]] | None"
+
+# How many operations were begun on each process group, and of how many ranks that is, by the group's name.
+Operations: TypeAlias = "Mapping[str, tuple[int, int]]"
+
+
+@message
+class Boot(Message):
+    """Who it is; a detached pool's worker is told again by each driver. Body: a `Boot` of the executor's.
+
+    A worker of another version answers `Hello`, and nothing else: it doesn't read the body, nor what follows.
+
+    Attributes:
+        protocol: Of who says it (`versions.PROTOCOL`).
+        version: Its colocate's version.
+    """
+
+    protocol: int
+    version: str
+
+    @classmethod
+    def of(cls, *values: Any) -> Boot:
+        """As `Message.of`, of any version."""
+        protocol, version, *_ = values if len(values) >= 2 else (0, "")
+        return cls(protocol, version)
+
+
+@message
+class Define(Message):
+    """Definitions, before the first message that names them; the worker, too, says this of its own. Body: a lot.
+
+    Attributes:
+        ids: Those of the classes and functions.
+        names: The globals that it sets: what their space is called there, and their name.
+    """
+
+    ids: Sequence[int]
+    names: Sequence[tuple[str | int, str]]
+
+
+@message
+class Build(Message):
+    """Construct the roles of the slot. Body: a list of `RoleBuild`.
+
+    Attributes:
+        generation: How often the group has been restarted.
+        slots: How many slots the group has.
+        default_group: Whether torch's default process group is there before them.
+        nodes: Which slots lie on one node, in the environment that torchrun sets; None where nothing reads that.
+        collective_timeout: How long an operation of a process group may take, in seconds.
+        spill_dir: The folder in which memory that sleeps lies; None for one of the usual ones.
+        budgets: How much memory they may have.
+        restored: The folder of the checkpoint that they go on from; None for none.
+    """
+
+    generation: int
+    slots: int
+    default_group: bool
+    nodes: Sequence[int] | None
+    collective_timeout: float
+    spill_dir: str | None
+    budgets: Budgets
+    restored: str | None
+
+    def head(self) -> Head:
+        """What travels of it."""
+        kind, *before, budgets, restored = super().head()
+        return kind, *before, budgets.plain(), restored
+
+    @classmethod
+    def of(cls, *values: Any) -> Build:
+        """As `Message.of`."""
+        generation, slots, default_group, nodes, timeout, spill_dir, budgets, restored = values
+        return cls(generation, slots, default_group, nodes, timeout, spill_dir, Budgets.read(budgets), restored)
+
+
+@message
+class Call(Message):
+    """Call a method. Body: its arguments by name; none without any.
+
+    Attributes:
+        seq: Its place in the group's order.
+        role: The role's name; two numbers for a function, slots and seed.
+        method: The method's name.
+        keep: The key of the resident that its result becomes; None when that is sent.
+        valid: How many rows aren't padding; None when nothing was scattered, or only the rank knows.
+        uses: Whether there are residents among the arguments.
+        frees: Residents that nobody needs any more.
+        observed: Whether somebody wants to know what it is given of residents (`Done.taken`).
+    """
+
+    seq: int
+    role: Any
+    method: str
+    keep: int | None
+    valid: int | None
+    uses: bool
+    frees: Sequence[int]
+    observed: bool = False
+
+
+@message
+class Batch(Message):
+    """Several calls. Body: theirs, as one (`_protocol.bundle`).
+
+    Attributes:
+        frees: Residents that nobody needs any more.
+        calls: The calls, and where in the body each has its own.
+    """
+
+    frees: Sequence[int]
+    calls: Sequence[tuple[Call, Where]]
+
+    def head(self) -> Head:
+        """What travels of it."""
+        return "Batch", self.frees, [(call.head(), where) for call, where in self.calls]
+
+    @classmethod
+    def of(cls, *values: Any) -> Batch:
+        """As `Message.of`."""
+        frees, calls = values
+        return cls(frees, [(Call(*head[1:]), where) for head, where in calls])
+
+
+@message
+class Free(Message):
+    """Nobody needs some residents any more.
+
+    Attributes:
+        keys: Theirs.
+    """
+
+    keys: Sequence[int]
+
+
+@message
+class Hold(Message):
+    """A call has failed somewhere: begin no call from that one on, and say when nothing before it runs.
+
+    Attributes:
+        number: The hold's number; the highest one counts.
+        failed: The call; 0 for the construction of the roles.
+        cut: Whether to cut the process groups, too.
+    """
+
+    number: int
+    failed: int
+    cut: bool
+
+
+@message
+class Left(Message):
+    """During a hold: a rank has failed, or is back, and begins no operation of a process group any more.
+
+    Attributes:
+        number: The hold's.
+        slot: The rank's.
+        operations: How many it had begun on each group, by the group's name, and of how many ranks that is.
+    """
+
+    number: int
+    slot: int
+    operations: Operations
+
+
+@message
+class DropGroups(Message):
+    """All ranks are back, and some process groups are of no use any more: drop them; answered by `GroupsDropped`.
+
+    Attributes:
+        number: The hold's.
+        names: The groups'; none where only roles are to be told.
+        everybody: All roles are told, not only those that have to do with these groups.
+    """
+
+    number: int
+    names: Sequence[str]
+    everybody: bool
+
+
+@message
+class Join(Message):
+    """Another slot needs the default process group: do this one's part in making it."""
+
+
+@message
+class Resume(Message):
+    """All ranks are back: go on, but for some calls.
+
+    Attributes:
+        number: The hold that is over.
+        withdrawn: Calls that are dropped.
+    """
+
+    number: int
+    withdrawn: Sequence[int]
+
+
+@message
+class Unwanted(Message):
+    """Nobody waits for a call any more: it ends as soon as it can (`ctx.cancelled`; what it awaits is cancelled).
+
+    Attributes:
+        seq: The call.
+    """
+
+    seq: int
+
+
+@message
+class Stop(Message):
+    """The group is about to close: begin nothing any more."""
+
+
+@message
+class Withdraw(Message):
+    """Hold a call up, if it hasn't begun, until it is `Decided`; answered by `CanWithdraw`.
+
+    Attributes:
+        token: The question's number.
+        seq: The call.
+    """
+
+    token: int
+    seq: int
+
+
+@message
+class Decided(Message):
+    """What becomes of a call that was held up.
+
+    Attributes:
+        token: The question's number.
+        seq: The call.
+        drop: Whether it is dropped; it goes on otherwise, and nobody waits for it.
+    """
+
+    token: int
+    seq: int
+    drop: bool
+
+
+@message
+class AskStack(Message):
+    """Say what the lane does; answered by `Stack`.
+
+    Attributes:
+        token: The question's number.
+    """
+
+    token: int
+
+
+@message
+class AskLedger(Message):
+    """Say what the worker's memory is used for; answered by `LedgerTold`.
+
+    Attributes:
+        token: The question's number.
+    """
+
+    token: int
+
+
+@message
+class Fetch(Message):
+    """Send the part of a resident; answered by `Fetched`.
+
+    Attributes:
+        token: The question's number.
+        key: The resident.
+        contents: Whether the part itself is wanted, or only its structure.
+    """
+
+    token: int
+    key: int
+    contents: bool
+
+
+@message
+class Listen(Message):
+    """Other workers want to reach this one; answered by `Address`."""
+
+
+@message
+class Answer(Message):
+    """What the driver says to an `Ask`.
+
+    Attributes:
+        token: The question's number.
+        answer: The answer.
+        error: Why there is none.
+    """
+
+    token: int
+    answer: Any
+    error: str | None
+
+
+@message
+class Close(Message):
+    """End after what runs now.
+
+    Attributes:
+        reason: What waits for other workers is told.
+    """
+
+    reason: str
