@@ -23,7 +23,7 @@ from colocate.gpus import VARIABLE, listed
 from colocate.keeper import Request, Requests, read
 from colocate_ray import janitor
 from colocate_ray.private import new_folder
-from colocate_ray.terms import OPEN, PING, Cluster, EnvoyDid, EnvoyDo, EnvoyLost, Failure
+from colocate_ray.terms import HEAD, OPEN, PING, Cluster, EnvoyDid, EnvoyDo, EnvoyLost, Failure
 
 _STARTS_WITHIN_S = 120.0
 _JOINS_WITHIN_S = 60.0
@@ -84,17 +84,34 @@ class Envoy:
             self.close()
             raise
 
-    def call(self, name: str, *arguments: Any, within_s: float | None = None) -> Any:
+    def call(self, name: str, *arguments: Any, within_s: float | None = None, patience_s: float = 0.0) -> Any:
         """Have it do something, and wait for the result: while the envoy lives, and at most so many seconds.
+
+        Args:
+            name: What.
+            arguments: Its arguments.
+            within_s: How long; None for as long as the head of the cluster answers.
+            patience_s: From when on the head is asked whether it does.
 
         Raises:
             ColocateError: It failed, or took longer, or the envoy is gone.
         """
         asked = self.post(name, *arguments)
-        if not self.wait([asked], within_s):
+        if within_s is None:
+            self._wait_on_head(asked, patience_s)
+        elif not self.wait([asked], within_s):
             raise ColocateError(f"Ray hasn't done within {within_s:g} s what it was asked for ({name})")
         [answer] = asked.result()
         return answer
+
+    def _wait_on_head(self, asked: Asked, patience_s: float) -> None:
+        """Wait while the head of the cluster answers: Ray itself waits on one that doesn't, for ever."""
+        silence_s = max(patience_s, _SILENCE_S)
+        while not self.wait([asked], silence_s):
+            head = self.post(HEAD)
+            self.wait([head])
+            head.result()
+            silence_s = _SILENCE_S
 
     def wait(self, posted: Sequence[Asked], within_s: float | None = None) -> bool:
         """Wait for what was posted; whether all of it is done. An envoy that shows no life meanwhile is ended."""

@@ -120,8 +120,12 @@ class RayExecutor(Executor, OwnProcess, MultiNode):
         try:
             if request.id in self._withdrawn:  # who withdraws looks the other way round: one of the two sees it
                 raise PlacementTimeout(words(request, "was withdrawn before it was asked for"))
-            slots: list[Slot] = self._envoy.call("reserve", number, request, self._keepers.key)
+            reserve = partial(self._envoy.call, "reserve", patience_s=request.timeout)
+            slots: list[Slot] = reserve(number, request, self._keepers.key)
             return Reservation(tuple(self._place(number, slot) for slot in slots), number)
+        except EngineError:  # a head that answers again would go on with it
+            self._envoy.post("release", number)
+            raise
         finally:
             self._asked.pop(request.id, None)
 

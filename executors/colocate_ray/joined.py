@@ -63,12 +63,13 @@ class JoinedRayExecutor(RayExecutor, Detachable, Watchable):
         if not request.detachable:
             return super().reserve(request)
         number, key = next(self._numbers), wire.new_key()
-        name, address = self._envoy.call("open_owner", request, key)
+        patience_s = request.timeout
+        name, address = self._envoy.call("open_owner", request, key, patience_s=patience_s)
         lead = self._keepers.slot(address, key=key)
         try:
             if (lost := lead.wait_connected()) is not None:
                 raise EngineError(f"the Ray actor that owns pool {request.owner!r} can't be reached: {lost}")
-            slots: list[Slot] = self._envoy.call("reserve_by_owner", name, key, request)
+            slots: list[Slot] = self._envoy.call("reserve_by_owner", name, key, request, patience_s=patience_s)
             places = tuple(self._by_owner(number, name, slot, self._kept(slot, key, number, name)) for slot in slots)
         except BaseException:  # Ctrl-C too
             self._envoy.post("release_by_owner", name)

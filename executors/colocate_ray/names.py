@@ -1,7 +1,7 @@
 """The names of detached pools, and of jobs, in a Ray cluster: tables in its own store. Nothing is freed by them.
 
-All that is used of Ray's internal store is here; tests/ray/test_detached.py guards it. The entry of a pool whose owner
-is gone, or of a job whose driver is, is stale, and nobody's.
+All that is used of Ray's internal store for that is here; tests/ray/test_detached.py guards it. The entry of a pool
+whose owner is gone, or of a job whose driver is, is stale, and nobody's.
 """
 
 from __future__ import annotations

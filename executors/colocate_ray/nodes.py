@@ -9,12 +9,15 @@ from collections.abc import Callable
 from typing import Any
 
 import ray
+from ray.exceptions import RpcError
+from ray.experimental import internal_kv
 
 from colocate.errors import EngineError, PlacementError
 from colocate.executor import Node, Request
 from colocate.placement import amounts, can_ever_fit, wanted, words
 
 _ANSWERS_WITHIN_S = 1.0
+_HEAD_ANSWERS_WITHIN_S = 4.0
 
 
 class Nodes:
@@ -101,6 +104,19 @@ class Nodes:
 def natural(name: str) -> list[tuple[int, str]]:
     """A key by which node-2 comes before node-10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name) if part]
+
+
+def head_silent() -> str | None:
+    """Why the head of the cluster doesn't answer, in Ray's words; None when it does.
+
+    It is asked whether it has some key in its store: of all questions to it the cheapest that Ray gives a time limit.
+    """
+    client: Callable[[], Any] = internal_kv.internal_kv_get_gcs_client
+    try:
+        client().internal_kv_exists(b"", None, timeout=_HEAD_ANSWERS_WITHIN_S)
+    except RpcError as error:
+        return str(error).rstrip(".")
+    return None
 
 
 def _answers(node: dict[str, Any]) -> bool:

@@ -16,7 +16,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 import colocate
-from colocate.errors import ColocateError, PlacementTimeout
+from colocate.errors import ColocateError, EngineError, PlacementTimeout
 from colocate.executor import Node, Request, Running
 from colocate.gpus import indices
 from colocate.placement import words
@@ -24,7 +24,7 @@ from colocate_ray import listing
 from colocate_ray.holder import Gpus, gpus_here
 from colocate_ray.holders import Holders, Holding
 from colocate_ray.joining import last_words
-from colocate_ray.nodes import Nodes, natural
+from colocate_ray.nodes import Nodes, head_silent, natural
 from colocate_ray.terms import Cluster, Slot
 
 _ACTORS_START_WITHIN_S = 120.0
@@ -88,6 +88,27 @@ class Placing:
         self._abandoned = False
         self._lock = threading.Lock()
         self._pause = threading.Event()  # never set: to wait between looks
+
+    def check_head(self) -> None:
+        """See whether the head of the cluster answers, in a few seconds.
+
+        Raises:
+            EngineError: It doesn't.
+        """
+        silent = head_silent()
+        if silent is None:
+            return
+        if self.cluster.private:
+            raise EngineError(
+                f"the private Ray doesn't answer ({silent}): its control store, gcs_server, has ended or is stopped. "
+                "Close the runtime, and connect again"
+            )
+        address = ray.get_runtime_context().gcs_address
+        raise EngineError(
+            f"the head of the Ray cluster at {address} doesn't answer ({silent}): see whether it still runs, and "
+            "whether this machine reaches it. Once it answers, slots can be reserved again; if it was started anew, "
+            "close the runtime and connect again"
+        )
 
     def list_nodes(self) -> list[Node]:
         """What the cluster offers."""

@@ -13,6 +13,7 @@ from colocate.keeper import Message, message
 # Requests that the envoy itself does; all others are what its side of Ray can do.
 OPEN = "open"
 PING = "ping"  # answered at once, whatever else goes on
+HEAD = "check_head"  # of the others the one that takes a few seconds at most, whatever the cluster is up to
 
 
 @message

@@ -17,9 +17,9 @@ from tests.closing import ended
 
 import colocate
 from colocate import Runtime
-from colocate.errors import ColocateError
+from colocate.errors import ColocateError, EngineError
 from colocate.testing.probes.plain import Echo
-from colocate.testing.waiting import Processes, send, starter_of, wait_until
+from colocate.testing.waiting import PATIENCE_S, Processes, send, starter_of, wait_until
 from colocate.worker import supervisor
 from colocate_ray import janitor
 
@@ -76,6 +76,14 @@ def test_engine(name: str, number: signal.Signals) -> None:
     assert not Path(envoy(runtime).folder).exists()
     workers.close()
     everything.close()
+
+
+def test_a_request_when_the_control_store_is_gone() -> None:
+    """It ends, where Ray would wait: with what is to be done."""
+    with colocate.connect("ray", cpus=1) as runtime:
+        send(of_ray(runtime, "gcs_server").pid, signal.SIGKILL)
+        with pytest.raises(EngineError, match=r"the private Ray doesn't answer .*connect again"):
+            runtime.reserve(1, timeout=0)
 
 
 @pytest.mark.long
@@ -172,6 +180,21 @@ def test_envoy_in_a_cluster(cluster: Any, joined: Runtime, number: signal.Signal
         workers.close()
         with joined.reserve(2, cpus=1):
             assert other.echo(1) == [1]
+
+
+@pytest.mark.parametrize("detachable", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_a_head_that_is_stopped(cluster: Any, joined: Runtime, detachable: bool) -> None:
+    """A request ends when its time is up, and names it; when it goes on, nothing is held for that request."""
+    (head,) = (
+        each for each in psutil.Process(cluster.process.pid).children(recursive=True) if each.name() == "gcs_server"
+    )
+    send(head.pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(EngineError, match=rf"the head .* at {cluster.address} doesn't answer .*still runs"):
+            joined.reserve(3, cpus=1, timeout=0, detachable=detachable)
+    finally:
+        send(head.pid, signal.SIGCONT)
+    joined.reserve(3, cpus=1, timeout=PATIENCE_S).close()
 
 
 @pytest.mark.long
