@@ -8,6 +8,7 @@ import socket
 from typing import Any
 
 import ray
+from ray.exceptions import RuntimeEnvSetupError
 from ray.runtime_env import RuntimeEnv
 
 from colocate.errors import ColocateError, ConfigError, EngineError
@@ -17,17 +18,22 @@ from colocate_ray.terms import Cluster
 
 _DIAL_S = 5.0
 _QUIET: dict[str, Any] = {"log_to_driver": False, "configure_logging": False, "logging_level": "ERROR"}
+# What Ray raises over a runtime environment; whatever else goes wrong is none of these.
+_OF_ENVIRONMENTS = (TypeError, ValueError, RuntimeEnvSetupError)
 
 
 def start(cluster: Cluster, folder: PrivateFolder) -> None:
     """Start a private Ray in a folder.
 
     Raises:
+        ConfigError: Ray doesn't take the runtime environment.
         ColocateError: It doesn't start.
     """
     environment = _environment(cluster)
     try:
         ray.init(**folder.settings(cluster), **environment, **_QUIET)
+    except _OF_ENVIRONMENTS as error:
+        raise ConfigError(f"connect('ray', runtime_env=...): {last_words(error)}") from None
     except Exception as error:
         raise ColocateError(f"a private Ray could not be started: {last_words(error)}") from None
 
@@ -36,6 +42,7 @@ def join(cluster: Cluster) -> None:
     """Join a cluster that is there.
 
     Raises:
+        ConfigError: Ray doesn't take the runtime environment.
         EngineError: It isn't, or doesn't let us in.
     """
     environment = _environment(cluster)
@@ -44,6 +51,8 @@ def join(cluster: Cluster) -> None:
     try:
         # The word stays "auto" where it was: Ray then takes the token of this user by itself.
         ray.init(address="auto" if cluster.address == "auto" else address, **environment, **_QUIET)
+    except _OF_ENVIRONMENTS as error:
+        raise ConfigError(f"connect('ray', runtime_env=...): {last_words(error)}") from None
     except Exception as error:
         raise EngineError(_refusal(address, error)) from None
 

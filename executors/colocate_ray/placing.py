@@ -345,8 +345,12 @@ def _state(group: PlacementGroup) -> str:
 def start_words(error: Exception) -> str:
     """Why an actor or a task could not be started, in words."""
     text = re.sub(r"\x1b\[\d*m", "", str(error))  # Ray colours its errors
+    environment = "the environment that connect('ray', runtime_env=...) names can't be set up there"
     if isinstance(error, RuntimeEnvSetupError):
-        return f"the environment that connect('ray', runtime_env=...) names can't be set up there: {last_words(error)}"
+        return f"{environment}: {last_words(error)}"
+    hook = re.search(r"the setup hook method, (\S+) .*^(\w[\w.]*: [^\n]*)", text, re.DOTALL | re.MULTILINE)
+    if hook is not None:
+        return f"{environment}: its worker_process_setup_hook {hook[1]} ended with {hook[2]}"
     found = re.search(r"(?:ModuleNotFoundError|ImportError): (.*)", text)
     if found is None:
         return text

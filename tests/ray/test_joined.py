@@ -286,6 +286,30 @@ def test_an_environment_that_fails(cluster: Any, detachable: bool) -> None:
         assert "Traceback" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [
+        ({"working_dir": "/nowhere/at_all"}, "directory /nowhere/at_all must be an existing directory"),
+        ({"py_modules": ["/nowhere/at_all"]}, "got /nowhere/at_all"),
+        ({"env_vars": {"COUNT": 1}}, "the value 1 is of type"),
+    ],
+)
+def test_an_environment_that_ray_does_not_take(cluster: Any, env: dict[str, Any], words: str) -> None:
+    """It is that which is wrong, and not the cluster."""
+    with pytest.raises(ConfigError, match=rf"^connect\('ray', runtime_env=\.\.\.\): .*{words}"):
+        colocate.connect("ray", **cluster.options, runtime_env=env)
+
+
+def test_a_setup_hook_that_fails(cluster: Any) -> None:
+    """A module that it lacks isn't taken for colocate."""
+    env = {"worker_process_setup_hook": "nowhere.at_all"}
+    with (
+        colocate.connect("ray", **cluster.options, runtime_env=env) as runtime,
+        pytest.raises(ColocateError, match=r"worker_process_setup_hook nowhere.at_all ended with ModuleNotFoundError"),
+    ):
+        runtime.reserve(1)
+
+
 def test_an_environment_that_ray_does_not_know(cluster: Any) -> None:
     """A key that Ray would ignore is refused."""
     with pytest.raises(ConfigError, match=r"Ray knows no 'env_var'; it knows .*env_vars"):

@@ -19,7 +19,7 @@ from tests.ray.deaths import death_of
 
 import colocate
 from colocate import ColocatedGroup, Runtime, gpus
-from colocate.errors import ColocateError
+from colocate.errors import ColocateError, ConfigError
 from colocate.testing.gate import Gate
 from colocate.testing.probes.faulty import Faulty, Parent
 from colocate.testing.probes.plain import Echo
@@ -248,6 +248,11 @@ def test_one_actor_has_the_keepers_of_all_pools(runtime: Runtime) -> None:
             assert not psutil.pid_exists(pid)
             assert echo.echo(1) == [1]
     assert len(set(starters)) == 1
+
+
+def test_an_environment_that_ray_does_not_take() -> None:
+    with pytest.raises(ConfigError, match=r"runtime_env=\.\.\.\): directory /nowhere/at_all must be"):
+        colocate.connect("ray", cpus=1, runtime_env={"working_dir": "/nowhere/at_all"})
 
 
 def test_not_installed() -> None:
