@@ -287,12 +287,22 @@ class DaskExecutor(Executor, OwnProcess, MultiNode):
     ) -> Mapping[str, str]:
         """Their addresses, by Dask worker."""
         plans = {grant.worker: self._plan(held, grant, request, key) for grant in grants}
-        answers = self._connection.on_workers(far.start, plans, workers=list(plans), within_s=_START_S)
+        try:
+            answers = self._connection.on_workers(far.start, plans, workers=list(plans), within_s=_START_S)
+        except EngineError as error:
+            if isinstance(error.__cause__, TimeoutError):
+                self._blame(plans)
+            raise
         for worker in plans:
             answer = answers.get(worker)
             if not isinstance(answer, str):
                 raise PlacementError(f"no worker can be started at the Dask worker {worker}: {answer!r}")
         return dict(answers)
+
+    def _blame(self, workers: Mapping[str, object]) -> None:
+        """Name the Dask workers that don't answer, if it isn't the scheduler."""
+        if silent := self._connection.on_scheduler(reservations.silent, list(workers), within_s=ANSWER_S):
+            raise PlacementError(f"these Dask workers don't answer, and start no worker: {', '.join(silent)}")
 
     def _plan(self, held: Lot, grant: Grant, request: Request, key: bytes | None) -> far.Plan:
         own = {VARIABLE: ",".join(grant.gpus)} if grant.gpus else {}

@@ -7,9 +7,10 @@ driver gives it back, when its driver's Dask client goes away in whatever manner
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -26,6 +27,9 @@ NAME = "colocate-reservations"
 _logger = logging.getLogger("distributed.scheduler")
 
 _ANSWER_S = 8.0
+# A worker that is about to be held is asked whether it is there: the scheduler itself misses one after minutes only.
+_DOUBT_S = 3.0
+_ASK_AGAIN_S = 1.0
 _KILL_S = 3.0
 # A nanny replaces a worker within a second or so. Until then the worker counts as one that isn't free, lest a request
 # be refused for ever that can be met in a moment.
@@ -40,7 +44,7 @@ class _Hold:
     client: str
     grant: Grant
     paused: bool
-    taken: str
+    owner: str
     label: str
     slots: int
     since: float
@@ -59,6 +63,7 @@ class Reservations(SchedulerPlugin):
         """Make an empty one, to be registered with the scheduler."""
         self._holds: dict[str, _Hold] = {}
         self._facts: dict[str, Facts | str] = {}  # a text is why there are none
+        self._silent: set[str] = set()  # workers that were asked what they are, and don't answer
         self._seen: dict[str, tuple[str, Offer]] = {}  # by worker: its nanny, and what it offered when last looked at
         self._replaced: dict[str, Offer] = {}  # by nanny: what the worker offered that it is replacing
         self._waiting: dict[str, str] = {}  # reservations to be, with their clients
@@ -72,6 +77,7 @@ class Reservations(SchedulerPlugin):
         self._scheduler = scheduler
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._asked: dict[str, asyncio.Task[Any]] = {}  # by worker
         for worker in scheduler.workers:
             self.add_worker(scheduler, worker)
 
@@ -86,21 +92,27 @@ class Reservations(SchedulerPlugin):
         """
         deadline = time.monotonic() + wanted.timeout
         self._waiting[wanted.reservation] = wanted.client
+        heard: set[str] = set()  # workers that have just answered
         try:
             while True:
-                await self._learn()
+                heard |= await self._learn()
                 changed = self._changed
                 if wanted.reservation not in self._waiting or wanted.client not in self._scheduler.clients:
                     return Refusal(False, ())  # it was withdrawn; nobody hears this
                 offers = self._offers(wanted, version)
                 if (chosen := choose([offer for offer in offers if not offer.taken], wanted)) is not None:
+                    if doubtful := {offer.worker for offer in chosen} - heard:
+                        heard |= await self._ask(doubtful, _DOUBT_S)
+                        continue
                     return [self._hold(wanted, offer) for offer in chosen]
                 if choose(offers, wanted) is None:
                     return Refusal(True, table(offers, wanted))
-                try:
-                    await asyncio.wait_for(changed.wait(), max(0.0, deadline - time.monotonic()))
-                except TimeoutError:
+                left = deadline - time.monotonic()
+                if left <= 0:
                     return Refusal(False, table(offers, wanted))
+                heard.clear()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(changed.wait(), min(left, _ASK_AGAIN_S) if self._silent else left)
         finally:
             self._waiting.pop(wanted.reservation, None)
 
@@ -179,6 +191,10 @@ class Reservations(SchedulerPlugin):
             name: registration for name, registration in self._registrations.items() if registration[0] != reservation
         }
 
+    async def silent(self, workers: Collection[str]) -> list[str]:
+        """Those of some workers that don't answer."""
+        return sorted({*workers} & {*self._scheduler.workers} - await self._ask(workers, _DOUBT_S))
+
     async def offers(self) -> list[Offer]:
         """Every worker, as it is now."""
         await self._learn()
@@ -196,6 +212,7 @@ class Reservations(SchedulerPlugin):
     def remove_worker(self, scheduler: Any, worker: str, **kwargs: Any) -> None:
         """A worker is gone, and what was in it."""
         self._facts.pop(worker, None)
+        self._silent.discard(worker)
         nanny, offer = self._seen.pop(worker)
         if nanny:
             self._expect(nanny, offer)
@@ -257,20 +274,50 @@ class Reservations(SchedulerPlugin):
 
         asyncio.get_running_loop().call_later(_REPLACED_S, give_up)
 
-    async def _learn(self) -> None:
-        """Ask the workers that have come what they are."""
-        unknown = [worker for worker in self._scheduler.workers if not isinstance(self._facts.get(worker), Facts)]
-        answers = await asyncio.gather(*map(self._ask, unknown))
-        self._facts.update((w, a) for w, a in zip(unknown, answers, strict=True) if w in self._scheduler.workers)
+    async def _learn(self) -> set[str]:
+        """Ask the workers that have come what they are, and those again that don't answer.
 
-    async def _ask(self, worker: str) -> Facts | str:
+        Returns:
+            Those that have answered.
+        """
+        unknown = [worker for worker in self._scheduler.workers if not isinstance(self._facts.get(worker), Facts)]
+        for worker in self._silent:  # nobody waits for those
+            self._ask_one(worker)
+        return await self._ask([worker for worker in unknown if worker not in self._silent], _ANSWER_S)
+
+    async def _ask(self, workers: Collection[str], within_s: float) -> set[str]:
+        """Ask workers what they are; those that have answered in time. The others are silent until they do."""
+        asked = {worker: self._ask_one(worker) for worker in workers if worker in self._scheduler.workers}
+        if asked:
+            await asyncio.wait(asked.values(), timeout=within_s)
+        self._silent |= {worker for worker, task in asked.items() if not task.done() and worker in self._seen}
+        return {*asked} - self._silent
+
+    def _ask_one(self, worker: str) -> asyncio.Task[None]:
+        task = self._asked.get(worker)
+        if task is None:
+            task = self._asked[worker] = self._background(self._hear(worker))
+            task.add_done_callback(lambda _: self._asked.pop(worker))
+        return task
+
+    async def _hear(self, worker: str) -> None:
+        facts: Facts | str | None
         try:
             answer = await undocumented.call(self._scheduler, worker, far.describe, within_s=_ANSWER_S)
-        except TimeoutError:
-            return "that don't answer"
+            facts = answer if isinstance(answer, Facts) else "with another colocate"
+        except OSError:  # in time, or at all
+            facts = None
         except Exception as error:  # whatever keeps it from importing colocate
-            return f"where colocate doesn't work ({error})"
-        return answer if isinstance(answer, Facts) else "with another colocate"
+            facts = f"where colocate doesn't work ({error})"
+        if worker not in self._scheduler.workers:
+            return
+        if facts is None:
+            self._silent.add(worker)
+        else:
+            self._facts[worker] = facts
+            if worker in self._silent:
+                self._silent.remove(worker)
+                self._news()
 
     def _offers(self, wanted: Wanted, version: Facts) -> list[Offer]:
         """Every worker that comes into question, and whether it may be had."""
@@ -301,7 +348,9 @@ class Reservations(SchedulerPlugin):
     def _taken(self, worker: str, state: Any, share: bool) -> str:
         """Why a worker can't be had now."""
         if (hold := self._holds.get(worker)) is not None:
-            return hold.taken
+            return self._held_by(hold)
+        if worker in self._silent:
+            return f"that doesn't answer: {worker}"
         if not undocumented.is_running(state):
             return str(state.status.name)
         if share:
@@ -310,14 +359,22 @@ class Reservations(SchedulerPlugin):
             return "busy with tasks"
         return "with data of others" if state.has_what else ""
 
+    def _held_by(self, hold: _Hold) -> str:
+        if hold.stuck:
+            return "stuck: it didn't end its slot"
+        for name, (reservation, _, _) in self._registrations.items():
+            if reservation == hold.reservation:
+                return f"held by the detached pool {name!r}"
+        runtime = hold.label.rpartition("/")[0]
+        return f"held by {hold.owner or 'a pool'} of runtime {runtime}" if runtime else f"held by {hold.owner}"
+
     def _hold(self, wanted: Wanted, offer: Offer) -> Grant:
         used: dict[str, set[str]] = {}
         for hold in self._holds.values():
             used.setdefault(hold.grant.host, set()).update(hold.grant.gpus)
         given = grant(offer, wanted, used)
-        taken = f"held by {wanted.owner or 'a pool'}"
-        told = wanted.label, wanted.slots, time.time()
-        hold = _Hold(wanted.reservation, wanted.client, given, not wanted.share, taken, *told)
+        told = wanted.owner, wanted.label, wanted.slots, time.time()
+        hold = _Hold(wanted.reservation, wanted.client, given, not wanted.share, *told)
         self._holds[offer.worker] = hold
         undocumented.keep_busy(self._scheduler, 1)
         if hold.paused:
@@ -356,7 +413,7 @@ class Reservations(SchedulerPlugin):
 
     async def _kill(self, hold: _Hold) -> None:
         """Have the nanny end a worker's process. What can't be ended stays held, until it goes."""
-        hold.taken, hold.stuck = "stuck: it didn't end its slot", True
+        hold.stuck = True
         worker = hold.grant.worker
         try:
             await undocumented.call(self._scheduler, worker, far.kill, within_s=_KILL_S, nanny=True)
@@ -381,6 +438,11 @@ async def release(reservation: str, *, dask_scheduler: Any) -> list[str]:
 async def offers(*, dask_scheduler: Any) -> list[Offer]:
     """See `Reservations.offers`."""
     return await _table(dask_scheduler).offers()
+
+
+async def silent(workers: Collection[str], *, dask_scheduler: Any) -> list[str]:
+    """See `Reservations.silent`."""
+    return await _table(dask_scheduler).silent(workers)
 
 
 async def held(*, dask_scheduler: Any) -> list[Held]:

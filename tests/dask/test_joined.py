@@ -131,7 +131,8 @@ def test_held_by_another_driver(cluster: str, runtime: Runtime) -> None:
     """What one driver holds no other gets; who waits gets it as soon as it is given back."""
     with colocate.connect("dask", address=cluster) as second:
         first = runtime.reserve(4, cpus=0, name="greedy")
-        with pytest.raises(PlacementTimeout, match="held by greedy") as caught:
+        whose = f"3 held by greedy of runtime {runtime._node.services.id}"
+        with pytest.raises(PlacementTimeout, match=whose) as caught:
             second.reserve(2, cpus=0, timeout=0)
         assert "free" in caught.value.nodes[0]
         got: list[Pool] = []
@@ -142,6 +143,23 @@ def test_held_by_another_driver(cluster: str, runtime: Runtime) -> None:
         waiter.join()
         assert echo(got[0]).noop() == [None, None]
     everything_is_free(runtime)
+
+
+def test_a_stopped_worker(cluster: str, runtime: Runtime, other: Any) -> None:
+    """It isn't free, though the scheduler takes it for alive; who needs it is told which it is, or gets it later."""
+    everything_is_free(runtime)  # they are known
+    pids = other.run(os.getpid)
+    worker, pid = next((address, pid) for address, pid in sorted(pids.items()) if "127.0.0.1" in address)
+    with colocate.connect("dask", address=cluster) as driver:  # one that opens as many connections as it needs
+        send(pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(PlacementTimeout, match=f"1 that doesn't answer: {worker}"):
+                driver.reserve(5, cpus=0, timeout=0)
+            with driver.reserve(4, cpus=0, timeout=0) as pool:
+                assert echo(pool).noop() == [None] * 4
+        finally:
+            send(pid, signal.SIGCONT)
+        driver.reserve(5, cpus=0, timeout=PATIENCE_S).close()
 
 
 def test_tasks_of_others(runtime: Runtime, other: Any) -> None:

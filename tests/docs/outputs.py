@@ -11,7 +11,7 @@ _VARIES = (
     (re.compile(r"\bpid \d+"), "pid N"),
     (re.compile(r"\bdriver \d+"), "driver N"),  # its pid
     (re.compile(r"\b\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"), "DATE"),
-    (re.compile(rf"\b{NODE}-\d+-\d+/"), f"{NODE}-N-N/"),  # the id of a runtime
+    (re.compile(rf"\b{NODE}-\d+-\d+\b"), f"{NODE}-N-N"),  # the id of a runtime
     (re.compile(r"(?<![\w./])/[^\s'\",:)\]]*/"), ""),  # where things lie on this machine
     (re.compile(r"(\.(?:py|yaml):)\d+"), r"\1N"),
     (re.compile(r'(", line )\d+'), r"\1N"),
