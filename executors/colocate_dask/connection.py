@@ -8,6 +8,7 @@ import ipaddress
 import os
 import socket
 import ssl
+import threading
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -40,13 +41,22 @@ class Connection:
         address: The scheduler's, or a cluster object.
         security: Certificates, where the scheduler wants them.
         timeout: Seconds to connect in.
+
+    Attributes:
+        address: The scheduler's.
     """
 
     def __init__(self, loop: LoopThread, address: Any, security: Security | None, timeout: float) -> None:
         self._loop = loop
         self._timeout = timeout
+        self._security = security
+        self._heard: Callable[[Any], None] | None = None
+        self._closed = False
+        self._renewing = threading.Lock()
         self.version = far.describe()
         self._client: Any = _connected(loop, address, security, timeout)
+        self.address = str(self._client.scheduler.address)
+        self._introduced = undocumented.stream_of(self._client)
         track(self)
         try:
             self._check_scheduler()
@@ -59,11 +69,6 @@ class Connection:
     def id(self) -> str:
         """The client's id."""
         return str(self._client.id)
-
-    @property
-    def address(self) -> str:
-        """The scheduler's address."""
-        return str(self._client.scheduler.address) if self._client.scheduler is not None else "(closed)"
 
     @property
     def host(self) -> str | None:
@@ -91,18 +96,42 @@ class Connection:
 
     def _asked(self, question: Callable[[], Awaitable[Any]], within_s: float | None) -> Any:
         async def ask() -> Any:
+            await self._introduce()
             return await question()
 
         if self._client.status == "connecting":  # again
             raise EngineError(f"the connection to the Dask scheduler at {self.address} is lost: is it still there?")
         if self._client.status != "running":
-            raise EngineError(f"the connection to the Dask scheduler is {self._client.status}")
+            again = "" if self._closed else ". The next reservation connects again, if it is there"
+            raise EngineError(f"the connection to the Dask scheduler at {self.address} is {self._client.status}{again}")
         try:
             return self._loop.run(ask(), within_s)
         except TimeoutError as error:
             raise EngineError(f"the Dask scheduler at {self.address} didn't answer in time") from error
         except OSError as error:
             raise EngineError(f"the Dask scheduler at {self.address} is gone: {error}") from error
+
+    def renew(self) -> None:
+        """Connect anew, if the scheduler has been away for so long that Dask's client has given it up.
+
+        Raises:
+            EngineError: It is still away.
+        """
+        with self._renewing:
+            if self._client.status == "closed" and not self._closed:
+                self._client = _connected(self._loop, self.address, self._security, self._timeout)
+
+    async def _introduce(self) -> None:
+        """Bring the plugin again, and listen, where the connection has been lost: it may be another scheduler now."""
+        stream = undocumented.stream_of(self._client)
+        if stream is self._introduced:
+            return
+        there = await self._client.run_on_scheduler(far.describe)
+        check_versions(self.version, there, f"the Dask scheduler at {self.address}")
+        await self._client.register_plugin(reservations.Reservations())
+        if self._heard is not None:
+            self._listen(self._heard)
+        self._introduced = stream
 
     def on_scheduler(self, function: Callable[..., Any], *args: Any, within_s: float | None = None) -> Any:
         """Run a function in the scheduler, and wait while it shows that it is alive.
@@ -129,9 +158,13 @@ class Connection:
         """Hear what the scheduler tells drivers. On the client's loop: don't wait there."""
 
         async def subscribe() -> None:
-            self._client.subscribe_topic(far.TOPIC, lambda event: heard(event[1]))
+            self._listen(heard)
 
+        self._heard = heard
         self._loop.run(subscribe())
+
+    def _listen(self, heard: Callable[[Any], None]) -> None:
+        self._client.subscribe_topic(far.TOPIC, lambda event: heard(event[1]))
 
     def forget(self) -> None:
         """In a forked child: copies of the sockets would keep this driver's slots held after the driver."""
@@ -142,6 +175,8 @@ class Connection:
 
     def close(self) -> None:
         """Leave."""
+        with self._renewing:
+            self._closed = True
         _close(self._loop, self._client)
 
     def _check_scheduler(self) -> None:

@@ -165,6 +165,8 @@ class DaskExecutor(Executor, OwnProcess, MultiNode):
                 raise PlacementTimeout(words(request, "was withdrawn before it was asked for"))
             if self._ledger is not None:
                 held.taken = self._ledger.reserve(request)
+            else:
+                self._connection.renew()
             places = self._place(held, request)
         except BaseException:  # nothing stays pending
             self._free(held)

@@ -1,6 +1,6 @@
 """All that is used of `distributed` beyond its documentation; tests/dask/test_undocumented.py guards it.
 
-All but the first two of it runs in the scheduler. The documented rest: `Client.run`, `run_on_scheduler`,
+All but the first three of it runs in the scheduler. The documented rest: `Client.run`, `run_on_scheduler`,
 `register_plugin` and `subscribe_topic`, `SchedulerPlugin` and its hooks, `Scheduler.log_event`, the attributes of
 `WorkerState`.
 """
@@ -21,9 +21,14 @@ def ask_for_nothing(client: Any) -> None:
     client._periodic_callbacks["scheduler-info"].stop()
 
 
+def stream_of(client: Any) -> Any:
+    """A client's stream to its scheduler: another one, when it has connected again."""
+    return client.scheduler_comm
+
+
 def sockets_of(client: Any) -> list[socket.socket]:
     """The sockets of a client's connections to its scheduler: of its stream, and of its pool."""
-    stream = client.scheduler_comm.comm if client.scheduler_comm is not None else None
+    stream = stream_of(client).comm if stream_of(client) is not None else None
     pools = [*client.rpc.available.values(), *client.rpc.occupied.values()]
     comms = [comm for comm in (stream, *(comm for pool in pools for comm in pool)) if comm is not None]
     streams = [getattr(comm, "stream", None) for comm in comms]  # one within a process has none, nor has a closed one

@@ -1,7 +1,8 @@
 """A Dask cluster of workers of several kinds on this machine, in a process of its own: tests join it as drivers do.
 
-Its argument is a JSON list of workers: `host`, `nthreads`, `resources`, `memory_limit`, `env`, `preload`. With a second
-one, a folder of certificates, it talks by TLS. Prints what to connect with, and ends with its input.
+Its arguments are a JSON list of workers (`host`, `nthreads`, `resources`, `memory_limit`, `env`, `preload`) and the
+scheduler's port, 0 for any. With a third one, a folder of certificates, it talks by TLS. Prints what to connect with,
+and ends with its input.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ def security(folder: Path, whose: str = "good") -> Security:
     return cast(Security, made(tls_ca_file=str(folder / f"{whose}-ca.pem"), require_encryption=True, **sides))
 
 
-async def main(workers: list[dict[str, Any]], folder: Path | None) -> None:
+async def main(workers: list[dict[str, Any]], port: int, folder: Path | None) -> None:
     own = None if folder is None else security(folder)
     protocol = "tcp" if own is None else "tls"
     quiet: dict[str, Any] = {"dashboard": False, "dashboard_address": "127.0.0.1:0"}
-    scheduler: Any = Scheduler(protocol=protocol, host=workers[0]["host"], port=0, security=own, **quiet)
+    scheduler: Any = Scheduler(protocol=protocol, host=workers[0]["host"], port=port, security=own, **quiet)
     async with scheduler:
         options = [{"memory_limit": 0, **quiet, **each} for each in workers]
         nannies = [Nanny(scheduler.address, protocol=protocol, security=own, **each) for each in options]
@@ -41,4 +42,4 @@ async def main(workers: list[dict[str, Any]], folder: Path | None) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(json.loads(sys.argv[1]), Path(sys.argv[2]) if len(sys.argv) > 2 else None))
+    asyncio.run(main(json.loads(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]) if len(sys.argv) > 3 else None))

@@ -81,6 +81,31 @@ def test_scheduler(cluster: tuple[str, psutil.Process], number: signal.Signals) 
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("away", ["for a moment", pytest.param("for long", marks=pytest.mark.long)])
+def test_scheduler_that_is_started_anew(cluster: tuple[str, psutil.Process], away: str) -> None:
+    """A runtime goes on with it, also when Dask's client has given the old one up: it reserves, and hears of losses."""
+    address, scheduler = cluster
+    with colocate.connect("dask", address=address, timeout=5) as runtime:
+        runtime.reserve(2, cpus=1).close()
+        connection: Any = runtime._node.services.executor._connection
+        client = connection._client
+        heard: list[Any] = []
+        connection._heard = heard.append
+        send(scheduler.pid, signal.SIGKILL)
+        wait_until(lambda: client.status != "running", "it is missed")
+        if away == "for long":
+            wait_until(lambda: client.status == "closed", "it is given up")
+        with running([{"host": "127.0.0.1", "nthreads": 1}] * 2, port=int(address.rpartition(":")[2])):
+            wait_until(lambda: client.status != "connecting", "it is found again")
+            pool, group, workers = spawned(runtime)
+            (pid, *_), *_ = group.role("echo", Echo).place()
+            send(starter_of(pid), signal.SIGKILL)
+            wait_until(lambda: any("lost" in event for event in heard), "it is told")
+            ended(pool.close, grace=0.0)
+            workers.wait()
+            workers.close()
+
+
 def test_scheduler_that_goes_on(cluster: tuple[str, psutil.Process]) -> None:
     """What a stopped scheduler held of a driver that has closed is free when it goes on."""
     address, scheduler = cluster
