@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import venv
 from pathlib import Path
 
 import attrs
@@ -294,6 +295,48 @@ def test_colocate_importable_but_not_installed(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("way", ["PYTHONPATH", "below"])
+def test_distributions_outside_the_environment(
+    way: str, program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a folder in PYTHONPATH, or of an environment below the driver's (`uv run --with`), go by name, too."""
+    packages, overlay, cached = tmp_path / "packages", tmp_path / "overlay", tmp_path / "cache" / "acme"
+    packages.mkdir()
+    cached.mkdir(parents=True)
+    (cached / "__init__.py").write_text("from acme.words import WORDS\n")
+    (cached / "words.py").write_text("WORDS = 2\n")
+    (packages / "acme").symlink_to(cached)  # as uv has it if it's told to
+    (packages / "acme-1.0.dist-info").mkdir()
+    (packages / "acme-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
+    (packages / "linked.pth").write_text("../linked\n")  # an editable one, as some tools write it
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / "linked_in.py").write_text("")
+    if way == "PYTHONPATH":
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(packages), str(tmp_path / "linked")]))
+    else:
+        venv.create(overlay, symlinks=True)
+        (site,) = overlay.glob("lib/python*/site-packages")
+        here = "\n".join(path for path in sys.path if path.startswith("/"))
+        (site / "overlay.pth").write_text(f"import site; site.addsitedir({str(packages)!r})\n{here}")
+        monkeypatch.setattr(sys, "executable", str(overlay / "bin" / "python"))
+    program(
+        """
+from colocate._definitions import sources
+
+class Actor(Role):
+    @method
+    def look(self):
+        import acme, linked_in
+        return acme.WORDS
+
+with CONNECT as runtime, runtime.reserve(1) as pool:
+    assert pool.spawn({"actor": colocate.role(Actor)})["actor"].look() == [2]
+    import acme, linked_in
+    assert [sources.answer(name) for name in ("acme", "acme.words", "linked_in")] == [{}, {}, {}]
+"""
+    )
 
 
 def test_path_that_grows_later(program: Program, tmp_path: Path) -> None:

@@ -76,8 +76,8 @@ def is_installed(module: ModuleType) -> bool:
 
 @functools.cache
 def is_installed_file(file: str) -> bool:
-    """Whether a file lies where distributions are installed."""
-    return str(Path(file).resolve()).startswith(installed_roots())
+    """Whether a file lies where distributions are installed, or is linked to from there (out of a cache, say)."""
+    return any(str(path).startswith(installed_roots()) for path in (Path(file).absolute(), Path(file).resolve()))
 
 
 def _is_namespace(module: ModuleType) -> bool:
@@ -89,14 +89,28 @@ def installed_roots() -> tuple[str, ...]:
     """Folders of the standard library and of installed distributions, editable ones included."""
     paths = sysconfig.get_paths()
     roots = {paths[kind] for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
-    sites = {*site.getsitepackages(), paths["purelib"]}
+    sites = {*site.getsitepackages(), paths["purelib"], *filter(_has_distributions, sys.path)}
     if site.ENABLE_USER_SITE:
         sites.add(site.getusersitepackages())
     for folder in map(Path, sites):
         if folder.is_dir():
             roots.add(str(folder))
             for link in folder.glob("*.pth"):
-                roots.update(line for line in link.read_text().splitlines() if line.startswith("/"))
+                roots.update(str(folder / line) for line in link.read_text().splitlines() if _is_path(line))
     # Nor are the script's own folder and the current one, even if such a link names them.
-    script = str(Path(sys.path[0]).resolve()) if sys.path and sys.path[0] else None
-    return tuple(str(Path(root).resolve()) + "/" for root in roots if str(Path(root).resolve()) != script)
+    script = Path(sys.path[0]).resolve() if sys.path and sys.path[0] else None
+    found = [Path(root) for root in roots if Path(root).resolve() != script]
+    return tuple({f"{each}/" for root in found for each in (root.absolute(), root.resolve())})
+
+
+def _has_distributions(entry: str) -> bool:
+    """Whether distributions are installed in a folder: one in PYTHONPATH, or of an environment below this one.
+
+    Workers have what is on the driver's path. The metadata of an editable one, in its project, are no `.dist-info`.
+    """
+    return bool(entry) and any(Path(entry).glob("*.dist-info"))
+
+
+def _is_path(line: str) -> bool:
+    """Whether a line of a .pth file names a folder."""
+    return bool(line.strip()) and not line.startswith(("#", "import ", "import\t"))
