@@ -59,6 +59,7 @@ class Envoy:
             ColocateError: A private Ray can't be started.
         """
         self.folder = new_folder() if cluster.private else None
+        self._ray = "Ray" if cluster.private else f"the Ray cluster (address={cluster.address!r})"
         self._lost = lost
         self._requests = Requests[str, Any]()
         self._closing = False
@@ -166,11 +167,12 @@ class Envoy:
 
     def _gone(self, _reason: str) -> None:
         why = "it was closed" if self._closing else self._post_mortem()
-        self._requests.fail_all(EngineError(f"the connection to Ray has ended: {why}"))
+        self._requests.fail_all(EngineError(f"the connection to {self._ray} has ended: {why}"))
 
     def _post_mortem(self) -> str:
         self._end()
-        return f"the process that was in Ray ended with code {self._process.returncode}. {self._last_words()}".strip()
+        ended = f"the process that was in Ray ended with code {self._process.returncode}"
+        return f"{ended}. Close the runtime, and connect again. {self._last_words()}".strip()
 
     def _last_words(self) -> str:
         size = os.fstat(self._log.fileno()).st_size

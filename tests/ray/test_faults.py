@@ -178,6 +178,9 @@ def test_envoy_in_a_cluster(cluster: Any, joined: Runtime, number: signal.Signal
         ended(pool.close, grace=1.0)
         workers.wait()
         workers.close()
+        words = rf"Ray cluster \(address='{cluster.address}'\) has ended: .*connect again"
+        with pytest.raises(EngineError, match=words):
+            runtime.reserve(1)
         with joined.reserve(2, cpus=1):
             assert other.echo(1) == [1]
 
