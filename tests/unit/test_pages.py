@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import subprocess
 import sys
@@ -14,9 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colocate._system import mappings, pages
-from colocate._system.mappings import PAGE, areas_of, mappings_now, own
+from colocate._system.libc import libc
+from colocate._system.mappings import PAGE, Area, areas_of, mappings_now, own
 from colocate._system.pages import Emptying, Spill
 from colocate._system.room import free_memory, spill_directories
+from colocate._system.spill_files import MAP_FIXED
 
 DISK = Path("/var/tmp")
 BIG = 64 * PAGE
@@ -240,6 +243,15 @@ def test_pages_that_hold_something_else_stay(file: Spill) -> None:
     assert area.start >= part.ctypes.data
     assert area.stop <= part.ctypes.data + part.nbytes
     assert area.start % PAGE == area.stop % PAGE == 0
+
+
+def test_beside_memory_that_is_shared() -> None:
+    """Pages of which the next ones belong to others, too, go all the same."""
+    with mmap.mmap(-1, 2 * BIG, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS) as shared:
+        address = np.frombuffer(shared, np.uint8).ctypes.data
+        protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED
+        assert libc().mmap(address, BIG, protection, flags, -1, 0) == address
+        assert areas_of([(address, BIG), (address + BIG, BIG)]) == [Area(address, address + BIG)]
 
 
 def test_what_can_not_be_taken() -> None:

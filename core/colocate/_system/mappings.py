@@ -90,8 +90,9 @@ def areas_of(pieces: Iterable[tuple[int, int]]) -> list[Area]:
     mappings = mappings_now()
     if len(mappings) + 2 * len(found) > most_mappings() // 2:
         found = [area for area in found if area.stop - area.start >= _LEAST_OF_MANY_BYTES]
-    starts = [each.start for each in mappings]
-    return [area for area in found if _is_own(area, mappings, starts)]
+    # Pages of one piece may lie beside those of another one that processes share.
+    ours = split(found, [each for each in mappings if each.ours_to_replace])[0]
+    return whole_pages((area.start, area.stop - area.start) for area, _ in ours)
 
 
 def whole_pages(pieces: Iterable[tuple[int, int]]) -> list[Area]:
