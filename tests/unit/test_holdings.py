@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import threading
 import weakref
 from collections import OrderedDict, deque
@@ -275,7 +276,19 @@ def test_too_much_to_look_at() -> None:
     found, complete = held_by(Holder(rows=rows, weights=torch.zeros(10)))
     assert not complete
     assert [*found[Purpose.TENSORS]["cpu"].values()] == [10 * FLOAT]
-    assert counted(Holder(rows=[{"question": "x", "answer": 1.0}] * 10**6, weights=torch.zeros(1))) == {"tensors": 4}
+    rows = [*({"question": "x", "answer": 1.0} for _ in range(250_000)), *((n, "x") for n in range(250_000))]
+    gc.collect()
+    assert counted(Holder(rows=rows, weights=torch.zeros(1))) == {"tensors": 4}
+
+
+def test_arrays_that_are_all_there_is() -> None:
+    """The garbage collector has no eye on a dict or a tuple of them."""
+    one, two, three = np.zeros(1), np.zeros(2), np.zeros(3)
+    holder = Holder(all={"one": one}, pair=(two, 1.0), deep={"more": ({"three": three}, "x")}, none=({"x": 1}, 2))
+    gc.collect()
+    assert not gc.is_tracked(holder.all)
+    assert not gc.is_tracked(holder.pair)
+    assert counted(holder) == {"tensors": 6 * 8}
 
 
 @pytest.mark.parametrize(("most", "found"), [(3, False), (4, True), (5, True)])

@@ -12,7 +12,7 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from itertools import compress
+from itertools import chain, compress
 from typing import Any, TypeAlias
 
 from colocate._protocol.ledger import Purpose
@@ -116,13 +116,10 @@ class _Search:
         while self._next:
             near, self._next = self._next, []
             for kind, items in self._new(near).items():
-                leading = items if has_memory(kind) else [*filter(gc.is_tracked, items)]
-                if not leading:
-                    continue
                 if left <= 0:
                     return False
-                _look_at(kind)(self, leading[:left])
-                left -= len(leading)
+                _look_at(kind)(self, items[:left])
+                left -= len(items)
         return left >= 0
 
     def found(self, storages: Callable[[], Storages]) -> Holdings:
@@ -137,7 +134,7 @@ class _Search:
         self._noted[purpose] += values
 
     def _new(self, items: Iterable[Any]) -> dict[type, list[Any]]:
-        """What wasn't seen yet and may lead to memory, each once, by type."""
+        """What wasn't seen yet, each once, by type."""
         by_id = dict(zip(map(id, items), items, strict=True))
         for key in by_id.keys() & self._seen:
             del by_id[key]
@@ -152,8 +149,12 @@ class _Search:
 
     def _all(self, items: Iterable[Any]) -> None:
         copied = list(items)  # in one step: other threads go on with theirs
-        if not PLAIN.issuperset(map(type, copied)):
-            self._next += [each for each in copied if type(each) not in PLAIN]
+        if PLAIN.issuperset(map(type, copied)):
+            return
+        tracked = [*filter(gc.is_tracked, copied)]
+        self._next += tracked
+        if len(tracked) < len(copied):
+            self._next += _with_arrays(copied)
 
     def _containers(self, items: list[Any]) -> None:
         for item in items:
@@ -233,6 +234,25 @@ class _Search:
 
     def _memories(self, items: list[Any]) -> None:
         self.note(Purpose.TENSORS, items)
+
+
+def _with_arrays(items: Iterable[Any]) -> list[Any]:
+    """The arrays among items that the garbage collector doesn't track, and dicts and tuples that hold such things.
+
+    It tracks what may refer to others that it tracks, which arrays aren't: so a dict of them is as the many that have
+    strings and numbers only.
+    """
+    by_kind: dict[type, list[Any]] = {}
+    for kind in set(map(type, items)) - PLAIN:
+        if kind in (dict, tuple) or _look_at(kind) is _Search._memories:
+            by_kind[kind] = [each for each in items if type(each) is kind and not gc.is_tracked(each)]
+    for kind in by_kind.keys() & {dict, tuple}:
+        values: Callable[[Any], Iterable[Any]] = dict.values if kind is dict else iter
+        if PLAIN.issuperset(map(type, chain.from_iterable(map(values, by_kind[kind])))):
+            del by_kind[kind]
+        else:
+            by_kind[kind] = [each for each in by_kind[kind] if not PLAIN.issuperset(map(type, values(each)))]
+    return [*chain.from_iterable(by_kind.values())]
 
 
 @by_type
