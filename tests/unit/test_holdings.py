@@ -119,6 +119,20 @@ def test_an_array_over_part_of_a_tensor() -> None:
     assert counted(Holder(part=whole[10:].numpy()[5:])) == {"tensors": 100 * FLOAT}
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_tensors_of_parts_of_an_array(order: int) -> None:
+    """Begin where it does, or elsewhere, and have storages of their own; each byte counts once, whatever is first."""
+    array = np.zeros(100, dtype=np.float32)
+    parts = [
+        array,
+        *(torch.from_numpy(array[some]) for some in (slice(0, 0), slice(10), slice(10, 60), slice(50, 100))),
+    ]
+    assert counted(Holder(parts=parts[::order])) == {"tensors": 100 * FLOAT}
+    assert counted(Holder(net=nn.ParameterList(parts[2:4]), all=parts)) == {"parameters": 100 * FLOAT}
+    found, _ = held_by(Holder(parts=parts[1:3][::order]))
+    assert [*found[Purpose.TENSORS]["cpu"].values()] == [10 * FLOAT]
+
+
 class Replay:
     """Knows its size, and is neither tensor nor array."""
 

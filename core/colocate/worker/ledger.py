@@ -56,12 +56,13 @@ def ledger(
             held[name][Purpose.GRADIENTS].include(pieces)
     shares = shares_of(site, sleeper, held)
     owned = sum(size for found in shares.owned.values() for (_, device), size in found.items() if device == "cpu")
+    process = site.process
     return Ledger(
         shares.owned,
         shares.shared,
         shares.asleep,
         tuple(partial),
-        None if site.process is None else site.process.look(sleeper.in_memory(), owned, shares.asleep_on_host),
+        None if process is None else process.look(sleeper.in_memory(), owned, shares.asleep_on_host),
         _gpu(site.boot.device),
         None if site.device.peaks is None else dict(site.device.peaks),
     )
@@ -151,10 +152,13 @@ def _shares(
     owned: dict[str, dict[tuple[str, str], int]] = {role: {} for role in held}
     shared: dict[str, dict[tuple[str, int], int]] = {role: {} for role in held}
     asleep, empty = dict.fromkeys(held, 0), dict.fromkeys(held, 0)
+    counted = _once(held)
     for purpose in Purpose:
         for role, found in held.items():
             for device, pieces in found.get(purpose, {}).items():
                 its_owners = owners.setdefault(device, {})
+                if counted and device == "cpu":
+                    pieces = {each: counted[each] for each in pieces}
                 known = its_owners.keys() & pieces.keys()
                 shared[role] |= {(device, each): pieces[each] for each in known if its_owners[each] != role}
                 first = {each: nbytes for each, nbytes in pieces.items() if each not in known} if known else pieces
@@ -168,6 +172,22 @@ def _shares(
                     owned[role][purpose.word, device] = own
     with_others = {role: sum(pieces.values()) for role, pieces in shared.items()}
     return Shares(owned, with_others, asleep, empty, sum(asleep.values()))
+
+
+def _once(held: Mapping[str, Holdings]) -> dict[int, int]:
+    """Sizes of pieces of the host's memory without what lies in others, too; nothing where none can."""
+    found = [pieces for holdings in held.values() for pieces in holdings.values()]
+    if not any(pieces.has_arrays for pieces in found):
+        return {}
+    whole = Storages()
+    for pieces in found:
+        whole.include(pieces)
+    counted: dict[int, int] = {}
+    end = 0
+    for start, size in sorted(whole.get("cpu", {}).items()):
+        counted[start] = max(0, start + size - max(start, end))
+        end = max(end, start + size)
+    return counted
 
 
 def _gpu(device: str) -> dict[str, int] | None:

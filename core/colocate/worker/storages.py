@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from colocate._system.imported import imported
@@ -17,12 +17,24 @@ class Storages(dict[str, dict[int, int]]):
     """Pieces of memory that tensors and arrays may share: by device, as torch has it, the size of each by its address.
 
     There are no objects for them: a hundred thousand new ones would have the garbage collector look at all others.
+
+    Attributes:
+        has_arrays: Whether some are of arrays. Tensors may be made of parts of one: their storages lie in it.
     """
+
+    has_arrays = False
 
     def include(self, more: Storages) -> None:
         """Note what others note, too."""
+        self.has_arrays |= more.has_arrays
         for place, sizes in more.items():
-            self.setdefault(place, {}).update(sizes)
+            self._put(place, sizes)
+
+    def _put(self, place: str, sizes: Mapping[int, int]) -> None:
+        known = self.setdefault(place, {})
+        if not known.keys().isdisjoint(sizes):  # a part of an array begins where all of it does
+            sizes = {address: max(size, known.get(address, 0)) for address, size in sizes.items()}
+        known.update(sizes)
 
     def add_all(self, values: Iterable[Any]) -> None:
         """Note those of the tensors and arrays in values, those of plain tensors together: nearly all are."""
@@ -74,12 +86,16 @@ class Storages(dict[str, dict[int, int]]):
         except RuntimeError:  # of one that somebody has kept of what `torch.func` had transformed
             if len(items) > 1:
                 for item in items:
-                    self.add_plain([item], device)
+                    Storages.add_plain(self, [item], device)
             return
+        if len(sizes) < len(items):  # they share some, or have it from an array of which each has a part
+            for storage in storages:
+                address, nbytes = storage.data_ptr(), storage.nbytes()
+                sizes[address] = max(nbytes, sizes[address])
         if 0 in sizes.values():
             sizes = {address: nbytes for address, nbytes in sizes.items() if nbytes}
         if sizes:
-            self.setdefault(device, {}).update(sizes)
+            self._put(device, sizes)
 
     def _add_array(self, item: Any) -> None:
         numpy = imported("numpy")
@@ -95,7 +111,8 @@ class Storages(dict[str, dict[int, int]]):
 
     def add_plain_array(self, item: Any) -> None:
         """Note that of an array which is no view of another one."""
-        self.setdefault("cpu", {})[item.__array_interface__["data"][0]] = item.nbytes
+        self.has_arrays = True
+        self._put("cpu", {item.__array_interface__["data"][0]: item.nbytes})
 
 
 class Versions(Storages):
