@@ -6,6 +6,7 @@ import mmap
 import types
 import warnings
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -459,6 +460,31 @@ def test_what_malloc_has_given_to_roles(site: Any, device: str) -> None:
     finally:
         sleeper.close()
     assert [(owned, asleep) for _, owned, asleep in asked] == [(5 * PIECE, 0), (0, 5 * PIECE), (5 * PIECE, 0)]
+
+
+def test_memory_that_is_in_files(site: Any, tmp_path: Path) -> None:
+    """Weights of which the file is mapped: what was read and not written is the process's, and not private."""
+    asked: list[tuple[int, int, int]] = []
+    site.device = types.SimpleNamespace(peaks=None)
+    site.process = types.SimpleNamespace(look=lambda *sizes: asked.append(sizes))
+    np.ones((SIDE, SIDE), dtype=np.float32).tofile(tmp_path / "weights")
+    weights = torch.from_file(str(tmp_path / "weights"), size=SIDE * SIDE)
+    weights.sum()
+    role = types.SimpleNamespace(weights=weights, shared=torch.ones(SIDE, SIDE).share_memory_())
+    add(site, role)
+    sleeper = Sleeper(site)
+    try:
+        ledger(site, sleeper, lambda leaves: {})
+        weights[: weights.numel() // 2] = 2.0
+        ledger(site, sleeper, lambda leaves: {})
+        assert sleeper.sleep_alone("model") == pytest.approx(PIECE, rel=0.02)
+        ledger(site, sleeper, lambda leaves: {})
+    finally:
+        sleeper.close()
+        del role.shared
+    in_files = [elsewhere / PIECE for elsewhere, _, _ in asked]
+    assert in_files == pytest.approx([2, 1.5, 0], abs=0.02)
+    assert [owned for _, owned, _ in asked] == [2 * PIECE, 2 * PIECE, 0]
 
 
 def test_pinned_memory_stays(site: Any, monkeypatch: pytest.MonkeyPatch) -> None:

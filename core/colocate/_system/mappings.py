@@ -6,7 +6,7 @@ import bisect
 import mmap
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeAlias, TypeVar
 
@@ -22,6 +22,8 @@ _WRITTEN = bytes(bool(b & _SWAPPED) or b & (_IN_MEMORY | _OF_FILE) == _IN_MEMORY
 
 FileId: TypeAlias = tuple[str, int]
 """A file's device and inode; ("00:00", 0) is none."""
+
+_NO_FILE: FileId = ("00:00", 0)
 
 
 class Area(NamedTuple):
@@ -170,6 +172,26 @@ def merged(pieces: Iterable[tuple[int, int]]) -> list[Area]:
 def mappings_now() -> list[Mapping]:
     """All of this process's, in order."""
     return [mapping(line) for line in Path("/proc/self/maps").read_text(errors="replace").splitlines()]
+
+
+def pages_of_files(most: Callable[[Mapping], int]) -> int:
+    """Bytes of this process's memory that are pages of files, as nobody has written into them since, or are shared.
+
+    Args:
+        most: How many of a mapping count at most.
+    """
+    counting = {each.start: size for each in mappings_now() if each.file != _NO_FILE and (size := most(each)) > 0}
+    if not counting:  # else the kernel looks at each page of the process
+        return 0
+    found: dict[int, int] = {}
+    start = 0
+    for line in Path("/proc/self/smaps").read_text(errors="replace").splitlines():
+        name, _, rest = line.partition(" ")
+        if not name.endswith(":"):
+            start = mapping(line).start
+        elif start in counting and name in ("Rss:", "Anonymous:"):
+            found[start] = found.get(start, 0) + int(rest.split()[0]) * (1024 if name == "Rss:" else -1024)
+    return sum(min(size, counting[start]) for start, size in found.items())
 
 
 def most_mappings() -> int:

@@ -42,10 +42,10 @@ from colocate._system.mappings import (
     Place,
     areas_of,
     joined,
-    mapping,
     mappings_now,
     merged,
     most_mappings,
+    pages_of_files,
     split,
     written_in,
 )
@@ -134,16 +134,13 @@ class Spill:
         """Bytes that the files take on the disk."""
         return sum(file.room() for file in self._files)
 
+    def owns(self, each: Mapping) -> bool:
+        """Whether a mapping is one of the files, or was."""
+        return each.file in self._ids or each.file in self._former
+
     def in_memory(self) -> int:
         """Bytes of this process's memory that are pages of the files, as nobody has written into them since."""
-        size, own = 0, False
-        for line in Path("/proc/self/smaps").read_text(errors="replace").splitlines():
-            name, _, rest = line.partition(" ")
-            if not name.endswith(":"):
-                own = (file := mapping(line).file) in self._ids or file in self._former
-            elif own and name in ("Rss:", "Anonymous:"):
-                size += int(rest.split()[0]) * (1024 if name == "Rss:" else -1024)
-        return size
+        return pages_of_files(lambda each: each.stop - each.start if self.owns(each) else 0)
 
     def write(self, areas: Sequence[Area]) -> Written:
         """Write pages into the files; they stay in memory until `Written.put_away`.

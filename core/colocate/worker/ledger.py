@@ -62,7 +62,7 @@ def ledger(
         shares.shared,
         shares.asleep,
         tuple(partial),
-        None if process is None else process.look(sleeper.in_memory(), owned, shares.asleep_on_host),
+        None if process is None else process.look(sleeper.in_memory(shares.on_host), owned, shares.asleep_on_host),
         _gpu(site.boot.device),
         None if site.device.peaks is None else dict(site.device.peaks),
     )
@@ -95,6 +95,7 @@ class Shares:
         asleep: What sleeps, by role.
         emptied: What of that comes back as zeros, and is nowhere until then.
         asleep_on_host: What sleeps of the host's memory.
+        on_host: Pieces of the host's memory, with what sleeps: sizes by addresses, no address twice.
     """
 
     owned: dict[str, dict[tuple[str, str], int]]
@@ -102,6 +103,7 @@ class Shares:
     asleep: dict[str, int]
     emptied: dict[str, int]
     asleep_on_host: int
+    on_host: list[dict[int, int]]
 
 
 def shares_of(
@@ -152,6 +154,7 @@ def _shares(
     owned: dict[str, dict[tuple[str, str], int]] = {role: {} for role in held}
     shared: dict[str, dict[tuple[str, int], int]] = {role: {} for role in held}
     asleep, empty = dict.fromkeys(held, 0), dict.fromkeys(held, 0)
+    on_host: list[dict[int, int]] = []
     counted = _once(held)
     for purpose in Purpose:
         for role, found in held.items():
@@ -166,12 +169,13 @@ def _shares(
                 elsewhere = first.keys() & (away.keys() if device == "cpu" else set(absent))
                 away_bytes = sum(first[each] for each in elsewhere)
                 if device == "cpu":
+                    on_host.append(first)
                     asleep[role] += away_bytes
                     empty[role] += sum(first[each] for each in elsewhere if each in emptied)
                 if own := sum(first.values()) - away_bytes:
                     owned[role][purpose.word, device] = own
     with_others = {role: sum(pieces.values()) for role, pieces in shared.items()}
-    return Shares(owned, with_others, asleep, empty, sum(asleep.values()))
+    return Shares(owned, with_others, asleep, empty, sum(asleep.values()), on_host)
 
 
 def _once(held: Mapping[str, Holdings]) -> dict[int, int]:

@@ -6,8 +6,9 @@ all are ready it is made so. How is in `_system/pages.py` and `offload.py`.
 
 from __future__ import annotations
 
+import bisect
 import errno
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from colocate._protocol.consequence import Consequence, PutBack
 from colocate._protocol.ledger import TAGS
 from colocate._role.context import running_call
 from colocate._role.method_spec import MethodSpec
+from colocate._system import mappings
 from colocate._system.jobs import error_text
 from colocate._system.pages import Spill
 from colocate._system.room import free_memory, spill_directories
@@ -210,9 +212,27 @@ class Sleeper:
         asleep = [tag for tag in self.asleep.tags(name) if tag in tags]
         return self.asleep.coming(name, asleep).on_device if asleep else 0
 
-    def in_memory(self) -> int:
-        """Bytes of files that are memory of the process again."""
-        return 0 if self._files is None else self._files.in_memory()
+    def in_memory(self, pieces: Iterable[Mapping[int, int]] = ()) -> int:
+        """Bytes of the process's memory that are pages of files: of its own, to which memory goes, and of others.
+
+        Args:
+            pieces: What roles have, sizes by addresses. Of that counts what is in other files, such as weights of
+                which the file is mapped, and what processes share.
+        """
+        sizes: dict[int, int] = {}
+        for some in pieces:
+            sizes |= some
+        for address in self.asleep.away.keys() & sizes.keys():
+            del sizes[address]
+        addresses, files = sorted(sizes), self._files
+
+        def most(each: mappings.Mapping) -> int:
+            if files is not None and files.owns(each):
+                return each.stop - each.start
+            first, last = (bisect.bisect_left(addresses, end) for end in (each.start, each.stop))
+            return sum(sizes[address] for address in addresses[first:last])
+
+        return mappings.pages_of_files(most)
 
     def close(self) -> None:
         """The worker ends."""
