@@ -463,7 +463,10 @@ def test_what_malloc_has_given_to_roles(site: Any, device: str) -> None:
 
 
 def test_memory_that_is_in_files(site: Any, tmp_path: Path) -> None:
-    """Weights of which the file is mapped: what was read and not written is the process's, and not private."""
+    """Weights of which the file is mapped: what was read and not written is the process's, and not private.
+
+    What processes share stays, and counts as awake.
+    """
     asked: list[tuple[int, int, int]] = []
     site.device = types.SimpleNamespace(peaks=None)
     site.process = types.SimpleNamespace(look=lambda *sizes: asked.append(sizes))
@@ -483,8 +486,8 @@ def test_memory_that_is_in_files(site: Any, tmp_path: Path) -> None:
         sleeper.close()
         del role.shared
     in_files = [elsewhere / PIECE for elsewhere, _, _ in asked]
-    assert in_files == pytest.approx([2, 1.5, 0], abs=0.02)
-    assert [owned for _, owned, _ in asked] == [2 * PIECE, 2 * PIECE, 0]
+    assert in_files == pytest.approx([2, 1.5, 1], abs=0.02)
+    assert [owned for _, owned, _ in asked] == [2 * PIECE, 2 * PIECE, PIECE]
 
 
 def test_pinned_memory_stays(site: Any, monkeypatch: pytest.MonkeyPatch) -> None:

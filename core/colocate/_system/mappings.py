@@ -105,7 +105,8 @@ def whole_pages(pieces: Iterable[tuple[int, int]]) -> list[Area]:
 
 def _is_own(area: Area, mappings: Sequence[Mapping], starts: Sequence[int]) -> bool:
     at = area.start
-    for each in mappings[max(0, bisect.bisect_right(starts, at) - 1) :]:
+    for index in range(max(0, bisect.bisect_right(starts, at) - 1), len(mappings)):
+        each = mappings[index]
         if each.start > at or at >= area.stop:
             break
         at = max(at, each.stop if each.ours_to_replace else at)
@@ -119,7 +120,8 @@ def split(areas: Iterable[Area], spans: Sequence[_Span]) -> tuple[list[tuple[Are
     others: list[Area] = []
     for area in areas:
         at = area.start
-        for span in spans[max(0, bisect.bisect_right(starts, at) - 1) :]:
+        for index in range(max(0, bisect.bisect_right(starts, at) - 1), len(spans)):
+            span = spans[index]
             if span.stop <= at:
                 continue
             if span.start >= area.stop:

@@ -65,8 +65,10 @@ class Going:
             for key, (place, size) in wanted.items()
             if place in {"cpu", device} and key not in awake and key not in away
         }
-        self.pieces = {key: size for key, (_, size) in going.items()}
         on_host = {key: size for key, (place, size) in going.items() if place == "cpu"}
+        for key in on_host.keys() - dict(own(on_host.items())).keys():  # what processes share stays, and is awake
+            del going[key], on_host[key]
+        self.pieces = {key: size for key, (_, size) in going.items()}
         stored = going.keys() - on_host.keys()
         movable = going.keys() | away.keys()
         emptied = dict(own((key, size) for key, size in unneeded.get("cpu", {}).items() if key in movable))
