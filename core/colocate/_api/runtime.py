@@ -71,8 +71,8 @@ def begin(
 def _folder(directory: str | os.PathLike[str] | None) -> str | None:
     if directory is None:
         return None
-    path = os.fspath(directory)
-    if not os.path.isabs(path):
+    path = os.fspath(directory) if isinstance(directory, (str, os.PathLike)) else directory
+    if not isinstance(path, str) or not os.path.isabs(path):
         raise ConfigError(
             f"connect(spill_dir) must be an absolute path, since it is one on the workers' machines, not {path!r}"
         )

@@ -474,8 +474,9 @@ class Sleeping(ExecutorCase):
             with pytest.raises(RoleError, match=r"/dev/shm is a tmpfs: what is put there stays in memory.*spill_dir"):
                 group.sleep("actor")
             assert group.role("actor", Dozing).look()
-        with pytest.raises(ConfigError, match="must be an absolute path"):
-            self.connect(spill_dir="spill")
+        for folder in ("spill", b"/var/tmp", 1):
+            with pytest.raises(ConfigError, match="must be an absolute path"):
+                self.connect(spill_dir=folder)
 
 
 def _lost(group: ColocatedGroup) -> set[str]:
