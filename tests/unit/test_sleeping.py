@@ -392,6 +392,25 @@ def test_a_hook_that_frees_memory(worker: Worker) -> None:
     assert len(told) == 3
 
 
+def test_a_sibling_that_is_kept(worker: Worker) -> None:
+    """A role that keeps another one's object might use its memory: its calls fail while that sleeps."""
+    model, other = Model(), types.SimpleNamespace(sibling=None)
+    worker.add("model", model)
+    hosted = worker.add("other", other)
+    hosted.ctx._asked.add("model")
+    train, sleeper = methods_of(Model)["train"], Sleeper(worker)
+    try:
+        sleeper.sleep_alone("model")
+        sleeper.check(hosted, train)
+        other.sibling = [model]
+        with pytest.raises(SleepingError, match=r"train might use role 'model', of which memory sleeps \(weights"):
+            sleeper.check(hosted, train)
+        sleeper.wake_alone(worker.roles["model"])
+        sleeper.check(hosted, train)
+    finally:
+        sleeper.close()
+
+
 def test_what_somebody_uses_stays(worker: Worker) -> None:
     """Another role, which is awake, or a resident: nothing that is used loses its memory."""
     model = Model()

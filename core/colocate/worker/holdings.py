@@ -90,6 +90,13 @@ def optimizers_of(instance: object, apart: Iterable[object] = ()) -> list[Any]:
     return search.optimizers
 
 
+def leads_to(instance: object, other: object) -> bool:
+    """Whether one role's object leads to another one's; see `held_by`."""
+    search = _Search([other])
+    search.through(instance)
+    return search.met
+
+
 class _Search:
     """Breadth first, so that what is nearest is found when there is too much.
 
@@ -100,7 +107,9 @@ class _Search:
     def __init__(self, apart: Iterable[object]) -> None:
         self._noted: dict[Purpose, list[Any]] = {purpose: [] for purpose in Purpose}
         self._apart = list(apart)
-        self._seen = {id(each) for each in self._apart}
+        self._apart_ids = frozenset(map(id, self._apart))
+        self._seen = set(self._apart_ids)
+        self.met = False  # what isn't looked into
         self._parameters: set[int] = set()
         self._next: list[Any] = []
         self.leaves: list[Any] = []
@@ -136,7 +145,9 @@ class _Search:
     def _new(self, items: Iterable[Any]) -> dict[type, list[Any]]:
         """What wasn't seen yet, each once, by type."""
         by_id = dict(zip(map(id, items), items, strict=True))
-        for key in by_id.keys() & self._seen:
+        known = by_id.keys() & self._seen
+        self.met |= not self._apart_ids.isdisjoint(known)
+        for key in known:
             del by_id[key]
         self._seen.update(by_id)
         found: dict[type, list[Any]] = {}

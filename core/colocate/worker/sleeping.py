@@ -27,6 +27,7 @@ from colocate._system.sizes import size_text
 from colocate.errors import ColocateError, SleepingError
 from colocate.worker.asleep import Asleep
 from colocate.worker.collective_waits import finish_works
+from colocate.worker.holdings import leads_to
 from colocate.worker.hosted import HostedRole
 from colocate.worker.memory_site import Worker
 from colocate.worker.movable import Movable
@@ -75,7 +76,7 @@ class Sleeper:
         self.refuse_more: Callable[[str, int, bool, bool], None] = lambda role, nbytes, device, wakes: None
 
     def check(self, role: HostedRole, spec: MethodSpec) -> None:
-        """Raise when a method's role isn't as awake as the method needs it.
+        """Raise when a method's role isn't as awake as the method needs it, or another one of a device that it keeps.
 
         Raises:
             SleepingError: It isn't.
@@ -89,6 +90,16 @@ class Sleeper:
             raise SleepingError(
                 f"{role.label(spec.name)} needs memory of its role that sleeps ({', '.join(asleep)}){how}"
             )
+        if self._site.boot.device == "cpu" or spec.awake == ():
+            return  # the host's can be read while it sleeps
+        for name in sorted(role.ctx._asked & self._site.roles.keys()):
+            asleep = list(self.asleep.tags(name))
+            if asleep and leads_to(role.instance, self._site.roles[name].instance):
+                raise SleepingError(
+                    f"{role.label(spec.name)} might use role {name!r}, of which memory sleeps ({', '.join(asleep)}): "
+                    f"role {role.name!r} keeps the object that it has got by ctx.sibling(). Wake it with "
+                    f"group.wake({name!r}), or keep none, and ask for it in the methods that use it"
+                )
 
     def refuse(self, role: str) -> None:
         """Raise when somebody wants a role's object while memory of it sleeps.
