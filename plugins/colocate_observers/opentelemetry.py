@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from urllib.parse import urlsplit
 
 from opentelemetry import trace
 from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
@@ -32,7 +33,15 @@ class OpenTelemetry:
             endpoint: Its address, as in "http://127.0.0.1:4318"; None for what the environment says
                 (`OTEL_EXPORTER_OTLP_ENDPOINT`).
             service: The name of the service there.
+
+        Raises:
+            ConfigError: That is no address; the exporters would find it only when the run is over.
         """
+        if endpoint is not None:
+            uri = urlsplit(endpoint)
+            if uri.scheme not in ("http", "https") or not uri.netloc:
+                raise colocate.ConfigError(f"endpoint {endpoint!r}: must be like 'http://127.0.0.1:4318'")
+            endpoint = endpoint.rstrip("/")
         resource = Resource.create({"service.name": service})
         spans, metrics = (None if endpoint is None else f"{endpoint}/v1/{kind}" for kind in ("traces", "metrics"))
         self._spans = TracerProvider(resource=resource)

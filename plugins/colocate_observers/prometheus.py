@@ -45,9 +45,10 @@ class Prometheus:
         port, address = self._at
         try:
             self._served = start_http_server(port, address, self._registry)
-        except OSError as error:
+        except (OSError, OverflowError) as error:
+            why = error.strerror or error if isinstance(error, OSError) else error
             raise colocate.ConfigError(
-                f"can't listen at {address}:{port} ({error.strerror or error}); where another run has it, give this "
+                f"can't listen at {address}:{port} ({why}); where another run has it, give this "
                 "one a port of its own, `with: {port: ...}`"
             ) from error
         if not port:

@@ -283,6 +283,8 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
     taken = http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
     with taken, pytest.raises(colocate.PluginError, match=r"prometheus' raised when .*in use.* a port of its own"):
         run_some(tmp_path, {"use": "prometheus", "with": {"port": taken.server_port}})
+    with pytest.raises(colocate.PluginError, match=r"can't listen at 127\.0\.0\.1:70000"):
+        run_some(tmp_path, {"use": "prometheus", "with": {"port": 70000}})
 
 
 class Collector(http.server.BaseHTTPRequestHandler):
@@ -321,7 +323,7 @@ def test_opentelemetry(
 
     endpoint, bodies = collector
     with pytest.raises(colocate.RoleError):
-        run_some(tmp_path, {"use": "opentelemetry", "with": {"endpoint": endpoint}}, fails=True)
+        run_some(tmp_path, {"use": "opentelemetry", "with": {"endpoint": f"{endpoint}/"}}, fails=True)
     spans: list[Any] = []
     gauges: dict[str, float] = {}
     for path, body in bodies:
@@ -346,6 +348,13 @@ def test_opentelemetry(
     assert (gauges["colocate.tokens_per_step"], gauges["colocate.gr__e__"], gauges["colocate."]) == (2**70, 4, 5)
     assert not {"colocate.gone", "colocate.far"} & gauges.keys()
     assert not [each for each in caplog.records if each.name.startswith("opentelemetry")]
+
+
+@pytest.mark.parametrize("endpoint", ["collector:4318", "http://", "/v1"])
+def test_an_endpoint_that_is_none(tmp_path: Path, endpoint: str) -> None:
+    """The run doesn't begin; the exporters would say it when it is over."""
+    with pytest.raises(colocate.PluginError, match=f"endpoint '{endpoint}': must be like 'http://"):
+        run_some(tmp_path, {"use": "opentelemetry", "with": {"endpoint": endpoint}})
 
 
 def test_a_config_names_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
