@@ -91,10 +91,14 @@ def play(step: Sequence[Use], room: Room, goes: Callable[..., frozenset[str] | N
     return copied
 
 
-@pytest.mark.parametrize("seed", range(16))
-def test_round_after_round(seed: int) -> None:
+# The last two come to their best steps by one that copies more, which three steps after it don't make up for.
+@pytest.mark.parametrize(
+    ("seed", "roles", "uses"),
+    [*((100 + seed, 3 + seed % 4, 4 + seed % 7) for seed in range(16)), (1079, 6, 4), (6262, 4, 5)],
+)
+def test_round_after_round(seed: int, roles: int, uses: int) -> None:
     """What is chosen turn by turn copies no more than the best step of all that end as they have begun."""
-    step, room = case(100 + seed, 3 + seed % 4, 4 + seed % 7)
+    step, room = case(seed, roles, uses)
     best = min(
         found
         for awake in every(frozenset(use.role for use in step))

@@ -8,13 +8,16 @@ known, who was called longest ago.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import combinations, count
 from typing import NamedTuple
 
 _FEW = 6
 _AHEAD = 3
-"""Steps that are looked ahead: where the first begins is given, and the others are as all will be."""
+"""Steps that are looked ahead, at least: where the first begins is given, and the others are as all will be."""
+_USES_AHEAD = 32
+"""Uses that are looked ahead, at least: what one step saves may be worth what it costs to come to that after many."""
 _LONGEST = 64
 """Turns of a step at most; what comes again after more isn't looked for."""
 
@@ -79,7 +82,8 @@ def who_goes(step: Sequence[Use], room: Room, state: State) -> frozenset[str] | 
     """
     if len({use.role for use in step} | state.awake) > _FEW:
         return by_next_use(step, room, state)
-    found = _way(list(step) * _AHEAD, room, state, None)
+    steps = max(_AHEAD, math.ceil(_USES_AHEAD / len(step)))
+    found = _way(list(step) * steps, room, state, None)
     return None if found is None else found[1]
 
 
