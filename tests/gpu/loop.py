@@ -40,6 +40,8 @@ class Size:
             num_attention_heads=self.heads,
             max_position_embeddings=self.prompt + self.response,
             tie_word_embeddings=True,
+            # To have equal losses: the backward passes of faster ones add in an order that isn't always the same.
+            attn_implementation="eager",
         )
 
 
