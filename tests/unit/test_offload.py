@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
+
+from tests.unit.played import Cuda  # noqa: E402
 
 from colocate.worker import offload as offload_module  # noqa: E402
 from colocate.worker.backing import Resized  # noqa: E402
@@ -85,6 +88,21 @@ def test_in_several_pieces() -> None:
     offload.write(chosen).put_away()
     offload.bring_back(chosen)
     assert torch.equal(tensor, before)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_who_computes_meanwhile_does_not_wait(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    """Copies come after what was begun before on the usual stream, which another thread uses, and hold up no more."""
+    cuda, done = Cuda(monkeypatch), []
+    monkeypatch.setattr(offload_module, "in_use", cuda.in_use)
+    usual = cuda.current_stream()
+    usual.queue.append(lambda: done.append("computed"))
+    with contextlib.suppress(MemoryError), Offload("cuda:0")._copying():
+        cuda.current_stream().queue.append(lambda: done.append("copied"))
+        if fails:
+            raise MemoryError("no pinned memory")
+    assert done == ["computed", "copied"]
+    assert not usual.queue
 
 
 def test_a_device_that_is_full(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,6 +61,20 @@ class SideStream:
         finally:
             current.wait_stream(stream)
 
+    @contextlib.contextmanager
+    def after(self, module: Any) -> Iterator[None]:
+        """A block on it, which is done at its end: the thread's own stream comes first.
+
+        That doesn't wait, as the thread does: other threads may have the same one, and compute there meanwhile.
+        """
+        stream = self._made(module)
+        stream.wait_stream(module.current_stream(self._device))
+        try:
+            with module.stream(stream):
+                yield
+        finally:
+            stream.synchronize()
+
     def _made(self, module: Any) -> Any:
         if self._stream is None:
             self._stream = module.Stream(self._device)

@@ -212,9 +212,8 @@ class Offload:
             yield
             return
         # Memory that was just taken may have been let go of by what is still computed.
-        with self._side.amid(module) as stream:
+        with self._side.after(module):
             yield
-        stream.synchronize()
 
     def _give_back(self) -> None:
         """Have the device's other users get what torch keeps for itself."""
