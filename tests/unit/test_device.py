@@ -12,9 +12,13 @@ import colocate
 from colocate import ColocatedGroup, Role, method
 from colocate.errors import RoleError, WorkerDied
 from colocate.gpus import in_use
+from colocate.testing.executors.budgets import STEP
+from colocate.testing.probes.sleepers import Dozing
 from colocate.worker import device as devices
 from colocate.worker.device import Device
+from colocate.worker.residency import Residency
 from colocate.worker.settings import Setting, Settings
+from colocate.worker.sleeping import Sleeper
 
 torch = pytest.importorskip("torch")
 
@@ -201,8 +205,45 @@ def test_peaks(gpu: Gpu) -> None:
     device.end("actor.step", device.begin())
     device.end("actor.soon", None)  # others ran beside it
     assert device.peaks == {"actor.step": 50}
+    before = device.begin()
+    gpu.take(1000)
+    device.forget()
+    device.end("actor.step", before)
+    assert device.peaks == {"actor.step": 50}
     assert Device("cuda:0", in_process=True).peaks is None
     assert Device("cpu", in_process=False).peaks is None
+
+
+def test_peaks_of_roles_that_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a role has asleep comes before a call's peak is watched; beside what comes meanwhile nobody knows it."""
+    told: list[str] = []
+    wake, begin, look = Sleeper.wake_alone, Device.begin, Residency._look_ahead
+    moving: list[bool] = []
+
+    def noted(method: Any, word: str) -> Any:
+        def call(self: Any, *args: Any) -> Any:
+            told.append(word)
+            return method(self, *args)
+
+        return call
+
+    def looking(self: Residency, name: str) -> None:
+        look(self, name)
+        moving.append(self.is_moving)
+
+    with colocate.connect("local") as runtime:
+        roles = {name: colocate.role(Dozing, 1) for name in ("one", "two", "three")}
+        group = runtime.reserve(1).spawn(roles, residency="swap", device_memory="9MiB", step=STEP)
+        monkeypatch.setattr(Sleeper, "wake_alone", noted(wake, "wake"))
+        monkeypatch.setattr(Device, "begin", noted(begin, "begin"))
+        monkeypatch.setattr(Residency, "_look_ahead", looking)
+        for _ in range(4):
+            for name in STEP:
+                told.clear()
+                group.role(name, Dozing).train()
+                assert told.count("begin") == (not moving[-1])
+                assert told in (["wake", "begin"], ["begin"], ["wake"], [])
+    assert {*moving} == {False, True}
 
 
 def test_outputs_of_graphs(gpu: Gpu) -> None:

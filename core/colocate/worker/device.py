@@ -35,6 +35,7 @@ class Device:
         self._stops: list[int] = []
         self._reserved: object = None
         self._side = SideStream(name)
+        self._is_known = True  # whether what runs is all that has taken memory since `begin`
         self._left: list[Any] = []  # streams on which roles may have begun something
         self.peaks: dict[str, int] | None = None if name == "cpu" or in_process else {}
 
@@ -48,7 +49,12 @@ class Device:
         if self.peaks is None or (module := in_use(self._name)) is None:
             return None
         module.reset_peak_memory_stats(self._name)
+        self._is_known = True
         return int(_allocated(module, self._name)["current"])
+
+    def forget(self) -> None:
+        """Amid a call other memory comes: what the call itself has had at most, nobody will know."""
+        self._is_known = False
 
     def end(self, label: str, before: int | None = None) -> None:
         """A method has returned: wait for what it has the device do.
@@ -71,7 +77,7 @@ class Device:
                 'was, run it once with env={"CUDA_LAUNCH_BLOCKING": "1"} in the pool'
             )
             raise
-        if before is not None and self.peaks is not None:
+        if before is not None and self._is_known and self.peaks is not None:
             peak = int(_allocated(module, self._name)["peak"]) - before
             self.peaks[label] = max(self.peaks.get(label, 0), peak)
 

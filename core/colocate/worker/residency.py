@@ -102,7 +102,14 @@ class Residency:
         with self._site.setting.amid():
             if name in self._prefetch.moving:
                 self.settle()
+            if self._sleeper.asleep.tags(name):
+                self._site.device.forget()
             self._awaken(name, tuple(TAGS))
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether memory moves beside what runs, or has."""
+        return self._prefetch.is_under_way
 
     def settle(self) -> None:
         """What is moved ahead of time is where it is to be from now on."""

@@ -112,8 +112,9 @@ class Runner:
         try:
             if site.lane.tasks is not None:  # an async method that waits may have left others
                 site.setting.have(site.setting.base)
-            work.allocated = None if spec.is_async else site.device.begin()  # others run beside it
             site.residency.enter(call.seq, role, spec)
+            # Not where others run beside it, nor where memory of other roles comes and goes meanwhile.
+            work.allocated = None if spec.is_async or site.residency.is_moving else site.device.begin()
             site.sleeper.check(role, spec)
             site.definitions.load(work.lots)
             resolver = self._resolver(call, work) if call.uses else None
