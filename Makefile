@@ -112,8 +112,8 @@ chaos: install  ## random programs under random faults, until there are COUNT of
 gpu-wheels: install  ## what a machine with a GPU and without a network lacks, for Python 3.12 there: a folder to carry along
 	$(BIN)/python -m tests.gpu.wheels gpu-wheels
 
-gpu:  ## tests/gpu on a machine with a GPU, without a network, in nine minutes; results in $OUT, or build/gpu
-	$(PYTHON) -m tests.gpu.run
+gpu:  ## tests/gpu on a machine with a GPU, without a network, in nine minutes, or PART=a, b or c of it; results in $OUT, or build/gpu
+	$(PYTHON) -m tests.gpu.run $(if $(PART),--part $(PART))
 
 format: install
 	$(BIN)/ruff check --fix .

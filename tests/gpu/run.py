@@ -3,7 +3,8 @@
 It needs nothing but Python 3.11 or later with torch, and the folder that `make gpu-wheels` has filled. It makes an
 environment of its own in a temporary folder, which sees the packages of the Python that runs this; what that one lacks
 comes from the wheels, and colocate is this checkout. Results go to $OUT, or to build/gpu: gpu.json, and gpu.md with the
-section for docs/gpu.md.
+section for docs/gpu.md. Where a machine is lent for less than all of it takes, each --part is a run of its own, and
+--join makes one of their results.
 """
 
 from __future__ import annotations
@@ -30,6 +31,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("core", "executors", "plugins")
 _ENDS_WITHIN_S = 15.0
+PARTS = {
+    "a": ("TestCore", "TestDevices", "TestChoice", "TestTrainers", "TestErrors"),
+    "b": ("TestWork", "TestLending", "TestContexts", "TestGroups", "TestSpinning", "TestPpo"),
+    "c": ("TestSleep", "TestTurns", "TestAddresses", "TestOverhead", "TestLlama"),
+}
+_OF_ALL = ("commit", "sources", "device", "python", "torch", "cuda", "driver")
+"""What parts have in common that are one run's."""
 
 
 def main() -> int:
@@ -39,10 +47,15 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or ROOT / "build" / "gpu"))
     parser.add_argument("--minutes", type=float, default=9.0, help="end the tests after so many (default: 9)")
     parser.add_argument("--allow-cpu", action="store_true", help="without a GPU, run what runs on a CPU")
+    parser.add_argument("--part", choices=PARTS, help="only these: " + "; ".join(map(_words, PARTS)))
+    parser.add_argument("--join", type=Path, nargs="+", metavar="JSON", help="run nothing: make one of these results")
     parser.add_argument("pytest", nargs="*", help="more for pytest, after --")
     options = parser.parse_args()
     began = time.monotonic()
     options.out.mkdir(parents=True, exist_ok=True)
+    if options.join:
+        write(options.out, joined([json.loads(path.read_text()) for path in options.join]))
+        return 0
     facts = look(options.wheels)
     print("\n".join(f"{key:10} {value}" for key, value in facts.items()), flush=True)
     if facts["device"] is None and not options.allow_cpu:
@@ -51,13 +64,38 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="colocate-gpu-") as folder:
         python = environment(Path(folder), options.wheels)
         left = options.minutes * 60 - (time.monotonic() - began)
-        code, results = run(python, Path(folder), options.pytest, left, cpu=facts["device"] is None)
-    record = {**facts, "seconds": round(time.monotonic() - began, 1), "exit": code, "tests": results}
-    (options.out / "gpu.json").write_text(json.dumps(record, indent=1) + "\n")
+        more = [*(["-k", " or ".join(PARTS[options.part])] if options.part else []), *options.pytest]
+        code, results = run(python, Path(folder), more, left, cpu=facts["device"] is None)
+    write(options.out, {**facts, "seconds": round(time.monotonic() - began, 1), "exit": code, "tests": results})
+    return code if isinstance(code, int) else 1
+
+
+def _words(part: str) -> str:
+    return f"{part} {' '.join(name.removeprefix('Test') for name in PARTS[part])}"
+
+
+def write(out: Path, record: dict[str, Any]) -> None:
+    """Write down, and print, what came out."""
+    (out / "gpu.json").write_text(json.dumps(record, indent=1) + "\n")
     text = section(record)
-    (options.out / "gpu.md").write_text(text)
+    (out / "gpu.md").write_text(text)
     print(text)
-    return code
+
+
+def joined(records: list[dict[str, Any]]) -> dict[str, Any]:
+    """The results of parts as those of one run; an exit with an error where they aren't of the same sources, say."""
+    first, *others = records
+    for other in others:
+        for fact in _OF_ALL:
+            if other.get(fact) != first.get(fact):
+                sys.exit(f"these aren't parts of one run: their {fact} is {first.get(fact)} and {other.get(fact)}")
+    ends = [record["exit"] for record in records]
+    return {
+        **first,
+        "seconds": round(sum(record["seconds"] for record in records), 1),
+        "exit": next((end for end in ends if end not in (0, 1)), max(ends, key=str)),
+        "tests": [test for record in records for test in record["tests"]],
+    }
 
 
 def look(wheels: Path) -> dict[str, Any]:

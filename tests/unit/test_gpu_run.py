@@ -144,6 +144,25 @@ def test_a_section_for_the_page() -> None:
     assert "no test has ended in 61 s (time was up)." in late
 
 
+def test_results_of_parts_are_one() -> None:
+    """Of one machine and the same sources; whether each went well is told."""
+    one = {"device": "H100", "sources": "0123", "seconds": 60.5, "exit": 0, "tests": [result("A::a", "passed")]}
+    other = {**one, "seconds": 30.0, "exit": 1, "tests": [result("B::b", "failed")]}
+    found = run.joined([one, other])
+    assert (found["seconds"], found["exit"], found["device"]) == (90.5, 1, "H100")
+    assert [test["test"] for test in found["tests"]] == ["A::a", "B::b"]
+    assert run.joined([other, {**one, "exit": "time was up"}])["exit"] == "time was up"
+    assert run.joined([one, one])["exit"] == 0
+    with pytest.raises(SystemExit, match="their sources is 0123 and 4567"):
+        run.joined([one, {**other, "sources": "4567"}])
+
+
+def test_each_area_is_in_a_part() -> None:
+    """So that three runs are all there is."""
+    listed = re.findall(r"^\| `(Test\w+)` \|", (ROOT / "docs/gpu.md").read_text(), re.MULTILINE)
+    assert sorted(area for areas in run.PARTS.values() for area in areas) == sorted(listed)
+
+
 def test_what_is_noted_of_a_test(tmp_path: Path) -> None:
     """Each test is noted when it has ended, with its figures, or why it failed or was skipped."""
     (tmp_path / "conftest.py").write_text((ROOT / "tests/gpu/conftest.py").read_text())
