@@ -593,6 +593,40 @@ def test_nothing_moves_beside_a_stream_of_a_role_s_own(
     assert bool(looked) is not aside
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_turn_that_writes_nothing(
+    worker: Worker,
+    two: tuple[Sleeper, Prefetch, dict[str, list[Any]]],
+    monkeypatch: pytest.MonkeyPatch,
+    ahead: bool,
+) -> None:
+    """What is trained otherwise isn't copied after it, and is all the same where it has written."""
+    sleeper, prefetch, before = two
+    copied: list[int] = []
+    to_host = sleeper._offload._to_host
+
+    def noted(view: Any) -> Any:
+        copied.append(view.numel())
+        return to_host(view)
+
+    monkeypatch.setattr(sleeper._offload, "_to_host", noted)
+    net = worker.roles["two"].instance.net
+    for writes in (False, True, False):
+        if ahead:
+            prefetch.begin({}, "two", sleeper.asleep.coming("two", TAGS), writes=False)
+            prefetch.settle()
+        else:
+            sleeper.wake_alone(worker.roles["two"], writes=False)
+        if writes:
+            net.weight.data[3] += 1
+        before["two"] = contents(worker.roles["two"].instance)
+        copied.clear()
+        sleeper.sleep_alone("two")
+        assert copied == ([net.weight.numel() * 4] if writes else [])
+    sleeper.wake_alone(worker.roles["two"])
+    assert equal(contents(worker.roles["two"].instance), before["two"])
+
+
 @pytest.mark.parametrize("turns", [0, 1])
 def test_ahead_of_time_without_room(
     worker: Worker, two: tuple[Sleeper, Prefetch, dict[str, list[Any]]], monkeypatch: pytest.MonkeyPatch, turns: int

@@ -95,7 +95,7 @@ class Prefetch:
         for each in stayed:
             self._sleeper.asleep.remove(each, moves.going[each])
         if moves.has_come:
-            self._sleeper.have_come(moves.coming)
+            self._sleeper.have_come(moves.coming, moves.writes)
         else:
             self._sleeper.asleep.add(moves.name, moves.coming)
         return stayed

@@ -167,7 +167,7 @@ class Sleeper:
 
         outcome = self._all_or_none(role, members, begin, lambda: self._put_back(coming))
         if outcome.refusal is None:
-            self.have_come(coming)
+            self.have_come(coming, writes=True)
             self.asleep.remove(name, coming)
             self._tell_woken(role, asleep)
         else:
@@ -213,7 +213,7 @@ class Sleeper:
         assert role.name is not None
         coming = self.asleep.coming(role.name, asleep)
         self.bring_back(coming, writes)
-        self.have_come(coming)
+        self.have_come(coming, writes)
         self.asleep.remove(role.name, coming)
         self._tell_woken(role, asleep)
         return coming.size
@@ -401,9 +401,15 @@ class Sleeper:
         if self._files is not None:
             self._files.write(coming.areas).put_away()
 
-    def have_come(self, coming: Coming) -> None:
-        """It is in memory for good: copies that will be out of date the next time aren't kept."""
-        self._offload.let_go(coming.trained | (coming.emptied & coming.storages))
+    def have_come(self, coming: Coming, writes: bool) -> None:
+        """It is in memory for good: copies that will be out of date the next time aren't kept.
+
+        Args:
+            coming: What has come.
+            writes: Whether the role is about to train.
+        """
+        emptied = coming.emptied & coming.storages
+        self._offload.let_go(coming.trained | emptied if writes else emptied)
 
     def _spill(self) -> Spill:
         if self._files is None:
