@@ -135,8 +135,7 @@ def test_awake_on_this_rank_alone(worker: Worker) -> None:
     sleeper.wake_alone(role)
     assert equal(contents(model), before)
     assert sleeper.asleep.tags("model") == ()
-    weights = {parameter.untyped_storage()._cdata for parameter in model.net.parameters()}
-    assert weights.isdisjoint(sleeper._offload._copies)
+    assert sleeper._offload._copies.keys() == {model.cache.untyped_storage()._cdata}
     sleeper.wake_alone(role)  # what is awake stays so
 
 
@@ -591,6 +590,28 @@ def test_nothing_moves_beside_a_stream_of_a_role_s_own(
     with contextlib.suppress(ColocateError):
         residency._look_ahead("one")
     assert bool(looked) is not aside
+
+
+def test_what_trains_is_not_looked_through(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its copy isn't kept when `group.wake` has it be there; a cache's is, and it is seen that it is the same."""
+    looked: list[int] = []
+    digest = offload._digest_if_room
+
+    def noted(view: Any) -> Any:
+        looked.append(view.numel())
+        return digest(view)
+
+    monkeypatch.setattr(offload, "_digest_if_room", noted)
+    model = Model()
+    worker.add("model", model)
+    model.train()
+    before, sleeper = contents(model), Sleeper(worker)
+    for _ in range(2):
+        sleeper.sleep("model", TAGS, (), 1)
+        assert looked == [4 * 5000]  # the cache
+        looked.clear()
+        sleeper.wake("model", TAGS, 1, {})
+        assert equal(contents(model), before)
 
 
 @pytest.mark.parametrize("ahead", [False, True])

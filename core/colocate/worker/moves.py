@@ -25,6 +25,7 @@ class Going:
         pieces: The sizes of what goes.
         areas: Pages of the host that go.
         storages: Storages of the device that go.
+        trained: Those of them that training changes.
         emptied: The pieces whose contents are let go of, also of what sleeps already: they come back as zeros.
         emptying: Those of the host.
         empty_storages: Those of the device.
@@ -79,6 +80,7 @@ class Going:
         self.areas = areas_of((key, size) for key, size in on_host.items() if key not in emptied)
         objects = {key: storage for pieces in by_tag.values() for key, storage in pieces.storages.items()}
         self.storages = {key: objects[key] for key in stored - self.emptied}
+        self.trained = self.storages.keys() & _trained(by_tag)
         self.kept_on_device = sum(self.pieces[key] for key in self.storages)
         self.size = _size(areas_of(on_host.items()) if emptied else self.areas)
         self.size += sum(self.pieces[key] for key in stored)
@@ -130,7 +132,7 @@ class Coming:
         self.pieces = {key: away[key] for key in keys if key in away}
         self.emptied = {key for key in self.pieces if key in emptied}
         self.storages = {key for pieces in found for key in pieces.storages if key in self.pieces}
-        self._trained = {key for pieces in found for key in pieces.trained} & self.pieces.keys()
+        self._trained = _trained(self.by_tag) & self.pieces.keys()
         self.trained = self._trained & self.storages
         self.anew = sum(self.pieces[key] for key in self.emptied - self.storages)
         self.on_device = sum(self.pieces.values()) if device == "cpu" else self._stored
@@ -152,9 +154,7 @@ class Coming:
 
     def written(self) -> list[Area]:
         """Those of the pages that a step of an optimizer writes."""
-        stepped = {key for tag in _STEPPED for place in self.by_tag.get(tag, Objects()).values() for key in place}
-        stepped = (stepped | self._trained) & self.pieces.keys() - self.emptied
-        return [area for area, _ in split(whole_pages(self._host_pieces(stepped)), self.areas)[0]]
+        return [area for area, _ in split(whole_pages(self._host_pieces(self._trained - self.emptied)), self.areas)[0]]
 
     @property
     def _stored(self) -> int:
@@ -162,6 +162,12 @@ class Coming:
 
     def _host_pieces(self, keys: Iterable[int]) -> Iterator[tuple[int, int]]:
         return ((key, self.pieces[key]) for key in keys if key not in self.storages)
+
+
+def _trained(by_tag: Mapping[str, Objects]) -> set[int]:
+    """What a step of an optimizer writes: what has gradients, these, and the optimizer's state."""
+    stepped = {key for tag in _STEPPED for place in by_tag.get(tag, Objects()).values() for key in place}
+    return stepped.union(*(pieces.trained for pieces in by_tag.values()))
 
 
 def _size(areas: Iterable[Area]) -> int:

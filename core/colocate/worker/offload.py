@@ -77,7 +77,12 @@ class Offload:
         self._side = SideStream(device)
         self._backings: tuple[Backing, ...] = (Mapped(device), Resized())
 
-    def write(self, storages: Mapping[Key, Any], emptied: Mapping[Key, Any] = MappingProxyType({})) -> Offloading:
+    def write(
+        self,
+        storages: Mapping[Key, Any],
+        emptied: Mapping[Key, Any] = MappingProxyType({}),
+        once: Collection[Key] = (),
+    ) -> Offloading:
         """Copy storages to the host; they keep their memory until `Offloading.put_away`.
 
         What is there already as it is now isn't copied again.
@@ -85,6 +90,8 @@ class Offload:
         Args:
             storages: Those.
             emptied: Others, whose contents nobody needs, also such as have no memory: they will come back as zeros.
+            once: Those of the first whose copies aren't wanted any more when they are there again: so nobody will ask
+                whether they have changed.
 
         Raises:
             MemoryError: The host has no room for them: nothing has changed.
@@ -95,7 +102,7 @@ class Offload:
         with self._copying():
             for key, storage in storages.items():
                 view = _view(storage)
-                digest = _digest_if_room(view)
+                digest = None if key in once else _digest_if_room(view)
                 known = self._copies.pop(key, None)
                 if known is not None and digest is not None and known.digest == digest:
                     copies[key] = attrs.evolve(known, storage=storage, backing=self._backing_of(storage))

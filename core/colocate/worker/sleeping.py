@@ -187,7 +187,7 @@ class Sleeper:
         """
         role = self._site.roles[name]
         new = [tag for tag in TAGS if tag not in self.asleep.tags(name)]
-        found, end = self._copied(name, role, tuple(TAGS))
+        found, end = self._copied(name, role, tuple(TAGS), again=True)
         try:
             end()
         except BaseException:
@@ -301,7 +301,12 @@ class Sleeper:
     # -- what sleeps
 
     def _copied(
-        self, name: str, role: HostedRole, tags: Sequence[str], discard: Collection[str] = ()
+        self,
+        name: str,
+        role: HostedRole,
+        tags: Sequence[str],
+        discard: Collection[str] = (),
+        again: bool = False,
     ) -> tuple[Going, Callable[[], int]]:
         """What of a role is to sleep, copied to where it goes; and what ends its being in memory: see `copy_out`."""
         finish_works()
@@ -309,7 +314,7 @@ class Sleeper:
         self._tell(role, "sleep", new)  # first: where memory was that it frees, somebody else's may be afterwards
         try:
             going = self.going(name, tags, discard)
-            return going, self.copy_out(going)
+            return going, self.copy_out(going, again=again)
         except BaseException:
             self._tell(role, "wake", new)
             raise
@@ -347,12 +352,13 @@ class Sleeper:
         self.refuse_more(name, going.kept_on_device, False, False)
         return going
 
-    def copy_out(self, going: Going, gives_back: bool = True) -> Callable[[], int]:
+    def copy_out(self, going: Going, gives_back: bool = True, again: bool = True) -> Callable[[], int]:
         """Copy memory to where it goes; and what ends its being here, and tells the bytes that have gone.
 
         Args:
             going: The memory.
             gives_back: Whether other processes get that of a device, too.
+            again: Whether the copies may serve again when it goes the next time, also those of what trains.
 
         Raises:
             OSError: There is no room where it would go.
@@ -362,7 +368,7 @@ class Sleeper:
         written = self._spill().write(going.areas) if going.areas else None
         if going.emptying.areas:
             going.emptying.check(0 if written is None else len(written))
-        offloading = self._offload.write(going.storages, going.empty_storages)
+        offloading = self._offload.write(going.storages, going.empty_storages, () if again else going.trained)
 
         def end() -> int:
             if written is not None:
