@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import shutil
 import time
 from typing import Any
 
@@ -17,7 +18,11 @@ from colocate.testing.probes.sleepers import Dozing  # noqa: E402
 from colocate.testing.waiting import wait_until  # noqa: E402
 from colocate.worker.vmm import Vmm  # noqa: E402
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not (DRY or torch.cuda.is_available()), reason="needs CUDA")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not (DRY or torch.cuda.is_available()), reason="needs CUDA"),
+    pytest.mark.skipif(not DRY and shutil.which("cc") is None, reason="needs a C compiler (cc)"),
+]
 WIDTH = 1024  # a layer has 4 MiB, and a bias that torch packs with others
 
 

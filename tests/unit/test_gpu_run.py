@@ -29,8 +29,8 @@ def test_versions_are_pinned() -> None:
     assert {run._plain(name) for name in names} <= pinned
 
 
-# What such a machine has for certain, with all that this needs. Its matplotlib is too large to travel, and nothing of
-# tests/gpu needs it: it is for what draws, in the tasks of the ppo plugin.
+# What such a machine has for certain, with all that this needs; but for matplotlib, which is too large to travel: the
+# tasks of the ppo plugin import what draws, and where it isn't there their tests are skipped.
 THERE = ("torch", "transformers", "attrs", "pluggy", "psutil", "typer", "rich", "pytest", "hypothesis", "matplotlib")
 
 
