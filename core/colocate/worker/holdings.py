@@ -189,18 +189,15 @@ class _Search:
             self._all(held)
 
     def _modules(self, modules: list[Any]) -> None:
+        owns = [*map(vars, modules)]
         parameters: list[Any] = []
         buffers: list[Any] = []
+        for name, found in (("_parameters", parameters), ("_buffers", buffers), ("_modules", self._next)):
+            for held in [held for own in owns if (held := own.get(name))]:
+                found += held.values()
         more: list[Any] = []
         usual, count = self._usual, len(self._usual)
-        for module in modules:
-            own = vars(module)
-            if held := own.get("_parameters"):
-                parameters += held.values()
-            if held := own.get("_buffers"):
-                buffers += held.values()
-            if held := own.get("_modules"):
-                self._next += held.values()
+        for own in owns:
             names, values = tuple(own), tuple(own.values())
             if names[:count] == usual:  # nearly always they come first
                 more += values[count:]

@@ -43,11 +43,9 @@ class Storages(dict[str, dict[int, int]]):
         plain: dict[Any, list[Any]] = {}
         for value in values:
             if type(value) in types and value.layout is strided:
-                device = value.device
-                if device in plain:
-                    plain[device].append(value)
-                else:
-                    plain[device] = [value]
+                if (beside := plain.get(device := value.device)) is None:
+                    beside = plain[device] = []
+                beside.append(value)
             elif type(value) not in PLAIN:
                 self.add(value)
         for device, tensors in plain.items():
