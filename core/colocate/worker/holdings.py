@@ -259,7 +259,8 @@ def _with_arrays(items: Iterable[Any]) -> list[Any]:
         if PLAIN.issuperset(map(type, chain.from_iterable(map(values, by_kind[kind])))):
             del by_kind[kind]
         else:
-            by_kind[kind] = [each for each in by_kind[kind] if not PLAIN.issuperset(map(type, values(each)))]
+            # Copied in one step, as in `_all`.
+            by_kind[kind] = [each for each in by_kind[kind] if not PLAIN.issuperset(map(type, tuple(values(each))))]
     return [*chain.from_iterable(by_kind.values())]
 
 

@@ -155,7 +155,7 @@ def _shares(
     shared: dict[str, dict[tuple[str, int], int]] = {role: {} for role in held}
     asleep, empty = dict.fromkeys(held, 0), dict.fromkeys(held, 0)
     on_host: list[dict[int, int]] = []
-    counted = _once(held)
+    counted, without_memory = _once(held), frozenset(absent)
     for purpose in Purpose:
         for role, found in held.items():
             for device, pieces in found.get(purpose, {}).items():
@@ -166,7 +166,7 @@ def _shares(
                 shared[role] |= {(device, each): pieces[each] for each in known if its_owners[each] != role}
                 first = {each: nbytes for each, nbytes in pieces.items() if each not in known} if known else pieces
                 its_owners |= dict.fromkeys(first, role)
-                elsewhere = first.keys() & (away.keys() if device == "cpu" else set(absent))
+                elsewhere = first.keys() & (away.keys() if device == "cpu" else without_memory)
                 away_bytes = sum(first[each] for each in elsewhere)
                 if device == "cpu":
                     on_host.append(first)
