@@ -30,6 +30,8 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     path = os.environ.get("COLOCATE_GPU_RESULTS")
     if not path or (report.when != "call" and report.passed):
         return
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        return  # whoever has begun it hears of each, too
     reason = ""
     if report.skipped and isinstance(report.longrepr, tuple):
         reason = report.longrepr[2].removeprefix("Skipped: ")

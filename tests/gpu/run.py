@@ -13,6 +13,7 @@ import argparse
 import datetime
 import hashlib
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
@@ -31,6 +32,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("core", "executors", "plugins")
 _ENDS_WITHIN_S = 15.0
+_NO_TESTS = 5  # pytest's exit code, where a part has tests of one kind only
 PARTS = {
     "a": ("TestCore", "TestDevices", "TestChoice", "TestTrainers", "TestErrors"),
     "b": ("TestWork", "TestLending", "TestContexts", "TestGroups", "TestSpinning", "TestPpo"),
@@ -225,20 +227,33 @@ def run(
     results = folder / "results.jsonl"
     results.touch()
     # Other versions than ours warn of other things, and a GPU is too rare to fail of that.
-    command = [str(python), "-m", "pytest", "-p", "no:cacheprovider", "-W", "default", "tests/gpu", *more]
+    command = [str(python), "-m", "pytest", "-p", "no:cacheprovider", "-W", "default", "tests/gpu"]
     env = {**os.environ, "COLOCATE_GPU_RESULTS": str(results), "COLOCATE_GPU_DRY": "1" if cpu else ""}
     env.pop("PYTHONPATH", None)
+    ends = time.monotonic() + within_s
+    codes = [_pytest([*command, *wave, *more], env, ends - time.monotonic()) for wave in waves()]
+    code = next((code for code in codes if code not in (0, _NO_TESTS)), min(codes, key=str))
+    return code, [json.loads(line) for line in results.read_text().splitlines()]
+
+
+def waves() -> list[list[str]]:
+    """What pytest is told: most tests go side by side, where it can do that, and then each that wants all of the GPU."""
+    if importlib.util.find_spec("xdist") is None:
+        return [[]]
+    several = min(8, os.cpu_count() or 1)
+    return [["-m", "not alone", "-n", str(several), "--dist", "worksteal"], ["-m", "alone", "-n", "0"]]
+
+
+def _pytest(command: list[str], env: dict[str, str], within_s: float) -> int | str:
     process = subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=True)
-    code: int | str
     try:
-        code = process.wait(max(1.0, within_s))
+        return process.wait(max(1.0, within_s))
     except subprocess.TimeoutExpired:
-        code = "time was up"
         _end(process)
+        return "time was up"
     except BaseException:
         _end(process)
         raise
-    return code, [json.loads(line) for line in results.read_text().splitlines()]
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

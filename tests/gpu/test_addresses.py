@@ -20,6 +20,7 @@ from colocate.worker.vmm import Vmm  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.alone,
     pytest.mark.skipif(not (DRY or torch.cuda.is_available()), reason="needs CUDA"),
     pytest.mark.skipif(not DRY and shutil.which("cc") is None, reason="needs a C compiler (cc)"),
 ]

@@ -20,7 +20,11 @@ from colocate import First, Role, method  # noqa: E402
 from colocate.errors import CallTimeout, ColocateError  # noqa: E402
 from colocate.testing.waiting import wait_until  # noqa: E402
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not (DRY or torch.cuda.is_available()), reason="needs CUDA")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.alone,
+    pytest.mark.skipif(not (DRY or torch.cuda.is_available()), reason="needs CUDA"),
+]
 ROOT = Path(__file__).parents[2]
 SMALL_KERNELS, STEPS = (100, 2) if DRY else (10_000, 6)
 SIZE = "tiny" if DRY else "half-a-billion"

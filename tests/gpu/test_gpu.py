@@ -483,6 +483,7 @@ class TestTurns:
                 assert slot.gpu is not None
                 assert slot.gpu["allocated"] <= 1.02 * 2304 * 2**20
 
+    @pytest.mark.alone
     def test_copies_beside_computing(self, record_property: Any) -> None:
         """What of the time that copies take a step doesn't take longer; and results are the same."""
         mib, rounds, steps = (8, 1, 4) if DRY else (512, 100, 6)
@@ -520,6 +521,7 @@ class TestTurns:
             assert group.role("one", Dozing).look()
 
 
+@pytest.mark.alone
 class TestSleep:
     """A role's memory on the GPU goes to the host, and comes back."""
 
@@ -783,6 +785,7 @@ class TestLending:
             runtime._node.services.settle()
         return told
 
+    @pytest.mark.alone
     def test_from_gpu_to_gpu(self, record_property: Any) -> None:
         """Its bytes don't come to the host."""
         count = 1 << 16 if DRY else 1 << 26
@@ -814,6 +817,7 @@ class TestLending:
                 assert lower + upper == [[float(length)] * length for length in range(count)]
 
     @needs_cuda
+    @pytest.mark.alone
     def test_an_allocator_that_maps_pieces(self, record_property: Any) -> None:
         """What can't be lent goes by the host, and the first transfer tells why."""
         told = self.read(1 << 26, 3, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})
@@ -854,6 +858,7 @@ class TestWork:
         assert torch.equal(maker.make(3).cpu(), torch.arange(3.0))
 
     @needs_cuda
+    @pytest.mark.alone
     def test_a_killed_worker_gives_its_memory_back(self) -> None:
         """Most of the GPU's memory, five times."""
         _, total = torch.cuda.mem_get_info()
@@ -881,6 +886,7 @@ class TestWork:
                 maker.take(4096.0)
 
     @needs_cuda
+    @pytest.mark.alone
     def test_copies(self, processes: ColocatedGroup, record_property: Any) -> None:
         """How fast values get to the GPU and back: of a process, from and to the driver."""
         maker, user = processes.role("maker", Maker), processes.role("user", User)
