@@ -20,7 +20,6 @@ from colocate.worker.vmm import Vmm  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.alone,
     pytest.mark.skipif(not (DRY or torch.cuda.is_available()), reason="needs CUDA"),
     pytest.mark.skipif(not DRY and shutil.which("cc") is None, reason="needs a C compiler (cc)"),
 ]
@@ -124,6 +123,7 @@ class TestAddresses:
 
     @needs_cuda
     @pytest.mark.parametrize("threads", [False, True])
+    @pytest.mark.alone
     def test_a_graph_is_replayed(self, threads: bool) -> None:
         """Bit for bit, after its weights were away and others had written where they had been."""
         with connect(threads=threads) as runtime:
@@ -148,6 +148,7 @@ class TestAddresses:
             assert torch.equal(graphed.replay(2)[0].cpu(), before[2])  # the call wakes it
 
     @needs_cuda
+    @pytest.mark.alone
     def test_wake_without_room(self) -> None:
         """It sleeps on, as often as it is tried, and nothing has changed; its graph is replayed when there is room."""
         with connect() as runtime:
@@ -171,6 +172,7 @@ class TestAddresses:
 
     @needs_cuda
     @pytest.mark.parametrize("mib", [1024, 3584])
+    @pytest.mark.alone
     def test_memory_is_given_back(self, record_property: Any, mib: int) -> None:
         """The GPU has it, and 98 % of it at least; and the ledger's parts say so."""
         with connect() as runtime:

@@ -32,6 +32,7 @@ _ENDS_WITHIN_S = 5.0
 _CLOSES_WITHIN_S = 2.0
 _OPEN = "was left open"
 _OF_GPUS = ("/dev/nvidia", "/dev/kfd", "/dev/dri/")
+_OF_DASK = "Dask-Offload"  # of a pool that a module of Dask has and never ends; with a GPU it is used from the start
 
 
 @attrs.frozen(eq=False)
@@ -244,7 +245,7 @@ def _threads() -> dict[str, Thing]:
         )
         for thread in threading.enumerate()
         # They are the process's, and stay.
-        if not thread.name.startswith(COURIER) and not forks.own_thread(thread.name)
+        if not thread.name.startswith((COURIER, _OF_DASK)) and not forks.own_thread(thread.name)
     }
 
 

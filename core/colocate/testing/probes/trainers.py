@@ -68,7 +68,9 @@ class Trainer(Role):
         self.net: Any = self._wrapped(make_model().to(self.ctx.device))
         import torch
 
-        self.optimizer: Any = torch.optim.Adam(self.net.parameters(), lr=RATE)
+        # With tensor parallelism some parameters are DTensors and some aren't; on a GPU Adam would take them together.
+        together = False if self.kind == "tp" else None
+        self.optimizer: Any = torch.optim.Adam(self.net.parameters(), lr=RATE, foreach=together)
         self.renewals = 0
 
     def _wrapped(self, net: Any) -> Any:
