@@ -237,7 +237,7 @@ def run(
 
 
 def waves() -> list[list[str]]:
-    """What pytest is told: most tests go side by side, where it can do that, and then each that wants all of the GPU."""
+    """What pytest is told: most tests go side by side, where it can do that, then those that want all of the GPU."""
     if importlib.util.find_spec("xdist") is None:
         return [[]]
     several = min(8, os.cpu_count() or 1)

@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.skipif(not (DRY or torch.cuda.is_available()), reason="needs CUDA"),
 ]
 ROOT = Path(__file__).parents[2]
-SMALL_KERNELS, STEPS = (100, 2) if DRY else (10_000, 6)
+SMALL_KERNELS, STEPS = (100, 2) if DRY else (10_000, 5)
 SIZE = "tiny" if DRY else "half-a-billion"
 
 

@@ -61,14 +61,14 @@ def test_away_and_back(gpu: PlayedVmm) -> None:
 
 def test_large_segments_have_large_chunks(gpu: PlayedVmm) -> None:
     """Of the last one there is what there is; a range may end within one."""
-    gpu.limit(64 << 20)
-    segment = made(gpu, 40 << 20)
-    assert segment.chunk == 16 << 20
+    gpu.limit(512 << 20)
+    segment = made(gpu, 320 << 20)
+    assert segment.chunk == 128 << 20
     gpu.vmm.take(0, chunks(segment, 1, 2))
-    assert gpu.vmm.absent(0)[0] == 24 << 20
-    assert gpu.vmm.present(segment.address, 40 << 20) == 16 << 20
-    gpu.vmm.give(0, [(segment.address + (33 << 20), 1)])
-    assert gpu.vmm.absent(0)[0] == 16 << 20
+    assert gpu.vmm.absent(0)[0] == 192 << 20
+    assert gpu.vmm.present(segment.address, 320 << 20) == 128 << 20
+    gpu.vmm.give(0, [(segment.address + (257 << 20), 1)])
+    assert gpu.vmm.absent(0)[0] == 128 << 20
 
 
 def test_it_waits_for_the_device(gpu: PlayedVmm) -> None:

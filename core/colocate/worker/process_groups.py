@@ -427,11 +427,12 @@ class ProcessGroups:
         with LOOKING:
             self._cut_those(doomed)
 
-    def _cut_those(self, names: Collection[str]) -> None:
+    def _cut_those(self, names: Collection[str]) -> threading.Thread | None:
+        """Do it; what goes on with that, if not all is done."""
         with self._lock:
             self._cut.update(names)
         self.cuts += len(names)
-        torch_books.cut(names)
+        return torch_books.cut(names)
 
     def back(self, hold: int) -> tuple[Operations, list[str]]:
         """This rank runs nothing: how many operations it has begun, and which groups it has cut. On the lane."""
@@ -462,11 +463,11 @@ class ProcessGroups:
         default = f"{self._group}/default"
         with LOOKING:  # whoever looks for groups to cut has done so, and finds none any more
             pass
-        if (rest := torch_books.cut(names)) is not None:  # what still runs on a device ends
-            rest.join()
         whole = default in names
         if whole:  # with which torch forgets all others
             names = [*torch_books.all_groups()]
+        if (rest := torch_books.cut(names)) is not None:  # what still runs on a device ends
+            rest.join()
         self._former_meshes.update({key: weakref.ref(mesh) for key, mesh in self._meshes.items()})
         self._meshes.clear()
         for name in names:
@@ -508,7 +509,13 @@ class ProcessGroups:
             if self._default is not None:
                 left += torch_groups.unshare_default(self)
         else:
-            self.cut()
+            # Also those that nobody has used: with NCCL the last reference to one that wasn't cut would do it.
+            with LOOKING:
+                rest = self._cut_those(torch_books.all_groups())
+            if rest is not None:
+                rest.join(GROUPS_CLOSE_WITHIN_S)
+                if rest.is_alive():  # a kernel doesn't end, for which torch would wait, too; the process ends it
+                    return
             left = torch_books.forget_all()
         bury(left, GROUPS_CLOSE_WITHIN_S)
 

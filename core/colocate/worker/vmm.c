@@ -15,7 +15,7 @@
 #include <sys/types.h>
 
 #define SMALL_SEGMENT ((size_t)20 << 20) /* up to which chunks are as small as they can be: torch packs tensors there */
-#define CHUNK ((size_t)16 << 20)         /* of larger ones, in which there is one tensor, mostly */
+#define CHUNK ((size_t)128 << 20)        /* of larger ones, in which there is one tensor, mostly; many take long */
 #define MOST_DEVICES 64
 
 enum { DEVICE = 1, PINNED = 1, READ_WRITE = 3, MINIMUM = 0, VMM_SUPPORTED = 102, RDMA_SUPPORTED = 110 };
