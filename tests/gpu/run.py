@@ -134,16 +134,19 @@ print(json.dumps(found))
 
 
 def _commit(wheels: Path) -> str:
-    """The commit: git's word, or where only the files have come here, that of whoever gathered the wheels for them."""
+    """The commit: that of whoever gathered the wheels, if it was for these sources; otherwise git's word.
+
+    Where the files were brought, what git says there may be of another commit.
+    """
+    note = wheels / "commit"
+    noted, _, sources = note.read_text().strip().partition(" ") if note.is_file() else ("unknown", "", "")
+    if sources == digest():
+        return noted
     try:
         command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
-        note = wheels / "commit"
-        if not note.is_file():
-            return "unknown"
-        noted, _, sources = note.read_text().strip().partition(" ")
-        return noted if sources == digest() else f"{noted}, changed since"
+        return f"{noted}, changed since" if sources else noted
 
 
 def digest() -> str:
