@@ -125,7 +125,7 @@ class TestGroups:
     """Process groups that come and go."""
 
     def test_fifty(self, record_property: Any) -> None:
-        """Each is cut and made anew; the GPU's memory doesn't go with them."""
+        """A role's and the default one, each cut and made anew 25 times; the GPU's memory doesn't go with them."""
         with connect() as runtime:
             role = colocate.role(Sharded, "ddp").on(default_group=True)
             group = runtime.reserve().spawn({"sharded": role}, name="sharded")
@@ -134,7 +134,7 @@ class TestGroups:
             sharded.cut()
             free = 0 if DRY else torch.cuda.mem_get_info()[0]
             seconds = []
-            for number in range(5 if DRY else 50):
+            for number in range(5 if DRY else 25):
                 began = time.perf_counter()
                 sharded.cut()
                 sharded.step(number)
@@ -145,7 +145,7 @@ class TestGroups:
                 assert lost < 64 * 2**20
                 record_property("50 process groups made anew, memory of the GPU lost", f"{lost / 2**20:.0f} MiB")
             record_property(
-                "a process group cut and made anew, and a step", f"{statistics.median(seconds) * 1e3:.0f} ms"
+                "two process groups cut and made anew, and a step", f"{statistics.median(seconds) * 1e3:.0f} ms"
             )
 
 
