@@ -86,13 +86,13 @@ def test_called_back_from_making_one(stuck: threading.Event) -> None:
     What its role had in its frames goes at once, though the peers are still waited for.
     """
     groups = ProcessGroups(Asking(), in_process=False, group="policy", slot=1)
-    groups.slots = 2
+    groups.default.slots = 2
     asker = Asker(groups)
     assert stuck.wait(PATIENCE_S)
-    wait_until(lambda: groups._making is not None, "the lane waits for what the other thread makes")
+    wait_until(lambda: groups._making._waiting is not None, "the lane waits for what the other thread makes")
     groups.end_waits(SEQ + 1, "a later call failed")
-    assert groups._making is not None
-    assert not groups._making[1].done()
+    assert groups._making._waiting is not None
+    assert not groups._making._waiting[1].done()
     groups.end_waits(SEQ, "this call failed")
     asker.join(PATIENCE_S)
     assert asker.left == "this call failed"

@@ -161,7 +161,7 @@ class WorkerHost(Site):
         self.lane.do(partial(self._runner.renew, message))
 
     def _on_join(self, message: to_worker.Join, body: None) -> None:
-        self.groups.asked_to_join()
+        self.groups.default.asked_to_join()
 
     def _on_resume(self, resume: to_worker.Resume, body: None) -> None:
         self.scope.resume()

@@ -236,6 +236,8 @@ class Sleeper:
         for address in self.asleep.away.keys() & sizes.keys():
             del sizes[address]
         addresses, files = sorted(sizes), self._files
+        if files is None and not addresses:
+            return 0
 
         def most(each: mappings.Mapping) -> int:
             if files is not None and files.owns(each):

@@ -1,0 +1,189 @@
+"""Torch's default process group over the slots of a group, in which the groups of all roles lie.
+
+It is made when the first role asks for any of them, by all slots at once, off their lanes: also by those whose roles
+don't ask.
+"""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from typing import Any
+
+import attrs
+
+from colocate._protocol.consequence import Consequence
+from colocate._protocol.questions import Meet
+from colocate._role import torch_books, torch_groups
+from colocate._role.torch_groups import Plan
+from colocate._system.jobs import message_of
+from colocate.errors import ColocateError, ConfigError
+from colocate.worker.collective_waits import bury
+from colocate.worker.group_making import Making, Worker
+
+
+@attrs.define(eq=False)
+class _Default:
+    """One that is there or in the making, and where its store listens.
+
+    The store goes on when the group is renewed; slot 0 serves it as long as it keeps it.
+    """
+
+    epoch: int
+    made: Future[None] = attrs.field(factory=Future)
+    address: tuple[str, int] | None = None
+    store: Any = None
+
+
+class DefaultGroup:
+    """That of one worker.
+
+    Attributes:
+        name: What torch calls it.
+        slots: How many it has.
+        generation: How often the colocated group has been restarted.
+        timeout_s: How long an operation may take.
+    """
+
+    def __init__(self, worker: Worker, making: Making, group: str, slot: int, host: str, device: str) -> None:
+        """None is made yet.
+
+        Args:
+            worker: Whose it is.
+            making: What the lane waits by.
+            group: Name of the colocated group.
+            slot: The worker's.
+            host: Address under which the other slots reach this machine.
+            device: The slot's.
+        """
+        self._worker, self._making = worker, making
+        self._group, self._slot, self._host, self._device = group, slot, host, device
+        self.name = f"{group}/default"
+        self._lock = threading.Lock()
+        self._now: _Default | None = None
+        self._former: _Default | None = None  # of before it was renewed, whose store goes on
+        self._doomed = False  # it will be dropped as soon as the lane comes to it
+        self._joins_after_that = False
+        self._epoch = 0
+        self.slots = 1
+        self.generation = 0
+        self.timeout_s = 1800.0
+
+    def have(self) -> None:
+        """Have it made, unless it is there."""
+        made = self.join().made
+        if not made.done():
+            left = self._making.begin_wait()
+            made.add_done_callback(lambda _: self._making.end_wait(left))
+            if (reason := left.result()) is not None:
+                raise Consequence(reason)
+        made.result()
+
+    def share(self) -> None:
+        """Have that of the process, whose threads the slots are."""
+        if self._now is None:
+            torch_groups.share_default(self)
+            self._now = _Default(0)
+            self._now.made.set_result(None)
+
+    def unshare(self) -> list[Any]:
+        """Need that no more; see `forget`."""
+        return [] if self._now is None else torch_groups.unshare_default(self)
+
+    def rendezvous(self) -> tuple[str, int]:
+        """Where its store listens, on slot 0; it is there."""
+        now = self._now
+        assert now is not None
+        if now.address is None:  # that of a single slot needs no store
+            now.store, now.address = torch_groups.serve_store(self._host)
+        return now.address
+
+    def join(self) -> _Default:
+        """Have this slot do its part in making it, if that isn't under way; from any thread."""
+        with self._lock:
+            if self._now is not None:
+                return self._now
+            former, self._former = self._former, None
+            default = self._now = _Default(self._epoch)
+            if former is not None:
+                default.address, default.store = former.address, former.store
+        if self.slots == 1:
+            self._join(default, former)
+        else:
+            # Not on the lane, which may be in a call that has nothing to do with it, nor where messages are received.
+            arguments = default, former
+            threading.Thread(target=self._join, args=arguments, name="colocate-default-group", daemon=True).start()
+        return default
+
+    def asked_to_join(self) -> None:
+        """Another slot makes it. It may have dropped the former one before this one has."""
+        with self._lock:
+            if self._doomed:
+                self._joins_after_that = True
+                return
+        self.join()
+
+    def about_to_drop(self) -> None:
+        """The lane will be told to drop it; from any thread."""
+        with self._lock:
+            self._doomed = True
+
+    def dropped(self, epoch: int) -> None:
+        """It was: the next one is another. On the lane."""
+        with self._lock:
+            self._former, self._now, self._epoch = self._now, None, epoch
+
+    def drops_are_over(self) -> None:
+        """What was to be dropped has been; a slot that has asked for the next one meanwhile has this one join it."""
+        with self._lock:
+            joins, self._doomed, self._joins_after_that = self._joins_after_that, False, False
+        if joins:
+            self.join()
+
+    def _join(self, default: _Default, former: _Default | None) -> None:
+        board = f"{self._group}/{self.generation}/{default.epoch}/default"
+        plan = Plan(self.name, board, range(self.slots), self._slot, True, False, self._device, self.timeout_s)
+        try:
+            if former is not None:
+                former.made.exception()  # it is over
+                bury(torch_books.forget(self.name))
+            if torch_groups.has_default():
+                raise ConfigError(
+                    f"slot {self._slot} of group {self._group!r} is to have a default process group that colocate "
+                    "makes, but a role has made torch's default one in this process already: leave "
+                    "init_process_group() to colocate, and say .on(default_group=True) for it to be there at once"
+                )
+            store = torch_groups.hash_store()
+            if self.slots > 1:
+                store = self._store_for(board, default)
+            self._making.begins(self.name)
+            plan.make(store)
+        except BaseException as error:
+            with self._lock:
+                # Whoever asks next tries again, where the others can't have gone on meanwhile.
+                if self._now is default and (self.slots == 1 or isinstance(error, Consequence)):
+                    self._now = None
+            if not isinstance(error, ConfigError | Consequence):
+                self._making.has_failed = True
+            if self.slots > 1 and not isinstance(error, Consequence):  # the others would wait for this slot
+                self._refuse(board, f"slot {self._slot} can't take part in the default group: {message_of(error)}")
+            self._making.ends(self.name)
+            default.made.set_exception(error)
+        else:
+            self._making.ends(self.name)
+            default.made.set_result(None)
+
+    def _store_for(self, board: str, default: _Default) -> Any:
+        """What the slots make it through, once all of them are about to."""
+        if self._slot == 0 and default.address is None:
+            default.store, default.address = torch_groups.serve_store(self._host)
+        mine = default.address if self._slot == 0 else None
+        host, port = self._worker.ask(Meet(board, self.slots, mine, True, None), apart=True)
+        default.address = host, port
+        return torch_groups.connect_store(default.address, self.timeout_s)
+
+    def _refuse(self, board: str, why: str) -> None:
+        try:
+            self._worker.ask(Meet(board, self.slots, None, True, why), apart=True)
+        except ColocateError:  # that is the answer, if it isn't the end of the worker
+            pass
