@@ -521,7 +521,6 @@ class TestTurns:
             assert group.role("one", Dozing).look()
 
 
-@pytest.mark.alone
 class TestSleep:
     """A role's memory on the GPU goes to the host, and comes back."""
 
@@ -557,6 +556,7 @@ class TestSleep:
                 assert (actor.parts(), actor.places()) == ([kept], objects)
 
     @needs_cuda
+    @pytest.mark.alone
     @pytest.mark.parametrize("mib", [1024, 3584])
     def test_memory_is_given_back(self, record_property: Any, mib: int) -> None:
         """The GPU has it, and 98 % of it at least."""
@@ -592,6 +592,7 @@ class TestSleep:
             record_property(f"{what}: the first sleep, which pins memory; the slowest of both later", slowest)
 
     @needs_cuda
+    @pytest.mark.alone
     def test_wake_without_room(self) -> None:
         """It sleeps on, as often as it is tried; and wakes when there is room."""
         with connect() as runtime:

@@ -47,11 +47,6 @@ class Draft:
                 use.give_back()
             raise
 
-    def watch(self) -> None:
-        """Give up on it when its time is over."""
-        if self.timeout < FOREVER_S:
-            self.crew.order.watch(self.call, self.timeout)
-
 
 def settled(crew: Crew, call: PendingCall, error: BaseException | None) -> None:
     """A call is about to be: what it used is given back, and observers are told."""
@@ -105,6 +100,13 @@ def send(drafts: Sequence[Draft]) -> None:
         for draft in drafts:
             order.give_up(draft.call, error, bool(sent))
         raise
+
+
+def watch(drafts: Sequence[Draft]) -> None:
+    """Give up on calls that were sent when their time is over; on a wake after those that have asked for it."""
+    for draft in reversed(drafts):
+        if draft.timeout < FOREVER_S:
+            draft.crew.order.watch(draft.call, draft.timeout)
 
 
 def _message(lot: Sequence[tuple[Draft, int]], frees: Sequence[int]) -> tuple[Head, Any]:

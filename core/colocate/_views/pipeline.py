@@ -19,7 +19,7 @@ from colocate._protocol.bundle import Memory
 from colocate._system.here import Here
 from colocate._system.lines import caller
 from colocate._system.off_main import off_main
-from colocate._views.drafts import Draft, send
+from colocate._views.drafts import Draft, send, watch
 from colocate._views.waking import behind_wakes
 from colocate.errors import ColocateError, PipelineError
 
@@ -150,11 +150,12 @@ def _send(drafts: Sequence[Draft]) -> None:
         now = time.time()
         for draft in ready:
             draft.call.submitted = now
+        sent: Sequence[Draft] = ()
         if ready:
-            send(behind_wakes(ready))
+            send(sent := behind_wakes(ready))
     for draft in drafts:
         draft.kept = draft.hold = None
-        draft.watch()
+    watch(sent)
 
 
 def _is_lost(draft: Draft) -> bool:

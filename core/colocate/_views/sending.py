@@ -23,7 +23,7 @@ from colocate._system.off_main import hand_over, off_main, on_main
 from colocate._values.dispatch import Plan
 from colocate._values.nesting import has_attributes, has_fields, hides, kinds_inside, refuse_hidden
 from colocate._values.tree import PLAIN, map_leaves
-from colocate._views.drafts import Draft, send, settled
+from colocate._views.drafts import Draft, send, settled, watch
 from colocate._views.pipeline import Pipeline, recording, refuse_unsent
 from colocate._views.waking import behind_wakes
 from colocate.errors import ColocateError
@@ -154,12 +154,12 @@ def _send(draft: Draft) -> None:
             crew.order.give_up(call, error, sent=False)
             raise
         try:
-            send(behind_wakes((draft,)))
+            send(sent := behind_wakes((draft,)))
         except BaseException:
             if call.keep is not None:
                 crew.residents.end(call.keep)
             raise
-    draft.watch()
+    watch(sent)
 
 
 def refuse_inside(label: str, group: str) -> None:

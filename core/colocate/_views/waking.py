@@ -13,7 +13,6 @@ from colocate._crew.crew import Crew
 from colocate._crew.sleepers import Mark, Slept
 from colocate._role.info import RoleInfo
 from colocate._role.method import TAGS
-from colocate._system.numbers import FOREVER_S
 from colocate._values.dispatch import plan
 from colocate._values.mesh import Mesh
 from colocate._views.drafts import Draft, settled
@@ -35,12 +34,14 @@ def behind_wakes(drafts: Sequence[Draft]) -> Sequence[Draft]:
     if not crew.sleepers:
         return drafts
     found: list[Draft] = []
-    waking: set[Mark] = set()
+    waking: dict[Mark, Draft] = {}
     for draft in drafts:
         for role, seen in _wakes(crew, draft).items():
             if marks := {mark: slept for mark, slept in seen.items() if mark not in waking}:
-                waking.update(marks)
                 found.append(_waking(crew, role, marks, draft.call))
+                waking.update(dict.fromkeys(marks, found[-1]))
+            for mark in seen:  # it has as long as who waits for it longest
+                waking[mark].timeout = max(waking[mark].timeout, draft.timeout)
         found.append(draft)
     return found
 
@@ -84,4 +85,4 @@ def _waking(crew: Crew, role: str, marks: Mapping[Mark, Slept], before: PendingC
     call.on_end = partial(settled, crew)
     call._then(partial(note, crew, marks))
     body = crew.services.executor.codec.pack_arguments(dict(planned.arguments[0]), label)
-    return Draft(crew, call, info.key, WAKE, [body] * len(info.slots), planned.valid, FOREVER_S)
+    return Draft(crew, call, info.key, WAKE, [body] * len(info.slots), planned.valid, 0.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -15,7 +16,7 @@ import pytest
 import colocate
 from colocate import ColocatedGroup, Runtime
 from colocate._role.method import Tag
-from colocate.errors import ConfigError, MemoryBudgetError, PipelineError, RoleError, SleepingError
+from colocate.errors import CallTimeout, ConfigError, MemoryBudgetError, PipelineError, RoleError, SleepingError
 from colocate.executor import Detachable, OwnProcess
 from colocate.testing.executors._base import ExecutorCase, Spawn, needs
 from colocate.testing.executors.renewals import alone
@@ -425,6 +426,22 @@ class Sleeping(ExecutorCase):
             assert done.result(PATIENCE_S)
         assert actor.asleep() == [["weights", "grads", "optimizer", "cache"] if what == "sleep" else []] * 2
         assert actor.digest() == before
+
+    @needs(OwnProcess)
+    def test_a_rank_that_hangs_as_it_is_woken(self, spawn: Spawn) -> None:
+        """What a call asks for by itself has its timeout: the group fails as of any rank that doesn't come back."""
+        pytest.importorskip("torch")
+        group = spawn({"actor": colocate.role(Dozing, 1)})
+        actor = group.role("actor", Dozing)
+        pid = group.run(_pid)[1]
+        group.sleep("actor")
+        group._node.grace = 0.2
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(CallTimeout, match="done after"):
+            actor.digest.options(timeout=0.3)()
+        wait_until(lambda: group.state == "failed", "the group has failed")
+        with pytest.raises(RoleError, match="did not come back within"):
+            actor.digest()
 
     @needs(OwnProcess)
     def test_restart_of_a_sleeping_role(self, runtime: Runtime) -> None:
