@@ -12,6 +12,8 @@ from tests.chaos.programs import TURNERS
 from colocate import Call, ColocatedGroup
 from colocate.errors import RoleError, RoleStartError
 
+_LONGEST = 4000
+
 
 @attrs.define(eq=False)
 class Sent:
@@ -196,12 +198,15 @@ def chain(error: BaseException | None) -> tuple[BaseException, ...]:
 
 
 def short(error: BaseException | None) -> str:
-    """An error in a line, with what each failed rank of a start says."""
+    """An error, with what each failed rank of a start says. Of a rank that hangs all is told: what it did there."""
     if error is None:
         return "no error"
-    told = " <- ".join(
-        f"{type(each).__name__}: {str(each).splitlines()[0] if str(each) else ''}" for each in chain(error)
-    )
+    told = " <- ".join(f"{type(each).__name__}: {_text(each)}" for each in chain(error))
     if isinstance(error, RoleStartError):
         told += "".join(f"; rank {rank}: {short(each)}" for rank, each in error.errors.items())
-    return told[:600]
+    return told[:_LONGEST]
+
+
+def _text(error: BaseException) -> str:
+    text = str(error)
+    return text if "it is here" in text else text.partition("\n")[0]
