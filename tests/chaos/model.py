@@ -99,7 +99,7 @@ def allowed(sent: Sent, error: BaseException, group: Played, mine: Applied | Non
     over = mine is not None and mine.went_on is not None and sent.submitted > mine.went_on
     if mine is not None and not over and may_follow(error, mine):
         return True
-    if _follows(sent, error, group):
+    if _follows(sent, error, group) or (mine is not None and not over and _is_held(sent, error, group, mine)):
         return True
     if anywhere is None:
         return False
@@ -126,6 +126,17 @@ def _follows(sent: Sent, error: BaseException, group: Played) -> bool:
         return False
     earlier = [each.error for each in group.sent if each.ident < sent.ident and each.error is not None]
     return any(cause is each for cause in chain(error)[1:] for each in earlier)
+
+
+def _is_held(sent: Sent, error: BaseException, group: Played, fault: Applied) -> bool:
+    """Whether its ranks were kept from it: an earlier call has failed, and the one that hangs can't come back."""
+    return (
+        fault.kind in HANGING
+        and isinstance(error, CallTimeout)
+        and bool(error.stacks)
+        and all(stack.startswith("running nothing") for stack in error.stacks.values())
+        and any(each.error is not None for each in group.sent if each.ident < sent.ident)
+    )
 
 
 def may_follow(error: BaseException, fault: Applied) -> bool:

@@ -211,9 +211,7 @@ class Player:
         elif moment == "queue":
             self._steps.do(Step("submit", group=group, work_s=0.03, count=4), timeout)
         elif moment == "turns":
-            # All of them are sent at once: where time is short, those that nothing holds up have to be done within it.
-            count = 1 if self._fault.kind in model.HANGING else 2
-            self._steps.do(Step("turns", group=group, work_s=0.02, count=count, roles=("a", *TURNERS)), timeout)
+            self._steps.do(Step("turns", group=group, work_s=0.02, count=2, roles=("a", *TURNERS)), timeout)
         elif moment == "train":
             self._steps.do(Step("train", group=group, count=3), timeout)
         elif moment == "renewal":

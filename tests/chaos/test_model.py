@@ -120,6 +120,17 @@ def test_later_call() -> None:
     assert wrong(sent(1, [1]), sent(2, what="take", error=second))
 
 
+def test_held() -> None:
+    """Ranks that run nothing are kept from a call while one that hangs doesn't come back from an earlier failure."""
+    kept = CallTimeout("late", stacks={0: "running nothing\n  File ..."})
+    first = sent(1, error=CallTimeout("late", stacks={0: ""}), times_out=True)
+    assert wrong(first, sent(2, error=kept), applied=STOPPED) == ""
+    assert wrong(first, sent(2, error=kept))
+    assert wrong(first, sent(2, error=kept), applied=KILLED)
+    assert wrong(sent(1, [1]), sent(2, error=kept), applied=STOPPED)
+    assert wrong(first, sent(2, error=CallTimeout("late", stacks={0: "running a.step"})), applied=STOPPED)
+
+
 def test_behind() -> None:
     """A call may outlive its timeout behind one that waits for the value of a group that is stopped; no other may."""
     elsewhere = attrs.evolve(STOPPED, group=1)
