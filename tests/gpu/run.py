@@ -35,7 +35,7 @@ _ENDS_WITHIN_S = 15.0
 _NO_TESTS = 5  # pytest's exit code, where a part has tests of one kind only
 PARTS = {
     "a": ("TestCore", "TestDevices", "TestChoice", "TestTrainers", "TestErrors"),
-    "b": ("TestWork", "TestLending", "TestContexts", "TestGroups", "TestSpinning", "TestPpo"),
+    "b": ("TestWork", "TestLending", "TestPinning", "TestContexts", "TestGroups", "TestSpinning", "TestPpo"),
     "c": ("TestSleep", "TestTurns", "TestAddresses", "TestOverhead", "TestLlama"),
 }
 _OF_ALL = ("commit", "sources", "device", "python", "torch", "cuda", "driver")
