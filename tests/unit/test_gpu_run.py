@@ -144,6 +144,33 @@ def test_a_section_for_the_page() -> None:
     assert "no test has ended in 61 s (time was up)." in late
 
 
+def test_whose_commit_it_is(tmp_path: Path) -> None:
+    """That for which the wheels were gathered, if the sources are those: what git says there may be another one."""
+    (tmp_path / "commit").write_text(f"abc1234 {run.digest()}\n")
+    assert run._commit(tmp_path) == "abc1234"
+    (tmp_path / "commit").write_text("abc1234 0123\n")
+    assert run._commit(tmp_path) != "abc1234"
+
+
+def test_most_go_side_by_side(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And the others after them, where pytest can do that; what went wrong in either is told; no tests are no fault."""
+    monkeypatch.setattr(run.importlib.util, "find_spec", lambda name: None)
+    assert run.waves() == [[]]
+    monkeypatch.undo()
+    assert [wave[:2] for wave in run.waves()] == [["-m", "not alone"], ["-m", "alone"]]
+    for codes, expected in (
+        ([0, 0], 0),
+        ([0, 5], 0),
+        ([5, 0], 0),
+        ([5, 5], 5),
+        ([1, 0], 1),
+        ([0, "time was up"], "time was up"),
+    ):
+        left = list(codes)
+        monkeypatch.setattr(run, "_pytest", lambda *_, left=left: left.pop(0))
+        assert run.run(Path("python"), tmp_path, [], 1.0, cpu=True) == (expected, [])
+
+
 def test_results_of_parts_are_one() -> None:
     """Of one machine and the same sources; whether each went well is told."""
     one = {"device": "H100", "sources": "0123", "seconds": 60.5, "exit": 0, "tests": [result("A::a", "passed")]}

@@ -18,6 +18,7 @@ from colocate._role.context import Context
 from colocate._role.torch_groups import Plan
 from colocate.testing.gate import Address, Gate, pass_gate
 from colocate.testing.waiting import PATIENCE_S, becomes_true, wait_until
+from colocate.worker import process_groups
 from colocate.worker.failure import LOOKING, is_in_backward
 from colocate.worker.process_groups import ProcessGroups
 
@@ -131,6 +132,41 @@ def test_backends_go_when_the_roles_have_gone_on(monkeypatch: pytest.MonkeyPatch
     assert there() is not None
     assert groups.holders() == []
     wait_until(lambda: there() is None, "they are gone")
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_all_groups_are_cut_at_the_end(monkeypatch: pytest.MonkeyPatch, ends: bool) -> None:
+    """Also those that nobody has used, before they are forgotten; one that can't be is left to the process's end."""
+    told: list[Any] = []
+    over = threading.Event()
+    aborting = threading.Thread(target=over.wait, daemon=True)
+
+    def cut(names: Any) -> threading.Thread:
+        told.append(sorted(names))
+        if ends:
+            over.set()
+        return aborting
+
+    aborting.start()
+    monkeypatch.setattr(torch_books, "all_groups", lambda: dict.fromkeys(["policy/actor/*", "policy/default"], Group()))
+    monkeypatch.setattr(torch_books, "cut", cut)
+    monkeypatch.setattr(torch_books, "forget_all", lambda: told.append("forgotten") or [])
+    monkeypatch.setattr(process_groups, "GROUPS_CLOSE_WITHIN_S", PATIENCE_S if ends else 0.01)
+    ProcessGroups(Asking(), in_process=False, group="policy").close()
+    over.set()
+    assert told == [["policy/actor/*", "policy/default"], *(["forgotten"] if ends else [])]
+
+
+def test_with_the_default_group_all_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch forgets them with it."""
+    cut: list[Any] = []
+    groups = ["policy/actor/*", "policy/default"]
+    monkeypatch.setattr(torch_books, "all_groups", lambda: dict.fromkeys(groups, Group()))
+    monkeypatch.setattr(torch_books, "cut", lambda names: cut.extend(names))
+    monkeypatch.setattr(torch_books, "reference", lambda name: None)
+    monkeypatch.setattr(torch_books, "forget", lambda name: [])
+    ProcessGroups(Asking(), in_process=False, group="policy").drop(["policy/default"])
+    assert cut == groups
 
 
 class Threads(Role):

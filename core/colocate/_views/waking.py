@@ -38,7 +38,7 @@ def behind_wakes(drafts: Sequence[Draft]) -> Sequence[Draft]:
     for draft in drafts:
         for role, seen in _wakes(crew, draft).items():
             if marks := {mark: slept for mark, slept in seen.items() if mark not in waking}:
-                found.append(_waking(crew, role, marks, draft.call))
+                found.append(_waking(crew, role, marks, draft))
                 waking.update(dict.fromkeys(marks, found[-1]))
             for mark in seen:  # it has as long as who waits for it longest
                 waking[mark].timeout = max(waking[mark].timeout, draft.timeout)
@@ -75,14 +75,14 @@ def _wakes(crew: Crew, draft: Draft) -> dict[str, dict[Mark, Slept]]:
     return {role: sleepers.seen(role, TAGS) for role in sleepers.roles} if draft.method == CHECKPOINT else {}
 
 
-def _waking(crew: Crew, role: str, marks: Mapping[Mark, Slept], before: PendingCall) -> Draft:
+def _waking(crew: Crew, role: str, marks: Mapping[Mark, Slept], before: Draft) -> Draft:
     info, spec, label = everyone(crew), SPECS[WAKE], f"wake of {role}"
     planned = plan(spec.dispatch, arguments(crew, role, [tag for _, tag in marks]), info.ranks)
     call = PendingCall(label, "", WAKE, info.slots)
-    call.line, call.submitted = before.line, before.submitted
+    call.line, call.submitted = before.call.line, before.call.submitted
     call.canceller = crew.cancellations.cancel
     call._joiner = Joiner(crew, info, spec)
     call.on_end = partial(settled, crew)
     call._then(partial(note, crew, marks))
     body = crew.services.executor.codec.pack_arguments(dict(planned.arguments[0]), label)
-    return Draft(crew, call, info.key, WAKE, [body] * len(info.slots), planned.valid, 0.0)
+    return Draft(crew, call, info.key, WAKE, [body] * len(info.slots), planned.valid, before.timeout)

@@ -360,8 +360,8 @@ class ProcessGroups:
                 rest = self._cut_those(torch_books.all_groups())
             if rest is not None:
                 rest.join(GROUPS_CLOSE_WITHIN_S)
-                if rest.is_alive():  # a kernel doesn't end, for which torch would wait, too; the process ends it
-                    return
+                if rest.is_alive():  # NCCL takes a second for each, and for ever where a kernel doesn't end: so would
+                    return  # torch, and the process's end does it as well
             left = torch_books.forget_all()
         bury(left, GROUPS_CLOSE_WITHIN_S)
 

@@ -444,6 +444,21 @@ class Sleeping(ExecutorCase):
             actor.digest()
 
     @needs(OwnProcess)
+    def test_a_wake_for_calls_of_several_timeouts(self, spawn: Spawn) -> None:
+        """It has as long as the one that waits longest, which then goes on."""
+        pytest.importorskip("torch")
+        group = spawn({"actor": colocate.role(Dozing, 1)})
+        actor = group.role("actor", Dozing)
+        before, pid = actor.digest(), group.run(_pid)[1]
+        group.sleep("actor")
+        os.kill(pid, signal.SIGSTOP)
+        with group.pipeline():
+            short, patient = actor.digest.options(timeout=0.3).submit(), actor.digest.submit()
+        assert isinstance(short.exception(PATIENCE_S), CallTimeout)
+        os.kill(pid, signal.SIGCONT)
+        assert patient.result(PATIENCE_S) == before
+
+    @needs(OwnProcess)
     def test_restart_of_a_sleeping_role(self, runtime: Runtime) -> None:
         """The roles of the next generation are awake."""
         pytest.importorskip("torch")
