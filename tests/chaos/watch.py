@@ -53,6 +53,7 @@ class Watched:
     _deadline: float = attrs.field(factory=lambda: time.monotonic() + _STARTS_S)
     _heard: queue.SimpleQueue[dict[str, Any] | None] = attrs.field(factory=queue.SimpleQueue)
     _log: Path | None = None
+    _reader: threading.Thread = attrs.field(init=False)
 
     @classmethod
     def start(cls, executor: str, options: dict[str, Any], mark: str, *more: str, **env: str) -> Watched:
@@ -69,7 +70,8 @@ class Watched:
                 text=True,
             )
         watched = cls(mark, folder, process, log=log)
-        threading.Thread(target=watched._read, name="chaos-watch", daemon=True).start()
+        watched._reader = threading.Thread(target=watched._read, name="chaos-watch", daemon=True)
+        watched._reader.start()
         return watched
 
     def ask(self, **what: Any) -> None:
@@ -100,15 +102,16 @@ class Watched:
 
     def _read(self) -> None:
         assert self.process.stdout is not None
-        for line in self.process.stdout:
-            told = json.loads(line)
-            if "begin" in told:
-                self.begun = told["begin"]
-                patience = told["bound_s"] + HANG_S + _GRACE_S if self.begun else _STARTS_S
-                self._deadline = time.monotonic() + patience
-            if "forked" in told:
-                self.forked.append(told["forked"])
-            self._heard.put(told)
+        with self.process.stdout as lines:  # nobody else reads or closes it
+            for line in lines:
+                told = json.loads(line)
+                if "begin" in told:
+                    self.begun = told["begin"]
+                    patience = told["bound_s"] + HANG_S + _GRACE_S if self.begun else _STARTS_S
+                    self._deadline = time.monotonic() + patience
+                if "forked" in told:
+                    self.forked.append(told["forked"])
+                self._heard.put(told)
         self._heard.put(None)
 
     def stacks(self) -> str:
@@ -133,9 +136,10 @@ class Watched:
 
     def end(self) -> list[str]:
         """End it in order; at once if it doesn't go. The files that it has left."""
+        self._say_no_more()
         try:
-            self.process.communicate(timeout=30.0)
-        except (subprocess.TimeoutExpired, ValueError):
+            self.process.wait(timeout=30.0)
+        except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
         left = self.files()
@@ -148,12 +152,15 @@ class Watched:
 
     def clean(self) -> None:
         """Remove its files. It has ended."""
-        for stream in (self.process.stdin, self.process.stdout):
-            if stream is not None:
-                try:
-                    stream.close()
-                except BrokenPipeError:  # what it hasn't read is lost with it
-                    pass
+        self._say_no_more()
+        self._reader.join(_GRACE_S)  # longer only where something lives on that writes to its stdout
         shutil.rmtree(self.folder, ignore_errors=True)
         if self._log is not None:
             self._log.unlink(missing_ok=True)
+
+    def _say_no_more(self) -> None:
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.close()
+        except BrokenPipeError:  # what it hasn't read is lost with it
+            pass
