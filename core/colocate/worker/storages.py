@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -39,16 +40,10 @@ class Storages(dict[str, dict[int, int]]):
     def add_all(self, values: Iterable[Any]) -> None:
         """Note those of the tensors and arrays in values, those of plain tensors together: nearly all are."""
         torch = imported("torch")
-        types, strided = ((), None) if torch is None else ((torch.Tensor, torch.nn.Parameter), torch.strided)
-        plain: dict[Any, list[Any]] = {}
-        for value in values:
-            if type(value) in types and value.layout is strided:
-                if (beside := plain.get(device := value.device)) is None:
-                    beside = plain[device] = []
-                beside.append(value)
-            elif type(value) not in PLAIN:
-                self.add(value)
-        for device, tensors in plain.items():
+        plain, others = _parted([*values], torch)
+        for value in others:
+            self.add(value)
+        for device, tensors in _by_device(plain).items():
             if device.type == "meta":
                 for tensor in tensors:
                     self.add_tensor(tensor, torch)
@@ -211,6 +206,32 @@ class Objects(Storages):
         self.gone[key] = lambda: reference() is None
         if item.flags.owndata and not item.dtype.hasobject:
             self.plain[key] = item.nbytes
+
+
+# Without a line of Python for each of a hundred thousand tensors.
+_layout, _is_on_the_host = operator.attrgetter("layout"), operator.attrgetter("is_cpu")
+
+
+def _parted(values: list[Any], torch: Any) -> tuple[list[Any], list[Any]]:
+    """The tensors of torch's own kinds, with one piece of memory each, and what else may have memory."""
+    kinds = frozenset() if torch is None else frozenset((torch.Tensor, torch.nn.Parameter))
+    plain, others = values, []
+    if not kinds.issuperset(map(type, values)):
+        plain = [each for each in values if type(each) in kinds]
+        others = [each for each in values if type(each) not in kinds and type(each) not in PLAIN]
+    if plain and set(map(_layout, plain)) != {torch.strided}:
+        others += [each for each in plain if each.layout is not torch.strided]
+        plain = [each for each in plain if each.layout is torch.strided]
+    return plain, others
+
+
+def _by_device(tensors: list[Any]) -> dict[Any, list[Any]]:
+    if tensors and all(map(_is_on_the_host, tensors)):
+        return {tensors[0].device: tensors}
+    found: dict[Any, list[Any]] = {}
+    for tensor in tensors:
+        found.setdefault(tensor.device, []).append(tensor)
+    return found
 
 
 def _storage_of(item: Any) -> Any:
