@@ -5,6 +5,7 @@ Milliseconds are the machine's as well, so beside it there is a walk by hand, wh
 
 from __future__ import annotations
 
+import abc
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -29,27 +30,41 @@ class Nothing(Role):
         """A role has a method."""
 
 
-class Tensors(Nothing):
-    """A thousand of them in a list."""
+class Something(Nothing, abc.ABC):
+    """One that has tensors."""
 
     tensors = 1000
 
+    @abc.abstractmethod
+    def all(self) -> Iterable[torch.Tensor]:
+        """They, by a walk by hand."""
+
     def by_hand(self) -> dict[int, int]:
         """The sizes of their storages."""
-        return _sizes(self.held)
+        sizes = {}
+        for tensor in self.all():
+            storage = tensor.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+        return sizes
+
+
+class Tensors(Something):
+    """A thousand of them in a list."""
+
+    def all(self) -> Iterable[torch.Tensor]:
+        """They, by a walk by hand."""
+        return self.held
 
     def __init__(self) -> None:
         self.held = [torch.zeros(2) for _ in range(self.tensors)]
 
 
-class Layers(Nothing):
+class Layers(Something):
     """As many in the smallest of modules."""
 
-    tensors = 1000
-
-    def by_hand(self) -> dict[int, int]:
-        """The sizes of their storages."""
-        return _sizes(_tensors_of(self.net))
+    def all(self) -> Iterable[torch.Tensor]:
+        """They, by a walk by hand."""
+        return _tensors_of(self.net)
 
     def __init__(self) -> None:
         self.net = torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(self.tensors // 2)])
@@ -70,15 +85,16 @@ class _Block(torch.nn.Module):
         return x
 
 
-class Trained(Nothing):
+class Trained(Something):
     """A model in the shape of a Llama, with its gradients and AdamW's state."""
 
     tensors = 9 * _LAYERS * 5
 
-    def by_hand(self) -> dict[int, int]:
-        """The sizes of their storages."""
-        state = [each for own in self.optimizer.state.values() for each in own.values()]
-        return _sizes([*_tensors_of(self.net), *state])
+    def all(self) -> Iterable[torch.Tensor]:
+        """They, by a walk by hand."""
+        yield from _tensors_of(self.net)
+        for state in self.optimizer.state.values():
+            yield from state.values()
 
     def __init__(self) -> None:
         self.net = torch.nn.Sequential(*[_Block() for _ in range(_LAYERS)])
@@ -89,9 +105,14 @@ class Trained(Nothing):
 
 def rows() -> Iterator[Row]:
     """In turns, so that all have the quiet moments."""
-    roles = {"a list of them": Tensors, "two in each of 500 modules": Layers, "a Llama's, trained by AdamW": Trained}
+    roles: dict[str, type[Something]] = {
+        "a list of them": Tensors,
+        "two in each of 500 modules": Layers,
+        "a Llama's, trained by AdamW": Trained,
+    }
+    kinds: list[type[Nothing]] = [Nothing, *roles.values()]
     with colocate.connect() as runtime:
-        groups = {role: runtime.reserve(1).spawn({"role": colocate.role(role)}) for role in (Nothing, *roles.values())}
+        groups = {kind: runtime.reserve(1).spawn({"role": colocate.role(kind)}) for kind in kinds}
         like = {role: role() for role in roles.values()}
         looks: dict[object, Callable[[], object]] = {role: group.memory for role, group in groups.items()}
         looks |= {instance: instance.by_hand for instance in like.values()}
@@ -118,11 +139,3 @@ def _tensors_of(net: torch.nn.Module) -> Iterator[torch.Tensor]:
             if parameter.grad is not None:
                 yield parameter.grad
         yield from module.buffers(recurse=False)
-
-
-def _sizes(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-    sizes = {}
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
-        sizes[storage.data_ptr()] = storage.nbytes()
-    return sizes
