@@ -390,6 +390,24 @@ class TestErrors:
         assert done.returncode == status
         assert [error["type"] for error in json.loads(done.stdout)["errors"]] == ["SystemExit"]
 
+    def test_a_job_whose_output_nobody_reads_any_more_ends(self, colocate: CommandLine) -> None:
+        """As `colocate run FILE | head` does; it isn't told as an exit of the job's own."""
+        colocate.write("demo.yaml", ACME.replace("acme.tally", "beside:job").replace(", with: {steps: 3}", ""))
+        colocate.write(
+            "beside.py",
+            "import itertools\ndef job(run):\n    for step in itertools.count(1):\n        run.log(step, x=1)\n",
+        )
+        with colocate.start("run", "demo.yaml", distributions=("acme",)) as running:
+            assert running.stdout is not None
+            assert running.stderr is not None
+            running.stdout.readline()
+            running.stdout.close()
+            said = running.stderr.read()
+        assert (running.returncode, said) == (
+            1,
+            "nobody reads its output any more: everything is closed, what came after the last checkpoint is lost\n",
+        )
+
     @pytest.mark.parametrize("code", ["0", ""])
     def test_a_job_that_leaves_by_exit_without_a_fault_has_come_to_its_end(
         self, colocate: CommandLine, code: str

@@ -32,17 +32,29 @@ if TYPE_CHECKING:
 PLAIN_WIDTH = 160  # a file or a pipe has no width of its own, and 80 columns would break tables
 
 
+class Unread(SystemExit):
+    """Nobody reads any more what is printed, as in `colocate run FILE | head`."""
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        try:
+            super().on_broken_pipe()
+        except SystemExit as ended:  # rich's way to end, which looks like a job's own
+            raise Unread(ended.code) from ended
+
+
 def console(*, error: bool = False) -> Console:
     """A console for standard output or error: styled on a terminal, plain text elsewhere."""
     # The stream as it is now: what stands in its place later is for what others print.
     file = sys.stderr if error else sys.stdout
-    found = Console(file=file, highlight=False)
+    found = _Console(file=file, highlight=False)
     return found if found.is_terminal and not found.is_jupyter else _plain(file)
 
 
 def _plain(file: IO[str]) -> Console:
     # In a notebook rich displays what it is to print, whatever the file, and FORCE_COLOR makes any file a terminal.
-    return Console(
+    return _Console(
         file=file, highlight=False, width=PLAIN_WIDTH, no_color=True, force_jupyter=False, force_terminal=False
     )
 

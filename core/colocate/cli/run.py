@@ -14,10 +14,12 @@ from typing import Any
 from colocate._job.launch import opened
 from colocate._job.log import RunLog
 from colocate._job.recording import begin, execute
-from colocate._job.screen import Screen
+from colocate._job.screen import Screen, Unread
 from colocate._runs.record import RunRecord
 from colocate._system.numbers import plural
 from colocate.cli.output import error_data, guarded, load, print_json
+
+_LOST = "everything is closed, what came after the last checkpoint is lost"
 
 
 def run_job(
@@ -56,10 +58,13 @@ def run_job(
     except SystemExit as ended:  # Python prints what it says, and nothing else of it
         if json:
             print_json({"errors": [error_data(ended)]})
-        sys.stderr.write(f"ended by sys.exit({ended.code!r}): everything is closed\n")
+        if isinstance(ended, Unread):
+            sys.stderr.write(f"nobody reads its output any more: {_LOST}\n")
+        else:
+            sys.stderr.write(f"ended by sys.exit({ended.code!r}): everything is closed\n")
         raise
     except KeyboardInterrupt as interrupt:
-        sys.stderr.write("interrupted: everything is closed, what came after the last checkpoint is lost\n")
+        sys.stderr.write(f"interrupted: {_LOST}\n")
         second = next((each for each in interrupt.args if isinstance(each, int)), signal.SIGINT)
         return 128 + second
 
