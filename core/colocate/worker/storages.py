@@ -219,7 +219,7 @@ def _parted(values: list[Any], torch: Any) -> tuple[list[Any], list[Any]]:
     if not kinds.issuperset(map(type, values)):
         plain = [each for each in values if type(each) in kinds]
         others = [each for each in values if type(each) not in kinds and type(each) not in PLAIN]
-    if plain and set(map(_layout, plain)) != {torch.strided}:
+    if torch is not None and plain and set(map(_layout, plain)) != {torch.strided}:
         others += [each for each in plain if each.layout is not torch.strided]
         plain = [each for each in plain if each.layout is torch.strided]
     return plain, others
